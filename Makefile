@@ -40,7 +40,7 @@ setup: $(STAMP) ## make the environment and install everything, with pinned vers
 demo: $(STAMP) ## prepare real text, train a small DeepSeek-V3 on 2 processes, evaluate, generate (FRESH=1: start over)
 	@$(RUN) tools/demo.py $(if $(filter-out 0,$(FRESH)),--fresh)
 
-test: $(STAMP) ## run the test suite (ARGS="tests/unit -k router" narrows it, WORKERS=1 runs one file at a time)
+test: $(STAMP) ## run the test suite (ARGS="tests/moe -k router" narrows it, WORKERS=1 runs one file at a time)
 	$(QUIET_THREADS) $(RUN) -m pytest -q --durations=15 --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 soak: $(STAMP) ## the long runs of docs/reliability.md: kills, faults, corruption (ARGS="tests/soak/test_kills.py --soak-scale 0.1")
@@ -50,7 +50,7 @@ check: $(STAMP) ## style, format, types, architecture, the pages of flags and of
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest -q tests/unit/test_architecture.py tests/unit/test_sizes_and_names.py
+	$(RUN) -m pytest -q tests/house/test_architecture.py tests/house/test_sizes_and_names.py
 	$(RUN) -m tests.helpers.verification --check
 	$(RUN) -m tests.helpers.flags_page --check
 

@@ -6,8 +6,9 @@ import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 # Before torch is loaded: tests run beside each other and beside gloo ranks, and spinning threads starve them all.
@@ -138,6 +139,30 @@ def gloo(rank_parent: RankParent) -> Iterator[GlooPool]:
     pool = GlooPool(rank_parent)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def once(gloo: GlooPool) -> Callable[..., list[Any]]:
+    """Return `gloo.run` that computes a case once per file: the oracle of many layouts, a checkpoint that many load.
+
+    Cases are the same when ranks, function and arguments are. Whoever asks gets the same objects and leaves them as
+    they are.
+    """
+    known: dict[tuple[int, str, str], list[Any]] = {}
+
+    def run(world_size: int, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        key = (world_size, function.__qualname__, repr(sorted(kwargs.items())))
+        if key not in known:
+            known[key] = gloo.run(world_size, function, **kwargs)
+        return known[key]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what the tests of a file only read once it is written."""
+    return tmp_path_factory.mktemp("shared")
 
 
 @pytest.fixture(autouse=True)

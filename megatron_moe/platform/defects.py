@@ -317,7 +317,7 @@ def _tests(tests: Any) -> tuple[str, ...]:
     pattern = re.compile(r"tests/[\w/]+\.py::test_\w+")
     are_names = isinstance(tests, list) and _are_texts(tests) and all(pattern.fullmatch(test) for test in tests)
     if not are_names or not tests:
-        raise ValueError(f"tests {tests!r} is not a list of names like tests/defects/test_x.py::test_y")
+        raise ValueError(f"tests {tests!r} is not a list of names like tests/platform/test_x.py::test_y")
     return tuple(tests)
 
 

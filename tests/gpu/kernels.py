@@ -201,7 +201,7 @@ def packed_adam(stage: Stage, size: int) -> None:
 def orthogonalization(stage: Stage, size: int) -> None:
     """Compare Muon's iteration with singular values in fp64, over the error that docs/optimizers.md expects."""
     from megatron_moe.training.orthogonalization import orthogonalized, steps_of
-    from tests.reference import reference_muon
+    from tests.numbers import reference_muon
 
     for dtype, unit, most in ((torch.float32, 2.0**-24, 10.0), (torch.bfloat16, 2.0**-9, 3.0)):
         what = f"orthogonalization, {str(dtype).removeprefix('torch.')}"

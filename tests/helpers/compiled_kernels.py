@@ -1,6 +1,6 @@
 """Compile the Triton kernels that a layer and a loss launch, for GPUs that are not here, and show what they take.
 
-    python -m tests.helpers.compiled_kernels          # prints the table, writes tests/data/kernel_budget.json
+    python -m tests.helpers.compiled_kernels          # prints the table, writes tests/kernels/kernel_budget.json
 
 Registers of a thread, bytes of shared memory and of spilled registers, by kernel and architecture, as ptxas allots
 them. `--check` compares with the file instead of writing it.
@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-BUDGET = ROOT / "tests" / "data" / "kernel_budget.json"
+BUDGET = ROOT / "tests" / "kernels" / "kernel_budget.json"
 ARCHITECTURES = (80, 90, 100)
 MODULES = ("activation", "adam", "dispatch", "loss", "products", "rotary", "routing")
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int64": "i64", "int32": "i32", "bool": "i1"}

@@ -1,4 +1,4 @@
-"""What the ranks do in test_imported_layouts.py: import a folder at a layout, one step, and all that it shows."""
+"""What the ranks do in test_mapping_ranks.py: import a folder at a layout, one step, and all that it shows."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def engine_of(name: str, *, distributed: bool = False, expert_ranks: int = 1) ->
     from megatron_moe.config import cli
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.groups import seed_everything
-    from tests.reference.reference_megatron import EngineTrainer
+    from tests.numbers.reference_megatron import EngineTrainer
 
     words = [*shlex.split(LISTS[name]), "--expert-model-parallel-size", str(expert_ranks)]
     run = cli.parse([*words, "--mock-data", "--defaults", "megatron"])

@@ -1,4 +1,4 @@
-"""What the ranks do in test_model_layouts.py: one step of a model under a layout, and where its tensors come from."""
+"""What the ranks do in test_build_ranks.py: one step of a model under a layout, and where its tensors come from."""
 
 from __future__ import annotations
 

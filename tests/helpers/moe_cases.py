@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel import groups
-from tests.reference.reference_moe import Routing, Weights
+from tests.numbers.reference_moe import Routing, Weights
 
 H, F_WIDTH, SHARED = 16, 8, 12
 

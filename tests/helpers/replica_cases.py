@@ -1,4 +1,4 @@
-"""Bits flipped in one replica of a real run: the cases of test_replicas.py and of the soak."""
+"""Bits flipped in one replica of a real run: the cases of test_replicas_ranks.py and of the soak."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.helpers.data_faults import Scene
-from tests.unit.data import test_data_faults as trials
-from tests.unit.data.test_data_faults import OF_CONTENT as CONTENT
-from tests.unit.data.test_data_faults import STRUCTURAL, scene  # noqa: F401
+from tests.data import test_batches_faults as trials
+from tests.data.test_batches_faults import OF_CONTENT as CONTENT
+from tests.data.test_batches_faults import STRUCTURAL, scene  # noqa: F401
 
 KINDS: dict[str, Callable[[Scene, int], object]] = {
     **{fault.__name__: lambda at, number, fault=fault: trials.always_named(at, fault, number) for fault in STRUCTURAL},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_faults import EP2, KINDS, PP2, TP2, check
+from tests.training.test_faults_ranks import EP2, KINDS, PP2, TP2, check
 from tests.helpers import broken_jobs, fault_cases, kills, replica_cases
 from tests.helpers.launchers import Forked
 from tests.helpers.ranks import RankParent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.test_imported_layouts import LAYOUTS, difference, reference
+from tests.hf.test_mapping_ranks import LAYOUTS, difference, reference
 from tests.helpers import imported_cases as cases
 from tests.helpers import tiny_models
 

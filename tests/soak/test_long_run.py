@@ -2,7 +2,7 @@
 
 20,000 steps of a tiny MoE on two ranks with all that goes on around training: evaluations, checkpoints in the
 background with retention, metrics, TensorBoard, health, the picture. `tests/helpers/long_run.py` judges; that it finds
-a leak is held by tests/unit/test_long_run_judgement.py.
+a leak is held by tests/soak/test_long_run_judgement.py.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def test_every_pair_of_data_parallel_sizes_reads_one_order(
     gloo: Any, tmp_path: Path, figure: Callable[..., None]
 ) -> None:
     """R6. The hash of a step covers the numbers and the content of its samples; the order in it is another matter,
-    which tests/unit/data/test_elastic_order.py looks at."""
+    which tests/data/test_batches_order.py looks at."""
     ramp = {"rampup_batch_size": (4, 4, 24), "global_batch_size": 12}
     wrong, trials = [], 0
     for flags in ({}, ramp):

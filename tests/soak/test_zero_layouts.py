@@ -16,7 +16,7 @@ from megatron_moe.apps.doctor.compare import Tolerances, compare
 from megatron_moe.apps.doctor.measure import Request
 from megatron_moe.config import rules
 from megatron_moe.config.schema import Run, replace
-from tests.distributed.test_layout_matrix import (
+from tests.numbers.test_layout_matrix import (
     ALL_AGAIN,
     ALLGATHER,
     CP2,

@@ -1,0 +1,222 @@
+"""tools/audit_precision.py: our models are clean in every dtype, faults and mistakes have their exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.apps.audit.cli import main
+from megatron_moe.model import norm
+from megatron_moe.moe.router import TopKRouter
+from megatron_moe.precision import contract
+from megatron_moe.training.precision_aware_adam import PrecisionAwareAdam
+
+PLANTED = Path(__file__).parent / "planted_deepseek_fault.py"
+TINY = ["--num-layers", "2", "--moe-layer-freq", "[0,1]", "--seq-length", "16", "--global-batch-size", "2"]
+
+
+def report(folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:
+    status = main([*flags, "--json", str(folder / "audit.json"), "--text", str(folder / "audit.txt")])
+    return status, json.loads((folder / "audit.json").read_text())
+
+
+@pytest.mark.claim("The audit finds no unintended promotion and no mixed product in our models.")
+@pytest.mark.parametrize("dtype", [["--bf16"], ["--fp16"], []], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("preset", ["tiny", "tiny-gqa"])
+def test_our_model_mixes_nothing_in_forward_backward_and_update(tmp_path, preset, dtype):
+    status, found = report(tmp_path, "--preset", preset, *dtype)
+    assert status == 0 and found["verdict"].startswith("clean")
+    assert "half-precision products add in fp32, no TF32" in (tmp_path / "audit.txt").read_text()
+    assert found["unintended_promotions"] == found["mixed_matmuls"] == 0
+    assert found["fp32_state_violations"] == found["widened_modules"] == []
+    assert found["step_committed"] and found["operations"] > 1000
+    assert {"decoder.layers.1.mlp", "decoder.layers.0.input_layernorm"} <= set(found["modules"])
+    backward = {one["module"] for one in found["cast_list"] if one["phase"] == "backward"}
+    floats = {one["dtypes"] for one in found["cast_list"]}
+    assert dtype or floats <= {"float32->float64", "float64->float32"}  # sums over ranks
+    assert not dtype or "decoder.layers.1.mlp.experts" in backward
+    assert "?" not in backward
+
+
+@pytest.mark.claim("The audit finds no unintended promotion and no mixed product in our models.")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
+        ["--grad-reduce-in-bf16"],
+        ["--no-accumulate-allreduce-grads-in-fp32", "--calculate-per-token-loss"],
+        ["--use-distributed-optimizer", "--moe-z-loss-coeff", "1e-3"],
+        ["--moe-router-dtype", "fp64"],
+        ["--moe-shared-expert-gate"],
+        ["--fp32-residual-connection"],
+        ["--fp8-format", "hybrid"],
+        ["--keep-fp32", "router", "first_layer"],
+        ["--mtp-num-layers", "2", "--fp32-residual-connection"],
+        ["--mtp-num-layers", "1", "--keep-fp32", "norms", "output_layer", "mtp.layers.0.eh_proj"],
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_our_model_is_clean_under_flags_that_move_dtypes(tmp_path, flags):
+    status, found = report(tmp_path, "--preset", "tiny", "--bf16", *TINY, *flags)
+    assert (status, found["unintended_promotion_list"], found["mixed_matmul_list"]) == (0, [], [])
+
+
+@pytest.mark.claim("The audit names planted dtype faults by module and line.")
+def test_our_norm_without_its_declaration_is_found(tmp_path, monkeypatch):
+    monkeypatch.delitem(contract._CODE, norm._RMSNormFunction.backward.__code__)
+    status, found = report(tmp_path, "--preset", "tiny", "--bf16", *TINY)
+    assert status == 1
+    places = {(one["where"].rpartition(":")[0], one["phase"]) for one in found["unintended_promotion_list"]}
+    assert places == {("megatron_moe/model/norm.py", "backward")}
+    assert "decoder.layers.0.input_layernorm" in {one["module"] for one in found["unintended_promotion_list"]}
+
+
+def test_a_router_whose_bias_is_cast_is_a_violation(tmp_path, monkeypatch):
+    gate = TopKRouter.gate
+
+    def rounded(self: TopKRouter, hidden: torch.Tensor) -> torch.Tensor:
+        return gate(self, hidden) + self.expert_bias.bfloat16().float()
+
+    monkeypatch.setattr(TopKRouter, "gate", rounded)
+    status, found = report(tmp_path, "--preset", "tiny", "--bf16", *TINY)
+    assert status == 1 and found["fp32_state_violations"]
+    one = found["fp32_state_violations"][0]
+    assert one["module"] == "decoder.layers.1.mlp.router"
+    assert one["detail"] == "decoder.layers.1.mlp.router.expert_bias is read through a narrower copy"
+
+
+PACKED = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "int8"]
+FIRST_MOMENT, MAIN_WEIGHT = "(exp_avg), must be bfloat16", "(master weight), must be int16"
+
+
+@pytest.mark.one_engine
+@pytest.mark.parametrize("wrong", [None, FIRST_MOMENT, MAIN_WEIGHT])
+def test_optimizer_state_stored_otherwise_than_the_contract_says_is_a_violation(tmp_path, monkeypatch, wrong):
+    if wrong == FIRST_MOMENT:
+        init = PrecisionAwareAdam.__init__
+
+        def careless(self: PrecisionAwareAdam, params: Any, **options: Any) -> None:
+            init(self, params, **{**options, "moment_dtypes": ("fp32", "int8")})
+
+        monkeypatch.setattr(PrecisionAwareAdam, "__init__", careless)
+    if wrong == MAIN_WEIGHT:
+        monkeypatch.setattr(PrecisionAwareAdam, "pack_main_weight", lambda self, main, weight: None)
+    status, found = report(tmp_path, "--preset", "tiny", "--bf16", *TINY, *PACKED)
+    violations = found["fp32_state_violations"]
+    assert status == (1 if wrong else 0) and bool(violations) == bool(wrong)
+    assert all(one["detail"].endswith(str(wrong)) and one["dtypes"] == "float32" for one in violations)
+    assert {one["where"] for one in violations} == ({"before the step", "after the step"} if wrong else set())
+
+
+@pytest.mark.claim("A switch that lets products round stops the run by name.")
+def test_a_switch_that_is_set_in_the_step_is_a_violation(tmp_path, monkeypatch):
+    gate, before = TopKRouter.gate, torch.get_float32_matmul_precision()
+
+    def careless(self: TopKRouter, hidden: torch.Tensor) -> torch.Tensor:
+        torch.set_float32_matmul_precision("high")
+        return gate(self, hidden)
+
+    monkeypatch.setattr(TopKRouter, "gate", careless)
+    status, found = report(tmp_path, "--preset", "tiny", "--bf16", *TINY)
+    assert torch.get_float32_matmul_precision() == before
+    assert status == 1
+    name = "torch.backends.{cuda,mkldnn}.matmul.fp32_precision (TF32)"
+    assert {(one["operation"], one["detail"]) for one in found["fp32_state_violations"]} == {("switch", name)}
+    assert "after the step" in {one["where"] for one in found["fp32_state_violations"]}
+
+
+def test_a_mixed_product_in_our_router_is_told_with_the_error_it_raises(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        TopKRouter, "gate", lambda self, hidden: torch.nn.functional.linear(hidden.float(), self.weight)
+    )
+    status, found = report(tmp_path, "--preset", "tiny", "--bf16", *TINY)
+    assert status == 1 and found["mixed_matmuls"] == 1
+    assert found["mixed_matmul_list"][0]["module"] == "decoder.layers.1.mlp.router"
+    assert found["error"]["module"] == "decoder.layers.1.mlp.router"
+
+
+@pytest.mark.parametrize(("factory", "error"), [("crashing", True), ("silent", False)])
+def test_a_module_from_a_file_is_audited(tmp_path, factory, error):
+    status, found = report(tmp_path, "--module", f"{PLANTED}:{factory}")
+    assert status == 1 and found["unintended_promotions"] > 0
+    assert found["widened_modules"][0]["module"] == "layers.0.moe"
+    assert (found["error"] is not None) is error
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--preset", "nothing"], "--preset nothing"),
+        (["--preset", "deepseek-v3"], "--num-layers 2 --hidden-size 256"),
+        (["--module", "no/such/file.py:build"], "FILE.py:FACTORY"),
+        (["--module", f"{PLANTED}:missing"], "missing"),
+        (["--hf", "no/such/folder"], "config.json"),
+        (["--preset", "tiny", "--html", "no/such/folder/a.html"], "--html no/such/folder/a.html"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_status_2(capsys, flags, says):
+    assert main(flags) == 2
+    output = capsys.readouterr()
+    assert says in output.err and output.err.count("\n") == 1
+
+
+# ---- a model of transformers
+
+DEEPSEEK = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def deepseek_folder(tmp_path: Path) -> Path:
+    transformers = pytest.importorskip("transformers")
+    transformers.DeepseekV3Config(**DEEPSEEK).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_hugging_face_folder_without_weights_is_audited(tmp_path):
+    status, found = report(tmp_path, "--hf", str(deepseek_folder(tmp_path)), "--bf16")
+    assert found["error"] is None and found["mixed_matmuls"] == 0
+    assert status == int(found["unintended_promotions"] > 0)
+    assert "model.layers.1.mlp" in found["modules"]
+    # What it multiplies by fp32 on purpose stays inside: every layer returns what it was given.
+    assert found["modules"]["model.layers.1"]["outputs"] == ["bfloat16"]
+
+
+def test_the_fault_in_transformers_own_moe_is_found(tmp_path, monkeypatch):
+    folder = deepseek_folder(tmp_path)
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
+
+    forward = modeling.DeepseekV3MoE.forward
+
+    def faulty(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        weights = torch.ones(hidden_states.shape[-1], dtype=torch.float32)
+        return forward(self, hidden_states) * weights
+
+    monkeypatch.setattr(modeling.DeepseekV3MoE, "forward", faulty)
+    status, found = report(tmp_path, "--hf", str(folder), "--bf16")
+    assert status == 1 and found["error"] is not None
+    widened = {one["module"]: one for one in found["widened_modules"]}
+    assert "model.layers.1.mlp" in widened
+    assert widened["model.layers.1.mlp"]["where"].startswith("tests/apps/test_audit.py")

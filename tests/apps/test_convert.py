@@ -1,0 +1,212 @@
+"""tools/convert_checkpoint.py: what goes in comes out to the bit, and the certificate says what was done."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_moe.apps.convert.cli import main
+from tests.helpers import tiny_models
+from tests.helpers.trained_steps import tensors
+from tests.hf import small_folders
+
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def held(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a Hugging Face folder."""
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def unequal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose presence, dtype, shape or bits differ."""
+    return sorted(
+        name
+        for name in first.keys() | second.keys()
+        if name not in first or name not in second or first[name].dtype != second[name].dtype
+        or not torch.equal(first[name], second[name])
+    )  # fmt: skip
+
+
+def convert(origin: str, target: str, load: Path, save: Path, *flags: str) -> dict[str, Any]:
+    """Run the tool; its certificate."""
+    words = ["--from", origin, "--to", target, "--load", str(load), "--save", str(save), *flags]
+    assert main(words) == 0
+    content: dict[str, Any] = json.loads((save / "conversion_certificate.json").read_text())
+    return content
+
+
+def there_and_back(hf: Path, *flags: str) -> tuple[dict[str, Any], Path]:
+    """hf -> native -> hf, beside it; the first certificate and the last folder."""
+    content = convert("hf", "native", hf, hf.parent / "native", *flags)
+    convert("native", "hf", hf.parent / "native", hf.parent / "back", "--max-shard-size", "100KB")
+    return content, hf.parent / "back"
+
+
+def edit(folder: Path, change: Any) -> None:
+    """Change the tensors of a folder of one file."""
+    values = load_file(folder / "model.safetensors")
+    save_file(change(values) or values, folder / "model.safetensors", {"format": "pt"})
+
+
+def set_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.claim("Hugging Face folder to checkpoint and back gives the same keys and bits.")
+@pytest.mark.parametrize("case", ["deepseek-v2-grouped", "deepseek-v3", "mixtral", "qwen2-moe", "qwen3-moe-tied"])
+def test_there_and_back_nothing_changes(tmp_path, case):
+    hf = tmp_path / "hf"
+    tiny_models.make(case, 3, hf, torch.bfloat16)
+    (hf / "tokenizer.json").write_text('{"a": 1}')
+    (hf / "modeling_own.py").write_text("raise SystemExit(3)")
+    certificate, back = there_and_back(hf)
+    assert unequal(held(hf), held(back)) == []
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "modeling_own.py"):
+        assert (hf / name).read_bytes() == (back / name).read_bytes()
+    assert len(list(back.glob("model-*-of-*.safetensors"))) > 3
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == held(hf).keys()
+    rows = certificate["tensors"]
+    assert sorted(entry["name"] for row in rows for entry in row["hf"]) == sorted(held(hf))
+    assert certificate["warnings"] == [] and {row["cast"] for row in rows} == {None}
+    step = tensors(tmp_path / "native" / "iter_0000000")
+    dtypes = {value.dtype for key, value in step.items() if "expert_bias" not in key}
+    assert dtypes == {torch.bfloat16} and certificate["dtype"] == "bfloat16"
+    for entry in certificate["source"]["files"].values():
+        assert len(entry["sha256"]) == 64
+
+
+@pytest.mark.claim("Hugging Face folder to checkpoint and back gives the same keys and bits.")
+def test_the_certificate_names_both_sides_with_their_hashes(tmp_path):
+    hf = small_folders.sound(tmp_path / "hf", tmp_path / "sentinel")
+    certificate = convert("hf", "native", hf, tmp_path / "native")
+    values, step = held(hf), tensors(tmp_path / "native" / "iter_0000000")
+
+    def digest(value: torch.Tensor) -> str:
+        return hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+    for row in certificate["tensors"]:
+        native = row["native"]
+        box = tuple(slice(first, first + count) for first, count in zip(native["start"], native["shape"]))
+        value = step[native["key"]][box]
+        assert native["sha256"] == digest(value) and str(value.dtype) == f"torch.{native['dtype']}"
+        for entry in row["hf"]:
+            assert entry["sha256"] == digest(values[entry["name"]])
+            assert entry["shape"] == list(values[entry["name"]].shape)
+    for side, root in (("source", hf), ("output", tmp_path / "native")):
+        for name, entry in certificate[side]["files"].items():
+            data = (root / name).read_bytes()
+            assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    written = {path.relative_to(tmp_path / "native").as_posix() for path in (tmp_path / "native").rglob("*")}
+    files = certificate["output"]["files"].keys() | {"conversion_certificate.json"}
+    assert (hf / "model.safetensors.index.json").exists()
+    assert certificate["source"]["files"].keys() == {path.name for path in hf.iterdir()}
+    assert {name for name in written if (tmp_path / "native" / name).is_file()} == files
+
+
+def test_the_bias_stays_fp32_whatever_the_dtype(tmp_path):
+    hf = tmp_path / "hf"
+    tiny_models.make("deepseek-v3", 1, hf)
+    certificate = convert("hf", "native", hf, tmp_path / "native", "--dtype", "bf16")
+    step = tensors(tmp_path / "native" / "iter_0000000")
+    was, bias = held(hf), step["decoder.layers.1.mlp.router.expert_bias"]
+    assert bias.dtype == torch.float32 and torch.equal(bias, was[BIAS])
+    assert step["decoder.layers.1.mlp.router.weight"].dtype == torch.bfloat16
+    assert {row["cast"] for row in certificate["tensors"]} == {"float32 -> bfloat16", None}
+    convert("native", "hf", tmp_path / "native", tmp_path / "back", "--dtype", "fp16")
+    back = held(tmp_path / "back")
+    assert torch.equal(back[BIAS], was[BIAS]) and back[BIAS].dtype == torch.float32
+    assert {value.dtype for name, value in back.items() if "bias" not in name} == {torch.float16}
+    assert torch.equal(back["lm_head.weight"], was["lm_head.weight"].bfloat16().half())
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_a_bias_that_was_rounded_before_is_a_loud_warning_on_record(tmp_path, capsys):
+    hf = tmp_path / "hf"
+    tiny_models.make("deepseek-v3", 1, hf)
+    edit(hf, lambda values: {**values, BIAS: values[BIAS].bfloat16()})
+    certificate, back = there_and_back(hf)
+    assert capsys.readouterr().err.count(f"PRECISION WARNING: {BIAS} is bfloat16") == 1
+    assert certificate["warnings"][0].startswith("PRECISION WARNING") and len(certificate["warnings"]) == 1
+    state = json.loads((tmp_path / "native" / "iter_0000000" / "state.json").read_text())
+    assert state["precision_warnings"] == certificate["warnings"]
+    assert torch.equal(held(back)[BIAS], held(hf)[BIAS].float())
+
+
+def test_weights_of_two_dtypes_are_refused_until_one_is_chosen(tmp_path, capsys):
+    hf = tmp_path / "hf"
+    tiny_models.make("mixtral", 1, hf)
+    name = "model.layers.2.block_sparse_moe.gate.weight"
+    edit(hf, lambda values: {**values, name: values[name].bfloat16()})
+    words = ["--from", "hf", "--to", "native", "--load", str(hf), "--save", str(tmp_path / "native")]
+    assert main(words) == 2
+    message = capsys.readouterr().err
+    assert name in message and "--dtype {bf16,fp16,fp32}" in message and not (tmp_path / "native").exists()
+    assert main([*words, "--dtype", "fp32"]) == 0
+
+
+def test_fp8_becomes_bf16_and_its_scales_are_used_up(tmp_path):
+    hf = small_folders.sound(tmp_path / "hf", tmp_path / "sentinel", fp8=True)
+    certificate, back = there_and_back(hf)
+    was, now = held(hf), held(back)
+    scaled = {name.removesuffix("_scale_inv") for name in was if name.endswith("_scale_inv")}
+    assert scaled and now.keys() == {name for name in was if not name.endswith("_scale_inv")}
+    for name in scaled:
+        block = was[f"{name}_scale_inv"].float().repeat_interleave(8, 0).repeat_interleave(8, 1)
+        rows, columns = was[name].shape
+        assert torch.equal(now[name], (was[name].float() * block[:rows, :columns]).bfloat16())
+    entries = [entry for row in certificate["tensors"] for entry in row["hf"] if entry["name"] in scaled]
+    assert {entry["scale"]["name"].removesuffix("_scale_inv") for entry in entries} == scaled
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
+    note = json.loads((back / "conversion_certificate.json").read_text())["notes"]
+    assert any("quantization_config is left out" in line for line in note)
+
+
+def test_layers_of_multi_token_prediction_and_their_copies_come_back(tmp_path):
+    hf = tmp_path / "hf"
+    tiny_models.make("deepseek-v3", 2, hf)
+    tiny_models.add_prediction_layers(hf, 2)
+    certificate, back = there_and_back(hf)
+    assert unequal(held(hf), held(back)) == []
+    copies = {"model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight"}
+    assert certificate["copies"].keys() == copies & held(hf).keys() != set()
+
+
+def test_layers_of_multi_token_prediction_can_be_dropped_both_ways(tmp_path):
+    hf = tmp_path / "hf"
+    tiny_models.make("deepseek-v3", 2, hf)
+    without = held(hf)
+    tiny_models.add_prediction_layers(hf, 2)
+    certificate, back = there_and_back(hf, "--drop-mtp")
+    assert unequal(without, held(back)) == []
+    assert set(certificate["dropped"]) == held(hf).keys() - without.keys()
+    assert not json.loads((back / "config.json").read_text()).get("num_nextn_predict_layers")
+    convert("hf", "native", hf, tmp_path / "whole")
+    convert("native", "hf", tmp_path / "whole", tmp_path / "cut", "--drop-mtp")
+    assert unequal(without, held(tmp_path / "cut")) == []
+
+
+def test_a_tied_output_layer_that_a_folder_holds_all_the_same_is_kept(tmp_path):
+    hf = tmp_path / "hf"
+    tiny_models.make("qwen3-moe-tied", 1, hf)
+    table = "model.embed_tokens.weight"
+    edit(hf, lambda values: {**values, "lm_head.weight": values[table].clone()})
+    _, back = there_and_back(hf)
+    assert unequal(held(hf), held(back)) == []
+
+
+def test_frequencies_that_follow_from_the_configuration_are_left_out_and_noted(tmp_path):
+    hf = tmp_path / "hf"
+    tiny_models.make("mixtral", 1, hf)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit(hf, lambda values: {**values, name: torch.ones(8)})
+    certificate, back = there_and_back(hf)
+    assert certificate["ignored"] == [name] and unequal(held(hf), held(back)) == [name]

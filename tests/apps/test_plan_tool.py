@@ -1,0 +1,166 @@
+"""tools/plan.py: a table for people, JSON for programs, and refusals that name layouts nearby."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.apps.plan import alternatives, cli
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import build
+from megatron_moe.hf.config import config_of
+from megatron_moe.hf.families import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TINY = "--preset tiny --vocab-size 1000 --bf16 --use-distributed-optimizer"
+
+
+def test_text_and_json_agree(tmp_path, capsys, recwarn):
+    path = tmp_path / "plan.json"
+    words = f"{TINY} --world-size 2 --expert-model-parallel-size 2 --json {path}"
+    assert cli.main(words.split()) == 0
+    text, plan = capsys.readouterr().out, json.loads(path.read_text())
+    # Not of files that something else left open, which are told wherever they are found.
+    warned = [one for one in recwarn if "megatron" in one.filename and one.category is not ResourceWarning]
+    assert [str(one.message) for one in warned] == []
+    assert {"total_params", "active_params", "max_memory_gib", "ranks"} <= set(plan)
+    assert f"{plan['total_params']:,}" in text
+    assert [rank["ranks"] for rank in plan["ranks"]] == [[0, 1]]
+    assert {"weights", "gradients", "optimizer", "activations", "peak"} <= set(plan["ranks"][0]["memory"])
+    assert list(plan["recomputation"]) == ["none", "selective: core_attn", "selective: core_attn moe", "full"]
+    assert plan["recomputation"]["full"] < plan["recomputation"]["none"] == plan["max_memory_gib"]
+    assert plan["imbalances"]["2"] > plan["imbalances"]["1"]
+    fits = [row["fits"] for row in plan["alternatives"]]
+    assert fits == sorted(fits, reverse=True)
+    for words in ("nearest legal layouts", "sent by a rank per step", "pipeline bubble", "wrote "):
+        assert words in text
+
+
+@pytest.mark.one_engine
+def test_speed_is_that_of_a_peak_that_somebody_gave_or_a_gpus_and_counts_muon(tmp_path, capsys):
+    def speed(flags):
+        path = tmp_path / "plan.json"
+        assert cli.main(f"{TINY} --world-size 2 --alternatives 0 --json {path} {flags}".split()) == 0
+        return json.loads(path.read_text()), capsys.readouterr().out
+
+    gpu, text = speed("")
+    assert f"989 TFLOP/s: {gpu['tokens_per_second']:,.0f} tokens/s" in text
+    tokens = gpu["global_batch_size"] * PRESETS["tiny"]["seq_length"]
+    assert gpu["tokens_per_second"] * gpu["seconds_per_step"] == pytest.approx(tokens)
+    unknown, text = speed("--device cpu")
+    assert unknown["tokens_per_second"] is unknown["seconds_per_step"] is None
+    assert "tokens/s" not in text and "--peak-tflops" in text
+    cpu, _ = speed("--device cpu --peak-tflops 1")
+    assert cpu["seconds_per_step"] == pytest.approx(989 * gpu["seconds_per_step"])
+    muon, text = speed("--optimizer muon")
+    assert muon["seconds_per_step"] * (1 - muon["muon_share"]) == pytest.approx(gpu["seconds_per_step"])
+    assert 0 < muon["muon_share"] < 1 and f"Muon's iteration {muon['muon_share']:.1%}" in text
+    assert gpu["muon_share"] == 0
+
+
+@pytest.mark.one_engine
+@pytest.mark.parametrize("predictions", ["", "--mtp-num-layers 1"])
+def test_a_config_json_is_planned_without_weights(predictions, tmp_path, capsys):
+    run = build({**PRESETS["tiny"], "vocab_size": 1000, "mtp_num_layers": 1 if predictions else None})
+    config = config_of(run, FAMILIES["deepseek-v3"], "bfloat16")
+    folder, parameters = tmp_path / "model", []
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    for model in (f"--preset tiny --vocab-size 1000 {predictions}", f"--load-hf {folder}"):
+        flags = f"{model} --bf16 --seq-length 64 --world-size 1 --alternatives 0 --json {tmp_path / 'plan.json'}"
+        assert cli.main(flags.split()) == 0
+        parameters.append(json.loads((tmp_path / "plan.json").read_text())["total_params"])
+    assert parameters[0] == parameters[1]
+    capsys.readouterr()
+    (folder / "model.safetensors").write_text("half a download")
+    assert cli.main(flags.split()) == 2
+    assert "model.safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "instead"),
+    [
+        ("--transformer-impl transformer_engine --moe-expert-backend te --no-attention-softmax-in-fp32",
+         "planned with --transformer-impl local --moe-expert-backend grouped_mm:"),
+        ("--moe-expert-backend loop", "planned with --moe-expert-backend grouped_mm:"),
+    ],
+)  # fmt: skip
+def test_parts_that_need_values_are_planned_by_ours_which_is_said(flags, instead, capsys):
+    assert cli.main(f"{TINY} --world-size 1 --alternatives 0 {flags}".split()) == 0
+    said, _, plan = capsys.readouterr().out.partition("\n")
+    assert said.startswith(instead)
+    assert cli.main(f"{TINY} --world-size 1 --alternatives 0".split()) == 0
+    assert capsys.readouterr().out == plan
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--world-size 6 --expert-model-parallel-size 4 --global-batch-size 24",
+            ("must divide the world size 6", "nearest legal layouts"),
+        ),
+        ("--world-size 4 --tensor-model-parallel-size 3 --sequence-parallel", ("heads must divide", "nearest legal")),
+        ("--world-size 4 --tensor-model-parallel-size 2", ("--sequence-parallel",)),
+        ("--world-size 0", ("--world-size", "above 0")),
+        ("--world-size 2 --mfu 40", ("--mfu 40", "at most 1")),
+        ("--world-size 2 --json missing/folder/plan.json", ("--json", "folder that exists")),
+        ("--world-size 2 --trian-iters 3", ("unknown flag --trian-iters",)),
+        ("", ("--world-size",)),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_message(flags, words, capsys):
+    assert cli.main(f"{TINY} {flags}".split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("plan.py: error: ")
+    assert all(word in err for word in words), err
+
+
+def test_a_plan_wants_the_vocabulary_and_no_data_or_length(capsys):
+    assert cli.main("--preset tiny --world-size 2 --alternatives 0".split()) == 2
+    assert "--vocab-size" in capsys.readouterr().err
+    assert cli.main(f"{TINY} --world-size 2 --alternatives 0 --train-iters none".split()) == 0
+
+
+def v3_example(page):
+    """The command for DeepSeek-V3 on a page, and the lines that the page says it prints."""
+    pattern = r"```\npython tools/plan.py (--preset deepseek-v3 .*?)```\n\n```text\n(.*?)```"
+    command, printed = re.search(pattern, (ROOT / page).read_text(encoding="utf-8"), re.DOTALL).groups()
+    return shlex.split(command.replace("\\\n", "")), [line for line in printed.splitlines() if line != "..."]
+
+
+@pytest.mark.one_engine
+@pytest.mark.claim("The plan for DeepSeek-V3 on the pages is what tools/plan.py prints.")
+def test_the_example_of_the_readme_fits_and_prints_what_the_pages_say(capsys):
+    words, in_readme = v3_example("README.md")
+    same_words, in_docs = v3_example("docs/planning.md")
+    assert words == same_words
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert any(re.fullmatch(r"largest rank .* GiB of 80: fits", line) for line in in_readme)
+    assert [line for line in (*in_readme, *in_docs) if line not in out] == []
+
+
+def test_the_answer_comes_before_the_comparisons_and_progress_goes_to_stderr(monkeypatch, capsys):
+    seen = []
+
+    def ranked(*_):
+        seen.extend(capsys.readouterr())
+        return []
+
+    monkeypatch.setattr(alternatives, "ranked", ranked)
+    assert cli.main(f"{TINY} --world-size 4 --pipeline-model-parallel-size 4".split()) == 0
+    out, err = seen
+    for words in ("of 80: fits", "sent by a rank per step", "pipeline bubble"):
+        assert words in out
+    assert "largest rank, GiB" not in out
+    assert "stage 1 of 4" in err
+    assert "largest rank, GiB" in capsys.readouterr().out
+    assert logging.getLogger("megatron_moe.apps.plan").handlers == []

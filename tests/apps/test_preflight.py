@@ -1,0 +1,387 @@
+"""Each check of tools/preflight.py fails where it should: with a faked machine, faked versions, faked measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import socket
+import stat
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_moe.apps.preflight import checks, kernels, network, node, software
+from megatron_moe.apps.preflight.findings import DEFAULTS, FAIL, IMPOSSIBLE, PASS, WARN, Finding, Place, merged, table
+from megatron_moe.config.errors import ConfigError, MachineError
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, build
+from megatron_moe.platform import advisories, optional_libraries, probes
+from megatron_moe.platform.hardware import imagining
+
+pytestmark = pytest.mark.claim("Each check of tools/preflight.py fails where it should, on a faked machine.")
+
+
+def place(**changes: object) -> Place:
+    here = Place(Run(), False, DEFAULTS, 0, 1, 0, 1, "node1", connected=False)
+    return dataclasses.replace(here, **changes)  # type: ignore[arg-type]
+
+
+def run_of(**settings: object) -> Run:
+    return build({**PRESETS["deepseek-v3"], "vocab_size": 129280, **settings})
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder that is first on PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder
+
+
+def program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+
+
+def smi(folder: Path, *rows: str, status: int = 0) -> None:
+    """Put an nvidia-smi on PATH that prints rows: index, throttle reasons, highest clock, temperature, errors, MiB."""
+    lines = "\n".join(rows)
+    program(folder / "nvidia-smi", f"#!/bin/sh\ncat <<'X'\n{lines}\nX\nexit {status}\n")
+
+
+WELL = "0, 0x0000000000000001, 1980, 31, 0, 4"
+
+
+# ---- software
+
+
+def test_a_driver_that_torch_cannot_use_fails_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise MachineError("/dev/nvidia0: torch cannot use the NVIDIA devices: the driver is too old (found 11040)")
+
+    assert software.driver(place()).status == IMPOSSIBLE
+    monkeypatch.setattr("megatron_moe.platform.devices.check", refuse)
+    finding = software.driver(place())
+    assert finding.status == FAIL and "driver is too old" in finding.found
+
+
+def test_a_torch_without_the_grouped_product_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert software.torch_build(place()).status == PASS
+    build = probes.TorchBuild("2.8.0", "12.8", (9, 10, 2), "2.27.3", grouped_product=False)
+    monkeypatch.setattr(probes, "torch_build", lambda: build)
+    finding = software.torch_build(place())
+    assert finding.status == FAIL and "grouped_mm" in finding.found and "torch" in finding.advice
+    assert "cuDNN 9.10.2" in finding.found and "NCCL 2.27.3" in finding.found
+
+
+def test_an_engine_that_was_not_tested_or_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert software.engine(place()).status == PASS
+    monkeypatch.setattr(advisories, "engine_version", lambda: (0, 17, 0))
+    assert software.engine(place()).status == WARN
+
+    def broken(name: str) -> None:
+        raise OSError(f"{name}: undefined symbol")
+
+    monkeypatch.setattr(software.importlib, "import_module", broken)
+    finding = software.engine(place())
+    assert finding.status == FAIL and "undefined symbol" in finding.found
+
+
+def test_a_library_that_cannot_be_loaded_is_named_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    look = software.transformer_engine
+    needs = build({"transformer_impl": "transformer_engine"})
+    assert look(place()).status == PASS  # not installed, not needed
+    assert look(place(run=needs)).status == FAIL
+    version = "2.18.0" if sys.version_info >= (3, 12) else "2.11.0"  # what this Python's engine takes
+    monkeypatch.setattr(software, "_version", lambda name: version)
+    assert look(place()).status == IMPOSSIBLE  # no device
+    monkeypatch.setattr("megatron_moe.platform.has_cuda", lambda: True, raising=False)
+    monkeypatch.setattr(optional_libraries, "why_not_loaded", lambda name: "OSError: undefined symbol: _ZN3c10")
+    finding = look(place())
+    assert finding.status == WARN and "_ZN3c10" in finding.found and "--no-build-isolation" in finding.advice
+    assert look(place(run=needs)).status == FAIL
+    assert software.apex(place()).status == WARN
+    monkeypatch.setattr(optional_libraries, "why_not_loaded", lambda name: None)
+    assert look(place()).status == PASS
+    monkeypatch.setattr(software, "_version", lambda name: "1.13.0")
+    required = [
+        "torch>=2.11",
+        'transformer-engine[pytorch]>=2.9,<2.12; python_version < "3" and extra == "gpu"',
+        'transformer-engine[pytorch]>=2.14; python_version >= "3" and extra == "gpu"',
+    ]
+    monkeypatch.setattr(software.importlib.metadata, "requires", lambda name: required)
+    old = look(place())
+    assert old.status == WARN and "1.13.0" in old.found and ">=2.14" in old.found and ">=2.14" in old.advice
+
+
+def test_a_node_without_a_compiler_or_its_headers_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert software.compiler(place()).status == PASS
+    program(path / "gcc", "#!/bin/sh\necho 'check.c:1: fatal error: Python.h: No such file' >&2\nexit 1\n")
+    finding = software.compiler(place())
+    assert finding.status == WARN and "Python.h: No such file" in finding.found
+    monkeypatch.setattr("megatron_moe.platform.has_cuda", lambda: True, raising=False)
+    assert software.compiler(place()).status == FAIL
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    assert "no-such-compiler" in software.compiler(place()).found
+    monkeypatch.setattr(software, "_version", lambda name: None)
+    assert software.triton(place()).status == FAIL
+
+
+# ---- kernels
+
+
+def test_the_attention_kernel_is_judged_by_what_the_widths_allow() -> None:
+    judged = kernels.judged_attention
+    latent = run_of()
+    assert kernels.attention_sizes(latent) == (128, 128, (192, 128))
+    assert judged(latent, "cudnn", (9, 11, 0)).status == PASS
+    old = judged(latent, "efficient", (9, 10, 2))
+    assert old.status == WARN and "9.11" in old.advice and "192/128" in old.found
+    over_ranks = judged(run_of(context_parallel_size=2), "efficient", (9, 13, 0))
+    assert over_ranks.status == WARN and "--context-parallel-size" in over_ranks.advice
+    grouped = build(PRESETS["qwen3-30b-a3b"])
+    assert kernels.attention_sizes(grouped) == (32, 4, (128, 128))
+    assert judged(grouped, "flash", None).status == PASS
+    assert judged(grouped, "math", None).status == FAIL
+    assert "--bf16" in judged(run_of(bf16=False), "efficient", None).advice
+
+
+def test_the_grouped_product_says_where_it_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of()
+    assert kernels.grouped_product(place(run=run, has_model=True)).status == IMPOSSIBLE
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100-SXM4-80GB")
+    with imagining("cuda", {}):
+        for capability, dtype, status in (((9, 0), "bf16", PASS), ((10, 3), "bf16", PASS), ((8, 0), "bf16", WARN)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, one=capability: one)
+            assert kernels.grouped_product(place(run=run, has_model=True)).status == status, (capability, dtype)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        fp16 = kernels.grouped_product(place(run=run_of(bf16=False, fp16=True), has_model=True))
+        assert fp16.status == WARN and "host" in fp16.found
+        assert kernels.grouped_product(place()).status == IMPOSSIBLE  # no model
+
+
+def test_a_switch_that_cannot_be_set_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = probes.numerics.present()
+    assert kernels.reductions(place()).status == PASS
+    assert probes.numerics.present() == before
+    stuck = probes.numerics.Switch("allow_bf16_reduced_precision_reduction", False, lambda: True, lambda value: None)
+    monkeypatch.setattr(probes.numerics, "ARITHMETIC", (stuck,))
+    finding = kernels.reductions(place())
+    assert finding.status == FAIL and "allow_bf16_reduced_precision_reduction" in finding.found
+
+
+def test_versions_of_cudnn_are_read_as_it_numbers_them() -> None:
+    assert [probes.cudnn_version(number) for number in (91100, 91302, 8902)] == [(9, 11, 0), (9, 13, 2), (8, 9, 2)]
+
+
+# ---- the node
+
+
+@pytest.mark.parametrize(
+    ("look", "row", "status", "word"),
+    [
+        (node.gpu_clocks, "1, 0x0000000000000048, 1980, 40, 0, 4", FAIL, "GPU 1: hardware slowdown, hardware thermal"),
+        (node.gpu_clocks, "1, 0x0000000000000000, 1410, 40, 0, 4", WARN, "1410"),
+        (node.gpu_temperature, "1, 0x0, 1980, 89, 0, 4", FAIL, "GPU 1"),
+        (node.gpu_temperature, "1, 0x0, 1980, 84, 0, 4", WARN, "84"),
+        (node.gpu_memory_errors, "1, 0x0, 1980, 40, 3, 4", FAIL, "GPU 1: 3"),
+        (node.gpu_in_use, "1, 0x0, 1980, 40, 0, 40960", WARN, "40960 MiB"),
+    ],
+)
+def test_a_gpu_that_is_not_well_is_named(look, row: str, status: str, word: str, path: Path) -> None:
+    assert look(place()).status == IMPOSSIBLE  # no nvidia-smi
+    smi(path, WELL)
+    assert look(place()).status == PASS
+    smi(path, WELL, row)
+    finding = look(place())
+    assert finding.status == status and word in finding.found and finding.advice
+
+
+def test_an_nvidia_smi_that_fails_or_does_not_answer_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi(path, "Failed to initialize NVML: Driver/library version mismatch", status=18)
+    finding = node.gpu_clocks(place())
+    assert finding.status == FAIL and "version mismatch" in finding.found and "18" in finding.found
+    program(path / "nvidia-smi", "#!/bin/sh\nexec sleep 5\n")
+    monkeypatch.setattr(node, "_SMI_SECONDS", 0.2)
+    assert node.gpu_clocks(place()).status == FAIL
+    smi(path, "0, [N/A], [N/A], [N/A], [N/A], [N/A]")
+    assert node.gpu_memory_errors(place()).status == WARN  # it does not count them
+    assert node.gpu_temperature(place()).status == IMPOSSIBLE
+
+
+def test_fewer_cores_than_ranks_fail_and_name_sruns_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert node.cpu_cores(place()).status == PASS
+    finding = node.cpu_cores(place(local_world_size=8))
+    assert finding.status == FAIL and "--cpus-per-task" in finding.advice
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert node.cpu_cores(place(local_world_size=8)).status == WARN
+
+
+def test_limits_of_a_container_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64 << 10, 64 << 10))
+    assert node.memlock(place()).status == PASS  # a CPU
+    monkeypatch.setattr("megatron_moe.platform.has_cuda", lambda: True, raising=False)
+    assert node.memlock(place()).status == WARN
+    several = node.memlock(place(world_size=16, local_world_size=8))
+    assert several.status == FAIL and "memlock=-1" in several.advice
+    monkeypatch.setattr(node, "free_bytes", lambda folder: 64 << 20)
+    assert node.shared_memory(place()).status == WARN
+    shared = node.shared_memory(place(world_size=8, local_world_size=8))
+    assert shared.status == FAIL and "--ipc=host" in shared.advice
+    monkeypatch.setattr(node, "_SHARED_MEMORY", tmp_path / "none")
+    assert node.shared_memory(place()).status == WARN
+
+
+def test_a_disk_without_room_or_speed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert node.disk_space(place()).status == node.disk_speed(place()).status == IMPOSSIBLE
+    here = place(run=run_of(save=str(tmp_path / "not" / "yet")), has_model=True)
+    finding = node.disk_space(here)
+    assert finding.status == FAIL and "18.8 TB" in finding.found  # 671 B parameters, 14 bytes each, twice
+    assert node.disk_space(dataclasses.replace(here, has_model=False)).status == PASS
+    monkeypatch.setattr(node, "_WRITTEN", 1 << 20)
+    assert node.disk_speed(dataclasses.replace(here, has_model=False)).found.endswith(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []  # nothing is left there, and no folder was made
+    assert node.judged_speed(here, tmp_path, 50e6).status == WARN
+    assert node.judged_speed(here, tmp_path, 500e6).status == PASS
+
+    def full(self: object, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron_moe.io.hashing.HashingFile.write", full)
+    failed = node.disk_speed(here)
+    assert failed.status == FAIL and "No space left" in failed.found
+
+
+# ---- all ranks together
+
+
+def test_the_node_whose_packages_differ_is_named() -> None:
+    usual = {"package torch": "2.12.0", "code of megatron_moe": "aaaa", "$NCCL_ALGO": "Ring"}
+    other = {**usual, "code of megatron_moe": "bbbb"}
+    del other["$NCCL_ALGO"]
+    everything = [("node1", usual), ("node1", usual), ("node2", other), ("node2", other), ("node3", usual)]
+    lines = network.differing(everything)
+    assert len(lines) == 2 and all("node2 (rank 2, 3)" in line for line in lines)
+    assert "missing" in lines[0] and "bbbb" in lines[1]
+    assert network.differing([("node1", usual)] * 3) == []
+
+
+def test_the_code_of_a_package_is_hashed_as_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "made_up_package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("A = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = network.code_hash("made_up_package")
+    (folder / "__init__.py").write_text("A = 2\n")
+    assert before != network.code_hash("made_up_package")
+    assert network.code_hash("no_such_package") == "none"
+
+
+def test_a_clock_that_is_wrong_is_named() -> None:
+    moments = [("node1", 100.0), ("node2", 100.2), ("node3", 107.0)]
+    finding = network.judged_clocks(moments)
+    assert finding.status == FAIL and "node3" in finding.found and "ahead" in finding.found
+    assert network.judged_clocks(moments[:2]).status == PASS
+
+
+def test_a_slow_gpu_is_named() -> None:
+    speeds = [("node1", 700.0), ("node1", 690.0), ("node2", 710.0), ("node2", 430.0)]
+    finding = network.judged_speeds(speeds)
+    assert finding.status == FAIL and "rank 3 on node2: 430" in finding.found
+    assert network.judged_speeds(speeds[:3]).status == PASS
+
+
+def test_the_slowest_group_decides_about_the_bandwidth() -> None:
+    groups, hosts = [[0, 1], [2, 3]], ["node1", "node1", "node2", "node2"]
+    fast, slow = {"all_reduce": 360.0, "all_to_all": 300.0}, {"all_reduce": 90.0, "all_to_all": 300.0}
+    finding = network.judged_bandwidth([fast, fast, slow, slow], groups, hosts, 450.0, 0.5)
+    assert finding.status == FAIL and "ranks 2, 3 on node2" in finding.found and "node1" not in finding.found
+    assert finding.figures == {"all_reduce_gb_per_s": 90.0, "all_to_all_gb_per_s": 300.0}
+    assert network.judged_bandwidth([fast, fast, slow, slow], groups, hosts, 450.0, 0.2).status == PASS
+    unknown = network.judged_bandwidth([fast, fast, None, None], groups, hosts, None, 0.5)
+    assert unknown.status == IMPOSSIBLE and unknown.figures["all_reduce_gb_per_s"] == 360.0
+
+
+def test_the_longest_name_of_a_device_decides_what_is_expected() -> None:
+    expected = network.expected_bandwidth
+    assert expected("NVIDIA H200", network.INSIDE) == 450 and expected("NVIDIA H20", network.INSIDE) == 450
+    assert expected("NVIDIA GB300", network.ACROSS) == 100 and expected("NVIDIA B200", network.ACROSS) == 50
+    assert expected("NVIDIA A100-SXM4-80GB", network.ACROSS) == 25
+    assert expected("NVIDIA A100-PCIE-40GB", network.INSIDE) is None and expected(None, network.INSIDE) is None
+    names = list(network.LINKS)
+    assert not [name for at, name in enumerate(names) if any(one in name for one in names[:at])]
+
+
+# ---- the runner and the report
+
+
+def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(place: Place) -> Finding:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(checks, "CHECKS", (checks.Check("broken", checks.RANK, broken), checks.CHECKS[1]))
+    found = checks.run_checks(Run())
+    assert [one.check for one in found] == ["broken", "torch"]
+    assert found[0].status == FAIL and "ZeroDivisionError" in found[0].found
+    with pytest.raises(ConfigError, match="nothing.*broken, torch"):
+        checks.run_checks(Run(), only=["nothing"])
+
+
+def test_ranks_that_do_not_meet_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(checks, "_MEETING", timedelta(seconds=1))
+    found = checks.run_checks(Run(), only=["torch", "clock_skew"])
+    assert [(one.check, one.status) for one in found] == [
+        ("ranks_meet", FAIL),
+        ("torch", PASS),
+        ("clock_skew", IMPOSSIBLE),
+    ]
+    assert "MASTER_ADDR" in found[0].advice and not torch.distributed.is_initialized()
+
+
+def test_flags_without_a_model_leave_its_kernels_out(tmp_path: Path) -> None:
+    assert not checks._place(build({"save": str(tmp_path)}), DEFAULTS, connected=False).has_model
+    assert checks._place(build({"hidden_size": 64}), DEFAULTS, connected=False).has_model
+
+
+def test_every_check_says_what_it_looks_at() -> None:
+    assert len({check.name for check in checks.CHECKS}) == len(checks.CHECKS)
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    assert [check.name for check in checks.CHECKS if f"`{check.name}`" not in page] == []
+
+
+def test_equal_findings_of_ranks_are_one_and_the_others_name_theirs() -> None:
+    def of(rank: int, status: str, found: str) -> Finding:
+        return Finding(status, found, check="driver", ranks=(rank,), hosts=(f"node{rank // 2}",))
+
+    together = merged([[of(0, PASS, "H100")], [of(1, PASS, "H100")], [of(2, PASS, "H100")], [of(3, FAIL, "none")]])
+    assert [(one.status, one.ranks, one.hosts) for one in together] == [
+        (PASS, (0, 1, 2), ("node0", "node1")),
+        (FAIL, (3,), ("node1",)),
+    ]
+    lines = table(together, 4)
+    assert "[rank 3 on node1]" in lines[1] and lines[-1].startswith("FAIL: 1 pass")
+
+
+def test_help_and_mistakes_load_no_torch() -> None:
+    root = Path(__file__).parents[2]
+    code = (
+        "import sys\nfrom megatron_moe.apps.preflight.cli import main\n"
+        "status = main(['--preset', 'none'])\nprint(status, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=600)
+    assert done.stdout.split() == ["2", "False"] and "preflight.py: error:" in done.stderr

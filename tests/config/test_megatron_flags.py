@@ -1,0 +1,256 @@
+"""Each of Megatron-LM's flags has one answer, and a command line with them becomes one with ours."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.config import cli, megatron_flags, rules
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import all_fields
+from megatron_moe.config.megatron_flags import ANSWERS, Answer, row_for, table, translate
+from tests.helpers.megatron_scripts import names
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+OTHER_PROGRAMS = {"--max-restarts", "--trace", "--no-load"}
+"""Flags of torchrun and of our tools that a reason names."""
+
+
+@cache
+def own() -> dict[str, str]:
+    """Return our flags with their fields."""
+    return {option: action.dest for action in cli._build_parser()._actions for option in action.option_strings}
+
+
+def rows() -> list[Answer]:
+    return [row for rows in table().values() for row in rows]
+
+
+def message_of(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        cli.parse(argv)
+    return str(caught.value)
+
+
+# ---- the table
+
+
+@pytest.mark.claim("Each of Megatron-LM's 915 flags has one answer.")
+def test_the_table_and_our_flags_cover_megatrons_and_do_not_overlap():
+    known = set(names()[0])
+    answered = {flag for flag, rows in table().items() if rows[0].answer != "unknown"}
+    assert len(known) == 915
+    assert known - answered - set(own()) == set()
+    assert answered - known == set()
+    # A flag of ours has rows for Megatron-LM's other values alone; any other has a row for all that is left.
+    for flag, found in table().items():
+        assert all(row.values for row in found[:-1]), flag
+        assert bool(found[-1].values) == (flag in own()), flag
+
+
+def test_a_row_says_what_its_answer_needs():
+    for row in rows():
+        assert row.answer in ANSWERS and row.answer != "taken"
+        assert bool(row.target) == (row.answer in ("alias", "unknown")), row
+        assert row.reason or row.answer == "unknown", row
+        assert re.fullmatch(r"\d|[*+]", row.takes) or row.answer == "unknown", row
+        assert len({other.takes for other in table()[row.flag]}) == 1
+
+
+def test_a_value_of_ours_has_no_row_of_its_own():
+    for row in rows():
+        if row.flag in own():
+            assert not set(row.values) & set(map(str, all_fields()[own()[row.flag]].choices or ())), row
+
+
+@pytest.mark.parametrize("row", [row for row in rows() if row.target], ids=lambda row: row.flag)
+def test_what_takes_a_flags_place_is_a_flag_of_ours(row):
+    words = row.in_place(["7"])
+    if row.answer == "unknown" and words[0] in ("torchrun", "CUDA_VISIBLE_DEVICES"):
+        return  # a flag of a launcher, or the environment
+    assert words[0] in own()
+    if row.answer == "alias":
+        assert translate(words, own()).argv == words
+        cli.parse(words)
+
+
+def test_flags_that_a_reason_names_exist():
+    named = {flag for row in rows() for flag in FLAG.findall(row.reason)}
+    assert named - set(own()) - set(table()) - OTHER_PROGRAMS == set()
+
+
+def test_the_scripts_flags_are_known_and_most_scripts_would_run():
+    _, scripts = names()
+    assert len(scripts) == 100
+    assert sum(not set(script) - set(own()) - set(table()) for script in scripts) == 100
+    refused = {flag for flag, found in table().items() if {row.answer for row in found} == {"refused"}} - set(own())
+    assert sum(not set(script) & refused for script in scripts) >= 98
+
+
+# ---- a command line
+
+
+@pytest.mark.claim("Flags of Megatron-LM that say what is always so here are named in one line at the start.")
+def test_what_is_always_so_is_one_line_and_what_is_ignored_one_a_reason():
+    tags = "--app-tag-run-name a --app-tag-run-version=1"
+    run = cli.parse(f"--use-mcore-models --no-rope-fusion {tags} --te-rng-tracker --lr 1".split())
+    always, logger, graphs, defaults = run.notes
+    assert always == "always so here: --use-mcore-models, --no-rope-fusion"
+    assert "--app-tag-run-name a, --app-tag-run-version 1:" in logger
+    assert "--te-rng-tracker:" in graphs and "--defaults megatron" in defaults
+    assert run == cli.parse(["--lr", "1"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        ("--moe-grouped-gemm", "--moe-expert-backend grouped_mm"),
+        ("--no-check-for-nan-in-loss-and-grad", "--on-nan skip"),
+        ("--yarn-beta-fast=16", "--beta-fast 16"),
+        ("--yarn-beta-slow -1", "--beta-slow -1"),
+        ("--recompute-activations", "--recompute-granularity selective"),
+        ("--tokenizer-type Llama2Tokenizer", "--tokenizer-type SentencePieceTokenizer"),
+        ("--cp-comm-type p2p a2a", "--cp-comm-type all_gather"),
+        ("--spec local", "--transformer-impl local"),
+        ("--attention-backend local", "--transformer-impl local"),
+        (
+            "--spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_engine_spec",
+            "--transformer-impl transformer_engine",
+        ),
+        ("--persistent-save-interval 5", "--save-interval 5"),
+    ],
+)
+def test_an_alias_is_what_it_stands_for(typed, ours):
+    others = "--preset tiny --rope-type yarn --save steps".split()
+    run = cli.parse([*typed.split(), *others])
+    assert run == cli.parse([*ours.split(), *others])
+    (note,) = run.notes
+    assert note.startswith(f"{typed.replace('=', ' ')} is {ours} here")
+
+
+def test_a_mistake_in_an_alias_names_what_was_typed():
+    run = cli.parse("--preset tiny --mock-data --vocab-size 100 --main-grads-dtype bf16".split())
+    with pytest.raises(ConfigError, match=r"--grad-reduce-in-bf16 \(--main-grads-dtype bf16\), --no-bf16"):
+        rules.check(run, 1)
+
+
+def test_the_value_decides_where_megatron_has_several():
+    answers = {
+        "--ckpt-format": {"torch_dist": "always", "torch": "ignored"},
+        "--attention-backend": {"local": "alias"},
+        "--spec": {"local": "alias", "mine.specs": "refused"},
+        "--exp-avg-dtype": {"fp16": "refused"},
+        "--main-grads-dtype": {"fp32": "always", "bf16": "alias", "fp16": "refused"},
+        "--glu-linear-offset": {"0.0": "always", "1": "refused"},
+        "--exit-signal": {"SIGTERM": "always", "15": "always", "2": "refused"},
+        "--optimizer-offload-fraction": {"1.0": "always", "0.5": "refused"},
+        "--rotary-seq-len-interpolation-factor": {"1": "always", "4": "refused"},
+        "--normalization": {"LayerNorm": "refused"},
+        "--optimizer": {"dist_muon": "alias", "lion": "refused"},
+        "--muon-tp-mode": {"duplicated": "always", "distributed": "always", "blockwise": "refused"},
+        "--muon-scalar-optimizer": {"adam": "always", "lion": "refused"},
+        "--muon-fp32-matmul-prec": {"low": "alias", "high": "refused"},
+        "--muon-coefficient-type": {"polar_express": "refused"},
+    }
+    found = {flag: {value: row_for(flag, [value]).answer for value in by} for flag, by in answers.items()}
+    assert found == answers
+    assert row_for("--optimizer", ["muon"]) is None and row_for("--normalization", ["RMSNorm"]) is None
+
+
+def test_a_switch_that_is_ignored_is_so_when_it_is_off():
+    (note, _) = cli.parse("--rl-partial-rollouts --no-rl-skip-bos-token --lr 1".split()).notes
+    assert "--rl-partial-rollouts, --no-rl-skip-bos-token" in note
+    assert row_for("--no-sft", []) is None and row_for("--no-langrl-env-config", ["a"]) is None
+
+
+@pytest.mark.claim("All unknown and refused flags of a command come in one message.")
+def test_all_errors_of_a_command_come_at_once():
+    said = message_of(
+        *"--init-method-xavier-uniform --tp 2 --use-mcore-models yes --num-layerz 4 --sft".split()
+    ).splitlines()
+    assert said[0].startswith("5 flags")
+    fragments = ["--init-method-std", "--tensor-model-parallel-size", "takes 0", "--num-layers?", "--sft:"]
+    assert all(fragment in line for fragment, line in zip(fragments, said[1:])) and len(said) == 6
+
+
+@pytest.mark.parametrize(
+    ("argv", "fragment"),
+    [
+        (["--moe-grouped-gem"], "did you mean --moe-grouped-gemm?"),
+        (["--num_layers", "2"], "did you mean --num-layers?"),
+        (["--batch-size", "2"], "--micro-batch-size"),
+        (["--ep", "2"], "--expert-model-parallel-size"),
+        (["--max_steps", "2"], "--train-iters"),
+        (["--learning-rate", "2"], "use --lr"),
+        (["--output-dir", "x"], "use --save"),
+        (["--epochs", "2"], "--train-iters (in optimizer steps)"),
+        (["--app-tag-run-name"], "takes 1"),
+        (["--yarn-beta-fast", "--bf16"], "takes 1"),
+        (["--moe-grouped-gemm", "--moe-expert-backend", "loop"], "--moe-expert-backend loop"),
+        (["--tokenizer-type", "Lama2Tokenizer"], "Lama2Tokenizer"),
+    ],
+)
+def test_a_wrong_flag_is_answered_with_what_was_meant(argv, fragment):
+    said = message_of(*argv)
+    assert fragment in said and argv[0] in said
+
+
+@pytest.mark.parametrize("flag", ["--nonsense", "--zzzz", "--hidden", "--moe-frobnicate"])
+def test_a_guess_is_not_made_of_a_name_that_is_far_from_all(flag):
+    assert "did you mean" not in message_of(flag)
+
+
+def test_words_of_our_own_flags_are_left_as_they_are():
+    argv = ["--data-path", "0.5", "a b", "--lr=-1e-3", "--min-lr", "-1", "--moe-layer-freq", "[0]+[1]*3", "-x", "y"]
+    found = translate(argv, own())
+    assert found.argv == argv and not found.problems and not found.notes
+
+
+def test_a_key_of_a_file_that_is_megatrons_gets_its_answer(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("moe_grouped_gemm: true\n")
+    assert "--moe-expert-backend grouped_mm" in message_of("--config", str(path))
+
+
+def test_an_unknown_flag_is_answered_before_torch_is_loaded():
+    program = (
+        "import sys, pretrain_moe\n"
+        "status = pretrain_moe.main(['--nonsense'])\n"
+        "print(status, [name for name in ('torch', 'numpy', 'megatron.core') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "2 []" and "--nonsense" in done.stderr
+
+
+def test_the_table_is_sorted_and_is_shipped():
+    lines = megatron_flags.TABLE.read_text().splitlines()[1:]
+    unknown = [line.split("\t")[3] == "unknown" for line in lines]
+    assert unknown == sorted(unknown)
+    flags = [line.split("\t")[0] for line, late in zip(lines, unknown) if not late]
+    assert flags == sorted(flags)
+    assert megatron_flags.TABLE.name in (ROOT / "setup.py").read_text()
+
+
+# ---- the page
+
+
+def counts() -> Counter[str]:
+    """Return how many of Megatron-LM's flags have each answer."""
+    found: Counter[str] = Counter()
+    for flag in names()[0]:
+        answers = {row.answer for row in table().get(flag, ())}
+        found["taken" if flag in own() else answers.pop() if len(answers) == 1 else "by value"] += 1
+    return found
+
+
+def test_the_page_has_the_counts_of_the_table():
+    page = (ROOT / "docs" / "from_megatron.md").read_text()
+    shown = dict(re.findall(r"^\| ([a-z ]+) \| (\d+) \|", page, re.MULTILINE))
+    assert {answer: int(count) for answer, count in shown.items()} == dict(counts())

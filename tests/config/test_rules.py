@@ -1,0 +1,167 @@
+"""Every rule refuses the run that breaks it, naming flags and values, and lets its neighbour pass."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shlex
+import traceback
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_moe.config import cli, rules, schema
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import all_fields
+from megatron_moe.config.rules import activations
+from megatron_moe.config.rules.ranges import RANGES
+
+BARE = "--preset tiny"
+TINY = f"{BARE} --mock-data --vocab-size 256"
+BASES = {
+    "BARE": BARE,
+    "TINY": TINY,
+    "BYTES": f"{BARE} --tokenizer-type ByteTokenizer",
+    "GQA": "--preset tiny-gqa --mock-data --vocab-size 256",
+    "DENSE": "--mock-data --vocab-size 256 --train-iters 5",
+    "FLAT": f"{TINY} --moe-router-num-groups none --moe-router-group-topk none",
+}
+ROWS = yaml.load(Path(__file__).with_name("refusals.yaml").read_text(), Loader=yaml.CSafeLoader)
+
+
+@pytest.fixture(autouse=True)
+def without_transformer_engine(monkeypatch):
+    """The machine of these tests has no Transformer Engine, wherever they run."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "megatron_moe.config.rules.model.importlib.util.find_spec",
+        lambda name: None if name == "transformer_engine" else found(name),
+    )
+
+
+def refusal(run: schema.Run, world_size: int) -> tuple[str, str]:
+    """Name of the rule that refuses a run, and its message. The rule is the function that `check` called."""
+    with pytest.raises(ConfigError) as caught:
+        rules.check(run, world_size)
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    return frames[frames.index("check") + 1], str(caught.value)
+
+
+def run_of(base: str, flags: str) -> schema.Run:
+    return cli.parse(shlex.split(f"{BASES[base]} {flags}"))
+
+
+@pytest.mark.claim("Bad input ends with one message and exit status 2, and leaves files as they were.")
+@pytest.mark.parametrize("row", ROWS, ids=[f"{i}-{row['rule']}" for i, row in enumerate(ROWS)])
+def test_a_broken_rule_refuses_by_name_and_its_neighbour_passes(row, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    world = row.get("world", 1)
+    bad = schema.replace(run_of(row["base"], row.get("bad", "")), **row.get("set", {}))
+    rule, message = refusal(bad, world)
+    assert rule == row["rule"], message
+    assert "\n" not in message
+    for text in row["says"]:
+        assert text in message
+    rules.check(run_of(row.get("good_base", row["base"]), row.get("good", "")), row.get("good_world", world))
+
+
+def test_every_rule_of_the_table_is_broken_by_a_row():
+    by_rows = {row["rule"] for row in ROWS} | {"numbers_are_in_range", "choices_are_known"}
+    assert {rule.__name__ for rule in rules.RULES} == by_rows
+
+
+def test_no_rule_stands_twice_in_the_table():
+    names = [rule.__name__ for rule in rules.RULES]
+    assert len(set(names)) == len(names)
+
+
+def numeric_fields() -> set[str]:
+    return {name for name, field in all_fields().items() if set(field.kinds) <= {int, float}}
+
+
+def test_every_number_has_a_range_or_a_list_of_choices():
+    assert set(RANGES) == {name for name in numeric_fields() if all_fields()[name].choices is None}
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_a_number_outside_its_range_is_refused_with_flag_and_value(name):
+    field, allowed = all_fields()[name], RANGES[name]
+    base = schema.flatten(cli.parse(shlex.split(TINY)))
+    bounds = [b for b in (allowed.low, allowed.above) if b is not None]
+    outside = [bounds[0] - 1] + [b for b in (allowed.above, allowed.below) if b is not None]
+    if float in field.kinds:
+        outside += [float("nan"), float("inf")]
+    for number in outside:
+        number = int(number) if field.kinds == (int,) else float(number)
+        rule, message = refusal(schema.build({**base, name: [number] if field.repeated else number}), 1)
+        assert rule == "numbers_are_in_range"
+        assert f"{field.flag} {number}:" in message
+
+
+def test_an_epsilon_that_is_zero_in_fp32_is_refused():
+    assert RANGES["adam_eps"].holds(1e-37)
+    rule, message = refusal(schema.build({**schema.flatten(cli.parse(shlex.split(TINY))), "adam_eps": 1e-50}), 1)
+    assert rule == "numbers_are_in_range" and "--adam-eps 1e-50" in message
+
+
+@pytest.mark.parametrize("name", [name for name, field in all_fields().items() if field.choices])
+def test_an_unknown_choice_is_refused_also_without_a_command_line(name):
+    field = all_fields()[name]
+    run = schema.replace(cli.parse(shlex.split(TINY)), **{name: ["foo"] if field.repeated else "foo"})
+    rule, message = refusal(run, 1)
+    assert rule == "choices_are_known"
+    assert f"{field.flag} foo" in message
+    assert str(field.choices[0]) in message
+
+
+def test_installed_transformer_engine_may_be_chosen(monkeypatch):
+    monkeypatch.setattr("megatron_moe.config.rules.model.importlib.util.find_spec", lambda name: object())
+    run = cli.parse(shlex.split(f"{TINY} --transformer-impl transformer_engine --no-attention-softmax-in-fp32"))
+    rules.check(run, 1)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (1, ""),
+        (2, "--expert-model-parallel-size 2"),
+        (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4"
+            " --expert-tensor-parallel-size 1"),
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
+        (4, "--context-parallel-size 4"),
+        (8, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+            " --expert-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+        (8, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+            " --expert-model-parallel-size 2 --use-distributed-optimizer --bf16"),
+    ],
+)  # fmt: skip
+def test_supported_layouts_of_the_tiny_preset_pass(world, layout):
+    rules.check(cli.parse(shlex.split(f"{TINY} --global-batch-size 16 {layout}")), world)
+
+
+@pytest.mark.claim("Bad input ends with one message and exit status 2, and leaves files as they were.")
+def test_checking_leaves_the_folders_alone(tmp_path):
+    save = tmp_path / "a" / "b"
+    rules.check(cli.parse(shlex.split(f"{TINY} --save {save} --tensorboard-dir {tmp_path / 'tb'}")), 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "modules", "refused"),
+    [
+        ({"transformer_impl": "transformer_engine"}, ("core_attn", "attn_proj"), True),
+        ({"transformer_impl": "transformer_engine"}, ("expert_fc1",), False),
+        ({"transformer_impl": "transformer_engine", "fp8_modules": ("experts",)}, ("qkv_linear",), False),
+        ({"moe_expert_backend": "te"}, ("expert_fc1",), True),
+        ({"moe_expert_backend": "te"}, ("qkv_linear", "moe_act"), False),
+        ({}, ("qkv_linear", "expert_fc1"), False),
+    ],
+)
+def test_inputs_of_products_are_offloaded_but_where_transformer_engine_makes_them_in_fp8(changes, modules, refused):
+    offload = {"fine_grained_activation_offloading": True, "offload_modules": modules, "fp8_format": "hybrid"}
+    rule = activations.offloaded_products_keep_their_input
+    with pytest.raises(ConfigError, match=modules[-1]) if refused else contextlib.nullcontext():
+        rule(schema.replace(schema.Run(), **offload, **changes), 1)

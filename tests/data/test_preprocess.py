@@ -1,0 +1,294 @@
+"""Preprocessing: the same datasets however the work is cut, nothing half written, errors that name file and line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+
+from megatron_moe.apps.prepare import main
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.data import preprocess as preprocess_module
+from megatron_moe.data.datasets import open_dataset
+from megatron_moe.data.documents import read_span
+from megatron_moe.data.index_file import open_index, read_sidecar
+from megatron_moe.data.inputs import find_inputs, plan_shards
+from megatron_moe.data.preprocess import PreprocessOptions, preprocess
+from megatron_moe.data.tokenizers import SentencePieceTokenizer
+
+TEXTS = [f"document {i}: " + "päyload \n" * (i % 17) for i in range(200)]
+
+
+def run(inputs: list[str], prefix: Path, **changes: object) -> str:
+    """Preprocess with ByteTokenizer and eod; returns the prefix of the first dataset."""
+    settings = {"tokenizer_type": "ByteTokenizer", "append_eod": True, "workers": 1, **changes}
+    options = PreprocessOptions(input=tuple(inputs), output_prefix=str(prefix), **settings)  # type: ignore[arg-type]
+    return next(iter(preprocess(options, show_progress=False)))
+
+
+def documents(prefix: str) -> list[list[int]]:
+    dataset = open_dataset(prefix)
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+@pytest.mark.claim("Preprocessing writes files that megatron-core reads back, every document in order.")
+def test_the_engine_reads_back_every_document_in_order(write_jsonl: Callable[..., str], tmp_path: Path) -> None:
+    prefix = run([write_jsonl(TEXTS)], tmp_path / "out")
+    assert prefix == str(tmp_path / "out_text_document")
+    assert documents(prefix) == [[*text.encode(), 256] for text in TEXTS]
+    assert open_dataset(prefix).document_indices.tolist() == list(range(len(TEXTS) + 1))
+
+
+def test_without_append_eod_documents_end_as_they_are(write_jsonl: Callable[..., str], tmp_path: Path) -> None:
+    prefix = run([write_jsonl(TEXTS)], tmp_path / "out", append_eod=False)
+    assert documents(prefix) == [list(text.encode()) for text in TEXTS]
+
+
+@pytest.mark.claim("Preprocessing writes files that megatron-core reads back, every document in order.")
+def test_many_workers_and_small_units_write_the_same_bytes(
+    write_jsonl: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_jsonl(TEXTS)
+    alone = run([source], tmp_path / "alone")
+    monkeypatch.setattr(preprocess_module, "plan_shards", lambda files: plan_shards(files, 500))
+    assert len(plan_shards([source], 500)) > 30  # more shards than the window of submitted ones holds
+    together = run([source], tmp_path / "together", workers=2)
+    for suffix in (".bin", ".idx", ".json"):
+        assert Path(alone + suffix).read_bytes() == Path(together + suffix).read_bytes()
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 2, 7, 64, 1000, 10**6])
+@pytest.mark.parametrize("last_newline", [True, False])
+def test_every_line_belongs_to_exactly_one_shard(
+    write_jsonl: Callable[..., str], shard_bytes: int, last_newline: bool
+) -> None:
+    texts = TEXTS[:30] if shard_bytes < 10 else TEXTS
+    path = write_jsonl(texts)
+    if not last_newline:
+        with open(path, "rb+") as file:
+            file.truncate(os.path.getsize(path) - 1)
+    shards = plan_shards([path], shard_bytes)
+    found = [record.values[0] for shard in shards for span in shard for record in read_span(span, ("text",))]
+    assert found == texts
+
+
+def test_folders_and_text_files_are_one_document_a_file_in_sorted_order(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "sub").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    for name in ("b.txt", "a.py", "sub/c.md", ".skip", ".hidden/x.txt"):
+        (folder / name).write_bytes(name.encode() + b"\r\n")
+    (tmp_path / "last.jsonl").write_text('{"text": "json"}\n')
+    prefix = run([str(folder), str(tmp_path / "last.jsonl")], tmp_path / "out", append_eod=False)
+    assert [bytes(d) for d in documents(prefix)] == [b"a.py\r\n", b"b.txt\r\n", b"sub/c.md\r\n", b"json"]
+
+
+def test_each_json_key_becomes_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"q": "a", "a": "bb", "n": 1}\n{"q": "ccc", "a": "d"}\n')
+    run([str(tmp_path / "in.jsonl")], tmp_path / "out", json_keys=("q", "a"), append_eod=False)
+    assert [bytes(d) for d in documents(str(tmp_path / "out_q_document"))] == [b"a", b"ccc"]
+    assert [bytes(d) for d in documents(str(tmp_path / "out_a_document"))] == [b"bb", b"d"]
+
+
+@pytest.mark.parametrize(
+    "vocab_size, dtype", [(300, "uint16"), (65_499, "uint16"), (65_500, "int32"), (200_000, "int32")]
+)
+def test_the_vocabulary_chooses_the_dtype(write_ids: Callable[..., str], vocab_size: int, dtype: str) -> None:
+    ids = [[0, 1, vocab_size - 2], [5]]
+    prefix = write_ids(ids, vocab_size=vocab_size)
+    assert open_index(prefix).dtype == numpy.dtype(dtype)
+    assert documents(prefix) == ids
+
+
+def test_the_sidecar_says_what_the_files_are(write_jsonl: Callable[..., str], tmp_path: Path) -> None:
+    prefix = run([write_jsonl(TEXTS)], tmp_path / "out")
+    facts = read_sidecar(prefix)
+    ids = [i for document in documents(prefix) for i in document]
+    assert facts is not None
+    assert (facts.tokens, facts.documents, facts.min_id, facts.max_id) == (len(ids), len(TEXTS), min(ids), 256)
+    assert (facts.eod, facts.append_eod, facts.vocab_size) == (256, True, 257)
+    for name in ("bin", "idx"):
+        content = Path(f"{prefix}.{name}").read_bytes()
+        assert getattr(facts, f"{name}_sha256") == hashlib.sha256(content).hexdigest()
+        assert getattr(facts, f"{name}_bytes") == len(content)
+
+
+LINES = ['{"text": "one"}', '{"text": "two"}', '{"text": "three"}']
+BAD = [
+    (b'{"text": "one", }', "no valid JSON"),
+    (b'{"text": "cut', "no valid JSON"),
+    (b'{"text": "caf\xe9"}', "invalid UTF-8, byte 0xe9"),
+    (b'["text"]', "JSON object"),
+    (b'{"content": "x"}', "'text' is missing"),
+    (b'{"text": ""}', "empty"),
+    (b'{"text": null}', "NoneType"),
+    (b'{"text": "\\ud800"}', "surrogate"),
+    (b"", "the line is empty"),
+]
+
+
+@pytest.mark.parametrize("bad, words, workers, shard_bytes", [(*case, 1, 20) for case in BAD] + [(*BAD[0], 2, 1 << 20)])
+def test_a_bad_line_is_named_and_nothing_is_written(
+    bad: bytes, words: str, workers: int, shard_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preprocess_module, "plan_shards", lambda files: plan_shards(files, shard_bytes))
+    source = tmp_path / "in.jsonl"
+    source.write_bytes("\n".join(LINES).encode() + b"\n" + bad + b"\n" + LINES[0].encode() + b"\n")
+    (tmp_path / "good.jsonl").write_text(LINES[0] + "\n")
+    with pytest.raises(ConfigError, match=r"in\.jsonl, line 4: ") as caught:
+        run([str(tmp_path / "good.jsonl"), str(source)], tmp_path / "new" / "out", workers=workers)
+    assert words in str(caught.value)
+    left = [".out.parts"] if shard_bytes == 20 else []  # with the part of the first file
+    assert [path.name for path in (tmp_path / "new").iterdir()] == left
+    still_open = {os.path.realpath(number) for number in Path("/proc/self/fd").iterdir()}
+    assert not [file for file in still_open if file.startswith(str(tmp_path))]
+
+
+def test_workers_that_are_ended_leave_nothing_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocess_module, "plan_shards", lambda files: plan_shards(files, 3000))
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"bad\n" + b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS * 20))
+    with pytest.raises(ConfigError, match=r"in\.jsonl, line 1: "):
+        run([str(source)], tmp_path / "out", workers=2)
+    parts = tmp_path / ".out.parts" / "parts"
+    assert not [path.name for path in (parts.iterdir() if parts.exists() else ()) if "." in path.name]
+
+
+def test_invalid_utf8_in_a_text_file_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_bytes(b"one\ntwo\nthr\xffee\n")
+    with pytest.raises(ConfigError, match=r"t\.txt, line 3: invalid UTF-8, byte 0xff at offset 11"):
+        run([str(tmp_path / "t.txt")], tmp_path / "out")
+
+
+def test_an_id_that_is_none_is_named_with_its_line(write_jsonl: Callable[..., str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"input\.jsonl, line 2: .*99"):
+        run([write_jsonl(["1 2", "3 99"])], tmp_path / "out", tokenizer_type="NullTokenizer", vocab_size=10)
+    with pytest.raises(ConfigError, match=r"input\.jsonl, line 1: the text gives no tokens"):
+        run([write_jsonl([" "])], tmp_path / "out", tokenizer_type="NullTokenizer", vocab_size=10, append_eod=True)
+
+
+def test_existing_outputs_are_kept_unless_overwriting_is_asked(write_jsonl: Callable[..., str], tmp_path: Path) -> None:
+    prefix = run([write_jsonl(TEXTS)], tmp_path / "out")
+    before = Path(prefix + ".bin").read_bytes()
+    with pytest.raises(ConfigError, match="--overwrite"):
+        run([write_jsonl(["new"])], tmp_path / "out")
+    assert Path(prefix + ".bin").read_bytes() == before
+    run([write_jsonl(["new"])], tmp_path / "out", overwrite=True)
+    assert documents(prefix) == [[*b"new", 256]]
+
+
+def test_an_error_while_overwriting_leaves_the_old_dataset(write_jsonl: Callable[..., str], tmp_path: Path) -> None:
+    prefix = run([write_jsonl(TEXTS)], tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")}
+    with pytest.raises(ConfigError):
+        run([write_jsonl(["fine", ""], "bad.jsonl")], tmp_path / "out", overwrite=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")} == before
+    assert read_sidecar(prefix) is not None
+
+
+def test_a_crash_between_the_renames_leaves_no_dataset_that_opens(
+    write_jsonl: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = run([write_jsonl(TEXTS)], tmp_path / "out")
+    rename = os.replace
+    for survivors in (0, 1, 2):
+        left = iter(range(survivors))
+
+        def crash(source: str, target: str, left: object = left) -> None:
+            if Path(target).name.startswith("out_") and next(left, None) is None:  # type: ignore[call-overload]
+                raise OSError("power cut")
+            rename(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", crash)
+            with pytest.raises(OSError, match="power cut"):
+                run([write_jsonl(["new text"])], tmp_path / "out", overwrite=True)
+        with pytest.raises(ConfigError, match=r"\.idx does not exist"):
+            open_index(prefix)
+        run([write_jsonl(TEXTS)], tmp_path / "out", overwrite=True)
+        assert len(documents(prefix)) == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"input": ("/nowhere.jsonl",)}, "--input /nowhere.jsonl does not exist"),
+        ({"json_keys": ("a", "a")}, "named twice"),
+        ({"json_keys": ("a/b",)}, "file name"),
+        ({"workers": 0}, "--workers 0"),
+        ({"train_tokenizer": True}, "--tokenizer-model"),
+        ({"train_tokenizer": True, "tokenizer_type": "ByteTokenizer", "tokenizer_model": "m"}, "ByteTokenizer"),
+        ({"tokenizer_type": None}, "--tokenizer-type"),
+        ({"output_prefix": "somewhere/"}, "--output-prefix somewhere/"),
+    ],
+)
+def test_wrong_options_are_refused_by_flag(changes: dict, words: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "x"}\n')
+    settings = {"input": (str(tmp_path / "in.jsonl"),), "output_prefix": str(tmp_path / "out"), "workers": 1}
+    kind = {} if changes.get("train_tokenizer") else {"tokenizer_type": "ByteTokenizer"}
+    with pytest.raises(ConfigError, match=words):
+        preprocess(PreprocessOptions(**{**settings, **kind, **changes}), show_progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+def test_empty_inputs_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match="without files"):
+        find_inputs([str(tmp_path / "folder")])
+    (tmp_path / "folder" / "empty.txt").write_text("")
+    with pytest.raises(ConfigError, match=r"empty\.txt, line 1: the file is empty"):
+        find_inputs([str(tmp_path / "folder")])
+
+
+def test_the_command_trains_a_tokenizer_and_uses_it(
+    write_jsonl: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, model, prefix = write_jsonl(TEXTS), str(tmp_path / "m.model"), str(tmp_path / "out")
+    flags = ["--input", source, "--output-prefix", prefix, "--append-eod", "--workers", "1"]
+    assert main([*flags, "--train-tokenizer", "--tokenizer-vocab-size", "300", "--tokenizer-model", model]) == 0
+    assert "200 documents" in capsys.readouterr().out
+    tokenizer = SentencePieceTokenizer(model)
+    assert tokenizer.vocab_size == 300
+    assert [tokenizer.detokenize(ids) for ids in documents(prefix + "_text_document")] == TEXTS
+    assert all(ids[-1] == tokenizer.eod for ids in documents(prefix + "_text_document"))
+    facts = read_sidecar(prefix + "_text_document")
+    assert facts is not None and facts.tokenizer_sha256 == tokenizer.sha256
+
+
+def test_the_tool_exits_2_with_one_line_and_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "x"}\n{"text": \n')
+    command = [sys.executable, "tools/preprocess_data.py", "--input", str(tmp_path / "in.jsonl")]
+    command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "ByteTokenizer"]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if "error" in line]
+    assert len(errors) == 1 and "in.jsonl, line 2" in errors[0] and "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_abbreviated_flags_are_refused(tmp_path: Path) -> None:
+    assert main(["--input", "x", "--output-pre", str(tmp_path / "out")]) == 2
+
+
+def test_a_broken_sidecar_is_refused_by_name(write_jsonl: Callable[..., str], tmp_path: Path) -> None:
+    prefix = run([write_jsonl(TEXTS)], tmp_path / "out")
+    path = Path(prefix + ".json")
+    good = json.loads(path.read_text())
+    for bad in ("", "[]", "{", json.dumps({**good, "format": 2}), json.dumps({**good, "tokens": "7"})):
+        path.write_text(bad)
+        with pytest.raises(ConfigError, match=r"out_text_document\.json"):
+            read_sidecar(prefix)
+    path.write_text(json.dumps({k: v for k, v in good.items() if k != "max_id"}))
+    with pytest.raises(ConfigError, match="max_id is missing"):
+        read_sidecar(prefix)
+    path.unlink()
+    assert read_sidecar(prefix) is None

@@ -1,0 +1,408 @@
+"""Preprocessing that is killed goes on where it was, and ends with the same bytes; other parts are not taken."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.config.errors import ConfigError, RunFault
+from megatron_moe.data import preprocess as preprocess_module
+from megatron_moe.data import work_folder
+from megatron_moe.data.index_file import open_index
+from megatron_moe.data.inputs import plan_shards
+from megatron_moe.data.merge import merge
+from megatron_moe.data.preprocess import PreprocessOptions, preprocess
+from tests.helpers.odd_texts import line, write_odd_texts
+
+pytestmark = [pytest.mark.one_engine, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(sources: list[Path], prefix: Path, **changes: object) -> list[str]:
+    """Preprocess with ByteTokenizer; returns the prefixes."""
+    settings = {"tokenizer_type": "ByteTokenizer", "append_eod": True, "workers": 1, **changes}
+    names = tuple(map(str, sources))
+    return list(preprocess(PreprocessOptions(names, str(prefix), **settings), show_progress=False))  # type: ignore[arg-type]
+
+
+def contents(folder: Path, name: str = "out") -> dict[str, bytes]:
+    """All files of an output, without their prefix."""
+    return {path.name[len(name) :]: path.read_bytes() for path in folder.iterdir() if path.name.startswith(name)}
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocess_module, "plan_shards", lambda files: plan_shards(files, 150))
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[Path]:
+    """Three files that make four shards, with a bad line."""
+    texts = {"a": [b"1", b"22"], "b": [b"333" * i for i in range(9)], "c": [b"4444"]}
+    paths = []
+    for name, parts in texts.items():
+        paths.append(tmp_path / f"{name}.jsonl")
+        paths[-1].write_bytes(b"".join(line(part.decode()) + b"\n" for part in parts))
+    return paths
+
+
+# ---- real processes
+
+
+@pytest.mark.claim("Preprocessing that is killed goes on, and ends with the bytes of the clean lines alone.")
+def test_a_folder_of_odd_files_survives_three_kills(tmp_path: Path) -> None:
+    odd = write_odd_texts(tmp_path / "odd", large=6000)
+    (expected,) = run([odd.clean(tmp_path / "clean.jsonl")], tmp_path / "clean")
+    command = [sys.executable, "tools/preprocess_data.py", "--input", str(odd.folder), "--append-eod", "--workers", "2"]
+    command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "ByteTokenizer", "--on-bad-line", "skip"]
+    parts = tmp_path / ".out.parts" / "parts"
+    rng = random.Random(7)
+    kills = attempts = 0
+    while kills < 3:
+        attempts += 1
+        assert attempts < 30
+        if killed_after(start(command), parts, len(finished(parts)) + rng.randrange(2), rng.random() * 0.1):
+            kills += 1
+        else:  # it was done before
+            for path in tmp_path.glob("out*"):
+                path.unlink()
+            kills = 0
+    times = {part: (parts / part).stat().st_mtime_ns for part in finished(parts)}
+    process = start(command)
+    while process.poll() is None:
+        # A part that is there is not done again, and stays until all are there.
+        now = {part: mtime(parts / part) for part in times}
+        assert joining(parts) or now == times
+        time.sleep(0.01)
+    assert process.returncode == 0
+    for suffix in (".bin", ".idx"):
+        assert Path(f"{tmp_path}/out_text_document{suffix}").read_bytes() == Path(expected + suffix).read_bytes()
+    rejects = [json.loads(text) for text in (tmp_path / "out_rejects.jsonl").read_text().splitlines()]
+    assert Counter(reject["reason"] for reject in rejects) == odd.rejected
+    assert not list(tmp_path.glob(".out*"))
+
+
+def start(command: list[str]) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def killed_after(process: subprocess.Popen[bytes], parts: Path, count: int, seconds: float) -> bool:
+    """Kill a process that long after there are so many parts; return whether work was left then."""
+    while process.poll() is None and len(finished(parts)) < count:
+        time.sleep(0.005)
+    time.sleep(seconds)
+    process.kill()
+    process.wait()
+    if not parts.exists():
+        return False
+    # Its workers end with it.
+    with open(parts.parent / "workers", "a") as lock:
+        for _ in range(1000):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                time.sleep(0.1)
+    raise AssertionError("workers outlive their parent")
+
+
+def finished(parts: Path) -> list[str]:
+    return [path.name for path in parts.iterdir() if "." not in path.name] if parts.exists() else []
+
+
+def mtime(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def joining(parts: Path) -> bool:
+    return (parts.parent / "plan.json").exists() or not parts.exists()
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from megatron_moe.data.encoding import Encoder, PreprocessOptions
+from megatron_moe.data.workers import write_parts
+from megatron_moe.data.inputs import plan_shards
+
+class Spy(Encoder):
+    def write_part(self, shard, folder):
+        super().write_part(shard, folder)
+        (folder / "modules").write_text(" ".join(sys.modules))
+
+if __name__ == "__main__":
+    import megatron_moe.data.workers as workers
+    source, parts = Path(sys.argv[1]), Path(sys.argv[2])
+    options = PreprocessOptions((str(source),), "out", "ByteTokenizer", workers=2)
+    tasks = [(shard, parts / str(i)) for i, shard in enumerate(plan_shards([str(source)], 100))]
+    list(write_parts(options, tasks, parts / "lock"))
+else:
+    import megatron_moe.data.workers as workers
+    workers.Encoder = Spy
+"""
+
+
+def test_a_worker_imports_neither_torch_nor_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b"".join(line(f"text {i}") + b"\n" for i in range(12)))
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "main.py").write_text(WORKER)
+    command = [sys.executable, str(tmp_path / "main.py"), str(tmp_path / "in.jsonl"), str(tmp_path / "parts")]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    found = [path.read_text().split() for path in (tmp_path / "parts").glob("*/modules")]
+    assert len(found) > 1
+    for modules in found:
+        assert {"torch", "megatron", "transformers", "pyarrow", "rich"} & set(modules) == set()
+
+
+def test_help_and_mistakes_import_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.argv[0] = 'x'\n"
+        "from megatron_moe.apps import merge, prepare\n"
+        "for main in (prepare.main, merge.main):\n"
+        "    try: main(['--help'])\n"
+        "    except SystemExit: pass\n"
+        "assert prepare.main(['--input', 'nowhere', '--output-prefix', 'out']) == 2\n"
+        "assert merge.main(['--input', 'nowhere', '--output-prefix', 'out']) == 2\n"
+        "assert not {'torch', 'megatron.core', 'pyarrow'} & set(sys.modules)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+
+
+# ---- a kill at each step
+
+
+STEPS = ("replace", "fsync", "unlink", "mkdir", "rmdir")
+
+
+def killed_at(number: int, work: Callable[[], object]) -> bool:
+    """Run `work` in a fork that is killed before its `number`-th change of the disk; return whether it was."""
+    child = os.fork()
+    if child == 0:
+        left = iter(range(number))
+        for name in STEPS:
+            setattr(os, name, dying(getattr(os, name), left))
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def dying(step: Callable[..., object], left: Iterator[int]) -> Callable[..., object]:
+    def one(*arguments: object, **named: object) -> object:
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(*arguments, **named)
+
+    return one
+
+
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_kill_at_any_step_changes_nothing(overwrite: bool, tmp_path: Path, sources: list[Path]) -> None:
+    changes = {"partitions": 2, "on_bad_line": "skip", "overwrite": overwrite}
+    prefixes = run(sources, tmp_path / "expected", **changes)
+    expected = contents(tmp_path, "expected")
+    assert set(expected) == {"_rejects.jsonl", *(f"_text_document{suffix}" for suffix in (".bin", ".idx", ".json"))}
+    steps = 0
+    for number in range(0, 1000, 4 if overwrite else 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if overwrite:
+            run(sources[:1], folder / "out")
+        if not killed_at(number, lambda to=folder / "out": run(sources, to, **changes)):
+            break
+        index = folder / "out_text_document.idx"
+        if index.exists() and not overwrite:  # the last one to appear
+            assert contents(folder) == expected
+        if not index.exists() or overwrite:
+            run(sources, folder / "out", **changes)
+        assert contents(folder) == expected, f"killed at step {number}"
+        steps += 1
+    assert steps > 10 and prefixes
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_a_merge_that_is_killed_is_done_again(tmp_path: Path, sources: list[Path]) -> None:
+    inputs = [run([path], tmp_path / path.stem, on_bad_line="skip")[0] for path in sources]
+    merge(inputs, str(tmp_path / "expected"))
+    for number in range(0, 100, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if not killed_at(number, lambda to=str(folder / "out"): merge(inputs, to)):
+            break
+        if not (folder / "out.idx").exists():
+            merge(inputs, str(folder / "out"))
+        assert contents(folder) == contents(tmp_path, "expected")
+    assert number > 10
+
+
+# ---- other commands, other inputs
+
+
+def stopped_in_the_last_file(sources: list[Path], prefix: Path, **changes: object) -> Path:
+    """Preprocess until a bad line in the last file; returns the folder of the parts."""
+    good = sources[-1].read_bytes()
+    sources[-1].write_bytes(b"bad\n")
+    with pytest.raises(ConfigError, match=r"c\.jsonl, line 1"):
+        run(sources, prefix, **changes)
+    sources[-1].write_bytes(good)
+    return prefix.with_name(f".{prefix.name}.parts")
+
+
+@pytest.fixture
+def clean_sources(sources: list[Path]) -> list[Path]:
+    sources[1].write_bytes(b"".join(line("b" * 10 * i) + b"\n" for i in range(1, 9)))
+    return sources
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_a_line_that_is_repaired_costs_its_own_part_alone(
+    tmp_path: Path, clean_sources: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = stopped_in_the_last_file(clean_sources, tmp_path / "out")
+    assert not contents(tmp_path) and finished(work / "parts")
+    inode = {path.name: path.stat().st_ino for path in (work / "parts").iterdir()}
+    clean_sources[1].write_bytes(clean_sources[1].read_bytes().replace(b"bb", b"cc"))
+    seen: dict[str, int] = {}
+
+    def see(*_: object) -> None:
+        seen.update({path.name: path.stat().st_ino for path in (work / "parts").iterdir()})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preprocess_module, "_in_order", lambda *a, of=preprocess_module._in_order: see() or of(*a))
+        run(clean_sources, tmp_path / "out")
+    assert "parts are of input that has changed" in capsys.readouterr().err
+    kept = {name for name in inode if seen.get(name) == inode[name]}
+    assert 0 < len(kept) < len(inode)
+    run(clean_sources, tmp_path / "expected")
+    assert contents(tmp_path) == contents(tmp_path, "expected")
+
+
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"append_eod": False}, "append_eod: True, now False"),
+        ({"partitions": 2}, "partitions: 1, now 2"),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 9}, "NullTokenizer"),
+    ],
+)
+def test_parts_of_another_command_are_neither_used_nor_lost(
+    changes: dict, words: str, tmp_path: Path, clean_sources: list[Path]
+) -> None:
+    work = stopped_in_the_last_file(clean_sources, tmp_path / "out")
+    before = finished(work / "parts")
+    with pytest.raises(ConfigError, match="parts of another command") as caught:
+        run(clean_sources, tmp_path / "out", **changes)
+    assert words in str(caught.value) and "--overwrite" in str(caught.value)
+    assert finished(work / "parts") == before
+    if "vocab_size" not in changes:
+        run(clean_sources, tmp_path / "out", overwrite=True, **changes)
+        run(clean_sources, tmp_path / "expected", **changes)
+        assert contents(tmp_path) == contents(tmp_path, "expected")
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_a_command_that_stopped_goes_on_when_it_may_skip(tmp_path: Path, clean_sources: list[Path]) -> None:
+    work = stopped_in_the_last_file(clean_sources, tmp_path / "out")
+    clean_sources[-1].write_bytes(b"bad\n" + line("c") + b"\n")
+    kept = finished(work / "parts")
+    with pytest.MonkeyPatch.context() as patch:
+        written: list[Path] = []
+        write = preprocess_module.write_parts
+        patch.setattr(
+            preprocess_module, "write_parts", lambda o, tasks, lock: write(o, written.extend(tasks) or tasks, lock)
+        )
+        run(clean_sources, tmp_path / "out", on_bad_line="skip", workers=2)
+    assert kept and not {place.name for _, place in written} & set(kept)
+    assert open_index(str(tmp_path / "out_text_document")).num_documents == 2 + 8 + 1
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_parts_with_rejects_do_not_serve_a_command_that_stops(tmp_path: Path, clean_sources: list[Path]) -> None:
+    clean_sources[0].write_bytes(b"bad\n" + clean_sources[0].read_bytes())
+    with pytest.raises(ConfigError, match="--max-bad-lines"):
+        run(clean_sources, tmp_path / "out", on_bad_line="skip", max_bad_lines=0.0)
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 1"):
+        run(clean_sources, tmp_path / "out")
+    assert not contents(tmp_path)
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_a_damaged_part_is_done_again_or_named(tmp_path: Path, clean_sources: list[Path]) -> None:
+    work = stopped_in_the_last_file(clean_sources, tmp_path / "out")
+    first, second = [path for path in (work / "parts").glob("*/0.0.bin") if path.stat().st_size][:2]
+    first.write_bytes(first.read_bytes()[:-1])  # its length gives it away
+    content = second.read_bytes()
+    second.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(RunFault, match="not what was written"):
+        run(clean_sources, tmp_path / "out")
+    assert not contents(tmp_path)
+
+
+def test_two_commands_do_not_write_one_output(tmp_path: Path, clean_sources: list[Path]) -> None:
+    with (
+        work_folder.WorkFolder(str(tmp_path / "out")),
+        pytest.raises(ConfigError, match="another process is writing this output"),
+    ):
+        run(clean_sources, tmp_path / "out")
+    run(clean_sources, tmp_path / "out")
+
+
+def test_an_input_that_grows_while_it_is_read_is_refused(
+    tmp_path: Path, clean_sources: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = plan_shards(list(map(str, clean_sources)))
+    with open(clean_sources[0], "ab") as file:
+        file.write(line("more") + b"\n")
+    monkeypatch.setattr(preprocess_module, "plan_shards", lambda files: planned)
+    with pytest.raises(ConfigError, match=r"a\.jsonl was written to while it was read"):
+        run(clean_sources, tmp_path / "out")
+
+
+def test_a_full_disk_is_named_and_parts_are_kept(
+    tmp_path: Path, clean_sources: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_moe.data.dataset_writer.free_bytes", lambda folder: 10)
+        with pytest.raises(ConfigError, match="needs .* more, 10 bytes are free"):
+            run(clean_sources, tmp_path / "out")
+    assert finished(tmp_path / ".out.parts" / "parts")
+    run(clean_sources, tmp_path / "out")
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_tokenizer_that_was_trained_before_a_kill_is_used(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"".join(line(f"text number {i} " * 3) + b"\n" for i in range(50)))
+
+    def work(folder: Path) -> None:
+        flags = {"tokenizer_type": None, "train_tokenizer": True, "tokenizer_vocab_size": 290}
+        run([source], folder / "out", tokenizer_model=str(folder / "out.model"), **flags)
+
+    for number in (*range(0, 26, 5), 1000):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if killed_at(number, lambda to=folder: work(to)):
+            work(folder)
+    assert len(contents(tmp_path / "1000")) == 4
+    for number in range(0, 26, 5):
+        assert contents(tmp_path / str(number)) == contents(tmp_path / "1000")

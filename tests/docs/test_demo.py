@@ -1,0 +1,222 @@
+"""The demo's stages: each runs once, again when its command changes, and never over a trained model."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.config import cli, rules
+
+pytestmark = pytest.mark.one_engine
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def load_demo():
+    spec = importlib.util.spec_from_file_location("demo_program", REPO / "tools" / "demo.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+demo = load_demo()
+
+
+class Stages:
+    """Stand-ins for the five stages: each appends its name to a file and writes its output."""
+
+    def __init__(self, folder, valid_loss=2.0, commands=None):
+        self.folder, self.ran, self.valid_loss = folder, folder.parent / "ran", valid_loss
+        self.commands = commands or {}
+
+    def __call__(self, folder, extra):
+        summary = {
+            "valid_loss": self.valid_loss,
+            "unigram_entropy": 5.0,
+            "iterations": 3,
+            "train_seconds": 1.0,
+            "tokens_per_second": 10.0,
+            "sample": "def f():\n\x1b[2J",
+            "checkpoint": "iter_3",
+        }
+        return [self.stage("corpus", "text", extra), self.stage("train", json.dumps(summary), extra)]
+
+    def stage(self, name, content, extra):
+        output = self.folder / ("summary.json" if name == "train" else name)
+        write = (
+            "import pathlib, sys\nran, name, output, content = sys.argv[1:5]\n"
+            "open(ran, 'a').write(name + ' ')\nout = pathlib.Path(output)\n"
+            "out.parent.mkdir(parents=True, exist_ok=True)\nout.write_text(content)\n"
+        )
+        code = self.commands.get(name, write)
+        command = (sys.executable, "-c", code, str(self.ran), name, str(output), content, *extra)
+        return demo.Stage(name, f"stage {name}", command, (output,))
+
+    def names(self):
+        return self.ran.read_text().split() if self.ran.exists() else []
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    previous = signal.getsignal(signal.SIGTERM)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path / "demo"
+    signal.signal(signal.SIGTERM, previous)
+
+
+def run(monkeypatch, stages, *flags):
+    monkeypatch.setattr(demo, "stages", stages)
+    return demo.main(["--folder", str(stages.folder), *flags])
+
+
+@pytest.mark.claim("The demo's stages are commands that the programs accept, and a complete one is skipped.")
+def test_a_complete_stage_is_skipped_and_the_result_is_told_again(folder, monkeypatch, capfd):
+    stages = Stages(folder)
+    assert run(monkeypatch, stages) == 0
+    assert run(monkeypatch, stages) == 0
+    assert stages.names() == ["corpus", "train"]
+    output = capfd.readouterr().out
+    assert output.count("validation loss  2.000") == 2
+    assert "done before" in output
+
+
+def test_a_stage_runs_again_when_its_output_is_gone_and_so_do_those_after_it(folder, monkeypatch):
+    stages = Stages(folder)
+    run(monkeypatch, stages)
+    (folder / "corpus").unlink()
+    assert run(monkeypatch, stages) == 0
+    assert stages.names() == ["corpus", "train", "corpus", "train"]
+
+
+def test_other_flags_make_a_stage_run_again(folder, monkeypatch):
+    stages = Stages(folder)
+    run(monkeypatch, stages)
+    assert run(monkeypatch, stages, "--train-iters", "5") == 0
+    assert stages.names() == ["corpus", "train"] * 2
+
+
+def test_data_is_not_made_anew_under_a_trained_model(folder, monkeypatch, capfd):
+    stages = Stages(folder)
+    run(monkeypatch, stages)
+    (folder / "checkpoints").mkdir()
+    (folder / "corpus").unlink()
+    assert run(monkeypatch, stages) == 2
+    assert "start over with --fresh" in capfd.readouterr().out
+    assert stages.names() == ["corpus", "train"]
+    assert run(monkeypatch, stages, "--fresh") == 0
+    assert not (folder / "checkpoints").exists()
+
+
+def test_fresh_never_removes_a_folder_that_is_not_the_demos(folder, monkeypatch):
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(SystemExit, match="it is not removed"):
+        run(monkeypatch, Stages(folder), "--fresh")
+    assert (folder / "thesis.tex").exists()
+
+
+def test_a_stage_that_fails_ends_the_demo_with_its_status_and_runs_again(folder, monkeypatch):
+    stages = Stages(folder, commands={"corpus": "import sys; sys.exit(7)"})
+    assert run(monkeypatch, stages) == 7
+    stages.commands = {}
+    assert run(monkeypatch, stages) == 0
+    assert stages.names() == ["corpus", "train"]
+
+
+def test_a_stage_that_leaves_no_output_is_not_complete(folder, monkeypatch, capfd):
+    assert run(monkeypatch, Stages(folder, commands={"corpus": "pass"})) == 1
+    assert "did not write" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("loss", "status"), [(3.9, 0), (4.1, 1), (float("nan"), 1)])
+def test_the_loss_has_to_be_a_nat_below_the_unigram_entropy(folder, monkeypatch, capfd, loss, status):
+    assert run(monkeypatch, Stages(folder, valid_loss=loss)) == status
+    assert ("FAILED" in capfd.readouterr().out) is bool(status)
+
+
+def test_the_generated_text_cannot_move_the_cursor(folder, monkeypatch, capfd):
+    run(monkeypatch, Stages(folder))
+    assert "\x1b" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_demo_that_is_told_to_stop_takes_its_command_along(tmp_path, number):
+    program = (
+        "import importlib.util, sys, pathlib\n"
+        f"spec = importlib.util.spec_from_file_location('demo', {str(REPO / 'tools' / 'demo.py')!r})\n"
+        "demo = importlib.util.module_from_spec(spec); sys.modules['demo'] = demo; spec.loader.exec_module(demo)\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "child = 'import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        "stage = demo.Stage('corpus', 'corpus', (sys.executable, '-c', child), (folder / 'out',))\n"
+        "demo.stages = lambda folder, extra: [stage]\n"
+        "sys.exit(demo.main(['--folder', str(folder)]))\n"
+    )
+    # Whoever runs the tests in the background has told them, and with them the demo, to ignore Ctrl-C.
+    heard = lambda: signal.signal(number, signal.SIG_DFL)  # noqa: E731
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, preexec_fn=heard)
+    lines = iter(process.stdout.readline, "")
+    child = next(int(line) for line in lines if line.strip().isdigit())
+    process.send_signal(number)
+    assert process.wait(30) == 130
+    assert not alive(child)
+
+
+def test_a_demo_that_is_killed_takes_its_command_along(tmp_path):
+    program = (
+        "import importlib.util, os, sys\n"
+        f"spec = importlib.util.spec_from_file_location('demo', {str(REPO / 'tools' / 'demo.py')!r})\n"
+        "demo = importlib.util.module_from_spec(spec); sys.modules['demo'] = demo; spec.loader.exec_module(demo)\n"
+        "child = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        "demo._run((sys.executable, '-c', child), dict(os.environ))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    for _ in range(100):
+        if not alive(child):
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    raise AssertionError("the command outlived the demo")
+
+
+def alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.claim("The demo's stages are commands that the programs accept, and a complete one is skipped.")
+def test_the_demos_own_stages_are_commands_that_the_programs_accept(tmp_path, monkeypatch):
+    from megatron_moe.apps import prepare
+
+    monkeypatch.chdir(tmp_path)
+    stages = {stage.name: stage for stage in demo.stages(Path("runs/demo"), ["--train-iters", "400"])}
+    assert list(stages) == ["corpus", "tokenizer", "valid", "test", "train"]
+    for name in ("tokenizer", "valid", "test"):
+        prepare.parser().parse_args(stages[name].command[2:])
+    words = stages["train"].command
+    configuration = cli.parse(words[words.index("pretrain_moe.py") + 1 :])
+    rules.check(configuration, demo.RANKS)
+    assert configuration.training.train_iters == 400
+    written = {str(path) for stage in stages.values() for path in stage.outputs}
+    for prefix in (configuration.data.train_data_path, configuration.data.valid_data_path):
+        assert f"{prefix[0]}.bin" in written
+    assert configuration.data.tokenizer_model in written
+    assert configuration.logging.summary_file in written
+
+
+def test_the_command_is_shown_as_one_would_type_it():
+    shown = demo.shown(demo.training_command(Path("runs/demo"), []))
+    assert shown.startswith("torchrun --standalone --nproc-per-node 2 pretrain_moe.py --preset demo")
+    assert "'    def __init__(self, name'" in shown

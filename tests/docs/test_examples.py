@@ -1,0 +1,217 @@
+"""Every command in examples/ and in the README is one that the programs accept."""
+
+import json
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_moe import pretrain, slurm
+from megatron_moe.apps import prepare
+from megatron_moe.apps.doctor import cli as doctor_cli
+from megatron_moe.apps.plan import cli as planning_cli
+from megatron_moe.apps.preflight import cli as preflight_cli
+from megatron_moe.config import cli, rules
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.launch import options as launch_options
+
+REPO = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(REPO.glob("examples/*.sh"))
+JOBS = sorted(REPO.glob("examples/slurm/*.sbatch"))
+PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md")])
+
+
+@dataclass(frozen=True)
+class Command:
+    """A training command: the flags after pretrain_moe.py and the world that its launcher starts."""
+
+    flags: list[str]
+    world_size: int
+
+
+def training_command(words):
+    """The command in the words of a command line, or None; raises where the launcher's options are not its own."""
+    if words[1:4] == ["-m", "megatron_moe", "train"]:
+        options, flags = launch_options.split(words[4:], {})
+        return Command(flags, options.world_size)
+    if "pretrain_moe.py" not in words:
+        return None
+    at = words.index("pretrain_moe.py")
+    flags = [word for word in words[at + 1 :] if word not in ("$@", "...")]
+    if "torchrun" not in words[:at]:
+        return Command(flags, 1)
+    launcher = words[words.index("torchrun") + 1 : at]
+    from torch.distributed.run import get_args_parser
+
+    options = get_args_parser().parse_args([*launcher, "pretrain_moe.py"])
+    return Command(flags, int(options.nnodes.split(":")[0]) * int(options.nproc_per_node))
+
+
+def check(command, folder, monkeypatch):
+    """Parse and check a training command where it would run: a repository with configs and the pages' ds.json."""
+    (folder / "examples").symlink_to(REPO / "examples", target_is_directory=True)
+    (folder / "ds.json").symlink_to(REPO / "tests" / "config" / "deepspeed" / "zeropp_bf16_failing_in_deepspeed.json")
+    monkeypatch.chdir(folder)
+    run = cli.parse([*command.flags, "--dry-run"], lambda given: {**_imported(given), **given}, command.world_size)
+    if run.precision.print_precision or run.logging.list_advisories:
+        rules.check_model(run, command.world_size)
+    else:
+        rules.check(run, command.world_size)
+
+
+def _imported(given):
+    """The architecture that the folder of a page would have."""
+    return PRESETS["deepseek-v2-lite"] if "load_hf" in given else {}
+
+
+def recorded(script, folder, status=0):
+    """Run a script in a copy of the repository's outline with stand-ins that write down their arguments.
+
+    The stand-ins end with `status`, and so has the script to end.
+    """
+    stand_ins, record = folder / "bin", folder / "record"
+    stand_ins.mkdir()
+    for name in ("torchrun", "python"):
+        program = stand_ins / name
+        program.write_text(
+            f"#!{sys.executable}\nimport json, os, sys\n"
+            f"open({str(record)!r}, 'a').write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + '\\n')\n"
+            f"sys.exit({status})\n"
+        )
+        program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    checkout = folder / "checkout"
+    (checkout / "examples").parent.mkdir()
+    subprocess.run(["cp", "-r", str(REPO / "examples"), str(checkout / "examples")], check=True)
+    environment = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "HOME": str(folder)}
+    copy = checkout / script.relative_to(REPO)
+    done = subprocess.run(["bash", str(copy)], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == status, done.stderr
+    return [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def page_commands(page):
+    """The words of every command line in the fenced blocks of a page, continuation lines joined."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = [block for language, block in fenced if language in ("", "bash", "sh", "console")]
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        line = line.strip().removeprefix("$ ")
+        if any(
+            program in line
+            for program in (
+                "pretrain_moe.py",
+                "preprocess_data.py",
+                "tools/plan.py",
+                "tools/doctor.py",
+                " tools/preflight.py",
+                "megatron-moe slurm",
+            )
+        ) and not line.startswith("#"):
+            yield shlex.split(line, comments=True)
+
+
+def test_the_examples_are_there():
+    assert len(SCRIPTS) >= 2 and len(JOBS) >= 3
+
+
+@pytest.mark.claim("The commands on the pages and in the examples are accepted by the programs.")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_the_training_command_of_an_example_is_accepted(script, tmp_path, monkeypatch):
+    commands = [command for words in recorded(script, tmp_path) if (command := training_command(words))]
+    assert len(commands) == 1
+    (tmp_path / "elsewhere").mkdir()
+    check(commands[0], tmp_path / "elsewhere", monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["cpu.sh", "one_node.sh"])
+def test_the_preprocessing_command_of_an_example_is_accepted(name, tmp_path):
+    commands = [words for words in recorded(REPO / "examples" / name, tmp_path) if "tools/preprocess_data.py" in words]
+    assert len(commands) == 1
+    options = prepare.parser().parse_args(commands[0][2:])
+    training = next(filter(None, map(training_command, recorded_again(tmp_path))))
+    prefix = f"{options.output_prefix}_{options.json_keys[0]}_document"
+    assert prefix in training.flags, "the training reads another dataset than the one that was written"
+
+
+def recorded_again(folder):
+    """What `recorded` wrote into the folder."""
+    return [json.loads(line) for line in (folder / "record").read_text().splitlines()]
+
+
+def run_of(flags, world_size, _=None):
+    """The run of a job's flags, without its data and tokenizer, which are not here."""
+    run = cli.parse(flags, lambda given: {**_imported(given), **given}, world_size)
+    rules.check(run, world_size)
+    return run
+
+
+@pytest.mark.claim("The Slurm scripts in the examples are what megatron-moe slurm writes, for flags that are accepted.")
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_a_slurm_script_is_what_the_program_writes(job, tmp_path, monkeypatch):
+    written_by = job.read_text().splitlines()[1].removeprefix("# Written by: megatron-moe slurm ")
+    (tmp_path / "examples/slurm").mkdir(parents=True)
+    (tmp_path / "examples/configs").symlink_to(REPO / "examples/configs", target_is_directory=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pretrain, "checked", run_of)
+    assert slurm.main(shlex.split(written_by)) == 0
+    assert (tmp_path / job.relative_to(REPO)).read_text() == job.read_text(), "write it again by its second line"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_an_example_ends_with_the_status_of_what_failed(script, tmp_path):
+    assert recorded(script, tmp_path, status=3)
+
+
+@pytest.mark.claim("The commands on the pages and in the examples are accepted by the programs.")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
+    for number, words in enumerate(page_commands(page)):
+        if any(word.endswith("preprocess_data.py") for word in words):
+            at = next(i for i, word in enumerate(words) if word.endswith("preprocess_data.py"))
+            prepare.parser().parse_args([word for word in words[at + 1 :] if word != "..."])
+            continue
+        if words[:2] == ["megatron-moe", "slurm"]:
+            if "--" in words:
+                own, flags = slurm.parser().parse_args(words[2 : words.index("--")]), words[words.index("--") + 1 :]
+                run_of(flags, own.nodes * (own.nproc_per_node or own.gpus_per_node or 1))
+            continue
+        if "tools/plan.py" in words:
+            flags, rest = planning_cli.parser().parse_known_args(words[words.index("tools/plan.py") + 1 :])
+            rules.check_layout(cli.parse(rest), flags.world_size)
+            continue
+        if "tools/preflight.py" in words:
+            own, rest = preflight_cli.parser().parse_known_args(words[words.index("tools/preflight.py") + 1 :])
+            assert own.least_share <= 1
+            rules.check_model(cli.parse(rest), 1)
+            continue
+        if "tools/doctor.py" in words:
+            arguments = words[words.index("tools/doctor.py") + 1 :]
+            if "run.yaml" not in arguments:  # the reader's own file
+                assert doctor_cli.main([*arguments, "--list"]) == 0, words
+            continue
+        command = training_command(words)
+        assert command is not None, words
+        if "--help" in command.flags:
+            continue
+        (tmp_path / str(number)).mkdir()
+        check(command, tmp_path / str(number), monkeypatch)
+
+
+@pytest.mark.parametrize("config", sorted(REPO.glob("examples/configs/*.yaml")), ids=lambda path: path.name)
+def test_a_config_is_used_by_an_example(config):
+    used = f"examples/configs/{config.name}"
+    assert any(used in script.read_text() for script in [*SCRIPTS, *JOBS])
+
+
+def test_a_flag_that_is_none_is_noticed(tmp_path, monkeypatch):
+    from megatron_moe.config.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="unknown flag --trian-iters"):
+        check(Command(["--preset", "tiny", "--mock-data", "--trian-iters", "3"], 1), tmp_path, monkeypatch)
+    with pytest.raises(SystemExit):
+        training_command(["torchrun", "--processes-per-node", "2", "pretrain_moe.py"])

@@ -1,0 +1,160 @@
+"""--load-hf and --use-checkpoint-args give a run its architecture, as a preset would; contradictions are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_moe.checkpoint.compare import architecture_keys
+from megatron_moe.config import cli
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run, build, flatten
+from megatron_moe.hf.architecture import filled_in
+from tests.helpers import tiny_models
+from tests.helpers.plain_steps import write_step
+
+ROOT = Path(__file__).parents[2]
+
+
+def folder(path: Path, case: str) -> Path:
+    """config.json of a tiny model beside one tensor: no more is read of it."""
+    tiny_models.config(case).save_pretrained(path)
+    said = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**said, "architectures": None}))
+    save_file({"model.norm.weight": torch.ones(64)}, path / "model.safetensors")
+    return path
+
+
+def message_of(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        cli.parse(argv, filled_in)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.claim("--load-hf takes the architecture from the folder and refuses flags that contradict it.")
+def test_a_folder_gives_architecture_and_vocabulary_and_nothing_else(tmp_path):
+    run = cli.parse(["--load-hf", str(folder(tmp_path, "deepseek-v3")), "--seq-length", "32"], filled_in)
+    assert (run.model.num_layers, run.model.vocab_size, run.moe.num_experts) == (4, tiny_models.VOCABULARY, 16)
+    assert run.model.multi_latent_attention and run.moe.moe_router_enable_expert_bias
+    assert run.model.max_position_embeddings == 2560 and run.model.mtp_num_layers is None
+    own = {"load_hf", "max_position_embeddings", "moe_router_dtype", *architecture_keys()}
+    assert {name for name, value in flatten(run).items() if value != flatten(Run())[name]} <= own | {"seq_length"}
+    assert run.model.seq_length == 32
+
+
+def test_a_setting_that_only_may_differ_is_the_users(tmp_path):
+    where = str(folder(tmp_path, "deepseek-v3"))
+    run = cli.parse(["--load-hf", where, "--max-position-embeddings", "512"], filled_in)
+    assert run.model.max_position_embeddings == 512
+
+
+@pytest.mark.claim("--load-hf takes the architecture from the folder and refuses flags that contradict it.")
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--num-layers 27", ["--num-layers 27", "there: 4", "leave it out"]),
+        ("--vocab-size 128", ["--vocab-size 128", "there: 131"]),
+        ("--norm-epsilon 1e-5", ["--norm-epsilon 1e-05", "there: 1e-06"]),
+        ("--no-moe-router-enable-expert-bias", ["--moe-router-enable-expert-bias False", "there: True"]),
+        ("--preset tiny", ["--ffn-hidden-size 128 (there: 96)", "and ", " more"]),
+        ("--moe-layer-freq 1", ["--moe-layer-freq 1", "there: "]),
+        ("--q-lora-rank none", ["--q-lora-rank None", "there: 24"]),
+    ],
+)
+def test_a_setting_that_contradicts_the_folder_is_refused_with_both_values(tmp_path, flags, says):
+    where = str(folder(tmp_path, "deepseek-v3"))
+    for text in (f"--load-hf {where}", *says):
+        assert text in message_of("--load-hf", where, *flags.split())
+
+
+def test_a_file_contradicts_as_a_flag_does(tmp_path):
+    where = str(folder(tmp_path / "model", "mixtral"))
+    (tmp_path / "run.yaml").write_text("hidden_size: 128\nlr: 1e-4\n")
+    assert "--hidden-size 128" in message_of("--config", str(tmp_path / "run.yaml"), "--load-hf", where)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--num-layers 4 --hidden-size 64", "--moe-layer-freq [1,1,1,1]", "--kv-channels 16", "--num-query-groups 2",
+     "--group-query-attention"],
+)  # fmt: skip
+def test_the_same_in_other_words_is_no_contradiction(tmp_path, flags):
+    where = str(folder(tmp_path, "mixtral"))
+    plain = cli.parse(["--load-hf", where], filled_in)
+    assert cli.parse(["--load-hf", where, *flags.split()], filled_in) == plain
+
+
+def test_a_folder_that_is_none_is_refused_where_the_command_line_is_read(tmp_path):
+    assert f"--load-hf {tmp_path / 'none'}" in message_of("--load-hf", str(tmp_path / "none"))
+
+
+def test_a_step_gives_its_architecture_and_no_more(tmp_path):
+    saved = build({"num_layers": 3, "hidden_size": 96, "vocab_size": 77, "num_experts": 4, "lr": 0.5, "bf16": True})
+    write_step(tmp_path, 5, config=flatten(saved))
+    run = cli.parse(["--load", str(tmp_path), "--use-checkpoint-args"], filled_in)
+    assert (run.model.num_layers, run.model.hidden_size, run.model.vocab_size) == (3, 96, 77)
+    assert run.moe.num_experts == 4
+    assert run.optimizer.lr == Run().optimizer.lr and not run.precision.bf16
+    refused = message_of("--load", str(tmp_path), "--use-checkpoint-args", "--num-layers", "4")
+    assert "--num-layers 4" in refused and "there: 3" in refused and "iter_0000005" in refused
+
+
+def test_a_run_that_has_saved_goes_on_without_the_folder_that_it_was_imported_from(tmp_path):
+    root = tmp_path / "run"
+    argv = ["--load-hf", str(folder(tmp_path / "hf", "mixtral")), "--load", str(root), "--save", str(root)]
+    first = cli.parse(argv, filled_in)
+    write_step(root, 5, config=flatten(first))
+    (tmp_path / "hf").rename(tmp_path / "gone")
+    assert flatten(cli.parse(argv, filled_in)) == flatten(first)
+    refused = message_of(*argv, "--hidden-size", "96")
+    assert "--hidden-size 96 (there: 64)" in refused and "iter_0000005" in refused
+
+
+def test_without_a_step_there_is_nothing_to_take(tmp_path):
+    assert "has no step yet" in message_of("--load", str(tmp_path), "--use-checkpoint-args")
+
+
+def test_a_folder_that_gives_the_architecture_is_read_without_torch(tmp_path):
+    where = folder(tmp_path, "qwen3-moe")
+    code = (
+        "import sys, pretrain_moe\n"
+        "from megatron_moe.config import cli\n"
+        "from megatron_moe.hf import architecture\n"
+        f"run = cli.parse(['--load-hf', {str(where)!r}], architecture.filled_in)\n"
+        "print(run.model.kv_channels, [name for name in ('torch', 'megatron.core') if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown.stdout.split(maxsplit=1) == ["24", "[]\n"]
+
+
+def test_a_pretrained_checkpoint_is_loaded_until_the_run_has_a_step_of_its_own(tmp_path):
+    pretrained, root = tmp_path / "pretrained", tmp_path / "run"
+    write_step(pretrained, 7, config=flatten(build({"num_layers": 3, "vocab_size": 77})))
+    argv = ["--pretrained-checkpoint", str(pretrained), "--load", str(root), "--save", str(root)]
+    first = cli.parse(argv, filled_in).checkpoint
+    assert (first.load, first.finetune, first.save) == (str(pretrained), True, str(root))
+    assert cli.parse([*argv, "--use-checkpoint-args"], filled_in).model.num_layers == 3
+    write_step(root, 5, config=flatten(Run()))
+    resumed = cli.parse(argv, filled_in).checkpoint
+    assert (resumed.load, resumed.finetune) == (str(root), False)
+    alone = cli.parse(argv[:2], filled_in).checkpoint
+    assert (alone.load, alone.finetune) == (str(pretrained), True)
+
+
+def test_weights_come_from_one_folder(tmp_path):
+    argv = ["--pretrained-checkpoint", "weights", "--load-hf", str(folder(tmp_path, "mixtral"))]
+    refused = message_of(*argv)
+    assert "--pretrained-checkpoint weights" in refused and "--load-hf" in refused
+
+
+def test_a_pretrained_checkpoint_leaves_the_defaults_of_the_architecture_open(tmp_path):
+    write_step(tmp_path, 7, config=flatten(Run()))
+    argv = ["--pretrained-checkpoint", str(tmp_path), "--use-mcore-models"]
+    assert any("--norm-epsilon" in note for note in cli.parse(argv, filled_in).notes)

@@ -1,0 +1,299 @@
+"""Folders of Hugging Face's form that are wrong: each is refused, what is wrong is named, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.measured_process import measured
+from megatron_moe.apps.convert.cli import main as convert
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.hf import folder as hf_folder
+from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.tensors import TensorReader
+from tests.hf import small_folders
+from tests.hf.malformed import Malformed
+from tests.hf.malformed_models import CASES
+from tests.hf.small_folders import INDEX, SHARDS, sound, write_json
+
+pytestmark = pytest.mark.one_engine
+
+ROOT = Path(__file__).parents[2]
+MEMORY = 300 * 2**20
+"""Bytes that a folder may cost beyond what the process has had before: none of them has more than a few kilobytes."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both sound folders; the code in them would make the file `sentinel` beside them."""
+    root = tmp_path_factory.mktemp("folders")
+    sound(root / "bf16", root / "sentinel")
+    sound(root / "fp8", root / "sentinel", fp8=True)
+    return root
+
+
+def damaged(folders: Path, tmp_path: Path, wrong: Malformed) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(folders / ("fp8" if wrong.fp8 else "bf16"), folder)
+    wrong.damage(folder)
+    return folder
+
+
+def test_the_folders_are_sound_before_they_are_damaged(folders):
+    for name in ("bf16", "fp8"):
+        opened = HFFolder.open(folders / name)
+        assert opened.notes == [] and opened.config["model_type"] == "deepseek_v3"
+        with TensorReader(opened) as reader:
+            names = set(small_folders.weights())
+            assert set(reader.names()) == names
+            assert all(torch.isfinite(reader.read(each)).all() for each in names)
+        assert set(opened.companions) == {
+            *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md"),
+            *("modeling_deepseek.py", "configuration_deepseek.py", "conftest.py", "__init__.py", "LICENSE-MODEL"),
+        }
+        assert opened.companion("LICENSE-MODEL") == b"free\n"
+    assert opened.block == (8, 8) and len(opened.scales) == 26
+
+
+@pytest.mark.claim("A malformed folder is refused in one message; nothing is left, none of its code runs.")
+@pytest.mark.parametrize("name", [name for name, wrong in CASES.items() if not wrong.opens])
+def test_a_malformed_folder_is_not_opened(folders, tmp_path, name):
+    wrong = CASES[name]
+    folder = damaged(folders, tmp_path, wrong)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError) as caught:
+        HFFolder.open(folder, "--load-hf")
+    message = str(caught.value)
+    assert message.startswith(f"--load-hf {folder}: ") and "\n" not in message and len(message) < 1500
+    assert [part for part in wrong.named if part not in message] == [], message
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MEMORY
+    assert not (folders / "sentinel").exists()
+
+
+@pytest.mark.parametrize("name", [name for name, wrong in CASES.items() if wrong.opens])
+def test_what_only_the_model_shows_to_be_wrong_can_be_opened(folders, tmp_path, name):
+    HFFolder.open(damaged(folders, tmp_path, CASES[name]))
+
+
+# ---- through the tool
+
+
+@pytest.mark.claim("A malformed folder is refused in one message; nothing is left, none of its code runs.")
+@pytest.mark.parametrize("name", CASES)
+def test_a_malformed_folder_is_not_converted(folders, tmp_path, capsys, name):
+    wrong = CASES[name]
+    folder = damaged(folders, tmp_path, wrong)
+    (tmp_path / "out").mkdir()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    arguments = ["--from", "hf", "--to", "native", "--load", str(folder), "--save", str(tmp_path / "out" / "native")]
+    assert convert(arguments) == 2
+    said = capsys.readouterr()
+    assert said.err.count("error: ") == 1 and "Traceback" not in said.err and len(said.err) < 8000
+    assert [part for part in wrong.named if part not in said.err] == [], said.err
+    assert str(folder) in said.err
+    assert list((tmp_path / "out").iterdir()) == [] and sorted(path.name for path in tmp_path.iterdir()) == before
+    assert not (folders / "sentinel").exists()
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024 < MEMORY
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_the_folders_convert_before_they_are_damaged(folders, tmp_path, name):
+    arguments = ["--from", "hf", "--to", "native", "--load", str(folders / name), "--save", str(tmp_path / "native")]
+    assert convert(arguments) == 0
+    assert (tmp_path / "native" / "conversion_certificate.json").exists() and not (folders / "sentinel").exists()
+
+
+def test_a_folder_changed_at_random_converts_or_is_refused(folders, tmp_path, capsys):
+    """Bits flipped and values put into JSON, 150 times: nothing else comes of it, above all no traceback."""
+    rng, statuses = random.Random(7), []
+    values = [b"null", b"true", b"-1", b"1e400", b"[]", b"{}", b'""', b"99999999999999999999", b",", b'"', b"\xff"]
+    for trial in range(150):
+        folder = tmp_path / "model"
+        shutil.copytree(folders / rng.choice(["bf16", "fp8"]), folder)
+        file = folder / rng.choice(["config.json", "config.json", INDEX, *SHARDS])
+        data = bytearray(file.read_bytes())
+        end = 8 + int.from_bytes(data[:8], "little") if file.suffix == ".safetensors" else len(data)
+        at = rng.randrange(end)
+        if trial % 2:
+            data[at] ^= 1 << rng.randrange(8)
+        else:
+            data[at : min(end, at + rng.randrange(6))] = rng.choice(values)
+        file.write_bytes(data)
+        command = ["--from", "hf", "--to", "native", "--load", str(folder), "--save", str(tmp_path / "native")]
+        statuses.append(convert(command))
+        said = capsys.readouterr().err
+        assert statuses[-1] == 0 or (said.count("error: ") == 1 and str(folder) in said), said
+        assert {path.name for path in tmp_path.iterdir()} <= {"model"} | ({"native"} if statuses[-1] == 0 else set())
+        for path in tmp_path.iterdir():
+            shutil.rmtree(path)
+    assert set(statuses) == {0, 2} and not (folders / "sentinel").exists()
+
+
+@pytest.mark.claim("A malformed folder is refused in one message; nothing is left, none of its code runs.")
+def test_not_even_a_comparison_with_transformers_runs_a_folders_code(folders, tmp_path):
+    there = ["--from", "hf", "--to", "native", "--load", str(folders / "bf16"), "--save", str(tmp_path / "native")]
+    back = ["--from", "native", "--to", "hf", "--load", str(tmp_path / "native"), "--save", str(tmp_path / "back")]
+    assert convert([*there, "--verify"]) == 0 and convert([*back, "--verify"]) == 0
+    assert not (folders / "sentinel").exists()
+    carried = (tmp_path / "back" / "modeling_deepseek.py").read_text()
+    assert carried == (folders / "bf16" / "modeling_deepseek.py").read_text()
+    program = f"import sys; sys.path.insert(0, {str(folders / 'bf16')!r}); import modeling_deepseek"
+    try:
+        subprocess.run([sys.executable, "-B", "-c", program], check=True)  # and leaves no byte code there
+        assert (folders / "sentinel").exists(), "the code would have shown that it ran"
+    finally:
+        (folders / "sentinel").unlink(missing_ok=True)
+
+
+@pytest.mark.claim("A malformed folder is refused in one message; nothing is left, none of its code runs.")
+@pytest.mark.parametrize("name", ["a tensor of terabytes", "NaN in an expert"])
+def test_the_tool_itself_ends_so_too_within_a_gigabyte(folders, tmp_path, name):
+    folder = damaged(folders, tmp_path, CASES[name])
+    command = [sys.executable, "-W", "ignore", "tools/convert_checkpoint.py", "--from", "hf", "--to", "native"]
+    command += ["--load", str(folder), "--save", str(tmp_path / "native")]
+    ran = measured(command, ROOT)
+    text = ran.stderr
+    assert ran.status == 2 and text.count("error: ") == 1 and "Traceback" not in text, text
+    assert [part for part in CASES[name].named if part not in text] == []
+    assert {path.name for path in tmp_path.iterdir()} == {"model"} and not (folders / "sentinel").exists()
+    assert ran.peak_bytes < 10**9
+
+
+# ---- what is not an error
+
+
+def test_a_wrong_total_size_is_a_note(folders, tmp_path):
+    shutil.copytree(folders / "bf16", tmp_path / "model")
+    content = json.loads((tmp_path / "model" / INDEX).read_text())
+    write_json(tmp_path / "model" / INDEX, {**content, "metadata": {"total_size": 12345}})
+    opened = HFFolder.open(tmp_path / "model")
+    assert len(opened.notes) == 1 and "12345" in opened.notes[0] and str(opened.total_bytes) in opened.notes[0]
+
+
+def test_a_word_of_fp8_without_fp8_is_a_note(folders, tmp_path):
+    shutil.copytree(folders / "bf16", tmp_path / "model")
+    shutil.copy(folders / "fp8" / "config.json", tmp_path / "model" / "config.json")
+    (note,) = HFFolder.open(tmp_path / "model").notes
+    assert "quantization_config of fp8" in note
+
+
+def test_what_is_left_behind_is_told(folders, tmp_path):
+    shutil.copytree(folders / "bf16", tmp_path / "model")
+    for name in ("figures", "inference"):
+        (tmp_path / "model" / name).mkdir()
+    (tmp_path / "model" / ".git").mkdir()
+    (tmp_path / "model" / "training_args.bin").write_bytes(b"x")
+    save_file({"x": torch.ones(1)}, tmp_path / "model" / "consolidated.safetensors")
+    opened = HFFolder.open(tmp_path / "model")
+    assert opened.notes == [
+        "folders that are left behind: figures, inference",
+        "weights that are not read: 'consolidated.safetensors'",
+        "files that are left behind: 'training_args.bin'",
+    ]
+    assert len(opened.tensors) == len(small_folders.weights())
+
+
+KEPT = """
+config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
+tokenizer.model tiktoken.model vocab.json merges.txt vocab.txt qwen.tiktoken chat_template.jinja chat_template.json
+configuration_deepseek.py modeling_deepseek.py tokenization_kimi.py tokenization_deepseek_fast.py
+README.md LICENSE LICENSE.txt LICENSE-CODE LICENSE-MODEL MODEL_LICENSE Notice.txt NOTICE THIRD_PARTY_NOTICES.md
+USE_POLICY.md
+""".split()
+LEFT = "optimizer.pt training_args.bin events.out.tfevents.1 logo.png report.pdf model.gguf".split()
+LEFT.append("pytorch_model.bin.index.json")
+
+
+def test_all_that_a_model_needs_is_carried_along(folders, tmp_path):
+    shutil.copytree(folders / "bf16", tmp_path / "model")
+    for path in (tmp_path / "model").iterdir():
+        if path.name not in (*SHARDS, INDEX, "config.json"):
+            path.unlink()
+    for name in [*KEPT[1:], *LEFT]:
+        (tmp_path / "model" / name).write_text("x")
+    assert set(HFFolder.open(tmp_path / "model").companions) == set(KEPT)
+
+
+def test_a_snapshot_of_the_hubs_cache_is_links_to_the_blobs_beside_it(folders, tmp_path):
+    repository = tmp_path / "models--someone--model"
+    snapshot = repository / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for number, path in enumerate(sorted((folders / "bf16").iterdir())):
+        shutil.copy(path, repository / "blobs" / f"{number:064x}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number:064x}")
+    assert convert(["--from", "hf", "--to", "native", "--load", str(snapshot), "--save", str(tmp_path / "native")]) == 0
+    carried = tmp_path / "native" / "iter_0000000" / "hf" / "README.md"
+    assert not carried.is_symlink() and carried.read_bytes() == b"# A model\n"
+    elsewhere = tmp_path / "by-another-name"
+    elsewhere.symlink_to(snapshot)
+    for way in (snapshot, elsewhere):
+        opened = HFFolder.open(way)
+        assert opened.notes == [] and opened.companion("README.md") == b"# A model\n"
+        with TensorReader(opened) as reader:
+            assert len(reader.read("model.norm.weight")) == small_folders.HIDDEN
+    (tmp_path / "outside.md").write_text("private")
+    (snapshot / "README.md").unlink()
+    (snapshot / "README.md").symlink_to("../../blobs/../../outside.md")
+    with pytest.raises(ConfigError, match=r"'README.md' is a link to"):
+        HFFolder.open(snapshot)
+
+
+def test_one_file_needs_no_index(folders, tmp_path):
+    shutil.copytree(folders / "bf16", tmp_path / "model")
+    for name in (*SHARDS, INDEX):
+        (tmp_path / "model" / name).unlink()
+    save_file(small_folders.weights(), tmp_path / "model" / "model.safetensors")
+    opened = HFFolder.open(tmp_path / "model")
+    assert opened.notes == [] and {stored.file for stored in opened.tensors.values()} == {"model.safetensors"}
+
+
+def test_limits_hold_for_all_files_together(folders, monkeypatch):
+    monkeypatch.setattr(hf_folder, "LARGEST_HEADERS", 3000)
+    with pytest.raises(ConfigError, match=rf"{SHARDS[1]}: the headers up to it have \d+ bytes; at most 3000"):
+        HFFolder.open(folders / "bf16")
+    monkeypatch.undo()
+    monkeypatch.setattr(hf_folder, "LARGEST_COMPANIONS", 1000)
+    with pytest.raises(
+        ConfigError, match=r"has \d+ bytes; files next to the weights may have \d+ each and 1000 together"
+    ):
+        HFFolder.open(folders / "bf16")
+    monkeypatch.undo()
+    monkeypatch.setattr(hf_folder, "LARGEST_COMPANION", 700)
+    with pytest.raises(ConfigError, match=r"config.json has \d+ bytes; files next to the weights may have 700 each"):
+        HFFolder.open(folders / "bf16")
+    monkeypatch.undo()
+    monkeypatch.setattr(hf_folder, "MOST_FILES", 5)
+    with pytest.raises(ConfigError, match="a folder of one model has fewer than 5"):
+        HFFolder.open(folders / "bf16")
+
+
+def test_a_companion_that_changed_is_not_carried_along(folders, tmp_path):
+    shutil.copytree(folders / "bf16", tmp_path / "model")
+    opened = HFFolder.open(tmp_path / "model")
+    (tmp_path / "model" / "README.md").unlink()
+    (tmp_path / "model" / "README.md").symlink_to("/etc/passwd")
+    with pytest.raises(ConfigError, match=r"README.md changed since it was opened"):
+        opened.companion("README.md")
+
+
+def test_a_folder_is_opened_without_torch(folders):
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from megatron_moe.hf.folder import HFFolder\n"
+        f"HFFolder.open(Path({str(folders / 'fp8')!r}))\n"
+        "print([name for name in ('torch', 'numpy', 'safetensors', 'transformers') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"

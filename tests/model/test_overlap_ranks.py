@@ -1,0 +1,206 @@
+"""Two micro-batches at a time, by the engine's schedule: losses, gradients, counts and biases are those of one by one.
+
+The streams take notes and queue nothing: what is tested is the order of the nodes, on which stream rows travel, how
+gradients are passed on, and that nothing that backward needs was freed. That kernels overlap on a card is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe.config.schema import Run, replace
+from tests.model import mtp_cases
+from tests.model.test_build_ranks import EP2, MODELS, SP2, VPP2
+from tests.helpers import deep_ep_stub, engines
+
+OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+LATER = {**OVERLAP, "delay_wgrad_compute": True}
+MODEL = {**MODELS["experts"], "micro_batch_size": 1, "lr": 1e-2, "adam_eps": 1e-2}
+
+
+class _Stream:
+    def __init__(self, device: Any = None, name: str = "side", **_: Any) -> None:
+        self.name = name
+
+
+class _Event:
+    def wait(self, stream: Any = None) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+
+@contextlib.contextmanager
+def noted(notes: list[str]) -> Iterator[None]:
+    """Within the block there are streams; nodes of the schedule, exchanges of rows and later gradients are noted."""
+    from megatron.core.pipeline_parallel import utils
+
+    from megatron_moe import platform
+    from megatron_moe.moe.grouped_gemm import LaterGradients
+
+    compute = LaterGradients.compute
+
+    def computed(self: Any) -> None:
+        notes.append("later gradients")
+        compute(self)
+
+    current = [_Stream(name="main")]
+    exchange = dist.all_to_all_single
+
+    @contextlib.contextmanager
+    def stream(one: Any) -> Iterator[None]:
+        current.append(one)
+        yield
+        current.pop()
+
+    def exchanged(out: torch.Tensor, given: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if given.is_floating_point():
+            notes.append(f"rows on {current[-1].name}")
+        return exchange(out, given, *args, **options)
+
+    def named(way: str) -> Any:
+        stock = getattr(utils.ScheduleNode, f"_{way}")
+
+        def run(self: Any, *tensors: Any) -> Any:
+            notes.append(f"{self.name} {way}".replace("pre_dispatch_computation", "attn"))  # 0.19.2's name of it
+            return stock(self, *tensors)
+
+        return mock.patch.object(utils.ScheduleNode, f"_{way}", run)
+
+    replaced = {"Stream": _Stream, "Event": _Event, "stream": stream, "current_stream": lambda device=None: current[-1]}
+    with contextlib.ExitStack() as stack:
+        for name, function in replaced.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, function))
+        for name in ("range_push", "range_pop"):
+            stack.enter_context(mock.patch.object(torch.cuda.nvtx, name, lambda *_: None))
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None))
+        stack.enter_context(mock.patch.object(platform, "has_streams", lambda: True))
+        stack.enter_context(mock.patch.object(dist, "all_to_all_single", exchanged))
+        stack.enter_context(mock.patch.object(LaterGradients, "compute", computed))
+        stack.enter_context(named("forward"))
+        stack.enter_context(named("backward"))
+        yield
+
+
+@contextlib.contextmanager
+def in_fp32() -> Iterator[None]:
+    """Within the block the engine's configuration is not asked whether it likes the schedule in fp32: it does not."""
+    from megatron_moe.model import build, engine_config
+
+    def unasked(run: Run) -> Any:
+        config = engine_config.transformer_config(replace(run, overlap_moe_expert_parallel_comm=False))
+        for name, value in engine_config._two_micro_batches(run).items():
+            setattr(config, name, value)
+        return config
+
+    with mock.patch.object(build, "transformer_config", unasked):
+        yield
+
+
+def steps(run: Run) -> dict[str, Any]:
+    """Two steps, with notes where micro-batches overlap."""
+    notes: list[str] = []
+    with contextlib.ExitStack() as stack:
+        if run.moe.moe_token_dispatcher_type == "flex":
+            stack.enter_context(deep_ep_stub.installed())
+        if run.moe.overlap_moe_expert_parallel_comm:
+            stack.enter_context(noted(notes))
+            stack.enter_context(contextlib.nullcontext() if run.precision.bf16 else in_fp32())
+        return {**mtp_cases.steps(run), "notes": notes}
+
+
+RECOMPUTED = ("core_attn", "mlp", "moe_act", "layernorm", "mla_up_proj", "shared_experts")
+EVERYTHING = {
+    "recompute_granularity": "selective",
+    "recompute_modules": RECOMPUTED,
+    "moe_router_load_balancing_type": ("seq_aux_loss",),
+    "moe_aux_loss_coeff": (0.1,),
+    "moe_z_loss_coeff": 0.01,
+    "moe_shared_expert_gate": True,
+    "hidden_dropout": 0.1,
+    "calculate_per_token_loss": True,
+}
+HALF = {"bf16": True, "fp32_residual_connection": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True}
+# One case for each way that tensors can take: name -> (ranks, flags, how micro-batches overlap).
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "all-to-all": (2, EP2, OVERLAP),
+    "all-to-all, everything recomputed, auxiliary losses, dropout": (2, {**EP2, **EVERYTHING}, LATER),
+    "bf16 with an fp32 residual, overlapped reduction": (2, {**EP2, **HALF}, LATER),
+    "capacity": (2, {**EP2, "moe_expert_capacity_factor": 0.75}, LATER),
+    "TP2 with sequence parallelism, ETP2, dropout": (4, {**SP2, **EP2, "hidden_dropout": 0.1}, OVERLAP),
+    "PP2 in two chunks each, multi-token prediction": (4, {**EP2, **VPP2, "mtp_num_layers": 1}, LATER),
+    "DeepEP": (2, {**EP2, "moe_token_dispatcher_type": "flex"}, OVERLAP),
+    "HybridEP": (2, {**EP2, "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}, LATER),
+}
+EITHER = [
+    "all-to-all",
+    "bf16 with an fp32 residual, overlapped reduction",
+    "TP2 with sequence parallelism, ETP2, dropout",
+    "PP2 in two chunks each, multi-token prediction",
+    "HybridEP",
+]
+
+
+# What a layer's forward pass of one micro-batch and another's backward pass of the one before are put together to.
+TOGETHER = [
+    ("moe_combine backward", "rows on side", "attn forward", "mlp backward", "moe_dispatch forward", "rows on side"),
+    ("moe_dispatch backward", "rows on side", "mlp forward", "moe_combine forward", "rows on side", "attn backward"),
+]
+
+
+def test_exchanges_of_one_micro_batch_are_queued_next_to_the_products_of_another(gloo: Any) -> None:
+    for how, between in ((OVERLAP, ()), (LATER, ("later gradients",))):
+        for found in gloo.run(2, steps, run=replace(Run(), **{**MODEL, **EP2, **how})):
+            wanted = [*TOGETHER[0], *between, *TOGETHER[1]]
+            notes = found["notes"]
+            starts = [at for at in range(len(notes)) if notes[at : at + len(wanted)] == wanted]
+            assert len(starts) == 4, "two steps of two micro-batches, two pairs of layers with experts at both ends"
+
+
+@pytest.mark.claim("--overlap-moe-expert-parallel-comm and --delay-wgrad-compute change no bit of a step.")
+@pytest.mark.parametrize("case", engines.cases(CASES, both=EITHER))
+def test_losses_gradients_and_counts_are_those_of_one_micro_batch_after_the_other(gloo: Any, case: str) -> None:
+    ranks, flags, how = CASES[case]
+    plain = gloo.run(ranks, steps, run=replace(Run(), **{**MODEL, **flags}))
+    for got, wanted in zip(gloo.run(ranks, steps, run=replace(Run(), **{**MODEL, **flags, **how})), plain):
+        assert_same_bits(got, wanted)
+        # No row travels on the stream of the products, but in the last node, which has multi-token prediction.
+        exchanges = {note for note in got["notes"] if note.startswith("rows")}
+        assert exchanges - ({"rows on main"} if "mtp_num_layers" in flags else set()) == {"rows on side"}
+
+
+def test_a_replay_runs_micro_batches_one_after_the_other() -> None:
+    from megatron_moe.training.replay import without_overlap
+
+    configs = [types.SimpleNamespace(overlap_moe_expert_parallel_comm=True) for _ in range(2)]
+    chunks: Any = [types.SimpleNamespace(config=config) for config in configs]
+    with without_overlap(chunks):
+        assert [config.overlap_moe_expert_parallel_comm for config in configs] == [False, False]
+    assert [config.overlap_moe_expert_parallel_comm for config in configs] == [True, True]
+
+
+def test_a_run_without_streams_says_that_micro_batches_do_not_overlap() -> None:
+    from megatron_moe import platform
+    from megatron_moe.training.build import _expert_notes
+
+    trainer: Any = types.SimpleNamespace(run=replace(Run(), num_experts=4, **OVERLAP))
+    (note,) = _expert_notes(trainer)
+    assert note.startswith("--overlap-moe-expert-parallel-comm has no effect")
+    with mock.patch.object(platform, "has_cuda", lambda: True):
+        assert _expert_notes(trainer) == []
+
+
+def assert_same_bits(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert got["losses"] == wanted["losses"]
+    assert got["grad_norms"] == wanted["grad_norms"]
+    assert got["counts"] == wanted["counts"]
+    for name, (_, weight, grad) in wanted["tensors"].items():
+        assert torch.equal(got["tensors"][name][1], weight), name
+        assert torch.equal(got["tensors"][name][2], grad), name

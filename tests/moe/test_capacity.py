@@ -1,0 +1,257 @@
+"""Capacity, Sinkhorn, jitter and round robin of one router, beside the engine's own functions where they are right."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe import moe_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_moe import TopKRouter
+from megatron_moe.moe.capacity import (
+    PaddedDispatcher,
+    build_layer_dispatcher,
+    capacity,
+    kept_choices,
+    micro_batches_among,
+)
+from megatron_moe.moe.groups import moe_groups
+from megatron_moe.moe.load_balance import GlobalBatch, LostTokens
+from megatron_moe.moe.router import Jitter
+from megatron_moe.moe.routing import balanced_scores
+from megatron_moe.moe.routing_probe import RoutingProbe
+from megatron_moe.moe.state import announce_global_batch
+from megatron_moe.training.finalize_model_grads import update_routers
+from tests.helpers.routers import config, tokens
+from tests.numbers import reference_moe as reference
+
+SOFTMAX = dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
+
+
+def router(**changes: Any) -> TopKRouter:
+    torch.manual_seed(0)
+    return TopKRouter(config(**{**SOFTMAX, **changes}))
+
+
+@pytest.mark.claim("On one rank a capacity keeps the choices that megatron-core keeps.")
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("factor", [0.3, 0.9, 1.6])
+def test_on_one_rank_the_kept_choices_are_megatrons(policy: str, factor: float) -> None:
+    r = router(moe_expert_capacity_factor=factor, moe_token_drop_policy=policy).eval()
+    hidden = tokens(60)
+    free_probs, free_map = router().eval()(hidden)
+    wanted_probs, wanted_map = moe_utils.apply_router_token_dropping(
+        free_probs, free_map, router_topk=2, capacity_factor=factor, drop_policy=policy, pad_to_capacity=False
+    )
+    if policy == "position":  # the engine leaves to topk which of equal flags are taken; ours are the first
+        size = moe_utils.get_capacity(60 * 2, 8, factor)
+        wanted_map = free_map & (free_map.long().cumsum(0) <= size)
+        wanted_probs = free_probs * wanted_map
+    ours, our_map = r(hidden)
+    assert torch.equal(our_map, wanted_map) and torch.equal(ours, wanted_probs)
+    assert our_map.sum() < 120 or factor > 1.5
+
+
+def test_the_capacity_is_the_even_share_times_the_factor_rounded_up() -> None:
+    assert capacity(60, 2, 8, 1.0) == 15 == moe_utils.get_capacity(120, 8, 1.0)
+    assert capacity(60, 2, 8, 1.1) == 17 == moe_utils.get_capacity(120, 8, 1.1)
+    assert capacity(4, 2, 2, 8.0) == 4  # no expert is chosen twice by a token
+
+
+def test_equal_weights_are_kept_by_position() -> None:
+    ids = torch.tensor([[0, 1], [0, 1], [1, 0], [2, 0]])
+    weights = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5], [0.4, 0.6]])
+    position = torch.tensor([3, 0, 2, 1])
+    kept = kept_choices(ids, weights, position, size=2, num_experts=3)
+    # expert 0: token 3 weighs most, then token 1 stands first; expert 1: positions 0 and 2.
+    assert kept.tolist() == [[False, False], [True, True], [True, False], [True, True]]
+
+
+@pytest.mark.claim("Padded tokens reach no expert and are in no count.")
+def test_padding_takes_no_room_and_is_not_counted_as_dropped() -> None:
+    r = router(moe_expert_capacity_factor=0.4, moe_token_drop_policy="position")
+    is_padding = torch.tensor([True] * 8 + [False] * 2)
+    decision = r.route(tokens(), is_padding)
+    assert not decision.kept[:8].any() and (decision.probs[:8] == 0).all()
+    assert r.local_tokens_per_expert.sum() + r.local_dropped_per_expert.sum() == 4
+    assert decision.kept[8].all()  # the first that counts
+
+
+def test_a_dropped_choice_leaves_the_tokens_other_weights_as_they_were() -> None:
+    r, free = router(moe_expert_capacity_factor=0.4), router()
+    decision, dropless = r.route(tokens()), free.route(tokens())
+    assert torch.equal(decision.expert_ids, dropless.expert_ids) and not decision.kept.all()
+    assert torch.equal(decision.probs, dropless.probs * decision.kept)
+
+
+def test_the_bias_follows_the_demand_not_what_was_kept() -> None:
+    """An expert at its capacity every step would else look balanced."""
+    r = router(moe_expert_capacity_factor=0.5, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    r.expert_bias.copy_(torch.tensor([5.0] + [0.0] * 7))  # every token asks for expert 0
+    before = r.expert_bias.clone()
+    r.route(tokens(40))
+    update = update_routers([r])
+    demand = update.tokens_per_expert[0] + update.dropped_per_expert[0]
+    assert demand[0] == 40 and update.tokens_per_expert[0][0] == 5
+    assert r.expert_bias.tolist() == reference.bias_step(before.tolist(), demand.tolist(), 1e-3)
+
+
+@pytest.mark.claim("Sinkhorn's scores are megatron-core's, and finite where its exponential overflows.")
+@pytest.mark.parametrize("seed", range(3))
+def test_sinkhorn_has_megatrons_scores_and_the_references(seed: int) -> None:
+    logits = torch.randn(24, 5, generator=torch.Generator().manual_seed(seed))
+    balanced = balanced_scores(logits, None, moe_groups().tp_cp)
+    engine = moe_utils.sinkhorn(logits)
+    slow = torch.tensor(reference.sinkhorn(logits.tolist()), dtype=torch.float64)
+    for scores in (engine.double(), slow):  # equal up to a factor per token
+        torch.testing.assert_close(
+            balanced / balanced.sum(1, keepdim=True), scores / scores.sum(1, keepdim=True), rtol=1e-3, atol=1e-5
+        )
+
+
+@pytest.mark.claim("Sinkhorn's scores are megatron-core's, and finite where its exponential overflows.")
+def test_sinkhorn_is_finite_where_the_exponential_is_not() -> None:
+    logits = torch.tensor([[200.0, 100.0], [-900.0, -901.0]])
+    balanced = balanced_scores(logits, None, moe_groups().tp_cp)
+    assert balanced.isfinite().all() and not moe_utils.sinkhorn(logits).isfinite().all()
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_sinkhorn_chooses_in_training_only_and_weighs_by_unbalanced_scores(topk: int) -> None:
+    r = router(moe_router_load_balancing_type="sinkhorn", moe_router_topk=topk)
+    with torch.no_grad():
+        r.weight[0] += 1.0  # a favourite
+    hidden = tokens(64).abs()
+    logits = r.gate(hidden)
+    scores = torch.sigmoid(logits) if topk == 1 else torch.softmax(logits, dim=-1)
+    trained = r.route(hidden)
+    assert torch.equal(trained.probs, scores.gather(1, trained.expert_ids))
+    counts = torch.bincount(trained.expert_ids.flatten(), minlength=8)
+    evaluated = r.eval().route(hidden)
+    assert torch.equal(evaluated.expert_ids, logits.topk(topk).indices)
+    assert counts.max() < torch.bincount(evaluated.expert_ids.flatten(), minlength=8).max()
+
+
+def test_jitter_moves_the_gate_in_training_and_nothing_else() -> None:
+    r = router(moe_input_jitter_eps=0.2)
+    hidden = tokens().requires_grad_()
+    first, second = r.route(hidden).probs, r.route(hidden).probs
+    assert not torch.equal(first, second)
+    assert torch.equal(r.eval().route(hidden).probs, router().eval().route(hidden).probs)
+    noisy = Jitter(0.2, torch.float32)(torch.ones(1000, 4, dtype=torch.bfloat16), training=True)
+    assert noisy.dtype == torch.float32 and noisy.min() >= 0.8 and noisy.max() <= 1.2
+    assert abs(noisy.mean() - 1) < 0.01 and noisy.unique().numel() > 3000
+
+
+def test_recomputation_draws_the_same_jitter() -> None:
+    from megatron.core.tensor_parallel import checkpoint
+
+    seen: list[torch.Tensor] = []
+    r = router(moe_input_jitter_eps=0.2)
+
+    def route(x: torch.Tensor) -> torch.Tensor:
+        decision = r.route(x)
+        seen.append(decision.probs.detach())
+        return decision.probs
+
+    checkpoint(route, False, tokens().requires_grad_()).sum().backward()
+    assert len(seen) == 2 and torch.equal(*seen)
+
+
+def test_round_robin_is_even_and_its_weights_are_the_routers() -> None:
+    r = router(moe_router_force_load_balancing=True)
+    hidden = tokens(32)
+    decision = r.route(hidden, num_sequences=2)
+    assert torch.bincount(decision.expert_ids.flatten(), minlength=8).tolist() == [8] * 8
+    chosen = r.gate(hidden).gather(1, decision.expert_ids)
+    torch.testing.assert_close(decision.probs, torch.softmax(chosen, dim=-1))
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(moe_router_force_load_balancing=True), {"moe_router_load_balancing_type": "sinkhorn"}]
+)
+def test_no_flips_are_looked_for_where_the_choice_is_not_by_score(changes: dict[str, Any]) -> None:
+    r = router(**changes)
+    probe = RoutingProbe(8, 1)
+    with r.observed_by(probe.see):
+        r.route(tokens())
+    assert probe.sums.tolist() == [0.0, 0.0, 0.0] and probe.max_logit > 0
+
+
+@pytest.mark.claim("Dropped choices and Sinkhorn's choices are the same on every layout; no token is lost.")
+def test_a_count_that_is_not_its_tokens_stops_the_step() -> None:
+    r = router()
+    r.route(tokens())
+    r.local_tokens_per_expert[3] += 1
+    with pytest.raises(LostTokens, match="10 tokens of the global batch x 2 experts are 20 choices, but 21 were"):
+        update_routers([r])
+    r.reset_counts()
+    announce_global_batch([r], GlobalBatch(30, 1.0))
+    r.route(tokens())
+    with pytest.raises(LostTokens, match="30 tokens of the global batch x 2 experts are 60 choices, but 20 were"):
+        update_routers([r])
+
+
+def test_a_router_alone_weighs_micro_batches_alike_as_megatron_does() -> None:
+    losses = []
+    for per_token in (False, True):
+        r = router(
+            moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1.0, calculate_per_token_loss=per_token
+        )
+        moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+        (r.route(tokens(10)).probs * 0).sum().backward()
+        losses.append(r.weight.grad.clone())
+    torch.testing.assert_close(losses[0] * 10, losses[1])
+
+
+def test_padded_experts_get_a_fixed_number_of_rows_and_a_copy_shares_the_groups() -> None:
+    r = router(moe_expert_capacity_factor=0.5, moe_pad_expert_input_to_capacity=True)
+    dispatcher = build_layer_dispatcher(r.options, moe_groups())
+    assert isinstance(dispatcher, PaddedDispatcher)
+    for seed in range(3):
+        hidden = torch.randn(40, 16, generator=torch.Generator().manual_seed(seed))
+        experts, _ = dispatcher.dispatch(hidden, r.route(hidden))
+        assert experts.rows.shape == (8 * 5, 16) and experts.offsets.tolist() == [5 * n for n in range(1, 9)]
+    assert copy.deepcopy(r).local_dropped_per_expert.tolist() == r.local_dropped_per_expert.tolist()
+
+
+def test_the_padded_number_holds_all_micro_batches_of_an_expert_group() -> None:
+    for expert, sharing, wanted in ((8, 2, 4), (2, 8, 1), (4, 4, 1), (6, 4, 3)):
+        assert micro_batches_among(expert, sharing) == wanted
+        # The worst place of the group: how many blocks of `sharing` ranks it touches.
+        touched = {math.ceil((start + expert) / sharing) - start // sharing for start in range(0, 24, expert)}
+        assert max(touched) <= wanted
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what makes the host wait for a device: a number read from a tensor, or a shape that data decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount"):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("losses", ["none", "aux_loss", "seq_aux_loss", "global_aux_loss"])
+def test_without_a_capacity_the_host_waits_for_nothing(losses: str) -> None:
+    def reads(**changes: Any) -> int:
+        coeff = 0.0 if losses == "none" else 0.1
+        r = router(moe_router_load_balancing_type=losses, moe_aux_loss_coeff=coeff, moe_z_loss_coeff=0.1, **changes)
+        dispatcher = build_layer_dispatcher(r.options, moe_groups())
+        hidden, is_padding = tokens(), torch.tensor([True] * 3 + [False] * 7)
+        with HostReads() as mode:
+            decision = r.route(hidden, is_padding, num_sequences=2)
+            experts, plan = dispatcher.dispatch(hidden, decision)
+            dispatcher.combine(experts.rows, plan)
+        return len(mode.seen)
+
+    assert reads() == 0
+    assert reads(moe_expert_capacity_factor=1.0) == 1  # how many rows there are

@@ -1,0 +1,263 @@
+"""The experts' products in emulated FP8, against numbers rounded one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe import platform
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run, replace
+from megatron_moe.moe.experts import GroupedExperts, weighted_swiglu
+from megatron_moe.moe.grouped_gemm import TorchProduct
+from megatron_moe.moe.grouped_gemm_fp8 import (
+    E4M3,
+    E5M2,
+    Fp8Product,
+    TokenTiles,
+    TransformerEngineFp8,
+    fp8_form,
+    fp8_products,
+    rounded_to_fp8,
+)
+from megatron_moe.moe.recompute import without_output
+from megatron_moe.platform import hardware, switches
+from tests.helpers import scaled_product_stub
+from tests.numbers import reference_fp8 as reference
+
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+SHAPES = {"a row's": (1, 128), "a matrix's": (128, 128), "a feature's": (128, 1)}
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random numbers of very different sizes, so that tiles have subnormal FP8 numbers too."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers, sizes = (torch.randn(*shape, generator=generator) for _ in range(2))
+    return (numbers * torch.exp(2 * sizes)).to(dtype)
+
+
+@pytest.mark.claim("FP8 experts round each number to the nearest one of its tile.")
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_number_is_within_half_a_step_and_the_nearest_one(shape: str, name: str) -> None:
+    """Half a step is 2^-4 of a normal number (e4m3; 2^-3 in e5m2), and half the smallest number of a subnormal one."""
+    (high, wide), known = SHAPES[shape], reference.FORMATS[name]
+    values = randn(130, 131, seed=0)  # the last tiles are smaller, in both dimensions
+    found = rounded_to_fp8(values, high, wide, FORMATS[name])
+    half_step = 2.0 ** (-4 if name == "e4m3" else -3)
+    for top in range(0, 130, high):
+        for left in range(0, 131, wide):
+            tile = (slice(top, top + high), slice(left, left + wide))
+            exact = values[tile].double()
+            step = exact.abs().max() / known[-1] * known[1]
+            bound = (1 + 1e-6) * torch.maximum(half_step * exact.abs(), step / 2)
+            assert ((found[tile].double() - exact).abs() <= bound).all()
+    wanted = reference.rounded(values, high, wide, name)
+    assert ((found.double() - wanted).abs() <= 1e-7 * wanted.abs()).all()
+
+
+def test_every_number_of_a_format_stays_as_it_is() -> None:
+    for name, dtype in FORMATS.items():
+        known = torch.tensor(reference.FORMATS[name], dtype=torch.float32)
+        assert torch.equal(rounded_to_fp8(torch.stack([known, -known]), 2, len(known), dtype)[0], known)
+
+
+def test_zeros_stay_zeros_and_the_smallest_numbers_are_finite() -> None:
+    assert not rounded_to_fp8(torch.zeros(3, 200), 1, 128).any()
+    tiny = torch.tensor([[2.0**-149, 2.0**-127, 0.0, -(2.0**-120)]])
+    found = rounded_to_fp8(tiny, 1, 128)
+    assert ((found - tiny).abs() <= torch.maximum(tiny.abs() / 16, torch.tensor(2.0**-136))).all()
+    huge = torch.full((1, 128), torch.finfo(torch.float32).max)
+    assert torch.isfinite(rounded_to_fp8(huge, 1, 128)).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_spoils_its_own_tile_alone(bad: float) -> None:
+    for dtype in FORMATS.values():
+        values = randn(2, 256, seed=1)
+        clean = rounded_to_fp8(values, 1, 128, dtype)
+        values[1, 200] = bad
+        found = rounded_to_fp8(values, 1, 128, dtype)
+        assert not torch.isfinite(found[1, 128:]).any()
+        assert torch.equal(found[0], clean[0]) and torch.equal(found[1, :128], clean[1, :128])
+
+
+# ---- tiles along tokens
+
+
+def test_no_tile_has_rows_of_two_experts() -> None:
+    counts = [0, 1, 128, 0, 129, 300, 0]
+    offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
+    rows = randn(sum(counts), 8, seed=2)
+    tiles = TokenTiles.of(offsets, len(rows))
+    assert tiles.slots.unique().numel() == len(rows) and int(tiles.slots.max()) < tiles.places
+    found = tiles.rounded(rows)
+    for expert in rows.split(counts):
+        mine, found = found[: len(expert)], found[len(expert) :]
+        assert torch.equal(mine, rounded_to_fp8(expert, 128, 1)) if len(expert) else mine.numel() == 0
+
+
+# ---- the product
+
+
+COUNTS = [130, 0, 3]
+
+
+def case(matrices: int, out: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = randn(sum(COUNTS), width, seed=3, dtype=dtype).requires_grad_()
+    weights = randn(len(COUNTS), matrices * out, width, seed=4, dtype=dtype).requires_grad_()
+    grad = randn(sum(COUNTS), matrices * out, seed=5, dtype=dtype)
+    return rows, weights, torch.tensor(COUNTS).cumsum(0).to(torch.int32), grad
+
+
+def assert_close(found: Tensor, exact: Tensor, sizes: Tensor) -> None:
+    """fp32's error of a sum whose absolute terms add up to `sizes`, and one rounding to the dtype of the result."""
+    last = torch.finfo(found.dtype).eps / 2 * 1.01 * exact.abs() if found.dtype != torch.float32 else 0.0
+    assert ((found.double() - exact).abs() <= 4e-6 * sizes + last).all()
+
+
+@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
+@pytest.mark.parametrize("form", ["emulated", "scaled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("fp8_format", "gradients"), [("e4m3", "e4m3"), ("hybrid", "e5m2")])
+def test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles(
+    fp8_format: str, gradients: str, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes that are no multiples of a tile, two matrices of an expert, an expert without rows."""
+    scaled_product_stub.install(monkeypatch)
+    for kernel in fp8_products(fp8_format, form):
+        rows, weights, offsets, grad = case(kernel.matrices, 136, 144, dtype)
+        result = kernel(rows, weights, offsets)
+        result.backward(grad)
+        assert result.dtype == rows.grad.dtype == weights.grad.dtype == dtype
+        start = 0
+        for expert, end in enumerate(offsets.tolist()):
+            mine, start = slice(start, end), end
+            if mine.start == mine.stop:
+                assert not weights.grad[expert].any()
+                continue
+            stack = weights[expert].detach().unflatten(0, (kernel.matrices, -1))
+            x, dy = rows[mine].detach(), grad[mine]
+            wanted = reference.products(x, stack, dy, gradients)
+            flat = stack.flatten(0, 1).double().abs()
+            sizes = (x.double().abs() @ flat.T, dy.double().abs() @ flat, dy.double().abs().T @ x.double().abs())
+            assert_close(result[mine].detach(), wanted[0], sizes[0])
+            assert_close(rows.grad[mine], wanted[1], sizes[1])
+            assert_close(weights.grad[expert], wanted[2].flatten(0, 1), sizes[2])
+
+
+@pytest.mark.parametrize("form", ["emulated", "scaled"])
+def test_a_linear_layer_is_one_expert_with_all_rows(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to a second expert without rows, the rows get places, and the products are those of groups."""
+    calls, found = scaled_product_stub.install(monkeypatch), []
+    kernel = Fp8Product(E5M2, 1, form)
+    for alone in (True, False):
+        x = randn(10, 13, 144, seed=9, dtype=torch.bfloat16).requires_grad_()
+        weight = randn(136, 144, seed=10, dtype=torch.bfloat16).requires_grad_()
+        if alone:
+            y = kernel.linear(x, weight)
+        else:
+            stack = torch.stack([weight, weight.detach()])
+            y = kernel(x.flatten(0, 1), stack, torch.tensor([130, 130], dtype=torch.int32)).view(10, 13, -1)
+        y.backward(randn(*y.shape, seed=11, dtype=torch.bfloat16))
+        found.append((y.detach(), x.grad, weight.grad))
+    assert all(torch.allclose(a, b, rtol=2**-7, atol=1e-3) for a, b in zip(*found))
+    assert len(calls) == (6 if form == "scaled" else 0)
+
+
+def test_a_linear_layer_may_have_any_widths() -> None:
+    """torch's product of groups takes multiples of 16 bytes."""
+    x, weight = (randn(3, 5, seed=seed, dtype=torch.bfloat16).requires_grad_() for seed in (12, 13))
+    y = Fp8Product(E4M3).linear(x, weight)
+    y.sum().backward()
+    assert y.shape == (3, 3) and x.grad.shape == weight.grad.shape == (3, 5)
+
+
+def test_fp8_is_near_the_product_without_it_and_not_the_same() -> None:
+    kernel, _ = fp8_products("e4m3")
+    rows, weights, offsets, _ = case(2, 136, 144, torch.bfloat16)
+    with torch.no_grad():
+        plain, found = TorchProduct()(rows, weights, offsets).float(), kernel(rows, weights, offsets).float()
+    error = (found - plain).norm() / plain.norm()
+    assert 0.005 < error < 0.06
+
+
+def test_a_rank_without_rows_has_gradients_of_zero() -> None:
+    _, kernel = fp8_products("e4m3")
+    rows, weights = torch.zeros(0, 16, requires_grad=True), torch.ones(2, 8, 16, requires_grad=True)
+    kernel(rows, weights, torch.zeros(2, dtype=torch.int32)).sum().backward()
+    assert rows.grad.shape == (0, 16) and not weights.grad.any()
+
+
+def test_a_gradient_with_strides_of_zero_and_autocast_change_nothing() -> None:
+    _, kernel = fp8_products("hybrid")
+    found = []
+    for autocast in (False, True):
+        rows, weights, offsets, _ = case(1, 136, 144, torch.bfloat16)
+        with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
+            result = kernel(rows, weights, offsets)
+            result.sum().backward()
+        found.append((result.detach(), rows.grad, weights.grad))
+    assert all(torch.equal(*pair) for pair in zip(*found))
+
+
+def test_recomputed_activations_give_the_same_bits() -> None:
+    gate_up, down = fp8_products("e4m3")
+    found = []
+    for keep in (lambda produce, consume, *inputs: consume(produce(*inputs)), without_output):
+        rows, weights, offsets, _ = case(2, 128, 144, torch.bfloat16)
+        second = randn(3, 144, 128, seed=6, dtype=torch.bfloat16).requires_grad_()
+        probs = torch.rand(len(rows), generator=torch.Generator().manual_seed(7), requires_grad=True)
+        hidden = gate_up(rows, weights, offsets)
+        output = keep(weighted_swiglu, lambda x, w=second, o=offsets: down(x, w, o), hidden, probs)
+        output.backward(randn(*output.shape, seed=8, dtype=torch.bfloat16))
+        found.append((output.detach(), rows.grad, weights.grad, second.grad, probs.grad))
+    assert all(torch.equal(*pair) for pair in zip(*found))
+
+
+# ---- the layer
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("fp8_format", [None, "e4m3", "hybrid"])
+def test_the_flag_chooses_the_kernels_of_the_routed_experts(fp8_format: str | None) -> None:
+    from megatron_moe.model.build import build_model
+    from megatron_moe.parallel import groups
+    from tests.helpers.stepped_trainer import TINY
+
+    run = replace(Run(), **{**TINY, "bf16": True, "fp8_format": fp8_format})
+    (chunk,) = build_model(run, groups.initialize(run), 100)
+    experts = [module for module in chunk.modules() if isinstance(module, GroupedExperts)]
+    kernels: Any = (TorchProduct(None),) * 2 if fp8_format is None else fp8_products(fp8_format)
+    assert experts and all((one.gate_up_linear, one.grouped_linear) == kernels for one in experts)
+    assert fp8_format is None or isinstance(kernels[0], Fp8Product)
+
+
+# ---- which form computes
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "reason"),
+    [((9, 0), "12.9", None), ((8, 0), "13.0", "8.0"), ((10, 0), "13.0", "10.0"), ((9, 0), "12.8", "CUDA 12.8")],
+)
+def test_hopper_alone_has_the_scaled_product(
+    capability: tuple[int, int], cuda: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no CUDA device" in str(platform.why_no_fp8_products()) and fp8_form() == "emulated"
+    for name, found in (("has_streams", True), ("device", torch.device("cpu"))):
+        monkeypatch.setattr(hardware, name, lambda found=found: found)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert fp8_form() == ("scaled" if reason is None else "emulated")
+    if reason is not None:
+        with pytest.raises(ConfigError, match=reason):
+            TransformerEngineFp8("e4m3")
+    monkeypatch.setenv(switches.FP8, "scaled")
+    if reason is not None:
+        with pytest.raises(ConfigError, match=f"{switches.FP8}=scaled: .*{reason}"):
+            fp8_form()
+    monkeypatch.setenv(switches.FP8, "emulated")
+    assert fp8_form() == "emulated"

@@ -1,0 +1,191 @@
+"""The MoE layer on 1, 2 and 4 ranks agrees with the readable reference: outputs, all gradients, counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+from tests.helpers.moe_cases import build_layer, full_weights, random_case, tokens_and_padding
+from tests.numbers import reference_moe as reference
+
+SEQUENCE, BATCH = 8, 2
+
+SP = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+LAYOUTS = {
+    1: [dict()],
+    2: [
+        dict(expert_model_parallel_size=2),
+        SP,
+        dict(**SP, expert_tensor_parallel_size=1),
+        dict(**SP, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
+    ],
+    4: [
+        dict(expert_model_parallel_size=4),
+        dict(**SP, expert_model_parallel_size=2),
+        dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2),
+        dict(**SP, expert_model_parallel_size=4, expert_tensor_parallel_size=1),
+        dict(expert_model_parallel_size=2),
+    ],
+}
+
+
+def run_layer(case: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
+    """One forward and backward on this rank; everything gathered to full tensors where ranks hold parts."""
+    layer, pg = build_layer(case, layout)
+    hidden, padding = tokens_and_padding(case, SEQUENCE, BATCH * dist.get_world_size())
+    tp, dp = pg.tp, pg.dp
+    # Data parallel ranks take different sequences; TP ranks take different parts of the same ones.
+    columns = hidden.chunk(dp.size(), dim=1)[dp.rank()]
+    part = columns.chunk(tp.size(), dim=0)[tp.rank()].clone().requires_grad_()
+    mask = None
+    if padding is not None:
+        mask = padding.chunk(dp.size(), dim=0)[dp.rank()].chunk(tp.size(), dim=1)[tp.rank()]
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+    output, bias = layer(part, padding_mask=mask)
+    assert bias is None and output.dtype == part.dtype
+    (output * torch.linspace(0.5, 1.5, output.shape[-1])).sum().backward()
+    experts = layer.experts
+    shared = layer.shared_experts
+    return dict(
+        where=(dp.rank(), tp.rank(), experts.first_expert, experts.groups.etp_rank, experts.num_local_experts),
+        output=output.detach(),
+        grad_input=part.grad,
+        router=layer.router.weight.grad,
+        weight1=experts.weight1.grad,
+        weight2=experts.weight2.grad,
+        shared1=None if shared is None else shared.linear_fc1.weight.grad.unflatten(0, (2, -1)),
+        shared2=None if shared is None else shared.linear_fc2.weight.grad,
+        shared_gate=None if shared is None or shared.gate_weight is None else shared.gate_weight.grad,
+        counts=layer.router.local_tokens_per_expert.clone(),
+        dropped=0 if (dropped := layer.router.local_dropped_per_expert) is None else dropped.clone(),
+        aux={} if layer.router.aux_losses is None else dict(layer.router.aux_losses.totals),
+    )
+
+
+def expected(case: dict[str, Any], world: int, dp_size: int) -> dict[str, Any]:
+    """The reference over the tokens of all ranks; auxiliary losses per data-parallel rank's micro-batch, summed."""
+    weights = full_weights(case, torch.float64)
+    for tensor in vars(weights).values():
+        if tensor is not None and tensor is not weights.bias:
+            tensor.requires_grad_()
+    weights.bias = None if weights.bias is None else weights.bias.to(torch.float32)
+    hidden, padding = tokens_and_padding(case, SEQUENCE, BATCH * world)
+    hidden = hidden.double().requires_grad_()
+    routing = case["routing"]
+    outputs, counts, total, aux = [], torch.zeros(case["num_experts"]), 0.0, {}
+    dropped = torch.zeros_like(counts)
+    for rank, columns in enumerate(hidden.chunk(dp_size, dim=1)):
+        batch = columns.shape[1]
+        pads = None if padding is None else padding.chunk(dp_size, 0)[rank].T.flatten().tolist()
+        result = reference.moe_layer(columns.flatten(0, 1), weights, routing, pads)
+        outputs.append(result.output.view(columns.shape))
+        counts += torch.tensor(result.counts)
+        for _, expert in result.dropped:
+            dropped[expert] += 1
+        total = total + (result.output * torch.linspace(0.5, 1.5, hidden.shape[-1])).sum()
+        valid = sum(bool(c) for c in result.chosen)
+        scale = valid if case["per_token"] else 1
+        losses = {}
+        if case["aux"] == "aux_loss":
+            losses["aux_loss"] = reference.balance_loss(result, routing.topk, routing.score_function)
+        elif case["aux"]:
+            sets = [list(range(b, len(result.chosen), batch)) for b in range(batch)]
+            sizes = [sum(bool(result.chosen[t]) for t in s) for s in sets]
+            parts = [reference.balance_loss(result, routing.topk, routing.score_function, s) for s in sets]
+            losses["seq_aux_loss"] = sum(n * p for n, p in zip(sizes, parts)) / valid
+        if case["z"]:
+            losses["z_loss"] = reference.z_loss(result)
+        for name, loss in losses.items():
+            total = total + scale * loss * (case["z"] if name == "z_loss" else 0.1)
+            aux[name] = aux.get(name, 0.0) + valid * loss.item()
+    total.backward()
+    return dict(
+        output=torch.cat(outputs, 1).detach(),
+        grad_input=hidden.grad,
+        weights=weights,
+        counts=counts,
+        dropped=dropped,
+        aux=aux,
+    )
+
+
+def relative_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+    wanted = wanted.double()
+    return ((actual.double() - wanted).norm() / wanted.norm().clamp(min=1e-9)).item()
+
+
+def assembled(ranks: list[dict[str, Any]], case: dict[str, Any], key: str) -> torch.Tensor:
+    """Full activations [S, B, H] from the ranks' parts."""
+    dp_size = 1 + max(r["where"][0] for r in ranks)
+    columns = []
+    for d in range(dp_size):
+        parts = sorted((r for r in ranks if r["where"][0] == d), key=lambda r: r["where"][1])
+        columns.append(torch.cat([r[key] for r in parts], dim=0))
+    return torch.cat(columns, dim=1)
+
+
+def expert_gradient(ranks: list[dict[str, Any]], case: dict[str, Any], key: str, like: torch.Tensor) -> torch.Tensor:
+    """Full expert gradients: ranks that hold the same part add up (that is what expert data parallelism reduces)."""
+    full = torch.zeros(like.shape, dtype=torch.float64)
+    for r in ranks:
+        _, _, first, etp_rank, local = r["where"]
+        block = r[key].double()
+        width = block.shape[2]
+        full[first : first + local, :, etp_rank * width : (etp_rank + 1) * width] += block
+    return full
+
+
+@pytest.mark.claim("The MoE layer has the outputs, gradients and exact token counts of a readable reference.")
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_layer_agrees_with_the_reference(gloo: Any, world: int, seed: int) -> None:
+    agrees_with_the_reference(gloo, random_case(100 * world + seed), world, LAYOUTS[world][seed % len(LAYOUTS[world])])
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"), [(1, {}), (2, SP), (2, dict(expert_model_parallel_size=2))], ids=["one", "TP2 SP", "EP2"]
+)
+@pytest.mark.parametrize("pre_softmax", [True, False])
+@pytest.mark.parametrize("group_score", [None, "megatron"])
+def test_a_bias_chooses_by_softmax_scores_too(
+    gloo: Any, world: int, layout: dict[str, Any], pre_softmax: bool, group_score: str | None
+) -> None:
+    """It is added to the softmax over all experts, also where the weights are a softmax over the chosen."""
+    groups = dict(num_groups=4, group_topk=2, group_score=group_score) if group_score else {}
+    routing = reference.Routing(4, pre_softmax=pre_softmax, normalise=not pre_softmax, **groups)
+    case = {**random_case(3), "num_experts": 8, "routing": routing, "bias": True, "aux": "seq_aux_loss", "pad": False}
+    ranks, wanted = agrees_with_the_reference(gloo, case, world, layout)
+    unbiased = expected({**case, "bias": False}, world, 1 + max(r["where"][0] for r in ranks))
+    assert not torch.equal(unbiased["counts"], wanted["counts"]), "the bias would be seen"
+
+
+def agrees_with_the_reference(gloo: Any, case: dict[str, Any], world: int, layout: dict[str, Any]) -> tuple[Any, Any]:
+    """Compare everything that comes out of the layer; the ranks' results and the reference's."""
+    ranks = gloo.run(world, run_layer, case=case, layout=layout)
+    dp_size = 1 + max(r["where"][0] for r in ranks)
+    wanted = expected(case, world, dp_size)
+    weights = wanted["weights"]
+    label = f"{layout} {case}"
+
+    assert torch.equal(sum(r["counts"] for r in ranks), wanted["counts"].float()), label
+    if case["routing"].capacity_factor is not None:
+        assert torch.equal(sum(r["dropped"] for r in ranks), wanted["dropped"].float()), label
+    assert relative_error(assembled(ranks, case, "output"), wanted["output"]) < 1e-5, label
+    assert relative_error(assembled(ranks, case, "grad_input"), wanted["grad_input"]) < 1e-5, label
+    assert relative_error(sum(r["router"] for r in ranks), weights.router.grad) < 1e-5, label
+    assert relative_error(expert_gradient(ranks, case, "weight1", weights.weight1), weights.weight1.grad) < 1e-5, label
+    assert relative_error(expert_gradient(ranks, case, "weight2", weights.weight2), weights.weight2.grad) < 1e-5, label
+    if case["shared"]:
+        tp_size = 1 + max(r["where"][1] for r in ranks)
+        for key, axis in (("shared1", 1), ("shared2", 1)):
+            parts = [sum(r[key] for r in ranks if r["where"][1] == t) for t in range(tp_size)]
+            assert relative_error(torch.cat(parts, axis), getattr(weights, key).grad) < 1e-5, label
+        if case["shared_gate"]:
+            assert relative_error(sum(r["shared_gate"] for r in ranks), weights.shared_gate.grad) < 1e-5, label
+    for name, total in wanted["aux"].items():
+        assert abs(sum(r["aux"][name].item() for r in ranks) - total) < 1e-5 * abs(total), label
+    return ranks, wanted

@@ -1,0 +1,74 @@
+"""Counts are exact and the bias step decides in integers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_moe.moe.load_balance import count_tokens, updated_expert_bias
+from tests.numbers.reference_moe import bias_step
+
+
+def test_counts_are_the_histogram_of_the_choices() -> None:
+    ids = torch.randint(0, 7, (50, 3), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(count_tokens(ids, 7), torch.bincount(ids.flatten(), minlength=7).unsqueeze(0))
+
+
+def test_padded_tokens_are_not_counted_also_when_tokens_and_experts_are_as_many() -> None:
+    ids = torch.tensor([[0], [1], [1], [3]])
+    is_padding = torch.tensor([False, True, False, False])
+    assert count_tokens(ids, 4, is_padding).tolist() == [[1, 1, 0, 1]]
+
+
+def test_counts_per_sequence_follow_the_engines_order_of_tokens() -> None:
+    ids = torch.tensor([[0], [3], [0], [2]])  # tokens 0 and 2 are sequence 0
+    assert count_tokens(ids, 4, None, num_sequences=2).tolist() == [[2, 0, 0, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_bias_step_has_the_bits_of_integer_arithmetic(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    experts = int(torch.randint(2, 65, (1,), generator=generator))
+    # Close to balance, with counts beyond 2^24 in sum: where rounding would turn signs round.
+    counts = 40840 * 1000 + torch.randint(-3, 4, (experts,), generator=generator)
+    bias = torch.randn(experts, generator=generator)
+    stepped = updated_expert_bias(bias, counts, 1e-3)
+    wanted = torch.tensor(bias_step(bias.tolist(), counts.tolist(), 1e-3))
+    assert torch.equal(stepped.view(torch.int32), wanted.view(torch.int32))
+
+
+def test_an_expert_at_the_mean_is_left_alone() -> None:
+    bias = torch.tensor([0.5, 0.25, -0.5])
+    assert updated_expert_bias(bias, torch.tensor([7, 6, 8]), 0.001).tolist()[0] == 0.5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_centred_bias_has_mean_zero_and_the_same_differences(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    bias, counts = torch.randn(64, generator=generator) + 0.3, torch.randint(0, 99, (64,), generator=generator)
+    plain = updated_expert_bias(bias, counts, 1e-3)
+    centred = updated_expert_bias(bias, counts, 1e-3, center=True)
+    wanted = torch.tensor([b - math.fsum(plain.tolist()) / 64 for b in plain.tolist()])
+    assert centred.dtype == torch.float32
+    torch.testing.assert_close(centred, wanted, rtol=2**-23, atol=1e-9)  # one unit in the last place
+    assert abs(centred.double().mean()) < 1e-7 < abs(plain.double().mean())
+
+
+def test_a_bias_stays_centred_over_many_steps() -> None:
+    # One hot expert and 7 cold ones: the plain rule moves the mean by 6/8 of the rate in every step.
+    counts = torch.tensor([80, 0, 0, 0, 0, 0, 0, 0])
+    plain = centred = torch.zeros(8)
+    for _ in range(100):
+        plain = updated_expert_bias(plain, counts, 1e-3)
+        centred = updated_expert_bias(centred, counts, 1e-3, center=True)
+    assert plain.mean().item() == pytest.approx(0.075, rel=1e-4)
+    assert abs(centred.double().mean()) < 1e-7
+    assert torch.allclose(centred - centred[0], plain - plain[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.int64), (torch.float32, torch.float32)])
+def test_other_dtypes_are_refused(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    with pytest.raises(TypeError, match="float32 bias and int64 counts"):
+        updated_expert_bias(torch.zeros(2, dtype=dtypes[0]), torch.zeros(2, dtype=dtypes[1]), 0.001)

@@ -1,0 +1,248 @@
+"""Auxiliary losses, dropped choices and Sinkhorn's are those of the whole batch, on any ranks and micro-batches.
+
+One router, tokens with padding in unequal numbers, and the reference over the whole global batch as the oracle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_moe import TopKRouter
+from megatron_moe.config.schema import Run, replace
+from megatron_moe.data.batches import context_parallel_slice
+from megatron_moe.moe.load_balance import GlobalBatch
+from megatron_moe.moe.state import announce_global_batch, counting_ahead
+from megatron_moe.parallel import groups
+from megatron_moe.training.finalize_model_grads import update_routers
+from tests.numbers import reference_moe as reference
+
+SEQUENCE, SEQUENCES, HIDDEN, EXPERTS, TOPK = 16, 4, 8, 4, 2
+LOSS_TOKENS = 37.0  # of the global batch; as a loss mask would say
+COEFFS = {"aux_loss": 0.3, "seq_aux_loss": 0.7, "global_aux_loss": 1.1}
+Z = 0.05
+
+SP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+CP2 = dict(context_parallel_size=2)
+# ranks, layout, sequences in a micro-batch
+SPLITS = [
+    (1, {}, 4),
+    (1, {}, 1),
+    (2, {}, 2),
+    (2, {}, 1),
+    (2, SP2, 4),
+    (2, CP2, 1),
+    (4, {**SP2, **CP2}, 2),
+    (4, {**SP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 1),
+]
+
+
+def global_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden [S, B, H] and is_padding [B, S]: one sequence is nearly all padding, one has none."""
+    hidden = torch.randn(SEQUENCE, SEQUENCES, HIDDEN, generator=torch.Generator().manual_seed(3))
+    lengths = torch.tensor([16, 3, 9, 14])
+    return hidden, torch.arange(SEQUENCE) >= lengths.unsqueeze(1)
+
+
+def gate() -> torch.Tensor:
+    return torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(4))
+
+
+def router_config(layout: dict[str, Any], options: dict[str, Any]) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOPK,
+        moe_router_dtype="fp32",
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=layout.get("tensor_model_parallel_size", 1),
+        sequence_parallel=layout.get("sequence_parallel", False),
+        **{"moe_router_load_balancing_type": "none", **options},
+    )
+
+
+def my_part(tensor: torch.Tensor, axis: int, pg: Any) -> torch.Tensor:
+    """This rank's tokens of what all context- and tensor-parallel ranks share, along the sequence's axis."""
+    moved = tensor.movedim(axis, -1)
+    if pg.cp.size() > 1:
+        moved = context_parallel_slice(moved, pg.cp.rank(), pg.cp.size())
+    return moved.chunk(pg.tp.size(), dim=-1)[pg.tp.rank()].movedim(-1, axis).contiguous()
+
+
+def routed(layout: dict[str, Any], micro_batch_size: int, options: dict[str, Any], per_token: bool) -> dict[str, Any]:
+    """A step of one router as the engine's schedule makes it, fp16's loss scale of 1024 included."""
+    pg = groups.initialize(replace(Run(), **layout))
+    router = TopKRouter(router_config(layout, {**options, "calculate_per_token_loss": per_token}), pg)
+    with torch.no_grad():
+        router.weight.copy_(gate())
+    hidden, padding = global_batch()
+    mine = [columns[pg.dp.rank()] for columns in _micro_batches(hidden, 1, micro_batch_size, pg.dp.size())]
+    masks = [rows[pg.dp.rank()] for rows in _micro_batches(padding, 0, micro_batch_size, pg.dp.size())]
+    parts = [my_part(columns, 0, pg).requires_grad_() for columns in mine]
+    masks = [my_part(rows, 1, pg).T.flatten() for rows in masks]
+
+    scale = 1024.0 if per_token else 1024.0 * pg.cp.size() / len(parts)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale]))
+    num_tokens, counted = int((~padding).sum()), None
+    if len(parts) > 1:
+        with counting_ahead([router]) as counted:
+            for part, mask in zip(parts, masks):
+                router.route(part.flatten(0, 1), mask, micro_batch_size)
+    weight = (torch.tensor(LOSS_TOKENS).double() if per_token else len(parts) * pg.dp.size()) / num_tokens
+    announce_global_batch([router], GlobalBatch(num_tokens, weight), counted)
+    chosen, kept = [], []
+    for part, mask in zip(parts, masks):
+        decision = router.route(part.flatten(0, 1), mask, micro_batch_size)
+        (decision.probs * 0).sum().backward()
+        chosen.append(decision.expert_ids)
+        kept.append(decision.kept)
+    divisor = 1024.0 * (LOSS_TOKENS if per_token else pg.dp_cp.size())
+    update = update_routers([router])
+    return dict(
+        gradient=torch.zeros_like(router.weight) if router.weight.grad is None else router.weight.grad / divisor,
+        losses={name: float(value) for name, value in update.aux_losses[0].items()},
+        counts=update.tokens_per_expert[0].tolist(),
+        dropped=None if update.dropped_per_expert[0] is None else update.dropped_per_expert[0].tolist(),
+        chosen=chosen,
+        kept=kept,
+        where=(pg.dp.rank(), pg.cp.rank(), pg.tp.rank()),
+    )
+
+
+def _micro_batches(tensor: torch.Tensor, axis: int, size: int, dp_size: int) -> list[tuple[torch.Tensor, ...]]:
+    """Consecutive sequences: of each round the r-th micro-batch is data-parallel rank r's."""
+    pieces = tensor.split(size, dim=axis)
+    return [pieces[first : first + dp_size] for first in range(0, len(pieces), dp_size)]
+
+
+def oracle(micro_batch_size: int, routing: reference.Routing, with_losses: bool) -> dict[str, Any]:
+    """The reference, micro-batch by micro-batch; losses and their gradient per token of the whole batch."""
+    weight = gate().double().requires_grad_()
+    hidden, padding = global_batch()
+    experts = torch.zeros(EXPERTS, 2, 1, HIDDEN).double(), torch.zeros(EXPERTS, HIDDEN, 1).double()
+    weights, results = reference.Weights(weight, *experts), []
+    for columns, rows in zip(hidden.double().split(micro_batch_size, 1), padding.split(micro_batch_size)):
+        results.append(reference.moe_layer(columns.flatten(0, 1), weights, routing, rows.T.flatten().tolist()))
+    seen = dict(
+        counts=[sum(column) for column in zip(*(r.counts for r in results))],
+        dropped=[sum(e == d for r in results for _, d in r.dropped) for e in range(EXPERTS)],
+        results=results,
+    )
+    if not with_losses:
+        return seen
+    sizes = [sum(map(bool, r.chosen)) for r in results]
+    total = sum(sizes)
+    losses = dict.fromkeys((*COEFFS, "z_loss"), 0.0)
+    for result, size in zip(results, sizes):
+        losses["aux_loss"] += reference.balance_loss(result, TOPK, "softmax") * size / total
+        losses["z_loss"] += reference.z_loss(result) * size / total
+        for b in range(micro_batch_size):
+            tokens = range(b, len(result.chosen), micro_batch_size)
+            share = sum(bool(result.chosen[t]) for t in tokens) / total
+            losses["seq_aux_loss"] += reference.balance_loss(result, TOPK, "softmax", tokens) * share
+    losses["global_aux_loss"] = reference.global_balance_loss(results, TOPK, "softmax")
+    sum(losses[name] * {**COEFFS, "z_loss": Z}[name] for name in losses).backward()
+    return {**seen, "gradient": weight.grad, "losses": {name: value.item() for name, value in losses.items()}}
+
+
+@pytest.mark.claim("Each auxiliary loss and its gradient are per token of the global batch, on every layout.")
+@pytest.mark.parametrize("per_token", [False, True], ids=["per micro-batch", "per token"])
+@pytest.mark.parametrize(("ranks", "layout", "size"), SPLITS)
+def test_each_loss_is_per_token_of_the_global_batch(gloo: Any, ranks, layout, size, per_token) -> None:
+    options = dict(
+        moe_router_load_balancing_type=list(COEFFS),
+        moe_aux_loss_coeff=list(COEFFS.values()),
+        moe_z_loss_coeff=Z,
+    )
+    wanted = oracle(size, reference.Routing(TOPK), with_losses=True)
+    seen = gloo.run(ranks, routed, layout=layout, micro_batch_size=size, options=options, per_token=per_token)
+    gradient = sum(rank["gradient"].double() for rank in seen)
+    assert (gradient - wanted["gradient"]).norm() < 2e-6 * wanted["gradient"].norm()
+    for rank in seen:
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+        assert rank["counts"] == wanted["counts"]
+
+
+@pytest.mark.claim("Dropped choices and Sinkhorn's choices are the same on every layout; no token is lost.")
+@pytest.mark.parametrize(
+    "routing",
+    [
+        reference.Routing(TOPK, capacity_factor=0.5),
+        reference.Routing(TOPK, capacity_factor=0.6, drop_policy="position"),
+        reference.Routing(TOPK, sinkhorn=True, pre_softmax=True, normalise=False),
+        reference.Routing(TOPK, round_robin=True),
+    ],
+    ids=["by weight", "by position", "sinkhorn", "round robin"],
+)
+@pytest.mark.parametrize(
+    ("ranks", "layout", "size"), [(1, {}, 2), (2, {}, 2), (2, SP2, 2), (2, CP2, 2), (4, {**SP2, **CP2}, 2)]
+)
+def test_every_layout_makes_the_same_choices(gloo: Any, ranks, layout, size, routing) -> None:
+    options = dict(
+        moe_router_load_balancing_type="sinkhorn" if routing.sinkhorn else "none",
+        moe_router_force_load_balancing=routing.round_robin,
+        moe_expert_capacity_factor=routing.capacity_factor,
+        moe_token_drop_policy=routing.drop_policy,
+    )
+    wanted = oracle(size, routing, with_losses=False)
+    seen = gloo.run(ranks, routed, layout=layout, micro_batch_size=size, options=options, per_token=False)
+    assert seen[0]["counts"] == wanted["counts"]
+    if routing.capacity_factor is not None:
+        assert sum(wanted["dropped"]) > 5
+        assert seen[0]["dropped"] == wanted["dropped"]
+        valid = int((~global_batch()[1]).sum())
+        assert sum(seen[0]["counts"]) + sum(seen[0]["dropped"]) == valid * TOPK
+    cp, tp = (layout.get(f"{name}_parallel_size", 1) for name in ("context", "tensor_model"))
+    dp = ranks // (cp * tp)
+    for rank in seen:
+        dp_rank, cp_rank, tp_rank = rank["where"]
+        place = torch.arange(SEQUENCE)
+        place = context_parallel_slice(place, cp_rank, cp) if cp > 1 else place
+        place = place.chunk(tp)[tp_rank]
+        tokens = (place.unsqueeze(1) * size + torch.arange(size)).flatten().tolist()
+        for number, ids in enumerate(rank["chosen"]):
+            result = wanted["results"][number * dp + dp_rank]
+            for row, t in enumerate(tokens):
+                if not result.chosen[t]:
+                    continue  # padding
+                assert set(ids[row].tolist()) == set(result.chosen[t])
+                if rank["kept"][number] is not None:
+                    kept = {int(e) for e, stays in zip(ids[row], rank["kept"][number][row]) if stays}
+                    assert kept == {e for e in result.chosen[t] if (t, e) not in result.dropped}
+
+
+def running(layout: dict[str, Any], micro_batch_size: int, told: bool) -> tuple[float, torch.Tensor]:
+    """global_aux_loss by the counts so far, of a router told of nothing, or of the batch without its counts."""
+    pg = groups.initialize(replace(Run(), **layout))
+    options = dict(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=1.0)
+    router = TopKRouter(router_config(layout, options), pg)
+    with torch.no_grad():
+        router.weight.copy_(gate())
+    hidden, _ = global_batch()
+    if told:
+        announce_global_batch([router], GlobalBatch(SEQUENCE * SEQUENCES, 1.0 / (SEQUENCE * micro_batch_size)))
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+    for round_ in _micro_batches(hidden, 1, micro_batch_size, dist.get_world_size()):
+        (router.route(round_[pg.dp.rank()].flatten(0, 1), None, micro_batch_size).probs * 0).sum().backward()
+    loss = update_routers([router]).aux_losses[0]["global_aux_loss"].item()
+    total = router.weight.grad.clone()
+    dist.all_reduce(total)
+    return loss, total
+
+
+def test_the_running_loss_is_the_whole_batchs_where_there_is_one_micro_batch_per_rank(gloo: Any) -> None:
+    ((whole, gradient),) = gloo.run(1, running, layout={}, micro_batch_size=4, told=True)
+    for told in (True, False):
+        for loss, total in gloo.run(4, running, layout={}, micro_batch_size=1, told=told):
+            assert loss == pytest.approx(whole, rel=1e-6)
+            torch.testing.assert_close(total / 4, gradient, rtol=1e-5, atol=1e-7)
+    ((apart, _),) = gloo.run(1, running, layout={}, micro_batch_size=1, told=True)
+    assert abs(apart - whole) > 1e-3  # by the counts so far: another number

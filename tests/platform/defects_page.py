@@ -1,0 +1,57 @@
+"""Writes the table of docs/engine_defects.md from megatron_moe/platform/engine_defects.yaml:
+
+python -m tests.platform.defects_page
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_moe.platform.defects import Defect, known_defects
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "engine_defects.md"
+BEGIN, END = "<!-- engine defects: written by `python -m tests.platform.defects_page` -->", "<!-- end -->"
+COLUMNS = ("id", "what goes wrong", "met with", "megatron-core", "source", "here", "where", "test")
+
+
+def page(text: str) -> str:
+    """Return the page with the present table between its two marks; what is around them is written by hand."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def table() -> str:
+    """Return the table in Markdown, one row per defect."""
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *(row(defect) for defect in known_defects())]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def row(defect: Defect) -> tuple[str, ...]:
+    """Return the cells of one defect."""
+    return (
+        defect.id,
+        defect.title,
+        met_with(defect),
+        defect.releases(),
+        defect.source,
+        f"{defect.treatment}: {defect.how}",
+        _code(defect.where) or "-",
+        _code(defect.tests) or f"no test: {defect.no_test}",
+    )
+
+
+def met_with(defect: Defect) -> str:
+    """Return the conditions of a defect in words."""
+    if defect.when is None:
+        return "no run"
+    return ", ".join(str(condition) for condition in defect.when) or "every run"
+
+
+def _code(names: tuple[str, ...] | dict[str, str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,130 @@
+"""The table of the engine's defects is true of this repository, and a run reports which of them it meets."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.config import rules
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, build, replace
+from megatron_moe.platform.advisories import OUTCOMES, TESTED, defects_met, start_lines, text
+from megatron_moe.platform.defects import Defect, known_defects
+
+ROOT = Path(__file__).parents[2]
+DEFECTS = known_defects()
+OLD, NEW = TESTED
+TINY = build({**PRESETS["tiny"]})
+DEEPSEEK = build({**PRESETS["deepseek-v3"]})
+
+
+def met(run: Run, version: tuple[int, ...] = OLD, world_size: int = 1, cuda: bool = False) -> set[str]:
+    return {defect.id for defect in defects_met(run, world_size, version, cuda=cuda)}
+
+
+def test_ids_and_titles_are_unique() -> None:
+    assert len({defect.id for defect in DEFECTS}) == len({defect.title for defect in DEFECTS}) == len(DEFECTS)
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.id)
+def test_every_mechanism_is_where_the_table_says(defect: Defect) -> None:
+    assert defect.where or defect.treatment == "not used", "what is done has to be somewhere"
+    for file, word in defect.where.items():
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(re.escape(word) + (r"\b" if word[-1].isalnum() else ""), source), (file, word)
+
+
+def test_no_flags_are_refused_for_a_defect_of_the_engine() -> None:
+    """The last such rule went with the expert bias over softmax scores, which works here."""
+    assert {defect.treatment for defect in DEFECTS} == {"overridden", "not used", "kept"}
+    run = replace(TINY, moe_router_score_function="softmax", moe_router_enable_expert_bias=True)
+    assert "E20" in met(run)
+    rules.check_model(run, 1)
+
+
+def test_a_defect_is_met_by_its_flags_and_by_no_others() -> None:
+    dense = replace(TINY, num_experts=None, moe_router_enable_expert_bias=False)
+    assert met(dense) == {"S12", "S21", "S23", "S28"}
+    assert {"E14", "E18", "E22"} <= met(TINY) and not {"E1", "E2", "E19", "S2"} & met(TINY)
+    assert {"E1", "E2", "E19"} <= met(replace(TINY, bf16=True))
+    assert "E22" not in met(replace(TINY, moe_router_bias_center=True))
+    sequence_parallel = replace(TINY, tensor_model_parallel_size=2, sequence_parallel=True)
+    assert {"E6", "S2", "S4", "S13", "N3"} <= met(sequence_parallel, world_size=2)
+    alone = replace(sequence_parallel, expert_tensor_parallel_size=1)
+    assert "S5" in met(alone, world_size=2) and "S5" not in met(sequence_parallel, world_size=2)
+    losses = replace(TINY, moe_router_load_balancing_type=("seq_aux_loss",), moe_aux_loss_coeff=(0.01,))
+    per_token = replace(losses, calculate_per_token_loss=True, micro_batch_size=2)
+    assert "E8" in met(per_token) and "E8" not in met(losses) and "E7" not in met(per_token)
+    assert "E7" in met(replace(per_token, tensor_model_parallel_size=2, sequence_parallel=True), world_size=2)
+    two_stages = replace(TINY, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
+    assert "S1" in met(two_stages, world_size=2) and "S1" not in met(TINY)
+
+
+def test_what_a_release_has_fixed_is_not_reported_for_it() -> None:
+    run = replace(TINY, tensor_model_parallel_size=2, sequence_parallel=True)
+    assert "E6" in met(run, OLD, 2) and "E6" in met(run, (0, 18, 2), 2)
+    assert "E6" not in met(run, (0, 19, 0), 2) and "E6" not in met(run, NEW, 2)
+
+
+def test_a_gpu_has_no_defects_of_a_machine_without_one() -> None:
+    assert "E18" in met(TINY) and "E18" not in met(TINY, cuda=True)
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize("version", TESTED, ids=str)
+@pytest.mark.parametrize("run", [TINY, DEEPSEEK], ids=["tiny", "deepseek-v3"])
+def test_a_run_starts_with_one_line_that_counts_the_defects_by_their_treatment(
+    run: Run, version: tuple[int, ...], cuda: bool
+) -> None:
+    (line,) = start_lines(run, 1, version, cuda=cuda)
+    assert f"megatron-core {'.'.join(map(str, version))}" in line and "--list-advisories" in line and len(line) < 200
+    found = defects_met(run, 1, version, cuda=cuda)
+    counted = {outcome: int(n) for n, outcome in re.findall(rf"(\d+) ({'|'.join(OUTCOMES.values())})", line)}
+    assert re.findall(r"(\d+) known", line) == [str(len(found))]
+    assert sum(counted.values()) == len(found) and 5 < len(found) < 20
+    for treatment, outcome in OUTCOMES.items():
+        assert counted.get(outcome, 0) == len([d for d in found if d.treatment == treatment])
+
+
+def test_the_list_says_what_is_done_about_each_defect_that_is_met() -> None:
+    entries = text(TINY, 1, OLD).split("\nnot met by these flags")[0].split("\n\n")[1:]
+    assert [entry.split()[0] for entry in entries] == [defect.id for defect in defects_met(TINY, 1, OLD)]
+    for entry in entries:
+        assert (
+            re.search(r"\n    (overridden|kept): .* \(\S+\.py.*\)", entry) and max(map(len, entry.splitlines())) < 200
+        )
+
+
+@pytest.mark.parametrize("version", [(0, 17, 1), (0, 18, 2), (0, 20, 0)])
+def test_an_engine_that_was_not_tested_is_reported_and_not_refused(version: tuple[int, ...]) -> None:
+    first, *rest = start_lines(TINY, 1, version, cuda=False)
+    assert first.startswith(f"megatron-core {'.'.join(map(str, version))} was not tested with this project, 0.16.1 and")
+    assert rest and not [
+        line for tested in TESTED for line in start_lines(TINY, 1, tested, cuda=False) if "not tested" in line
+    ]
+    assert "was not tested" in text(TINY, 1, version).splitlines()[1]
+
+
+def test_the_list_holds_every_defect_and_says_why_the_others_do_not_apply() -> None:
+    listed = text(TINY, 1, NEW)
+    applies, others = listed.split("\nnot met by these flags")
+    for defect in DEFECTS:
+        assert (f"\n{defect.id}  {defect.title}\n" in applies) == (defect.id in met(TINY, NEW)), defect.id
+        assert f"\n{defect.id}  " in listed
+    assert "here: not in this engine" in others and "here: these flags do not meet it" in others
+
+
+def test_listing_needs_no_data_and_no_torch() -> None:
+    command = ["pretrain_moe.py", "--preset", "tiny", "--list-advisories"]
+    program = (
+        f"import sys; sys.path.insert(0, '.'); import pretrain_moe; status = pretrain_moe.main({command[1:]!r})\n"
+        "print('loaded:', [name for name in ('torch', 'megatron.core') if name in sys.modules]); sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("megatron-core ") and done.stdout.endswith("loaded: []\n")
+    assert all(f"\n{defect.id}  " in done.stdout for defect in DEFECTS)

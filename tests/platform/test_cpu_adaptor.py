@@ -1,0 +1,283 @@
+"""The adaptor: what it maps, when it does nothing, and that the engine's files stay as published."""
+
+from __future__ import annotations
+
+import importlib.util
+import marshal
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe.config.schema import Run
+from megatron_moe.parallel import groups
+from megatron_moe.platform import cpu_adaptor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a fresh interpreter without CUDA."""
+    return subprocess.run(
+        [sys.executable, *flags, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def test_constants_are_mapped_in_nested_functions_and_tuples_and_nowhere_else():
+    source = textwrap.dedent(
+        """
+        def outer(device="cuda"):
+            def inner(tensor):
+                return tensor.type() in ("torch.cuda.HalfTensor", "torch.cuda.BFloat16Tensor"), "cuda_graph_impl"
+            return inner, device
+        """
+    )
+    namespace: dict = {}
+    exec(cpu_adaptor._map_constants(compile(source, "example", "exec")), namespace)
+    inner, device = namespace["outer"]()
+    assert device == "cpu"
+    assert inner(torch.zeros(1, dtype=torch.bfloat16)) == (True, "cuda_graph_impl")
+    assert inner(torch.zeros(1)) == (False, "cuda_graph_impl")
+
+
+@pytest.mark.claim("Without CUDA megatron-core runs on the CPU, and torch still reports that there is no CUDA.")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
+def test_without_cuda_the_engine_names_the_cpu_and_torch_still_reports_no_cuda():
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.transformer.utils import get_default_causal_mask
+
+    assert not torch.cuda.is_available()
+    assert "cuda" not in clip_grads.get_grad_norm_fp32.__code__.co_consts
+    assert get_default_causal_mask(4).device.type == "cpu"
+    assert torch.cuda.current_device() == torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
+def test_the_random_state_tracker_moves_the_cpu_generator_and_puts_it_back():
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    tracker = CudaRNGStatesTracker()
+    before = torch.get_rng_state()
+    tracker.add("dropout", 7)
+    assert torch.equal(torch.get_rng_state(), before)
+    with tracker.fork("dropout"):
+        first = torch.rand(3)
+    with tracker.fork("dropout"):
+        second = torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)
+    expected = torch.rand(6, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(torch.cat((first, second)), expected)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory) -> list[str]:
+    """What an interpreter prints that has loaded a run, line by line."""
+    ran = python(
+        f"""
+        import sys
+        import megatron_moe.training.run
+        from megatron.core.timers import Timers
+        print("torch._dynamo" in sys.modules, "tensorboard" in sys.modules)
+        import torch
+        print(torch.compile.__module__)
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        timers = Timers(log_level=0, log_option="max")
+        def write(writer):
+            timers("of a test", log_level=0).start()
+            timers("of a test").stop()
+            timers.write(["of a test"], writer, iteration=1)
+        write([])  # which is no writer
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter({str(tmp_path_factory.mktemp("written"))!r})
+        said = []
+        writer.add_scalar = lambda *args: said.append(args[0])
+        write(writer)
+        print(*said)
+        """
+    )
+    assert ran.stdout.count("\n") == 3, ran.stderr
+    return ran.stdout.splitlines()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
+def test_without_cuda_a_run_is_loaded_without_torchs_compiler(loaded):
+    assert loaded[0].split()[0] == "False" and loaded[1] == "torch"
+
+
+def test_a_run_is_loaded_without_tensorboard_and_the_engines_timers_write_into_it_all_the_same(loaded):
+    assert loaded[0].split()[1] == "False" and loaded[2] == "of a test-time"
+
+
+def test_with_cuda_reported_nothing_is_changed_but_adam_and_recomputation():
+    ran = python(
+        """
+        import torch
+        torch.cuda.is_available = lambda: True
+        stock = {name: getattr(torch.cuda, name) for name in
+                 ("current_device", "synchronize", "current_stream", "get_rng_state", "set_rng_state", "manual_seed")}
+        tensor_cuda = torch.Tensor.cuda
+        import megatron_moe
+        from megatron.core import jit, optimizer
+        from megatron.core.optimizer import clip_grads
+        from megatron.core.tensor_parallel import random
+        assert all(getattr(torch.cuda, name) is function for name, function in stock.items())
+        assert torch.Tensor.cuda is tensor_cuda
+        assert "cuda" in clip_grads.get_grad_norm_fp32.__code__.co_consts
+        assert random._set_cuda_rng_state.__module__ == random.__name__
+        assert jit.jit_fuser is torch.compile
+        giving_back = getattr(random, "_get_share_storage", None)
+        assert giving_back is None or giving_back.__module__ == "megatron_moe.platform.cpu_adaptor"
+        assert optimizer.Adam.__module__ == "megatron_moe.platform.adam" and not optimizer.USING_PYTORCH_OPTIMIZER
+        print("inert")
+        """
+    )
+    assert ran.stdout == "inert\n", ran.stderr
+
+
+def test_the_bytecode_cache_stays_as_published(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    source = tmp_path / "engine_module.py"
+    source.write_text('DEVICE = "cuda"\n')
+    cache = Path(importlib.util.cache_from_source(str(source)))
+
+    def device() -> str:
+        namespace: dict = {}
+        exec(cpu_adaptor._EngineLoader("engine_module", str(source), True).get_code("engine_module"), namespace)
+        return namespace["DEVICE"]
+
+    assert device() == "cpu" and cache.exists()
+    assert "cuda" in marshal.loads(cache.read_bytes()[16:]).co_consts
+    assert device() == "cpu", "the mapping also applies to code that comes from the cache"
+
+
+@pytest.mark.claim("Without CUDA megatron-core runs on the CPU, and torch still reports that there is no CUDA.")
+@pytest.mark.one_engine
+def test_a_spawned_child_has_an_adapted_engine():
+    ran = python(
+        """
+        import multiprocessing
+        from megatron_moe import platform
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                pool.apply(platform.install)
+                print(pool.apply(eval, ("__import__('megatron.core.transformer.utils', fromlist=['utils'])"
+                                        ".get_default_causal_mask(2).device.type",)))
+        """
+    )
+    assert ran.stdout == "cpu\n", ran.stderr
+
+
+def test_the_engine_imported_first_is_one_clear_error():
+    ran = python(
+        """
+        import sys, types
+        sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: False))
+        sys.modules["megatron.core"] = types.ModuleType("megatron.core")
+        import megatron_moe
+        """
+    )
+    assert ran.returncode == 1
+    assert "put `import megatron_moe` before the first import of megatron.core" in ran.stderr.splitlines()[-1]
+
+
+def test_the_engine_imported_first_is_no_error_with_cuda_and_gets_adam(monkeypatch):
+    from megatron.core import optimizer
+
+    adjusted = []
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if type(f) is not cpu_adaptor._EngineFinder])
+    monkeypatch.setattr(cpu_adaptor, "_has_cuda", lambda: True)
+    monkeypatch.setattr(cpu_adaptor, "_ALWAYS", dict.fromkeys(("megatron.core.optimizer", "absent"), adjusted.append))
+    cpu_adaptor.install()
+    assert adjusted == [optimizer]
+    assert type(sys.meta_path[0]) is cpu_adaptor._EngineFinder
+
+
+def test_installing_twice_registers_one_hook():
+    cpu_adaptor.install()
+    assert sum(isinstance(finder, cpu_adaptor._EngineFinder) for finder in sys.meta_path) == 1
+
+
+def test_importing_the_engine_prints_nothing():
+    ran = python(
+        """
+        import megatron_moe
+        import megatron.core.optimizer, megatron.core.distributed, megatron.core.models.gpt
+        import megatron.core.models.gpt.gpt_layer_specs, megatron.core.pipeline_parallel
+        import megatron.core.datasets.gpt_dataset, megatron.core.transformer.moe.moe_layer
+        """
+    )
+    assert (ran.stdout, ran.stderr) == ("", "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_the_rotary_table_of_a_context_parallel_rank_is_its_two_chunks(cp_size):
+    from megatron.core.models.common.embeddings import rope_utils
+
+    class Group:
+        def __init__(self, rank: int) -> None:
+            self._rank = rank
+
+        def rank(self) -> int:
+            return self._rank
+
+        def size(self) -> int:
+            return cp_size
+
+    table = torch.arange(8.0).view(8, 1, 1, 1)
+    expected = {1: [[0, 1, 2, 3, 4, 5, 6, 7]], 2: [[0, 1, 6, 7], [2, 3, 4, 5]]}[cp_size]
+    for rank in range(cp_size):
+        part = rope_utils.get_pos_emb_on_this_cp_rank(table, 0, Group(rank))
+        assert part.flatten().tolist() == expected[rank]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
+def test_recomputation_without_output_works_without_transformer_engine():
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, initialize_rng_tracker
+
+    initialize_rng_tracker()
+    x = torch.randn(4, requires_grad=True)
+    recomputed = CheckpointWithoutOutput()
+    inner = recomputed.checkpoint(torch.sin, x)
+    output = inner * 2.0
+    recomputed.discard_output_and_register_recompute(output)
+    output.sum().backward()
+    torch.testing.assert_close(x.grad, 2.0 * torch.cos(x.detach()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
+def test_the_engines_gate_multiplies_without_transformer_engine():
+    from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+    logits = router_gating_linear(x, weight, None, torch.float32)
+    logits.sum().backward()
+    torch.testing.assert_close(logits, x @ weight.t())
+    torch.testing.assert_close(weight.grad, x.detach().sum(0).expand(3, 8))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
+@pytest.mark.usefixtures("one_process")
+def test_a_bucket_is_copied_by_no_collective_of_one_rank_and_any_other_tensor_is():
+    from megatron.core.distributed import param_and_grad_buffer as engine
+
+    groups.initialize(Run())
+    bucket = torch.arange(8.0)
+    for collective in (engine.dist_all_gather_func, engine.dist_reduce_scatter_func):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            assert collective(bucket[:], bucket, group=dist.group.WORLD) is None
+        assert not [one.name for one in profile.events() if "c10d" in one.name or "gloo" in one.name]
+        elsewhere = torch.zeros(8)
+        collective(elsewhere, bucket, group=dist.group.WORLD)
+        assert torch.equal(elsewhere, bucket) and torch.equal(bucket, torch.arange(8.0))

@@ -1,0 +1,47 @@
+"""What the environment asks for reaches every program, and what it cannot ask for ends each with one message."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.platform import switches
+
+ROOT = Path(__file__).resolve().parents[2]
+# tools/demo.py starts others of these, which check the variable.
+PROGRAMS = [ROOT / "pretrain_moe.py", *sorted(set(ROOT.glob("tools/*.py")) - {ROOT / "tools" / "demo.py"})]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_program_ends_with_one_message_from_rank_0(program: Path, rank: str) -> None:
+    environment = {**os.environ, "RANK": rank, "PYTHONPATH": str(ROOT), switches.HALF_PRODUCTS: "fp16"}
+    done = subprocess.run([sys.executable, program, "--help"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    if rank == "0":
+        assert done.stderr.startswith(f"megatron_moe: error: {switches.HALF_PRODUCTS}=fp16: ")
+        assert all(way in done.stderr for way in ("auto", "native", "fp32"))
+    assert done.stderr.count("\n") == (rank == "0")
+
+
+@pytest.mark.parametrize(
+    ("value", "way"), [(None, "auto"), ("", "auto"), ("auto", "auto"), ("native", "native"), ("fp32", "fp32")]
+)
+def test_the_way_of_half_products_is_that_of_the_variable(
+    value: str | None, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(switches.HALF_PRODUCTS, raising=False)
+    if value is not None:
+        monkeypatch.setenv(switches.HALF_PRODUCTS, value)
+    assert switches.half_products() == way
+
+
+def test_an_unknown_way_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(switches.HALF_PRODUCTS, "FP32")
+    with pytest.raises(ConfigError, match=switches.HALF_PRODUCTS):
+        switches.half_products()

@@ -1,0 +1,190 @@
+"""The printed contract is what a training step really does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.config import cli
+from megatron_moe.config.model_parts import SHORT
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import build
+from megatron_moe.precision import table
+
+ROOT = Path(__file__).parents[2]
+TINY = {**PRESETS["tiny"], "mock_data": True, "vocab_size": 100, "untie_embeddings_and_output_weights": True}
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True, "initial_loss_scale": 256.0},
+    "fp32 residual": {"bf16": True, "fp32_residual_connection": True},
+    "bf16 gradients": {"bf16": True, "grad_reduce_in_bf16": True},
+    "fp16 gradients": {"fp16": True, "accumulate_allreduce_grads_in_fp32": False, "initial_loss_scale": 256.0},
+    "fp64 router": {"bf16": True, "moe_router_dtype": "fp64"},
+    "further predictions": {"bf16": True, "mtp_num_layers": 1},
+    "classes kept in fp32": {"bf16": True, "keep_fp32": ("norms", "router", "experts", "shared_experts")},
+    "capacity": {"bf16": True, "moe_expert_capacity_factor": 1.0},
+    "packed state": {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+    | {"exp_avg_sq_dtype": "bf16"},
+    "fp16, moments in codes": {"fp16": True, "initial_loss_scale": 256.0, "use_precision_aware_optimizer": True}
+    | {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"},
+    "FP8": {"bf16": True, "fp8_format": "hybrid"},
+    "other classes kept": {"fp16": True, "keep_fp32": ("embedding", "output_layer", "attention")},
+}
+
+
+def measured(flags: dict[str, Any]) -> dict[str, str]:
+    """Dtypes seen in one training step and in the checkpoint's tensors, by "class column"."""
+    from megatron_moe.checkpoint.dist import sharded_tensors
+    from megatron_moe.checkpoint.state import Trained, model_state
+    from megatron_moe.moe import router as router_file
+    from megatron_moe.training.optimizer import parts
+    from tests.helpers.stepped_trainer import Trainer
+
+    trainer = Trainer({**flags, "untie_embeddings_and_output_weights": True})
+    model = trainer.model[0]
+    seen: dict[str, str] = {}
+
+    def note(name: str, tensor: torch.Tensor) -> None:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        seen[name] = SHORT.get(dtype, dtype)
+
+    classes = {
+        "word_embeddings.weight": "embedding",
+        "output_layer.weight": "output layer",
+        "self_attention.linear_proj.weight": "attention weights",
+        "input_layernorm.weight": "norms",
+        "router.weight": "router weight",
+        "experts.weight1": "expert weights",
+        "shared_experts.linear_fc1.weight": "shared expert weights",
+    }
+    if "mtp_num_layers" in flags:
+        classes["eh_proj.weight"] = "merge of further predictions"
+    parameters = dict(model.named_parameters())
+    found = {label: next(p for name, p in parameters.items() if name.endswith(end)) for end, label in classes.items()}
+    layer = next(m for name, m in model.named_modules() if name.endswith("decoder.layers.1"))
+    real_route = router_file.route
+
+    def route(logits: torch.Tensor, *args: Any) -> Any:
+        decision, scores = real_route(logits, *args)
+        for name, tensor in (("router logits", logits), ("router scores", scores), ("router probs", decision.probs)):
+            note(f"{name} stored", tensor)
+        return decision, scores
+
+    router_file.route = route
+    hooks = [
+        layer.register_forward_hook(lambda _m, _i, output: note("residual stream stored", output[0])),
+        model.register_forward_hook(lambda _m, _i, output: note("loss stored", output)),
+    ]
+    try:
+        assert trainer.step().committed
+    finally:
+        router_file.route = real_route
+        for hook in hooks:
+            hook.remove()
+    for label, parameter in found.items():
+        note(f"{label} stored", parameter)
+    dense = found["attention weights"] if "attention" not in flags.get("keep_fp32", ()) else found["norms"]
+    note("weight gradients stored", dense.main_grad)
+    note("gradient reduction reduced", dense.main_grad)
+    router = next(m for m in model.modules() if type(m).__name__ == "TopKRouter")
+    note("expert_bias stored", router.expert_bias)
+    note("token counts stored", router.local_tokens_per_expert)
+    if router.local_dropped_per_expert is not None:
+        note("dropped choices stored", router.local_dropped_per_expert)
+    for part in parts(trainer.optimizer):
+        for master in part.get_parameters():
+            state = part.optimizer.state[master]
+            note("master weights stored", master)
+            if "rest" in state:
+                seen["master weights stored"] = f"bf16 + {str(state['rest'].dtype).removeprefix('torch.')}"
+            note("Adam moments stored", state["exp_avg_sq"])
+            if state["exp_avg_sq"].dtype == torch.uint8:  # the second moment has no sign
+                note("Adam moments stored", state["exp_avg"])
+    state = model_state(Trained(trainer.model, trainer.optimizer, trainer.scheduler, trainer.groups))
+    saved = {tensor.key: tensor.data for tensor in sharded_tensors(state)}
+    for end, label in {**classes, "router.expert_bias": "expert_bias"}.items():
+        note(f"{label} saved", next(tensor for key, tensor in saved.items() if key.endswith(end)))
+    return seen
+
+
+@pytest.mark.claim("The printed precision contract is what a training step does.")
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_has_the_dtypes_of_the_table(gloo, name):
+    (seen,) = gloo.run(1, measured, flags=CASES[name])
+    wanted = {}
+    for row in table.contract(build({**TINY, **CASES[name]})):
+        for column in ("stored", "reduced", "saved"):
+            if f"{row.name} {column}" in seen:
+                wanted[f"{row.name} {column}"] = getattr(row, column)
+    assert seen == wanted
+    assert len(seen) > 25
+
+
+def test_the_contract_says_what_is_multiplied_in_fp8() -> None:
+    flags = {**TINY, "bf16": True, "fp8_format": "hybrid"}
+    rows = {row.name: row for row in table.contract(build(flags))}
+    for name in ("expert weights", "shared expert weights", "dense MLP weights", "attention weights"):
+        assert (rows[name].stored, rows[name].computed) == ("bf16", "e4m3")
+    assert rows["rows of products in FP8"].computed == "e4m3"
+    assert rows["gradients of products in FP8"].computed == "e5m2"
+    assert rows["embedding"].computed == rows["output layer"].computed == "bf16"
+    assert rows["router weight"].computed == "fp32"
+    rows = {row.name: row for row in table.contract(build({**flags, "fp8_modules": ("experts",)}))}
+    assert [rows[name].computed for name in ("expert weights", "attention weights")] == ["e4m3", "bf16"]
+    assert "layers 0, 3 multiply in bf16" in table.title(build({**flags, "first_last_layers_bf16": True}))
+    assert "--fp8-format e4m3" in table.title(build({**TINY, "bf16": True, "fp8_format": "e4m3"}))
+
+
+def test_the_contract_says_whose_gradients_are_rounded_before_they_are_added() -> None:
+    def note(**flags: Any) -> str:
+        rows = {row.name: row for row in table.contract(build({**TINY, **flags}))}
+        return rows["weight gradients"].note
+
+    rounded = "main_grad, a sum of what each micro-batch rounds to bf16"
+    assert note() == "main_grad"
+    assert note(bf16=True) == f"{rounded}, but for: router"
+    both = {"gradient_accumulation_fusion": True, "cross_entropy_loss_fusion": True}
+    assert note(bf16=True, **both) == f"{rounded}, but for: router, experts, output layer"
+    for never in ({"gradient_accumulation_fusion": False}, {"grad_reduce_in_bf16": True}, {"use_torch_fsdp2": True}):
+        assert note(bf16=True, **never) == rounded
+
+
+def test_the_contract_names_every_class_that_people_ask_for() -> None:
+    names = " ".join(row.name for row in table.contract(build({**TINY, "fp16": True})))
+    for asked in (
+        "embedding", "attention", "router weight", "router logits", "scores", "probs", "expert_bias", "counts",
+        "expert weights", "norms", "residual", "softmax", "loss", "gradients", "gradient reduction", "master weights",
+        "Adam moments", "checkpoint", "export", "loss scale",
+    ):  # fmt: skip
+        assert asked in names
+
+
+@pytest.mark.claim("The printed precision contract is what a training step does.")
+def test_docs_hold_the_table_of_the_demo() -> None:
+    assert table.markdown(cli.parse(["--preset", "demo"])) in (ROOT / "docs" / "precision.md").read_text()
+
+
+def printed(*flags: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "pretrain_moe.py", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def test_print_precision_needs_no_data_and_no_ranks() -> None:
+    done = printed("--preset", "deepseek-v3", "--print-precision", "--keep-fp32", "norms", "decoder.layers.0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("precision contract for --bf16 --keep-fp32 norms decoder.layers.0\n")
+    rows = {line.split("  ")[0]: line.split() for line in done.stdout.splitlines()}
+    assert rows["norms"][1] == "fp32" and rows["modules decoder.layers.0"][2] == "fp32"
+    assert rows["expert weights"][2] == "bf16"
+
+
+def test_print_precision_refuses_flags_that_contradict_each_other() -> None:
+    done = printed("--preset", "tiny", "--bf16", "--fp16", "--print-precision")
+    assert done.returncode == 2 and "--bf16, --fp16: choose one" in done.stderr

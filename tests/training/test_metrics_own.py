@@ -1,0 +1,182 @@
+"""A researcher's own metric and sink, in a tiny training from outside the package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import build
+from megatron_moe.report import EvalRecord, Metric, Sink, StepFacts, StepRecord, register_metric, unregister_metric
+
+TINY = {
+    **PRESETS["tiny"],
+    "num_layers": 2,
+    "moe_layer_freq": "[0,1]",
+    "seq_length": 16,
+    "mock_data": True,
+    "vocab_size": 100,
+    "train_iters": 4,
+    "eval_iters": 1,
+    "log_interval": 2,
+    "health_interval": 0,
+}
+
+
+def top_share(facts: StepFacts) -> float | None:
+    """The share of the tokens' choices that the most loaded expert of any layer got."""
+    shares = [max(counts) / sum(counts) for counts in facts.load.tokens_per_expert.values()]
+    return max(shares, default=None)
+
+
+def failing(facts: StepFacts) -> float:
+    """Fails at step 3, on rank 1 where there is one."""
+    import torch
+
+    own_turn = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    return 1.0 / 0.0 if facts.iteration == 3 and own_turn else 1.0
+
+
+COMPUTED = {"top_share": top_share, "failing": failing, "not_a_number": lambda facts: float("nan")}
+
+
+class Events(Sink):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Any]] = []
+
+    def start(self, facts: dict[str, Any]) -> None:
+        self.seen.append(("start", facts["train_iters"]))
+
+    def step(self, record: StepRecord) -> None:
+        self.seen.append(("step", (record.iteration, record.top_share)))
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self.seen.append(("evaluation", record.split))
+
+    def message(self, text: str) -> None:
+        self.seen.append(("message", text))
+
+    def flush(self) -> None:
+        self.seen.append(("flush", None))
+
+    def close(self, summary: dict[str, Any] | None) -> None:
+        self.seen.append(("close", None if summary is None else summary["iterations"]))
+
+
+def trained(name: str, flags: dict[str, Any]) -> tuple[list[tuple[str, Any]], str]:
+    """A run with one metric of its own and a sink: what the sink got, and the error that ended the run."""
+    from megatron_moe.config.errors import RunFault
+    from megatron_moe.training.run import pretrain
+
+    register_metric(
+        Metric(name, unit="share", compute=COMPUTED[name], console=name + " {:.3f}", tensorboard=f"own/{name}")
+    )
+    sink = Events() if name == "top_share" else Sink()
+    try:
+        pretrain(build({**TINY, **flags}), also=[sink])
+    except RunFault as fault:
+        return getattr(sink, "seen", []), str(fault)
+    finally:
+        unregister_metric(name)
+    return getattr(sink, "seen", []), ""
+
+
+def test_a_metric_and_a_sink_of_a_program_get_what_a_run_does(gloo: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = {"metrics_file": str(tmp_path / "metrics.jsonl"), "tensorboard_dir": str(tmp_path / "events")}
+    flags = {**files, "save": str(tmp_path / "checkpoints")}
+    (seen, error), (nothing, other_error) = gloo.run(2, trained, name="top_share", flags=flags)
+    assert error == other_error == "" and nothing == [], "a sink gets the events on rank 0"
+
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    counted = [line for line in lines if line["tokens_per_expert"]]
+    assert [line["iteration"] for line in counted] == [2, 4], "counts are gathered at logged steps"
+    for line in lines:
+        layers = line["tokens_per_expert"].values()
+        assert line["top_share"] == max((max(counts) / sum(counts) for counts in layers), default=None)
+
+    shares = [(line["iteration"], line["top_share"]) for line in lines]
+    assert [what for kind, what in seen if kind == "step"] == shares
+    kinds = [kind for kind, _ in seen]
+    assert kinds[0] == "start" and kinds[-1] == "close" and {"evaluation", "flush", "message"} <= set(kinds)
+    assert seen[0] == ("start", 4) and seen[-1] == ("close", 4)
+
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    written = [(event.step, event.value) for event in events.Scalars("own/top_share")]
+    assert written == [(line["iteration"], pytest.approx(line["top_share"])) for line in counted]
+
+
+def printed(name: str, flags: dict[str, Any]) -> str:
+    """What a run with the metric prints."""
+    import contextlib
+    import io
+
+    stream = io.StringIO()
+    with contextlib.redirect_stdout(stream):
+        _, error = trained(name, flags)
+    assert error == ""
+    return stream.getvalue()
+
+
+@pytest.mark.one_engine
+def test_a_metric_of_a_program_is_in_the_log(gloo: Any, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    (text,) = gloo.run(1, printed, name="top_share", flags={"metrics_file": str(path)})
+    lines = {line["iteration"]: line["top_share"] for line in map(json.loads, path.read_text().splitlines())}
+    logged = [line for line in text.splitlines() if " iteration " in line]
+    assert len(logged) == 3 and "top_share" not in logged[0]
+    assert f"| top_share {lines[2]:.3f} |" in logged[1] and f"| top_share {lines[4]:.3f} |" in logged[2]
+
+
+@pytest.mark.one_engine
+def test_a_metric_that_fails_on_one_rank_ends_the_run_on_all_with_one_error_that_names_it(
+    gloo: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    results = gloo.run(2, trained, name="failing", flags={"metrics_file": str(path)})
+    errors = {error for _, error in results}
+    assert len(errors) == 1
+    assert "metric failing failed at iteration 3: ZeroDivisionError" in errors.pop()
+    assert len(path.read_text().splitlines()) == 2, "the steps before it are reported"
+
+
+@pytest.mark.one_engine
+def test_a_metric_that_is_not_a_number_is_null_and_the_run_goes_on(gloo: Any, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    ((_, error),) = gloo.run(1, trained, name="not_a_number", flags={"metrics_file": str(path)})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert error == "" and [line["not_a_number"] for line in lines] == [None] * 4
+
+
+def documented(line: str) -> str:
+    """What the program of docs/metrics.md prints, with another command line."""
+    import contextlib
+    import io
+    import re
+
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    (program,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "pretrain(" in code)
+    stream = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(stream):
+            exec(re.sub(r'parse\(".*?"', f'parse("{line}"', program), {"__name__": "documented"})
+    finally:
+        unregister_metric("top_share")
+    return stream.getvalue()
+
+
+@pytest.mark.one_engine
+def test_the_program_of_the_documentation_runs(gloo: Any) -> None:
+    small = "--preset tiny --mock-data --vocab-size 100 --seq-length 16 --train-iters 2 --eval-iters 0 --log-interval 1"
+    (text,) = gloo.run(1, documented, line=small)
+    logged = [line for line in text.splitlines() if " iteration " in line]
+    assert len(logged) == 2 and all("| top 0." in line for line in logged)
+    assert [line.split()[0] for line in text.splitlines() if line[:2] in ("1 ", "2 ")] == ["1", "2"]

@@ -1,0 +1,230 @@
+"""Muon over layouts and checkpoints: one rank is the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_moe.config.errors import ConfigError
+from tests.precision.test_packed_state_ranks import (
+    BF16_MOMENTS,
+    CODES,
+    FLAGS,
+    LAYOUTS,
+    PACKED,
+    require_loaded_to_the_bit,
+    require_resumed_to_the_bit,
+    require_rounded_alike,
+    require_same_bits,
+    resumed,
+    stopped,
+    trained,
+    whole,
+)
+from tests.helpers import engines
+
+MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
+# Parts of a matrix that several ranks have, in odd shares or along two axes.
+GROUPED: dict[str, Any] = {"multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": None}
+GROUPED |= {"group_query_attention": True, "num_attention_heads": 4, "num_query_groups": 2}
+OF_MODEL = (*GROUPED, "muon_split_qkv_per_head")
+OWN: dict[str, tuple[int, dict[str, Any]]] = {
+    "DP4, distributed optimizer": (4, {"use_distributed_optimizer": True}),
+    "TP2 x DP2, ZeRO 3": (
+        4,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_torch_fsdp2": True},
+    ),
+    "TP2, each head": (
+        2,
+        {"muon_split_qkv_per_head": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+    "TP2, query groups": (2, {**GROUPED, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "TP2 x DP2, distributed optimizer": (
+        4,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True},
+    ),
+}
+ALL = {**{name: layout for name, layout in LAYOUTS.items() if name != "offload"}, **OWN}
+SAVED = ["DP2, distributed optimizer", "DP2, ZeRO 2", "TP2", "PP2", "DP4 x EP2, ZeRO 3", "TP2 x DP2, ZeRO 3"]
+EITHER = ["DP2, distributed optimizer", "DP2, ZeRO 3", "TP2"]
+
+
+@pytest.mark.claim("Muon trains on every layout as on one rank.")
+@pytest.mark.parametrize("layout", engines.cases(ALL, both=EITHER))
+def test_a_layout_trains_as_one_rank_does(gloo: Any, once: Any, layout: str) -> None:
+    ranks, changes = ALL[layout]
+    one = once(1, trained, flags={**MUON, **{name: changes[name] for name in OF_MODEL if name in changes}})
+    many = gloo.run(ranks, trained, flags={**MUON, **changes})
+    assert many[0][0] == pytest.approx(one[0][0], rel=1e-5)
+    wanted, found = whole(one), whole(many)
+    assert found.keys() == wanted.keys()
+    assert 0 < sum(".exp_avg_sq." in key for key in wanted) < sum(".exp_avg." in key for key in wanted)
+    for key in wanted:
+        assert found[key].isfinite().all(), key
+        # An update is a hundredth (the rate) of 0.2; small singular values make sums in another order show.
+        torch.testing.assert_close(found[key], wanted[key], rtol=1e-4, atol=2e-5, msg=key)
+
+
+ROUNDED = ["DP2, distributed optimizer", "DP2, ZeRO 2", "PP2", "TP2 x DP2, ZeRO 3", "TP2 x DP2, distributed optimizer"]
+
+
+@pytest.mark.claim("Muon's momentum is rounded on every layout as on one rank.")
+@pytest.mark.parametrize("layout", engines.cases(ROUNDED, both=["DP2, distributed optimizer"]))
+def test_a_layout_rounds_momenta_as_one_rank_does(gloo: Any, once: Any, layout: str) -> None:
+    ranks, changes = ALL[layout]
+    one = once(1, trained, flags={**MUON, **BF16_MOMENTS})
+    require_rounded_alike(one, gloo.run(ranks, trained, flags={**MUON, **BF16_MOMENTS, **changes}))
+
+
+CLIPPED = {"qk_clip": True, "qk_clip_threshold": 0.02}
+# ranks, flags, and those that should change no bit
+SAME_BITS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "packed, clipped": (1, CLIPPED, PACKED),
+    "packed, distributed optimizer, clipped": (2, {"use_distributed_optimizer": True, **CLIPPED}, PACKED),
+    "packed, Nesterov": (1, {"muon_nesterov": True}, PACKED),
+    "offload": (1, {}, {"optimizer_cpu_offload": True}),
+    "offload, codes": (1, CODES, {"optimizer_cpu_offload": True}),
+    "packed, offload, distributed optimizer": (
+        2,
+        {"use_distributed_optimizer": True},
+        {**PACKED, "optimizer_cpu_offload": True},
+    ),
+}
+
+
+@pytest.mark.claim("With Muon, packed main weights and state in host memory have the bits of fp32 state on the device.")
+@pytest.mark.parametrize("name", engines.cases(SAME_BITS, both=["packed, distributed optimizer, clipped"]))
+def test_how_state_is_stored_changes_no_bit(gloo: Any, once: Any, name: str) -> None:
+    ranks, flags, stored = SAME_BITS[name]
+    flags = {**MUON, "bf16": True, **flags}
+    plain = gloo.run(ranks, trained, flags=flags)
+    found = gloo.run(ranks, trained, flags={**flags, **stored})
+    assert found[0][0] == plain[0][0]
+    require_same_bits(plain, found)
+    if "qk_clip" in flags:  # the threshold is below some logits
+        assert once(ranks, trained, flags={**flags, "qk_clip": False})[0][0] != plain[0][0]
+
+
+RESUMED = {
+    "one rank": (1, {}),
+    "bf16": (1, {"bf16": True, "muon_fp32_matmul_prec": "medium"}),
+    "distributed optimizer, bf16": (2, {"bf16": True, "use_distributed_optimizer": True}),
+    "fp16": (2, {"fp16": True, "initial_loss_scale": 256.0}),
+    "ZeRO 2": (2, {"data_parallel_sharding_strategy": "optim_grads"}),
+    "ZeRO 3, bf16": (2, {"bf16": True, "use_torch_fsdp2": True}),
+    "distributed optimizer, codes": (2, {"bf16": True, "use_distributed_optimizer": True, **CODES}),
+    "codes": (1, {"bf16": True, **CODES}),
+    "ZeRO 2, codes": (2, {"bf16": True, "data_parallel_sharding_strategy": "optim_grads", **CODES}),
+    "offload": (1, {"bf16": True, "optimizer_cpu_offload": True}),
+    "ZeRO 3, offload": (2, {"bf16": True, "use_torch_fsdp2": True, "optimizer_cpu_offload": True}),
+}
+
+
+@pytest.mark.claim("A run with Muon goes on from a checkpoint to the bit.")
+@pytest.mark.parametrize("name", engines.cases(RESUMED, both=["distributed optimizer, codes", "ZeRO 3, bf16"]))
+def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(gloo: Any, tmp_path: Path, name: str) -> None:
+    ranks, flags = RESUMED[name]
+    require_resumed_to_the_bit(gloo, tmp_path / "run", ranks, {**MUON, **flags})
+
+
+@pytest.mark.parametrize("layout", engines.cases(SAVED, both=["DP2, distributed optimizer"]))
+def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(gloo: Any, once: Any, folder: Path, layout: str) -> None:
+    require_loaded_to_the_bit(gloo, once, folder, {"bf16": True, **MUON}, ALL[layout])
+
+
+@pytest.mark.parametrize(
+    "layout", engines.cases(["DP2, distributed optimizer", "TP2", "TP2 x DP2, ZeRO 3"], both=["TP2"])
+)
+def test_rounded_momenta_are_the_same_to_the_bit_on_every_layout(
+    gloo: Any, once: Any, folder: Path, layout: str
+) -> None:
+    rounded = folder / "rounded"
+    rounded.mkdir(exist_ok=True)
+    require_loaded_to_the_bit(gloo, once, rounded, {"bf16": True, **MUON, **BF16_MOMENTS}, ALL[layout])
+
+
+def refusal(flags: dict[str, Any], folder: str) -> str:
+    """The message of the error that a run which loads this folder ends with."""
+    with pytest.raises(ConfigError) as error:
+        resumed(flags, folder)
+    return str(error.value)
+
+
+def test_muons_state_is_not_converted_to_megatrons(gloo: Any, tmp_path: Path, capsys: Any) -> None:
+    from megatron_moe.apps.convert.cli import main
+
+    (tmp_path / "run").mkdir()
+    ungrouped = {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    gloo.run(1, stopped, flags={**MUON, **ungrouped}, folder=str(tmp_path / "run"))
+    words = ["--from", "native", "--to", "megatron", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "there")]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "--optimizer muon" in said and "--no-optim" in said
+    assert not (tmp_path / "there").exists()
+    assert main([*words, "--no-optim"]) == 0
+
+
+@pytest.mark.parametrize(("before", "after"), [("muon", "adam"), ("adam", "muon")])
+def test_the_state_of_another_optimizer_is_refused(gloo: Any, tmp_path: Path, before: str, after: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    gloo.run(1, stopped, flags={"optimizer": before}, folder=str(folder))
+    message = gloo.run(1, refusal, flags={"optimizer": after}, folder=str(folder))[0]
+    assert f"--optimizer {after}" in message and f"--optimizer {before}" in message and "--no-load-optim" in message
+    gloo.run(1, resumed, flags={"optimizer": after, "no_load_optim": True}, folder=str(folder))
+
+
+def counted(flags: dict[str, Any]) -> tuple[int, int]:
+    """The FLOPs of a step's iterations on this rank, and the bytes that it sends for them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from megatron_moe.training import matrix_exchange
+    from megatron_moe.training.muon import orthogonalize_gradients
+    from tests.helpers.stepped_trainer import Trainer
+
+    trainer, sent = Trainer({**FLAGS, **flags}), [0]
+    trainer.step()
+    exchange = matrix_exchange.all_to_all_rows
+
+    def counting(rows: torch.Tensor, counts: list[int], received: list[int], group: Any) -> torch.Tensor:
+        sent[0] += rows.element_size() * (sum(counts) - counts[group.rank()])
+        return exchange(rows, counts, received, group)
+
+    with mock.patch.object(matrix_exchange, "all_to_all_rows", counting), FlopCounterMode(display=False) as flops:
+        orthogonalize_gradients(trainer.optimizer)
+    return flops.get_total_flops(), sent[0]
+
+
+PLANNED = {
+    "one rank": (1, {}),
+    "DP4": (4, {}),
+    **{name: ALL[name] for name in ("DP4, distributed optimizer", "DP4 x EP2, ZeRO 3", "TP2", "TP2, ETP1")},
+    "TP2 x DP2, distributed optimizer": ALL["TP2 x DP2, distributed optimizer"],
+}
+
+
+@pytest.mark.claim("A plan has the FLOPs of Muon's iteration, and what it sends to a fifth.")
+@pytest.mark.parametrize("layout", engines.cases(PLANNED, both=["TP2 x DP2, distributed optimizer"]))
+def test_a_plan_has_what_muon_computes_and_sends(gloo: Any, layout: str) -> None:
+    from megatron_moe.apps.plan import orthogonalization
+    from megatron_moe.apps.plan.tracing import trace_ranks
+    from megatron_moe.apps.plan.traffic import rank_traffic
+    from megatron_moe.config.schema import build
+    from tests.helpers.stepped_trainer import TINY
+
+    ranks, changes = PLANNED[layout]
+    flags = {**FLAGS, **MUON, **changes}
+    run = build({**TINY, **flags})
+    (trace,) = trace_ranks(run, ranks, run.derived.padded_vocab_size(TINY["vocab_size"]), device="cpu", imbalance=1.0)
+    found = gloo.run(ranks, counted, flags=flags)
+    assert orthogonalization.flops(run, trace) * ranks == pytest.approx(sum(flops for flops, _ in found), rel=1e-9)
+    sent = sum(sent for _, sent in found) / ranks
+    if ranks == 1:
+        assert sent == 0 and "Muon" not in rank_traffic(run, trace, 1, 8)
+        return
+    # Planned is that each owner has an equal share of each rank's, and that every matrix is split over TP.
+    assert sent <= rank_traffic(run, trace, ranks, 8)["Muon"].sent < 1.2 * sent

@@ -1,0 +1,129 @@
+"""What a step of Muon does to every weight: momentum, singular values in fp64, decay; AdamW for the other weights.
+
+Gradients are those of `test_optimizer_ranks.py`, by autograd alone. Momenta are compared with means of these; what is made of a
+momentum is compared with the singular values' map of the momentum that the step left, because small singular values
+make a small error of the gradient large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.config.schema import Run, replace
+from tests.model.test_build_ranks import MODELS
+from tests.training.test_optimizer_ranks import FLAGS, error, trained
+from tests.helpers import engines
+from tests.numbers import reference_muon
+from tests.numbers.reference_adamw import AdamW, clipped, learning_rate
+
+MUON = {**FLAGS, "optimizer": "muon", "muon_momentum": 0.7, "muon_fp32_matmul_prec": "highest"}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+EXPERTS = {**MODELS["experts"], "moe_shared_expert_gate": True, "mtp_num_layers": 1}
+GROUPED = {**MODELS["experts"], "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": None}
+GROUPED |= {"group_query_attention": True, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 12}
+BY_NAME = {
+    "lr_mult": ("*.linear_qkv.weight=2", "*.experts.weight1=0.5"),
+    "weight_decay_mult": ("*.linear_qkv.weight=0", "*.experts.weight2=3"),
+}
+# model, ranks, flags
+CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "experts": (EXPERTS, 1, {}),
+    "experts, in bf16": (EXPERTS, 1, {"muon_fp32_matmul_prec": "medium"}),
+    "experts, bf16, distributed optimizer": (EXPERTS, 1, {"bf16": True, **DISTRIBUTED}),
+    "experts, DP2, distributed optimizer": (EXPERTS, 2, DISTRIBUTED),
+    "experts, DP2, fp16": (EXPERTS, 2, {"fp16": True}),
+    "query groups": (GROUPED, 1, {"muon_nesterov": True}),
+    "query groups, one matrix": (GROUPED, 1, {"muon_split_qkv": False, "muon_scale_mode": "unit_rms_norm"}),
+    "query groups, each head": (GROUPED, 1, {"muon_split_qkv_per_head": True}),
+    "latent heads": (EXPERTS, 1, {"muon_split_qkv_per_head": True, "qk_head_dim": 10, "v_head_dim": 6}),
+    "latent heads without a query's latent": (
+        {**EXPERTS, "q_lora_rank": None},
+        1,
+        {"muon_split_qkv_per_head": True, "muon_scale_mode": "unit_rms_norm"},
+    ),
+    "query groups, rates and decays by name": (GROUPED, 1, BY_NAME),
+    "query groups, DP2": (GROUPED, 2, {"muon_scale_mode": "shape_scaling", "muon_extra_scale_factor": 1.0}),
+    "biases and norms": (MODELS["grouped, biased"], 1, {"muon_coefficient_type": "simple", "muon_num_ns_steps": 4}),
+}
+EITHER = ["experts, DP2, distributed optimizer", "query groups"]
+# The second step has a momentum; fp16's scale has doubled in the third. The schedule's steps are those of test_updates.
+STEPS, FP16_STEPS = 2, 3
+TOLERANCE = {"bf16": 2e-3, "fp16": 2e-3}
+
+
+def rows_of_heads(run: Run) -> dict[str, list[int]]:
+    if not run.model.multi_latent_attention:
+        return {"linear_qkv": [run.derived.head_size]}
+    query = [run.model.qk_head_dim + run.model.qk_pos_emb_head_dim]
+    key_value = [run.model.qk_head_dim, run.model.v_head_dim]
+    return {"linear_q_proj": query, "linear_q_up_proj": query, "linear_kv_up_proj": key_value}
+
+
+def multiple(words: Sequence[str] | None, name: str) -> float:
+    """The number of the word PATTERN=X that names a parameter, of which there is one at most."""
+    pairs = [word.split("=") for word in words or ()]
+    return next((float(number) for pattern, number in pairs if fnmatchcase(name, pattern)), 1.0)
+
+
+@pytest.mark.claim("A step of Muon is that of singular values in fp64, of AdamW for what is no matrix.")
+@pytest.mark.parametrize("case", engines.cases(CASES, both=EITHER))
+def test_steps_are_those_of_singular_values(gloo: Any, case: str) -> None:
+    model, ranks, flags = CASES[case]
+    run = replace(Run(), **{**model, **MUON, **flags})
+    options = run.optimizer
+    tolerance = next((TOLERANCE[flag] for flag in TOLERANCE if flag in flags), 2e-5)
+    unit = 2.0**-9 if options.muon_fp32_matmul_prec == "medium" else 2.0**-24
+    steps = {"quintic": reference_muon.QUINTIC, "simple": reference_muon.SIMPLE}[options.muon_coefficient_type]
+    steps = steps[: options.muon_num_ns_steps]
+    sizes = {"query_groups": run.derived.num_query_groups, "head": run.derived.head_size}
+    sizes["split_qkv"] = options.muon_split_qkv
+    if options.muon_split_qkv_per_head:
+        sizes["of_heads"] = rows_of_heads(run)
+    for result in gloo.run(ranks, trained, run=run, steps=FP16_STEPS if run.precision.fp16 else STEPS):
+        start = {name: weight.double() for name, weight in result["start"].items()}
+        adam = AdamW(start, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.3)
+        muons = {name for name in start if reference_muon.matrices(name, start[name], **sizes)}
+        assert 5 < len(muons) < len(start) - 3
+        momenta = {name: torch.zeros_like(start[name]) for name in muons}
+        before = start
+        for number, step in enumerate(result["steps"]):
+            rate = learning_rate(number, first=2e-3, peak=1e-2, least=1e-3, warm_up_steps=2, decay_steps=4)
+            gradients = clipped(step["gradients"], 0.2)
+            adam.step(gradients, rate)
+            for name, main in step["master weight"].items():
+                told = f"step {number}: {name}"
+                assert torch.equal(step["weights"][name], main.to(step["weights"][name].dtype)), told
+                if name not in muons:
+                    limit = 2 * tolerance * (adam.weights[name] - start[name]).norm() + 1e-6 * main.norm()
+                    assert (main.double() - adam.weights[name]).norm() < limit, told
+                    continue
+                momenta[name] = 0.7 * momenta[name] + 0.3 * gradients[name]
+                assert error(step["exp_avg"][name], momenta[name]) < tolerance, told
+                value = step["exp_avg"][name].double()
+                blur = 0.0
+                if options.muon_nesterov:
+                    value = 0.3 * gradients[name] + 0.7 * value
+                    blur = tolerance
+                of_value = reference_muon.matrices(name, value, **sizes)
+                of_main = reference_muon.matrices(name, main.double(), **sizes)
+                of_before = reference_muon.matrices(name, before[name].double(), **sizes)
+                for matrix, after, earlier in zip(of_value, of_main, of_before):
+                    rows = (matrix.shape[:-1].numel(), matrix.shape[-1])
+                    matrix, after, earlier = (one.reshape(rows) for one in (matrix, after, earlier))
+                    own_rate, decay = (multiple(words, name) for words in (options.lr_mult, options.weight_decay_mult))
+                    own_rate *= rate
+                    factor = own_rate * reference_muon.scale(
+                        *rows, options.muon_scale_mode, options.muon_extra_scale_factor
+                    )
+                    wanted = earlier * (1 - own_rate * 0.3 * decay)
+                    wanted -= factor * reference_muon.orthogonalized(matrix, steps)
+                    most = 3.0 if unit > 1e-3 else 10.0
+                    expected = reference_muon.expected_error(matrix, steps, max(unit, blur))
+                    expected += unit * min(rows) ** 0.5  # the scaled result is rounded once more
+                    assert (after - wanted).norm() < most * factor * expected + 2e-7 * wanted.norm(), told
+            before = step["master weight"]

@@ -1,0 +1,235 @@
+"""Learning rates and decays by name: torch's AdamW is the reference on one rank, and one rank on all layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.config import param_groups
+from megatron_moe.config.schema import build
+from tests.precision.test_packed_state_ranks import FLAGS as SIZES
+from tests.precision.test_packed_state_ranks import LAYOUTS, Saved, resumed, stopped, trained, whole
+from tests.helpers import engines
+from tests.helpers.stepped_trainer import TINY
+
+# Matrices, vectors and experts; a word that a later one takes some parameters from; a peak above and ends that differ.
+APART = {
+    "lr_mult": ("decoder.layers.*=2", "router=0.25", "*.experts.weight2=0.5", "embedding=4", "decoder.*norm*=3"),
+    "weight_decay_mult": ("attention=0", "norms=2", "experts=3", "first_layer=0.5"),
+    "decoupled_lr": 3e-3,
+    "decoupled_min_lr": 2e-3,
+}
+RATES = {"lr": 1e-2, "min_lr": 1e-3, "lr_warmup_init": 1e-3, "lr_warmup_iters": 2, "lr_decay_iters": 6}
+FLAGS = {**APART, **RATES, "weight_decay": 0.5, "lr_decay_style": "linear"}
+TIED = {"untie_embeddings_and_output_weights": False}
+FURTHER = {"mtp_num_layers": 1}
+PP2 = {"pipeline_model_parallel_size": 2}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    **{name: LAYOUTS[name] for name in LAYOUTS if name != "CP2"},
+    "PP2, tied tables": (2, {**PP2, **TIED}),
+    "PP2, further predictions": (2, {**PP2, **FURTHER}),
+    "PP2, tied tables, further predictions": (2, {**PP2, **TIED, **FURTHER}),
+    "DP2, ZeRO 3, offload": (
+        2,
+        {"data_parallel_sharding_strategy": "optim_grads_params", "optimizer_cpu_offload": True},
+    ),
+    "packed": (1, {"use_precision_aware_optimizer": True}),
+    "packed, offload": (1, {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}),
+}
+EITHER = ["DP2, distributed optimizer", "DP2, ZeRO 3", "TP2", "PP2, tied tables, further predictions"]
+
+
+def parameters(trainer: Any) -> Iterator[tuple[str, Any]]:
+    """Each parameter of this rank by its name in the whole model."""
+    from megatron_moe.checkpoint.state import unwrapped
+    from megatron_moe.model.initialize import global_name
+
+    for chunk in trainer.model:
+        inner = unwrapped(chunk)
+        yield from ((global_name(inner, name), parameter) for name, parameter in inner.named_parameters())
+
+
+def settings(trainer: Any) -> dict[str, tuple[float, float, int]]:
+    """Rate, decay and step count by parameter, from the group that it is in."""
+    from megatron_moe.training.optimizer import mains_of
+
+    groups = {id(main): group for group in trainer.optimizer.param_groups for main in group["params"]}
+    names = {id(parameter): name for name, parameter in parameters(trainer)}
+    return {
+        names[id(parameter)]: (group["lr"], group["weight_decay"], group["step"])
+        for parameter, main in mains_of(trainer.model, trainer.optimizer)
+        for group in (groups[id(main)],)
+    }
+
+
+def schedule(step: int, *, peak: float, least: float) -> float:
+    """The rate of a step by RATES, written out."""
+    if step <= 2:
+        return 1e-3 + (peak - 1e-3) * step / 2
+    return least + (peak - least) * (1 - (step - 2) / 4)
+
+
+def expected(name: str, shape: torch.Size, step: int) -> tuple[float, float]:
+    """Rate and decay of a parameter by APART, without the patterns' reader: later lines replace earlier ones."""
+    table = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    rate = schedule(step, peak=3e-3, least=2e-3) if table else schedule(step, peak=1e-2, least=1e-3)
+    multiple, decay = 1.0, 0.0 if len(shape) == 1 else 1.0
+    in_layers, norm = name.startswith("decoder.layers."), "norm" in name
+    for applies, value in (
+        (in_layers, 2.0),
+        (".router." in name, 0.25),
+        (name.endswith(".experts.weight2"), 0.5),
+        (name.startswith("embedding."), 4.0),
+        (name.startswith("decoder.") and norm, 3.0),
+    ):
+        multiple = value if applies else multiple
+    for applies, value in (
+        ("self_attention" in name, 0.0),
+        (norm, 2.0),
+        (".experts." in name, 3.0),
+        (name.startswith("decoder.layers.0."), 0.5),
+    ):
+        decay = value if applies else decay
+    return rate * multiple, 0.5 * decay
+
+
+def against_torch() -> list[str]:
+    """Compare steps with torch's AdamW, a group for each parameter; return the names of what differs."""
+    from tests.helpers.stepped_trainer import Trainer
+
+    trainer = Trainer({**FLAGS, "clip_grad": 0.0, "adam_eps": 1e-3})
+    ours = dict(parameters(trainer))
+    clones = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in ours.items()}
+    theirs = torch.optim.AdamW(
+        [{"params": [clone], "name": name} for name, clone in clones.items()], betas=(0.9, 0.95), eps=1e-3, fused=True
+    )
+    wrong: list[str] = []
+    for step in range(5):
+        result = trainer.step()
+        assert result.committed
+        for group in theirs.param_groups:
+            (clone,) = group["params"]
+            group["lr"], group["weight_decay"] = expected(group["name"], clone.shape, step)
+            clone.grad = ours[group["name"]].main_grad.clone()
+        theirs.step()
+        if result.learning_rate != pytest.approx(schedule(step, peak=1e-2, least=1e-3)):
+            wrong.append(f"step {step}: logged {result.learning_rate}")
+        for name, clone in clones.items():
+            if not torch.allclose(ours[name], clone, rtol=1e-6, atol=1e-9):
+                wrong.append(f"step {step}: {name}")
+    assert {value[0] for value in settings(trainer).values()} != {trainer.scheduler.base_rate}
+    return wrong
+
+
+@pytest.mark.claim("Parameters with a learning rate or decay of their own are updated as by torch with such groups.")
+def test_each_parameter_is_updated_as_by_torchs_adamw_with_its_own_group(gloo: Any) -> None:
+    assert gloo.run(1, against_torch) == [[]]
+
+
+@pytest.mark.claim("Learning rates and decays by name are those of one rank on every layout and at every ZeRO stage.")
+@pytest.mark.parametrize("layout", engines.cases(CASES, both=EITHER))
+def test_a_layout_trains_its_groups_as_one_rank_does(gloo: Any, once: Any, layout: str) -> None:
+    ranks, changes = CASES[layout]
+    model = {name: value for name, value in changes.items() if name in {**TIED, **FURTHER}}
+    one = once(1, trained, flags={**FLAGS, **model})
+    many = gloo.run(ranks, trained, flags={**FLAGS, **changes})
+    wanted, found = whole(one), whole(many)
+    assert found.keys() == wanted.keys()
+    for key in wanted:
+        torch.testing.assert_close(found[key], wanted[key], rtol=0, atol=2e-5, msg=key)
+
+
+def copies_apart(flags: dict[str, Any]) -> list[str]:
+    """The weights whose copies on other ranks differ after two steps."""
+    from megatron_moe.checkpoint.state import Trained
+    from megatron_moe.training.replicas import compare_replicas
+    from tests.helpers.stepped_trainer import Trainer
+
+    trainer = Trainer(flags)
+    for _ in range(2):
+        trainer.step()
+    state = Trained(trainer.model, trainer.optimizer, trainer.scheduler, trainer.groups)
+    return [difference.name for difference in compare_replicas(state)]
+
+
+def test_a_copy_of_a_table_has_the_rate_of_the_table(gloo: Any) -> None:
+    for model in (TIED, FURTHER, {**TIED, **FURTHER}):
+        assert gloo.run(2, copies_apart, flags={**FLAGS, **PP2, **model}) == [[], []]
+
+
+def loaded(flags: dict[str, Any], folder: str) -> tuple[dict[str, tuple[float, float, int]], tuple[None, Saved]]:
+    """The settings of each parameter after a checkpoint was loaded, and the state."""
+    from megatron_moe.checkpoint.load import load
+    from megatron_moe.checkpoint.plan import plan
+    from megatron_moe.checkpoint.state import Trained
+    from tests.precision.test_packed_state_ranks import optimizer_tensors
+    from tests.helpers.stepped_trainer import Trainer
+
+    trainer = Trainer({**SIZES, **flags, "load": folder})
+    source = plan(trainer.run).source
+    assert source is not None
+    load(trainer.run, source, Trained(trainer.model, trainer.optimizer, trainer.scheduler, trainer.groups))
+    return settings(trainer), (None, optimizer_tensors(trainer))
+
+
+PLAIN = {**RATES, "weight_decay": 0.5, "lr_decay_style": "linear"}
+OTHER = {**PLAIN, "lr_mult": ("router=0.5", "norms=3", "experts=2"), "weight_decay_mult": ("*=0", "output_layer=2")}
+BF16 = {"bf16": True, "use_distributed_optimizer": True}
+ZERO_3 = {"bf16": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+FROZEN_NORMS = {**PLAIN, **PP2, "bf16": True, "freeze": ("decoder.layers.0.*norm*", "decoder.layers.1.*norm*")}
+MOVES = {
+    "added": ((1, PLAIN), (1, FLAGS)),
+    "added, to ZeRO 1": ((1, {**PLAIN, "bf16": True}), (2, {**FLAGS, **BF16})),
+    "dropped, to one rank": ((2, {**FLAGS, **BF16}), (1, {**PLAIN, "bf16": True})),
+    "changed, TP2 to PP2": ((2, {**FLAGS, **LAYOUTS["TP2"][1]}), (2, {**OTHER, **PP2})),
+    "changed, ZeRO 1 to EP2": ((2, {**FLAGS, **BF16}), (2, {**OTHER, **BF16, "expert_model_parallel_size": 2})),
+    "changed, ZeRO 1 to 3": ((2, {**FLAGS, **BF16}), (2, {**OTHER, **ZERO_3})),
+    # Groups of which the first or the last stage has no parameter.
+    "changed, PP2 in bf16": ((2, {**OTHER, **PP2, "bf16": True}), (2, {**FLAGS, **PP2, "bf16": True})),
+    "no norm of the first stage, PP2 in bf16": ((2, FROZEN_NORMS), (2, FROZEN_NORMS)),
+    "changed, ZeRO 3 to packed ZeRO 1": (
+        (2, {**FLAGS, **ZERO_3}),
+        (2, {**OTHER, **BF16, "use_precision_aware_optimizer": True}),
+    ),
+}
+
+
+@pytest.mark.claim("The learning rates and decays of a resumed run are those of its own flags, on any layout.")
+@pytest.mark.parametrize("move", engines.cases(MOVES, both=["added, to ZeRO 1", "changed, ZeRO 1 to 3"]))
+def test_the_flags_of_the_present_run_decide_after_a_load(gloo: Any, tmp_path: Any, move: str) -> None:
+    (first_ranks, first), (ranks, flags) = MOVES[move]
+    saved = gloo.run(first_ranks, stopped, flags=first, folder=str(tmp_path))
+    results = gloo.run(ranks, loaded, flags=flags, folder=str(tmp_path))
+    wanted, found = whole(saved), whole([state for _, state in results])
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    everything = {name: values for settings_, _ in results for name, values in settings_.items()}
+    run = build({**TINY, **SIZES, **flags})
+    by_flags, decoupled = param_groups.settings(run), flags.get("decoupled_lr") is not None
+    moved = {key.rpartition(".exp_avg.")[2] for key in found if ".exp_avg." in key}
+    assert everything.keys() == moved and everything.keys() >= by_flags.keys()
+    for name, (rate, decay, step) in everything.items():
+        own = by_flags.get(name, param_groups.GroupSettings())
+        table = decoupled and own.is_decoupled
+        base = schedule(2, peak=3e-3, least=2e-3) if table else schedule(2, peak=1e-2, least=1e-3)
+        by_name = 0.0 if _is_vector(name) else 1.0
+        multiple = by_name if own.weight_decay_mult is None else own.weight_decay_mult
+        assert step == 2 and (rate, decay) == pytest.approx((base * own.lr_mult, 0.5 * multiple)), name
+
+
+def _is_vector(name: str) -> bool:
+    return "norm" in name or name.endswith("bias")
+
+
+def test_what_is_trained_after_a_change_is_the_same_on_another_layout(gloo: Any, tmp_path: Any) -> None:
+    gloo.run(1, stopped, flags=FLAGS, folder=str(tmp_path))
+    one = whole(gloo.run(1, resumed, flags={**OTHER}, folder=str(tmp_path)))
+    same = whole(gloo.run(1, resumed, flags={**FLAGS}, folder=str(tmp_path)))
+    apart = max(float((one[key] - same[key]).detach().abs().max()) for key in one)
+    many = whole(gloo.run(2, resumed, flags={**OTHER, **PP2}, folder=str(tmp_path)))
+    assert apart > 1e-3
+    for key in one:
+        torch.testing.assert_close(many[key], one[key], rtol=0, atol=2e-5, msg=key)

@@ -1,0 +1,328 @@
+"""QK-clip: measured logits against whole score matrices, clipped weights against the formula, on every layout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, build
+from tests.precision.test_packed_state_ranks import Saved, whole
+from tests.helpers import engines
+from tests.helpers.stepped_trainer import TINY
+
+LATENT: dict[str, Any] = {}
+# Flags of the tiny preset, which has latent attention, are taken back.
+GROUPED: dict[str, Any] = {
+    "multi_latent_attention": False,
+    "qk_layernorm": False,
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_router_num_groups", "moe_router_group_topk")),
+    **PRESETS["tiny-gqa"],
+    "moe_router_group_score": "top2",
+    "moe_layer_freq": 1,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "latent": LATENT,
+    "latent, no query latent": {"q_lora_rank": None, "mtp_num_layers": 1},
+    "grouped": GROUPED,
+    "grouped, biased": {**GROUPED, "add_qkv_bias": True, "num_query_groups": 1},
+}
+# The first step's rate is 0: what changes in it is clipped.
+FLAGS = {
+    "optimizer": "muon",
+    "muon_fp32_matmul_prec": "highest",
+    "make_vocab_size_divisible_by": 50,
+    "micro_batch_size": 2,
+    "lr": 1e-2,
+    "lr_warmup_iters": 1,
+    "num_layers": 2,
+    "moe_layer_freq": "[0,1]",
+    "moe_router_bias_update_rate": 0.0,
+}
+CLIP = {"qk_clip": True, "qk_clip_threshold": 0.02}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "DP2": (2, {}),
+    "DP2, distributed optimizer": (2, {"use_distributed_optimizer": True}),
+    "DP2, ZeRO 2": (2, {"data_parallel_sharding_strategy": "optim_grads"}),
+    "DP2, ZeRO 3": (2, {"data_parallel_sharding_strategy": "optim_grads_params"}),
+    "TP2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "CP2": (2, {"context_parallel_size": 2}),
+    "PP2": (2, {"pipeline_model_parallel_size": 2}),
+    "EP2, distributed optimizer": (2, {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}),
+    "recomputed": (
+        1,
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+}
+EITHER = ["DP2, distributed optimizer", "DP2, ZeRO 3", "TP2"]
+
+
+def trainer_of(flags: dict[str, Any], model: str) -> Any:
+    """A model of `MODELS`, with biases that are not zero."""
+    from megatron_moe.model.fully_sharded import local
+    from megatron_moe.training.optimizer import mains_of, owned_part
+    from tests.helpers.stepped_trainer import Trainer
+
+    trainer = Trainer({**MODELS[model], **FLAGS, **flags})
+    tp, mains = trainer.groups.tp, dict(mains_of(trainer.model, trainer.optimizer))
+    for name, parameter in trainer.model[0].named_parameters():
+        if name.endswith("linear_qkv.bias"):
+            bias = torch.linspace(-0.3, 0.3, parameter.numel() * tp.size()).chunk(tp.size())[tp.rank()].contiguous()
+            part = owned_part(trainer.optimizer, parameter).of(bias)
+            if parameter in mains:
+                mains[parameter].data.copy_(part)
+            local(parameter).data.copy_(bias if local(parameter).shape == bias.shape else part)
+    return trainer
+
+
+def first_batch_again(trainer: Any) -> None:
+    from megatron_moe.data.batches import batch_iterators
+
+    trainer.batches = batch_iterators(trainer.dataset, trainer.run, pg_collection=trainer.groups)
+
+
+def step_logits(trainer: Any) -> torch.Tensor:
+    """What was measured of each head in the last step, [L, n] over all ranks."""
+    from megatron_moe.training.qk_clip import largest_attention_logits
+
+    logits = largest_attention_logits(trainer.model, trainer.groups)
+    assert logits is not None
+    return logits
+
+
+def weights(trainer: Any) -> Saved:
+    """What this rank has of the model's weights, by name: start, whole shape and values."""
+    from megatron_moe.checkpoint import dist as parts
+    from megatron_moe.checkpoint.state import Trained, model_state
+
+    state = model_state(Trained(trainer.model, trainer.optimizer, trainer.scheduler, trainer.groups))
+    found: Saved = {}
+    for shard in parts.shards([state]):
+        if shard.is_main:
+            found.setdefault(shard.key, []).append((shard.start, shard.whole, shard.values.detach().clone()))
+    return found
+
+
+def score_matrices(module: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The largest entry of each head's whole causal score matrix, [n], in fp64."""
+    query, key = query.detach().double(), key.detach().double()
+    key = key.repeat_interleave(query.shape[2] // key.shape[2], 2)
+    scale = query.shape[-1] ** -0.5 if module.scale is None else module.scale
+    scores = torch.einsum("sbnd,tbnd->bnst", query, key) * scale
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -torch.inf).amax((0, 2, 3))
+
+
+def measured_and_wanted(model: str) -> dict[str, Any]:
+    """A step's logits, those of its score matrices, and what the step says of them."""
+    from megatron_moe.model.attention import measured_attentions
+
+    trainer = trainer_of({"log_max_attention_logit": True}, model)
+    wanted: dict[int, torch.Tensor] = {}
+
+    def see(module: Any, inputs: Any) -> None:
+        found = score_matrices(module, *inputs[:2])
+        wanted[module.layer_number] = found.maximum(wanted.get(module.layer_number, found))
+
+    for attention in measured_attentions(trainer.model):
+        attention.register_forward_pre_hook(see)
+    result = trainer.step()
+    return {
+        "measured": step_logits(trainer),
+        "wanted": torch.stack([wanted[number] for number in sorted(wanted)]),
+        "said": (result.max_attention_logit, result.clipped_heads),
+        "layers": sorted(wanted),
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_largest_logits_are_those_of_the_whole_score_matrices(gloo: Any, model: str) -> None:
+    (found,) = gloo.run(1, measured_and_wanted, model=model)
+    assert found["layers"] == list(range(1, len(found["layers"]) + 1))
+    torch.testing.assert_close(found["measured"].double(), found["wanted"], rtol=1e-5, atol=1e-7)
+    assert found["said"] == (float(found["measured"].max()), None)
+
+
+def logits_of_a_step(flags: dict[str, Any], model: str) -> torch.Tensor:
+    trainer = trainer_of(flags, model)
+    trainer.step()
+    return step_logits(trainer)
+
+
+def clipped_once(flags: dict[str, Any], model: str) -> dict[str, Any]:
+    """The weights before and after a step at a rate of 0, and what is measured of the same batch in the next one."""
+    trainer = trainer_of(flags, model)
+    before = weights(trainer)
+    result = trainer.step()
+    after = weights(trainer)
+    first_batch_again(trainer)
+    trainer.step()
+    return {"before": before, "after": after, "logits": step_logits(trainer), "clipped": result.clipped_heads}
+
+
+def clipped_by_the_formula(run: Any, name: str, weight: torch.Tensor, eta: torch.Tensor, alpha: float) -> torch.Tensor:
+    """A weight after QK-clip, by the paper's words.
+
+    Args:
+        eta: of each head, fp64.
+    """
+    parts = weight.double().unflatten(0, (len(eta), -1)).clone()
+    kept, sizes = name.split(".")[-2], run.model
+    for head, factor in enumerate(eta):
+        if kept in ("linear_q_proj", "linear_q_up_proj"):
+            parts[head, : sizes.qk_head_dim] *= factor**alpha
+            parts[head, sizes.qk_head_dim :] *= factor
+        elif kept == "linear_kv_up_proj":
+            parts[head, : sizes.qk_head_dim] *= factor ** (1 - alpha)
+        elif kept == "linear_qkv":
+            width = run.derived.head_size
+            parts[head, : -2 * width] *= factor**alpha
+            parts[head, -2 * width : -width] *= factor ** (1 - alpha)
+    return parts.flatten(0, 1)
+
+
+PROJECTIONS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_qkv")
+
+
+@pytest.mark.claim("QK-clip brings the logits of heads above its threshold down to it, and leaves other weights alone.")
+@pytest.mark.parametrize("alpha", engines.cases([0.5, 0.2], both=[0.5]))
+@pytest.mark.parametrize("model", MODELS)
+def test_clipped_weights_have_logits_at_the_threshold_and_are_those_of_the_formula(
+    gloo: Any, model: str, alpha: float
+) -> None:
+    (measured,) = gloo.run(1, logits_of_a_step, flags={"log_max_attention_logit": True}, model=model)
+    threshold, before = float(measured[0].median()), measured.double()  # half of the first layer's heads exceed it
+    clip = {"qk_clip": True, "qk_clip_threshold": threshold, "qk_clip_alpha": alpha}
+    (found,) = gloo.run(1, clipped_once, flags=clip, model=model)
+    run = build({**TINY, **MODELS[model], **FLAGS, "qk_clip_alpha": alpha})
+    groups = before.shape[1] if run.model.multi_latent_attention else run.model.num_query_groups
+    eta = (threshold / before.unflatten(1, (groups, -1)).amax(2)).clamp(max=1.0)
+    of_heads = eta.repeat_interleave(before.shape[1] // groups, 1)
+    # The inputs of the first layer are the same; those of later ones follow from it.
+    torch.testing.assert_close(found["logits"][0].double(), (of_heads * before)[0], rtol=1e-5, atol=0)
+    assert float(found["logits"][0].max()) == pytest.approx(threshold, rel=1e-5)
+    assert found["clipped"] == int((before > threshold).sum()) > 0
+    changed = compare_clipped(run, eta, [found["before"]], [found["after"]])
+    assert changed == (2 if run.model.multi_latent_attention else 1)
+
+
+def compare_clipped(run: Run, eta: torch.Tensor, before: list[Saved], after: list[Saved], rtol: float = 1e-6) -> int:
+    """Compare all ranks' weights with those before QK-clip; return how many kinds of them it has changed."""
+    plain, clipped = (whole([([], saved) for saved in ranks]) for ranks in (before, after))
+    changed = set()
+    for name, weight in plain.items():
+        wanted = weight
+        if name.split(".")[-2] in PROJECTIONS:
+            layer = run.model.num_layers if name.startswith("mtp.") else int(name.split(".")[2])
+            wanted = clipped_by_the_formula(run, name, weight, eta[layer], run.optimizer.qk_clip_alpha).to(weight.dtype)
+            changed |= set() if torch.equal(wanted, weight) else {name.split(".")[-2]}
+        torch.testing.assert_close(clipped[name], wanted, rtol=rtol, atol=0, msg=name)
+    return len(changed)
+
+
+def after_a_step(flags: dict[str, Any], model: str) -> dict[str, Any]:
+    """The state after a step at the full rate."""
+    trainer = trainer_of({**flags, "lr_warmup_iters": 0}, model)
+    trainer.step()
+    return {"weights": weights(trainer), "moments": trainer.state()["moments"], "logits": step_logits(trainer)}
+
+
+BF16 = {"bf16": True, "use_distributed_optimizer": True}
+UPDATED = [
+    ("latent", 1, {}),
+    ("grouped, biased", 1, {}),
+    ("latent", 2, BF16),
+    ("grouped", 2, {**BF16, **LAYOUTS["TP2"][1]}),
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "flags"), engines.cases(UPDATED, both=[UPDATED[2]]))
+def test_updated_weights_are_clipped_and_momenta_are_not(
+    gloo: Any, model: str, ranks: int, flags: dict[str, Any]
+) -> None:
+    every = gloo.run(ranks, after_a_step, flags={**flags, "log_max_attention_logit": True}, model=model)
+    plain, threshold = every[0], float(every[0]["logits"].median())
+    clip = {**flags, "qk_clip": True, "qk_clip_threshold": threshold}
+    others = gloo.run(ranks, after_a_step, flags=clip, model=model)
+    run = build({**TINY, **MODELS[model], **FLAGS})
+    groups = run.model.num_attention_heads if run.model.multi_latent_attention else run.model.num_query_groups
+    eta = (threshold / plain["logits"].double().unflatten(1, (groups, -1)).amax(2)).clamp(max=1.0)
+    before, after = ([found["weights"] for found in ranks_found] for ranks_found in (every, others))
+    # The model's weights are rounded once, from clipped main weights.
+    assert compare_clipped(run, eta, before, after, rtol=2**-7 if "bf16" in flags else 1e-6) > 0
+    assert [found["moments"] for found in others] == [found["moments"] for found in every]
+
+
+def trained(flags: dict[str, Any], model: str) -> tuple[list[Any], Saved]:
+    """What three steps say, and the weights after them."""
+    trainer = trainer_of({**CLIP, **flags}, model)
+    said = []
+    for _ in range(3):
+        result = trainer.step()
+        said.append((result.max_attention_logit, result.clipped_heads, result.loss, step_logits(trainer)))
+    return said, weights(trainer)
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(gloo: Any) -> Callable[..., list[Any]]:
+    """The results of one rank, of which each is computed once."""
+    return functools.cache(lambda model, groups: gloo.run(1, trained, flags={"num_query_groups": groups}, model=model))
+
+
+@pytest.mark.claim("QK-clip measures and clips on every tried layout what it does on one rank.")
+@pytest.mark.parametrize("model", engines.cases(["latent", "grouped, biased"], both=["latent"]))
+@pytest.mark.parametrize("layout", engines.cases(LAYOUTS, both=EITHER))
+def test_a_layout_clips_as_one_rank_does(gloo: Any, on_one_rank: Any, layout: str, model: str) -> None:
+    ranks, changes = LAYOUTS[layout]
+    groups = None if model == "latent" else 2
+    one = on_one_rank(model, groups)
+    many = gloo.run(ranks, trained, flags={**changes, "num_query_groups": groups}, model=model)
+    for said, _ in many:
+        for got, wanted in zip(said, one[0][0], strict=True):
+            torch.testing.assert_close(got[3], wanted[3], rtol=1e-3, atol=1e-5)
+            assert got[0] == pytest.approx(wanted[0], rel=1e-3) and wanted[1] > 0
+            assert got[1] == wanted[1] and got[2] == pytest.approx(wanted[2], rel=1e-5)
+    wanted, found = whole(one), whole(many)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=2e-5, msg=name)
+
+
+def spoiled(flags: dict[str, Any]) -> dict[str, Any]:
+    """What a step changes that the last rank spoils, with large logits, and the logits of the next one."""
+    trainer = trainer_of(flags, "latent")
+    hooks: list[Any] = []
+    if dist.get_rank() == dist.get_world_size() - 1:
+        core = trainer.model[0].module.decoder.layers[0].self_attention.core_attention
+        hooks = [
+            trainer.model[0].register_forward_hook(lambda _module, _inputs, losses: losses * float("nan")),
+            core.register_forward_pre_hook(lambda _module, inputs: (1000 * inputs[0], *inputs[1:])),
+        ]
+    before = trainer.state()
+    bad = trainer.step()
+    after = trainer.state()
+    for hook in hooks:
+        hook.remove()
+    first_batch_again(trainer)
+    good = trainer.step()
+    return {
+        "steps": [(step.committed, step.max_attention_logit, step.clipped_heads) for step in (bad, good)],
+        "changed": [name for name in before if before[name] != after[name]],
+        "next": step_logits(trainer),
+    }
+
+
+@pytest.mark.parametrize("distributed_optimizer", engines.cases([False, True], both=[True]))
+def test_a_step_that_is_not_applied_clips_nothing_and_is_forgotten(gloo: Any, distributed_optimizer: bool) -> None:
+    flags = {**CLIP, "use_distributed_optimizer": distributed_optimizer}
+    wanted, _ = gloo.run(2, logits_of_a_step, flags=flags, model="latent")
+    for found in gloo.run(2, spoiled, flags=flags):
+        (bad, largest, none), (good, logit, clipped) = found["steps"]
+        assert (bad, none, good) == (False, None, True) and largest > 100 * logit and clipped > 0
+        assert found["changed"] == []
+        torch.testing.assert_close(found["next"], wanted, rtol=0, atol=0)
