@@ -28,7 +28,7 @@ WORKERS ?= 4
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check bench gpu gpu-wheels lock clean
+.PHONY: help setup demo test test-all soak check bench gpu gpu-wheels lock clean
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12]; now: $(PYTHON) is Python $(PYTHON_VERSION), environment $(VENV)"
@@ -40,18 +40,23 @@ setup: $(STAMP) ## make the environment and install everything, with pinned vers
 demo: $(STAMP) ## prepare real text, train a small DeepSeek-V3 on 2 processes, evaluate, generate (FRESH=1: start over)
 	@$(RUN) tools/demo.py $(if $(filter-out 0,$(FRESH)),--fresh)
 
+PYTEST := $(QUIET_THREADS) $(RUN) -m pytest -q --durations=15 --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
+
 test: $(STAMP) ## run the test suite (ARGS="tests/moe -k router" narrows it, WORKERS=1 runs one file at a time)
-	$(QUIET_THREADS) $(RUN) -m pytest -q --durations=15 --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: $(STAMP) ## run every row of every matrix, with both ways in which a CPU multiplies half precision
+	MEGATRON_MOE_CPU_HALF_PRODUCTS=native $(PYTEST) --all $(ARGS)
+	MEGATRON_MOE_CPU_HALF_PRODUCTS=fp32 $(PYTEST) --all --engine $(ARGS)
 
 soak: $(STAMP) ## the long runs of docs/reliability.md: kills, faults, corruption (ARGS="tests/soak/test_kills.py --soak-scale 0.1")
 	$(QUIET_THREADS) $(RUN) -m pytest -q --durations=0 $(if $(filter tests/%,$(ARGS)),,tests/soak) $(ARGS)
 
-check: $(STAMP) ## style, format, types, architecture, the pages of flags and of what is verified
+check: $(STAMP) ## style, format, types, architecture, the page of flags
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest -q tests/house/test_architecture.py tests/house/test_sizes_and_names.py
-	$(RUN) -m tests.helpers.verification --check
+	$(RUN) -m pytest -q tests/house
 	$(RUN) -m tests.helpers.flags_page --check
 
 BENCH ?= moe_layer

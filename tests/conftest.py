@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +20,15 @@ if "--gpu" not in sys.argv:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
-from packaging.requirements import Requirement
 
 import megatron_moe  # noqa: F401  before anything imports the engine
 from tests.helpers.gloo_pool import GlooPool
-from tests.helpers.ranks import RankParent
-
-LEFT_OUT = pytest.StashKey[tuple[int, int, int]]()
-"""How many tests --engine-only left out by their imports, of how many files, and how many in all."""
+from tests.helpers.ranks import ROOT, RankParent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--engine-only",
-        action="store_true",
-        help="leave out tests marked one_engine, and files that cannot reach what differs between the two environments",
-    )
+    parser.addoption("--all", action="store_true", help="run the rows marked test_all too: make test-all")
+    parser.addoption("--engine", action="store_true", help="run the tests marked engine alone")
     parser.addoption(
         "--gpu",
         action="store_true",
@@ -55,74 +46,49 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _select_by_device(config, items)
-    _skip_without_triton(items)
-    if config.getoption("--engine-only"):
-        _select_by_engine(config, items)
+    named = any("::" in argument for argument in config.args)
+    if not named:
+        _require_a_row_of_each(items)
+    wanted = [item for item in items if _is_wanted(config, item, every_row=named or config.getoption("--all"))]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
+    items[:] = wanted
 
 
-def _select_by_device(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests marked `gpu` with --gpu, and all others without it."""
-    wanted = config.getoption("--gpu")
-    left_out = [item for item in items if (item.get_closest_marker("gpu") is not None) != wanted]
-    items[:] = [item for item in items if (item.get_closest_marker("gpu") is not None) == wanted]
-    config.hook.pytest_deselected(items=left_out)
+def _is_wanted(config: pytest.Config, item: pytest.Item, every_row: bool) -> bool:
+    def marked(name: str) -> bool:
+        return item.get_closest_marker(name) is not None
+
+    if config.getoption("--gpu") != marked("gpu"):
+        return False
+    if config.getoption("--engine") and not marked("engine"):
+        return False
+    return every_row or not marked("test_all")
 
 
-def _skip_without_triton(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `triton` where torch comes without it; where torch requires it and it is missing they fail.
+def _require_a_row_of_each(items: list[pytest.Item]) -> None:
+    """Refuse a mark that hides a whole test: `make test` runs a row of each, or the test that the mark names instead.
 
-    torch's builds for CUDA require it, those for a CPU do not.
+    Without this, a red test could be marked until it is no longer seen.
     """
-    required = [Requirement(one) for one in metadata.requires("torch") or []]
-    brought = any(one.name == "triton" and (one.marker is None or one.marker.evaluate()) for one in required)
-    if brought or importlib.util.find_spec("triton") is not None:
-        return
+    seen: dict[str, bool] = {}
+    instead: dict[str, str | None] = {}
     for item in items:
-        if item.get_closest_marker("triton") is not None:
-            item.add_marker(pytest.mark.skip(reason="no Triton: this torch is a build without it"))
-
-
-def _select_by_engine(config: pytest.Config, items: list[pytest.Item]) -> None:
-    from tests.helpers.engine_reach import of_this_repository
-
-    reach = of_this_repository()
-    # What needs Triton was skipped in an environment without it.
-    reaches = {item.path: True for item in items if item.get_closest_marker("triton") is not None}
-    reaches |= {path: bool(reach.chain(path)) for path in {item.path for item in items} - reaches.keys()}
-    kept = {item for item in items if reaches[item.path] and item.get_closest_marker("one_engine") is None}
-    left_out = [item for item in items if item not in kept]
-    items[:] = [item for item in items if item in kept]
-    config.hook.pytest_deselected(items=left_out)
-    files = len(reaches) - sum(reaches.values())
-    config.stash[LEFT_OUT] = (sum(not reaches[item.path] for item in left_out), files, len(left_out))
+        test, mark = item.nodeid.partition("[")[0], item.get_closest_marker("test_all")
+        seen[test] = seen.get(test, False) or mark is None
+        if mark is not None:
+            instead[test] = mark.kwargs.get("instead")
+    for test in (test for test, is_seen in seen.items() if not is_seen):
+        other = instead[test]
+        if other is None:
+            raise pytest.UsageError(f"{test}: test_all marks each of its rows and names no test that stands for them")
+        if seen.get(other) is False or (other not in seen and not (ROOT / other.partition("::")[0]).is_file()):
+            raise pytest.UsageError(f"{test}: make test does not run {other}, which test_all names instead")
 
 
 def pytest_collection_finish() -> None:
     """What is loaded stays: the collector need not look through torch, the engine and transformers again and again."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist reports what it left out; each of them collects all tests."""
-    if LEFT_OUT in session.config.stash and hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    if (left_out := getattr(node, "workeroutput", {}).get("left_out")) is not None:
-        node.config.stash[LEFT_OUT] = left_out
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if LEFT_OUT in config.stash:
-        tests, files, together = config.stash[LEFT_OUT]
-        terminalreporter.write_line(
-            f"engine-only: left out {tests} tests in {files} files that cannot reach the engine, and "
-            f"{together - tests} that are marked one_engine"
-        )
 
 
 @pytest.fixture(scope="session")

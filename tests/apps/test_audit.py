@@ -24,7 +24,7 @@ def report(folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads((folder / "audit.json").read_text())
 
 
-@pytest.mark.claim("The audit finds no unintended promotion and no mixed product in our models.")
+@pytest.mark.engine
 @pytest.mark.parametrize("dtype", [["--bf16"], ["--fp16"], []], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("preset", ["tiny", "tiny-gqa"])
 def test_our_model_mixes_nothing_in_forward_backward_and_update(tmp_path, preset, dtype):
@@ -42,7 +42,7 @@ def test_our_model_mixes_nothing_in_forward_backward_and_update(tmp_path, preset
     assert "?" not in backward
 
 
-@pytest.mark.claim("The audit finds no unintended promotion and no mixed product in our models.")
+@pytest.mark.engine
 @pytest.mark.parametrize(
     "flags",
     [
@@ -65,7 +65,7 @@ def test_our_model_is_clean_under_flags_that_move_dtypes(tmp_path, flags):
     assert (status, found["unintended_promotion_list"], found["mixed_matmul_list"]) == (0, [], [])
 
 
-@pytest.mark.claim("The audit names planted dtype faults by module and line.")
+@pytest.mark.engine
 def test_our_norm_without_its_declaration_is_found(tmp_path, monkeypatch):
     monkeypatch.delitem(contract._CODE, norm._RMSNormFunction.backward.__code__)
     status, found = report(tmp_path, "--preset", "tiny", "--bf16", *TINY)
@@ -75,6 +75,7 @@ def test_our_norm_without_its_declaration_is_found(tmp_path, monkeypatch):
     assert "decoder.layers.0.input_layernorm" in {one["module"] for one in found["unintended_promotion_list"]}
 
 
+@pytest.mark.engine
 def test_a_router_whose_bias_is_cast_is_a_violation(tmp_path, monkeypatch):
     gate = TopKRouter.gate
 
@@ -93,7 +94,6 @@ PACKED = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-a
 FIRST_MOMENT, MAIN_WEIGHT = "(exp_avg), must be bfloat16", "(master weight), must be int16"
 
 
-@pytest.mark.one_engine
 @pytest.mark.parametrize("wrong", [None, FIRST_MOMENT, MAIN_WEIGHT])
 def test_optimizer_state_stored_otherwise_than_the_contract_says_is_a_violation(tmp_path, monkeypatch, wrong):
     if wrong == FIRST_MOMENT:
@@ -112,7 +112,7 @@ def test_optimizer_state_stored_otherwise_than_the_contract_says_is_a_violation(
     assert {one["where"] for one in violations} == ({"before the step", "after the step"} if wrong else set())
 
 
-@pytest.mark.claim("A switch that lets products round stops the run by name.")
+@pytest.mark.engine
 def test_a_switch_that_is_set_in_the_step_is_a_violation(tmp_path, monkeypatch):
     gate, before = TopKRouter.gate, torch.get_float32_matmul_precision()
 
@@ -129,6 +129,7 @@ def test_a_switch_that_is_set_in_the_step_is_a_violation(tmp_path, monkeypatch):
     assert "after the step" in {one["where"] for one in found["fp32_state_violations"]}
 
 
+@pytest.mark.engine
 def test_a_mixed_product_in_our_router_is_told_with_the_error_it_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(
         TopKRouter, "gate", lambda self, hidden: torch.nn.functional.linear(hidden.float(), self.weight)
@@ -139,6 +140,7 @@ def test_a_mixed_product_in_our_router_is_told_with_the_error_it_raises(tmp_path
     assert found["error"]["module"] == "decoder.layers.1.mlp.router"
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("factory", "error"), [("crashing", True), ("silent", False)])
 def test_a_module_from_a_file_is_audited(tmp_path, factory, error):
     status, found = report(tmp_path, "--module", f"{PLANTED}:{factory}")
@@ -147,6 +149,7 @@ def test_a_module_from_a_file_is_audited(tmp_path, factory, error):
     assert (found["error"] is not None) is error
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -195,6 +198,7 @@ def deepseek_folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.engine
 def test_a_hugging_face_folder_without_weights_is_audited(tmp_path):
     status, found = report(tmp_path, "--hf", str(deepseek_folder(tmp_path)), "--bf16")
     assert found["error"] is None and found["mixed_matmuls"] == 0
@@ -204,6 +208,7 @@ def test_a_hugging_face_folder_without_weights_is_audited(tmp_path):
     assert found["modules"]["model.layers.1"]["outputs"] == ["bfloat16"]
 
 
+@pytest.mark.engine
 def test_the_fault_in_transformers_own_moe_is_found(tmp_path, monkeypatch):
     folder = deepseek_folder(tmp_path)
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling

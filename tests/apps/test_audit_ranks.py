@@ -11,6 +11,8 @@ import torch
 
 from megatron_moe.config.schema import Run, replace
 
+pytestmark = pytest.mark.engine
+
 FLAGS = {"audit_precision": True, "train_iters": 2}
 
 
@@ -35,7 +37,6 @@ def traced_step(folder: str, fail_on: int | None = None) -> list[str]:
     return told
 
 
-@pytest.mark.claim("The audit names planted dtype faults by module and line.")
 def test_what_only_rank_1_mixes_stands_in_the_report_of_rank_0(gloo, tmp_path):
     told = gloo.run(2, traced_step, folder=str(tmp_path))
     found = json.loads((tmp_path / "found.json").read_text())
@@ -66,7 +67,6 @@ def steps(folder: Path, **flags: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
-@pytest.mark.claim("Auditing a run changes no number of it.")
 @pytest.mark.usefixtures("one_process")
 def test_the_audit_changes_no_number_of_a_run(tmp_path, capsys):
     prefix = str(tmp_path / "deep" / "audit")

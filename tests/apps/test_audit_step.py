@@ -20,6 +20,8 @@ from megatron_moe.precision import contract
 from megatron_moe.precision.contract import mixes_dtypes, returns_wider
 from megatron_moe.precision.fp32_state import Fp32State
 
+pytestmark = pytest.mark.engine
+
 HERE = "tests/apps/test_audit_step.py"
 PLANTED = Path(__file__).with_name("planted_deepseek_fault.py")
 HALVES = [torch.bfloat16, torch.float16]
@@ -64,7 +66,6 @@ def audited(function: Any, dtype: torch.dtype = torch.bfloat16, x: Tensor | None
 # ---- the DeepSeek-Coder-V2 fault
 
 
-@pytest.mark.claim("The audit names planted dtype faults by module and line.")
 def test_a_layer_that_returns_fp32_is_named_with_its_first_promotion_when_the_next_product_raises():
     model, inputs = planted().crashing()
     report = audit_module(model, inputs).as_dict()
@@ -96,7 +97,6 @@ def test_the_same_fault_is_found_where_nothing_raises():
 # ---- promotions
 
 
-@pytest.mark.claim("The audit names planted dtype faults by module and line.")
 @pytest.mark.parametrize("half", HALVES)
 def test_a_promotion_is_found_in_forward_and_backward_with_its_line(half):
     wide = torch.ones(4, 4)
@@ -163,7 +163,6 @@ def attention(w: Tensor, x: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, q, x.view(1, 1, 4, 4).float())
 
 
-@pytest.mark.claim("The audit names planted dtype faults by module and line.")
 @pytest.mark.parametrize(
     ("name", "function"),
     [

@@ -16,6 +16,8 @@ from tests.helpers import tiny_models
 from tests.helpers.trained_steps import tensors
 from tests.hf import small_folders
 
+pytestmark = pytest.mark.engine
+
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
@@ -60,7 +62,6 @@ def set_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-@pytest.mark.claim("Hugging Face folder to checkpoint and back gives the same keys and bits.")
 @pytest.mark.parametrize("case", ["deepseek-v2-grouped", "deepseek-v3", "mixtral", "qwen2-moe", "qwen3-moe-tied"])
 def test_there_and_back_nothing_changes(tmp_path, case):
     hf = tmp_path / "hf"
@@ -84,7 +85,6 @@ def test_there_and_back_nothing_changes(tmp_path, case):
         assert len(entry["sha256"]) == 64
 
 
-@pytest.mark.claim("Hugging Face folder to checkpoint and back gives the same keys and bits.")
 def test_the_certificate_names_both_sides_with_their_hashes(tmp_path):
     hf = small_folders.sound(tmp_path / "hf", tmp_path / "sentinel")
     certificate = convert("hf", "native", hf, tmp_path / "native")

@@ -14,6 +14,8 @@ from megatron_moe.apps.convert.cli import main
 from megatron_moe.checkpoint import folder, manifest
 from tests.helpers.trained_steps import tensors, trained
 
+pytestmark = pytest.mark.engine
+
 HALF = "decoder.layers.1.mlp.experts.weight1"
 BIAS = "decoder.layers.1.mlp.router.expert_bias"
 MAIN = "optimizer.state.param."
@@ -31,7 +33,6 @@ def words(load: Path, save: Path, *more: str) -> list[str]:
     return ["--from", "native", "--to", "native", "--load", str(load), "--save", str(save), *more]
 
 
-@pytest.mark.claim("Averaged steps are the mean of their main weights in fp64, rounded to the weights' dtype.")
 def test_the_mean_is_that_of_main_weights_in_fp64(run: Path, tmp_path: Path) -> None:
     assert main(words(run, tmp_path / "mean", "--average-steps", "3", "1")) == 0
     step = tmp_path / "mean" / "iter_0000003"

@@ -15,6 +15,8 @@ from megatron_moe.checkpoint import folder, manifest
 from tests.helpers import imported_cases
 from tests.helpers.trained_steps import differing, tensors, trained
 
+pytestmark = pytest.mark.engine
+
 EMA = "optimizer.state.ema."
 BIAS = "decoder.layers.1.mlp.router.expert_bias"
 FROZEN = "decoder.layers.1.input_layernorm.weight"
@@ -46,7 +48,6 @@ def folder_of(path: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-@pytest.mark.claim("A converted average is the fp32 average of a run's weights, rounded once.")
 def test_the_averages_take_the_place_of_the_weights(run: Path, tmp_path: Path) -> None:
     assert main(words("native", run, tmp_path / "mean", "--ema")) == 0
     step = tmp_path / "mean" / "iter_0000003"

@@ -19,8 +19,10 @@ from megatron_moe.config.schema import build
 from megatron_moe.data.train_tokenizer import train_sentencepiece
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
-from tests.helpers import engines
+from tests.helpers.rows import rows
 from tests.helpers.tiny_tokenizers import TEXTS, byte_level, published
+
+pytestmark = pytest.mark.engine
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "lm_eval"
 PROMPT = "def area_7(width"
@@ -102,8 +104,7 @@ def same_loglikelihoods(run: Path, tokenizer: Any, model: Any) -> None:
     assert len(here) > 10 and here == pytest.approx(theirs, abs=1e-4)
 
 
-@pytest.mark.claim("transformers loads an exported folder alone and generates the tokens of tools/generate.py.")
-@pytest.mark.parametrize("kind", engines.cases(MADE, both=["HuggingFaceTokenizer"]))
+@pytest.mark.parametrize("kind", rows(MADE, test=["HuggingFaceTokenizer"]))
 def test_transformers_generates_from_an_exported_folder_what_we_do(gloo, capsys, tmp_path, kind):
     make, preset = MADE[kind]
     file = None if make is None else make(tmp_path / "tokenizer" if make is byte_level else tmp_path)
@@ -142,7 +143,6 @@ def test_transformers_generates_from_an_exported_folder_what_we_do(gloo, capsys,
         }
 
 
-@pytest.mark.claim("transformers loads an exported folder alone and generates the tokens of tools/generate.py.")
 def test_an_imported_model_is_exported_with_what_it_came_with(capsys, tmp_path):
     hf = tmp_path / "hf"
     model = published("qwen3-moe", 3, hf)

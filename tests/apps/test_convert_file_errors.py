@@ -26,10 +26,8 @@ from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.source import locate
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import Copy, ExpertDown, ExpertGateUp, GateThenUp, QueryKeyValue, Vocabulary
-from tests.helpers import tiny_models
 from tests.apps.planting import EXPERTS, LOGITS, replaced
-
-pytestmark = pytest.mark.one_engine
+from tests.helpers import tiny_models
 
 EITHER = f"{EXPERTS}|{LOGITS}"
 READS, GIVES, BACK = "it reads otherwise than", "gives another one", "it is made back into another"
@@ -216,7 +214,6 @@ IMPORT = [
 ]
 
 
-@pytest.mark.claim("Planted errors in a conversion are each noticed for their own reason.")
 @pytest.mark.parametrize("plant", IMPORT, ids=str)
 def test_the_certificate_notices_an_error_in_what_is_written(
     plant: Plant, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -287,7 +284,6 @@ EXPORT = [
 ]
 
 
-@pytest.mark.claim("Planted errors in a conversion are each noticed for their own reason.")
 @pytest.mark.parametrize("plant", EXPORT, ids=str)
 def test_the_certificate_notices_an_error_in_what_is_exported(
     plant: Plant, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -342,7 +338,6 @@ COMPARED = [
 ]
 
 
-@pytest.mark.claim("Planted errors in a conversion are each noticed for their own reason.")
 @pytest.mark.parametrize("plant", COMPARED, ids=str)
 def test_the_comparison_notices_an_exported_model_that_computes_something_else(
     plant: Plant, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -422,7 +417,6 @@ SCALED = [
 ]
 
 
-@pytest.mark.claim("Planted errors in a conversion are each noticed for their own reason.")
 @pytest.mark.parametrize("plant", SCALED, ids=str)
 def test_the_comparison_notices_scales_that_are_applied_wrongly(
     plant: Plant, fp8: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,8 +15,6 @@ from megatron_moe.hf.mapping import Piece
 from megatron_moe.hf.transforms import Copy
 from tests.helpers import tiny_models
 
-pytestmark = pytest.mark.one_engine
-
 FP8 = torch.float8_e4m3fn
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
           "gate_proj", "up_proj", "down_proj")  # fmt: skip
@@ -86,7 +84,6 @@ def convert(origin: str, target: str, load: Path, save: Path, *flags: str) -> No
     assert main(["--from", origin, "--to", target, "--load", str(load), "--save", str(save), *flags]) == 0
 
 
-@pytest.mark.claim("--dtype fp8 writes linear weights as DeepSeek publishes them; importing gives the rounded numbers.")
 @pytest.mark.parametrize("case", ["deepseek-v3", "qwen2-moe"])
 def test_an_export_in_fp8_is_imported_as_exactly_the_rounded_numbers(tmp_path, case):
     hf = tmp_path / "hf"

@@ -5,13 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 from benchmarks.convert_16b import ROOT, hashes, make, model
 from benchmarks.measured_process import Measured, measured
 from megatron_moe.config.schema import replace
-
-pytestmark = pytest.mark.one_engine
 
 MIB = 2**20
 
@@ -24,7 +20,6 @@ def converted(origin: str, load: Path, save: Path, *flags: str) -> Measured:
     return ran
 
 
-@pytest.mark.claim("A conversion holds a part of the model in memory at a time.")
 def test_a_conversion_holds_at_most_two_layers_of_a_model_of_eight(tmp_path):
     run = replace(model(8), hidden_size=1024, ffn_hidden_size=2048, vocab_size=8000)
     run = replace(run, moe_ffn_hidden_size=176, num_experts=16, moe_router_topk=4)

@@ -29,6 +29,8 @@ from megatron_moe.hf.source import locate
 from megatron_moe.moe.routing import choose_experts
 from tests.helpers import tiny_models
 
+pytestmark = pytest.mark.engine
+
 EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
 
 # ---- ties
@@ -100,7 +102,6 @@ def twins(model: Any) -> None:
     gate[1::2] = gate[::2]
 
 
-@pytest.mark.claim("tools/trace_forward.py gives the logits, loss, choices and gradient norms of transformers.")
 def test_ties_are_followed_and_counted_and_other_choices_are_errors(tmp_path: Path) -> None:
     case = Case(tmp_path, "qwen3-moe", twins)
     sound = case.compared()

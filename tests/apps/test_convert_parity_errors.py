@@ -26,12 +26,10 @@ from megatron_moe.hf import opened as opening
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
 from megatron_moe.parallel import groups
-from tests.helpers import tiny_models
 from tests.apps.planted_names import NAMES, NUMBERS, TRANSFORMS
 from tests.apps.planted_settings import COMPUTED, CONSTANTS, COVERED
 from tests.apps.planting import COVERAGE, PARITY, Plant
-
-pytestmark = pytest.mark.one_engine
+from tests.helpers import tiny_models
 
 IMPORTED = [*NAMES, *TRANSFORMS, *NUMBERS, *CONSTANTS, *COMPUTED, *COVERED]
 
@@ -87,7 +85,6 @@ def test_without_a_planted_error_every_family_agrees_with_transformers(baseline:
     assert all(one.equal == one.tokens for one in result.choices.values())
 
 
-@pytest.mark.claim("Planted errors in a conversion are each noticed for their own reason.")
 @pytest.mark.parametrize("plant", IMPORTED, ids=str)
 def test_an_error_in_the_import_is_noticed(plant: Plant, baseline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = baseline(plant.case)

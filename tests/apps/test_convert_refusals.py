@@ -66,6 +66,7 @@ def edit(hf: Path, change: Any) -> None:
 # ---- arguments
 
 
+@pytest.mark.engine
 def test_an_output_that_is_there_or_is_the_source_is_refused(tmp_path, capsys, hf):
     full = tmp_path / "full"
     full.mkdir()
@@ -84,6 +85,7 @@ def test_an_output_that_is_there_or_is_the_source_is_refused(tmp_path, capsys, h
     assert main(words(hf, tmp_path / "none" / "yet" / "native")) == 0  # as train and prepare do, folders are made
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     "flags, part",
     [
@@ -100,6 +102,7 @@ def test_flags_that_mean_nothing_here_are_refused(tmp_path, capsys, hf, flags, p
     assert part in refused(capsys, words(hf, tmp_path / "native", *flags))
 
 
+@pytest.mark.engine
 def test_a_source_of_the_other_kind_is_named(tmp_path, capsys, hf):
     assert "there is nothing to convert" in refused(capsys, words(hf, tmp_path / "x", target="hf"))
     assert "--from hf converts it" in refused(capsys, words(hf, tmp_path / "x", origin="native", target="hf"))
@@ -109,6 +112,7 @@ def test_a_source_of_the_other_kind_is_named(tmp_path, capsys, hf):
     assert main(words(step, tmp_path / "back", origin="native", target="hf")) == 0
 
 
+@pytest.mark.engine
 def test_a_dry_run_writes_nothing(tmp_path, capsys, hf):
     before = sorted(tmp_path.rglob("*"))
     assert main(words(hf, tmp_path / "native", "--dry-run")) == 0
@@ -118,12 +122,14 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys, hf):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.engine
 def test_too_little_room_is_told_before_anything_is_written(tmp_path, capsys, hf, monkeypatch):
     monkeypatch.setattr(convert, "free_bytes", lambda folder: 1000)
     message = refused(capsys, words(hf, tmp_path / "native"))
     assert "not enough room" in message and "1.0 kB (1000 bytes) are free" in message and "are needed" in message
 
 
+@pytest.mark.engine
 def test_a_disk_that_fills_up_is_told_with_what_is_needed_and_nothing_is_left(tmp_path, capsys, hf, monkeypatch):
     def full(self: DataFile, key: str, start: Any, block: torch.Tensor) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -136,6 +142,7 @@ def test_a_disk_that_fills_up_is_told_with_what_is_needed_and_nothing_is_left(tm
 # ---- tensors
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     "change, part",
     [
@@ -151,6 +158,7 @@ def test_tensors_that_are_not_the_models_are_listed_before_anything_is_written(t
     assert not (tmp_path / "native").exists() and not hidden_folder(tmp_path / "native").exists()
 
 
+@pytest.mark.engine
 def test_numbers_that_are_not_finite_are_counted_and_nothing_is_left(tmp_path, capsys, hf):
     def damage(values: dict[str, torch.Tensor]) -> None:
         values[small_folders.ATTENTION][1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
@@ -160,12 +168,14 @@ def test_numbers_that_are_not_finite_are_counted_and_nothing_is_left(tmp_path, c
     assert f"tensor {small_folders.ATTENTION} holds 3 of 192 numbers that are not finite" in message
 
 
+@pytest.mark.engine
 def test_numbers_that_the_new_dtype_cannot_hold_are_refused(tmp_path, capsys, hf):
     edit(hf, lambda values: {**values, small_folders.ATTENTION: values[small_folders.ATTENTION].fill_(1e5)})
     message = refused(capsys, words(hf, tmp_path / "native", "--dtype", "fp16"))
     assert small_folders.ATTENTION in message and "too large for float16" in message
 
 
+@pytest.mark.engine
 def test_a_copy_that_is_none_is_refused(tmp_path, capsys):
     hf = tmp_path / "hf"
     tiny_models.make("qwen3-moe-tied", 1, hf)
@@ -219,6 +229,7 @@ def _not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DataFile, "add", forgetful)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     "mistake, part",
     [
@@ -237,6 +248,7 @@ def test_a_mistake_in_the_conversion_itself_is_found_and_nothing_published(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
+@pytest.mark.engine
 def test_every_element_is_covered_once_or_it_is_told():
     def row(start: list[int], shape: list[int], *names: str) -> dict[str, Any]:
         return {"native": {"key": "k", "start": start, "shape": shape}, "hf": [{"name": name} for name in names]}
@@ -255,6 +267,7 @@ def test_every_element_is_covered_once_or_it_is_told():
         assert part in str(error.value)
 
 
+@pytest.mark.engine
 def test_a_step_with_one_wrong_bit_in_one_number_is_not_exported(tmp_path, capsys, hf):
     assert main(words(hf, tmp_path / "native")) == 0
     step, key = tmp_path / "native" / "iter_0000000", "decoder.layers.0.mlp.linear_fc1.weight"
@@ -273,6 +286,7 @@ def test_a_step_with_one_wrong_bit_in_one_number_is_not_exported(tmp_path, capsy
 # ---- verification
 
 
+@pytest.mark.engine
 def test_what_fails_verification_is_not_published(tmp_path, capsys, hf, monkeypatch):
     class Result:
         passed = False
@@ -310,8 +324,6 @@ def die(*args: Any, **kwargs: Any) -> None:
     raise Killed
 
 
-@pytest.mark.claim("A conversion that was killed goes on and ends with the same bytes.")
-@pytest.mark.one_engine
 def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(tmp_path, capsys, monkeypatch):
     hf, whole, save = tmp_path / "hf", tmp_path / "whole", tmp_path / "native"
     tiny_models.make("glm4-moe", 1, hf)
@@ -342,7 +354,7 @@ def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(tmp_
     assert contents(save) == contents(whole) and not hidden_folder(save).exists()
 
 
-@pytest.mark.claim("A conversion that was killed goes on and ends with the same bytes.")
+@pytest.mark.engine
 @pytest.mark.parametrize("moment", ["record", "publish", "discard"])
 def test_wherever_it_dies_the_next_start_ends_the_same(tmp_path, capsys, hf, monkeypatch, moment):
     whole, save = tmp_path / "whole", tmp_path / "native"
@@ -357,7 +369,6 @@ def test_wherever_it_dies_the_next_start_ends_the_same(tmp_path, capsys, hf, mon
     assert "was complete already" in capsys.readouterr().out or moment != "discard"
 
 
-@pytest.mark.one_engine
 def test_other_options_or_another_source_start_over(tmp_path, capsys, hf, monkeypatch):
     save, whole = tmp_path / "native", tmp_path / "whole"
     with monkeypatch.context() as patch:
@@ -379,6 +390,7 @@ def test_other_options_or_another_source_start_over(tmp_path, capsys, hf, monkey
     assert "continuing" not in capsys.readouterr().err
 
 
+@pytest.mark.engine
 def test_two_at_once_do_not_write_to_one_folder(tmp_path, capsys, hf):
     workspace = Workspace(tmp_path / "native", {"another": 1})
     with workspace.open():
@@ -386,6 +398,7 @@ def test_two_at_once_do_not_write_to_one_folder(tmp_path, capsys, hf):
     assert manifest.structure_defect(workspace.hidden) is not None  # and what is being written is left alone
 
 
+@pytest.mark.engine
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, capsys, hf, monkeypatch):
     read = TensorReader.read_hashed
 
@@ -398,6 +411,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, capsys, hf, 
     assert "changed since it was opened" in refused(capsys, words(hf, tmp_path / "native"))
 
 
+@pytest.mark.engine
 def test_a_small_file_that_is_not_what_the_manifest_knows_is_not_copied(tmp_path):
     source = tmp_path / "tokenizer.json"
     known = write_bytes(source, b"{}")

@@ -21,8 +21,6 @@ from megatron_moe.data.tokenizers import ByteTokenizer, NullTokenizer
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.io.files import write_bytes, write_json
 
-pytestmark = pytest.mark.one_engine
-
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = {"type": "ByteTokenizer", "sha256": ByteTokenizer.sha256, "eod": 256, "bos": None}
 MADE_UP = {"type": "NullTokenizer", "sha256": "0" * 64, "eod": 299, "bos": None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_moe.apps.convert.cli import main
@@ -12,6 +13,8 @@ from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint.step_reader import StepReader
 from tests.helpers import imported_cases, tiny_models
 from tests.helpers.trained_steps import differing, tensors, trained
+
+pytestmark = pytest.mark.engine
 
 TRAINING = [
     "--use-checkpoint-args", "--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "2",

@@ -19,8 +19,6 @@ from megatron_moe.io import local_ranks
 from tests.helpers.forked_doctor import KEPT, ForkedRanks
 from tests.helpers.ranks import RankParent
 
-pytestmark = pytest.mark.one_engine
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -209,7 +207,6 @@ def planted(plant: Plant, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.claim("The doctor finds and names errors that are planted in copies of the package.")
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_error_is_found_and_named(
     name: str, rank_parent: RankParent, tmp_path: Path, monkeypatch: Any, capsys: Any

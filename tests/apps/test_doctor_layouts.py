@@ -23,6 +23,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, flatten, replace
 
+pytestmark = pytest.mark.engine
+
 # What a run keeps in its copy, whatever its size.
 KEPT = (
     "multi_latent_attention",
@@ -218,7 +220,6 @@ def test_eight_ranks_try_triples():
     assert "tp2-pp2-dp2+demo" in [layout.name for layout in default_choice(8).layouts]
 
 
-@pytest.mark.claim("The doctor's default layouts have every feature and meet every kind of parallelism.")
 def test_the_default_layouts_have_every_feature_and_refuse_nothing():
     choice = default_choice(4)
     assert choice.refused == []
@@ -240,7 +241,6 @@ def test_a_default_layout_is_found_with_its_model_and_without():
     assert {one.model for one in default_choice(4, ["*+fp16"]).layouts} == {"fp16"}
 
 
-@pytest.mark.claim("The doctor's default layouts have every feature and meet every kind of parallelism.")
 @pytest.mark.parametrize("name", MODELS)
 def test_each_model_of_the_default_layouts_meets_every_kind_of_parallelism(name):
     layouts = [layout for layout in default_choice(4).layouts if layout.model == name]

@@ -24,8 +24,6 @@ from megatron_moe.io.local_ranks import RankFailure
 from tests.helpers.forked_doctor import ForkedRanks
 from tests.helpers.ranks import RankParent
 
-pytestmark = pytest.mark.one_engine
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -84,7 +82,6 @@ def test_a_mistake_in_the_flags_ends_in_two(words: list[str], named: str, capsys
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.claim("The doctor names a rank that dies or hangs, and leaves no process behind.")
 @pytest.mark.parametrize(
     ("what", "told"),
     [("os._exit(3)", "rank 1 ended with status 3"), ("__import__('time').sleep(600)", "rank 1 did not end")],

@@ -16,7 +16,8 @@ from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
 from megatron_moe.model import key_value_cache
 from megatron_moe.model.key_value_cache import continuation
-from tests.helpers import engines, tiny_models
+from tests.helpers import tiny_models
+from tests.helpers.rows import rows
 
 PROMPTS = ([5], [3, 90, 17, 17, 64, 2, 101])
 NEW = 24
@@ -28,8 +29,8 @@ def continued(model, prompt, new=NEW):
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.claim("tools/generate.py gives the greedy tokens of transformers, for every family.")
-@pytest.mark.parametrize("case", engines.cases(tiny_models.CASES, both=["deepseek-v3", "qwen2-moe"]))
+@pytest.mark.engine
+@pytest.mark.parametrize("case", rows(tiny_models.CASES, test=["deepseek-v3", "qwen2-moe"]))
 def test_greedy_tokens_are_those_of_transformers(case, tmp_path):
     model = tiny_models.make(case, 1, tmp_path)
     with opened(locate(tmp_path)) as found:
@@ -79,7 +80,6 @@ def text(ids):
     return " ".join(WORDS[token] for token in ids if token > 1)
 
 
-@pytest.mark.one_engine
 def test_a_converted_checkpoint_speaks_with_the_tokenizer_it_came_with(native, folder, capsys, tmp_path):
     prompt = "w7 w11 w30"
     (tmp_path / "prompt").write_text(prompt)
@@ -98,7 +98,6 @@ def test_a_converted_checkpoint_speaks_with_the_tokenizer_it_came_with(native, f
     assert code == 0 and half.startswith(prompt) and len(half.split()) > 4
 
 
-@pytest.mark.one_engine
 def test_draws_repeat_with_their_seed_and_stop_at_the_end_of_a_document(native, capsys):
     flags = ["--load", native, "--prompt", "w9", "--temperature", 3.0, "--max-new-tokens"]
     first, again, other = (run(capsys, *flags, 9, "--top-p", 0.99, "--seed", seed) for seed in (3, 3, 4))
@@ -111,7 +110,6 @@ def test_draws_repeat_with_their_seed_and_stop_at_the_end_of_a_document(native, 
     assert narrow[1] == run(capsys, "--load", native, "--prompt", "w9", "--max-new-tokens", 5)[1]
 
 
-@pytest.mark.one_engine
 def test_an_imported_model_begins_and_ends_as_its_files_say(folder, capsys, tmp_path):
     """Without `add_bos_token` it is the post-processor that begins a text; several tokens may end it."""
     path, model = folder
@@ -158,13 +156,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED.values(), ids=REFUSED)
-@pytest.mark.one_engine
 def test_mistakes_are_told_in_one_line(native, capsys, flags, message):
     code, out, err = run(capsys, "--load", native, *flags)
     assert (code, out, len(err)) == (2, "", 1)
     assert err[0].startswith("error: ") and message in err[0]
 
 
+@pytest.mark.engine
 def test_several_processes_are_refused(native, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
@@ -172,6 +170,7 @@ def test_several_processes_are_refused(native, capsys, monkeypatch):
     assert code == 2 and "one process" in err[-1]
 
 
+@pytest.mark.engine
 def test_an_interrupt_ends_with_its_exit_code(native, capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -180,7 +179,6 @@ def test_an_interrupt_ends_with_its_exit_code(native, capsys, monkeypatch):
     assert run(capsys, "--load", native, "--prompt", "w5")[0] == 130
 
 
-@pytest.mark.one_engine
 def test_a_folder_without_a_tokenizer_says_how_to_name_one(folder, capsys, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(folder[0], bare, ignore=shutil.ignore_patterns("tokenizer*"))
@@ -192,7 +190,6 @@ def test_a_folder_without_a_tokenizer_says_how_to_name_one(folder, capsys, tmp_p
     assert code == 0 and [int(word) for word in out.split()] == [5, *continued(folder[1], [5], 3)]
 
 
-@pytest.mark.one_engine
 def test_a_run_that_was_trained_here_speaks_with_its_own_tokenizer_and_no_other(gloo, folder, capsys, tmp_path):
     shutil.copy(folder[0] / "tokenizer.json", tmp_path)
     save, tokenizer = str(tmp_path / "run"), tmp_path / "tokenizer.json"

@@ -17,6 +17,8 @@ from megatron_moe.data.tokenizers import (
 )
 from megatron_moe.data.train_tokenizer import train_sentencepiece
 
+pytestmark = pytest.mark.engine
+
 TEXT = "def total(x):\n    return x + 1  # Größe, 日本語, 🙂\n\n\tif x:\r\n  the the tower" * 2
 
 

@@ -21,6 +21,8 @@ from megatron_moe.checkpoint import lock as writer_lock
 from megatron_moe.io.files import new_file
 from tests.helpers.checkpoint_steps import contents, make_step, put_step, seal, tensors_of
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).parents[2]
 Inspect = Callable[..., tuple[int, str, dict[str, Any]]]
 
@@ -55,7 +57,6 @@ def remaining(root: Path) -> list[int]:
     return folder.steps(root)
 
 
-@pytest.mark.claim("tools/inspect_checkpoint.py reports steps, damage and differences as they are.")
 def test_list_tells_of_each_step_what_it_is(inspect, root):
     status, text, result = inspect("list", root)
     assert status == 0 and text.count("complete") == 3 and "200 samples" in text and "torch" in text
@@ -76,7 +77,6 @@ def test_list_is_not_well_where_a_step_is_damaged_or_the_pointer_is_wrong(inspec
     assert status == 1 and "DAMAGED: common.pt is missing" in text
 
 
-@pytest.mark.claim("tools/inspect_checkpoint.py reports steps, damage and differences as they are.")
 def test_only_hashing_finds_a_flipped_bit(inspect, root):
     flip(root / "iter_0000100" / "__1_0.distcp")
     assert inspect("list", root)[0] == 0
@@ -128,7 +128,6 @@ def test_config_shows_the_flags_and_what_differs_between_two_steps(inspect, root
     assert inspect("config", step, step, step)[0] == 2
 
 
-@pytest.mark.claim("tools/inspect_checkpoint.py reports steps, damage and differences as they are.")
 def test_stats_are_those_of_the_tensors(inspect, root):
     status, _, result = inspect("stats", root)
     expected = tensors_of(150)
@@ -160,7 +159,6 @@ def test_tensors_of_a_damaged_step_are_read_only_on_demand(inspect, root):
     assert "NOT VERIFIED" in text
 
 
-@pytest.mark.claim("tools/inspect_checkpoint.py reports steps, damage and differences as they are.")
 def test_steps_with_the_same_bits_are_equal_however_they_are_split(inspect, tmp_path):
     tensors = {"a": torch.arange(24.0).reshape(6, 4), "b": torch.tensor([float("nan"), -0.0]), "c": torch.zeros(3, 0)}
     make_step(tmp_path / "0", 50, tensors=tensors)
@@ -197,7 +195,6 @@ def test_boxes_of_differently_split_tensors_meet(tmp_path):
     assert (found["different"], found["max_difference"]) == (23, 23.0)
 
 
-@pytest.mark.claim("tools/inspect_checkpoint.py reports steps, damage and differences as they are.")
 def test_diff_tells_how_far_and_what_is_missing(inspect, tmp_path):
     first = {"a": torch.zeros(4), "b": torch.ones(4), "c": torch.ones(4), "d": torch.ones(2), "e": torch.zeros(2)}
     second = {
@@ -228,7 +225,6 @@ def test_prune_keeps_the_last_ones_and_multiples(inspect, root):
     assert inspect("prune", root, "--keep-last", 1)[0] == 0 and remaining(root) == [250]
 
 
-@pytest.mark.claim("tools/inspect_checkpoint.py reports steps, damage and differences as they are.")
 def test_prune_never_takes_a_damaged_step_for_a_good_one(inspect, root):
     flip(root / "iter_0000150" / "__0_0.distcp")
     (root / "iter_0000100" / "common.pt").unlink()
@@ -268,7 +264,6 @@ def test_a_json_file_in_a_folder_that_is_not_there_is_a_mistake(root):
     assert main(["list", str(root), "--json", str(root / "none" / "x.json")]) == 2
 
 
-@pytest.mark.claim("tools/inspect_checkpoint.py needs no torch where it reads no tensor.")
 def test_all_but_reading_tensors_works_without_torch_and_the_engine(root):
     program = (
         "import sys\n"

@@ -113,7 +113,6 @@ def test_a_plain_list_is_a_script():
     ]
 
 
-@pytest.mark.claim("A script of Megatron-LM is rewritten into a command that is taken here.")
 def test_a_rewritten_command_keeps_values_and_names_what_it_leaves_out(answered):
     lines = answered("--rewrite", script=ARRAYS).splitlines()
     comments = [line for line in lines if line.startswith("#")]

@@ -19,6 +19,8 @@ from megatron_moe.apps.plan.traffic import rank_traffic
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 
+pytestmark = pytest.mark.engine
+
 TINY = {**PRESETS["tiny"], "vocab_size": 1000, "bf16": True, "use_distributed_optimizer": True}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FURTHER_ALONE = {
@@ -37,7 +39,6 @@ def traced(world_size, **changes):
     return run, vocabulary, trace_ranks(run, world_size, vocabulary, device="cuda", imbalance=1.0)
 
 
-@pytest.mark.claim("A plan counts the parameters of the built model, on up to 2,048 ranks.")
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
@@ -157,7 +158,6 @@ def test_experts_are_counted_apart_and_shared_by_expert_ranks():
     assert sum(buffer.numel for buffer in shared.buffers if buffer.expert) >= shared.expert
 
 
-@pytest.mark.claim("A plan counts the parameters of the built model, on up to 2,048 ranks.")
 @pytest.mark.parametrize(
     ("preset", "stages", "total", "active"),
     [("deepseek-v2-lite", 9, 15.71, 2.66), ("mixtral-8x7b", 16, 46.70, 12.88), ("qwen3-30b-a3b", 16, 30.53, 3.35)],
@@ -169,7 +169,6 @@ def test_published_sizes_are_those_of_the_built_model(preset, stages, total, act
     assert round(plan["active_params"] / 1e9, 2) == active
 
 
-@pytest.mark.claim("A plan counts the parameters of the built model, on up to 2,048 ranks.")
 def test_deepseek_v3_on_2048_ranks():
     run = build(
         {

@@ -33,7 +33,7 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build, replace
 from megatron_moe.platform import switches
 from tests.apps.test_plan_memory_ranks import FOUR_LAYERS, LAYOUTS, MLA, PROPOSED
-from tests.helpers import engines
+from tests.helpers.rows import rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"vocab_size": 1000, "bf16": True, "global_batch_size": 16, "micro_batch_size": 1}
@@ -104,8 +104,8 @@ ESTIMATED = {
 }  # fmt: skip
 
 
-@pytest.mark.claim("What `--fit` estimates from parts is the memory of the whole plan, to 10 %.")
-@pytest.mark.parametrize("model", engines.cases(ESTIMATED, both=["predictions", "on a CPU", "dense"]))
+@pytest.mark.engine
+@pytest.mark.parametrize("model", rows(ESTIMATED, test=["predictions", "on a CPU", "dense"]))
 def test_what_is_put_together_from_parts_takes_what_the_whole_plan_takes(model):
     flat, world_size, device, cases = ESTIMATED[model]
     if device == "cpu" or model == "dense":
@@ -119,13 +119,14 @@ def test_what_is_put_together_from_parts_takes_what_the_whole_plan_takes(model):
         assert looked.estimated_gib(layout, modules) == pytest.approx(planned, rel=0.1), words(layout, modules)
 
 
+@pytest.mark.engine
 def test_without_expert_parallelism_no_exchange_takes_time_in_predictions_either():
     looked = search({**TINY, "mtp_num_layers": 1}, 4)
     alone, spread = (pick(looked.layouts(), tp=1, pp=1, ep=ep, zero=1) for ep in (1, 2))
     assert looked.times.of(alone, ()).expert == 0 < looked.times.of(spread, ()).expert
 
 
-@pytest.mark.claim("No layout that fits is faster, by the same estimate, than what `--fit` names.")
+@pytest.mark.engine
 def test_the_answer_is_that_of_planning_every_layout():
     # Fixed are TP, ZeRO and the offload: every layout of what is left is planned as a whole.
     typed = ("tensor_model_parallel_size", "use_distributed_optimizer", "optimizer_cpu_offload")
@@ -153,6 +154,7 @@ def test_the_answer_is_that_of_planning_every_layout():
     assert none.least.gib == pytest.approx(peaks[0], rel=0.02)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("sizes", "modules"),
     [
@@ -192,7 +194,6 @@ def test_the_time_of_a_step_is_that_of_the_plans_flops_and_traffic(sizes, module
     assert found.host == pytest.approx(2 * host / on.host_bandwidth / 1e9, rel=0.01)
 
 
-@pytest.mark.one_engine
 def test_the_faster_ones_that_it_names_are_too_large_and_the_others_slower(tmp_path, capsys):
     path = tmp_path / "fit.json"
     typed = "--preset tiny --vocab-size 1000 --bf16 --micro-batch-size 1 --global-batch-size 16"
@@ -217,7 +218,6 @@ def test_the_faster_ones_that_it_names_are_too_large_and_the_others_slower(tmp_p
     assert "layouts; estimating the time of each" in err
 
 
-@pytest.mark.one_engine
 def test_where_nothing_fits_the_least_is_planned_and_the_exit_status_says_so(tmp_path, capsys):
     path = tmp_path / "fit.json"
     flags = "--preset tiny --vocab-size 1000 --world-size 2 --fit 0.0001 --expert-model-parallel-size 2 --json"
@@ -231,7 +231,6 @@ def test_where_nothing_fits_the_least_is_planned_and_the_exit_status_says_so(tmp
     assert all(one["max_memory_gib"] >= plan["max_memory_gib"] for one in plan["fit"]["others"])
 
 
-@pytest.mark.one_engine
 def test_no_more_is_offloaded_than_a_machine_holds(capsys):
     flat = {**GQA, "num_layers": 2, "optimizer_cpu_offload": True}
     typed = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "recompute_granularity")
@@ -248,6 +247,7 @@ def test_no_more_is_offloaded_than_a_machine_holds(capsys):
     assert "--host-memory-gib 1e-06" in capsys.readouterr().err
 
 
+@pytest.mark.engine
 def test_what_the_user_sets_is_kept_and_what_changes_numbers_is_not_searched():
     typed = ("pipeline_model_parallel_size", "recompute_granularity", "recompute_modules")
     flat = {**TINY, "pipeline_model_parallel_size": 2, **recomputing(("layernorm",)), "context_parallel_size": 2}
@@ -269,6 +269,7 @@ def test_what_the_user_sets_is_kept_and_what_changes_numbers_is_not_searched():
     assert not changed & (kept | quantized)
 
 
+@pytest.mark.engine
 def test_a_presets_zero_stage_is_searched_and_a_typed_one_is_not():
     run = run_cli.parse("--preset qwen3-30b-a3b --global-batch-size 64".split())
     assert fixed_fields(run) == set()
@@ -281,6 +282,7 @@ def test_a_presets_zero_stage_is_searched_and_a_typed_one_is_not():
     assert {layout.offload for layout in on_cpu} == {False}
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("layers", "stages", "head", "counts"),
     [
@@ -295,6 +297,7 @@ def test_layers_are_spread_so_that_no_stage_is_slower_than_it_has_to_be(layers, 
     assert balanced(layers, stages, head) == counts
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("predictions", [None, 1])
 def test_every_split_is_typed_as_a_layout_that_the_rules_read_as_it_is_meant(stages, predictions):
@@ -312,6 +315,7 @@ def test_every_split_is_typed_as_a_layout_that_the_rules_read_as_it_is_meant(sta
         assert typed.derived.pipeline_stages == layout.stages
 
 
+@pytest.mark.engine
 def test_sets_of_modules_hold_nothing_twice():
     found = list(module_sets(build(TINY), ["layernorm", "moe", "moe_act", "shared_experts"]))
     assert found[0] == ()
@@ -320,6 +324,7 @@ def test_sets_of_modules_hold_nothing_twice():
     assert len(found) == len(set(found)) == 2 * (4 + 1) + 1
 
 
+@pytest.mark.engine
 def test_more_and_more_is_offloaded_of_what_recomputation_keeps():
     run = build(TINY)
     rungs = offloadable(run, Machine())
@@ -343,6 +348,7 @@ def test_more_and_more_is_offloaded_of_what_recomputation_keeps():
     assert set(itertools.chain(*dense)) == set(ALL_TO_HOST) - set(to_host("expert_fc1", "moe_act"))
 
 
+@pytest.mark.engine
 def test_activations_are_offloaded_where_the_link_to_the_host_is_fast(capsys):
     flags = "--preset tiny --vocab-size 1000 --seq-length 512 --max-position-embeddings 512 --bf16 --world-size 1"
     flags += " --micro-batch-size 8 --global-batch-size 8 --min-offloaded-tensor-size 1 --mfu 1e-6"
@@ -355,7 +361,6 @@ def test_activations_are_offloaded_where_the_link_to_the_host_is_fast(capsys):
 
 
 @pytest.mark.parametrize("half_products", ["native", "fp32"])
-@pytest.mark.one_engine
 def test_the_layout_whose_real_step_is_measured_is_one_that_the_search_proposes(half_products, monkeypatch):
     # A processor that multiplies bf16 in fp32 holds copies, 0.7 MB here; this limit has room for them.
     monkeypatch.setenv(switches.HALF_PRODUCTS, half_products)
@@ -366,8 +371,6 @@ def test_the_layout_whose_real_step_is_measured_is_one_that_the_search_proposes(
     assert spelled(looked.run, chosen) == spelled(looked.run, build({**MLA, **flat}))
 
 
-@pytest.mark.one_engine
-@pytest.mark.claim("The answer of `tools/plan.py --fit` on the page is what it prints.")
 def test_the_example_of_the_page_prints_what_the_page_says(capsys):
     pattern = r"```\npython tools/plan.py (--fit .*?)```\n\n```text\n(.*?)```"
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")

@@ -13,6 +13,8 @@ from megatron_moe.config.schema import build
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
 
+pytestmark = pytest.mark.engine
+
 # Keys as wide as values: torch's kernel for CPU would otherwise be given padded ones, which count.
 MLA = {**PRESETS["tiny"], "vocab_size": 1000, "v_head_dim": 24}
 DENSE = {
@@ -39,7 +41,6 @@ MODELS = {
 }
 
 
-@pytest.mark.claim("The FLOPs behind the logged MFU are those that torch's counter counts.")
 @pytest.mark.parametrize("model", MODELS)
 def test_flops_per_token_are_those_that_torch_counts(model):
     run = build({**MODELS[model], "micro_batch_size": 2})
@@ -54,7 +55,6 @@ def test_flops_per_token_are_those_that_torch_counts(model):
     assert counter.get_total_flops() == wanted
 
 
-@pytest.mark.claim("The FLOPs behind the logged MFU are those that torch's counter counts.")
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_plan_counts_the_same(device):
     run = build({**MLA, "mtp_num_layers": 1})

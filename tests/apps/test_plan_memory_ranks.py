@@ -17,8 +17,10 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.platform import switches
 from tests.apps.measured_memory import measured
-from tests.helpers import engines
 from tests.helpers.offloading import MODULES, offloading, on_a_cpu
+from tests.helpers.rows import rows
+
+pytestmark = pytest.mark.engine
 
 MLA = {
     **PRESETS["tiny"],
@@ -145,9 +147,9 @@ EITHER = [
 # Gradients are accumulated from a second micro-batch on; a third and a fourth hold no more. Stages hold several.
 TWO_MICRO_BATCHES = {"global_batch_size": 2 * MLA["micro_batch_size"]}
 ONE_BATCH = ("tensor_model_parallel_size", "context_parallel_size")
-CASES = engines.cases(
+CASES = rows(
     [*((layout, "native") for layout in LAYOUTS), *((layout, "fp32") for layout in COPIES)],
-    both=[(layout, "native") for layout in EITHER],
+    test=[(layout, "native") for layout in EITHER],
 )
 
 
@@ -165,7 +167,6 @@ def held_to(check: Callable[[list[Any]], None], gloo: Any, ranks: int, **case: A
     check(gloo.run(ranks, measured, steps=3 if ranks > 1 else 1, **case))
 
 
-@pytest.mark.claim("A plan's memory is that of a real step, to 3 %.")
 @pytest.mark.parametrize(("layout", "half_products"), CASES)
 def test_a_plan_holds_what_a_step_holds(layout, half_products, gloo, monkeypatch):
     monkeypatch.setenv(switches.HALF_PRODUCTS, half_products)
@@ -220,14 +221,11 @@ MUON_LAYOUTS = {
 MUON_COPIES = ["one rank", "EP2, distributed optimizer", "TP2"]
 
 
-@pytest.mark.claim(
-    "A plan's memory of Muon is that of a real step: its state to 0.1 %, its update to 10 % on one rank."
-)
 @pytest.mark.parametrize(
     ("layout", "half_products"),
-    engines.cases(
+    rows(
         [*((layout, "native") for layout in MUON_LAYOUTS), *((layout, "fp32") for layout in MUON_COPIES)],
-        both=[("EP2, distributed optimizer", way) for way in ("native", "fp32")],
+        test=[("EP2, distributed optimizer", way) for way in ("native", "fp32")],
     ),
 )
 def test_a_plan_holds_what_muon_holds(layout, half_products, gloo, monkeypatch):

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = "--preset tiny --vocab-size 1000 --bf16 --use-distributed-optimizer"
 
 
+@pytest.mark.engine
 def test_text_and_json_agree(tmp_path, capsys, recwarn):
     path = tmp_path / "plan.json"
     words = f"{TINY} --world-size 2 --expert-model-parallel-size 2 --json {path}"
@@ -42,7 +43,6 @@ def test_text_and_json_agree(tmp_path, capsys, recwarn):
         assert words in text
 
 
-@pytest.mark.one_engine
 def test_speed_is_that_of_a_peak_that_somebody_gave_or_a_gpus_and_counts_muon(tmp_path, capsys):
     def speed(flags):
         path = tmp_path / "plan.json"
@@ -64,7 +64,6 @@ def test_speed_is_that_of_a_peak_that_somebody_gave_or_a_gpus_and_counts_muon(tm
     assert gpu["muon_share"] == 0
 
 
-@pytest.mark.one_engine
 @pytest.mark.parametrize("predictions", ["", "--mtp-num-layers 1"])
 def test_a_config_json_is_planned_without_weights(predictions, tmp_path, capsys):
     run = build({**PRESETS["tiny"], "vocab_size": 1000, "mtp_num_layers": 1 if predictions else None})
@@ -83,6 +82,7 @@ def test_a_config_json_is_planned_without_weights(predictions, tmp_path, capsys)
     assert "model.safetensors" in capsys.readouterr().err
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("flags", "instead"),
     [
@@ -99,6 +99,7 @@ def test_parts_that_need_values_are_planned_by_ours_which_is_said(flags, instead
     assert capsys.readouterr().out == plan
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -123,6 +124,7 @@ def test_what_cannot_be_is_refused_in_one_message(flags, words, capsys):
     assert all(word in err for word in words), err
 
 
+@pytest.mark.engine
 def test_a_plan_wants_the_vocabulary_and_no_data_or_length(capsys):
     assert cli.main("--preset tiny --world-size 2 --alternatives 0".split()) == 2
     assert "--vocab-size" in capsys.readouterr().err
@@ -136,8 +138,6 @@ def v3_example(page):
     return shlex.split(command.replace("\\\n", "")), [line for line in printed.splitlines() if line != "..."]
 
 
-@pytest.mark.one_engine
-@pytest.mark.claim("The plan for DeepSeek-V3 on the pages is what tools/plan.py prints.")
 def test_the_example_of_the_readme_fits_and_prints_what_the_pages_say(capsys):
     words, in_readme = v3_example("README.md")
     same_words, in_docs = v3_example("docs/planning.md")
@@ -148,6 +148,7 @@ def test_the_example_of_the_readme_fits_and_prints_what_the_pages_say(capsys):
     assert [line for line in (*in_readme, *in_docs) if line not in out] == []
 
 
+@pytest.mark.engine
 def test_the_answer_comes_before_the_comparisons_and_progress_goes_to_stderr(monkeypatch, capsys):
     seen = []
 

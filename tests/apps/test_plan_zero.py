@@ -49,7 +49,7 @@ def peaks(known: dict[Any, RankTrace]) -> dict[str, float]:
     }
 
 
-@pytest.mark.claim("plan recommends the lowest ZeRO stage that fits with a tenth of the device free.")
+@pytest.mark.engine
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_lowest_stage_that_fits_is_recommended(
     peaks: dict[str, float], known: dict[Any, RankTrace], stage: str
@@ -66,6 +66,7 @@ def test_the_lowest_stage_that_fits_is_recommended(
         assert stage != "optim" or not found["switches"], "ZeRO++ begins at stage 2"
 
 
+@pytest.mark.engine
 def test_where_none_fits_the_smallest_is_named(peaks: dict[str, float], known: dict[Any, RankTrace]) -> None:
     machine = Machine(memory_gib=peaks["optim_grads_params"] / 2)
     found = recommended_stage(run_of(), 16, machine, known)
@@ -74,7 +75,6 @@ def test_where_none_fits_the_smallest_is_named(peaks: dict[str, float], known: d
     assert not piped["fits"] and piped["strategy"] == "optim", "pipelines have no stage above"
 
 
-@pytest.mark.one_engine
 def test_switches_are_for_ranks_on_several_machines(peaks: dict[str, float], known: dict[Any, RankTrace]) -> None:
     machine = Machine(memory_gib=0.95 * peaks["optim_grads"] / 0.9, gpus_per_node=4)
     run = run_of(data_parallel_sharding_strategy="optim_grads_params")
@@ -92,6 +92,7 @@ def test_switches_are_for_ranks_on_several_machines(peaks: dict[str, float], kno
     assert "--zero-quantized-weights" in shown and "--data-parallel-sharding-strategy" in shown
 
 
+@pytest.mark.engine
 def test_offloaded_state_is_in_the_host_of_a_gpu() -> None:
     flags = {"data_parallel_sharding_strategy": "optim_grads_params"}
     here, away = (
@@ -107,6 +108,7 @@ def test_offloaded_state_is_in_the_host_of_a_gpu() -> None:
     assert cpu["ranks"][0]["memory"]["host"] == 0
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("stage", ["no_shard", "optim"])
 def test_below_stage_2_the_moments_alone_are_in_the_host_of_a_gpu(stage: str) -> None:
     flags = {"data_parallel_sharding_strategy": stage, "bf16": True}
@@ -119,7 +121,7 @@ def test_below_stage_2_the_moments_alone_are_in_the_host_of_a_gpu(stage: str) ->
     assert {**here, "optimizer": 0, "host": 0, "peak": 0} == {**away, "optimizer": 0, "host": 0, "peak": 0}
 
 
-@pytest.mark.claim("plan plans 4,096 ranks at every ZeRO stage.")
+@pytest.mark.engine
 @pytest.mark.parametrize("stage", ["no_shard", *STAGES])
 def test_thousands_of_ranks(stage: str) -> None:
     run = run_of(data_parallel_sharding_strategy=stage, expert_model_parallel_size=8, global_batch_size=8192)

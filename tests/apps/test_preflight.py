@@ -23,7 +23,7 @@ from megatron_moe.config.schema import Run, build
 from megatron_moe.platform import advisories, optional_libraries, probes
 from megatron_moe.platform.hardware import imagining
 
-pytestmark = pytest.mark.claim("Each check of tools/preflight.py fails where it should, on a faked machine.")
+pytestmark = pytest.mark.engine
 
 
 def place(**changes: object) -> Place:

@@ -15,11 +15,6 @@ import pytest
 from tests.helpers.ranks import rank_environment
 from tests.helpers.sources import PACKAGE, ROOT
 
-pytestmark = [
-    pytest.mark.one_engine,
-    pytest.mark.claim("tools/preflight.py compares all ranks under torchrun, and names the one that differs."),
-]
-
 KEYS = {"schema", "status", "world_size", "hosts", "versions", "seconds", "findings"}
 FINDING_KEYS = {"check": str, "status": str, "found": str, "advice": str, "figures": dict, "ranks": list, "hosts": list}
 

@@ -15,6 +15,8 @@ from megatron_moe.apps.prepare import main
 from megatron_moe.data.datasets import open_dataset
 from megatron_moe.data.index_file import open_index, read_sidecar
 
+pytestmark = pytest.mark.engine
+
 LINES: list[dict[str, str | list[str]]] = [
     {"text": f"text {i} " * (i % 5 + 1), "more": [f"one {i}", "", "two", "three"][: i % 4 + 1]} for i in range(23)
 ]
@@ -53,7 +55,6 @@ def in_partitions(count: int, partitions: int) -> list[int]:
     return [i for part in range(partitions) for i in range(part, count, partitions)]
 
 
-@pytest.mark.claim("Preprocessing writes the bytes that Megatron-LM's tool writes, in its order of partitions too.")
 @pytest.mark.parametrize(
     ("flags", "order"),
     [
@@ -97,7 +98,6 @@ def test_gpt2_data_has_the_bytes_of_transformers_ids(jsonl: Callable, tmp_path: 
     assert (facts.tokenizer_type, facts.eod, facts.vocab_size, facts.documents) == ("GPT2BPETokenizer", 259, 260, 23)
 
 
-@pytest.mark.claim("Datasets that Megatron-LM's tool wrote are read, with documents of several sequences or of none.")
 @pytest.mark.parametrize("vocab_size", [257, 70_000])
 def test_what_megatron_wrote_is_read(vocab_size: int, tmp_path: Path) -> None:
     lines = [*LINES[:5], {"text": "", "more": []}, *LINES[5:]]

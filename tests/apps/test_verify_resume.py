@@ -21,6 +21,8 @@ from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.io.files import replace_json
 from megatron_moe.io.hashing import sha256_of_file
 
+pytestmark = pytest.mark.engine
+
 RUN = replace(Run(), mock_data=True, vocab_size=99, train_iters=9, micro_batch_size=2, save="x", metrics_file="m.jsonl")
 
 
@@ -79,7 +81,6 @@ def test_a_step_that_is_damaged_is_neither_replayed_nor_believed(tmp_path):
     assert plan_replay(tmp_path).begin == 3
 
 
-@pytest.mark.claim("tools/verify_resume.py replays recorded steps to the bit and finds one wrong bit.")
 def test_what_cannot_be_verified_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="is no folder"):
         plan_replay(tmp_path / "none")
@@ -132,7 +133,6 @@ def replay(tmp_path):
     return plan_replay(tmp_path)
 
 
-@pytest.mark.claim("tools/verify_resume.py replays recorded steps to the bit and finds one wrong bit.")
 @pytest.mark.parametrize("name", sorted(set(record(4)) - {"iteration"}))
 def test_one_other_bit_in_any_value_is_found_on_the_same_layout(replay, name):
     wrong = {"loss_hex": math.nextafter(4.6, 5).hex(), "grad_norm_hex": "nan", "skipped": True}
@@ -168,7 +168,6 @@ def test_not_a_number_is_equal_to_itself(tmp_path):
     assert compare(replay, [record(4)], ["ranks"])[0].wrong
 
 
-@pytest.mark.claim("On CUDA tools/verify_resume.py compares bits of runs with --deterministic-mode alone.")
 def test_on_cuda_bits_are_compared_with_the_deterministic_mode_alone():
     settings = {"device": "H100", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     recorded = {"arithmetic": settings}

@@ -11,8 +11,9 @@ from megatron_moe.apps.verify_resume import cli
 from megatron_moe.io.program import USER_ERROR
 from tests.helpers import reshard_cases as cases
 
+pytestmark = pytest.mark.engine
 
-@pytest.mark.claim("tools/verify_resume.py replays recorded steps to the bit and finds one wrong bit.")
+
 def test_recorded_steps_are_replayed_to_the_bit_and_a_wrong_bit_is_found(gloo, tmp_path, capsys, monkeypatch):
     save, report = tmp_path / "steps", tmp_path / "verified.json"
     flags = {"data_path": (cases.corpus(tmp_path),), "train_iters": 4, "save_interval": 2, "hidden_dropout": 0.1}

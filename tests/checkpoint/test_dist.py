@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import engines
 from tests.helpers.checkpoint_steps import seal
+from tests.helpers.rows import rows
 from tests.helpers.trained_steps import LAYOUTS, OPTIMIZERS, differing, refusal, tensors, trained
 
 
-@pytest.mark.parametrize("optimizer", engines.cases(OPTIMIZERS, both=["bf16, distributed"]))
+@pytest.mark.engine
+@pytest.mark.parametrize("optimizer", rows(OPTIMIZERS, test=["bf16, distributed"]))
 def test_a_checkpoint_travels_through_all_layouts_and_comes_back_equal(gloo, tmp_path, optimizer):
     flags = OPTIMIZERS[optimizer]
     first = gloo.run(2, trained, flags={**flags, **LAYOUTS["EP2"][1], "save": str(tmp_path / "0")})[0]["checkpoint"]
@@ -27,6 +28,7 @@ def test_a_checkpoint_travels_through_all_layouts_and_comes_back_equal(gloo, tmp
         assert differing(original, tensors(f"{target}/iter_0000003")) == [], layout
 
 
+@pytest.mark.engine
 def test_buckets_do_not_shift_what_a_distributed_optimizer_saves(gloo, tmp_path):
     # Small buckets end with padding in the middle of the buffer, where the engine forgets it.
     flags = {
@@ -42,7 +44,6 @@ def test_buckets_do_not_shift_what_a_distributed_optimizer_saves(gloo, tmp_path)
         assert main.dtype == torch.float32 and torch.equal(main.to(torch.bfloat16), weight), key
 
 
-@pytest.mark.one_engine
 def test_weights_alone_start_a_new_run(gloo, tmp_path):
     flags = {"bf16": True, "use_distributed_optimizer": True}
     saved = gloo.run(1, trained, flags={**flags, "save": str(tmp_path / "0")})[0]["checkpoint"]
@@ -55,6 +56,7 @@ def test_weights_alone_start_a_new_run(gloo, tmp_path):
         assert unequal and all(key.endswith("expert_bias") for key in unequal), name
 
 
+@pytest.mark.engine
 def test_a_step_that_lacks_a_tensor_or_has_one_too_many_is_refused_with_its_names(gloo, tmp_path):
     gloo.run(1, trained, flags={"save": str(tmp_path)})
     config = tmp_path / "iter_0000003" / "config.json"
@@ -90,7 +92,6 @@ def saved_with_a_rounded_bias(flags: dict[str, Any]) -> dict[str, Any]:
         writer.stage = stage
 
 
-@pytest.mark.one_engine
 def test_a_rounded_bias_is_loaded_with_a_loud_warning_that_stays_on_record(gloo, tmp_path, capfd):
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     gloo.run(1, saved_with_a_rounded_bias, flags={"bf16": True, "save": str(first)})

@@ -12,6 +12,8 @@ from megatron_moe.checkpoint import folder, publish
 from megatron_moe.config.errors import ConfigError
 from tests.helpers.plain_steps import write_step
 
+pytestmark = pytest.mark.engine
+
 
 def tree(root: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}

@@ -14,7 +14,6 @@ from tests.helpers.plain_steps import write_step
 SAVED = list(range(50, 501, 50))
 
 
-@pytest.mark.claim("Retention keeps the steps that the flags name, and the newest one.")
 @pytest.mark.parametrize(
     ("keep_last_k", "save_retain_interval", "left"),
     [
@@ -36,7 +35,6 @@ def test_multiples_stay_and_of_the_others_the_last(tmp_path, keep_last_k, save_r
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".iter_")]
 
 
-@pytest.mark.claim("Retention keeps the steps that the flags name, and the newest one.")
 def test_the_newest_and_protected_steps_never_go():
     for keep, every in itertools.product((None, 0, 1, 2, 5), (None, 100, 150)):
         rule = publish.Retention(keep, every)

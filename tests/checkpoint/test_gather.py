@@ -18,8 +18,10 @@ from megatron_moe.checkpoint import gather
 from megatron_moe.checkpoint.gather import GATHERED_BYTES
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.platform import page_locked
-from tests.helpers.engines import cases
+from tests.helpers.rows import rows
 from tests.helpers.trained_steps import OPTIMIZERS, TINY
+
+pytestmark = pytest.mark.engine
 
 MIB = 2**20
 SAVED: dict[str, dict[str, Any]] = {
@@ -135,9 +137,8 @@ def allocated(flags: dict[str, Any]) -> tuple[int, int]:
     return asked[True], sum(asked.values())
 
 
-@pytest.mark.claim("A save takes the host memory that is planned, to 1 %.")
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("optimizer", cases(SAVED, both=["bf16, distributed"]))
+@pytest.mark.parametrize("optimizer", rows(SAVED, test=["bf16, distributed"]))
 def test_a_save_takes_the_host_memory_that_is_planned(gloo, tmp_path: Path, optimizer, background):
     flags = {
         **SAVED[optimizer],

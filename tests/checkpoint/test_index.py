@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from megatron_moe.checkpoint import index, manifest, pickles
 from tests.helpers.checkpoint_steps import contents, make_step, put_step, saved, seal, tensors_of
 
+pytestmark = pytest.mark.engine
+
 KEY = "embedding.word_embeddings.weight"
 
 
@@ -54,7 +56,6 @@ class Bomb:
         return self.reduced
 
 
-@pytest.mark.claim("A checkpoint that was made to run code runs none when it is loaded or inspected.")
 @pytest.mark.parametrize(
     "bomb, named",
     [
@@ -192,7 +193,6 @@ def test_an_oversize_index_is_not_read(tmp_path, monkeypatch):
         read(step)
 
 
-@pytest.mark.claim("A checkpoint that was made to run code runs none when it is loaded or inspected.")
 @pytest.mark.parametrize("name", ["common.pt", "rng/rank_00000.pt"])
 def test_a_file_of_plain_values_runs_nothing(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

@@ -58,7 +58,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.claim("Where the newest step is damaged the newest sound one is loaded, and the log says so.")
+@pytest.mark.engine
 def test_the_newest_sound_step_is_taken_and_the_damaged_one_named(alone, root):
     assert found({"load": str(root)}) == ("iter_0000150", [], [])
     flip(root / "iter_0000150" / "__1_0.distcp")
@@ -74,6 +74,7 @@ def test_the_newest_sound_step_is_taken_and_the_damaged_one_named(alone, root):
     assert "none of its 3 steps can be loaded" in message and "rng/rank_00000.pt" in message
 
 
+@pytest.mark.engine
 def test_a_step_that_was_asked_for_is_an_error_where_it_is_damaged(alone, root):
     flip(root / "iter_0000100" / ".metadata")
     message, _, _ = found({"load": str(root), "ckpt_step": 100})
@@ -82,6 +83,7 @@ def test_a_step_that_was_asked_for_is_an_error_where_it_is_damaged(alone, root):
     assert found({"load": str(root), "ckpt_step": 150})[0] == "iter_0000150"
 
 
+@pytest.mark.engine
 def test_going_back_does_not_meet_the_damaged_step_when_saving(alone, root):
     flip(root / "iter_0000150" / "__0_0.distcp")
     run = replace(Run(), load=str(root), save=str(root))
@@ -89,6 +91,7 @@ def test_going_back_does_not_meet_the_damaged_step_when_saving(alone, root):
     assert chosen.continues and chosen.start_iteration == 100
 
 
+@pytest.mark.engine
 def test_without_verification_damage_goes_unseen_but_that_is_said_loudly(alone, root):
     flip(root / "iter_0000150" / "__1_0.distcp")
     step, (warning,), _ = found({"load": str(root), "verify_checkpoint": False})
@@ -96,7 +99,7 @@ def test_without_verification_damage_goes_unseen_but_that_is_said_loudly(alone, 
     assert "CHECKPOINT WARNING" in warning and "NOT VERIFIED (--no-verify-checkpoint)" in warning
 
 
-@pytest.mark.claim("A damaged file of a checkpoint is found and named before a weight is used.")
+@pytest.mark.engine
 def test_every_rank_hashes_a_share_and_all_agree(gloo, root):
     flip(root / "iter_0000150" / "__1_0.distcp")
     results = gloo.run(3, found, flags={"load": str(root)})
@@ -104,7 +107,6 @@ def test_every_rank_hashes_a_share_and_all_agree(gloo, root):
     assert results[0][0] == "iter_0000100" and "__1_0.distcp" in results[0][1][0]
 
 
-@pytest.mark.one_engine
 def test_ranks_that_finish_early_wait_for_the_others_in_rounds_and_progress_is_told(gloo, root):
     results = gloo.run(2, found, flags={"load": str(root)}, round_seconds=0.0)
     assert [step for step, *_ in results] == ["iter_0000150"] * 2
@@ -116,7 +118,6 @@ def seen_by_rank(roots: list[str]) -> str:
     return str(found({"load": roots[torch.distributed.get_rank()]})[0])
 
 
-@pytest.mark.one_engine
 def test_ranks_that_see_different_folders_all_stop(gloo, root, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     make_step(other, 150, seed=7)
@@ -134,8 +135,6 @@ def complaint(root: Path, damaged: damage.Damage) -> str | None:
     return None
 
 
-@pytest.mark.claim("A damaged file of a checkpoint is found and named before a weight is used.")
-@pytest.mark.one_engine
 def test_every_kind_of_damage_is_found_and_its_file_named(alone, root):
     step, rng = root / "iter_0000150", random.Random(4)
     sound, earlier = damage.content(step), damage.content(root / "iter_0000100")
@@ -151,7 +150,6 @@ def test_every_kind_of_damage_is_found_and_its_file_named(alone, root):
     assert found({"load": str(root)}) == ("iter_0000150", [], [])
 
 
-@pytest.mark.one_engine
 def test_the_trials_of_damage_can_fail(alone, root, monkeypatch):
     """Without the content check most flipped bits go unseen."""
     monkeypatch.setattr(manifest, "checked_content", lambda step, names: iter(()))
@@ -160,18 +158,20 @@ def test_the_trials_of_damage_can_fail(alone, root, monkeypatch):
     assert damage.tally(step, flipped, lambda one: complaint(root, one)).missed["flipped bit"] > 20
 
 
+@pytest.mark.engine
 def test_what_was_verified_is_told_and_is_no_warning(alone, root):
     run = replace(Run(), load=str(root))
     chosen = load.verified(run, plan(run), print)
     assert f"verified {root / 'iter_0000150'}: 9 files" in chosen.notes[-1] and chosen.warnings == []
 
 
+@pytest.mark.engine
 def test_nothing_is_verified_where_there_is_nothing_to_load(alone, tmp_path):
     none = str(tmp_path / "none")
     assert found({"load": none, "save": none}) == (None, [], [])
 
 
-@pytest.mark.claim("Where the newest step is damaged the newest sound one is loaded, and the log says so.")
+@pytest.mark.engine
 def test_a_run_goes_on_from_the_step_before_and_its_summary_says_so(gloo, alone, tmp_path):
     flags = {"num_layers": 1, "moe_layer_freq": "[1]", "save_interval": 1, "expert_model_parallel_size": 2}
     gloo.run(2, trained, flags={**flags, "train_iters": 2, "save": str(tmp_path)})

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import engines
 from tests.helpers import reshard_cases as cases
+from tests.helpers.rows import rows
+
+pytestmark = pytest.mark.engine
 
 SHORT = {"train_iters": 3, "global_batch_size": 4}
 # (TP, PP, EP) of each stop; two stops beside each other are a pair, twelve in all. The last is the first.
@@ -19,8 +21,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.claim("The state of a run passes between layouts and kinds of optimizer unchanged to the bit.")
-@pytest.mark.parametrize("mode", engines.cases(CHAINS, both=["bf16, distributed"]))
+@pytest.mark.parametrize("mode", rows(CHAINS, test=["bf16, distributed"]))
 def test_state_travels_through_layouts_unchanged_and_goes_on_as_it_would_have(gloo, tmp_path, mode):
     flags: dict[str, Any] = {**cases.MODES[mode], **SHORT, "data_path": (cases.corpus(tmp_path),)}
     first, *others = CHAINS[mode]
@@ -92,8 +93,7 @@ STAGES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.claim("The state of a run passes between layouts and kinds of optimizer unchanged to the bit.")
-@pytest.mark.parametrize("mode", engines.cases(STAGES, both=["bf16"]))
+@pytest.mark.parametrize("mode", rows(STAGES, test=["bf16"]))
 def test_state_travels_through_the_stages_unchanged_and_goes_on_as_it_would_have(gloo, tmp_path, mode):
     scale = {"initial_loss_scale": 256.0, "loss_scale_window": 2} if mode == "fp16" else {}
     fp32 = mode.startswith("fp32")
@@ -137,7 +137,6 @@ def is_kept(key: str, dtype: dict[str, Any]) -> bool:
     return not dtype or key.endswith({"norms": "norm.weight", "router": "router.weight"}.get(what, "/"))
 
 
-@pytest.mark.claim("A run may go on in another dtype; main weights, moments and expert_bias keep their bits.")
 def test_state_travels_through_dtypes_and_stages_with_its_main_weights_unchanged(gloo, tmp_path):
     flags: dict[str, Any] = {**SHORT, "data_path": (cases.corpus(tmp_path),)}
     (dtype, stage, ranks, sizes), *others = DTYPES
@@ -177,7 +176,6 @@ CROSSINGS = {
 }
 
 
-@pytest.mark.claim("The state of a run passes between layouts and kinds of optimizer unchanged to the bit.")
 @pytest.mark.parametrize("name", CROSSINGS)
 def test_each_kind_of_optimizer_reads_the_other_ones_state(gloo, tmp_path, name):
     dtype, distributed, model, stages = CROSSINGS[name]
@@ -193,7 +191,6 @@ def test_each_kind_of_optimizer_reads_the_other_ones_state(gloo, tmp_path, name)
     assert cases.next_step_differs(recorded, records[-1], to_the_bit=False, fp32=not dtype) == []
 
 
-@pytest.mark.claim("A run in several pieces leaves the log and the state of a run in one, bit for bit.")
 def test_a_run_in_six_pieces_is_the_run_in_one(gloo, tmp_path):
     flags = {
         **cases.layout(ep=2),

@@ -18,6 +18,8 @@ from megatron_moe.checkpoint import lock as writer_lock
 from megatron_moe.checkpoint.lock import LostLockError, acquire
 from megatron_moe.config.errors import ConfigError
 
+pytestmark = pytest.mark.engine
+
 DEAD = """
 import os
 from pathlib import Path
@@ -43,7 +45,6 @@ def left(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-@pytest.mark.claim("Two jobs cannot write one folder.")
 def test_a_second_job_is_refused_with_the_first_ones_name(tmp_path):
     with acquire(tmp_path)[0]:
         with pytest.raises(ConfigError) as error:
@@ -181,7 +182,6 @@ def test_releasing_leaves_the_lock_of_who_took_over(tmp_path, me):
     assert left(tmp_path) == [writer_lock.NAME]
 
 
-@pytest.mark.claim("Two jobs cannot write one folder.")
 def test_of_many_that_take_over_at_once_one_wins(tmp_path, me):
     for _ in range(20):
         put(tmp_path, replace(me, started=1, token="dead"))

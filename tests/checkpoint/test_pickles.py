@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_moe.apps.inspect.cli import main as inspect
-from tests.helpers.trained_steps import trained
 from tests.checkpoint.payloads import CARRIES_NO_CODE, NOT_READ_BY_LOAD, PAYLOADS, plant, read_without_protection
-
-pytestmark = pytest.mark.one_engine
+from tests.helpers.trained_steps import trained
 
 SMALL = {"num_layers": 1, "moe_layer_freq": "[1]", "seq_length": 16, "max_position_embeddings": 16, "train_iters": 1}
 
@@ -46,7 +44,6 @@ def harmful(sound: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tupl
 every_payload = pytest.mark.parametrize("harmful", PAYLOADS, indirect=True)
 
 
-@pytest.mark.claim("A checkpoint that was made to run code runs none when it is loaded or inspected.")
 @every_payload
 @pytest.mark.parametrize("mode", ["load", "resume"])
 def test_nothing_runs_when_a_run_reads_it(gloo, harmful, mode):
@@ -71,7 +68,6 @@ def outcome_of_a_swap(flags: dict[str, Any]) -> str:
         dist.check_trusted = check
 
 
-@pytest.mark.claim("A checkpoint that was made to run code runs none when it is loaded or inspected.")
 @pytest.mark.parametrize("harmful", ["common.pt", ".metadata", "tensor in a .distcp file"], indirect=True)
 def test_nothing_runs_either_when_the_files_are_exchanged_behind_the_check(gloo, harmful):
     _, root, sentinel = harmful
@@ -79,7 +75,6 @@ def test_nothing_runs_either_when_the_files_are_exchanged_behind_the_check(gloo,
     assert not sentinel.exists() and result != "loaded"
 
 
-@pytest.mark.claim("A checkpoint that was made to run code runs none when it is loaded or inspected.")
 @every_payload
 def test_nothing_runs_when_it_is_inspected(harmful, capsys):
     _, root, sentinel = harmful

@@ -9,8 +9,6 @@ import pytest
 from megatron_moe.checkpoint import folder
 from tests.helpers.crash_points import KILLED, REFUSED, Fault, Trials, content, strace_is_missing, trial, what_is_wrong
 
-pytestmark = pytest.mark.one_engine
-
 
 @pytest.fixture(scope="module")
 def trials() -> Iterator[Trials]:
@@ -21,7 +19,6 @@ def trials() -> Iterator[Trials]:
 
 
 # A save with retention renames .metadata, the step, the pointer, and the step that goes, in this order.
-@pytest.mark.claim("A save that is killed or refused at a system call leaves a whole step and a true pointer.")
 @pytest.mark.parametrize(
     ("point", "background", "newest"),
     [
@@ -39,14 +36,12 @@ def test_a_save_that_is_killed_leaves_a_whole_step_and_a_true_pointer(trials, tm
     assert what_is_wrong(tmp_path, newest) == [] and max(folder.steps(tmp_path)) == newest
 
 
-@pytest.mark.claim("A save that is killed or refused at a system call leaves a whole step and a true pointer.")
 def test_a_run_that_was_killed_while_saving_goes_on_to_the_same_bits(trials, tmp_path):
     assert trials.run({"save": str(tmp_path / "undisturbed")}) == 0, trials.output()
     assert trial(trials, tmp_path / "killed", {"async_save": True}, 4, Fault("fsync", 3)) == []
     assert content(tmp_path / "killed", 6) == content(tmp_path / "undisturbed", 6)
 
 
-@pytest.mark.claim("A save that is killed or refused at a system call leaves a whole step and a true pointer.")
 @pytest.mark.parametrize("point", [Fault("fsync", 1, "error=EIO"), Fault("rename", 3, "error=ENOSPC")])
 def test_a_save_that_is_refused_by_the_system_ends_in_order(trials, tmp_path, point):
     assert trials.run({"save": str(tmp_path), "keep_last_k": 1}, stop_at=4, fault=point) == REFUSED, trials.output()

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint.save import changed_by_updates
 from megatron_moe.config.schema import Run, replace
-from tests.helpers.engines import cases
+from tests.helpers.rows import rows
 from tests.helpers.trained_steps import OPTIMIZERS, TINY, differing, tensors
 
 EVERY = {"train_iters": 4, "save_interval": 2}
@@ -66,8 +66,8 @@ def trained(
         writer.write, Reporter.event, writer.Staged.copy_rest = write, event, copy_rest  # type: ignore[method-assign]
 
 
-@pytest.mark.claim("A step that is saved in the background has the bits of its step, not of a later one.")
-@pytest.mark.parametrize("optimizer", cases(OPTIMIZERS, both=["bf16, distributed"]))
+@pytest.mark.engine
+@pytest.mark.parametrize("optimizer", rows(OPTIMIZERS, test=["bf16, distributed"]))
 def test_what_is_saved_in_the_background_is_the_state_of_its_step_and_not_of_a_later_one(gloo, tmp_path, optimizer):
     flags = {**OPTIMIZERS[optimizer], **EVERY, "expert_model_parallel_size": 2}
     gloo.run(2, trained, flags={**flags, "save": str(tmp_path / "at once")})
@@ -92,6 +92,7 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step_and_not_of_a_l
     assert result["checkpoint"] == str(tmp_path / "later" / "iter_0000004")
 
 
+@pytest.mark.engine
 def test_a_step_holds_what_is_needed_to_go_on_and_to_know_where_it_is_from(gloo, tmp_path):
     gloo.run(2, trained, flags={**EVERY, "train_iters": 2, "bf16": True, "save": str(tmp_path)})
     step = tmp_path / "iter_0000002"
@@ -152,10 +153,8 @@ def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> di
         writer.write, publish.replace_text, writer.Staged.copy_rest = write, replace_text, copy_rest  # type: ignore[method-assign]
 
 
-@pytest.mark.claim("A refused save is reported on all ranks and leaves the step before.")
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("where", ["write", "publish"])
-@pytest.mark.one_engine
 def test_a_refused_step_stops_all_ranks_with_the_reason_and_leaves_the_step_before(gloo, tmp_path, where, background):
     flags = {**EVERY, "train_iters": 6, "async_save": background, "save": str(tmp_path)}
     results = gloo.run(2, refused, flags=flags, number=4, bad_rank=1, where=where)
@@ -171,9 +170,7 @@ def test_a_refused_step_stops_all_ranks_with_the_reason_and_leaves_the_step_befo
     assert step is not None and manifest.content_defect(step, manifest.read(step).files) is None
 
 
-@pytest.mark.claim("A refused save is reported on all ranks and leaves the step before.")
 @pytest.mark.parametrize(("background", "where"), [(False, "write"), (True, "write"), (True, "copy")])
-@pytest.mark.one_engine
 def test_a_run_may_go_on_without_the_step_that_was_refused(gloo, tmp_path, background, where):
     flags = {**EVERY, "train_iters": 6, "async_save": background, "on_save_error": "continue", "save": str(tmp_path)}
     first, _ = gloo.run(2, refused, flags=flags, number=4, bad_rank=1, where=where)
@@ -182,7 +179,6 @@ def test_a_run_may_go_on_without_the_step_that_was_refused(gloo, tmp_path, backg
     assert any(text.startswith(f"CHECKPOINT ERROR: step 4 was not saved: rank 1: {reason}") for text in first["told"])
 
 
-@pytest.mark.one_engine
 def test_the_last_step_is_never_lost_without_an_error(gloo, tmp_path):
     flags = {**EVERY, "on_save_error": "continue", "async_save": True, "save": str(tmp_path)}
     for result in gloo.run(2, refused, flags=flags, number=4, bad_rank=0, where="write"):
@@ -208,7 +204,6 @@ def stopped(flags: dict[str, Any], iteration: int) -> dict[str, Any]:
         return trained(flags, slow_rank=1, delay=1.0)
 
 
-@pytest.mark.one_engine
 def test_sigterm_waits_for_the_step_that_is_being_written_and_saves_its_own(gloo, tmp_path):
     flags = {**EVERY, "train_iters": 50, "async_save": True, "exit_signal_handler": True, "save": str(tmp_path)}
     gloo.run(2, stopped, flags=flags, iteration=3)
@@ -217,8 +212,6 @@ def test_sigterm_waits_for_the_step_that_is_being_written_and_saves_its_own(gloo
         assert manifest.content_defect(step, manifest.read(step).files) is None
 
 
-@pytest.mark.claim("Retention keeps the steps that the flags name, and the newest one.")
-@pytest.mark.one_engine
 def test_retention_keeps_what_the_flags_say_and_the_step_the_run_started_from(gloo, tmp_path):
     flags = {"save_interval": 1, "keep_last_k": 1, "save": str(tmp_path)}
     gloo.run(1, trained, flags={**flags, "train_iters": 3})
@@ -259,7 +252,7 @@ def second_job(flags: dict[str, Any]) -> str:
     return str(error.value)
 
 
-@pytest.mark.claim("Two jobs cannot write one folder.")
+@pytest.mark.engine
 def test_two_jobs_cannot_write_one_folder_and_all_ranks_of_the_second_are_told(gloo, tmp_path):
     for message in gloo.run(2, second_job, flags={"save": str(tmp_path / "c")}):
         assert "another job writes there: process" in message
@@ -284,6 +277,7 @@ def overtaken(flags: dict[str, Any]) -> str:
     return str(error.value)
 
 
+@pytest.mark.engine
 def test_a_job_that_lost_its_folder_leaves_alone_what_the_other_one_writes(gloo, tmp_path):
     (message,) = gloo.run(1, overtaken, flags={**EVERY, "save": str(tmp_path)})
     assert "was taken over by process" in message and "on far" in message
@@ -307,6 +301,7 @@ def moved(flags: dict[str, Any]) -> str:
     return str(error.value)
 
 
+@pytest.mark.engine
 def test_a_folder_that_is_moved_is_not_made_anew_and_goes_on_where_it_is(gloo, tmp_path):
     (message,) = gloo.run(1, moved, flags={**EVERY, "save": str(tmp_path / "c")})
     assert "moved or deleted while this job ran" in message
@@ -396,6 +391,7 @@ SMALL_BUCKETS = {
 }
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_is_gathered_is_what_the_engine_gathers_and_only_its_writer_has_it(gloo, tmp_path, world_size):
     results = gloo.run(world_size, gathered_twice, flags={**SMALL_BUCKETS, "save": str(tmp_path)})
@@ -404,7 +400,7 @@ def test_what_is_gathered_is_what_the_engine_gathers_and_only_its_writer_has_it(
         assert (found["absent"] > 0) == (rank > 0)
 
 
-@pytest.mark.claim("What a save takes on the device is bounded, whatever the size of the model.")
+@pytest.mark.engine
 def test_what_a_save_takes_on_the_device_is_bounded_whatever_the_size_of_a_bucket(gloo, tmp_path):
     """Pieces of 201 elements a rank: parts of the larger weights, several small ones, and an uneven one at each end."""
     limit = 2 * 4 * 201
@@ -429,11 +425,13 @@ def read_only(flags: dict[str, Any]) -> str:
     return str(error.value)
 
 
+@pytest.mark.engine
 def test_a_folder_that_cannot_be_written_is_told_on_all_ranks_before_anything_is_built(gloo, tmp_path):
     for message in gloo.run(2, read_only, flags={"save": str(tmp_path / "c")}):
         assert f"--save {tmp_path / 'c'}: cannot be written" in message and "Read-only file system" in message
 
 
+@pytest.mark.engine
 def test_what_changes_before_the_update_is_copied_at_once():
     weight, moment, mean, bias = (torch.zeros(4) for _ in range(4))
     chunk = SimpleNamespace(parameters=lambda: [weight], buffers=[bias])

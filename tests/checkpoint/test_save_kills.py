@@ -16,8 +16,6 @@ from tests.helpers import kills
 from tests.helpers.launchers import Forked
 from tests.helpers.ranks import RankParent
 
-pytestmark = pytest.mark.one_engine
-
 ITERATIONS = 21
 INTERVAL = 3
 
@@ -27,7 +25,6 @@ def forked(rank_parent: RankParent) -> Forked:
     return Forked(rank_parent)
 
 
-@pytest.mark.claim("A run that is stopped or killed and resumed repeats every bit of an undisturbed one.")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "wanted", "saving", "most_lost"),

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import engines, reshard_cases
+from tests.helpers import reshard_cases
 from tests.helpers import trained_steps as roundtrip
+from tests.helpers.rows import rows
 
 # The first parameter of the model is bf16 and the fp32 ones are spread among the others, so that no two orders agree.
 KEPT = {"keep_fp32": ["norms", "decoder.layers.2.mlp.experts", "*.mlp.router", "decoder.layers.1.self_attention"]}
@@ -39,9 +40,9 @@ def own_tensors(state):
     return {key: value for key, value in state.items() if not key.startswith("optimizer.") and "bias" not in key}
 
 
-@pytest.mark.claim("Checkpoints of mixed dtypes are read by all layouts and resumed bit for bit.")
+@pytest.mark.engine
 @pytest.mark.parametrize(
-    "optimizer", engines.cases(["whole", "distributed", "distributed, small buckets"], both=["distributed"])
+    "optimizer", rows(["whole", "distributed", "distributed, small buckets"], test=["distributed"])
 )
 def test_mixed_weights_masters_and_moments_travel_through_all_layouts(gloo, tmp_path, optimizer):
     flags = {**OPTIMIZERS[optimizer], **KEPT}
@@ -62,8 +63,8 @@ def test_mixed_weights_masters_and_moments_travel_through_all_layouts(gloo, tmp_
         assert roundtrip.differing(original, roundtrip.tensors(f"{target}/iter_0000003")) == [], layout
 
 
-@pytest.mark.claim("Checkpoints of mixed dtypes are read by all layouts and resumed bit for bit.")
-@pytest.mark.parametrize("optimizer", engines.cases(["whole", "distributed", "fp16, whole"], both=["distributed"]))
+@pytest.mark.engine
+@pytest.mark.parametrize("optimizer", rows(["whole", "distributed", "fp16, whole"], test=["distributed"]))
 def test_a_resumed_mixed_run_goes_on_bit_for_bit(gloo, tmp_path, optimizer):
     flags = {**OPTIMIZERS[optimizer], **KEPT, "train_iters": 4, "lr_decay_iters": 4}
     through = gloo.run(2, roundtrip.trained, flags={**flags, "save": str(tmp_path / "through")})[0]["checkpoint"]
@@ -74,7 +75,6 @@ def test_a_resumed_mixed_run_goes_on_bit_for_bit(gloo, tmp_path, optimizer):
     assert roundtrip.differing(roundtrip.tensors(through), roundtrip.tensors(resumed)) == []
 
 
-@pytest.mark.one_engine
 def test_other_kept_modules_need_the_main_weights_and_go_on_from_them(gloo, tmp_path):
     flags = {"bf16": True, "keep_fp32": ["norms"]}
     full, bare = str(tmp_path / "full"), str(tmp_path / "bare")
@@ -96,7 +96,8 @@ def test_other_kept_modules_need_the_main_weights_and_go_on_from_them(gloo, tmp_
     assert all(key.endswith(("norm.weight", "router.weight")) for key in differ)
 
 
-@pytest.mark.parametrize("start", engines.cases(["finetune", "no_load_optim"], both=["finetune"]))
+@pytest.mark.engine
+@pytest.mark.parametrize("start", rows(["finetune", "no_load_optim"], test=["finetune"]))
 def test_weights_alone_are_rounded_once_from_the_main_weights(gloo, tmp_path, start):
     flags = {"data_path": (reshard_cases.corpus(tmp_path),), "train_iters": 2}
     gloo.run(1, reshard_cases.trained, flags={**flags, "bf16": True, "save": str(tmp_path / "0")})
@@ -110,7 +111,6 @@ def test_weights_alone_are_rounded_once_from_the_main_weights(gloo, tmp_path, st
         assert torch.equal(weight, original[f"optimizer.state.param.{key}"].half()), key
 
 
-@pytest.mark.one_engine
 def test_a_weight_beyond_fp16_is_refused_by_its_name(gloo, tmp_path):
     large = {"bf16": True, "save": str(tmp_path), "init_method_std": 40000.0, "train_iters": 1, "on_nan": "skip"}
     gloo.run(2, roundtrip.trained, flags=large)
@@ -120,7 +120,6 @@ def test_a_weight_beyond_fp16_is_refused_by_its_name(gloo, tmp_path):
     gloo.run(2, roundtrip.trained, flags={"load": str(tmp_path), "train_iters": 1})
 
 
-@pytest.mark.one_engine
 def test_a_step_without_main_weights_is_refused_with_the_flags_that_decide_its_dtypes(gloo, tmp_path):
     gloo.run(1, roundtrip.trained, flags={"bf16": True, "save": str(tmp_path), "no_save_optim": True})
     (message,) = gloo.run(1, roundtrip.refusal, flags={"fp16": True, "load": str(tmp_path), "finetune": True})

@@ -9,6 +9,8 @@ import pytest
 
 from tests.helpers.trained_steps import differing, tensors, trained
 
+pytestmark = pytest.mark.engine
+
 MTP = {
     "num_layers": 2,
     "moe_layer_freq": "[0,1]",
@@ -26,11 +28,10 @@ TP2 = (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True})
 ALONE = (1, {})
 
 
-@pytest.mark.claim("Runs with multi-token prediction resume bit for bit, and their checkpoints fit any layout.")
 @pytest.mark.parametrize(
     ("tied", "readers"),
     [
-        pytest.param(False, [TP2, PP2], id="two tables", marks=pytest.mark.one_engine),
+        pytest.param(False, [TP2, PP2], id="two tables", marks=pytest.mark.test_all),
         pytest.param(True, [ALONE], id="one table, three copies"),
     ],
 )
@@ -49,7 +50,6 @@ def test_a_checkpoint_travels_through_layouts_and_comes_back_equal(gloo, tmp_pat
         assert differing(original, tensors(tmp_path / str(number) / "iter_0000003")) == [], sizes
 
 
-@pytest.mark.claim("Runs with multi-token prediction resume bit for bit, and their checkpoints fit any layout.")
 def test_a_resumed_run_goes_on_bit_for_bit_and_logs_every_depth(gloo, tmp_path):
     flags = {**MTP, **PP2[1], "bf16": True}  # the first stage has no experts
     whole = gloo.run(

@@ -153,7 +153,6 @@ def test_no_flag_may_be_shortened(flag):
     assert f"unknown flag {flag[:-1]} " in message_of(flag[:-1], "4")
 
 
-@pytest.mark.claim("A flag wins over --config, and --config over --preset.")
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("num_layers: 8\nhidden_size: 96\n")

@@ -10,6 +10,8 @@ import pytest
 from megatron_moe.training.optimizer import build_scheduler
 from tests.helpers.deepspeed_files import parsed, scheduler
 
+pytestmark = pytest.mark.engine
+
 # DeepSpeed's formulas, as functions of the iterations done; `p` are the parameters.
 
 

@@ -10,6 +10,8 @@ from megatron_moe.config import cli
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
 
+pytestmark = pytest.mark.engine
+
 DENSE = "--num-layers 2 --hidden-size 32"
 FLAGS = [
     "--preset tiny",

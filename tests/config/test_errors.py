@@ -23,8 +23,6 @@ from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 from tests.helpers.mistakes import LAUNCHER
 from tests.helpers.plain_steps import write_step
 
-pytestmark = pytest.mark.one_engine
-
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = yaml.load(Path(__file__).with_name("mistakes.yaml").read_text(), Loader=yaml.CSafeLoader)
 RUN_BY = {
@@ -177,8 +175,6 @@ def test_the_table_is_as_large_as_it_says():
     assert len(set(commands)) == len(commands)
 
 
-@pytest.mark.claim("Bad input ends with one message and exit status 2, and leaves files as they were.")
-@pytest.mark.claim("A mistake in flags, files, the environment or a checkpoint is found before torch is loaded.")
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda n: f"{n}-{ROWS[n]['program']}")
 def test_a_mistake_is_named_at_once(number, outcomes):
     row, came = ROWS[number], outcomes[number]

@@ -46,7 +46,7 @@ def data(tmp_path_factory):
 MOCK = ["--preset", "tiny", "--mock-data", "--tokenizer-type", "ByteTokenizer"]
 
 
-@pytest.mark.claim("Bad input ends with one message and exit status 2, and leaves files as they were.")
+@pytest.mark.engine
 def test_only_rank_0_speaks(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "1")
@@ -54,6 +54,7 @@ def test_only_rank_0_speaks(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.engine
 def test_a_token_id_at_the_vocabularys_end(capsys, tmp_path, data):
     for suffix in ("bin", "idx"):  # without its sidecar the ids are scanned
         (tmp_path / f"bare.{suffix}").write_bytes((data / f"all_text_document.{suffix}").read_bytes())
@@ -62,12 +63,13 @@ def test_a_token_id_at_the_vocabularys_end(capsys, tmp_path, data):
     assert "256" in message and "bare" in message
 
 
+@pytest.mark.engine
 def test_a_folder_of_another_run_is_continued_or_left_alone(capsys, tmp_path):
     write_step(tmp_path, 5, config=flatten(Run()), state={"iteration": 5, "has_optimizer": True})
     assert f"continue it with --load {tmp_path}" in refused([*MOCK, "--save", str(tmp_path)], capsys, tmp_path)
 
 
-@pytest.mark.claim("Bad input ends with one message and exit status 2, and leaves files as they were.")
+@pytest.mark.engine
 def test_a_dry_run_checks_and_makes_nothing(capsys, tmp_path):
     argv = [*MOCK, "--dry-run", "--save", str(tmp_path / "new"), "--metrics-file", str(tmp_path / "m.jsonl")]
     assert pretrain_moe.main(argv) == 0
@@ -75,8 +77,6 @@ def test_a_dry_run_checks_and_makes_nothing(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.one_engine  # found before the engine is loaded
-@pytest.mark.claim("A mistake is printed once, also where rank 0 finds it later than the others.")
 def test_a_mistake_is_printed_where_rank_0_is_slow(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os, time\nos.environ.get('RANK') == '0' and time.sleep(2)\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

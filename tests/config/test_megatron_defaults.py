@@ -18,6 +18,8 @@ from megatron_moe.config.fields import all_fields
 from megatron_moe.config.megatron_defaults import DEFAULTS, MegatronDefault
 from megatron_moe.config.schema import Run, flatten
 
+pytestmark = pytest.mark.engine
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from_megatron.md"
 MODEL = (
     "--num-layers 2 --hidden-size 96 --num-attention-heads 4 --seq-length 64 --lr 1e-4 --train-iters 9"
@@ -99,7 +101,6 @@ def row(default: MegatronDefault) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-@pytest.mark.claim("Each default that differs from Megatron-LM's is in docs/from_megatron.md.")
 def test_the_page_has_the_table():
     shown = [line for line in PAGE.read_text().splitlines() if re.match(r"\| --", line)]
     assert shown == [row(default) for default in DEFAULTS]
@@ -108,7 +109,6 @@ def test_the_page_has_the_table():
 # ---- what is taken
 
 
-@pytest.mark.claim("--defaults megatron takes Megatron-LM's default wherever it differs.")
 def test_what_a_command_leaves_open_becomes_megatrons():
     always = {
         "norm_epsilon": 1e-5,
@@ -160,7 +160,6 @@ def test_a_note_says_what_is_taken_and_what_is_kept():
     assert "--moe-router-dtype fp32" in kept and "--transformer-impl local" in kept
 
 
-@pytest.mark.claim("The command line wins over a preset, and a preset over --defaults.")
 def test_flags_and_files_and_presets_win_over_defaults(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("adam_beta2: 0.5\nlr_decay_style: cosine\n")
@@ -202,7 +201,6 @@ def test_wrong_defaults_are_refused(flags, says):
 # ---- what is left
 
 
-@pytest.mark.claim("A command of Megatron-LM's is told which defaults that it left open are others here.")
 def test_a_command_of_megatrons_is_told_which_defaults_are_others():
     _, line = parse(f"{EXPERTS} --use-mcore-models").notes
     assert "--norm-epsilon 1e-06 (1e-05)" in line and "--adam-beta2 0.95 (0.999)" in line and MEGATRON in line

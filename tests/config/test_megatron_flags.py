@@ -17,6 +17,8 @@ from megatron_moe.config.fields import all_fields
 from megatron_moe.config.megatron_flags import ANSWERS, Answer, row_for, table, translate
 from tests.helpers.megatron_scripts import names
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).resolve().parents[2]
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 OTHER_PROGRAMS = {"--max-restarts", "--trace", "--no-load"}
@@ -42,7 +44,6 @@ def message_of(*argv: str) -> str:
 # ---- the table
 
 
-@pytest.mark.claim("Each of Megatron-LM's 915 flags has one answer.")
 def test_the_table_and_our_flags_cover_megatrons_and_do_not_overlap():
     known = set(names()[0])
     answered = {flag for flag, rows in table().items() if rows[0].answer != "unknown"}
@@ -97,7 +98,6 @@ def test_the_scripts_flags_are_known_and_most_scripts_would_run():
 # ---- a command line
 
 
-@pytest.mark.claim("Flags of Megatron-LM that say what is always so here are named in one line at the start.")
 def test_what_is_always_so_is_one_line_and_what_is_ignored_one_a_reason():
     tags = "--app-tag-run-name a --app-tag-run-version=1"
     run = cli.parse(f"--use-mcore-models --no-rope-fusion {tags} --te-rng-tracker --lr 1".split())
@@ -170,7 +170,6 @@ def test_a_switch_that_is_ignored_is_so_when_it_is_off():
     assert row_for("--no-sft", []) is None and row_for("--no-langrl-env-config", ["a"]) is None
 
 
-@pytest.mark.claim("All unknown and refused flags of a command come in one message.")
 def test_all_errors_of_a_command_come_at_once():
     said = message_of(
         *"--init-method-xavier-uniform --tp 2 --use-mcore-models yes --num-layerz 4 --sft".split()

@@ -95,7 +95,6 @@ def unread(name: str) -> Iterator[str]:
             yield flag
 
 
-@pytest.mark.claim("At least 60 of 100 public Megatron-LM scripts pass by their names and values.")
 def test_most_scripts_pass_with_their_values_and_say_what_differs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = {number: checked(number) for number in NUMBERS}

@@ -14,8 +14,6 @@ import megatron_moe
 from megatron_moe.config.model_flags import MoEConfig
 from megatron_moe.config.schema import sections
 
-pytestmark = pytest.mark.one_engine
-
 PACKAGE = Path(megatron_moe.__file__).parent
 # What declares a setting, checks it or sets it, and does not act on it.
 FLAGS = ("config/model_flags.py", "config/run_flags.py")

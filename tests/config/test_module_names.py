@@ -18,6 +18,8 @@ from megatron_moe.parallel import groups
 from megatron_moe.precision import table
 from megatron_moe.precision.contract import PrecisionError
 
+pytestmark = pytest.mark.engine
+
 TINY = PRESETS["tiny"]
 MODELS = {
     "latent, experts": TINY,

@@ -15,6 +15,8 @@ from megatron_moe.config.pipeline_layout import LETTERS, Stage, spelled_out
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.engine_config import transformer_config
 
+pytestmark = pytest.mark.engine
+
 READ = [
     "Et*3|(tt|)*29,m|L",
     "Et|(tt|)*30mL",

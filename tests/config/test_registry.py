@@ -18,6 +18,8 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import ScoreFunction, scores_from_logits, weigh_experts
 
+pytestmark = pytest.mark.engine
+
 SOFTPLUS = ScoreFunction(F.softplus, sums_to_one=False)
 
 

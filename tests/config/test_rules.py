@@ -52,7 +52,6 @@ def run_of(base: str, flags: str) -> schema.Run:
     return cli.parse(shlex.split(f"{BASES[base]} {flags}"))
 
 
-@pytest.mark.claim("Bad input ends with one message and exit status 2, and leaves files as they were.")
 @pytest.mark.parametrize("row", ROWS, ids=[f"{i}-{row['rule']}" for i, row in enumerate(ROWS)])
 def test_a_broken_rule_refuses_by_name_and_its_neighbour_passes(row, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
@@ -142,7 +141,6 @@ def test_supported_layouts_of_the_tiny_preset_pass(world, layout):
     rules.check(cli.parse(shlex.split(f"{TINY} --global-batch-size 16 {layout}")), world)
 
 
-@pytest.mark.claim("Bad input ends with one message and exit status 2, and leaves files as they were.")
 def test_checking_leaves_the_folders_alone(tmp_path):
     save = tmp_path / "a" / "b"
     rules.check(cli.parse(shlex.split(f"{TINY} --save {save} --tensorboard-dir {tmp_path / 'tb'}")), 1)

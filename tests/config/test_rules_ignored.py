@@ -110,7 +110,6 @@ def test_nothing_is_offloaded_where_layers_are_computed_in_parts():
     assert any("ACTIVATIONS STAY" in note and "--offload-modules core_attn" in note for note in run.notes)
 
 
-@pytest.mark.claim("What Megatron-LM accepts and ignores is left out with a note.")
 @pytest.mark.parametrize(("base", "flags", "instead", "says"), ROWS, ids=[row[1] for row in ROWS])
 def test_an_ignored_value_is_left_out_with_a_note(base, flags, instead, says):
     run = cli.parse(shlex.split(f"{base} {flags}"))

@@ -19,6 +19,8 @@ from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.sequence import context_parallel_slice
 
+pytestmark = pytest.mark.engine
+
 S = 8
 MOCK_S = 128  # mock data is 68 million tokens, whose index grows with 1 / S
 

@@ -26,6 +26,8 @@ from tests.helpers import data_faults as faults
 from tests.helpers.data_faults import VOCABULARY, Scene
 from tests.helpers.plain_steps import write_step
 
+pytestmark = pytest.mark.engine
+
 TRIALS = 10
 Fault = Callable[[Scene, random.Random], str]
 
@@ -78,13 +80,11 @@ STRUCTURAL = (
 OF_CONTENT = (faults.swapped, faults.other_dtype, faults.flipped_bits)
 
 
-@pytest.mark.claim("Bad data is named with file and offset, or shown to be harmless.")
 @pytest.mark.parametrize("fault", STRUCTURAL, ids=lambda fault: fault.__name__)
 def test_a_fault_of_structure_is_named(scene: Scene, fault: Fault) -> None:
     always_named(scene, fault)
 
 
-@pytest.mark.claim("Bad data is named with file and offset, or shown to be harmless.")
 @pytest.mark.parametrize("fault", OF_CONTENT, ids=lambda fault: fault.__name__)
 def test_a_fault_of_content_is_named_or_harmless(scene: Scene, fault: Fault) -> None:
     named_or_harmless(scene, fault)
@@ -239,7 +239,6 @@ def stale_cache(scene: Scene, number: int) -> None:
             assert scene.samples() == fresh
 
 
-@pytest.mark.claim("Bad data is named with file and offset, or shown to be harmless.")
 def test_bad_text_in_preprocessing(scene: Scene) -> None:
     bad_text(scene, TRIALS)
 

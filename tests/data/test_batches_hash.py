@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megatron_moe.config.schema import build
 from megatron_moe.data.batches import added, batch_iterator, hex_of, sample_words
 from tests.data.test_batches import Numbered, make_run
+
+pytestmark = pytest.mark.engine
 
 
 def step_hash(samples: list[tuple[int, torch.Tensor]]) -> str | None:

@@ -12,6 +12,8 @@ from megatron_moe.data.batches import added, batch_iterator, hex_of
 from megatron_moe.training.batch_size import BatchSchedule
 from tests.data.test_batches import Numbered, make_run
 
+pytestmark = pytest.mark.engine
+
 
 def one(rank: int = 0, size: int = 1) -> Any:
     return SimpleNamespace(rank=lambda: rank, size=lambda: size)
@@ -34,7 +36,6 @@ def read(dp: int, micro_batch: int, steps: int, consumed: int, ramp: Any) -> tup
     return order, hashes, consumed
 
 
-@pytest.mark.claim("The order of samples does not depend on the ranks, on --train-iters or on a growing batch.")
 @pytest.mark.parametrize("ramp", [None, (8, 4, 90)])
 @pytest.mark.parametrize(("before", "after"), itertools.permutations((1, 2, 4), 2))
 def test_samples_are_read_on_in_one_order_none_missing_none_twice(before, after, ramp):

@@ -18,6 +18,8 @@ from megatron_moe.data.checks import check_data
 from megatron_moe.data.index_file import read_sidecar
 from megatron_moe.data.tokenizers import ByteTokenizer, NullTokenizer
 
+pytestmark = pytest.mark.engine
+
 VOCABULARY = 1000
 DOCUMENTS = [[i % 900, 3, 7, 8, (7 * i) % 900] for i in range(100)]
 

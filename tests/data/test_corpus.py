@@ -11,6 +11,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.data import corpus as corpus_module
 from megatron_moe.data.corpus import split_of, write_corpus
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:

@@ -17,6 +17,8 @@ from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
 
+pytestmark = pytest.mark.engine
+
 VOCABULARY = 1000
 S = 8
 
@@ -206,7 +208,6 @@ def test_short_samples_of_made_up_data_are_not_many_more_than_long_ones(length: 
         assert len(split) == pytest.approx(tokens / length, rel=0.1)
 
 
-@pytest.mark.claim("The order of samples does not depend on the ranks, on --train-iters or on a growing batch.")
 @pytest.mark.parametrize("blend", [1, 2])
 def test_the_order_of_samples_does_not_depend_on_how_many_a_run_takes(
     counting: str, write_ids: Callable[..., str], blend: int
@@ -226,7 +227,6 @@ def test_the_order_of_samples_does_not_depend_on_how_many_a_run_takes(
         assert order(samples) == longest[:samples], samples
 
 
-@pytest.mark.claim("The order of samples does not depend on the ranks, on --train-iters or on a growing batch.")
 def test_every_epoch_holds_every_token_once_in_an_order_of_its_own(counting: str) -> None:
     run = make_run(data_path=[counting], split="1,0,0")
     found = rows(build_datasets(run, NullTokenizer(VOCABULARY), 4 * 74, 0, 0)[0], 4 * 74)

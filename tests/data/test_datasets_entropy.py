@@ -13,6 +13,8 @@ import torch
 from megatron_moe.data.datasets import open_dataset
 from megatron_moe.data.index_file import entropy_of_counts, label_entropy, unigram_entropy
 
+pytestmark = pytest.mark.engine
+
 
 def plain_entropy(ids: list[int]) -> float:
     counts = Counter(ids)

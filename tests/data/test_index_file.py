@@ -15,6 +15,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.datasets import open_dataset
 from megatron_moe.data.index_file import HEADER_BYTES, open_index
 
+pytestmark = pytest.mark.engine
+
 DOCUMENTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
 COUNT = len(DOCUMENTS)
 POINTERS_AT = HEADER_BYTES + 4 * COUNT

@@ -19,8 +19,6 @@ from megatron_moe.data.documents import InputRecord, read_span
 from megatron_moe.data.inputs import LARGEST_SHARD, SMALLEST_SHARD, Span, find_inputs, plan_shards
 from tests.helpers.odd_texts import line, packed_by_zstd
 
-pytestmark = pytest.mark.one_engine
-
 TEXTS = [f"text {i} é" for i in range(50)]
 LINES = b"\n".join(map(line, TEXTS)) + b"\n"
 

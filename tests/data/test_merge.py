@@ -14,6 +14,8 @@ from megatron_moe.data.index_file import open_index, read_sidecar
 from megatron_moe.data.merge import merge
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 
+pytestmark = pytest.mark.engine
+
 KEYS = ("text", "more")
 
 
@@ -35,7 +37,6 @@ def three(tmp_path: Path) -> list[str]:
     return [write(tmp_path, name, first, count) for name, first, count in (("a", 0, 5), ("c", 5, 9), ("b", 14, 1))]
 
 
-@pytest.mark.claim("Merged datasets have the bytes of preprocessing all of their inputs together.")
 def test_the_bytes_are_those_of_preprocessing_all(three: list[str], tmp_path: Path) -> None:
     joined = tmp_path / "all.jsonl"
     joined.write_bytes(b"".join((tmp_path / f"{name}.jsonl").read_bytes() for name in "acb"))

@@ -23,6 +23,8 @@ from megatron_moe.data.inputs import find_inputs, plan_shards
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 from megatron_moe.data.tokenizers import SentencePieceTokenizer
 
+pytestmark = pytest.mark.engine
+
 TEXTS = [f"document {i}: " + "päyload \n" * (i % 17) for i in range(200)]
 
 
@@ -38,7 +40,6 @@ def documents(prefix: str) -> list[list[int]]:
     return [dataset[i].tolist() for i in range(len(dataset))]
 
 
-@pytest.mark.claim("Preprocessing writes files that megatron-core reads back, every document in order.")
 def test_the_engine_reads_back_every_document_in_order(write_jsonl: Callable[..., str], tmp_path: Path) -> None:
     prefix = run([write_jsonl(TEXTS)], tmp_path / "out")
     assert prefix == str(tmp_path / "out_text_document")
@@ -51,7 +52,6 @@ def test_without_append_eod_documents_end_as_they_are(write_jsonl: Callable[...,
     assert documents(prefix) == [list(text.encode()) for text in TEXTS]
 
 
-@pytest.mark.claim("Preprocessing writes files that megatron-core reads back, every document in order.")
 def test_many_workers_and_small_units_write_the_same_bytes(
     write_jsonl: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,8 +17,6 @@ from megatron_moe.data.inputs import plan_shards
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 from tests.helpers.odd_texts import BAD_LINES, line, write_odd_texts
 
-pytestmark = pytest.mark.one_engine
-
 SKIP = {"on_bad_line": "skip"}
 
 
@@ -28,7 +26,6 @@ def run(source: Path, prefix: Path, **changes: object) -> str:
     return next(iter(preprocess(options, show_progress=False)))
 
 
-@pytest.mark.claim("Bad lines are skipped on demand, counted and listed, and leave no trace in the tokens.")
 @pytest.mark.parametrize(("shard_bytes", "partitions"), [(None, 1), (700, 1), (300, 3)])
 def test_skipped_lines_leave_the_bytes_of_the_clean_lines_alone(
     shard_bytes: int | None, partitions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

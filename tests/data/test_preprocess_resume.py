@@ -25,7 +25,7 @@ from megatron_moe.data.merge import merge
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 from tests.helpers.odd_texts import line, write_odd_texts
 
-pytestmark = [pytest.mark.one_engine, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +61,6 @@ def sources(tmp_path: Path) -> list[Path]:
 # ---- real processes
 
 
-@pytest.mark.claim("Preprocessing that is killed goes on, and ends with the bytes of the clean lines alone.")
 def test_a_folder_of_odd_files_survives_three_kills(tmp_path: Path) -> None:
     odd = write_odd_texts(tmp_path / "odd", large=6000)
     (expected,) = run([odd.clean(tmp_path / "clean.jsonl")], tmp_path / "clean")

@@ -14,6 +14,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import DataConfig
 from megatron_moe.data.sources import Blend, parse_split, read_sources
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.mark.parametrize("words", [("a",), ("a", "b", "c"), ("1", "a"), ("0.3", "a", "7", "b"), ("a", "b")])
 def test_blends_mean_what_they_mean_to_the_engine(words: tuple[str, ...]) -> None:

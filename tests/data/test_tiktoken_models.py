@@ -20,6 +20,8 @@ from megatron_moe.data.tokenizer_choice import build_tokenizer, tokenizer_of_fol
 from megatron_moe.data.tokenizers import Tokenizer
 from tests.numbers.reference_tiktoken import encoded
 
+pytestmark = pytest.mark.engine
+
 LETTERS = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 TEXTS = [
     "The quick brown fox's den; it'S what we'LL see, don't they'Ve I'D'RE 'ſ",
@@ -116,7 +118,6 @@ def random_texts(number: int) -> list[str]:
     return ["".join(rng.choice(letters) for _ in range(rng.randrange(1, 50))) for _ in range(number)]
 
 
-@pytest.mark.claim("Kimi's and Megatron's tiktoken tokenizers give the ids of tiktoken's published algorithm.")
 @pytest.mark.parametrize("pattern", [KIMI_PATTERN, *MEGATRON_PATTERNS.values()], ids=["kimi", *MEGATRON_PATTERNS])
 def test_ids_are_those_of_the_published_algorithm(pattern: str) -> None:
     special = {"<|im_end|>": BASE, "[EOS]": BASE + 1}
@@ -149,7 +150,6 @@ def test_bytes_that_are_no_text_become_replacement_characters() -> None:
     assert tokenizer.detokenize(euro) == "€"
 
 
-@pytest.mark.claim("The tokenizer of a Kimi folder is read from its tiktoken.model; no code of the folder is run.")
 def test_a_kimi_folder_has_its_special_tokens_and_vocabulary(tmp_path: Path) -> None:
     folder = kimi_folder(tmp_path / "kimi")
     tokenizer = of_folder(folder)

@@ -23,6 +23,8 @@ from megatron_moe.data.tokenizers import (
 )
 from megatron_moe.data.train_tokenizer import sample_texts, train_sentencepiece
 
+pytestmark = pytest.mark.engine
+
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 AWKWARD = [
     "",

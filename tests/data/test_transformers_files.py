@@ -18,8 +18,6 @@ from megatron_moe.data.train_tokenizer import train_sentencepiece
 from megatron_moe.data.transformers_files import transformers_files
 from tests.data.test_tiktoken_models import TEXTS, kimi_folder, megatron_file
 
-pytestmark = pytest.mark.one_engine
-
 WORDS = [f"def f_{i}(x):\n    return x ** {i} / 3.5  # the {i}th\n" for i in range(80)] + TEXTS
 
 
@@ -67,7 +65,6 @@ MADE: dict[str, Callable[[Path], DataConfig]] = {
 }
 
 
-@pytest.mark.claim("Each tokenizer that reads text becomes files that transformers loads, with the same ids.")
 @pytest.mark.parametrize("kind", MADE)
 def test_transformers_gives_the_ids_of_the_run(tmp_path, kind):
     import transformers

@@ -9,6 +9,8 @@ import torch
 
 from benchmarks.bias_exactness import Tally, pull_request_7081, right_direction, ring_sum, tree_sum
 
+pytestmark = pytest.mark.engine
+
 
 def half(*values: float) -> torch.Tensor:
     return torch.tensor(values).bfloat16()[:, None]
@@ -29,7 +31,6 @@ def test_sums_are_rounded_at_every_step_of_their_order() -> None:
     assert ring_sum(half(256, 0, 1, 1)).item() == 256
 
 
-@pytest.mark.claim("Expert biases move the right way where megatron-core's bf16 counts move them the wrong way.")
 def test_the_sums_of_pull_request_7081_come_out() -> None:
     found = pull_request_7081()
     assert found["exact"] == 40_840
@@ -45,7 +46,6 @@ def steps() -> Any:
     return [stock.updates, stock.wrong, stock.step, ours.updates, ours.wrong, ours.step, spread]
 
 
-@pytest.mark.claim("Expert biases move the right way where megatron-core's bf16 counts move them the wrong way.")
 def test_ours_is_never_wrong_where_the_engines_counts_are(gloo: Any) -> None:
     for stock_updates, stock_wrong, stock_step, updates, wrong, step, spread in gloo.run(2, steps):
         assert updates == stock_updates == 128 and 0.005 < spread < 0.05

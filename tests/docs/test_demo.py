@@ -13,8 +13,6 @@ import pytest
 
 from megatron_moe.config import cli, rules
 
-pytestmark = pytest.mark.one_engine
-
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -76,7 +74,6 @@ def run(monkeypatch, stages, *flags):
     return demo.main(["--folder", str(stages.folder), *flags])
 
 
-@pytest.mark.claim("The demo's stages are commands that the programs accept, and a complete one is skipped.")
 def test_a_complete_stage_is_skipped_and_the_result_is_told_again(folder, monkeypatch, capfd):
     stages = Stages(folder)
     assert run(monkeypatch, stages) == 0
@@ -196,7 +193,6 @@ def alive(pid):
     return state != "Z"
 
 
-@pytest.mark.claim("The demo's stages are commands that the programs accept, and a complete one is skipped.")
 def test_the_demos_own_stages_are_commands_that_the_programs_accept(tmp_path, monkeypatch):
     from megatron_moe.apps import prepare
 

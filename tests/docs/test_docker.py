@@ -17,8 +17,6 @@ from packaging.specifiers import SpecifierSet
 
 from tests.helpers.sources import ROOT
 
-pytestmark = pytest.mark.one_engine
-
 DOCKERFILES = sorted(ROOT.glob("Dockerfile*"))
 SCRIPT = ROOT / "docker" / "image_libraries.py"
 NEEDED = (
@@ -149,7 +147,6 @@ def test_an_image_that_pip_left_alone_passes(image: Path) -> None:
     assert "torch, transformer_engine, apex" in done.stdout
 
 
-@pytest.mark.claim("A Docker build ends where pip replaced the image's torch, Transformer Engine or apex.")
 def test_an_image_in_which_pip_replaced_a_library_ends_the_build(image: Path) -> None:
     proof(image, "record")
     install(image, "torch", "torch", "2.13.0")

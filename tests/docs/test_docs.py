@@ -13,8 +13,6 @@ from megatron_moe.config import cli
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build, flatten
 
-pytestmark = pytest.mark.one_engine
-
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -164,7 +162,6 @@ def size(parameters: int) -> str:
     return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
 
 
-@pytest.mark.claim("README's table of presets has the parameters that the code counts.")
 def test_the_readmes_presets_are_those_of_the_code() -> None:
     listed = {}
     for row in rows_after("## Presets"):

@@ -21,6 +21,8 @@ from megatron_moe.config import cli, rules
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.launch import options as launch_options
 
+pytestmark = pytest.mark.engine
+
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(REPO.glob("examples/*.sh"))
 JOBS = sorted(REPO.glob("examples/slurm/*.sbatch"))
@@ -119,7 +121,6 @@ def test_the_examples_are_there():
     assert len(SCRIPTS) >= 2 and len(JOBS) >= 3
 
 
-@pytest.mark.claim("The commands on the pages and in the examples are accepted by the programs.")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_the_training_command_of_an_example_is_accepted(script, tmp_path, monkeypatch):
     commands = [command for words in recorded(script, tmp_path) if (command := training_command(words))]
@@ -150,7 +151,6 @@ def run_of(flags, world_size, _=None):
     return run
 
 
-@pytest.mark.claim("The Slurm scripts in the examples are what megatron-moe slurm writes, for flags that are accepted.")
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_a_slurm_script_is_what_the_program_writes(job, tmp_path, monkeypatch):
     written_by = job.read_text().splitlines()[1].removeprefix("# Written by: megatron-moe slurm ")
@@ -167,7 +167,6 @@ def test_an_example_ends_with_the_status_of_what_failed(script, tmp_path):
     assert recorded(script, tmp_path, status=3)
 
 
-@pytest.mark.claim("The commands on the pages and in the examples are accepted by the programs.")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
     for number, words in enumerate(page_commands(page)):

@@ -22,11 +22,6 @@ from tests.helpers.sources import ROOT, name_of, sources, tree
 
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 COPIED = ("megatron_moe", "tests", "docs", "constraints")
-pytestmark = [
-    pytest.mark.one_engine,
-    pytest.mark.claim("What docs/extending.md shows works, and a forgotten part fails a test that it names."),
-]
-
 
 # ---- the page's blocks of lines, applied to a copy of the repository
 

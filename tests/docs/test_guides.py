@@ -14,8 +14,6 @@ from tests.helpers import guides
 from tests.helpers.ranks import RankParent
 from tests.helpers.tiny_tokenizers import published
 
-pytestmark = pytest.mark.one_engine
-
 TABLE = yaml.safe_load((Path(__file__).parent / "guides.yaml").read_text())
 
 
@@ -37,7 +35,6 @@ def test_every_guide_is_run() -> None:
     assert sorted(TABLE) == sorted(path.stem for path in guides.GUIDES.glob("*.md"))
 
 
-@pytest.mark.claim("The commands of every guide run as written and print what the guide shows.")
 @pytest.mark.parametrize("name", TABLE)
 def test_a_guide_does_what_it_shows(name: str, tmp_path: Path, rank_parent: RankParent) -> None:
     page = guides.substituted((guides.GUIDES / f"{name}.md").read_text(), TABLE[name].get("replace", {}))

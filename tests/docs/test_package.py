@@ -24,8 +24,6 @@ from megatron_moe.console import COMMANDS
 from tests.helpers import tiny_models
 from tests.helpers.sources import PACKAGE, ROOT, imported, sources
 
-pytestmark = pytest.mark.one_engine
-
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 GENERATED = {"PKG-INFO", "setup.cfg"}
 
@@ -126,7 +124,6 @@ def test_every_program_of_tools_is_a_command() -> None:
     assert mains - of_tools == {"megatron_moe.train:main", "megatron_moe.slurm:main"} and of_tools <= mains
 
 
-@pytest.mark.claim("megatron-moe has every program by name, and shows its help without loading torch.")
 @pytest.mark.parametrize("command", [None, *COMMANDS])
 def test_help_is_printed_without_torch(command: str | None) -> None:
     words = ["--help"] if command is None else [command, "--help"]
@@ -149,7 +146,6 @@ def test_a_mistake_is_reported_by_the_name_that_was_typed(command: str, capfd: p
     assert capfd.readouterr().err.startswith(f"megatron-moe {command}: error: ")
 
 
-@pytest.mark.claim("megatron-moe has every program by name, and shows its help without loading torch.")
 def test_what_is_no_command_ends_with_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     from megatron_moe.console import main
 
@@ -167,7 +163,6 @@ def test_what_is_no_command_ends_with_one_line(capfd: pytest.CaptureFixture[str]
 # ---- the installed package
 
 
-@pytest.mark.claim("An installed wheel trains, converts and generates without a clone of the repository.")
 def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) -> None:
     where = quiet([installed / "python", "-c", "import megatron_moe; print(megatron_moe.__file__)"], tmp_path)
     assert where.stdout.startswith(str(installed.parent)), where.stderr
@@ -176,7 +171,6 @@ def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) ->
         assert quiet([*command, "--version"], tmp_path).stdout == version
 
 
-@pytest.mark.claim("An installed wheel trains, converts and generates without a clone of the repository.")
 def test_it_reads_its_tables(installed: Path, tmp_path: Path) -> None:
     answered = quiet([installed / "megatron-moe", "flags", "--moe-grouped-gemm"], tmp_path)
     assert answered.returncode == 0 and "--moe-grouped-gemm" in answered.stdout, answered.stderr
@@ -185,7 +179,6 @@ def test_it_reads_its_tables(installed: Path, tmp_path: Path) -> None:
     assert listed.returncode == 0 and "megatron-core" in listed.stdout, listed.stderr
 
 
-@pytest.mark.claim("An installed wheel trains, converts and generates without a clone of the repository.")
 def test_it_trains_imports_exports_and_generates(installed: Path, tmp_path: Path) -> None:
     tiny_models.make("mixtral", 1, tmp_path / "hf")
     for words in (

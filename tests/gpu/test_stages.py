@@ -39,9 +39,7 @@ def dry_run(out: Path, *flags: str, module: str = "stages", code: str = "") -> t
     return ran.returncode, ran.stdout + ran.stderr, json.loads(path.read_text()) if path.exists() else {}
 
 
-@pytest.mark.claim("`make gpu DRY=1` runs every stage of the verification on a GPU, with the device imagined.")
 @pytest.mark.slow
-@pytest.mark.one_engine
 def test_a_dry_run_of_all_stages_is_green_and_says_what_it_does_not_show(tmp_path):
     status, said, found = dry_run(tmp_path)
     assert status == 0, said
@@ -68,7 +66,6 @@ experts.weighted_swiglu = lambda gate_up, probs: right(gate_up, probs * 1.02)
 """
 
 
-@pytest.mark.one_engine
 def test_a_wrong_operator_fails_its_stage_and_the_run(tmp_path):
     status, said, found = dry_run(tmp_path, "--only", "3", module="operators", code=WRONG_SWIGLU)
     assert status == 1 and found["stages"][0]["status"] == "fail", said
@@ -100,14 +97,12 @@ problem.relative_error = last_is_nan
 """
 
 
-@pytest.mark.one_engine
 def test_a_gradient_of_nan_behind_right_ones_fails_its_stage(tmp_path):
     status, said, found = dry_run(tmp_path, "--only", "4", module="layouts", code=GRADIENT_OF_NAN)
     failed = {check["name"] for check in found["stages"][0]["checks"] if check["status"] == "fail"}
     assert status == 1 and {name.partition(",")[0] for name in failed} == {"MoE layer"} and len(failed) == 2, said
 
 
-@pytest.mark.one_engine
 def test_a_stage_that_dies_or_hangs_is_failed_and_the_next_one_runs(tmp_path):
     began = time.monotonic()
     status, said, found = dry_run(tmp_path, module="machine", code=STAGES_THAT_BREAK)
@@ -118,12 +113,12 @@ def test_a_stage_that_dies_or_hangs_is_failed_and_the_next_one_runs(tmp_path):
     assert hangs["cut"] and "the long part" in hangs["checks"][-1]["reason"]
 
 
-@pytest.mark.one_engine
 def test_a_stage_that_is_not_there_is_refused(tmp_path):
     status, said, found = dry_run(tmp_path, "--only", "3,11")
     assert status == 2 and "--only 3,11" in said and not found
 
 
+@pytest.mark.engine
 def test_nan_is_not_within_a_bound(tmp_path):
     stage = Stage(tmp_path / "notes", tmp_path, True, 1.0)
     stage.within("nan", float("nan"), 1.0)
@@ -131,10 +126,12 @@ def test_nan_is_not_within_a_bound(tmp_path):
     assert json.loads(line)["status"] == "fail" and json.loads(line)["figures"]["measured"] == "nan"
 
 
+@pytest.mark.engine
 def test_the_stages_take_less_than_ten_minutes_together():
     assert sum(plan.seconds for plan in stages.STAGES) < 600
 
 
+@pytest.mark.engine
 def test_the_wheels_are_those_that_are_tested_and_never_torch():
     for python in wheels.PYTHONS:
         pinned = wheels.pinned(python)
@@ -143,13 +140,13 @@ def test_the_wheels_are_those_that_are_tested_and_never_torch():
     assert wheels.missing() == []
 
 
-@pytest.mark.one_engine
 def test_what_is_missing_and_has_no_wheel_is_named(tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(wheels.NEEDED, "not-there-at-all", "not_there_at_all")
     with pytest.raises(SystemExit, match=r"not-there-at-all.*gpu-wheels"):
         wheels.place(tmp_path / "site", tmp_path / "wheels")
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("read", ["item", "tolist", "cpu", "nonzero", "__bool__"])
 def test_a_read_by_the_host_is_seen_in_a_dry_run(read):
     import torch

@@ -1,4 +1,4 @@
-"""Numbers that are not finite, put into a real run at one place, on one rank or all: the cases of test_faults_ranks.py."""
+"""Numbers that are not finite, put into a real run at one place, on one rank or all."""
 
 from __future__ import annotations
 

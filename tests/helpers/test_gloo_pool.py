@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from megatron_moe.config.schema import Run, replace
 
+pytestmark = pytest.mark.engine
+
 
 def sums(factor: float) -> float:
     value = torch.tensor(float(dist.get_rank() + 1))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).resolve().parents[2]
 INSIDE = "MEGATRON_MOE_TEST_OF_HIDDEN_GPUS"
 

@@ -19,6 +19,8 @@ from megatron_moe.hf.architecture import filled_in
 from tests.helpers import tiny_models
 from tests.helpers.plain_steps import write_step
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -38,7 +40,6 @@ def message_of(*argv: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.claim("--load-hf takes the architecture from the folder and refuses flags that contradict it.")
 def test_a_folder_gives_architecture_and_vocabulary_and_nothing_else(tmp_path):
     run = cli.parse(["--load-hf", str(folder(tmp_path, "deepseek-v3")), "--seq-length", "32"], filled_in)
     assert (run.model.num_layers, run.model.vocab_size, run.moe.num_experts) == (4, tiny_models.VOCABULARY, 16)
@@ -55,7 +56,6 @@ def test_a_setting_that_only_may_differ_is_the_users(tmp_path):
     assert run.model.max_position_embeddings == 512
 
 
-@pytest.mark.claim("--load-hf takes the architecture from the folder and refuses flags that contradict it.")
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -18,6 +18,8 @@ from megatron_moe.hf.families import FAMILIES, family_of_run
 from megatron_moe.model import rotary
 from tests.helpers import tiny_models
 
+pytestmark = pytest.mark.engine
+
 SAVED = {}
 
 

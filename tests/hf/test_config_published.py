@@ -44,7 +44,6 @@ def test_every_preset_of_a_published_model_is_held_against_its_publication():
     assert set(PUBLISHED) == set(CONFIGS) == set(SIZES)
 
 
-@pytest.mark.claim("Presets have the published settings, and as many parameters as transformers builds.")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_is_what_its_published_configuration_is_read_as(name):
     read = hf_config.settings(CONFIGS[name], has_prediction_layers=False, where=name)
@@ -58,7 +57,6 @@ def test_a_preset_is_what_its_published_configuration_is_read_as(name):
         assert with_them.flat == {**read.flat, "mtp_num_layers": promised} and not with_them.notes
 
 
-@pytest.mark.claim("Presets have the published settings, and as many parameters as transformers builds.")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_as_many_parameters_as_transformers_builds(name):
     run = build(PUBLISHED[name])
@@ -75,7 +73,6 @@ def test_a_preset_has_as_many_parameters_as_transformers_builds(name):
         assert sum(parameter.numel() for parameter in model.parameters()) == run.derived.parameter_count(vocab)
 
 
-@pytest.mark.claim("Presets have the published settings, and as many parameters as transformers builds.")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_the_size_that_its_publisher_says(name):
     said, counted, _ = SIZES[name]

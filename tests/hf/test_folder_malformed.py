@@ -25,8 +25,6 @@ from tests.hf.malformed import Malformed
 from tests.hf.malformed_models import CASES
 from tests.hf.small_folders import INDEX, SHARDS, sound, write_json
 
-pytestmark = pytest.mark.one_engine
-
 ROOT = Path(__file__).parents[2]
 MEMORY = 300 * 2**20
 """Bytes that a folder may cost beyond what the process has had before: none of them has more than a few kilobytes."""
@@ -64,7 +62,6 @@ def test_the_folders_are_sound_before_they_are_damaged(folders):
     assert opened.block == (8, 8) and len(opened.scales) == 26
 
 
-@pytest.mark.claim("A malformed folder is refused in one message; nothing is left, none of its code runs.")
 @pytest.mark.parametrize("name", [name for name, wrong in CASES.items() if not wrong.opens])
 def test_a_malformed_folder_is_not_opened(folders, tmp_path, name):
     wrong = CASES[name]
@@ -87,7 +84,6 @@ def test_what_only_the_model_shows_to_be_wrong_can_be_opened(folders, tmp_path, 
 # ---- through the tool
 
 
-@pytest.mark.claim("A malformed folder is refused in one message; nothing is left, none of its code runs.")
 @pytest.mark.parametrize("name", CASES)
 def test_a_malformed_folder_is_not_converted(folders, tmp_path, capsys, name):
     wrong = CASES[name]
@@ -139,7 +135,6 @@ def test_a_folder_changed_at_random_converts_or_is_refused(folders, tmp_path, ca
     assert set(statuses) == {0, 2} and not (folders / "sentinel").exists()
 
 
-@pytest.mark.claim("A malformed folder is refused in one message; nothing is left, none of its code runs.")
 def test_not_even_a_comparison_with_transformers_runs_a_folders_code(folders, tmp_path):
     there = ["--from", "hf", "--to", "native", "--load", str(folders / "bf16"), "--save", str(tmp_path / "native")]
     back = ["--from", "native", "--to", "hf", "--load", str(tmp_path / "native"), "--save", str(tmp_path / "back")]
@@ -155,7 +150,6 @@ def test_not_even_a_comparison_with_transformers_runs_a_folders_code(folders, tm
         (folders / "sentinel").unlink(missing_ok=True)
 
 
-@pytest.mark.claim("A malformed folder is refused in one message; nothing is left, none of its code runs.")
 @pytest.mark.parametrize("name", ["a tensor of terabytes", "NaN in an expert"])
 def test_the_tool_itself_ends_so_too_within_a_gigabyte(folders, tmp_path, name):
     folder = damaged(folders, tmp_path, CASES[name])

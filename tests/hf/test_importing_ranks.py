@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import build
 from megatron_moe.hf.import_plan import plan_import
-from tests.hf.test_mapping_ranks import assembled, by_hf_name
 from tests.helpers import imported_cases as cases
 from tests.helpers import tiny_models
+from tests.hf.test_mapping_ranks import assembled, by_hf_name
+
+pytestmark = pytest.mark.engine
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -139,7 +141,6 @@ def test_a_copy_that_is_another_table_is_refused(gloo, folders, tmp_path):
     assert len(set(messages)) == 1 and f"{name} was not used" in messages[0]
 
 
-@pytest.mark.claim("A folder that does not hold the model is refused by all ranks before anything is built.")
 @pytest.mark.parametrize(
     ("mistake", "on", "says"),
     [
@@ -162,7 +163,6 @@ def large(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.full(shape, 1e5)
 
 
-@pytest.mark.claim("A folder that does not hold the model is refused by all ranks before anything is built.")
 @pytest.mark.parametrize(
     ("tensors", "says"),
     [

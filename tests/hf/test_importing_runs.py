@@ -50,8 +50,6 @@ def exported(root: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.one_engine  # the two ways in, and the way out, are taken with either engine below
-@pytest.mark.claim("An imported model is trained, restarted with the same command, exported and generates.")
 def test_a_folder_is_trained_restarted_with_the_same_command_and_exported(gloo, source, tmp_path):
     root, there = tmp_path / "run", tmp_path / "there"
     shutil.copytree(source, there)
@@ -99,7 +97,7 @@ def loads_and_generates(folder: Path) -> None:
     assert model.generate(prompt, max_new_tokens=3, do_sample=False).shape == (1, 8)
 
 
-@pytest.mark.claim("An imported model is trained, restarted with the same command, exported and generates.")
+@pytest.mark.engine
 def test_a_converted_checkpoint_trains_as_the_folder_does_and_keeps_what_it_came_with(gloo, source, tmp_path):
     native = tmp_path / "native"
     words = ["--from", "hf", "--to", "native", "--load", str(source), "--save", str(native)]

@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from megatron_moe.parallel.sequence import in_order
-from tests.helpers import engines, tiny_models
 from tests.helpers import imported_cases as cases
+from tests.helpers import tiny_models
 from tests.helpers.errors import largest, worst
+from tests.helpers.rows import rows
+
+pytestmark = pytest.mark.engine
 
 ALL = tuple(tiny_models.CASES)
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -127,7 +130,7 @@ def steps(gloo, asked, references) -> dict[str, dict[tuple[str, int], list[dict[
 def pairs() -> list[Any]:
     every = [(layout, case) for layout in LAYOUTS for case in LAYOUTS[layout].cases]
     both = [(layout, case) for layout, case in every if layout == "one" or case in LAYOUTS[layout].either_engine()]
-    return engines.cases(every, both=both)
+    return rows(every, test=both)
 
 
 def assembled(ranks: list[dict[str, Any]], quantity: str) -> dict[str, torch.Tensor]:
@@ -217,7 +220,6 @@ def difference(ranks: list[dict[str, Any]], expected: Reference, flags: dict[str
     )
 
 
-@pytest.mark.claim("Imported models have transformers' logits, choices of experts, loss and gradients.")
 @pytest.mark.parametrize(("layout", "case"), pairs())
 def test_logits_choices_loss_and_gradients_are_those_of_transformers(steps, references, layout, case):
     for seed in LAYOUTS[layout].seeds:
@@ -225,7 +227,6 @@ def test_logits_choices_loss_and_gradients_are_those_of_transformers(steps, refe
         assert found.logits < 1e-4 and found.loss < 1e-5 and found.choices == [] and found.gradient < 1e-4, found
 
 
-@pytest.mark.claim("An untouched imported model is exported bit for bit, under the same names.")
 @pytest.mark.parametrize(("layout", "case"), pairs())
 def test_an_untouched_model_goes_back_bit_for_bit_under_the_same_names(steps, references, layout, case):
     for seed in LAYOUTS[layout].seeds:

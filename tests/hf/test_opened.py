@@ -17,6 +17,8 @@ from megatron_moe.hf.source import locate
 from megatron_moe.parallel import groups
 from tests.helpers import tiny_models
 
+pytestmark = pytest.mark.engine
+
 BIAS = "decoder.layers.2.mlp.router.expert_bias"
 
 

@@ -9,6 +9,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.opened import fill
 from megatron_moe.hf.source import Block
 
+pytestmark = pytest.mark.engine
+
 
 def held() -> dict[str, torch.Tensor]:
     return {"table": torch.ones(8, 2), "experts": torch.ones(3, 2, 2), "bias": torch.ones(4)}

@@ -11,6 +11,8 @@ from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
 from tests.helpers import tiny_models
 
+pytestmark = pytest.mark.engine
+
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

@@ -23,6 +23,8 @@ from megatron_moe.hf.folder import HFFolder
 from tests.helpers import tiny_models
 from tests.helpers.trained_steps import trained
 
+pytestmark = pytest.mark.engine
+
 BATCH, LENGTH = 3, 10
 
 
@@ -72,7 +74,6 @@ def agrees(out: dict[str, Tensor], reference: ReferenceResult) -> None:
         assert torch.equal((probs != 0).sum(1), torch.full((BATCH * LENGTH,), experts.shape[1]))
 
 
-@pytest.mark.claim("tools/trace_forward.py gives the logits, loss, choices and gradient norms of transformers.")
 @pytest.mark.parametrize("case", ["deepseek-v2-grouped", "qwen2-moe", "qwen3-moe-tied", "glm4-moe"])
 def test_a_hugging_face_folder_gives_what_transformers_computes(case: str, tmp_path: Path) -> None:
     model = tiny_models.make(case, 8, tmp_path / "hf")
@@ -101,7 +102,6 @@ def test_sequences_that_go_through_one_by_one_come_back_in_their_order(
     assert not any("correction_bias" in name for name in norms)
 
 
-@pytest.mark.claim("tools/trace_forward.py gives the logits, loss, choices and gradient norms of transformers.")
 def test_a_native_step_gives_the_very_numbers_of_the_folder_it_was_made_of(deepseek: Any, tmp_path: Path) -> None:
     folder, _ = deepseek
     root = native(folder, tmp_path / "native")

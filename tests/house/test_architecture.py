@@ -9,13 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from megatron_moe.config import cli
 from megatron_moe.config.fields import all_fields
 from tests.helpers.sources import PACKAGE, ROOT, imported, name_of, sources, tree
-
-pytestmark = pytest.mark.one_engine
 
 # A room may import from the rooms before it.
 ROOMS = (

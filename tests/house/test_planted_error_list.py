@@ -12,8 +12,6 @@ import pytest
 
 from tests.soak.planted_errors import AREAS, PAGE, ROOT, Plant, page, plants
 
-pytestmark = pytest.mark.one_engine
-
 PLANTS = plants()
 
 
@@ -24,7 +22,6 @@ def test_forty_errors_and_more_are_spread_over_all_areas() -> None:
     assert len({(plant.file, plant.right, plant.wrong) for plant in PLANTS}) == len(PLANTS)
 
 
-@pytest.mark.claim("Each error of the list of planted errors is noticed by the test that the list names.")
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.error)
 def test_an_error_can_still_be_planted_and_names_what_notices_it(plant: Plant) -> None:
     right = (ROOT / "megatron_moe" / plant.file).read_text(encoding="utf-8")

@@ -14,8 +14,6 @@ import pytest
 
 from tests.helpers.sources import PACKAGE, ROOT, imported, name_of, sources, tree
 
-pytestmark = pytest.mark.one_engine
-
 LONGEST_FILE = 450
 SHORT_FILE = 60
 LONGEST_DOOR = 80

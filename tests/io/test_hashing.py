@@ -45,7 +45,6 @@ def test_a_piece_may_change_as_soon_as_it_is_written(tmp_path):
     assert file.entry()["sha256"] == before
 
 
-@pytest.mark.claim("A refused save is reported on all ranks and leaves the step before.")
 @pytest.mark.parametrize("size", [10, 4 << 20])
 def test_a_full_disk_is_told_with_the_file(size):
     with pytest.raises(OSError) as caught, new_file(Path("/dev/full")) as file:

@@ -15,8 +15,6 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.local_ranks import LocalRanks, RankFailure
 from tests.io.rank_functions import act
 
-pytestmark = pytest.mark.one_engine
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -12,6 +12,8 @@ from megatron_moe.kernels import choice
 from megatron_moe.kernels.choice import takes_kernels
 from megatron_moe.platform import switches
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture
 def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +28,6 @@ class OnGpu(NamedTuple):
     device: torch.device = torch.device("cuda:0")
 
 
-@pytest.mark.claim("A kernel computes on a GPU, and torch's operations on a CPU.")
 @pytest.mark.usefixtures("with_triton")
 def test_a_kernel_computes_on_a_gpu_and_torch_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert takes_kernels(OnGpu()) and not takes_kernels(OnGpu(torch.float64))

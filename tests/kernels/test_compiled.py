@@ -59,8 +59,8 @@ def draw(rows, width, dtype, spread=3.0):
     return gate_up, torch.rand(rows, generator=generator), torch.randn(rows, width, generator=generator).to(dtype)
 
 
+@pytest.mark.engine
 @needs_c
-@pytest.mark.claim("The kernels in C compute the bits of torch's form.")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (64, 64), (1024, 256), (32, 1408), (2, 8192), (2, 65536)])
 def test_a_kernel_computes_the_bits_of_torchs_form(rows, width, dtype, threads):
@@ -69,8 +69,8 @@ def test_a_kernel_computes_the_bits_of_torchs_form(rows, width, dtype, threads):
         assert mine.dtype == other.dtype and torch.equal(mine, other)
 
 
+@pytest.mark.engine
 @needs_c
-@pytest.mark.claim("The kernels in C compute the bits of torch's form.")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 32), (64, 3, 100), (32, 16, 256), (5, 1, 7168)])
 def test_a_norm_computes_the_bits_of_torchs_form(shape, dtype, threads, monkeypatch):
@@ -88,6 +88,7 @@ def test_a_norm_computes_the_bits_of_torchs_form(shape, dtype, threads, monkeypa
         assert mine.dtype == other.dtype and torch.equal(mine, other)
 
 
+@pytest.mark.engine
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("up", "prob"), [(1.5, 0.75), (1.0, 1.0)])  # the latter: ties among subnormal numbers
@@ -101,6 +102,7 @@ def test_it_does_so_for_every_gate_of_16_bits_and_passes_nan_and_infinity_on(up,
     assert theirs[0].isnan().any() and theirs[0].isinf().any()
 
 
+@pytest.mark.engine
 @needs_c
 @pytest.mark.parametrize("width", [1, 3, 20, 45])
 def test_what_torch_computes_with_another_exponential_is_within_its_rounding(width):
@@ -109,6 +111,7 @@ def test_what_torch_computes_with_another_exponential_is_within_its_rounding(wid
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.engine
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_operation_takes_the_kernel_and_not_while_something_watches_torch(dtype, monkeypatch):
@@ -130,15 +133,12 @@ def test_an_operation_takes_the_kernel_and_not_while_something_watches_torch(dty
 
 
 @needs_c
-@pytest.mark.one_engine
 def test_an_openmp_library_of_another_package_is_passed_over(compiled_anew):
     importlib.import_module("sentencepiece")  # has one of its own
     assert compiled.why_not() is None
 
 
 @needs_c
-@pytest.mark.claim("The kernels in C are compiled once for a user, and never taken from a file that others can write.")
-@pytest.mark.one_engine
 def test_a_compiled_library_is_kept_and_one_that_others_can_write_is_not_loaded(compiled_anew, monkeypatch):
     assert compiled.why_not() is None
     (kept,) = compiled_anew.iterdir()
@@ -152,13 +152,12 @@ def test_a_compiled_library_is_kept_and_one_that_others_can_write_is_not_loaded(
 
 
 @needs_c
-@pytest.mark.one_engine
 def test_without_a_cache_that_can_be_written_it_is_compiled_for_this_process(compiled_anew, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert compiled.why_not() is None
 
 
-@pytest.mark.claim("Without a C compiler a run computes with torch's operations, and says so once.")
+@pytest.mark.engine
 @pytest.mark.usefixtures("one_process")
 def test_without_a_compiler_torch_computes_and_the_run_says_so_once(compiled_anew, monkeypatch):
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
@@ -180,7 +179,6 @@ def test_without_a_compiler_torch_computes_and_the_run_says_so_once(compiled_ane
 
 
 @needs_c
-@pytest.mark.one_engine
 def test_a_compiler_that_fails_is_a_reason_and_no_error(compiled_anew, monkeypatch):
     failed = subprocess.CompletedProcess([], 1, stdout="", stderr="cc1: out of memory")
     monkeypatch.setattr(compiled.subprocess, "run", lambda *_, **__: failed)
@@ -199,7 +197,7 @@ def _form_of_ranks(lacking: int) -> tuple[str | None, str | None]:
         compiled._loaded = loaded
 
 
-@pytest.mark.claim("All ranks of a run use the same form of an operation.")
+@pytest.mark.engine
 def test_all_ranks_take_torchs_form_where_one_lacks_the_kernels(gloo):
     agreed = "rank 1: no compiler"
     assert gloo.run(2, _form_of_ranks, lacking=1) == [(agreed, None), (agreed, "no compiler")]

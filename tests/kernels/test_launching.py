@@ -15,7 +15,7 @@ from megatron_moe.model import cross_entropy, rotary
 from megatron_moe.moe import dispatch, experts, grouped_gemm, load_balance, routing
 from tests.helpers.compiled_kernels import all_kernels
 
-pytestmark = [pytest.mark.triton, pytest.mark.one_engine]
+pytestmark = pytest.mark.triton
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

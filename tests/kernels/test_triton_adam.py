@@ -12,8 +12,6 @@ from megatron_moe.training.precision_aware_adam import adam_update
 from tests.helpers import packed_cases
 from tests.helpers.compiled_kernels import all_kernels
 
-pytestmark = pytest.mark.one_engine
-
 STEP = AdamStep(3e-3, (0.9, 0.95), 1e-8, 0.1, 7)
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["fp32 main weights", "packed main weights"])
 FORMATS = pytest.mark.parametrize(

@@ -10,8 +10,6 @@ import pytest
 from megatron_moe.io import launched
 from megatron_moe.launch.ending import Ending, RankEnd, of_failures
 
-pytestmark = pytest.mark.one_engine
-
 
 def failure(status: int, timestamp: int = 0) -> SimpleNamespace:
     return SimpleNamespace(pid=100 - status, exitcode=status, timestamp=timestamp)

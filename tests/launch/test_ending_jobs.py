@@ -12,8 +12,6 @@ from megatron_moe.report.run_info import read_info
 from tests.helpers import broken_jobs, kills
 from tests.helpers.ranks import RankParent
 
-pytestmark = pytest.mark.one_engine
-
 ITERATIONS, TIMEOUT = 8, 10.0
 CASES = [
     ("KILL", "backward", 1),
@@ -28,7 +26,6 @@ def launcher(rank_parent: RankParent) -> broken_jobs.Breaking:
     return broken_jobs.Breaking(rank_parent)
 
 
-@pytest.mark.claim("A rank that dies or hangs is named, and all processes end in time.")
 @pytest.mark.slow
 def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Breaking, tmp_path: Path) -> None:
     world_size, flags = kills.LAYOUTS["EP2"]
@@ -56,7 +53,6 @@ def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Br
         assert kills.differences(job, oracle, 2) == []
 
 
-@pytest.mark.claim("A rank that dies or hangs is named, and all processes end in time.")
 @pytest.mark.slow
 @pytest.mark.parametrize(("phase", "rank"), [("forward", 1), ("backward", 0)])
 def test_a_rank_that_fails_while_others_gather_weights_ends_them(
@@ -69,7 +65,6 @@ def test_a_rank_that_fails_while_others_gather_weights_ends_them(
     assert "a fault of the test" in broken.cause() and f"rank {1 - rank}: waiting in" in broken.cause()
 
 
-@pytest.mark.claim("SIGTERM and SIGUSR1 save, and the resumed run goes on to the bit.")
 @pytest.mark.slow
 def test_a_signal_saves_and_the_run_goes_on_to_the_bit(launcher: broken_jobs.Breaking, tmp_path: Path) -> None:
     world_size, flags = kills.LAYOUTS["EP2"]

@@ -12,8 +12,6 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.launch import options
 from megatron_moe.platform import host
 
-pytestmark = pytest.mark.one_engine
-
 
 def torchs() -> dict[str, bool]:
     """torchrun's options -> whether a value follows."""

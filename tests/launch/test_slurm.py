@@ -24,11 +24,7 @@ from tests.helpers.slurm_cluster import Cluster
 from tests.helpers.sources import ROOT
 
 ABSENT = slurm_cluster.missing()
-pytestmark = [
-    pytest.mark.one_engine,
-    pytest.mark.slow,
-    pytest.mark.skipif(ABSENT is not None, reason=f"no Slurm here: {ABSENT}"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(ABSENT is not None, reason=f"no Slurm here: {ABSENT}")]
 
 MODEL = "--preset tiny --mock-data --vocab-size 256 --deterministic-mode --eval-iters 0 --log-interval 1000000".split()
 TRAINING = [*MODEL, "--train-iters", "1000000", "--save-interval", "5"]
@@ -155,7 +151,6 @@ def assert_same_bits(job: Job, last_start: int) -> None:
     assert {number: steps[number] for number in expected} == expected
 
 
-@pytest.mark.claim("A Slurm job goes on to the bit after a killed rank, and after its time limit.")
 def test_a_killed_rank_and_the_time_limit_are_gone_on_from_to_the_bit(cluster, tmp_path):
     write(tmp_path, "--nodes", "2", "--max-restarts", "0")  # each attempt leaves a newer checkpoint
     job = submit(cluster, tmp_path)
@@ -180,9 +175,6 @@ def test_a_killed_rank_and_the_time_limit_are_gone_on_from_to_the_bit(cluster, t
     assert_same_bits(job, third)
 
 
-@pytest.mark.claim(
-    "A Slurm job goes on to the bit after the loss of a node, be it that of its batch script or another."
-)
 def test_lost_nodes_are_gone_on_from_to_the_bit(cluster, tmp_path):
     write(tmp_path, "--nodes", "2", "--max-restarts", "0")
     job = submit(cluster, tmp_path)
@@ -205,7 +197,6 @@ def test_lost_nodes_are_gone_on_from_to_the_bit(cluster, tmp_path):
     assert_same_bits(job, third)
 
 
-@pytest.mark.claim("A Slurm job saves when it is preempted or requeued by hand, and goes on.")
 def test_a_preempted_and_a_requeued_job_save_and_go_on(cluster, tmp_path):
     write(tmp_path)
     job = submit(cluster, tmp_path)
@@ -225,9 +216,6 @@ def test_a_preempted_and_a_requeued_job_save_and_go_on(cluster, tmp_path):
     assert "gives up" not in job.log()
 
 
-@pytest.mark.claim(
-    "A Slurm job leaves out a node that failed twice, and fails when attempts in a row leave no checkpoint."
-)
 def test_a_node_that_fails_twice_is_left_out_and_the_budget_ends(cluster, tmp_path):
     write(tmp_path, "--max-restarts", "3", "--exclude", "node3")
     job = submit(cluster, tmp_path)
@@ -246,7 +234,6 @@ def test_a_node_that_fails_twice_is_left_out_and_the_budget_ends(cluster, tmp_pa
     assert "gives up: 4 attempts" in job.log()
 
 
-@pytest.mark.claim("A mistake in the flags fails a Slurm job with status 2, and is not requeued.")
 def test_a_mistake_is_not_requeued(cluster, tmp_path):
     settings = tmp_path / "settings.yaml"
     settings.write_text("lr: 0.001\n")
@@ -265,7 +252,6 @@ def test_without_an_environment_the_job_says_what_to_do(cluster, tmp_path):
     assert "no environment with megatron_moe and torch" in job.log()
 
 
-@pytest.mark.claim("The Slurm example for CPUs runs as it is in a clone, on two nodes, with its preflight.")
 def test_the_example_runs_from_a_clone_as_it_is(cluster, tmp_path):
     for name in ("examples", "megatron_moe"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -299,7 +285,6 @@ def typed_in(cluster: Cluster, folder: Path, commands: str, environment: dict[st
     return printed
 
 
-@pytest.mark.claim("The commands of the guide on Slurm end with a run that was killed and goes on to the bit.")
 def test_the_guide_as_written(cluster, tmp_path):
     page = guides.substituted(
         (guides.GUIDES / "on_slurm.md").read_text(),

@@ -14,8 +14,6 @@ import pytest
 
 from megatron_moe import slurm
 
-pytestmark = pytest.mark.one_engine
-
 FLAGS = "--preset tiny --mock-data --vocab-size 99 --save runs/a/checkpoints".split()
 OPTIONS = ["--time", "1:00:00"]
 
@@ -76,7 +74,6 @@ def test_a_time_limit_is_read_as_sbatch_does(limit, seconds):
     assert slurm._seconds(limit) == seconds
 
 
-@pytest.mark.claim("The Slurm scripts give srun the cores of the job, which it does not inherit.")
 def test_srun_gets_the_cores_of_the_job_and_their_binding(folder):
     script = write(folder, "--nodes", "2", "--cpus-per-task", "8", "--cpu-bind", "cores")
     assert "#SBATCH --cpus-per-task=8" in script.read_text()
@@ -151,7 +148,6 @@ def test_the_log_is_in_the_folder_of_the_run(folder):
     assert (folder / "runs/50% a").is_dir()
 
 
-@pytest.mark.claim("A Slurm job is given up when more than --max-restarts attempts in a row left no newer checkpoint.")
 def test_the_budget_counts_attempts_in_a_row_without_a_newer_checkpoint(folder):
     script = write(folder, "--nodes", "2", "--no-preflight", "--max-restarts", "1")
     for saves in ("", "5", "5", "7", "7"):

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.mistakes import LAUNCHER
 from tests.training.test_run_torchrun import Launch as Torchrun
 from tests.training.test_run_torchrun import gone, steps, until
-from tests.helpers.mistakes import LAUNCHER
 
-pytestmark = [pytest.mark.one_engine, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 

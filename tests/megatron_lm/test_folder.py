@@ -16,6 +16,8 @@ from megatron_moe.apps.convert.cli import main
 from tests.helpers import megatron_checkpoints as megatron
 from tests.helpers.trained_steps import tensors
 
+pytestmark = pytest.mark.engine
+
 
 def convert(origin: str, target: str, load: Path, save: Path, *flags: str) -> dict[str, Any]:
     """Run the tool; its certificate."""
@@ -51,7 +53,6 @@ def saved(gloo: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
     return {**found, "name": request.param, "folder": folder, "certificate": certificate, "step": step}
 
 
-@pytest.mark.claim("A checkpoint of Megatron-LM computes here what megatron-core computes from it, and there again.")
 def test_the_engines_checkpoint_computes_the_same_here(saved: dict[str, Any], tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(saved["step"], tmp_path), saved["logits"], rtol=0, atol=1e-5)
 
@@ -82,7 +83,6 @@ def test_a_run_goes_on_with_the_optimizer_of_the_engine(saved: dict[str, Any], g
     assert found == pytest.approx(saved["steps"][megatron.STEPS], rel=1e-4)
 
 
-@pytest.mark.claim("A checkpoint of Megatron-LM computes here what megatron-core computes from it, and there again.")
 def test_the_engine_loads_what_is_exported(saved: dict[str, Any], gloo: Any) -> None:
     back = saved["folder"] / "back"
     certificate = convert("native", "megatron", saved["step"].parent, back, "--no-optim", "--transformer-impl", "local")

@@ -22,6 +22,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.megatron_lm import names
 from tests.helpers.trained_steps import tensors
 
+pytestmark = pytest.mark.engine
+
 ARGS: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "kv_channels": 4,
     "group_query_attention": False, "num_query_groups": 1, "seq_length": 8, "max_position_embeddings": 8,
@@ -288,7 +290,6 @@ class Harmful:
         return (exec, (f"open({str(self.sentinel)!r}, 'w')",))
 
 
-@pytest.mark.claim("No code of a checkpoint of Megatron-LM runs.")
 @pytest.mark.parametrize("where", ["common.pt", "legacy"])
 def test_code_in_a_checkpoint_is_refused_and_does_not_run(
     where: str, theirs: Path, capsys: pytest.CaptureFixture[str]

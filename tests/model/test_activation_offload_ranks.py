@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from megatron_moe.config.presets import PRESETS
-from tests.helpers import engines
 from tests.helpers.offloading import MODULES, offloading, on_a_cpu
+from tests.helpers.rows import rows
+
+pytestmark = pytest.mark.engine
 
 ALL = offloading(*MODULES)
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -79,8 +81,7 @@ def trained(flags: dict[str, Any]) -> tuple[list[Any], dict[str, str], list[str]
     return [(step.loss, step.grad_norm) for step in steps], trainer.state(), sorted(set(moved))
 
 
-@pytest.mark.claim("Offloaded activations change no bit of losses, gradient norms and weights, in any layout.")
-@pytest.mark.parametrize("layout", engines.cases(LAYOUTS, both=EITHER))
+@pytest.mark.parametrize("layout", rows(LAYOUTS, test=EITHER))
 def test_no_bit_is_changed(layout, gloo):
     world_size, flags = LAYOUTS[layout]
     plain = {name: value for name, value in flags.items() if "offload" not in name}

@@ -11,6 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_moe.model.attention import MeasuredCoreAttention, SDPACoreAttention, largest_logits
 
+pytestmark = pytest.mark.engine
+
 # (query heads, key/value heads, key width, value width)
 WIDTHS = {
     "multi-head": (4, 4, 16, 16),

@@ -18,6 +18,8 @@ from megatron_moe.model.norm import RMSNorm
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel import groups
 
+pytestmark = pytest.mark.engine
+
 LATENT = [
     "linear_q_down_proj",
     "q_layernorm",
@@ -165,7 +167,6 @@ def test_a_table_has_the_rows_of_the_flag(one_process):
     assert tables == [140, 140]
 
 
-@pytest.mark.claim("Rows that pad the vocabulary are in no loss, gradient or softmax.")
 @pytest.mark.parametrize("tied", [False, True], ids=["two tables", "one table"])
 @pytest.mark.parametrize("model", ["plain loss", "fused loss", "further predictions"])
 def test_what_pads_the_vocabulary_is_in_no_loss_no_gradient_and_no_logit(one_process, model, tied):

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.engine
+
 
 def gradients(dtype_name: str, exact: bool, tokens: int = 4096) -> dict[str, Any]:
     """Output and weight gradient of one embedding for ids of which one is very frequent, on this rank's rows."""
@@ -44,7 +46,6 @@ def gradients(dtype_name: str, exact: bool, tokens: int = 4096) -> dict[str, Any
     }
 
 
-@pytest.mark.claim("The embedding's gradient counts every token of a frequent id.")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_token_of_a_frequent_id_counts(gloo, dtype):
     (seen,) = gloo.run(1, gradients, dtype_name=dtype, exact=True)
@@ -83,7 +84,6 @@ def test_the_outputs_are_the_engines(gloo):
             assert torch.equal(mine["output"], theirs["output"])
 
 
-@pytest.mark.claim("The embedding's gradient counts every token of a frequent id.")
 def test_tensor_parallel_rows_have_the_gradients_of_one_rank(gloo):
     (whole,) = gloo.run(1, gradients, dtype_name="bfloat16", exact=True)
     parts = gloo.run(2, gradients, dtype_name="bfloat16", exact=True)

@@ -7,8 +7,10 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
-from tests.helpers import engines
 from tests.helpers import model_cases as cases
+from tests.helpers.rows import rows
+
+pytestmark = pytest.mark.engine
 
 SMALL = {"seq_length": 16, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, "num_layers": 4}
 MODELS = {
@@ -99,10 +101,9 @@ def oracle(gloo):
     return of
 
 
-@pytest.mark.claim("TP, SP, PP, VPP, EP, ETP, DP and the distributed optimizer train as one rank does.")
 @pytest.mark.parametrize(
     ("model", "ranks", "layout"),
-    engines.cases(LAYOUTS, both=EITHER),
+    rows(LAYOUTS, test=EITHER),
     ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in LAYOUTS],
 )
 def test_a_layout_agrees_with_one_rank(gloo, oracle, model, ranks, layout):

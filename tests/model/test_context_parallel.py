@@ -13,6 +13,8 @@ from megatron_moe.parallel.sequence import by_rank, context_parallel_slice, hold
 from tests.helpers.errors import largest
 from tests.model.test_attention import WIDTHS, inputs, reference, relative_error
 
+pytestmark = pytest.mark.engine
+
 SCALE = 0.3
 
 
@@ -49,7 +51,6 @@ def worst_error(widths, dtype, size):
     return largest(relative_error(got, want) for got, want in zip(found, (wanted, *(tensor.grad for tensor in theirs))))
 
 
-@pytest.mark.claim("Context-parallel attention has the outputs and gradients of the whole sequence.")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)

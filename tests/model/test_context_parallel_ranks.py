@@ -15,11 +15,13 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.parallel.sequence import in_order
 from megatron_moe.precision import table
+from tests.helpers import model_cases as cases
+from tests.helpers.rows import rows
+from tests.model.test_attention import WIDTHS, inputs, reference
 from tests.model.test_build_ranks import EP2, MODELS, PP2, SP2, VPP2, oracle, relative_error  # noqa: F401
 from tests.model.test_build_ranks import test_a_layout_agrees_with_one_rank as agrees
-from tests.helpers import engines
-from tests.helpers import model_cases as cases
-from tests.model.test_attention import WIDTHS, inputs, reference
+
+pytestmark = pytest.mark.engine
 
 CP2 = {"context_parallel_size": 2}
 CP4 = {"context_parallel_size": 4}
@@ -52,10 +54,9 @@ EITHER = [
 ]
 
 
-@pytest.mark.claim("Context parallelism, with the other kinds of parallelism, trains as one rank does.")
 @pytest.mark.parametrize(
     ("model", "ranks", "layout"),
-    engines.cases(LAYOUTS, both=EITHER),
+    rows(LAYOUTS, test=EITHER),
     ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in LAYOUTS],
 )
 def test_a_layout_with_split_sequences_agrees_with_one_rank(gloo, oracle, model, ranks, layout):  # noqa: F811
@@ -103,7 +104,6 @@ def upstream(widths, dtype):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-@pytest.mark.claim("Context-parallel attention has the outputs and gradients of the whole sequence.")
 @pytest.mark.parametrize("size", [2, 4])
 def test_attention_over_ranks_is_attention_over_the_sequence(gloo, size):
     """Ours rounds once, to the operands' dtype; torch's own for half precision on a CPU rounds in between."""
@@ -250,7 +250,6 @@ def masked_step(run: Run, masks: str) -> dict[str, object]:
         cases.global_batch, cases._tensors = plain, tensors
 
 
-@pytest.mark.claim("Context parallelism, with the other kinds of parallelism, trains as one rank does.")
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean of micro-batches", "mean of tokens"])
 @pytest.mark.parametrize("masks", ["uneven", "one rank without"])
 def test_ranks_with_unequally_many_loss_tokens_have_the_loss_and_gradients_of_one_rank(gloo, masks, per_token):
@@ -324,7 +323,6 @@ def told(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.claim("Context parallelism, with the other kinds of parallelism, trains as one rank does.")
 def test_a_run_evaluates_samples_saves_and_is_measured_as_on_one_rank(gloo, tmp_path):
     """Two steps under CP2, then two on one rank, and the other way round: each the second half of the same run."""
     wanted = gloo.run(1, trained, flags={"metrics_file": str(tmp_path / "whole")})[0]
@@ -350,7 +348,6 @@ def test_a_run_evaluates_samples_saves_and_is_measured_as_on_one_rank(gloo, tmp_
                 assert found["max_logit"] == pytest.approx(health["max_logit"], rel=1e-4)
 
 
-@pytest.mark.claim("The audit finds no unintended promotion and no mixed product in our models.")
 def test_the_precision_audit_of_a_rank_with_split_sequences_is_clean(gloo, tmp_path):
     flags = {"bf16": True, "audit_precision": True, "audit_precision_output": str(tmp_path / "audit"), **CP2}
     gloo.run(2, trained, flags={**flags, "eval_iters": 0, "train_iters": 2})

@@ -54,7 +54,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(fused, "BLOCK_ROWS", 16)
 
 
-@pytest.mark.claim("The fused loss has the losses and gradients of the plain path.")
+@pytest.mark.engine
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 8, 37, 1000])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -69,6 +69,7 @@ def test_losses_and_gradients_are_those_of_the_logits(dtype, chunk_tokens):
         assert error(tensor, reference) < TOLERANCE[dtype], name
 
 
+@pytest.mark.engine
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("vocab_size", [49, 33, 32, 7])  # in the last block, in others, between two
 def test_rows_that_only_pad_the_vocabulary_take_no_part(vocab_size):
@@ -84,6 +85,7 @@ def test_rows_that_only_pad_the_vocabulary_take_no_part(vocab_size):
     assert (got[2][vocab_size:] == 0).all()
 
 
+@pytest.mark.engine
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("scale", [1e2, 1e4])
 def test_large_logits_neither_overflow_nor_lose_the_loss(scale):
@@ -100,6 +102,7 @@ def test_large_logits_neither_overflow_nor_lose_the_loss(scale):
     assert losses.item() == 0.0  # a logit of 1e5 and more beside zeros: log(1), not a difference of large numbers
 
 
+@pytest.mark.engine
 def test_tokens_without_weight_have_no_gradient():
     hidden, weight, labels, upstream = problem()
     upstream[5:9] = 0
@@ -110,6 +113,7 @@ def test_tokens_without_weight_have_no_gradient():
         assert not gradient.any()
 
 
+@pytest.mark.engine
 @pytest.mark.usefixtures("small_blocks")
 def test_a_frozen_weight_or_a_frozen_input_gets_no_gradient():
     hidden, weight, labels, upstream = problem()
@@ -121,6 +125,7 @@ def test_a_frozen_weight_or_a_frozen_input_gets_no_gradient():
     assert torch.equal(only_weight.grad, grad_weight)
 
 
+@pytest.mark.engine
 def test_a_nan_is_not_lost_and_no_token_is_no_error():
     hidden, weight, labels, upstream = problem()
     hidden[3, 0] = torch.nan
@@ -133,6 +138,7 @@ def test_a_nan_is_not_lost_and_no_token_is_no_error():
     assert not grad_weight.any()
 
 
+@pytest.mark.engine
 def test_two_dtypes_are_refused_by_name():
     hidden, weight, labels, _ = problem()
     with pytest.raises(PrecisionError) as refusal:
@@ -141,6 +147,7 @@ def test_two_dtypes_are_refused_by_name():
         assert part in str(refusal.value)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_the_loss_of_logits_keeps_them_alone_and_writes_their_gradient_over_them(dtype):
     _, _, labels, _ = problem()
@@ -153,6 +160,7 @@ def test_the_loss_of_logits_keeps_them_alone_and_writes_their_gradient_over_them
     assert torch.equal(logits, leaf.grad)
 
 
+@pytest.mark.engine
 def test_a_second_backward_pass_through_overwritten_logits_is_refused():
     _, _, labels, _ = problem()
     logits = torch.randn(TOKENS, ROWS, requires_grad=True) + 0
@@ -162,14 +170,10 @@ def test_a_second_backward_pass_through_overwritten_logits_is_refused():
         losses.backward()
 
 
-@pytest.mark.claim("Without the fused loss, bf16 logits are there once, and there is no softmax of them.")
-@pytest.mark.one_engine
 def test_peak_memory_of_the_plain_path_is_at_most_half_of_the_engines_in_bf16():
     assert peak("plain", "bf16") <= peak("engine", "bf16") / 2
 
 
-@pytest.mark.one_engine
-@pytest.mark.claim("The fused loss needs a small part of the plain path's memory.")
 @pytest.mark.parametrize(("precision", "part"), [("fp32", 1 / 8), ("bf16", 1 / 4)])
 def test_peak_memory_is_a_small_part(precision, part):
     assert peak("fused", precision) <= peak("plain", precision) * part

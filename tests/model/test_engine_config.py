@@ -20,6 +20,8 @@ from megatron_moe.model.engine_config import ddp_config, optimizer_config, trans
 from megatron_moe.model.spec import LayerSettings
 from megatron_moe.moe.options import MoEOptions
 
+pytestmark = pytest.mark.engine
+
 SECTIONS = ("model", "moe", "parallel", "precision", "optimizer", "training")
 
 MLA = {"multi_latent_attention": True, "num_attention_heads": 4, "hidden_size": 64}

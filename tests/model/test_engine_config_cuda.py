@@ -19,6 +19,8 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.engine_config import transformer_config
 
+pytestmark = pytest.mark.engine
+
 SHAPE = {
     "num_layers": 2,
     "hidden_size": 32,
@@ -65,7 +67,6 @@ def combinations() -> Iterator[Run]:
         yield run
 
 
-@pytest.mark.claim("What can be configured and built on a CPU can be on CUDA: every preset and layer flag.")
 def test_every_combination_of_flags_is_configured_and_built_with_cuda_as_without():
     runs = list(combinations())
     assert len(runs) > 300, "the rules refuse almost everything"
@@ -77,7 +78,6 @@ def test_every_combination_of_flags_is_configured_and_built_with_cuda_as_without
             trace_ranks(run, 1, 64, device=kind, imbalance=1.0)
 
 
-@pytest.mark.claim("What can be configured and built on a CPU can be on CUDA: every preset and layer flag.")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_is_configured_and_built_with_cuda_as_without(preset):
     run = replace(Run(), **PRESETS[preset])

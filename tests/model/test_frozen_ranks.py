@@ -12,8 +12,10 @@ import pytest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.module_names import frozen, modules
 from megatron_moe.config.schema import build
-from tests.helpers import engines
+from tests.helpers.rows import rows
 from tests.helpers.trained_steps import TINY, differing, refusal, tensors, trained
+
+pytestmark = pytest.mark.engine
 
 SOME = ("embedding", "first_layer", "router", "*.input_layernorm")
 # Nothing is clipped: a norm without the frozen gradients would change every step.
@@ -50,10 +52,9 @@ def moments(step: Path) -> set[str]:
     return {key.split(".", 3)[3] for key in tensors(step) if key.startswith("optimizer.")}
 
 
-@pytest.mark.claim("Frozen parameters keep their bits, and the others are trained as without them.")
 @pytest.mark.parametrize(
     "ranks, patterns, flags",
-    engines.cases(CASES, both=[CASES[1], CASES[3], CASES[5]]),
+    rows(CASES, test=[CASES[1], CASES[3], CASES[5]]),
     ids=["fp32", "bf16-recomputed", "fp16-experts", "EP2", "PP2", "TP2"],
 )
 def test_frozen_parameters_keep_their_bits_and_the_others_are_trained_as_without(

@@ -9,6 +9,8 @@ import torch
 
 from megatron_moe.model.generate import Sampling, choose
 
+pytestmark = pytest.mark.engine
+
 
 def allowed(logits, temperature, top_k, top_p):
     """Token -> probability, in plain Python."""

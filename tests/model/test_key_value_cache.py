@@ -14,7 +14,7 @@ from megatron_moe.model.build import build_model
 from megatron_moe.model.generate import Sampling, generate, next_token_logits
 from megatron_moe.model.key_value_cache import cached, continuation
 from megatron_moe.parallel import groups
-from tests.helpers import engines
+from tests.helpers.rows import rows
 
 VOCAB, LENGTH = 97, 14
 LATENT = {
@@ -95,8 +95,8 @@ def whole(model, ids, prompt):
     return torch.stack([next_token_logits([model], ids, at) for at in range(prompt - 1, LENGTH)])[..., :VOCAB]
 
 
-@pytest.mark.claim("One token per pass, with the key/value cache, has the logits of whole passes.")
-@pytest.mark.parametrize("case", engines.cases(CASES, both=EITHER))
+@pytest.mark.engine
+@pytest.mark.parametrize("case", rows(CASES, test=EITHER))
 def test_one_token_per_pass_gives_the_logits_of_whole_passes(build, case):
     model = build(CASES[case])
     for batch, prompt in ((1, 1), (3, 2), (2, 9)):
@@ -116,6 +116,7 @@ ISLANDS = {
 }
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("flags", ISLANDS.values(), ids=ISLANDS)
 def test_in_bfloat16_it_differs_by_no_more_than_bfloat16_does(build, flags):
     model = build({**DENSE, **flags}, bf16=True)
@@ -123,6 +124,7 @@ def test_in_bfloat16_it_differs_by_no_more_than_bfloat16_does(build, flags):
     assert ((got - wanted).norm() / wanted.norm()).item() < 0.02
 
 
+@pytest.mark.engine
 def test_the_model_is_as_it_was_and_has_counted_nothing(build):
     model = build({})
     before = {name: type(module) for name, module in model.named_modules()}
@@ -141,6 +143,7 @@ def test_the_model_is_as_it_was_and_has_counted_nothing(build):
         assert torch.equal(model.state_dict()[key], value), key
 
 
+@pytest.mark.engine
 def test_latent_attention_keeps_the_latent_and_one_key_for_all_heads(build):
     model = build({})
     with cached(model, LENGTH) as step:
@@ -149,6 +152,7 @@ def test_latent_attention_keeps_the_latent_and_one_key_for_all_heads(build):
         assert attention._kept._rows.shape == (2, 1, LENGTH, 32 + 8)
 
 
+@pytest.mark.engine
 def test_what_does_not_fit_is_refused(build):
     model = build({})
     with pytest.raises(ValueError, match="33 tokens: the model has 32 positions"), cached(model, 33):
@@ -166,6 +170,7 @@ def test_what_does_not_fit_is_refused(build):
             step(tokens(1)[:, :2])
 
 
+@pytest.mark.engine
 def test_a_model_over_several_ranks_is_refused(build):
     model = build({})
     one, two = (SimpleNamespace(size=lambda size=size: size) for size in (1, 2))
@@ -175,6 +180,7 @@ def test_a_model_over_several_ranks_is_refused(build):
             pass
 
 
+@pytest.mark.engine
 def test_a_continuation_is_what_whole_passes_generate(build):
     model = build({})
     prompt = tokens(1)[0, :5].tolist()
@@ -184,7 +190,6 @@ def test_a_continuation_is_what_whole_passes_generate(build):
         assert list(got) == wanted
 
 
-@pytest.mark.one_engine
 def test_draws_repeat_with_their_seed_and_end_with_the_end(build):
     model = build({})
     prompt = tokens(1)[0, :5].tolist()
@@ -198,6 +203,7 @@ def test_draws_repeat_with_their_seed_and_end_with_the_end(build):
     assert drawn(1, end_ids={VOCAB, drawn(1)[4]}) == drawn(1)[: drawn(1).index(drawn(1)[4]) + 1]
 
 
+@pytest.mark.engine
 def test_a_continuation_that_is_not_taken_to_its_end_gives_the_model_back(build):
     model = build({})
     held = type(model.decoder.layers[0].self_attention)
@@ -209,6 +215,7 @@ def test_a_continuation_that_is_not_taken_to_its_end_gives_the_model_back(build)
     assert model.training
 
 
+@pytest.mark.engine
 def test_a_prompt_has_a_token(build):
     with pytest.raises(ValueError, match="at least one token"):
         next(continuation(build({}), [], 3, vocab_size=VOCAB))

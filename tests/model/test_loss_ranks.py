@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from megatron_moe.config.schema import Run, replace
-from tests.model import test_build_ranks as layouts
 from tests.helpers import model_cases as cases
+from tests.model import test_build_ranks as layouts
+
+pytestmark = pytest.mark.engine
 
 TOKENS, ROWS, WIDTH = 24, 40, 16
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
@@ -79,7 +81,6 @@ def assert_near(got, wanted, tolerance):
     assert not wanted.any() or error(got, wanted) < tolerance
 
 
-@pytest.mark.claim("Rows that pad the vocabulary are in no loss, gradient or softmax.")
 @pytest.mark.parametrize("vocab_size", [ROWS, 33, 18], ids=["whole", "padded", "padded beyond a rank"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -109,7 +110,6 @@ IN_A_MODEL = [
 ]
 
 
-@pytest.mark.claim("The fused loss has the losses and gradients of the plain path.")
 @pytest.mark.parametrize(
     ("model", "ranks", "layout"), IN_A_MODEL, ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in IN_A_MODEL]
 )

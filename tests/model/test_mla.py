@@ -17,6 +17,8 @@ from megatron_moe.model.mla import LatentAttention, MLASubmodules
 from megatron_moe.model.spec import LOCAL, LayerSettings
 from megatron_moe.parallel import groups
 
+pytestmark = pytest.mark.engine
+
 
 def _load(name):
     path = Path(__file__).parents[1] / "numbers" / f"{name}.py"

@@ -14,6 +14,8 @@ from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from tests.numbers import reference_mtp
 
+pytestmark = pytest.mark.engine
+
 VOCAB, DEPTHS, FACTOR = 128, 3, 0.4
 DENSE = {
     "num_layers": 2,
@@ -77,7 +79,6 @@ def losses_and_gradients(chunk, length):
     return output.detach(), chunk.take_further_losses(), gradients
 
 
-@pytest.mark.claim("Multi-token prediction has the losses and gradients of a readable reference.")
 @pytest.mark.parametrize("tied", [False, True], ids=["two tables", "one table"])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain loss", "fused loss"])
 def test_losses_and_all_gradients_are_those_of_the_reference(model, tied, fused):

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from megatron_moe.config.schema import Run, replace
+from tests.helpers.rows import rows
 from tests.model import mtp_cases as cases
 from tests.model.test_build_ranks import EP2, MODELS, PP2, SP2, TP2, VPP2, cut
-from tests.helpers import engines
+
+pytestmark = pytest.mark.engine
 
 # An Adam whose step is smooth in the gradient: two layouts' rounding errors must not decide about a sign.
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7, "lr": 1e-2, "adam_eps": 1e-2, "micro_batch_size": 1}
@@ -77,8 +79,7 @@ def assert_same(result, wanted, rank, tolerance=1.0, gradients=True):
                 assert error < 5e-5 * tolerance, f"rank {rank}: {what} of {name} is {error:.1e} off"
 
 
-@pytest.mark.claim("Multi-token prediction trains the same on every tried layout.")
-@pytest.mark.parametrize("layout", engines.cases(LAYOUTS, both=EITHER))
+@pytest.mark.parametrize("layout", rows(LAYOUTS, test=EITHER))
 def test_a_layout_trains_the_same_predictions(gloo, one_process, layout):
     model, ranks, flags = LAYOUTS[layout]
     wanted = one_process(model)
@@ -90,7 +91,6 @@ def test_a_layout_trains_the_same_predictions(gloo, one_process, layout):
     assert {name for result in results for name in result["tensors"]} == set(wanted["tensors"])
 
 
-@pytest.mark.claim("Multi-token prediction trains the same on every tried layout.")
 @pytest.mark.parametrize(("ranks", "flags"), [(2, PP2), (2, OVERLAPPED)], ids=["PP2", "DP2, overlaps"])
 def test_a_layout_trains_the_same_predictions_in_bf16(gloo, one_process, ranks, flags):
     # One step: in the next, weights that were rounded otherwise let some tokens choose other experts.

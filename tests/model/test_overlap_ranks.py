@@ -17,9 +17,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.config.schema import Run, replace
+from tests.helpers import deep_ep_stub
+from tests.helpers.rows import rows
 from tests.model import mtp_cases
 from tests.model.test_build_ranks import EP2, MODELS, SP2, VPP2
-from tests.helpers import deep_ep_stub, engines
+
+pytestmark = pytest.mark.engine
 
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 LATER = {**OVERLAP, "delay_wgrad_compute": True}
@@ -164,8 +167,7 @@ def test_exchanges_of_one_micro_batch_are_queued_next_to_the_products_of_another
             assert len(starts) == 4, "two steps of two micro-batches, two pairs of layers with experts at both ends"
 
 
-@pytest.mark.claim("--overlap-moe-expert-parallel-comm and --delay-wgrad-compute change no bit of a step.")
-@pytest.mark.parametrize("case", engines.cases(CASES, both=EITHER))
+@pytest.mark.parametrize("case", rows(CASES, test=EITHER))
 def test_losses_gradients_and_counts_are_those_of_one_micro_batch_after_the_other(gloo: Any, case: str) -> None:
     ranks, flags, how = CASES[case]
     plain = gloo.run(ranks, steps, run=replace(Run(), **{**MODEL, **flags}))

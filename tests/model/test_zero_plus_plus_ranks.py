@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import engines
+from tests.helpers.rows import rows
 
 FLAGS = {"data_parallel_sharding_strategy": "optim_grads_params", "micro_batch_size": 1, "global_batch_size": 8}
 DTYPES: dict[str, dict[str, Any]] = {
@@ -98,8 +98,8 @@ def measured(gloo: Any) -> Any:
     return of
 
 
-@pytest.mark.claim("ZeRO++ trains in fp32, bf16 and fp16, each switch alone and all together.")
-@pytest.mark.parametrize(("dtype", "switches"), engines.cases(CASES, both=[("bf16", "all"), ("fp16", "machines")]))
+@pytest.mark.engine
+@pytest.mark.parametrize(("dtype", "switches"), rows(CASES, test=[("bf16", "all"), ("fp16", "machines")]))
 def test_a_switch_trains_as_without_it(measured: Any, dtype: str, switches: str) -> None:
     wanted, found = measured(dtype, "none")[0]["said"], measured(dtype, switches)
     # A secondary partition keeps what the forward pass has gathered: nothing is rounded.
@@ -113,7 +113,6 @@ def test_a_switch_trains_as_without_it(measured: Any, dtype: str, switches: str)
     assert (found[0]["said"] == wanted) == (switches == "machines")
 
 
-@pytest.mark.one_engine  # secondary partitions are our code; "machines" above trains them with either engine
 def test_experts_that_a_machine_has_once_train_bit_for_bit_as_without_partitions(measured: Any) -> None:
     assert measured("fp16", "machines, experts")[0]["said"] == measured("fp16", "experts")[0]["said"]
 
@@ -122,8 +121,6 @@ def test_experts_that_a_machine_has_once_train_bit_for_bit_as_without_partitions
 SMALL = 0.02
 
 
-@pytest.mark.one_engine  # of every switch; that a plan's bytes are those sent holds the sum with either engine
-@pytest.mark.claim("Quantised weights are 0.27 of fp32's bytes, int8 gradients 0.27, int4 ones 0.15.")
 def test_the_bytes_that_are_sent(measured: Any) -> None:
     def sent(dtype: str, switches: str, *kinds: str) -> int:
         return sum(measured(dtype, switches)[0]["sent"].get(kind, 0) for kind in kinds)
@@ -144,10 +141,10 @@ def test_the_bytes_that_are_sent(measured: Any) -> None:
     assert 0 < sent("bf16", "all", *away) < (0.27 + SMALL + 0.01) * sent("bf16", "none", *away)
 
 
-@pytest.mark.claim("A plan's traffic between data-parallel ranks is what a real step sends, to 1 %.")
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("dtype", "switches"),
-    engines.cases([("fp32", "none"), *CASES[1:5], ("bf16", "all")], both=[("bf16", "all"), ("fp16", "machines")]),
+    rows([("fp32", "none"), *CASES[1:5], ("bf16", "all")], test=[("bf16", "all"), ("fp16", "machines")]),
 )
 def test_a_plan_sends_what_a_step_sends(measured: Any, dtype: str, switches: str) -> None:
     from megatron_moe.apps.plan.tracing import trace_ranks
@@ -169,8 +166,6 @@ def test_a_plan_sends_what_a_step_sends(measured: Any, dtype: str, switches: str
     assert sum(one.between_nodes for one in planned) == pytest.approx(away, rel=0.01)
 
 
-@pytest.mark.one_engine  # all of its switches together are trained with either engine above
-@pytest.mark.claim("A DeepSpeed configuration that fails there in bf16 trains here, in bf16 and in fp16.")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_configuration_that_fails_elsewhere_trains(gloo: Any, tmp_path: Path, dtype: str) -> None:
     source = Path(__file__).resolve().parents[1] / "config" / "deepspeed" / "zeropp_bf16_failing_in_deepspeed.json"

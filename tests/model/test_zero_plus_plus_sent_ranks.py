@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.engine
+
 KEPT = ("decoder.layers.0.self_attention", "decoder.layers.1.mlp.experts")
 FLAGS = {
     "data_parallel_sharding_strategy": "optim_grads_params",
@@ -47,7 +49,6 @@ def reduced(flags: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.claim("Router weights, norms, biases and what --keep-fp32 names are never quantised; other weights are.")
 def test_router_weights_norms_and_kept_modules_are_sent_as_they_are(gloo: Any) -> None:
     wanted = gloo.run(2, reduced, flags={})
     found = gloo.run(2, reduced, flags={"zero_quantized_gradients": "int8"})

@@ -14,6 +14,8 @@ from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 
+pytestmark = pytest.mark.engine
+
 TOKENS, EXPERTS, TOPK = 11, 4, 2
 
 
@@ -98,6 +100,5 @@ def exchanges_of_layer() -> tuple[int, int]:
     return forward, called.call_count - forward
 
 
-@pytest.mark.claim("A MoE layer calls three all-to-alls forward, one of them for counts, and two backward.")
 def test_a_layer_exchanges_counts_then_rows_with_weights_then_results(gloo: Any) -> None:
     assert gloo.run(2, exchanges_of_layer) == [(3, 2)] * 2

@@ -29,6 +29,8 @@ from megatron_moe.training.finalize_model_grads import update_routers
 from tests.helpers.routers import config, tokens
 from tests.numbers import reference_moe as reference
 
+pytestmark = pytest.mark.engine
+
 SOFTMAX = dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
 
 
@@ -37,7 +39,6 @@ def router(**changes: Any) -> TopKRouter:
     return TopKRouter(config(**{**SOFTMAX, **changes}))
 
 
-@pytest.mark.claim("On one rank a capacity keeps the choices that megatron-core keeps.")
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("factor", [0.3, 0.9, 1.6])
 def test_on_one_rank_the_kept_choices_are_megatrons(policy: str, factor: float) -> None:
@@ -71,7 +72,6 @@ def test_equal_weights_are_kept_by_position() -> None:
     assert kept.tolist() == [[False, False], [True, True], [True, False], [True, True]]
 
 
-@pytest.mark.claim("Padded tokens reach no expert and are in no count.")
 def test_padding_takes_no_room_and_is_not_counted_as_dropped() -> None:
     r = router(moe_expert_capacity_factor=0.4, moe_token_drop_policy="position")
     is_padding = torch.tensor([True] * 8 + [False] * 2)
@@ -100,7 +100,6 @@ def test_the_bias_follows_the_demand_not_what_was_kept() -> None:
     assert r.expert_bias.tolist() == reference.bias_step(before.tolist(), demand.tolist(), 1e-3)
 
 
-@pytest.mark.claim("Sinkhorn's scores are megatron-core's, and finite where its exponential overflows.")
 @pytest.mark.parametrize("seed", range(3))
 def test_sinkhorn_has_megatrons_scores_and_the_references(seed: int) -> None:
     logits = torch.randn(24, 5, generator=torch.Generator().manual_seed(seed))
@@ -113,7 +112,6 @@ def test_sinkhorn_has_megatrons_scores_and_the_references(seed: int) -> None:
         )
 
 
-@pytest.mark.claim("Sinkhorn's scores are megatron-core's, and finite where its exponential overflows.")
 def test_sinkhorn_is_finite_where_the_exponential_is_not() -> None:
     logits = torch.tensor([[200.0, 100.0], [-900.0, -901.0]])
     balanced = balanced_scores(logits, None, moe_groups().tp_cp)
@@ -182,7 +180,6 @@ def test_no_flips_are_looked_for_where_the_choice_is_not_by_score(changes: dict[
     assert probe.sums.tolist() == [0.0, 0.0, 0.0] and probe.max_logit > 0
 
 
-@pytest.mark.claim("Dropped choices and Sinkhorn's choices are the same on every layout; no token is lost.")
 def test_a_count_that_is_not_its_tokens_stops_the_step() -> None:
     r = router()
     r.route(tokens())

@@ -11,6 +11,8 @@ import torch
 from tests.helpers import deep_ep_stub
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 
+pytestmark = pytest.mark.engine
+
 SEQUENCE, BATCH = 6, 2
 
 
@@ -64,9 +66,6 @@ def _detached(value: Any) -> Any:
     return [one.detach() for one in value] if isinstance(value, list) else value
 
 
-@pytest.mark.claim(
-    "Over stubs of DeepEP and HybridEP the flex dispatcher gives experts the all-to-all's rows, bit for bit."
-)
 @pytest.mark.parametrize("library", ["deepep", "hybridep"])
 @pytest.mark.parametrize(("world", "seed", "drops"), [(2, 4, None), (2, 5, 0.75), (4, 6, None)])
 def test_a_layer_computes_what_it_does_with_the_all_to_all(

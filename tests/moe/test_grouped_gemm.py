@@ -13,6 +13,8 @@ from megatron_moe.model.cross_entropy import linear_cross_entropy
 from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
 from megatron_moe.platform import switches
 
+pytestmark = pytest.mark.engine
+
 COUNTS = (5, 0, 1, 18)
 ENDS = torch.tensor(COUNTS).cumsum(0).int()
 LABELS = torch.arange(24) % 40
@@ -78,7 +80,6 @@ def summed(name: str, fused: bool | None, dtype: torch.dtype, number: int) -> tu
     return trained, found
 
 
-@pytest.mark.claim("Weight gradients that are added in the product are those of autograd, without a rounding.")
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_in_fp32_the_sum_of_one_micro_batch_has_the_same_bits_and_of_several_the_same_numbers(name: str) -> None:
     for number in (1, 4):
@@ -92,7 +93,6 @@ def test_in_fp32_the_sum_of_one_micro_batch_has_the_same_bits_and_of_several_the
         )
 
 
-@pytest.mark.claim("Weight gradients that are added in the product are those of autograd, without a rounding.")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_in_half_precision_sums_are_more_exact_than_of_rounded_gradients(name: str, dtype: torch.dtype) -> None:

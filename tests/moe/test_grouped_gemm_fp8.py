@@ -28,6 +28,8 @@ from megatron_moe.platform import hardware, switches
 from tests.helpers import scaled_product_stub
 from tests.numbers import reference_fp8 as reference
 
+pytestmark = pytest.mark.engine
+
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 SHAPES = {"a row's": (1, 128), "a matrix's": (128, 128), "a feature's": (128, 1)}
 
@@ -39,7 +41,6 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (numbers * torch.exp(2 * sizes)).to(dtype)
 
 
-@pytest.mark.claim("FP8 experts round each number to the nearest one of its tile.")
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_number_is_within_half_a_step_and_the_nearest_one(shape: str, name: str) -> None:
@@ -119,7 +120,6 @@ def assert_close(found: Tensor, exact: Tensor, sizes: Tensor) -> None:
     assert ((found.double() - exact).abs() <= 4e-6 * sizes + last).all()
 
 
-@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("form", ["emulated", "scaled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("fp8_format", "gradients"), [("e4m3", "e4m3"), ("hybrid", "e5m2")])

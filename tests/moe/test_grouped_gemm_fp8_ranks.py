@@ -13,6 +13,8 @@ from megatron_moe.parallel import groups
 from tests.helpers.moe_cases import build_layer, engine_config, tokens_and_padding
 from tests.numbers.reference_moe import Routing
 
+pytestmark = pytest.mark.engine
+
 SEQUENCE, SEQUENCES = 8, 4
 CASE: dict[str, Any] = {
     "seed": 3,
@@ -75,7 +77,6 @@ def passed(gloo: Any) -> Any:
     return of
 
 
-@pytest.mark.claim("FP8 experts spread over ranks multiply what one process does.")
 @pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one process"])
 def test_experts_on_several_ranks_round_the_same_tiles(passed: Any, layout: str, fp8_format: str) -> None:
@@ -129,7 +130,6 @@ def mlp_pass(layout: dict[str, Any], in_fp8: bool = True) -> dict[str, Any]:
     }
 
 
-@pytest.mark.claim("Linear layers in FP8 multiply the same under TP and SP as in one process.")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_linear_layers_split_over_tp_round_the_same_tiles(gloo: Any, sequence_parallel: bool) -> None:
     layout = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
@@ -172,7 +172,6 @@ def in_fp8(gloo: Any) -> dict[str, Any]:
     return gloo.run(1, steps, flags={"fp8_format": "e4m3"})[0]
 
 
-@pytest.mark.claim("FP8 experts store what bf16 ones do, and leave routing to fp32.")
 def test_a_run_with_fp8_starts_from_the_same_weights_and_state_and_routes_the_same_tokens(
     gloo: Any, in_fp8: dict[str, Any]
 ) -> None:

@@ -12,6 +12,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from tests.helpers.moe_cases import build_layer, full_weights, random_case, tokens_and_padding
 from tests.numbers import reference_moe as reference
 
+pytestmark = pytest.mark.engine
+
 SEQUENCE, BATCH = 8, 2
 
 SP = dict(tensor_model_parallel_size=2, sequence_parallel=True)
@@ -139,7 +141,6 @@ def expert_gradient(ranks: list[dict[str, Any]], case: dict[str, Any], key: str,
     return full
 
 
-@pytest.mark.claim("The MoE layer has the outputs, gradients and exact token counts of a readable reference.")
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_layer_agrees_with_the_reference(gloo: Any, world: int, seed: int) -> None:

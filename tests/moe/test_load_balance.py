@@ -10,6 +10,8 @@ import torch
 from megatron_moe.moe.load_balance import count_tokens, updated_expert_bias
 from tests.numbers.reference_moe import bias_step
 
+pytestmark = pytest.mark.engine
+
 
 def test_counts_are_the_histogram_of_the_choices() -> None:
     ids = torch.randint(0, 7, (50, 3), generator=torch.Generator().manual_seed(0))

@@ -22,6 +22,8 @@ from megatron_moe.parallel import groups
 from megatron_moe.training.finalize_model_grads import update_routers
 from tests.numbers import reference_moe as reference
 
+pytestmark = pytest.mark.engine
+
 SEQUENCE, SEQUENCES, HIDDEN, EXPERTS, TOPK = 16, 4, 8, 4, 2
 LOSS_TOKENS = 37.0  # of the global batch; as a loss mask would say
 COEFFS = {"aux_loss": 0.3, "seq_aux_loss": 0.7, "global_aux_loss": 1.1}
@@ -153,7 +155,6 @@ def oracle(micro_batch_size: int, routing: reference.Routing, with_losses: bool)
     return {**seen, "gradient": weight.grad, "losses": {name: value.item() for name, value in losses.items()}}
 
 
-@pytest.mark.claim("Each auxiliary loss and its gradient are per token of the global batch, on every layout.")
 @pytest.mark.parametrize("per_token", [False, True], ids=["per micro-batch", "per token"])
 @pytest.mark.parametrize(("ranks", "layout", "size"), SPLITS)
 def test_each_loss_is_per_token_of_the_global_batch(gloo: Any, ranks, layout, size, per_token) -> None:
@@ -171,7 +172,6 @@ def test_each_loss_is_per_token_of_the_global_batch(gloo: Any, ranks, layout, si
         assert rank["counts"] == wanted["counts"]
 
 
-@pytest.mark.claim("Dropped choices and Sinkhorn's choices are the same on every layout; no token is lost.")
 @pytest.mark.parametrize(
     "routing",
     [

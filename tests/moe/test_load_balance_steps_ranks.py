@@ -9,7 +9,9 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
-from tests.helpers import engines
+from tests.helpers.rows import rows
+
+pytestmark = pytest.mark.engine
 
 VOCAB, LENGTH, SEQUENCES = 64, 16, 4
 MODEL = {
@@ -135,9 +137,8 @@ def oracle(gloo: Any) -> Any:
     return of
 
 
-@pytest.mark.claim("Each auxiliary loss and its gradient are per token of the global batch, on every layout.")
 @pytest.mark.parametrize("per_token", [False, True], ids=["per micro-batch", "per token"])
-@pytest.mark.parametrize(("ranks", "layout"), engines.cases(STEPS, both=EITHER))
+@pytest.mark.parametrize(("ranks", "layout"), rows(STEPS, test=EITHER))
 def test_a_step_with_auxiliary_losses_is_the_same_on_every_layout(gloo, oracle, ranks, layout, per_token):
     """Micro-batches of any size and number. With a loss per token, also where loss masks are unequal."""
     flags = {**LOSSES, "calculate_per_token_loss": per_token}
@@ -145,14 +146,12 @@ def test_a_step_with_auxiliary_losses_is_the_same_on_every_layout(gloo, oracle, 
     assert_same(gloo.run(ranks, stepped, flags={**flags, **layout}, unequal=per_token), wanted)
 
 
-@pytest.mark.claim("Each auxiliary loss and its gradient are per token of the global batch, on every layout.")
 def test_interleaved_stages_count_ahead_too(gloo, oracle):
     flags = {**LOSSES, **PER_TOKEN, "num_layers": 4}
     ranks = gloo.run(2, stepped, flags={**flags, **VPP2, "micro_batch_size": 2}, unequal=True)
     assert_same(ranks, oracle(True, **flags))
 
 
-@pytest.mark.claim("Auxiliary and z-losses are scaled and unscaled with fp16's loss scale.")
 def test_fp16s_loss_scale_is_taken_off_the_auxiliary_losses(gloo):
     """Another scale, the same gradients up to fp16's rounding; at a tenth of their share the losses would show."""
     flags = {**LOSSES, **PER_TOKEN, **EP2, "fp16": True, "micro_batch_size": 2}
@@ -164,7 +163,6 @@ def test_fp16s_loss_scale_is_taken_off_the_auxiliary_losses(gloo):
             assert (gradient - other["gates"][layer]).norm() < 0.02 * gradient.norm()
 
 
-@pytest.mark.claim("Each auxiliary loss and its gradient are per token of the global batch, on every layout.")
 def test_the_auxiliary_losses_weigh_the_same_however_the_loss_is_divided(oracle):
     """Per token or per micro-batch, with 45 of 64 tokens in the loss: their own part of each gate's gradient."""
     parts = []
@@ -177,7 +175,6 @@ def test_the_auxiliary_losses_weigh_the_same_however_the_loss_is_divided(oracle)
         assert (part - parts[1][layer]).norm() < 1e-4 * part.norm()
 
 
-@pytest.mark.claim("Dropped choices and Sinkhorn's choices are the same on every layout; no token is lost.")
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize(
     ("ranks", "layout"), [(2, SP2), (2, CP2), (2, EP2), (4, {**SP2, **EP2})], ids=["SP2", "CP2", "EP2", "SP2 EP2"]
@@ -251,7 +248,6 @@ def padded_gradients(flags: dict[str, Any], length: int) -> dict[str, Any]:
     )
 
 
-@pytest.mark.claim("Padded tokens reach no expert and are in no count.")
 @pytest.mark.parametrize("length", [8, 4], ids=["other numbers of tokens and experts", "as many tokens as experts"])
 @pytest.mark.parametrize(("ranks", "layout"), [(2, SP2), (2, EP2), (4, {**SP2, **EP2})], ids=["SP2", "EP2", "SP2 EP2"])
 def test_padding_is_routed_nowhere_on_any_layout(gloo, ranks, layout, length):

@@ -13,6 +13,8 @@ from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.training.finalize_model_grads import finalize_model_grads
 
+pytestmark = pytest.mark.engine
+
 VOCAB = 128
 SMALL = {
     "seq_length": 16,
@@ -123,7 +125,6 @@ def name_of(case):
     return "-".join([case[0], *case[1].get("recompute_modules", [case[1].get("recompute_method", "")])])
 
 
-@pytest.mark.claim("Recomputed modules give the same bits, with dropout too, and keep fewer bytes.")
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 @pytest.mark.parametrize(
     "precision", [{}, {"bf16": True, "attention_dropout": 0.1, "hidden_dropout": 0.2}], ids=["fp32", "bf16, dropout"]

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from megatron_moe.config.schema import Run, replace
-from tests.model import test_build_ranks as layouts
 from tests.helpers import model_cases as cases
+from tests.model import test_build_ranks as layouts
+
+pytestmark = pytest.mark.engine
 
 EVERYTHING = ("core_attn", "mlp", "moe_act", "layernorm", "mla_up_proj", "shared_experts")
 RECOMPUTED = {
@@ -29,7 +31,6 @@ def without(gloo):
     return of
 
 
-@pytest.mark.claim("Recomputed modules give the same bits, with dropout too, and keep fewer bytes.")
 @pytest.mark.parametrize("recomputed", RECOMPUTED)
 @pytest.mark.parametrize(
     "layout",

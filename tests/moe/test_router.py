@@ -15,6 +15,8 @@ from megatron_moe.moe.state import RouterSnapshot, announce_global_batch, counti
 from megatron_moe.precision.contract import verify_fp32_state
 from tests.helpers.routers import config, router, tokens
 
+pytestmark = pytest.mark.engine
+
 
 def test_training_counts_every_valid_choice_once() -> None:
     r = router()
@@ -131,7 +133,6 @@ def test_a_count_that_could_be_rounded_is_refused() -> None:
         r.route(tokens())
 
 
-@pytest.mark.claim("A replay of the router's recorded operations counts its tokens again, without the host.")
 def test_a_replay_of_the_recorded_operations_counts_again() -> None:
     r = router()
     replay = make_fx(lambda hidden: r.route(hidden).probs)(tokens())

@@ -20,6 +20,8 @@ from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from tests.numbers.reference_moe import bias_step
 
+pytestmark = pytest.mark.engine
+
 EXPERTS, TOPK, STEPS = 4, 2, 3
 
 
@@ -90,11 +92,9 @@ def check(ranks: list[dict[str, Any]]) -> None:
             assert rank["counts"] == ranks[0]["counts"]
 
 
-@pytest.mark.claim("Our router works in megatron-core's own MoE layer and GPTModel, in bf16 and fp16.")
 def test_the_engines_model_trains_with_our_router_in_bf16(gloo: Any) -> None:
     check(gloo.run(1, train, ep_size=1, half="bf16"))
 
 
-@pytest.mark.claim("Our router works in megatron-core's own MoE layer and GPTModel, in bf16 and fp16.")
 def test_the_engines_model_trains_with_our_router_on_two_ranks_in_fp16(gloo: Any) -> None:
     check(gloo.run(2, train, ep_size=2, half="fp16"))

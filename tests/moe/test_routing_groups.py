@@ -18,6 +18,8 @@ from megatron_moe.moe.routing_probe import RoutingProbe
 from tests.helpers.routers import config, tokens
 from tests.numbers import reference_moe as reference
 
+pytestmark = pytest.mark.engine
+
 TOKENS = 48
 SOFTMAX = dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
 GROUPS = dict(moe_router_num_groups=4, moe_router_group_topk=1)
@@ -89,7 +91,6 @@ def other_choices(group_score: str, draws: int) -> set[str]:
     return differing
 
 
-@pytest.mark.claim("--moe-router-group-score megatron has megatron-core's experts, weights and gradients.")
 def test_megatrons_rule_gives_the_engines_experts_weights_and_gradients() -> None:
     assert other_choices("megatron", draws=3000) == set()
 
@@ -122,7 +123,6 @@ def test_the_reference_knows_megatrons_rule() -> None:
             torch.testing.assert_close(weights, probs[token, chosen], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.claim("--moe-router-group-score megatron has megatron-core's experts, weights and gradients.")
 @pytest.mark.parametrize("changes", [{}, SOFTMAX, {**SOFTMAX, "moe_router_pre_softmax": True}])
 def test_a_plain_engine_configuration_means_the_engines_groups(changes: dict[str, Any]) -> None:
     r = TopKRouter(config(num_moe_experts=16, moe_router_topk=4, **GROUPS, **changes)).eval()

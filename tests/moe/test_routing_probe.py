@@ -12,6 +12,8 @@ import torch
 from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision, choose_experts, scores_from_logits
 from megatron_moe.moe.routing_probe import RoutingProbe, choice_margins, evenly, flipped, margin_percentile
 
+pytestmark = pytest.mark.engine
+
 
 def options(**changes: Any) -> Any:
     given: dict[str, Any] = {
@@ -38,7 +40,6 @@ def see(probe: RoutingProbe, gate: Any, hidden: torch.Tensor, is_padding: torch.
     probe.see(gate, RoutedTokens(hidden, logits, scores, decision, MicroBatch(is_padding, 1, True), counted=True))
 
 
-@pytest.mark.claim("Logged margins, flips and gradient norms are those computed by hand or on one rank.")
 def test_margins_are_those_of_the_biased_choice() -> None:
     scores = torch.tensor([[0.9, 0.5, 0.4], [0.5, 0.5, 0.1]])
     assert choice_margins(scores, None, options()).tolist() == pytest.approx([0.4, 0.0])
@@ -55,7 +56,6 @@ def test_margins_respect_groups_and_leave_out_tokens_without_an_alternative() ->
     assert choice_margins(scores[:, :3], None, options(topk=3)).tolist() == []
 
 
-@pytest.mark.claim("Logged margins, flips and gradient norms are those computed by hand or on one rank.")
 def test_a_planted_rounding_error_is_a_flip() -> None:
     # The second expert is better by 2^-30: fp64 sees it, while fp32 rounds the sum 1 + 2^-30 to 1 and takes the first.
     weight = torch.tensor([[1.0, 0.0], [1.0, 2.0**-30], [-1.0, 0.0]])

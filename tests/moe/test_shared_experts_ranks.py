@@ -22,6 +22,8 @@ from megatron_moe.moe.shared_experts import NoSharedExpert, SharedAfterRouted, S
 from megatron_moe.platform import streams
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 
+pytestmark = pytest.mark.engine
+
 
 class NotedStream:
     """A stream that notes who waits for whom."""
@@ -145,7 +147,6 @@ BACKWARD = [
 ]
 
 
-@pytest.mark.claim("--moe-shared-expert-overlap changes no bit, and streams wait for each other forward and backward.")
 @pytest.mark.parametrize("gate", [False, True])
 def test_streams_wait_for_each_other_in_both_passes_and_no_bit_changes(gloo: Any, gate: bool) -> None:
     case = {**random_case(5), "shared_gate": gate}

@@ -30,8 +30,10 @@ from megatron_moe.apps.doctor.report import describe
 from megatron_moe.config import rules
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
+from tests.helpers.rows import rows
 from tests.numbers.layout_cases import Job, measure_all
-from tests.helpers import engines
+
+pytestmark = pytest.mark.engine
 
 STEPS, CLEAR = 3, 2e-5
 BF16_STEPS = 2
@@ -329,8 +331,7 @@ def test_no_choice_of_an_expert_is_left_to_rounding(oracle: Any, model: str) -> 
     assert oracle(model).smallest_margin > CLEAR
 
 
-@pytest.mark.claim("The layouts of the matrix have the losses, gradients, counts and biases of one process.")
-@pytest.mark.parametrize("row", engines.cases(ROWS, both=with_either_engine(ROWS)))
+@pytest.mark.parametrize("row", rows(ROWS, test=with_either_engine(ROWS)))
 def test_a_layout_trains_the_same_model(oracle: Any, measured: Measured, row: str) -> None:
     wanted = oracle(ROWS[row][0])
     assert all(step["committed"] for step in wanted.steps)
@@ -338,8 +339,7 @@ def test_a_layout_trains_the_same_model(oracle: Any, measured: Measured, row: st
     assert comparison.agrees, tell(comparison.differences)
 
 
-@pytest.mark.claim("The layouts of the matrix have the losses, gradients, counts and biases of one process.")
-@pytest.mark.parametrize("row", engines.cases(HALF_ROWS, both=with_either_engine(HALF_ROWS)))
+@pytest.mark.parametrize("row", rows(HALF_ROWS, test=with_either_engine(HALF_ROWS)))
 def test_a_layout_trains_the_same_model_in_bf16(oracle: Any, measured: Measured, row: str) -> None:
     # 0.077 for a gradient (measured: 0.031)
     comparison = compare(measured.whole(row), oracle("bf16"), tolerances_of(run_of(HALF, {}, 1)))
@@ -354,7 +354,6 @@ def listed() -> list[str]:
     return [f"| {model} | {ranks} | {'; '.join(layouts)} |" for (model, ranks), layouts in sorted(table.items())]
 
 
-@pytest.mark.claim("The layouts of the matrix have the losses, gradients, counts and biases of one process.")
 def test_the_page_lists_the_matrix() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "parallelism.md").read_text(encoding="utf-8")
     shown = [line for line in page.splitlines() if re.match(r"\| [\w ]+ \| \d \| ", line)]

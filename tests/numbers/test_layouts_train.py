@@ -57,8 +57,6 @@ VARIANT = {
 }
 
 
-@pytest.mark.one_engine  # tests/numbers/test_layout_matrix.py has each part of a layout with either
-@pytest.mark.claim("TP, SP, PP, VPP, EP, ETP, DP and the distributed optimizer train as one rank does.")
 def test_every_layout_trains_as_one_rank_does(gloo, tmp_path):
     flags: dict[str, Any] = VARIANT
     alone = gloo.run(1, trained, flags={**flags, "metrics_file": str(tmp_path / "one.jsonl")})[0]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.helpers.rows import rows
 from tests.numbers import precision_cases as cases
-from tests.helpers import engines
+
+pytestmark = pytest.mark.engine
 
 ALL = {"keep_fp32": ("*",), "fp32_residual_connection": True}
 SOME = {"keep_fp32": ("norms", "router", "decoder.layers.1", "decoder.layers.2.mlp.experts", "output_layer", "softmax")}
@@ -30,8 +32,7 @@ def trained(gloo):
     return of
 
 
-@pytest.mark.claim("A bf16 run that keeps every module in fp32 has the losses of an fp32 run, bit for bit.")
-@pytest.mark.parametrize("layout", engines.cases(cases.LAYOUTS, both=EITHER))
+@pytest.mark.parametrize("layout", rows(cases.LAYOUTS, test=EITHER))
 def test_a_bf16_model_of_which_all_is_kept_trains_as_an_fp32_model_does(trained, layout):
     for got, wanted in zip(trained(layout, bf16=True, **ALL), trained(layout)):
         # the very same numbers: nothing anywhere passes through bf16, from the drawn weights to the second step
@@ -63,8 +64,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.claim("A bf16 run that keeps every module in fp32 has the losses of an fp32 run, bit for bit.")
-@pytest.mark.parametrize("case", engines.cases(OTHERS, both=["four ranks", "further predictions over stages"]))
+@pytest.mark.parametrize("case", rows(OTHERS, test=["four ranks", "further predictions over stages"]))
 def test_other_models_and_schedules_of_which_all_is_kept_are_fp32_too(gloo, case):
     ranks, base, flags = OTHERS[case]
     fp32 = gloo.run(ranks, cases.trained, run=cases.run_of(base, **flags))[0]
@@ -78,12 +78,11 @@ def _is_kept(name):
     return name.endswith(kept) or name.startswith(("decoder.layers.1.", "decoder.layers.2.mlp.experts", "output_layer"))
 
 
-@pytest.mark.claim("Modules kept in fp32 have fp32 weights and gradients on every tried layout.")
 @pytest.mark.parametrize(
     ("layout", "half"),
-    engines.cases(
+    rows(
         [*((layout, "bf16") for layout in cases.LAYOUTS), ("EP2", "fp16"), ("DP2, distributed optimizer", "fp16")],
-        both=[*((layout, "bf16") for layout in EITHER), ("EP2", "fp16")],
+        test=[*((layout, "bf16") for layout in EITHER), ("EP2", "fp16")],
     ),
 )
 def test_kept_weights_are_fp32_wherever_they_lie_and_the_others_are_not(trained, layout, half):
@@ -105,8 +104,7 @@ def test_kept_weights_are_fp32_wherever_they_lie_and_the_others_are_not(trained,
     assert seen == set(wanted["dtypes"])
 
 
-@pytest.mark.claim("--fp32-residual-connection keeps the residual stream in fp32 at every boundary.")
-@pytest.mark.parametrize("layout", engines.cases(["one rank", "TP2, SP", "PP2", "EP2"], both=["TP2, SP"]))
+@pytest.mark.parametrize("layout", rows(["one rank", "TP2, SP", "PP2", "EP2"], test=["TP2, SP"]))
 def test_the_fp32_residual_is_fp32_at_every_boundary_and_holds_more_than_bf16_can(gloo, layout):
     ranks, sizes = cases.LAYOUTS[layout]
     for recompute in ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}):
@@ -123,7 +121,6 @@ def test_the_fp32_residual_is_fp32_at_every_boundary_and_holds_more_than_bf16_ca
             return
 
 
-@pytest.mark.claim("--fp32-residual-connection keeps the residual stream in fp32 at every boundary.")
 def test_the_fp32_residual_is_the_sum_of_its_branches_to_the_last_bit(gloo):
     run = cases.run_of(bf16=True, fp32_residual_connection=True)
     (error,) = gloo.run(1, cases.residual_error, run=run)
@@ -132,12 +129,11 @@ def test_the_fp32_residual_is_the_sum_of_its_branches_to_the_last_bit(gloo):
     assert error > 1e-4  # the same measure sees the stream of a bf16 run being rounded
 
 
-@pytest.mark.claim("Modules kept in fp32 have fp32 weights and gradients on every tried layout.")
 @pytest.mark.parametrize(
     "layout",
-    engines.cases(
+    rows(
         ["one rank", "DP2", "DP2, distributed optimizer", "TP2, SP", "PP2", "EP2"],
-        both=["DP2, distributed optimizer", "EP2"],
+        test=["DP2, distributed optimizer", "EP2"],
     ),
 )
 def test_gradients_accumulate_and_reduce_in_bf16_but_for_kept_weights(trained, layout):
@@ -166,10 +162,9 @@ def test_an_overflow_in_a_kept_weight_skips_the_step_and_its_gradient_is_unscale
         assert rank["skipped"] and rank["unchanged"] and rank["then"]
 
 
-@pytest.mark.claim("--eval-in-fp32 gives the loss of an fp32 model with the same weights.")
 @pytest.mark.parametrize(
     "layout",
-    engines.cases(["one rank", "TP2, SP", "PP2", "EP2", "DP2, distributed optimizer"], both=["one rank", "PP2"]),
+    rows(["one rank", "TP2, SP", "PP2", "EP2", "DP2, distributed optimizer"], test=["one rank", "PP2"]),
 )
 def test_evaluation_in_fp32_has_the_loss_of_an_fp32_model_of_the_same_weights(gloo, layout):
     ranks, sizes = cases.LAYOUTS[layout]
@@ -197,7 +192,6 @@ def test_an_fp64_router_in_a_bf16_run_leaks_no_dtype(gloo):
         assert torch.allclose(got["gradients"][name], grad, rtol=2e-2, atol=2e-2 * grad.abs().max().item()), name
 
 
-@pytest.mark.claim("--eval-in-fp32 gives the loss of an fp32 model with the same weights.")
 def test_a_run_evaluates_in_fp32_if_it_is_told_to(gloo):
     flags = {"bf16": True, "train_iters": 1, "eval_iters": 1, "global_batch_size": 2, "micro_batch_size": 2}
     losses = [

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.engine
+
 SAVED = {
     "pickle": pickle.dumps,
     "torch.save": lambda module: torch.save(module, io.BytesIO()),
@@ -43,7 +45,6 @@ def refusals(wrap: bool) -> dict[str, str]:
     return told
 
 
-@pytest.mark.claim("A module with process groups that is pickled says what to save instead.")
 @pytest.mark.parametrize("wrap", [False, True], ids=["bare", "wrapped"])
 def test_a_module_with_process_groups_says_what_to_save_instead(gloo: Any, wrap: bool) -> None:
     (told,) = gloo.run(1, refusals, wrap=wrap)

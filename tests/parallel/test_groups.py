@@ -18,6 +18,8 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 
+pytestmark = pytest.mark.engine
+
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 GROUPS = (
     "tp pp cp dp dp_cp tp_cp tp_dp_cp mp embd pos_embd ep expt_tp expt_dp tp_ep tp_ep_pp intra_dp_cp intra_expt_dp"

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 
+pytestmark = pytest.mark.engine
+
 
 def refusal(odd_rank: int) -> str:
     """One rank asks for fp16 where the others ask for bf16."""
@@ -21,7 +23,6 @@ def refusal(odd_rank: int) -> str:
     return "accepted"
 
 
-@pytest.mark.claim("Ranks with different flags are refused.")
 def test_fp16_on_one_rank_and_bf16_on_the_others_is_refused_on_all(gloo):
     wanted = (
         "all ranks need the same flags: --bf16 is False on rank 1 and True on rank 0; --fp16 is True on rank 1 and "

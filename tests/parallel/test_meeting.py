@@ -11,8 +11,6 @@ import torch.distributed as dist
 from megatron_moe.io import launched
 from megatron_moe.parallel import groups, meeting
 
-pytestmark = pytest.mark.one_engine
-
 
 @pytest.fixture
 def two_ranks(monkeypatch):

@@ -19,6 +19,8 @@ from megatron_moe.parallel import groups, nccl
 from megatron_moe.training.flight_recorder import progress
 from tests.helpers.gloo_pool import GlooPool
 
+pytestmark = pytest.mark.engine
+
 NAMES = (
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_TRACE_BUFFER_SIZE",

@@ -19,7 +19,6 @@ def numbers(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(shape, generator=generator) * sizes).to(dtype)
 
 
-@pytest.mark.claim("A quantised weight or gradient is off by at most half a step of its block.")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.engine
+
 LENGTHS, QUANTIZED = (40, 1024, 17, 500), (False, True, False, True)
 
 
@@ -66,7 +68,6 @@ def test_every_rank_gathers_the_same_bits(gloo: Any, dtype: str) -> None:
         assert bool(((row.double() - wanted.double()).abs() <= limit * 1.001).all())
 
 
-@pytest.mark.claim("A quantised gradient is rounded at most twice, and added in fp32.")
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("ranks", "per_machine"), [(2, 2), (4, 4), (4, 2), (4, 1), (6, 2), (6, 3)])
 def test_a_sum_is_off_by_its_roundings(gloo: Any, ranks: int, per_machine: int, bits: int) -> None:

@@ -86,7 +86,6 @@ def test_capturable_is_refused():
         Adam(parameters(0), capturable=True)
 
 
-@pytest.mark.claim("Our Adam updates all tensors of a parameter group at once.")
 def test_a_step_calls_as_many_operations_for_many_tensors_as_for_a_few() -> None:
     class Called(TorchDispatchMode):
         def __init__(self) -> None:

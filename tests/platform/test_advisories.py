@@ -15,6 +15,8 @@ from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.platform.advisories import OUTCOMES, TESTED, defects_met, start_lines, text
 from megatron_moe.platform.defects import Defect, known_defects
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).parents[2]
 DEFECTS = known_defects()
 OLD, NEW = TESTED

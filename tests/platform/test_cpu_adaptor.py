@@ -32,6 +32,7 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.engine
 def test_constants_are_mapped_in_nested_functions_and_tuples_and_nowhere_else():
     source = textwrap.dedent(
         """
@@ -49,7 +50,7 @@ def test_constants_are_mapped_in_nested_functions_and_tuples_and_nowhere_else():
     assert inner(torch.zeros(1)) == (False, "cuda_graph_impl")
 
 
-@pytest.mark.claim("Without CUDA megatron-core runs on the CPU, and torch still reports that there is no CUDA.")
+@pytest.mark.engine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
 def test_without_cuda_the_engine_names_the_cpu_and_torch_still_reports_no_cuda():
     from megatron.core.optimizer import clip_grads
@@ -61,6 +62,7 @@ def test_without_cuda_the_engine_names_the_cpu_and_torch_still_reports_no_cuda()
     assert torch.cuda.current_device() == torch.device("cpu")
 
 
+@pytest.mark.engine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
 def test_the_random_state_tracker_moves_the_cpu_generator_and_puts_it_back():
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -108,15 +110,18 @@ def loaded(tmp_path_factory) -> list[str]:
     return ran.stdout.splitlines()
 
 
+@pytest.mark.engine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
 def test_without_cuda_a_run_is_loaded_without_torchs_compiler(loaded):
     assert loaded[0].split()[0] == "False" and loaded[1] == "torch"
 
 
+@pytest.mark.engine
 def test_a_run_is_loaded_without_tensorboard_and_the_engines_timers_write_into_it_all_the_same(loaded):
     assert loaded[0].split()[1] == "False" and loaded[2] == "of a test-time"
 
 
+@pytest.mark.engine
 def test_with_cuda_reported_nothing_is_changed_but_adam_and_recomputation():
     ran = python(
         """
@@ -143,6 +148,7 @@ def test_with_cuda_reported_nothing_is_changed_but_adam_and_recomputation():
     assert ran.stdout == "inert\n", ran.stderr
 
 
+@pytest.mark.engine
 def test_the_bytecode_cache_stays_as_published(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(sys, "pycache_prefix", None)
@@ -160,8 +166,6 @@ def test_the_bytecode_cache_stays_as_published(tmp_path, monkeypatch):
     assert device() == "cpu", "the mapping also applies to code that comes from the cache"
 
 
-@pytest.mark.claim("Without CUDA megatron-core runs on the CPU, and torch still reports that there is no CUDA.")
-@pytest.mark.one_engine
 def test_a_spawned_child_has_an_adapted_engine():
     ran = python(
         """
@@ -178,6 +182,7 @@ def test_a_spawned_child_has_an_adapted_engine():
     assert ran.stdout == "cpu\n", ran.stderr
 
 
+@pytest.mark.engine
 def test_the_engine_imported_first_is_one_clear_error():
     ran = python(
         """
@@ -191,6 +196,7 @@ def test_the_engine_imported_first_is_one_clear_error():
     assert "put `import megatron_moe` before the first import of megatron.core" in ran.stderr.splitlines()[-1]
 
 
+@pytest.mark.engine
 def test_the_engine_imported_first_is_no_error_with_cuda_and_gets_adam(monkeypatch):
     from megatron.core import optimizer
 
@@ -203,11 +209,13 @@ def test_the_engine_imported_first_is_no_error_with_cuda_and_gets_adam(monkeypat
     assert type(sys.meta_path[0]) is cpu_adaptor._EngineFinder
 
 
+@pytest.mark.engine
 def test_installing_twice_registers_one_hook():
     cpu_adaptor.install()
     assert sum(isinstance(finder, cpu_adaptor._EngineFinder) for finder in sys.meta_path) == 1
 
 
+@pytest.mark.engine
 def test_importing_the_engine_prints_nothing():
     ran = python(
         """
@@ -220,6 +228,7 @@ def test_importing_the_engine_prints_nothing():
     assert (ran.stdout, ran.stderr) == ("", "")
 
 
+@pytest.mark.engine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_the_rotary_table_of_a_context_parallel_rank_is_its_two_chunks(cp_size):
@@ -242,6 +251,7 @@ def test_the_rotary_table_of_a_context_parallel_rank_is_its_two_chunks(cp_size):
         assert part.flatten().tolist() == expected[rank]
 
 
+@pytest.mark.engine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
 def test_recomputation_without_output_works_without_transformer_engine():
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, initialize_rng_tracker
@@ -256,6 +266,7 @@ def test_recomputation_without_output_works_without_transformer_engine():
     torch.testing.assert_close(x.grad, 2.0 * torch.cos(x.detach()))
 
 
+@pytest.mark.engine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
 def test_the_engines_gate_multiplies_without_transformer_engine():
     from megatron.core.transformer.moe.moe_utils import router_gating_linear
@@ -267,6 +278,7 @@ def test_the_engines_gate_multiplies_without_transformer_engine():
     torch.testing.assert_close(weight.grad, x.detach().sum(0).expand(3, 8))
 
 
+@pytest.mark.engine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
 @pytest.mark.usefixtures("one_process")
 def test_a_bucket_is_copied_by_no_collective_of_one_rank_and_any_other_tensor_is():

@@ -10,6 +10,8 @@ import pytest
 
 from megatron_moe.config.schema import Run, replace
 
+pytestmark = pytest.mark.engine
+
 STEPS = 3
 LAYOUTS = {
     "TP2 with sequence parallelism": (2, dict(tensor_model_parallel_size=2, sequence_parallel=True)),

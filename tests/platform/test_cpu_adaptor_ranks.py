@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megatron_moe.config.schema import Run, replace
+
+pytestmark = pytest.mark.engine
 
 MOE = replace(Run(), num_experts=8, expert_model_parallel_size=2)
 

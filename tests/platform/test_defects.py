@@ -15,6 +15,8 @@ import yaml
 from megatron_moe.config.schema import Run, build
 from megatron_moe.platform.defects import TABLE, Condition, DerivedValues, known_defects, read_defects
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).parents[2]
 ENTRY: dict[str, Any] = {
     "id": "E7",

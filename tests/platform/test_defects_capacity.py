@@ -16,9 +16,7 @@ from megatron_moe.parallel import groups
 from megatron_moe.training.finalize_model_grads import update_routers
 from tests.platform.stock import both_routers, engine_logged, one_hot_logits, present
 
-pytestmark = pytest.mark.claim(
-    "Known defects of megatron-core are shown in its own code, with what is done about them here."
-)
+pytestmark = pytest.mark.engine
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1}

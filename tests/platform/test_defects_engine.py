@@ -38,13 +38,11 @@ from megatron_moe.model.spec import LOCAL, LayerSettings, layer_spec
 from megatron_moe.moe.recompute import without_output
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import shared_by_ranks, sum_over_ranks
-from tests.platform.stock import forget_logged_losses, present
 from tests.helpers.checkpoint_steps import make_step
 from tests.helpers.moe_cases import build_layer, random_case
+from tests.platform.stock import forget_logged_losses, present
 
-pytestmark = pytest.mark.claim(
-    "Known defects of megatron-core are shown in its own code, with what is done about them here."
-)
+pytestmark = pytest.mark.engine
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}

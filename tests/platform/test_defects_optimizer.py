@@ -33,9 +33,7 @@ from megatron_moe.training.optimizer import SharedLossScale, _settle_positions
 from tests.platform.stock import both_routers, one_hot_logits, present
 from tests.platform.test_defects_engine import small_config
 
-pytestmark = pytest.mark.claim(
-    "Known defects of megatron-core are shown in its own code, with what is done about them here."
-)
+pytestmark = pytest.mark.engine
 
 SP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FP16 = {"fp16": True, "params_dtype": torch.float16}

@@ -16,9 +16,7 @@ from megatron_moe.parallel.groups import seed_everything
 from tests.platform.stock import present
 from tests.platform.test_defects_engine import small_config
 
-pytestmark = pytest.mark.claim(
-    "Known defects of megatron-core are shown in its own code, with what is done about them here."
-)
+pytestmark = pytest.mark.engine
 
 VOCABULARY, SEQUENCE = 32, 8
 

@@ -23,9 +23,7 @@ from megatron_moe.parallel.collectives import sum_over_ranks
 from megatron_moe.training.finalize_model_grads import update_routers
 from tests.platform.stock import attached_gradient, both_routers, engine_logged, one_hot_logits, present, router_config
 
-pytestmark = pytest.mark.claim(
-    "Known defects of megatron-core are shown in its own code, with what is done about them here."
-)
+pytestmark = pytest.mark.engine
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 BIAS = {"moe_router_enable_expert_bias": True}

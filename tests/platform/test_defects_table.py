@@ -16,7 +16,6 @@ ROWS = {
 }
 
 
-@pytest.mark.claim("The page of megatron-core's defects says what the package and the tests say.")
 def test_the_page_has_the_table_of_the_package() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == page(text), "run: python -m tests.platform.defects_page"
@@ -35,7 +34,6 @@ def test_a_row_says_what_the_package_says(defect: Defect) -> None:
     assert ROWS[defect.id] == expected and len(expected) == len(COLUMNS) - 1
 
 
-@pytest.mark.claim("The page of megatron-core's defects says what the package and the tests say.")
 @pytest.mark.parametrize("defect", known_defects(), ids=lambda defect: defect.id)
 def test_a_defect_names_tests_that_exist_or_says_why_there_is_none(defect: Defect) -> None:
     if defect.no_test is not None:

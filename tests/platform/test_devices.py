@@ -14,6 +14,8 @@ from megatron_moe.parallel import groups
 from megatron_moe.platform import hardware, host, numerics
 from megatron_moe.training.run import pretrain
 
+pytestmark = pytest.mark.engine
+
 LAUNCHER = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 
@@ -43,7 +45,6 @@ def machine(monkeypatch, tmp_path):
     host.device_files.cache_clear()
 
 
-@pytest.mark.claim("A machine whose CUDA devices cannot be used does not train on its CPU, unless they are hidden.")
 @pytest.mark.parametrize(
     ("environment", "files", "reason", "says"),
     [
@@ -93,7 +94,6 @@ def test_a_machine_without_devices_or_with_hidden_ones_runs_on_the_cpu(machine, 
     assert platform.device() == torch.device("cpu") and platform.backend() == "gloo"
 
 
-@pytest.mark.claim("Each rank has a CUDA device of its own: a launcher that gives it none is refused.")
 @pytest.mark.parametrize(
     ("refused", "accepted", "says"),
     [

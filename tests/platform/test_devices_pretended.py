@@ -59,8 +59,6 @@ def plain(cuda: RankParent, tmp_path_factory: Any) -> list[dict[str, Any]]:
     return trained(cuda, tmp_path_factory.mktemp("plain"), 2, FLAGS.partition(" --save")[0])[1]
 
 
-@pytest.mark.one_engine
-@pytest.mark.claim("A run started on a CPU goes on with CUDA, and the other way round.")
 def test_a_run_goes_on_with_another_kind_of_device(rank_parent, cuda, tmp_path):
     trained(rank_parent, tmp_path, 1)
     with_cuda, _ = trained(cuda, tmp_path, 2)
@@ -70,11 +68,6 @@ def test_a_run_goes_on_with_another_kind_of_device(rank_parent, cuda, tmp_path):
     assert [step["iteration"] for step in steps] == [1, 2, 3]
 
 
-@pytest.mark.one_engine
-@pytest.mark.claim(
-    "A Transformer Engine or apex that cannot be loaded is named at the start, and a run without it works."
-)
-@pytest.mark.claim("With CUDA, recomputation compiles no C++ extension, and changes no number.")
 def test_a_broken_transformer_engine_and_recomputation_leave_the_numbers_as_they_are(plain, tmp_path):
     compiled = tmp_path / "compiled"
     (tmp_path / "transformer_engine").mkdir()
@@ -97,7 +90,6 @@ def test_a_broken_transformer_engine_and_recomputation_leave_the_numbers_as_they
     assert [step["grad_norm"] for step in steps] == [step["grad_norm"] for step in plain]
 
 
-@pytest.mark.one_engine
 def test_with_cuda_activations_are_offloaded_without_a_change_to_the_numbers(cuda, plain, tmp_path):
     flags = FLAGS.partition(" --save")[0]
     offload = "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --offload-modules core_attn moe_act"
@@ -115,8 +107,6 @@ def verified(cuda: RankParent, folder: Path, *flags: str) -> str:
     return printed(cuda, target, ["steps", *flags], folder, **launched).splitlines()[-1]
 
 
-@pytest.mark.claim("On CUDA tools/verify_resume.py compares bits of runs with --deterministic-mode alone.")
-@pytest.mark.one_engine
 def test_a_deterministic_run_records_its_settings_and_is_replayed_to_the_bit(cuda, tmp_path):
     output, _ = trained(cuda, tmp_path, 2, f"{FLAGS} --deterministic-mode --save-interval 1")
     assert "deterministic mode: " in output and "NCCL_ALGO=Ring" in output

@@ -32,6 +32,7 @@ def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor, terms: int) -
     assert ((actual.double() - exact).abs() <= limit).all()
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_linear_layer_and_its_gradients_are_rounded_once(way: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -47,6 +48,7 @@ def test_a_linear_layer_and_its_gradients_are_rounded_once(way: str, dtype: torc
     assert_rounded_once(weight.grad, wide_grad.flatten(0, 1).T @ wide_x.flatten(0, 1), 24)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("dtype", HALVES)
 def test_grouped_products_are_rounded_once(way: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -87,6 +89,7 @@ def grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return TorchProduct()(x, weight[None], torch.tensor([8], dtype=torch.int32))
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("product", [half_products.linear, engine_linear, grouped])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_the_switch_decides_what_is_multiplied_forward_and_backward(
@@ -98,6 +101,7 @@ def test_the_switch_decides_what_is_multiplied_forward_and_backward(
     assert products.dtypes == {torch.float32 if way == "fp32" else dtype}
 
 
+@pytest.mark.engine
 def test_a_device_on_paper_multiplies_as_such_a_device_does(way: str) -> None:
     operand = torch.empty(2, dtype=torch.bfloat16, device="meta")
     for kind, wide in (("cuda", False), ("cpu", way == "fp32")):
@@ -105,6 +109,7 @@ def test_a_device_on_paper_multiplies_as_such_a_device_does(way: str) -> None:
             assert half_products.multiply_in_fp32(operand) == wide
 
 
+@pytest.mark.engine
 def test_by_itself_the_processors_instructions_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(switches.HALF_PRODUCTS, raising=False)
     monkeypatch.setattr(half_products, "_has_instructions", half_products._has_instructions.__wrapped__)
@@ -123,6 +128,7 @@ GROUPS = [[5, 3], [0, 40, 0, 9, 100, 0], [130, 1, 257, 64, 0], [0, 0, 0]]
 """Rows of each group; with the rows that fill it up, a group reaches over one or several behind it, or over the end."""
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("counts", GROUPS)
 def test_groups_of_any_size_are_rounded_once(way: str, counts: list[int], dtype: torch.dtype) -> None:
@@ -137,6 +143,7 @@ def test_groups_of_any_size_are_rounded_once(way: str, counts: list[int], dtype:
     assert_rounded_once(sums, torch.stack([dy.t() @ x for x, dy in groups]), 257)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("dtype", HALVES)
 def test_groups_of_any_size_have_the_bits_of_torchs_grouped_product(way: str, dtype: torch.dtype) -> None:
     """An audit, or a probe of a step's health, sees torch's form, and may change no bit of a run."""
@@ -152,6 +159,7 @@ def test_groups_of_any_size_have_the_bits_of_torchs_grouped_product(way: str, dt
             assert torch.equal(ours, theirs) and products.dtypes == {torch.float32 if way == "fp32" else dtype}
 
 
+@pytest.mark.engine
 def test_copies_in_fp32_are_of_one_group_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(switches.HALF_PRODUCTS, "fp32")
     mm, multiplied = torch.mm, []
@@ -165,6 +173,7 @@ def test_copies_in_fp32_are_of_one_group_at_a_time(monkeypatch: pytest.MonkeyPat
     assert {tensor.dtype for pair in multiplied for tensor in pair} == {torch.float32}
 
 
+@pytest.mark.engine
 def test_what_is_not_a_number_stays_in_its_group(way: str) -> None:
     rows = torch.ones(12, 8, dtype=torch.bfloat16)
     rows[5:] = torch.nan
@@ -175,6 +184,7 @@ def test_what_is_not_a_number_stays_in_its_group(way: str) -> None:
     assert sums[0].isfinite().all() and sums[1].isnan().all()
 
 
+@pytest.mark.engine
 def test_few_numbers_of_rows_stand_for_all() -> None:
     for most, kinds, parts_of in (
         (3 / 2, 18, lambda rows: [half_products.padded_rows(rows)]),
@@ -204,8 +214,6 @@ print(resident() - before)
 """
 
 
-@pytest.mark.one_engine
-@pytest.mark.claim("Native products of groups of ever other sizes leave no memory behind on a CPU.")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc and trims glibc's heap")
 def test_groups_of_ever_other_sizes_leave_no_memory_behind() -> None:
     """448 further sizes, forward and backward: torch's own product kept 480 MB for them, 45 without AVX-512's bf16."""

@@ -9,6 +9,8 @@ from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.platform import hardware
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture(params=[True, False], ids=["cuda", "no cuda"])
 def cuda(request, monkeypatch):

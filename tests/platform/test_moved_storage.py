@@ -14,6 +14,8 @@ from megatron_moe.model.activation_offload import ActivationOffload
 from megatron_moe.platform import moved_storage
 from megatron_moe.platform.moved_storage import HostPool, Lane, MovedStorage
 
+pytestmark = pytest.mark.engine
+
 
 def test_views_are_what_they_were_and_the_memory_is_gone_in_between():
     whole = torch.randn(64, 32).bfloat16()

@@ -66,7 +66,6 @@ def tf32_by_the_newer_name() -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]
 
 
-@pytest.mark.claim("Half-precision products add in fp32 and fp32 products multiply fp32 numbers, whatever was allowed.")
 @pytest.mark.parametrize("prepare", [lambda: None, everything_loose, tf32_by_the_older_name, tf32_by_the_newer_name])
 def test_a_run_adds_in_fp32_and_puts_back_what_was_there(prepare: Callable[[], None]) -> None:
     prepare()

@@ -16,6 +16,8 @@ from megatron_moe.platform import numerics
 from megatron_moe.precision.table import contract
 from megatron_moe.training.build import _precision_notes
 
+pytestmark = pytest.mark.engine
+
 ALLOWED = replace(Run(), allow_tf32=True)
 
 
@@ -34,7 +36,6 @@ def products() -> tuple[str, str]:
     return matmul.fp32_precision, mkldnn.matmul.fp32_precision
 
 
-@pytest.mark.claim("TF32 is a choice on CUDA, --allow-tf32, and never of a router's products.")
 @pytest.mark.parametrize(("run", "gpu"), [(Run(), "ieee"), (ALLOWED, "tf32")])
 def test_a_run_multiplies_by_tf32_where_it_was_chosen_and_leaves_without_a_trace(run: Run, gpu: str) -> None:
     before = products()
@@ -51,7 +52,6 @@ def test_a_run_that_loses_its_choice_is_noticed() -> None:
     assert [value for _, value, wanted in numerics.states() if value != wanted] == [("ieee", "ieee")]
 
 
-@pytest.mark.claim("TF32 is a choice on CUDA, --allow-tf32, and never of a router's products.")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_routers_products_are_exact_forward_and_backward(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, tuple[str, str]]] = []

@@ -12,6 +12,8 @@ from megatron_moe.model import spec
 from megatron_moe.moe.layer import _te_experts
 from megatron_moe.platform import hardware, optional_libraries
 
+pytestmark = pytest.mark.engine
+
 FAILURES = {
     "another torch": "ImportError: undefined symbol: _ZN3c105ErrorC2E",
     "another CUDA": "OSError: libcudart.so.11.0: cannot open shared object file",

@@ -18,6 +18,8 @@ from tests.helpers.launchers import Forked
 from tests.helpers.ranks import ROOT, Child, RankParent
 from tests.helpers.trained_steps import differing, tensors
 
+pytestmark = pytest.mark.engine
+
 FLAGS = (
     "--preset tiny --mock-data --vocab-size 512 --seq-length 32 --max-position-embeddings 32 --eval-iters 0 "
     "--micro-batch-size 1 --global-batch-size 2 --lr-decay-iters 6 --num-layers 2 --moe-layer-freq [0]+[1]*1"
@@ -96,9 +98,6 @@ def test_its_grouped_product_in_fp8_is_the_emulation_of_the_same_tiles(te_parent
     assert te_parent.statuses([pid], 60) == [0], log.read_text()
 
 
-@pytest.mark.claim(
-    "Over a stub of its extension, Transformer Engine's modules and experts train as ours do, also over TP, SP and EP."
-)
 def test_its_modules_train_as_the_local_ones(local, whole):
     folder, steps = whole
     assert sorted(steps) == [1, 2, 3]
@@ -115,9 +114,6 @@ def test_its_modules_train_as_the_local_ones(local, whole):
         torch.testing.assert_close(ours[key], reference[key], rtol=0, atol=1e-4 * scale)
 
 
-@pytest.mark.claim(
-    "Over a stub of its extension, a run with Transformer Engine goes on from a checkpoint to the same bits."
-)
 def test_a_resumed_run_is_the_uninterrupted_one(with_te, whole, tmp_path):
     flags = f"--train-iters 3 --load {whole[0]} --ckpt-step 2 --save {tmp_path}"
     steps_of(with_te, 2, tmp_path, ENGINE, LAYOUT, flags)
@@ -125,7 +121,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(with_te, whole, tmp_path):
     assert found and differing(expected, found) == []
 
 
-@pytest.mark.claim("Checkpoints have the same keys and shapes with Transformer Engine as without.")
 def test_checkpoints_have_the_keys_of_the_local_implementation(local, whole):
     ours, reference = (tensors(folder / "iter_0000003") for folder in (whole[0], local[0]))
     assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in reference.items()}
@@ -133,7 +128,6 @@ def test_checkpoints_have_the_keys_of_the_local_implementation(local, whole):
     assert any(key.endswith("experts.weight1") for key in ours)
 
 
-@pytest.mark.claim("A checkpoint of Transformer Engine's experts is read by the other backends and layouts, and back.")
 def test_another_backend_and_layout_goes_on_and_back(local, whole, rank_parent, with_te, tmp_path):
     there, back = tmp_path / "there", tmp_path / "back"
     flags = f"--train-iters 3 --load {whole[0]} --ckpt-step 2 --save {there} --moe-expert-backend loop"
@@ -163,7 +157,6 @@ def test_half_precision_trains_and_resumes(dtype, local, with_te, tmp_path):
     assert found and differing(expected, found) == []
 
 
-@pytest.mark.claim("Over a stub of its extension, Transformer Engine's modules in FP8 train as the emulation does.")
 def test_fp8_trains_and_is_near_the_emulation(rank_parent, with_te, tmp_path):
     flags = "--bf16 --fp8-format e4m3 --hidden-size 128 --moe-ffn-hidden-size 128 --train-iters 2"
     steps = steps_of(with_te, 1, tmp_path / "te", ENGINE, flags)

@@ -12,6 +12,8 @@ import pytest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.platform import switches
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).resolve().parents[2]
 # tools/demo.py starts others of these, which check the variable.
 PROGRAMS = [ROOT / "pretrain_moe.py", *sorted(set(ROOT.glob("tools/*.py")) - {ROOT / "tools" / "demo.py"})]

@@ -19,6 +19,8 @@ from megatron_moe.platform.isolation import without_autocast
 from megatron_moe.precision.contract import PrecisionError
 from tests.helpers.routers import config
 
+pytestmark = pytest.mark.engine
+
 HIDDEN = PRESETS["tiny"]["hidden_size"]
 HALVES = [torch.bfloat16, torch.float16]
 PLACES = ["forward", "backward", "both"]
@@ -71,7 +73,6 @@ def routed(options: dict[str, Any], place: str, dtype: torch.dtype, params: torc
     return [*decision[:2], hidden.grad, router.weight.grad, router.local_tokens_per_expert, *losses]
 
 
-@pytest.mark.claim("A surrounding torch.autocast changes no bit of router, layer, step or evaluation.")
 @pytest.mark.parametrize("params", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ROUTING)
@@ -103,7 +104,6 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.claim("A surrounding torch.autocast changes no bit of router, layer, step or evaluation.")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_of_ours_has_the_same_bits_under_autocast(name: str, place: str) -> None:
@@ -152,7 +152,6 @@ RECOMPUTED = [
 ]
 
 
-@pytest.mark.claim("A surrounding torch.autocast changes no bit of router, layer, step or evaluation.")
 @pytest.mark.parametrize("params", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "changes",
@@ -209,7 +208,6 @@ def two_steps_and_an_evaluation(flags: dict[str, Any], dtype: torch.dtype | None
     return [seen, record.loss, trainer.state()]
 
 
-@pytest.mark.claim("A surrounding torch.autocast changes no bit of router, layer, step or evaluation.")
 @pytest.mark.parametrize(
     "flags",
     [

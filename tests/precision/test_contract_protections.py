@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.engine
+
 SUBJECTS = ("router", "MoELayer", "model", "Float16Module", "DistributedDataParallel")
 
 
@@ -170,7 +172,6 @@ def without(protection: str | None) -> Iterator[None]:
         setattr(Fp32State, protection, method)
 
 
-@pytest.mark.claim("fp32 state keeps its bits under every cast, copy, load and wrapper.")
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "under autocast"])
 def test_every_path_keeps_the_bits_of_router_layer_model_and_wrapped_models(gloo, autocast):
     (seen,) = gloo.run(1, walked, subjects=SUBJECTS, paths=tuple(PATHS), autocast=autocast)
@@ -221,14 +222,12 @@ def passes_after(paths: tuple[str, ...]) -> dict[str, bool]:
     return seen
 
 
-@pytest.mark.claim("A surrounding torch.autocast changes no bit of router, layer, step or evaluation.")
 def test_after_every_path_a_pass_under_autocast_is_the_pass_without_it(gloo):
     (seen,) = gloo.run(1, passes_after, paths=tuple(path for path in PATHS if "engine" not in path))
     assert len(seen) == 2 * (len(PATHS) - 1) - 1
     assert [case for case, same in seen.items() if not same] == []
 
 
-@pytest.mark.claim("A protection of fp32 state that is switched off is noticed.")
 def test_without_the_shield_of_apply_every_cast_is_seen_to_round(gloo):
     (seen,) = gloo.run(1, walked, subjects=SUBJECTS[:3], paths=CASTS, disabled="_apply")
     assert [case for case, kept in seen.items() if kept] == []
@@ -246,7 +245,6 @@ def rounded_state_loads_as_fp32(disabled: str | None) -> bool:
     return module.router.expert_bias.dtype == torch.float32
 
 
-@pytest.mark.claim("A protection of fp32 state that is switched off is noticed.")
 def test_without_the_shield_of_loading_a_rounded_bias_comes_in_as_it_is(gloo):
     assert gloo.run(1, rounded_state_loads_as_fp32, disabled=None) == [True]
     assert gloo.run(1, rounded_state_loads_as_fp32, disabled="_load_from_state_dict") == [False]
@@ -274,7 +272,6 @@ def wrapping_refuses(verified: bool) -> bool:
     return False
 
 
-@pytest.mark.claim("A protection of fp32 state that is switched off is noticed.")
 def test_wrapping_notices_a_model_whose_shield_is_gone_and_only_its_check_does(gloo):
     assert gloo.run(1, wrapping_refuses, verified=True) == [True]
     assert gloo.run(1, wrapping_refuses, verified=False) == [False]
@@ -301,7 +298,6 @@ def a_skipped_step_changes(restored: bool) -> list[str]:
     return [name for name in before if before[name] != after[name]]
 
 
-@pytest.mark.claim("A protection of fp32 state that is switched off is noticed.")
 def test_without_the_snapshot_a_skipped_step_moves_the_bias(gloo):
     assert gloo.run(1, a_skipped_step_changes, restored=True) == [[]]
     assert gloo.run(1, a_skipped_step_changes, restored=False) == [["weights", "bias"]]  # weights: the state dict
@@ -341,7 +337,6 @@ def counted_under_recomputation(guarded: bool) -> tuple[int, int, str]:
     return 8 * trainer.run.model.seq_length * trainer.run.moe.moe_router_topk, seen[0], error
 
 
-@pytest.mark.claim("A protection of fp32 state that is switched off is noticed.")
 def test_without_the_test_for_gradients_recomputation_counts_twice(gloo):
     ((tokens, counted, error),) = gloo.run(1, counted_under_recomputation, guarded=True)
     assert counted == tokens and error == ""
@@ -374,7 +369,6 @@ def bias_after_close_counts(exact: bool) -> list[float]:
     return router.expert_bias.tolist()
 
 
-@pytest.mark.claim("A protection of fp32 state that is switched off is noticed.")
 def test_with_counts_in_bf16_experts_at_the_mean_are_pushed_down(gloo):
     (exact,) = gloo.run(1, bias_after_close_counts, exact=True)
     assert exact == pytest.approx([-1e-3, 0, 0, 0, 0, 0, 0, 1e-3])

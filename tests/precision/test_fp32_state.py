@@ -52,7 +52,6 @@ CASTS: dict[str, Callable[[torch.nn.Module], object]] = {
 }
 
 
-@pytest.mark.claim("fp32 state keeps its bits under every cast, copy, load and wrapper.")
 @pytest.mark.parametrize("name", CASTS)
 def test_a_cast_leaves_the_bits_alone(name: str) -> None:
     model = Model()
@@ -69,14 +68,12 @@ def test_a_cast_still_casts_everything_else() -> None:
     assert list(model.layers[0]._buffers) == ["expert_bias", "local_tokens_per_expert", "table"]
 
 
-@pytest.mark.claim("fp32 state keeps its bits under every cast, copy, load and wrapper.")
 def test_a_deepcopy_of_a_cast_model_keeps_the_bits() -> None:
     model = Model()
     before = bits(model)
     assert all(torch.equal(a, b) for a, b in zip(before, bits(copy.deepcopy(model.half()))))
 
 
-@pytest.mark.claim("fp32 state keeps its bits under every cast, copy, load and wrapper.")
 def test_meta_to_empty_stays_fp32() -> None:
     with torch.device("meta"):
         model = Model()
@@ -84,7 +81,6 @@ def test_meta_to_empty_stays_fp32() -> None:
     assert verify_fp32_state(model, "to_empty") == 4
 
 
-@pytest.mark.claim("fp32 state keeps its bits under every cast, copy, load and wrapper.")
 @pytest.mark.parametrize("assign", [False, True])
 def test_loading_fp32_values_keeps_their_bits(assign: bool) -> None:
     source, target = Model(), Model().bfloat16()

@@ -10,10 +10,11 @@ import torch
 from megatron_moe.precision.contract import PrecisionError, PrecisionGuard, TensorDtype
 from megatron_moe.precision.gates import install_gates, require_dtype
 
+pytestmark = pytest.mark.engine
+
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-@pytest.mark.claim("A tensor of a wrong dtype stops the run by name.")
 def test_a_violation_is_told_with_the_boundaries_between_which_it_came_about() -> None:
     guard = PrecisionGuard()
     assert (
@@ -68,7 +69,6 @@ def chain(widens: bool) -> torch.nn.Sequential:
     return model
 
 
-@pytest.mark.claim("A tensor of a wrong dtype stops the run by name.")
 def test_a_gate_names_the_module_its_input_came_from_and_what_to_do() -> None:
     with pytest.raises(PrecisionError) as caught:
         chain(widens=True)(torch.ones(2, 4, dtype=BF16))

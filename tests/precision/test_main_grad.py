@@ -38,6 +38,8 @@ from megatron_moe.parallel.collectives import all_gather_rows, all_to_all_rows, 
 from tests.helpers.routers import config
 from tests.numbers import reference_moe as reference
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).resolve().parents[2]
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -51,8 +53,7 @@ HELD = {
     "moe/dispatch.py _CopyRows": "test_copies_and_sums_of_rows",
     "moe/dispatch.py _SumCopies": "test_copies_and_sums_of_rows",
     "moe/all_to_all.py _Pack": "moe/test_all_to_all_ranks.py: test_rows_and_weights_have_the_bits_of_two_exchanges",
-    "moe/all_to_all.py _Unpack": "moe/test_all_to_all_ranks.py: "
-    "test_rows_and_weights_have_the_bits_of_two_exchanges",
+    "moe/all_to_all.py _Unpack": "moe/test_all_to_all_ranks.py: test_rows_and_weights_have_the_bits_of_two_exchanges",
     "moe/grouped_gemm.py _GroupedMM": "platform/test_half_products.py: test_grouped_products_are_rounded_once",
     "moe/grouped_gemm_fp8.py _GroupedFp8": "moe/test_grouped_gemm_fp8.py: "
     "test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles",
@@ -80,7 +81,6 @@ HELD = {
 }
 
 
-@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 def test_every_autograd_function_is_held() -> None:
     found = {
         f"{path.relative_to(ROOT / 'megatron_moe')} {node.name}"
@@ -127,7 +127,6 @@ def assert_as_in_fp64(
         assert_rounded_once(got, wanted, terms)
 
 
-@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_activation(dtype: torch.dtype) -> None:
     def plain(gate_up: Tensor, probs: Tensor) -> Tensor:
@@ -138,7 +137,6 @@ def test_the_activation(dtype: torch.dtype) -> None:
     assert_as_in_fp64(weighted_swiglu, plain, inputs, randn(256, 32, seed=2, dtype=dtype), terms=32)
 
 
-@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_gate(dtype: torch.dtype) -> None:
     def ours(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -148,7 +146,6 @@ def test_the_gate(dtype: torch.dtype) -> None:
     assert_as_in_fp64(ours, F.linear, inputs, randn(64, 8, seed=2), terms=64)
 
 
-@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 def test_copies_and_sums_of_rows(dtype: torch.dtype) -> None:
     order = torch.randperm(48, generator=torch.Generator().manual_seed(0))
@@ -158,7 +155,6 @@ def test_copies_and_sums_of_rows(dtype: torch.dtype) -> None:
     assert_as_in_fp64(lambda x: sum_copies(x, source, slots), lambda x: x[slots].sum(1), [many], few, terms=6)
 
 
-@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("chunk_tokens", [None, 16])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_fused_loss(dtype: torch.dtype, chunk_tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +169,6 @@ def test_the_fused_loss(dtype: torch.dtype, chunk_tokens: int | None, monkeypatc
     )
 
 
-@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("tokens_of_tile", [1, 7, 64])
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 def test_the_loss_of_logits(dtype: torch.dtype, tokens_of_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +183,6 @@ def test_the_loss_of_logits(dtype: torch.dtype, tokens_of_tile: int, monkeypatch
     )
 
 
-@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 def test_the_padding_of_the_vocabulary() -> None:
     grad = randn(4, 12, seed=1)
     logits = randn(4, 12, seed=0).requires_grad_()
@@ -196,7 +190,6 @@ def test_the_padding_of_the_vocabulary() -> None:
     assert torch.equal(found[:, :10], grad[:, :10]) and not found[:, 10:].any()
 
 
-@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_embedding(dtype: torch.dtype) -> None:
     ids = torch.randint(0, 10, (500,), generator=torch.Generator().manual_seed(0))
@@ -205,7 +198,6 @@ def test_the_embedding(dtype: torch.dtype) -> None:
     assert_as_in_fp64(lambda t: _Lookup.apply(ids, t), lambda t: t[ids], table, upstream, terms=50)
 
 
-@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_norm(dtype: torch.dtype) -> None:
     class Config:
@@ -221,7 +213,6 @@ def test_the_norm(dtype: torch.dtype) -> None:
     assert_as_in_fp64(lambda x, w: layer._kernel(x, w, layer.eps, x.dtype), plain, inputs, upstream, terms=64)
 
 
-@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 @pytest.mark.parametrize("heads", [1, 6])
 def test_heads_with_positions(heads: int, dtype: torch.dtype) -> None:
@@ -241,7 +232,6 @@ def test_heads_with_positions(heads: int, dtype: torch.dtype) -> None:
 WEIGHING = {"normalised": (False, True, 2.5), "as they are": (False, False, 1.0), "softmax": (True, True, 1.0)}
 
 
-@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("how", WEIGHING)
 def test_the_weights_of_the_chosen_experts(how: str) -> None:
     ids = torch.stack([torch.randperm(9, generator=torch.Generator().manual_seed(t))[:3] for t in range(40)])
@@ -266,7 +256,6 @@ def test_the_weights_of_the_chosen_experts(how: str) -> None:
 # ---- what a router and a shared expert do around them
 
 
-@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 def test_the_router_in_bf16_with_its_losses() -> None:
     """Everything between the gate's operands and the weights of the experts, auxiliary losses too, is fp32."""
     flags = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.25)
@@ -292,7 +281,6 @@ def test_the_router_in_bf16_with_its_losses() -> None:
     assert_rounded_once(router.weight.grad, gate.grad, terms=40)
 
 
-@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.usefixtures("one_process")
 def test_the_shared_experts_gate() -> None:
     """From the rows that the expert gives, in the model's dtype, to the gate's weight: fp32, rounded once."""
@@ -342,7 +330,6 @@ def travelled(dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     }
 
 
-@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_that_travel(gloo: Any, dtype: torch.dtype) -> None:
     size = 2 if dtype == torch.float32 else 4

@@ -26,6 +26,8 @@ from megatron_moe.precision.packed_state import (
 from megatron_moe.training.precision_aware_adam import adam_update
 from tests.helpers import packed_cases
 
+pytestmark = pytest.mark.engine
+
 NARROW = ("bf16", "int8", "fp8")
 
 
@@ -44,7 +46,6 @@ def packed(main: torch.Tensor) -> AdamState:
     return made
 
 
-@pytest.mark.claim("A packed main weight is the fp32 number to the bit, and its bf16 weight is that number rounded.")
 def test_a_main_weight_comes_back_to_the_bit_in_all_65536_places_around_bf16_numbers() -> None:
     upper = torch.tensor([0x3F80, 0x3F81, 0x0000, 0x8000, 0x0001, 0x7F7E, 0xC2FF, 0x0080], dtype=torch.int32)
     bits = ((upper[:, None] << 16) + torch.arange(1 << 16, dtype=torch.int32)).flatten()
@@ -60,7 +61,6 @@ def test_an_infinite_main_weight_stays_infinite() -> None:
     assert unpacked_main(packed(main)).tolist() == main.tolist()
 
 
-@pytest.mark.claim("Rounding at random is unbiased: over 10^6 draws the mean is the number, to three standard errors.")
 @pytest.mark.parametrize("second", [False, True], ids=["first moment", "second moment"])
 @pytest.mark.parametrize("name", NARROW)
 def test_the_mean_of_a_million_roundings_is_the_number(name: str, second: bool) -> None:

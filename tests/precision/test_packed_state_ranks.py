@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import engines
+from tests.helpers.rows import rows
+
+pytestmark = pytest.mark.engine
 
 PACKED = {"use_precision_aware_optimizer": True}
 BF16_MOMENTS = {**PACKED, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 CODES = {**PACKED, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "fp8"}
 STEPS = 3
 # A dense layer and one with experts: what is tested here is done to each parameter by itself.
-# Epsilon of the size of the gradients, as in test_optimizer_ranks.py: what is nothing in a gradient is nothing in an update.
+# Epsilon of the size of the gradients: what is nothing in a gradient is nothing in an update.
 FLAGS = {
     "num_layers": 2,
     "moe_layer_freq": "[0,1]",
@@ -102,8 +104,7 @@ def require_rounded_alike(one: list[tuple[list[float], Saved]], many: list[tuple
     assert same / sum(wanted[key].numel() for key in moments) > 0.99
 
 
-@pytest.mark.claim("Packed optimizer state ends on every layout where it ends on one rank, random rounding included.")
-@pytest.mark.parametrize("layout", engines.cases(LAYOUTS, both=EITHER))
+@pytest.mark.parametrize("layout", rows(LAYOUTS, test=EITHER))
 def test_a_layout_rounds_as_one_rank_does(gloo: Any, once: Any, layout: str) -> None:
     ranks, changes = LAYOUTS[layout]
     require_rounded_alike(
@@ -111,7 +112,6 @@ def test_a_layout_rounds_as_one_rank_does(gloo: Any, once: Any, layout: str) -> 
     )
 
 
-@pytest.mark.claim("Packed main weights have the bits of fp32 main weights, step by step, in a whole training.")
 @pytest.mark.parametrize("changes", [{}, {"use_distributed_optimizer": True}], ids=["plain", "distributed optimizer"])
 def test_packed_main_weights_train_as_fp32_ones_to_the_bit(gloo: Any, changes: dict[str, Any]) -> None:
     flags = {"bf16": True, **changes}
@@ -195,14 +195,13 @@ RESUMED = {
 }
 
 
-@pytest.mark.claim("A run with packed optimizer state goes on from a checkpoint to the bit.")
-@pytest.mark.parametrize("name", engines.cases(RESUMED, both=["distributed optimizer, codes", "ZeRO 2, codes"]))
+@pytest.mark.parametrize("name", rows(RESUMED, test=["distributed optimizer, codes", "ZeRO 2, codes"]))
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(gloo: Any, tmp_path: Any, name: str) -> None:
     ranks, flags, others = RESUMED[name]
     require_resumed_to_the_bit(gloo, tmp_path / "run", ranks, flags, **others)
 
 
-@pytest.mark.parametrize("layout", engines.cases(LAYOUTS, both=["DP2, distributed optimizer"]))
+@pytest.mark.parametrize("layout", rows(LAYOUTS, test=["DP2, distributed optimizer"]))
 def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(gloo: Any, once: Any, folder: Any, layout: str) -> None:
     require_loaded_to_the_bit(gloo, once, folder, {"bf16": True, **BF16_MOMENTS}, LAYOUTS[layout])
 
@@ -225,7 +224,6 @@ def copies(flags: dict[str, Any]) -> list[str]:
     return [difference.name for difference in found]
 
 
-@pytest.mark.claim("Copies of a weight have equal moments after random rounding: of TP ranks, and of tied embeddings.")
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [

@@ -16,6 +16,8 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.precision import table
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).parents[2]
 TINY = {**PRESETS["tiny"], "mock_data": True, "vocab_size": 100, "untie_embeddings_and_output_weights": True}
 
@@ -114,7 +116,6 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
     return seen
 
 
-@pytest.mark.claim("The printed precision contract is what a training step does.")
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_has_the_dtypes_of_the_table(gloo, name):
     (seen,) = gloo.run(1, measured, flags=CASES[name])
@@ -166,7 +167,6 @@ def test_the_contract_names_every_class_that_people_ask_for() -> None:
         assert asked in names
 
 
-@pytest.mark.claim("The printed precision contract is what a training step does.")
 def test_docs_hold_the_table_of_the_demo() -> None:
     assert table.markdown(cli.parse(["--preset", "demo"])) in (ROOT / "docs" / "precision.md").read_text()
 

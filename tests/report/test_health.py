@@ -19,6 +19,8 @@ from megatron_moe.report.page import files
 from megatron_moe.report.page.files import RunState
 from megatron_moe.report.records import step_from_json, to_json
 
+pytestmark = pytest.mark.engine
+
 LAYER = LayerHealth(
     load=load_health([3, 0, 5, 0]),
     sampled_tokens=64,

@@ -13,6 +13,8 @@ from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.run_info import RunInfo, SummarySink, Totals
 
+pytestmark = pytest.mark.engine
+
 BASE = StepRecord(
     iteration=1,
     consumed_samples=8,

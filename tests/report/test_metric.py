@@ -18,6 +18,8 @@ from megatron_moe.report.metric import StepRecord, metrics
 from megatron_moe.report.plot import draw
 from megatron_moe.report.records import step_from_json, to_json
 
+pytestmark = pytest.mark.engine
+
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 STEP = {
     "iteration": 1,

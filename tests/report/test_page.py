@@ -26,8 +26,6 @@ from megatron_moe.report.page.files import RunState
 from megatron_moe.report.reporter import Reporter
 from tests.helpers import chromium, report_cost, report_pictures
 
-pytestmark = pytest.mark.one_engine
-
 EVIL = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>'
 LAYERS, EXPERTS = (3, 4, 5), 8
 
@@ -329,7 +327,6 @@ def over(browser: chromium.Page, chart: str, x: float, y: float) -> str:
     return text
 
 
-@pytest.mark.claim("The page of a run needs no network, and nothing in a run's texts becomes code.")
 def test_the_page_is_what_the_metrics_say(browser: chromium.Page, tmp_path: Path) -> None:
     lines = [line(iteration) for iteration in range(1, 61)]
     one = write(tmp_path / "one" / "run", lines, **FINISHED)
@@ -410,7 +407,6 @@ def test_a_page_reloads_itself_while_the_run_goes_on_and_keeps_what_was_chosen(
     assert browser.evaluate("window.same"), "the page of a run that has ended stays"
 
 
-@pytest.mark.claim("The page of a run with 58 layers of 256 experts is under 5 MB.")
 def test_a_page_of_58_layers_and_256_experts_is_small_and_draws_what_is_in_sight(
     browser: chromium.Page, tmp_path: Path
 ) -> None:

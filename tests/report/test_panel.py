@@ -9,10 +9,8 @@ from megatron_moe.report.console import LEGEND, Interval
 from megatron_moe.report.metric import metrics
 from megatron_moe.report.panel import SMALLEST, Curve, View
 from megatron_moe.report.records import EvalRecord
-from tests.report.test_health import HEALTH
 from tests.report.test_console import STEP
-
-pytestmark = pytest.mark.one_engine
+from tests.report.test_health import HEALTH
 
 
 def drawn(view, columns=100, rows=40):

@@ -7,8 +7,6 @@ import pytest
 
 from megatron_moe.report.plot import Spans
 
-pytestmark = pytest.mark.one_engine
-
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 8, 9, 17, 1000])
 def test_spans_are_the_means_of_equal_parts_and_bounded(rows):

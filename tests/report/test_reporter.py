@@ -16,6 +16,8 @@ from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.reporter import Reporter
 
+pytestmark = pytest.mark.engine
+
 STEP = StepRecord(
     iteration=1,
     consumed_samples=8,

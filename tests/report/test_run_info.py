@@ -22,6 +22,8 @@ from megatron_moe.report.records import EVENTS
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.run_info import ATTEMPT_FIELDS, FIELDS, info_path
 
+pytestmark = pytest.mark.engine
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 

@@ -24,8 +24,6 @@ from megatron_moe.training.plan import plan_run
 from tests.helpers import wandb_stand_in
 from tests.helpers.tracked_runs import SECRET, about, events, of_wandb, report, step
 
-pytestmark = pytest.mark.one_engine
-
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +49,6 @@ def state(server: Path) -> dict[str, Any]:
 # ---- Weights & Biases, by a stand-in
 
 
-@pytest.mark.claim("A restarted run goes on in the same run of W&B and of MLflow, without repeated or lost steps.")
 def test_a_restart_goes_on_in_the_same_run_of_wandb_and_repeats_what_differs_alone(server: Path, tmp_path: Path):
     run = of_wandb(tmp_path, wandb_entity="team", wandb_exp_name="first")
     assert "https://wandb.invalid/run" in report(run, 0, 5)
@@ -162,7 +159,6 @@ def test_a_process_that_the_trainer_has_forked_does_not_hold_up_the_end(server: 
     assert state(server)["summary"]["ending"] == "finished" and events(tmp_path, "warning") == []
 
 
-@pytest.mark.claim("A run goes on where W&B or MLflow raises, hangs, dies or is away: one warning says so.")
 @pytest.mark.parametrize(
     ("misbehaves", "says"),
     [("raises", "no room for key"), ("hangs", "had not taken"), ("dies", "its process has ended")],
@@ -218,7 +214,6 @@ def test_a_process_that_cannot_be_started_is_one_warning(server: Path, tmp_path:
     assert "W&B" in warning and "gone" in warning
 
 
-@pytest.mark.claim("A key of W&B or a password of MLflow in the environment is in no file of a run.")
 def test_a_secret_of_the_environment_is_in_no_file(server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     report(of_wandb(tmp_path), 0, 2)
     monkeypatch.setenv("WANDB_STAND_IN", "raises")  # with the key in its text
@@ -238,7 +233,6 @@ def test_a_rank_that_does_not_write_starts_nothing(server: Path, tmp_path: Path)
 # ---- what is refused
 
 
-@pytest.mark.claim("A sink whose package is not installed is refused before anything is allocated.")
 @pytest.mark.parametrize(
     ("flags", "missing", "says"),
     [

@@ -19,8 +19,6 @@ from megatron_moe.config import schema
 from megatron_moe.report import tracker, tracker_process
 from tests.helpers.tracked_runs import SECRET, about, events, of_mlflow, of_wandb, report
 
-pytestmark = pytest.mark.one_engine
-
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +110,6 @@ def test_a_server_that_fails_is_tried_again_for_a_while(monkeypatch: pytest.Monk
 # ---- the packages themselves
 
 
-@pytest.mark.claim("A restarted run goes on in the same run of W&B and of MLflow, without repeated or lost steps.")
 @pytest.mark.parametrize("place", ["file", "sqlite"])
 def test_mlflow_has_each_step_once_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str):
     pytest.importorskip("mlflow", reason="the mlflow package is not installed")
@@ -141,7 +138,6 @@ def test_mlflow_has_each_step_once_over_a_restart(tmp_path: Path, monkeypatch: p
     assert events(tmp_path, "warning") == []
 
 
-@pytest.mark.claim("W&B's offline mode keeps the run on this machine.")
 def test_wandb_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("wandb", reason="the wandb package is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -59,7 +59,6 @@ def part(request: pytest.FixtureRequest) -> float:
     return min(1.0, request.config.getoption("--soak-scale"))
 
 
-@pytest.mark.claim("A save that is killed or refused at a system call leaves a whole step and a true pointer.")
 @pytest.mark.parametrize("mode", MODES)
 def test_after_a_crash_at_any_point_of_a_save_a_whole_step_loads(
     trials: Trials, reference: dict[str, str], tmp_path: Path, mode: str, part: float, figure: Callable[..., None]
@@ -71,7 +70,6 @@ def test_after_a_crash_at_any_point_of_a_save_a_whole_step_loads(
     assert wrong == []
 
 
-@pytest.mark.claim("A save that is killed or refused at a system call leaves a whole step and a true pointer.")
 @pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
 @pytest.mark.parametrize("mode", ["with retention", "with retention, async"])
 def test_a_refusal_at_any_point_of_a_save_is_an_error_and_leaves_the_step_before(
@@ -100,7 +98,6 @@ def disk(folder: Path, kilobytes: int) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.claim("A save that is killed or refused at a system call leaves a whole step and a true pointer.")
 @pytest.mark.parametrize("background", [False, True])
 def test_on_a_disk_of_any_size_a_step_is_whole_or_refused_with_the_numbers(
     trials: Trials, tmp_path: Path, background: bool, figure: Callable[..., None]

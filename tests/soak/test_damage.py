@@ -66,7 +66,6 @@ def complaint(root: Path, one: damage.Damage) -> str | None:
     return f"{one.kind} of {list(one.files)}: loaded where it was asked for"
 
 
-@pytest.mark.claim("A damaged file of a checkpoint is found and named before a weight is used.")
 def test_all_damage_is_found_before_a_weight_is_used(alone, root, scaled, figure):
     step = root / "iter_0000002"
     found = damage.tally(step, damages(step, root / "iter_0000001", scaled, 4), lambda one: complaint(root, one))

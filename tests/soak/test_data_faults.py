@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.helpers.data_faults import Scene
 from tests.data import test_batches_faults as trials
 from tests.data.test_batches_faults import OF_CONTENT as CONTENT
 from tests.data.test_batches_faults import STRUCTURAL, scene  # noqa: F401
+from tests.helpers.data_faults import Scene
 
 KINDS: dict[str, Callable[[Scene, int], object]] = {
     **{fault.__name__: lambda at, number, fault=fault: trials.always_named(at, fault, number) for fault in STRUCTURAL},
@@ -29,7 +29,6 @@ def test_there_are_twenty_kinds() -> None:
     assert len(KINDS) == 20
 
 
-@pytest.mark.claim("Bad data is named with file and offset, or shown to be harmless.")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_variant_is_named_or_harmless(
     scene: Scene,  # noqa: F811

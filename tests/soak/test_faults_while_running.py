@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.training.test_faults_ranks import EP2, KINDS, PP2, TP2, check
 from tests.helpers import broken_jobs, fault_cases, kills, replica_cases
 from tests.helpers.launchers import Forked
 from tests.helpers.ranks import RankParent
+from tests.training.test_faults_ranks import EP2, KINDS, PP2, TP2, check
 
 Scaled, Figure = Callable[..., int], Callable[..., None]
 TIMEOUT = 10.0
@@ -32,7 +32,6 @@ def breaking(request: pytest.FixtureRequest, rank_parent: RankParent) -> broken_
 # ---- R7
 
 
-@pytest.mark.claim("NaN and infinity are found in the same step by all ranks and named; nothing of it is saved.")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("name", "flags"), [("EP2", EP2), ("TP2", TP2), ("PP2", PP2)])
 def test_numbers_that_are_not_finite(
@@ -62,7 +61,6 @@ def sound(fault: tuple[str, str, str], results: list[dict[str, Any]]) -> bool:
 # ---- R8
 
 
-@pytest.mark.claim("A flipped bit in one replica is found in the same step and named; sound ones raise no alarm.")
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
@@ -82,7 +80,6 @@ def test_flipped_bits_in_replicas(gloo: Any, scaled: Scaled, figure: Figure, ran
     assert missed == [] and alarms == []
 
 
-@pytest.mark.claim("A flipped bit in one replica is found in the same step and named; sound ones raise no alarm.")
 def test_sound_replicas_raise_no_alarm(gloo: Any, scaled: Scaled, figure: Figure) -> None:
     steps = scaled(10_000)
     flags = {"expert_model_parallel_size": 2, "bf16": True, "num_layers": 2, "seq_length": 8, "hidden_size": 32}
@@ -113,7 +110,6 @@ def broken(launcher: Any, folder: Path, faults: list[dict[str, Any]], layout: st
     return found, seconds
 
 
-@pytest.mark.claim("A rank that dies or hangs is named, and all processes end in time.")
 def test_ranks_that_die(breaking: Any, tmp_path: Path, scaled: Scaled, figure: Figure, request: Any) -> None:
     places = [(rank, phase, kind) for rank in range(4) for phase in broken_jobs.PHASES for kind in broken_jobs.DEATHS]
     chosen = random.Random(9).sample(places, scaled(len(places)))
@@ -124,7 +120,6 @@ def test_ranks_that_die(breaking: Any, tmp_path: Path, scaled: Scaled, figure: F
     assert found == []
 
 
-@pytest.mark.claim("A rank that dies or hangs is named, and all processes end in time.")
 def test_ranks_that_hang(breaking: Any, tmp_path: Path, scaled: Scaled, figure: Figure, request: Any) -> None:
     places = [(rank, kind) for rank in range(4) for kind in broken_jobs.HANGS]
     chosen = random.Random(10).sample(places, scaled(len(places)))
@@ -141,7 +136,6 @@ def test_ranks_that_hang(breaking: Any, tmp_path: Path, scaled: Scaled, figure: 
 # ---- R11
 
 
-@pytest.mark.claim("SIGTERM and SIGUSR1 save, and the resumed run goes on to the bit.")
 def test_signals_at_random_times(forked: Forked, tmp_path: Path, scaled: Scaled, figure: Figure) -> None:
     world_size, flags = kills.LAYOUTS["EP2"]
     trials, argv = scaled(100), kills.flags(30, *flags, "--exit-signal-handler")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hf.test_mapping_ranks import LAYOUTS, difference, reference
 from tests.helpers import imported_cases as cases
 from tests.helpers import tiny_models
+from tests.hf.test_mapping_ranks import LAYOUTS, difference, reference
 
 
-@pytest.mark.claim("Imported models have transformers' logits, choices of experts, loss and gradients.")
 @pytest.mark.parametrize("case", list(tiny_models.CASES))
 def test_every_seed_of_a_family_computes_what_transformers_computes(case, gloo, tmp_path, scaled, figure):
     seeds = range(100, 100 + scaled(20))

@@ -61,7 +61,6 @@ def killed_until(
     }
 
 
-@pytest.mark.claim("A run that is stopped or killed and resumed repeats every bit of an undisturbed one.")
 @pytest.mark.parametrize("way", ["sync", "async"])
 @pytest.mark.parametrize("layout", kills.LAYOUTS)
 def test_kills_of_all_ranks_or_of_one(
@@ -73,7 +72,6 @@ def test_kills_of_all_ranks_or_of_one(
     assert result["found"] == []
 
 
-@pytest.mark.claim("A run that is stopped or killed and resumed repeats every bit of an undisturbed one.")
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_kills_under_torchrun(
     tmp_path: Path, scaled: Callable[..., int], figure: Callable[..., None], way: str
@@ -85,7 +83,6 @@ def test_kills_under_torchrun(
     assert result["found"] == []
 
 
-@pytest.mark.claim("A run that is stopped or killed and resumed repeats every bit of an undisturbed one.")
 @pytest.mark.parametrize("keep", ["1", "2"])
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_retention_under_kills(

@@ -12,8 +12,6 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from megatron_moe.checkpoint.folder import steps
 from tests.helpers.launchers import Torchrun
 from tests.helpers.long_run import Bounds, Sample, growth, judged, sample, step_times, warm
@@ -111,7 +109,6 @@ def table(samples: dict[int, list[Sample]], times: list[float]) -> str:
     return head + "\n".join(rows) + "\nstep time by window, ms: " + ", ".join(f"{1e3 * one:.1f}" for one in times)
 
 
-@pytest.mark.claim("A long run takes no more memory, handles, threads, processes or time a step at its end.")
 def test_a_long_run_is_flat(tmp_path: Path, scaled: Callable[..., int], figure: Callable[..., None]) -> None:
     iterations = scaled(STEPS, at_least=500)
     samples, most_checkpoints = sampled(Torchrun(ARENAS), tmp_path, iterations)

@@ -14,8 +14,6 @@ import pytest
 
 from tests.helpers.long_run import Bounds, Sample, judged, sample, slope, step_times, warm
 
-pytestmark = pytest.mark.one_engine
-
 STEPS, EVERY, SAVE, EVALUATION = 20_000, 100, 500, 250
 
 

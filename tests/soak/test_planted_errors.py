@@ -10,7 +10,6 @@ import pytest
 from tests.soak.planted_errors import AREAS, copied, doctors_differences, outcome, plants, what_is_wrong
 
 
-@pytest.mark.claim("Each error of the list of planted errors is noticed by the test that the list names.")
 @pytest.mark.parametrize("area", AREAS)
 def test_each_planted_error_is_noticed(area: str, tmp_path: Path, figure: Callable[..., None]) -> None:
     planted = [plant for plant in plants() if plant.area == area and plant.can_be_noticed]

@@ -32,7 +32,6 @@ def begin(gloo: Any, place: Path, flags: dict[str, Any], layout: tuple[int, dict
     return cases.state_of(place / "iter_0000003")["records"][-1]
 
 
-@pytest.mark.claim("The state of a run passes between layouts and kinds of optimizer unchanged to the bit.")
 @pytest.mark.parametrize("mode", cases.MODES)
 def test_every_pair_of_layouts(
     gloo: Any, tmp_path: Path, mode: str, scaled: Callable[..., int], figure: Callable[..., None]
@@ -63,7 +62,6 @@ CHAINS = [
 ]
 
 
-@pytest.mark.claim("The state of a run passes between layouts and kinds of optimizer unchanged to the bit.")
 @pytest.mark.parametrize("mode", cases.MODES)
 def test_chains_come_back_to_the_bits_they_began_with(
     gloo: Any, tmp_path: Path, mode: str, figure: Callable[..., None]
@@ -121,7 +119,6 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[int, dict[str, Any]], tuple[int, d
 }
 
 
-@pytest.mark.claim("The state of a run passes between layouts and kinds of optimizer unchanged to the bit.")
 @pytest.mark.parametrize("optimizers", ["whole", "distributed", "distributed to whole"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OTHERS)
@@ -143,7 +140,6 @@ def test_other_axes_models_and_optimizers(
     assert wrong == []
 
 
-@pytest.mark.claim("The order of samples does not depend on the ranks, on --train-iters or on a growing batch.")
 def test_every_pair_of_data_parallel_sizes_reads_one_order(
     gloo: Any, tmp_path: Path, figure: Callable[..., None]
 ) -> None:
@@ -178,7 +174,6 @@ RUNS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.claim("A run in several pieces leaves the log and the state of a run in one, bit for bit.")
 @pytest.mark.parametrize("number", range(len(RUNS)))
 def test_fifty_incarnations(
     gloo: Any, tmp_path: Path, number: int, scaled: Callable[..., int], figure: Callable[..., None]

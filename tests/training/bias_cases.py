@@ -1,4 +1,4 @@
-"""Routers whose bias is watched, for test_finalize_model_grads_ranks.py and test_finalize_model_grads_exact_ranks.py."""
+"""Routers with a bias that is watched, for test_finalize_model_grads_*ranks.py."""
 
 from __future__ import annotations
 

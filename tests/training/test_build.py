@@ -11,6 +11,8 @@ from megatron_moe.report import Sink
 from megatron_moe.training.build import _sharding_notes
 from megatron_moe.training.run import pretrain
 
+pytestmark = pytest.mark.engine
+
 TINY = "--preset tiny --mock-data --vocab-size 256 --train-iters 1 --eval-iters 0".split()
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megatron_moe import platform
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.platform import switches
 from megatron_moe.training.build import _precision_notes
+
+pytestmark = pytest.mark.engine
 
 
 def notes(**flags):

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import engines
 from tests.helpers.fault_cases import DAMAGE, NAMED, SITES, faulty_steps, poisoned_saves, stopped_run
+from tests.helpers.rows import rows
+
+pytestmark = pytest.mark.engine
 
 KINDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
@@ -39,7 +41,6 @@ def check(fault: tuple[str, str, str], results: list[dict[str, Any]], by_name: b
     assert ("continue from the last checkpoint" if site in DAMAGE else "--on-nan skip") in told[0], fault
 
 
-@pytest.mark.claim("NaN and infinity are found in the same step by all ranks and named; nothing of it is saved.")
 def test_every_site_is_named_and_nothing_has_changed(gloo):
     faults = [
         (site, tuple(KINDS)[number % 3], ("one", "all")[number % 2]) for number, site in enumerate((*SITES, *SITES))
@@ -51,10 +52,9 @@ def test_every_site_is_named_and_nothing_has_changed(gloo):
         check(fault, [result["seen"][number] for result in results])
 
 
-@pytest.mark.claim("NaN and infinity are found in the same step by all ranks and named; nothing of it is saved.")
 @pytest.mark.parametrize(
     "flags",
-    engines.cases(SPREAD, both=[SPREAD[1]]),
+    rows(SPREAD, test=[SPREAD[1]]),
 )
 def test_every_site_is_named_where_weights_and_gradients_are_spread(gloo, flags):
     faults = [(site, tuple(KINDS)[number % 3], ("one", "all")[number % 2]) for number, site in enumerate(SITES)]
@@ -80,7 +80,6 @@ def test_an_overflow_of_one_replica_leaves_no_rank_behind(gloo):
     check(faults[0], [result["seen"][0] for result in results])
 
 
-@pytest.mark.claim("NaN and infinity are found in the same step by all ranks and named; nothing of it is saved.")
 def test_no_state_with_a_nan_is_saved(gloo, tmp_path):
     for result in gloo.run(2, poisoned_saves, root=str(tmp_path)):
         assert result["steps"] == ["iter_0000001", "iter_0000002"]
@@ -89,7 +88,6 @@ def test_no_state_with_a_nan_is_saved(gloo, tmp_path):
             assert text.startswith("saving iteration 2: ") and NAMED[site] in text and "rank 1/2" in text
 
 
-@pytest.mark.claim("NaN and infinity are found in the same step by all ranks and named; nothing of it is saved.")
 @pytest.mark.parametrize(("site", "flags"), [("adam_moment", {}), ("loss", {"on_nan": "stop"})])
 def test_a_run_stops_on_all_ranks_where_it_has_to(gloo, site, flags):
     told = gloo.run(2, stopped_run, site=site, flags=flags)

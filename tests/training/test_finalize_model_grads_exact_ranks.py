@@ -18,9 +18,11 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.load_balance import updated_expert_bias
 from megatron_moe.parallel import groups
 from megatron_moe.training.finalize_model_grads import update_routers
-from tests.training.bias_cases import bias_router
-from tests.helpers.engines import cases
+from tests.helpers.rows import rows
 from tests.numbers.reference_moe import bias_step
+from tests.training.bias_cases import bias_router
+
+pytestmark = pytest.mark.engine
 
 STEPS, HIDDEN, RATE = 200, 8, 1e-3
 LAYOUT_STEPS = 80
@@ -121,8 +123,7 @@ def max_violation(counts: list[int]) -> float:
     return max(counts) * len(counts) / sum(counts) - 1
 
 
-@pytest.mark.claim("expert_bias has the bits of an integer oracle for any split over ranks and micro-batches.")
-@pytest.mark.parametrize(("seed", "half", "two", "four"), cases(RUNS, both=[RUNS[0], RUNS[-1]]))
+@pytest.mark.parametrize(("seed", "half", "two", "four"), rows(RUNS, test=[RUNS[0], RUNS[-1]]))
 def test_any_cut_on_any_ranks_gives_the_bits_of_the_oracle(
     gloo: Any, seed: int, half: bool, two: dict[str, Any], four: dict[str, Any]
 ) -> None:

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.parallel import groups
 from megatron_moe.training.finalize_model_grads import update_routers
-from tests.training.bias_cases import bias_router
 from tests.numbers.reference_moe import bias_step
+from tests.training.bias_cases import bias_router
+
+pytestmark = pytest.mark.engine
 
 STEPS, TOKENS = 20, 96
 
@@ -33,7 +35,6 @@ def train_bias(seed: int, num_experts: int, topk: int, layout: dict[str, Any], m
     return dict(counts=counts, bias=router.expert_bias.clone())
 
 
-@pytest.mark.claim("expert_bias has the bits of an integer oracle for any split over ranks and micro-batches.")
 @pytest.mark.parametrize("seed", range(4))
 def test_any_layout_gives_the_bits_of_the_integer_oracle(gloo: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

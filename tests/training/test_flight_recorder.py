@@ -16,6 +16,8 @@ import pytest
 from megatron_moe.training.flight_recorder import GroupProgress, behind, progress, within
 from megatron_moe.training.hang_report import RankStatus, conclusion
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).resolve().parents[2]
 WORLD, TP, DP = ("0", "default_pg", [0, 1, 2, 3]), ("1", "TENSOR_MODEL_PARALLEL_GROUP", [0, 1]), ("7", "dp", [0, 2])
 

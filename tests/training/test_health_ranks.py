@@ -10,9 +10,11 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
-from tests.helpers import engines
 from tests.helpers import model_cases as cases
 from tests.helpers import stepped_trainer as steps
+from tests.helpers.rows import rows
+
+pytestmark = pytest.mark.engine
 
 SMALL = {"seq_length": 16, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, "num_layers": 4}
 EXPERTS = {**PRESETS["tiny"], **SMALL, "init_method_std": 0.1}
@@ -74,10 +76,9 @@ def one_rank_norms(gloo: Any) -> dict[Any, float]:
     return {what: value if what == "zeros" else math.sqrt(value) for what, value in squares.items()}
 
 
-@pytest.mark.claim("Logged margins, flips and gradient norms are those computed by hand or on one rank.")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    engines.cases(LAYOUTS, both=[(1, DO), *LAYOUTS[-4:]]),
+    rows(LAYOUTS, test=[(1, DO), *LAYOUTS[-4:]]),
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_norms_and_zeros_are_those_of_one_rank(
@@ -143,7 +144,6 @@ PACKED = {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": 
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
 
 
-@pytest.mark.claim("Measuring a step's health changes no bit of the run.")
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [

@@ -22,6 +22,7 @@ def trainer(iteration: int, **flags: Any) -> Any:
 QUIET = SimpleNamespace(stop_signal=0)
 
 
+@pytest.mark.engine
 def test_an_exit_interval_stops_after_the_iteration_it_divides():
     reasons = [
         exit_reason(trainer(iteration, exit_interval=5), QUIET, time.monotonic()) for iteration in (4, 5, 6, 100)
@@ -38,6 +39,7 @@ def agreed(flags: dict[str, Any], asked: int | None, late: int | None) -> str | 
     return exit_reason(trainer(7, **flags), stop, time.monotonic() - (120 if rank == late else 0))
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("flags", "asked", "late", "reason"),
     [
@@ -71,7 +73,6 @@ def evaluations_of(flags: dict[str, Any], stopped_at: int | None) -> None:
         loop.exit_reason = decide
 
 
-@pytest.mark.one_engine
 def test_an_evaluation_that_a_signal_has_left_out_is_made_up_for(gloo, tmp_path):
     small = {"num_layers": 1, "moe_layer_freq": "[1]", "seq_length": 16, "eval_interval": 2, "eval_iters": 1}
     flags = {**small, "train_iters": 4, "exit_signal_handler": True}
@@ -115,8 +116,6 @@ def run_without_a_token(flags: dict[str, Any], first: int) -> tuple[list[str], s
     return told, ""
 
 
-@pytest.mark.claim("A batch whose tokens are all masked changes nothing, and the log says so.")
-@pytest.mark.one_engine
 def test_a_batch_without_a_token_that_counts_is_said_and_fifty_of_them_end_the_run(gloo, tmp_path):
     small = {"num_layers": 1, "moe_layer_freq": "[1]", "seq_length": 16, "eval_iters": 0, "on_nan": "stop"}
     flags = {**small, "micro_batch_size": 8, "global_batch_size": 8, "train_iters": 60, "log_interval": 1000}

@@ -12,6 +12,8 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.report.jsonl import read_steps
 
+pytestmark = pytest.mark.engine
+
 # The scale starts so high that the first steps overflow.
 FP16 = {
     **PRESETS["tiny"],
@@ -34,7 +36,6 @@ def trained(flags: dict[str, Any]) -> str:
     return pretrain(build({**FP16, **flags}))["checkpoint"]
 
 
-@pytest.mark.claim("fp16's loss scale halves, doubles, has a floor and is kept over a resume.")
 def test_skips_are_counted_on_after_a_resume(gloo: Any, tmp_path: Path) -> None:
     metrics, root = tmp_path / "metrics.jsonl", str(tmp_path / "run")
     flags = {"metrics_file": str(metrics), "save": root}

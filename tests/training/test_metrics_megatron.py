@@ -78,7 +78,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
-@pytest.mark.claim("Reports that Megatron-LM's flags ask for are in TensorBoard under its tags.")
+@pytest.mark.engine
 def test_what_megatrons_flags_ask_for_is_in_tensorboard_under_its_tags(gloo: Any, tmp_path: Path) -> None:
     files = {"metrics_file": str(tmp_path / "m.jsonl"), "tensorboard_dir": str(tmp_path / "events")}
     gloo.run(2, run, flags={**files, **REPORTS, **PROFILE})
@@ -106,6 +106,7 @@ def test_what_megatrons_flags_ask_for_is_in_tensorboard_under_its_tags(gloo: Any
     assert names.count("station: commit") == 2 and "station: route" in names
 
 
+@pytest.mark.engine
 def test_heads_that_qk_clip_scales_are_counted_where_it_is_on(gloo: Any, tmp_path: Path) -> None:
     clip = {"optimizer": "muon", "qk_clip": True, "qk_clip_threshold": 1e-6, "tensorboard_dir": str(tmp_path)}
     gloo.run(1, run, flags={**clip, "metrics_file": str(tmp_path / "m.jsonl")})
@@ -116,7 +117,6 @@ def test_heads_that_qk_clip_scales_are_counted_where_it_is_on(gloo: Any, tmp_pat
     assert all((one.max_attention_logit > 1e-6) == (one.clipped_heads > 0) for one in steps)
 
 
-@pytest.mark.one_engine
 def test_without_the_flags_there_is_none_of_it(gloo: Any, tmp_path: Path) -> None:
     (ran,) = gloo.run(1, run, flags={"tensorboard_dir": str(tmp_path)})
     assert ran == {"collections": [], "on": [True] * 4, "after": True}
@@ -132,7 +132,6 @@ def test_without_the_flags_there_is_none_of_it(gloo: Any, tmp_path: Path) -> Non
         ({"manual_gc_eval": False}, [(0, 2)]),
     ],
 )
-@pytest.mark.one_engine
 def test_python_collects_where_the_flags_say(gloo: Any, flags: dict[str, Any], collections: list[Any]) -> None:
     (ran,) = gloo.run(1, run, flags={"manual_gc": True, **flags})
     # And around the evaluation at the end, which Megatron-LM's flag is about too.
@@ -140,6 +139,7 @@ def test_python_collects_where_the_flags_say(gloo: Any, flags: dict[str, Any], c
     assert ran == {"collections": [*collections, *at_end], "on": [False] * 4, "after": True}
 
 
+@pytest.mark.engine
 def test_cudas_profiler_is_refused_without_cuda() -> None:
     from megatron_moe.training.run import pretrain
 

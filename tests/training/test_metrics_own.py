@@ -86,6 +86,7 @@ def trained(name: str, flags: dict[str, Any]) -> tuple[list[tuple[str, Any]], st
     return getattr(sink, "seen", []), ""
 
 
+@pytest.mark.engine
 def test_a_metric_and_a_sink_of_a_program_get_what_a_run_does(gloo: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -126,7 +127,6 @@ def printed(name: str, flags: dict[str, Any]) -> str:
     return stream.getvalue()
 
 
-@pytest.mark.one_engine
 def test_a_metric_of_a_program_is_in_the_log(gloo: Any, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     (text,) = gloo.run(1, printed, name="top_share", flags={"metrics_file": str(path)})
@@ -136,7 +136,6 @@ def test_a_metric_of_a_program_is_in_the_log(gloo: Any, tmp_path: Path) -> None:
     assert f"| top_share {lines[2]:.3f} |" in logged[1] and f"| top_share {lines[4]:.3f} |" in logged[2]
 
 
-@pytest.mark.one_engine
 def test_a_metric_that_fails_on_one_rank_ends_the_run_on_all_with_one_error_that_names_it(
     gloo: Any, tmp_path: Path
 ) -> None:
@@ -148,7 +147,6 @@ def test_a_metric_that_fails_on_one_rank_ends_the_run_on_all_with_one_error_that
     assert len(path.read_text().splitlines()) == 2, "the steps before it are reported"
 
 
-@pytest.mark.one_engine
 def test_a_metric_that_is_not_a_number_is_null_and_the_run_goes_on(gloo: Any, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     ((_, error),) = gloo.run(1, trained, name="not_a_number", flags={"metrics_file": str(path)})
@@ -173,7 +171,6 @@ def documented(line: str) -> str:
     return stream.getvalue()
 
 
-@pytest.mark.one_engine
 def test_the_program_of_the_documentation_runs(gloo: Any) -> None:
     small = "--preset tiny --mock-data --vocab-size 100 --seq-length 16 --train-iters 2 --eval-iters 0 --log-interval 1"
     (text,) = gloo.run(1, documented, line=small)

@@ -12,6 +12,8 @@ from megatron_moe.precision.packed_state import Chances
 from megatron_moe.training.moment_rounding import SAMPLE, MomentRounding
 from megatron_moe.training.packed_muon import PackedMuon
 
+pytestmark = pytest.mark.engine
+
 BETAS, EPS = (0.9, 0.95), 1e-8
 
 
@@ -43,7 +45,6 @@ def update(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 FORMATS = [("bf16", "bf16"), ("int8", "int8"), ("fp8", "int8"), ("fp32", "bf16"), ("bf16", "fp32")]
 
 
-@pytest.mark.claim("Logged rounding of stored moments is what fp64 finds between what is stored and what is computed.")
 @pytest.mark.parametrize("dtypes", FORMATS, ids="-".join)
 def test_it_is_that_of_fp64(dtypes: tuple[str, str]) -> None:
     adam, weight = stepped(dtypes)

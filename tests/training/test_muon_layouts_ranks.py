@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_moe.config.errors import ConfigError
+from tests.helpers.rows import rows
 from tests.precision.test_packed_state_ranks import (
     BF16_MOMENTS,
     CODES,
@@ -25,7 +26,8 @@ from tests.precision.test_packed_state_ranks import (
     trained,
     whole,
 )
-from tests.helpers import engines
+
+pytestmark = pytest.mark.engine
 
 MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
 # Parts of a matrix that several ranks have, in odd shares or along two axes.
@@ -53,8 +55,7 @@ SAVED = ["DP2, distributed optimizer", "DP2, ZeRO 2", "TP2", "PP2", "DP4 x EP2, 
 EITHER = ["DP2, distributed optimizer", "DP2, ZeRO 3", "TP2"]
 
 
-@pytest.mark.claim("Muon trains on every layout as on one rank.")
-@pytest.mark.parametrize("layout", engines.cases(ALL, both=EITHER))
+@pytest.mark.parametrize("layout", rows(ALL, test=EITHER))
 def test_a_layout_trains_as_one_rank_does(gloo: Any, once: Any, layout: str) -> None:
     ranks, changes = ALL[layout]
     one = once(1, trained, flags={**MUON, **{name: changes[name] for name in OF_MODEL if name in changes}})
@@ -72,8 +73,7 @@ def test_a_layout_trains_as_one_rank_does(gloo: Any, once: Any, layout: str) -> 
 ROUNDED = ["DP2, distributed optimizer", "DP2, ZeRO 2", "PP2", "TP2 x DP2, ZeRO 3", "TP2 x DP2, distributed optimizer"]
 
 
-@pytest.mark.claim("Muon's momentum is rounded on every layout as on one rank.")
-@pytest.mark.parametrize("layout", engines.cases(ROUNDED, both=["DP2, distributed optimizer"]))
+@pytest.mark.parametrize("layout", rows(ROUNDED, test=["DP2, distributed optimizer"]))
 def test_a_layout_rounds_momenta_as_one_rank_does(gloo: Any, once: Any, layout: str) -> None:
     ranks, changes = ALL[layout]
     one = once(1, trained, flags={**MUON, **BF16_MOMENTS})
@@ -96,8 +96,7 @@ SAME_BITS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.claim("With Muon, packed main weights and state in host memory have the bits of fp32 state on the device.")
-@pytest.mark.parametrize("name", engines.cases(SAME_BITS, both=["packed, distributed optimizer, clipped"]))
+@pytest.mark.parametrize("name", rows(SAME_BITS, test=["packed, distributed optimizer, clipped"]))
 def test_how_state_is_stored_changes_no_bit(gloo: Any, once: Any, name: str) -> None:
     ranks, flags, stored = SAME_BITS[name]
     flags = {**MUON, "bf16": True, **flags}
@@ -124,21 +123,18 @@ RESUMED = {
 }
 
 
-@pytest.mark.claim("A run with Muon goes on from a checkpoint to the bit.")
-@pytest.mark.parametrize("name", engines.cases(RESUMED, both=["distributed optimizer, codes", "ZeRO 3, bf16"]))
+@pytest.mark.parametrize("name", rows(RESUMED, test=["distributed optimizer, codes", "ZeRO 3, bf16"]))
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(gloo: Any, tmp_path: Path, name: str) -> None:
     ranks, flags = RESUMED[name]
     require_resumed_to_the_bit(gloo, tmp_path / "run", ranks, {**MUON, **flags})
 
 
-@pytest.mark.parametrize("layout", engines.cases(SAVED, both=["DP2, distributed optimizer"]))
+@pytest.mark.parametrize("layout", rows(SAVED, test=["DP2, distributed optimizer"]))
 def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(gloo: Any, once: Any, folder: Path, layout: str) -> None:
     require_loaded_to_the_bit(gloo, once, folder, {"bf16": True, **MUON}, ALL[layout])
 
 
-@pytest.mark.parametrize(
-    "layout", engines.cases(["DP2, distributed optimizer", "TP2", "TP2 x DP2, ZeRO 3"], both=["TP2"])
-)
+@pytest.mark.parametrize("layout", rows(["DP2, distributed optimizer", "TP2", "TP2 x DP2, ZeRO 3"], test=["TP2"]))
 def test_rounded_momenta_are_the_same_to_the_bit_on_every_layout(
     gloo: Any, once: Any, folder: Path, layout: str
 ) -> None:
@@ -207,8 +203,7 @@ PLANNED = {
 }
 
 
-@pytest.mark.claim("A plan has the FLOPs of Muon's iteration, and what it sends to a fifth.")
-@pytest.mark.parametrize("layout", engines.cases(PLANNED, both=["TP2 x DP2, distributed optimizer"]))
+@pytest.mark.parametrize("layout", rows(PLANNED, test=["TP2 x DP2, distributed optimizer"]))
 def test_a_plan_has_what_muon_computes_and_sends(gloo: Any, layout: str) -> None:
     from megatron_moe.apps.plan import orthogonalization
     from megatron_moe.apps.plan.tracing import trace_ranks

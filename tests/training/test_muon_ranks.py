@@ -1,8 +1,8 @@
 """What a step of Muon does to every weight: momentum, singular values in fp64, decay; AdamW for the other weights.
 
-Gradients are those of `test_optimizer_ranks.py`, by autograd alone. Momenta are compared with means of these; what is made of a
-momentum is compared with the singular values' map of the momentum that the step left, because small singular values
-make a small error of the gradient large.
+Gradients are from autograd alone, as in `test_optimizer_ranks.py`. Momenta are compared with their means; what is made
+of a momentum is compared with the singular values' map of the momentum that the step left, because small singular
+values make a small error of the gradient large.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from megatron_moe.config.schema import Run, replace
+from tests.helpers.rows import rows
 from tests.model.test_build_ranks import MODELS
-from tests.training.test_optimizer_ranks import FLAGS, error, trained
-from tests.helpers import engines
 from tests.numbers import reference_muon
 from tests.numbers.reference_adamw import AdamW, clipped, learning_rate
+from tests.training.test_optimizer_ranks import FLAGS, error, trained
+
+pytestmark = pytest.mark.engine
 
 MUON = {**FLAGS, "optimizer": "muon", "muon_momentum": 0.7, "muon_fp32_matmul_prec": "highest"}
 DISTRIBUTED = {"use_distributed_optimizer": True}
@@ -70,8 +72,7 @@ def multiple(words: Sequence[str] | None, name: str) -> float:
     return next((float(number) for pattern, number in pairs if fnmatchcase(name, pattern)), 1.0)
 
 
-@pytest.mark.claim("A step of Muon is that of singular values in fp64, of AdamW for what is no matrix.")
-@pytest.mark.parametrize("case", engines.cases(CASES, both=EITHER))
+@pytest.mark.parametrize("case", rows(CASES, test=EITHER))
 def test_steps_are_those_of_singular_values(gloo: Any, case: str) -> None:
     model, ranks, flags = CASES[case]
     run = replace(Run(), **{**model, **MUON, **flags})

@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.config.schema import Run, replace
+from tests.helpers import model_cases
+from tests.helpers.rows import rows
 from tests.model import mtp_cases
 from tests.model.test_build_ranks import MODELS
-from tests.helpers import engines, model_cases
 from tests.numbers.reference_adamw import AdamW, clipped, joint_norm, learning_rate
+
+pytestmark = pytest.mark.engine
 
 STEPS = 4
 # Two steps of warm-up, the peak, and one of the decay.
@@ -180,8 +183,7 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted).norm() / wanted.norm().clamp_min(1e-12))
 
 
-@pytest.mark.claim("A step is clipped AdamW at the schedule's rate, as it is written out in fp64.")
-@pytest.mark.parametrize("case", engines.cases(CASES, both=EITHER))
+@pytest.mark.parametrize("case", rows(CASES, test=EITHER))
 def test_steps_are_those_of_clipped_adamw_in_fp64(gloo: Any, case: str) -> None:
     model, ranks, flags = CASES[case]
     run = replace(Run(), **{**model, **FLAGS, **flags})

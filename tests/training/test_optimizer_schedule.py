@@ -11,6 +11,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.training.optimizer import build_scheduler
 
+pytestmark = pytest.mark.engine
+
 
 def rates(iterations: int, **flags: object) -> list[float]:
     """The rate that each of the first steps uses."""
@@ -65,7 +67,6 @@ def test_wsd_decays_over_the_last_tenth_unless_told_otherwise():
     assert used[18] == 1.0 and used[19] == pytest.approx(0.55) and used[20] == pytest.approx(0.1)
 
 
-@pytest.mark.claim("Lengths in sequences give the rates of Megatron-LM, whose schedule counts sequences.")
 @pytest.mark.parametrize("style", ["cosine", "linear", "WSD"])
 def test_lengths_in_sequences_are_those_of_a_schedule_that_counts_sequences(style):
     flags = {"lr_decay_samples": 150, "lr_warmup_samples": 20, "lr_decay_style": style, "global_batch_size": 8}

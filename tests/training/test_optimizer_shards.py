@@ -15,6 +15,8 @@ from megatron_moe.platform.adam import Adam, AdamWithMomentsOnHost
 from megatron_moe.training.optimizer import parts
 from tests.helpers.stepped_trainer import Trainer, digest
 
+pytestmark = pytest.mark.engine
+
 STAGE_3: dict[str, Any] = {
     "data_parallel_sharding_strategy": "optim_grads_params",
     "num_layers": 2,
@@ -46,7 +48,6 @@ def test_a_step_in_fp16_and_its_health_call_no_kernel_of_apex(monkeypatch: pytes
     trainer.optimizer.reload_model_params()  # as a load of weights without moments does
 
 
-@pytest.mark.claim("--optimizer-cpu-offload changes no bit at ZeRO stages 0 and 1.")
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("precision", ["bf16", "fp16", None])
 @pytest.mark.parametrize("stage", ["no_shard", "optim"])

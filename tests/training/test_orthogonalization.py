@@ -10,6 +10,8 @@ import torch
 from megatron_moe.training.orthogonalization import COEFFICIENTS, mapped, orthogonalized, steps_of
 from tests.numbers import reference_muon
 
+pytestmark = pytest.mark.engine
+
 SHAPES = [(1, 1), (1, 9), (16, 16), (48, 16), (16, 80), (96, 100)]
 KINDS = {"quintic": reference_muon.QUINTIC, "simple": reference_muon.SIMPLE}
 UNITS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
@@ -27,9 +29,6 @@ def drawn(rows: int, columns: int, condition: float = 1.0) -> torch.Tensor:
     return (left @ torch.diag(values) @ right * 0.37).float()
 
 
-@pytest.mark.claim(
-    "An orthogonalized matrix is as near to the singular values' map in fp64 as docs/optimizers.md derives."
-)
 @pytest.mark.parametrize("dtype", list(UNITS), ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

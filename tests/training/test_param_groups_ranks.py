@@ -10,10 +10,12 @@ import torch
 
 from megatron_moe.config import param_groups
 from megatron_moe.config.schema import build
+from tests.helpers.rows import rows
+from tests.helpers.stepped_trainer import TINY
 from tests.precision.test_packed_state_ranks import FLAGS as SIZES
 from tests.precision.test_packed_state_ranks import LAYOUTS, Saved, resumed, stopped, trained, whole
-from tests.helpers import engines
-from tests.helpers.stepped_trainer import TINY
+
+pytestmark = pytest.mark.engine
 
 # Matrices, vectors and experts; a word that a later one takes some parameters from; a peak above and ends that differ.
 APART = {
@@ -124,13 +126,11 @@ def against_torch() -> list[str]:
     return wrong
 
 
-@pytest.mark.claim("Parameters with a learning rate or decay of their own are updated as by torch with such groups.")
 def test_each_parameter_is_updated_as_by_torchs_adamw_with_its_own_group(gloo: Any) -> None:
     assert gloo.run(1, against_torch) == [[]]
 
 
-@pytest.mark.claim("Learning rates and decays by name are those of one rank on every layout and at every ZeRO stage.")
-@pytest.mark.parametrize("layout", engines.cases(CASES, both=EITHER))
+@pytest.mark.parametrize("layout", rows(CASES, test=EITHER))
 def test_a_layout_trains_its_groups_as_one_rank_does(gloo: Any, once: Any, layout: str) -> None:
     ranks, changes = CASES[layout]
     model = {name: value for name, value in changes.items() if name in {**TIED, **FURTHER}}
@@ -165,8 +165,8 @@ def loaded(flags: dict[str, Any], folder: str) -> tuple[dict[str, tuple[float, f
     from megatron_moe.checkpoint.load import load
     from megatron_moe.checkpoint.plan import plan
     from megatron_moe.checkpoint.state import Trained
-    from tests.precision.test_packed_state_ranks import optimizer_tensors
     from tests.helpers.stepped_trainer import Trainer
+    from tests.precision.test_packed_state_ranks import optimizer_tensors
 
     trainer = Trainer({**SIZES, **flags, "load": folder})
     source = plan(trainer.run).source
@@ -197,8 +197,7 @@ MOVES = {
 }
 
 
-@pytest.mark.claim("The learning rates and decays of a resumed run are those of its own flags, on any layout.")
-@pytest.mark.parametrize("move", engines.cases(MOVES, both=["added, to ZeRO 1", "changed, ZeRO 1 to 3"]))
+@pytest.mark.parametrize("move", rows(MOVES, test=["added, to ZeRO 1", "changed, ZeRO 1 to 3"]))
 def test_the_flags_of_the_present_run_decide_after_a_load(gloo: Any, tmp_path: Any, move: str) -> None:
     (first_ranks, first), (ranks, flags) = MOVES[move]
     saved = gloo.run(first_ranks, stopped, flags=first, folder=str(tmp_path))

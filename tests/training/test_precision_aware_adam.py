@@ -10,6 +10,8 @@ import torch
 from megatron_moe.precision.packed_state import Chances
 from megatron_moe.training.precision_aware_adam import PrecisionAwareAdam
 
+pytestmark = pytest.mark.engine
+
 BF16 = {"moment_dtypes": ("bf16", "bf16")}
 
 

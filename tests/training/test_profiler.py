@@ -11,6 +11,8 @@ from megatron_moe.apps.profile_step import OPERATIONS, main
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.training.profiler import FUNCTIONS, MODULES
 
+pytestmark = pytest.mark.engine
+
 TINY = "--preset tiny --mock-data --vocab-size 64 --num-layers 2 --moe-layer-freq [0,1] --seq-length 16".split()
 FEW = ["--global-batch-size", "1", "--micro-batch-size", "1", "--profile-steps", "2", "--profile-warmup", "1"]
 # Where a station's time must have gone: an operation that it alone has.
@@ -26,7 +28,6 @@ BACKWARD = {
 }
 
 
-@pytest.mark.claim("tools/profile_step.py shows where a step's time goes by station, and writes a Chrome trace.")
 @pytest.mark.usefixtures("one_process")
 def test_operations_are_found_at_their_stations_forward_and_backward(tmp_path, capsys, monkeypatch):
     kept = []

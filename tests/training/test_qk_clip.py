@@ -12,6 +12,8 @@ from megatron_moe.config.schema import build
 from megatron_moe.training.optimizer import OwnedPart
 from megatron_moe.training.qk_clip import ClippedWeight, QKClip
 
+pytestmark = pytest.mark.engine
+
 ROWS, WIDTH = 6, 3
 # Two groups of three rows: half of eta's power for the first two, none for the third.
 PARTS = ((2, 0.5), (1, 0.0))

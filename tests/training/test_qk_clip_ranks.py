@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build
-from tests.precision.test_packed_state_ranks import Saved, whole
-from tests.helpers import engines
+from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import TINY
+from tests.precision.test_packed_state_ranks import Saved, whole
+
+pytestmark = pytest.mark.engine
 
 LATENT: dict[str, Any] = {}
 # Flags of the tiny preset, which has latent attention, are taken back.
@@ -189,8 +191,7 @@ def clipped_by_the_formula(run: Any, name: str, weight: torch.Tensor, eta: torch
 PROJECTIONS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_qkv")
 
 
-@pytest.mark.claim("QK-clip brings the logits of heads above its threshold down to it, and leaves other weights alone.")
-@pytest.mark.parametrize("alpha", engines.cases([0.5, 0.2], both=[0.5]))
+@pytest.mark.parametrize("alpha", rows([0.5, 0.2], test=[0.5]))
 @pytest.mark.parametrize("model", MODELS)
 def test_clipped_weights_have_logits_at_the_threshold_and_are_those_of_the_formula(
     gloo: Any, model: str, alpha: float
@@ -241,7 +242,7 @@ UPDATED = [
 ]
 
 
-@pytest.mark.parametrize(("model", "ranks", "flags"), engines.cases(UPDATED, both=[UPDATED[2]]))
+@pytest.mark.parametrize(("model", "ranks", "flags"), rows(UPDATED, test=[UPDATED[2]]))
 def test_updated_weights_are_clipped_and_momenta_are_not(
     gloo: Any, model: str, ranks: int, flags: dict[str, Any]
 ) -> None:
@@ -274,9 +275,8 @@ def on_one_rank(gloo: Any) -> Callable[..., list[Any]]:
     return functools.cache(lambda model, groups: gloo.run(1, trained, flags={"num_query_groups": groups}, model=model))
 
 
-@pytest.mark.claim("QK-clip measures and clips on every tried layout what it does on one rank.")
-@pytest.mark.parametrize("model", engines.cases(["latent", "grouped, biased"], both=["latent"]))
-@pytest.mark.parametrize("layout", engines.cases(LAYOUTS, both=EITHER))
+@pytest.mark.parametrize("model", rows(["latent", "grouped, biased"], test=["latent"]))
+@pytest.mark.parametrize("layout", rows(LAYOUTS, test=EITHER))
 def test_a_layout_clips_as_one_rank_does(gloo: Any, on_one_rank: Any, layout: str, model: str) -> None:
     ranks, changes = LAYOUTS[layout]
     groups = None if model == "latent" else 2
@@ -317,7 +317,7 @@ def spoiled(flags: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("distributed_optimizer", engines.cases([False, True], both=[True]))
+@pytest.mark.parametrize("distributed_optimizer", rows([False, True], test=[True]))
 def test_a_step_that_is_not_applied_clips_nothing_and_is_forgotten(gloo: Any, distributed_optimizer: bool) -> None:
     flags = {**CLIP, "use_distributed_optimizer": distributed_optimizer}
     wanted, _ = gloo.run(2, logits_of_a_step, flags=flags, model="latent")

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from megatron_moe.training.replicas import ReplicaDifference, bit_hash
-from tests.helpers.engines import cases
 from tests.helpers.replica_cases import flip, flipped_bits
+from tests.helpers.rows import rows
+
+pytestmark = pytest.mark.engine
 
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2, "bf16": True}
 TP2_DP2: dict[str, Any] = {
@@ -41,16 +43,15 @@ def test_the_odd_copy_is_named_where_there_is_a_majority():
     assert str(ReplicaDifference("w", ((0, 7), (2, 9)))) == "w: the copies of ranks 0 and 2 differ, with no majority"
 
 
-@pytest.mark.claim("A flipped bit in one replica is found in the same step and named; sound ones raise no alarm.")
 @pytest.mark.parametrize(
     ("ranks", "flags"),
-    cases(
+    rows(
         [
             (2, EP2),
             (4, TP2_DP2),
             (4, {**TP2_DP2, "data_parallel_sharding_strategy": "optim_grads_params", "fp16": True}),
         ],
-        both=[(2, EP2)],
+        test=[(2, EP2)],
     ),
 )
 def test_flipped_bits_are_caught_in_the_same_step(gloo, ranks, flags):

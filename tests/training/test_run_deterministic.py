@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
-from tests.helpers.engines import cases
+from tests.helpers.rows import rows
 from tests.helpers.sources import ROOT, name_of, sources, tree
+
+pytestmark = pytest.mark.engine
 
 TINY = {**PRESETS["tiny"], "mock_data": True, "vocab_size": 100, "train_iters": 3, "eval_iters": 0}
 LOSSES = {
@@ -56,8 +58,7 @@ def records(flags: dict[str, Any], poisoned: bool = False) -> list[dict[str, Any
         numerics.DETERMINISTIC = switches
 
 
-@pytest.mark.claim("On a CPU a run with --deterministic-mode has the bits of one without.")
-@pytest.mark.parametrize("name", cases(VARIANTS, both=["bf16"]))
+@pytest.mark.parametrize("name", rows(VARIANTS, test=["bf16"]))
 def test_the_mode_changes_no_bit_on_a_cpu_and_nothing_reads_memory_unwritten(gloo, name):
     layout = {"expert_model_parallel_size": 2, "micro_batch_size": 1} if name == "bf16" else {}
     ranks = 2 if layout else 1
@@ -80,7 +81,6 @@ def switches_of_a_process(mode: bool) -> list[Any]:
     return [*inside, list(numerics.states()), torch.are_deterministic_algorithms_enabled()]
 
 
-@pytest.mark.claim("Half-precision products add in fp32 and fp32 products multiply fp32 numbers, whatever was allowed.")
 def test_a_process_has_the_switches_while_it_is_in_its_groups(gloo):
     assert gloo.run(1, switches_of_a_process, mode=True) == [[[True] * 10, True, [], False]]
     assert gloo.run(1, switches_of_a_process, mode=False) == [[[True] * 6, False, [], False]]

@@ -11,7 +11,9 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
-from tests.helpers import engines
+from tests.helpers.rows import rows
+
+pytestmark = pytest.mark.engine
 
 TINY = {**PRESETS["tiny"], "mock_data": True, "tokenizer_type": "ByteTokenizer", "eval_iters": 2}
 
@@ -50,8 +52,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.claim("One rank and two expert-parallel ranks have the same losses.")
-@pytest.mark.parametrize("score_function", engines.cases(["sigmoid", "softmax"], both=["sigmoid"]))
+@pytest.mark.parametrize("score_function", rows(["sigmoid", "softmax"], test=["sigmoid"]))
 def test_one_rank_and_two_expert_parallel_ranks_have_the_same_losses(gloo, tmp_path, score_function):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     flags = {"moe_router_score_function": score_function}
@@ -66,15 +67,14 @@ def test_one_rank_and_two_expert_parallel_ranks_have_the_same_losses(gloo, tmp_p
     assert alone["valid_loss"] < alone["unigram_entropy"] + 1.0
 
 
-@pytest.mark.claim("After 50 steps in bf16 or fp16 and a reload expert_bias has the bits of its counts.")
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param({"bf16": True, "use_distributed_optimizer": True}, marks=pytest.mark.one_engine),
+        pytest.param({"bf16": True, "use_distributed_optimizer": True}, marks=pytest.mark.test_all),
         # a scale that overflows at first: those steps are skipped and must not move the bias
         {"fp16": True, "initial_loss_scale": 2.0**24, "hysteresis": 1},
         # the bias is on the softmax over all experts, the weights are a softmax over the chosen
-        pytest.param({"moe_router_score_function": "softmax", "bf16": True}, marks=pytest.mark.one_engine),
+        pytest.param({"moe_router_score_function": "softmax", "bf16": True}, marks=pytest.mark.test_all),
     ],
     ids=["bf16", "fp16", "softmax"],
 )

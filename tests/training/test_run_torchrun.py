@@ -118,8 +118,6 @@ def _state(pid: int) -> str | None:
         return None
 
 
-@pytest.mark.one_engine
-@pytest.mark.claim("A run that is stopped or killed and resumed repeats every bit of an undisturbed one.")
 @pytest.mark.slow
 def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_one(rank_parent, tmp_path):
     data = prepare(tmp_path)
@@ -178,7 +176,6 @@ def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_on
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.5
 
 
-@pytest.mark.one_engine  # a file that is not there to load is found before the engine builds anything
 @pytest.mark.slow
 def test_a_mistake_is_told_once_and_every_rank_exits_with_status_2(tmp_path):
     (tmp_path / "notes.txt").write_text("not a checkpoint")

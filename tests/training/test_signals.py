@@ -16,10 +16,11 @@ import pytest
 from megatron_moe.io.program import INTERRUPTED
 from megatron_moe.training.signals import SAVING, StopSignals, signal_name
 
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.claim("SIGTERM and SIGUSR1 save, and the resumed run goes on to the bit.")
 def test_sigterm_asks_to_stop_and_does_not_end_the_process():
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals(save=True) as stop:

@@ -14,8 +14,6 @@ import torch
 from megatron_moe.training.spikes import LEAST, SpikeDetector
 from tests.helpers.fault_cases import small
 
-pytestmark = pytest.mark.one_engine
-
 SPIKE, SEQUENCE = LEAST + 3, 5
 """The iteration that jumps, and which of its sequences does it."""
 
@@ -70,7 +68,6 @@ def jumping_run(folder: str, flags: dict[str, Any], factor: float | None = 8.0) 
     return losses
 
 
-@pytest.mark.claim("A loss that jumps leaves its batch in a file.")
 @pytest.mark.parametrize("flags", [{}, {"context_parallel_size": 2}], ids=["DP2", "CP2"])
 def test_the_batch_of_a_spike_is_written_down(gloo, tmp_path, flags):
     losses = gloo.run(2, jumping_run, folder=str(tmp_path), flags=flags)[0]

@@ -74,37 +74,31 @@ def stopped(what: str, at: int, flags: dict[str, Any]) -> str:
 SINCE = "changed between training (iteration 2) and training (iteration 4)"
 
 
-@pytest.mark.claim("A tensor of a wrong dtype stops the run by name.")
+@pytest.mark.engine
 def test_a_moment_that_turned_bf16_stops_the_run_by_name(gloo):
     (told,) = gloo.run(1, stopped, what="moment", at=4, flags={"bf16": True})
     assert told.startswith("after 4 steps: precision contract broken at training (iteration 4): ")
     assert told.endswith(f"weight (exp_avg) is torch.bfloat16, must be torch.float32: {SINCE}")
 
 
-@pytest.mark.claim("A tensor of a wrong dtype stops the run by name.")
-@pytest.mark.one_engine
 def test_a_gradient_buffer_that_turned_bf16_stops_the_run_by_name(gloo):
     (told,) = gloo.run(1, stopped, what="gradient", at=3, flags={"fp16": True})
     wanted = "decoder.final_layernorm.weight (accumulated gradient) is torch.bfloat16, must be torch.float32: " + SINCE
     assert told == f"after 4 steps: precision contract broken at training (iteration 4): {wanted}"
 
 
-@pytest.mark.claim("A switch that lets products round stops the run by name.")
 @pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.one_engine
 def test_a_switch_that_was_set_in_the_middle_stops_the_run_by_name(gloo, switch):
     (told,) = gloo.run(1, stopped, what=switch, at=3, flags={"bf16": True, "deterministic_mode": True})
     assert told.startswith(f"after 4 steps: precision contract broken at training (iteration 4): {switch} (switch) is ")
     assert told.endswith(SINCE)
 
 
-@pytest.mark.one_engine
 def test_a_bias_that_was_cast_is_not_computed_with(gloo):
     (told,) = gloo.run(1, stopped, what="bias", at=3, flags={"bf16": True})
     assert told.startswith("after 3 steps") and "expert_bias is torch.float16, must be torch.float32" in told
 
 
-@pytest.mark.one_engine
 def test_without_an_interval_the_moment_is_noticed_where_the_run_saves_and_nothing_is_saved(gloo, tmp_path):
     flags = {"bf16": True, "check_precision_interval": 0, "save": str(tmp_path)}
     (told,) = gloo.run(1, stopped, what="moment", at=6, flags=flags)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytestmark = pytest.mark.engine
+
 STEPS, BATCH, SEQUENCE, VOCABULARY = 20, 4, 24, 200
 
 # No rows of padding: there the two differ on purpose (docs/from_megatron.md).
@@ -177,7 +179,6 @@ def test_optimizer_and_schedule_have_the_same_settings(trained: dict[str, Any]) 
     assert [one[2] for one, _ in trained["steps"]] == pytest.approx([other[2] for _, other in trained["steps"]])
 
 
-@pytest.mark.claim("One list of Megatron-LM's arguments gives megatron-core's own GPTModel and ours the same losses.")
 def test_both_have_the_same_losses(trained: dict[str, Any]) -> None:
     losses = [(theirs[0], ours[0]) for theirs, ours in trained["steps"]]
     assert max(abs(one - other) for one, other in losses) < 1e-5, losses

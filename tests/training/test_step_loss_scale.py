@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.engine
+
 FP16 = {"fp16": True, "initial_loss_scale": 256.0}
 
 
@@ -29,7 +31,6 @@ def scales(flags: dict[str, Any], spoiled: list[bool]) -> list[tuple[bool, float
     return seen
 
 
-@pytest.mark.claim("fp16's loss scale halves, doubles, has a floor and is kept over a resume.")
 def test_the_scale_doubles_after_a_window_without_overflow_and_halves_at_one(gloo):
     flags = {**FP16, "loss_scale_window": 2, "hysteresis": 1}
     (seen,) = gloo.run(1, scales, flags=flags, spoiled=[False, False, True, False, False, False])
@@ -37,7 +38,6 @@ def test_the_scale_doubles_after_a_window_without_overflow_and_halves_at_one(glo
     assert seen == [(True, 256.0), (True, 512.0), (False, 256.0), (True, 256.0), (True, 512.0), (True, 512.0)]
 
 
-@pytest.mark.claim("fp16's loss scale halves, doubles, has a floor and is kept over a resume.")
 def test_the_scale_has_a_floor(gloo):
     flags = {**FP16, "min_loss_scale": 128.0, "hysteresis": 1}
     (seen,) = gloo.run(1, scales, flags=flags, spoiled=[True, True, True])
@@ -81,7 +81,6 @@ def router_gradients(flags: dict[str, Any]) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.mark.claim("Auxiliary and z-losses are scaled and unscaled with fp16's loss scale.")
 @pytest.mark.parametrize("per_token", [False, True])
 def test_auxiliary_and_z_losses_are_scaled_with_the_loss_and_unscaled_with_it(gloo, per_token):
     flags = {**AUX, "calculate_per_token_loss": per_token}

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+
+pytestmark = pytest.mark.engine
 
 
 def reported(flags: dict[str, Any], spoiled: list[bool]) -> list[tuple[bool, float, float, bool]]:

@@ -11,8 +11,6 @@ import pytest
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 
-pytestmark = pytest.mark.one_engine
-
 FLAGS = {
     **PRESETS["tiny"],
     "mock_data": True,

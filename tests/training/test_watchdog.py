@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-pytestmark = pytest.mark.one_engine
-
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT, PATIENCE, WORLD, FAULTY = 6.0, 40.0, 3, 1
 
@@ -93,7 +91,6 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     return run_jobs(jobs, tmp_path_factory.mktemp("jobs"))
 
 
-@pytest.mark.claim("A rank that dies or hangs is named, and all processes end in time.")
 @pytest.mark.parametrize("fault", BLAMED)
 def test_the_rank_that_is_to_blame_is_named_and_all_end_in_time(ended, fault):
     job = ended[fault]
@@ -107,7 +104,6 @@ def test_the_rank_that_is_to_blame_is_named_and_all_end_in_time(ended, fault):
     assert {0, 2} <= set(job.stacks())
 
 
-@pytest.mark.claim("A rank that dies or hangs is named, and all processes end in time.")
 @pytest.mark.parametrize("fault", UNEVEN)
 def test_ranks_whose_collectives_do_not_fit_end_in_time_and_the_odd_one_is_named(ended, fault):
     job = ended[fault]

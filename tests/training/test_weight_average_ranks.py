@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.rows import rows
 from tests.precision.test_packed_state_ranks import CODES, FLAGS, LAYOUTS, PACKED, Saved, whole
-from tests.helpers import engines
+
+pytestmark = pytest.mark.engine
 
 DECAY = 0.75
 AVERAGED = {**FLAGS, "ema_decay": DECAY}
@@ -98,8 +100,7 @@ def together(ranks: list[Saved]) -> dict[str, torch.Tensor]:
     return whole([([], saved) for saved in ranks])
 
 
-@pytest.mark.claim("The average of the weights follows its formula on every layout and at every ZeRO stage.")
-@pytest.mark.parametrize("case", engines.cases(CASES, both=EITHER))
+@pytest.mark.parametrize("case", rows(CASES, test=EITHER))
 def test_the_average_is_that_of_the_main_weights_after_each_step(gloo: Any, case: str) -> None:
     ranks, flags = CASES[case]
     results = gloo.run(ranks, stepped, flags=flags)
@@ -214,8 +215,7 @@ MOVES = {
 }
 
 
-@pytest.mark.claim("The average of the weights is the same to the bit on every layout that a checkpoint is loaded in.")
-@pytest.mark.parametrize("move", engines.cases(MOVES, both=["ZeRO 1 x EP2 to TP2 x PP2", "ZeRO 1 to 3"]))
+@pytest.mark.parametrize("move", rows(MOVES, test=["ZeRO 1 x EP2 to TP2 x PP2", "ZeRO 1 to 3"]))
 def test_an_average_moves_to_another_layout_to_the_bit(gloo: Any, tmp_path: Any, move: str) -> None:
     (first_ranks, first), (ranks, flags) = MOVES[move]
     before = gloo.run(first_ranks, saved, flags={**first, "ema_decay": DECAY}, folder=str(tmp_path))
@@ -236,8 +236,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.claim("A resumed run averages its weights as an uninterrupted one, to the bit.")
-@pytest.mark.parametrize("name", engines.cases(RESUMED, both=["distributed optimizer"]))
+@pytest.mark.parametrize("name", rows(RESUMED, test=["distributed optimizer"]))
 def test_a_resumed_run_averages_as_an_uninterrupted_one(gloo: Any, tmp_path: Any, name: str) -> None:
     ranks, flags = RESUMED[name]
     flags = {**flags, "ema_decay": DECAY}
