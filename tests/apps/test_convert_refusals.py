@@ -7,9 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +21,12 @@ from megatron_moe.apps.convert.workspace import Workspace, hidden_folder
 from megatron_moe.checkpoint import manifest
 from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.hf import transforms
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.io.files import write_bytes
 from tests.helpers import tiny_models
+from tests.helpers.ranks import Child
 from tests.hf import small_folders
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARD = small_folders.SHARDS[1]
 
 
@@ -66,7 +62,6 @@ def edit(hf: Path, change: Any) -> None:
 # ---- arguments
 
 
-@pytest.mark.engine
 def test_an_output_that_is_there_or_is_the_source_is_refused(tmp_path, capsys, hf):
     full = tmp_path / "full"
     full.mkdir()
@@ -85,7 +80,6 @@ def test_an_output_that_is_there_or_is_the_source_is_refused(tmp_path, capsys, h
     assert main(words(hf, tmp_path / "none" / "yet" / "native")) == 0  # as train and prepare do, folders are made
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     "flags, part",
     [
@@ -102,7 +96,6 @@ def test_flags_that_mean_nothing_here_are_refused(tmp_path, capsys, hf, flags, p
     assert part in refused(capsys, words(hf, tmp_path / "native", *flags))
 
 
-@pytest.mark.engine
 def test_a_source_of_the_other_kind_is_named(tmp_path, capsys, hf):
     assert "there is nothing to convert" in refused(capsys, words(hf, tmp_path / "x", target="hf"))
     assert "--from hf converts it" in refused(capsys, words(hf, tmp_path / "x", origin="native", target="hf"))
@@ -112,7 +105,6 @@ def test_a_source_of_the_other_kind_is_named(tmp_path, capsys, hf):
     assert main(words(step, tmp_path / "back", origin="native", target="hf")) == 0
 
 
-@pytest.mark.engine
 def test_a_dry_run_writes_nothing(tmp_path, capsys, hf):
     before = sorted(tmp_path.rglob("*"))
     assert main(words(hf, tmp_path / "native", "--dry-run")) == 0
@@ -122,14 +114,12 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys, hf):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.engine
 def test_too_little_room_is_told_before_anything_is_written(tmp_path, capsys, hf, monkeypatch):
     monkeypatch.setattr(convert, "free_bytes", lambda folder: 1000)
     message = refused(capsys, words(hf, tmp_path / "native"))
     assert "not enough room" in message and "1.0 kB (1000 bytes) are free" in message and "are needed" in message
 
 
-@pytest.mark.engine
 def test_a_disk_that_fills_up_is_told_with_what_is_needed_and_nothing_is_left(tmp_path, capsys, hf, monkeypatch):
     def full(self: DataFile, key: str, start: Any, block: torch.Tensor) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -142,23 +132,6 @@ def test_a_disk_that_fills_up_is_told_with_what_is_needed_and_nothing_is_left(tm
 # ---- tensors
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize(
-    "change, part",
-    [
-        (lambda values: {**values, "model.layers.1.mlp.extra.weight": torch.ones(2)}, "mlp.extra.weight"),
-        (lambda values: {k: v for k, v in values.items() if k != small_folders.GATE}, small_folders.GATE),
-        (lambda values: {**values, small_folders.GATE: torch.ones(3, 16).bfloat16()}, "shape [3, 16]"),
-    ],
-)
-def test_tensors_that_are_not_the_models_are_listed_before_anything_is_written(tmp_path, capsys, hf, change, part):
-    edit(hf, change)
-    assert main(words(hf, tmp_path / "native")) == 2
-    assert part in capsys.readouterr().err
-    assert not (tmp_path / "native").exists() and not hidden_folder(tmp_path / "native").exists()
-
-
-@pytest.mark.engine
 def test_numbers_that_are_not_finite_are_counted_and_nothing_is_left(tmp_path, capsys, hf):
     def damage(values: dict[str, torch.Tensor]) -> None:
         values[small_folders.ATTENTION][1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
@@ -168,14 +141,12 @@ def test_numbers_that_are_not_finite_are_counted_and_nothing_is_left(tmp_path, c
     assert f"tensor {small_folders.ATTENTION} holds 3 of 192 numbers that are not finite" in message
 
 
-@pytest.mark.engine
 def test_numbers_that_the_new_dtype_cannot_hold_are_refused(tmp_path, capsys, hf):
     edit(hf, lambda values: {**values, small_folders.ATTENTION: values[small_folders.ATTENTION].fill_(1e5)})
     message = refused(capsys, words(hf, tmp_path / "native", "--dtype", "fp16"))
     assert small_folders.ATTENTION in message and "too large for float16" in message
 
 
-@pytest.mark.engine
 def test_a_copy_that_is_none_is_refused(tmp_path, capsys):
     hf = tmp_path / "hf"
     tiny_models.make("qwen3-moe-tied", 1, hf)
@@ -187,68 +158,9 @@ def test_a_copy_that_is_none_is_refused(tmp_path, capsys):
     assert "lm_head.weight differs from model.embed_tokens.weight" in message
 
 
-# ---- what the certificate vouches for
+# ---- what the certificate vouches for; test_convert_file_errors.py plants what it has to notice
 
 
-def _swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    to_hf = transforms.ExpertGateUp.to_hf
-    monkeypatch.setattr(transforms.ExpertGateUp, "to_hf", lambda self, block: to_hf(self, block)[::-1])
-
-
-def _damaged_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = DataFile.add
-
-    def damaging(self: DataFile, key: str, start: Any, block: torch.Tensor) -> None:
-        block = block.clone()
-        if key.endswith("final_layernorm.weight"):
-            block[3] += 1
-        add(self, key, start, block)
-
-    monkeypatch.setattr(DataFile, "add", damaging)
-
-
-def _left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_moe.apps.convert.to_native import ToNative
-
-    write = ToNative.write
-
-    def forgetful(self: Any, unit: Any, output: Path, advance: Any) -> Any:
-        record = write(self, unit, output, advance)
-        return {**record, "rows": [row for row in record["rows"] if row["hf"][0]["name"] != small_folders.GATE]}
-
-    monkeypatch.setattr(ToNative, "write", forgetful)
-
-
-def _not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = DataFile.add
-
-    def forgetful(self: DataFile, key: str, start: Any, block: torch.Tensor) -> None:
-        if not (key.endswith("weight1") and start[0] == 2):
-            add(self, key, start, block)
-
-    monkeypatch.setattr(DataFile, "add", forgetful)
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize(
-    "mistake, part",
-    [
-        (_swapped, "experts.0.gate_proj.weight: "),
-        (_damaged_on_the_disk, "it reads otherwise than it was written"),
-        (_left_out, f"{small_folders.GATE} is used 0 times"),
-        (_not_written, "the parts of decoder.layers.1.mlp.experts.weight1 hold 768 elements of 1024"),
-    ],
-)
-def test_a_mistake_in_the_conversion_itself_is_found_and_nothing_published(
-    tmp_path, capsys, hf, monkeypatch, mistake, part
-):
-    mistake(monkeypatch)
-    assert main(words(hf, tmp_path / "native")) == 2
-    assert part in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
-
-
-@pytest.mark.engine
 def test_every_element_is_covered_once_or_it_is_told():
     def row(start: list[int], shape: list[int], *names: str) -> dict[str, Any]:
         return {"native": {"key": "k", "start": start, "shape": shape}, "hf": [{"name": name} for name in names]}
@@ -267,7 +179,6 @@ def test_every_element_is_covered_once_or_it_is_told():
         assert part in str(error.value)
 
 
-@pytest.mark.engine
 def test_a_step_with_one_wrong_bit_in_one_number_is_not_exported(tmp_path, capsys, hf):
     assert main(words(hf, tmp_path / "native")) == 0
     step, key = tmp_path / "native" / "iter_0000000", "decoder.layers.0.mlp.linear_fc1.weight"
@@ -286,7 +197,6 @@ def test_a_step_with_one_wrong_bit_in_one_number_is_not_exported(tmp_path, capsy
 # ---- verification
 
 
-@pytest.mark.engine
 def test_what_fails_verification_is_not_published(tmp_path, capsys, hf, monkeypatch):
     class Result:
         passed = False
@@ -320,50 +230,54 @@ class Killed(BaseException):
     """As SIGKILL: no clean-up runs that handles errors."""
 
 
-def die(*args: Any, **kwargs: Any) -> None:
-    raise Killed
+def dies(monkeypatch: pytest.MonkeyPatch, line: list[str], moment: str) -> None:
+    """A start that dies in a method of its workspace."""
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, moment, die)
+        with pytest.raises(Killed):
+            main(line)
 
 
-def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(tmp_path, capsys, monkeypatch):
-    hf, whole, save = tmp_path / "hf", tmp_path / "whole", tmp_path / "native"
-    tiny_models.make("glm4-moe", 1, hf)
+def convert_and_die(argument: list[str]) -> None:
+    """Convert in a process of its own, which is killed when two of three files are complete."""
+    record = Workspace.record
+
+    def recorded(self: Workspace, name: str, content: dict[str, Any]) -> None:
+        record(self, name, content)
+        if name.endswith("__0_1.distcp"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Workspace.record = recorded  # type: ignore[method-assign]
+    main(argument)
+
+
+def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(rank_parent, tmp_path, capsys, hf):
+    whole, save = tmp_path / "whole", tmp_path / "native"
     assert main(words(hf, whole)) == 0
-    journal = hidden_folder(save) / "journal.jsonl"
-    tool = [sys.executable, "-W", "ignore", str(ROOT / "tools" / "convert_checkpoint.py"), *words(hf, save)]
-    process = subprocess.Popen(tool, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline and process.poll() is None:
-        if journal.exists() and journal.read_bytes().count(b"\n") >= 3:  # two files are complete
-            break
-        time.sleep(0.0005)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL and not save.exists()
+    child = Child("tests.apps.test_convert_refusals:convert_and_die", words(hf, save), str(tmp_path / "log"))
+    assert rank_parent.statuses(rank_parent.fork([child]), 600) == [-signal.SIGKILL] and not save.exists()
     first = hidden_folder(save) / "output" / "iter_0000000" / "__0_0.distcp"
     inode, written = first.stat().st_ino, first.stat().st_mtime_ns
-    with open(journal, "ab") as file:
+    with open(hidden_folder(save) / "journal.jsonl", "ab") as file:
         file.write(b'{"name": "iter_0000000/__0_9')  # as if it had died while it wrote this
-    with monkeypatch.context() as patch:
-        patch.setattr(Workspace, "publish", die)
-        with pytest.raises(Killed):
-            main(words(hf, save))
     capsys.readouterr()
     assert main(words(hf, save)) == 0
-    assert "continuing: 5 of 5 files are complete" in capsys.readouterr().err
+    assert "continuing: 2 of 3 files are complete" in capsys.readouterr().err
     again = (save / "iter_0000000" / "__0_0.distcp").stat()
     assert (again.st_ino, again.st_mtime_ns) == (inode, written)
     assert contents(save) == contents(whole) and not hidden_folder(save).exists()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("moment", ["record", "publish", "discard"])
 def test_wherever_it_dies_the_next_start_ends_the_same(tmp_path, capsys, hf, monkeypatch, moment):
     whole, save = tmp_path / "whole", tmp_path / "native"
     assert main(words(hf, whole)) == 0
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Workspace, moment, die)
-        with pytest.raises(Killed):
-            main(words(hf, save))
+    dies(monkeypatch, words(hf, save), moment)
     assert main(words(hf, save)) == 0
     assert contents(save) == contents(whole) and not hidden_folder(save).exists()
     assert "was complete already" in capsys.readouterr().out or moment != "discard"
@@ -371,26 +285,19 @@ def test_wherever_it_dies_the_next_start_ends_the_same(tmp_path, capsys, hf, mon
 
 def test_other_options_or_another_source_start_over(tmp_path, capsys, hf, monkeypatch):
     save, whole = tmp_path / "native", tmp_path / "whole"
-    with monkeypatch.context() as patch:
-        patch.setattr(Workspace, "publish", die)
-        with pytest.raises(Killed):
-            main(words(hf, save))
+    dies(monkeypatch, words(hf, save), "publish")
     assert main(words(hf, whole, "--dtype", "fp32")) == 0
     capsys.readouterr()
     assert main(words(hf, save, "--dtype", "fp32")) == 0
     assert "continuing" not in capsys.readouterr().err
     assert contents(save) == contents(whole)
     shutil.rmtree(save)
-    with monkeypatch.context() as patch:
-        patch.setattr(Workspace, "publish", die)
-        with pytest.raises(Killed):
-            main(words(hf, save))
+    dies(monkeypatch, words(hf, save), "publish")
     edit(hf, lambda values: {**values, small_folders.ATTENTION: values[small_folders.ATTENTION] * 2})
     assert main(words(hf, save)) == 0
     assert "continuing" not in capsys.readouterr().err
 
 
-@pytest.mark.engine
 def test_two_at_once_do_not_write_to_one_folder(tmp_path, capsys, hf):
     workspace = Workspace(tmp_path / "native", {"another": 1})
     with workspace.open():
@@ -398,7 +305,6 @@ def test_two_at_once_do_not_write_to_one_folder(tmp_path, capsys, hf):
     assert manifest.structure_defect(workspace.hidden) is not None  # and what is being written is left alone
 
 
-@pytest.mark.engine
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, capsys, hf, monkeypatch):
     read = TensorReader.read_hashed
 
@@ -411,7 +317,6 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, capsys, hf, 
     assert "changed since it was opened" in refused(capsys, words(hf, tmp_path / "native"))
 
 
-@pytest.mark.engine
 def test_a_small_file_that_is_not_what_the_manifest_knows_is_not_copied(tmp_path):
     source = tmp_path / "tokenizer.json"
     known = write_bytes(source, b"{}")
