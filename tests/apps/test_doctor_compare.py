@@ -13,8 +13,6 @@ from megatron_moe.apps.doctor.compare import Tolerances, compare, matching_patte
 from megatron_moe.apps.doctor.layouts import Layout
 from megatron_moe.apps.doctor.report import DoctorReport, LayoutFinding, details, log_line
 
-pytestmark = pytest.mark.engine
-
 EXPERTS, DENSE = "decoder.layers.0.mlp.experts.weight1", "decoder.layers.0.mlp.linear_fc1.weight"
 WHOLE, ROUTER = "decoder.layers.0.input_layernorm.weight", "decoder.layers.0.mlp.router.weight"
 

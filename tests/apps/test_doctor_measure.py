@@ -10,8 +10,6 @@ import torch
 from megatron_moe.apps.doctor.measure import RouterRecord
 from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision
 
-pytestmark = pytest.mark.engine
-
 OPTIONS = {
     "topk": 1,
     "num_experts": 3,

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.apps.doctor.measure import Request
 from megatron_moe.config import registry
 from megatron_moe.io.local_ranks import RankFailure
 from tests.helpers.gloo_pool import CaseFailed, GlooPool
@@ -33,41 +32,40 @@ def take_from(folder: str) -> None:
     sys.modules[PACKAGE].__path__ = [str(Path(folder) / PACKAGE)]
 
 
-def measured(request: Request, folder: str | None) -> dict[str, Any]:
+def measured_into(argument: dict[str, Any], package: str | None) -> str:
     """What the doctor's own ranks do with a request."""
     from megatron_moe.apps.doctor import measure
     from megatron_moe.training import step
 
-    assert folder is None or all(Path(module.__file__).is_relative_to(folder) for module in (measure, step))
-    return measure.measure(request)
+    assert package is None or all(Path(module.__file__).is_relative_to(package) for module in (measure, step))
+    return measure.measure_into(argument)
 
 
 class ForkedRanks:
-    """Stands in for the doctor's `MeasuringRanks`: the same calls, answered by forked ranks.
+    """Stands in for the `LocalRanks` of the doctor: forked ranks answer the same calls.
 
     Args:
         parent: the process that forks them.
         seconds: a layout that takes longer has hung.
-        folder: holds a copy of the package, which the ranks run; None: they run the package.
+        folder: for the files that the ranks write.
+        package: holds a copy of the package, which the ranks run; None: they run the package.
     """
 
-    def __init__(self, parent: RankParent, seconds: float, folder: Path | None = None) -> None:
-        self._pool = GlooPool(parent, seconds, package=folder)
-        self._folder = None if folder is None else str(folder)
-
-    def __enter__(self) -> ForkedRanks:
-        return self
+    def __init__(self, parent: RankParent, seconds: float, folder: Path, package: Path | None = None) -> None:
+        self._pool = GlooPool(parent, seconds, package=package)
+        self._package = None if package is None else str(package)
+        self.folder = folder
 
     def __exit__(self, *_: Any) -> None:
         self._pool.close()
 
-    def measure(self, request: Request, ranks: int) -> list[dict[str, Any]]:
-        """Return every rank's record of one layout.
+    def call(self, argument: dict[str, Any], ranks: int) -> list[str]:
+        """Return the path of every rank's record.
 
         Raises:
             RankFailure: some rank raised, died or hung.
         """
         try:
-            return self._pool.run(ranks, measured, request=request, folder=self._folder)
+            return self._pool.run(ranks, measured_into, argument=argument, package=self._package)
         except CaseFailed as failure:
             raise RankFailure(str(failure)) from failure
