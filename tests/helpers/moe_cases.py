@@ -139,10 +139,10 @@ def engine_config(case: dict[str, Any], run: Run) -> TransformerConfig:
     return config
 
 
-def build_layer(case: dict[str, Any], layout: dict[str, Any]) -> tuple[MoELayer, Any]:
-    """The layer of this rank with the case's full weights cut to its part, and the process groups."""
+def build_layer(case: dict[str, Any], layout: dict[str, Any], pg: Any = None) -> tuple[MoELayer, Any]:
+    """The layer of this rank with the case's full weights cut to its part, and the process groups: `pg` or new ones."""
     run = replace(Run(), **layout)
-    pg = groups.initialize(run)
+    pg = pg or groups.initialize(run)
     layer = MoELayer(engine_config(case, run), pg_collection=pg, layer_number=1)
     weights = full_weights(case)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the ranks do in test_mtp.py and test_mtp_ranks.py: steps of a model with multi-token prediction."""
+"""Steps of a model on ranks: multi-token prediction, auxiliary losses, overlapped micro-batches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from tests.helpers import model_cases
 SEQUENCES = model_cases.SEQUENCES
 
 
-def steps(run: Run, count: int = 2) -> dict[str, Any]:
+def steps(run: Run, count: int = 2, masked: tuple[int, ...] | None = None) -> dict[str, Any]:
     """Build the model and take some steps of Adam on the same global batch.
+
+    Args:
+        masked: how many tokens of each sequence have no loss, from its first on; None: as in `global_batch`.
 
     Returns:
         losses, mtp_losses, grad_norms of each step; counts: layer number -> tokens per expert in the last step.
+        aux, dropped: the same for this rank's layers' auxiliary losses and dropped choices.
         tables: class of each embedding table on this rank.
         tensors: global name -> (cut, weight, gradient of the last step), as `model_cases.one_step`.
     """
@@ -37,7 +41,7 @@ def steps(run: Run, count: int = 2) -> dict[str, Any]:
     connect(chunks, optimizer)
     results = []
     for _ in range(count):
-        micro_batches = share_of_global_batch(run, pg_collection)
+        micro_batches = share_of_global_batch(run, pg_collection, masked)
         results.append(
             train_step(
                 chunks,
@@ -50,6 +54,8 @@ def steps(run: Run, count: int = 2) -> dict[str, Any]:
                 pg_collection=pg_collection,
             )
         )
+    assert all(result.committed for result in results)
+    update = results[-1].router_update
     tensors: dict[str, Any] = {}
     with gathered_parameters(chunks):
         for chunk in chunks:
@@ -59,46 +65,27 @@ def steps(run: Run, count: int = 2) -> dict[str, Any]:
         "losses": [result.loss for result in results],
         "mtp_losses": [result.mtp_losses for result in results],
         "grad_norms": [result.grad_norm for result in results],
-        "counts": expert_load(results[-1].router_update, pg_collection).tokens_per_expert,
+        "counts": expert_load(update, pg_collection).tokens_per_expert,
+        "aux": {n: {k: float(v) for k, v in one.items()} for n, one in zip(update.layer_numbers, update.aux_losses)},
+        "dropped": {n: d.tolist() for n, d in zip(update.layer_numbers, update.dropped_per_expert) if d is not None},
         "tables": [type(m).__name__ for chunk in chunks for name, m in chunk.named_modules() if "word_emb" in name],
         "tensors": tensors,
     }
 
 
-def share_of_global_batch(run: Run, pg_collection: Any) -> list[dict[str, torch.Tensor]]:
-    """This rank's micro-batches of the four sequences."""
+def share_of_global_batch(
+    run: Run, pg_collection: Any, masked: tuple[int, ...] | None = None
+) -> list[dict[str, torch.Tensor]]:
+    """This rank's micro-batches of the four sequences; see `steps`."""
     from megatron_moe.parallel.sequence import context_parallel_slice
 
     cp, dp = pg_collection.cp, pg_collection.dp
     share, size = SEQUENCES // dp.size(), run.training.micro_batch_size
-    batch = {
-        key: context_parallel_slice(tensor, cp.rank(), cp.size())
-        for key, tensor in model_cases.global_batch(run.model.seq_length).items()
-    }
+    batch = model_cases.global_batch(run.model.seq_length)
+    if masked is not None:
+        batch["loss_mask"] = (torch.arange(run.model.seq_length) >= torch.tensor(masked).unsqueeze(1)).float()
+    batch = {key: context_parallel_slice(tensor, cp.rank(), cp.size()) for key, tensor in batch.items()}
     first = dp.rank() * share
     return [
         {key: tensor[row : row + size] for key, tensor in batch.items()} for row in range(first, first + share, size)
     ]
-
-
-def moved(length: int, steps: list[int], cp_size: int) -> dict[int, dict[str, torch.Tensor]]:
-    """A sequence of counted tokens shifted by each of `steps`, and the gradient of (shifted x 1, 2, 3, ...) by it."""
-    from megatron_moe.config.schema import replace
-    from megatron_moe.parallel import groups
-    from megatron_moe.parallel.sequence import all_gather_sequence, context_parallel_slice, shifted
-
-    group = groups.initialize(replace(Run(), context_parallel_size=cp_size)).cp
-    whole = torch.stack([torch.arange(1, length + 1), torch.arange(101, length + 101)])
-    part = context_parallel_slice(whole, group.rank(), group.size())
-
-    def gathered(x: torch.Tensor) -> torch.Tensor:
-        return all_gather_sequence(x.detach().t(), group).t()
-
-    found = {}
-    for by in steps:
-        x = part.double().requires_grad_()
-        out = shifted(x, by, group)
-        (out * part).sum().backward()
-        assert x.grad is not None
-        found[by] = {"out": gathered(out), "grad": gathered(x.grad), "ids": gathered(shifted(part, by, group))}
-    return found

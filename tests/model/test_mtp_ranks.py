@@ -41,28 +41,17 @@ LAYOUTS = {
         {**SP2, **PP2, "decoder_first_pipeline_num_layers": 1},
     ),
 }
-EITHER = [
+# The layout matrix has other layouts of one prediction.
+IN_TEST = [
     "experts, TP2 with sequence parallelism, fused loss",
-    "experts, EP2 (DP2), per token",
     "experts, CP2, per token",
-    "experts, DP2, distributed optimizer, overlaps",
     "tied, PP2 in two chunks each",
-    "grouped, TP2 x PP2, one layer on the first stage",
 ]
 
 
-@pytest.fixture(scope="module")
-def one_process(gloo):
-    known = {}
-
-    def of(model, count=2, **flags):
-        key = (model, count, *flags.items())
-        if key not in known:
-            run = replace(Run(), **{**MODELS[model], **MTP, **flags})
-            known[key] = gloo.run(1, cases.steps, run=run, count=count)[0]
-        return known[key]
-
-    return of
+def alone(once, model, count=2, **flags):
+    """What one process computes."""
+    return once(1, cases.steps, run=replace(Run(), **{**MODELS[model], **MTP, **flags}), count=count)[0]
 
 
 def assert_same(result, wanted, rank, tolerance=1.0, gradients=True):
@@ -79,10 +68,10 @@ def assert_same(result, wanted, rank, tolerance=1.0, gradients=True):
                 assert error < 5e-5 * tolerance, f"rank {rank}: {what} of {name} is {error:.1e} off"
 
 
-@pytest.mark.parametrize("layout", rows(LAYOUTS, test=EITHER))
-def test_a_layout_trains_the_same_predictions(gloo, one_process, layout):
+@pytest.mark.parametrize("layout", rows(LAYOUTS, test=IN_TEST))
+def test_a_layout_trains_the_same_predictions(gloo, once, layout):
     model, ranks, flags = LAYOUTS[layout]
-    wanted = one_process(model)
+    wanted = alone(once, model)
     results = gloo.run(ranks, cases.steps, run=replace(Run(), **{**MODELS[model], **MTP, **flags}))
     for rank, result in enumerate(results):
         # a distributed optimizer leaves a rank the whole sum of its own shard only
@@ -91,40 +80,59 @@ def test_a_layout_trains_the_same_predictions(gloo, one_process, layout):
     assert {name for result in results for name in result["tensors"]} == set(wanted["tensors"])
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [(2, PP2), (2, OVERLAPPED)], ids=["PP2", "DP2, overlaps"])
-def test_a_layout_trains_the_same_predictions_in_bf16(gloo, one_process, ranks, flags):
+@pytest.mark.parametrize("flags", rows([PP2, OVERLAPPED], test=[PP2]), ids=["PP2", "DP2, overlaps"])
+def test_a_layout_trains_the_same_predictions_in_bf16(gloo, once, flags):
     # One step: in the next, weights that were rounded otherwise let some tokens choose other experts.
-    wanted = one_process("experts", count=1, bf16=True)
+    wanted = alone(once, "experts", count=1, bf16=True)
     run = replace(Run(), **{**MODELS["experts"], **MTP, "bf16": True, **flags})
-    for rank, result in enumerate(gloo.run(ranks, cases.steps, run=run, count=1)):
+    for rank, result in enumerate(gloo.run(2, cases.steps, run=run, count=1)):
         assert_same(result, wanted, rank, tolerance=100, gradients=not flags.get("use_distributed_optimizer"))
+        assert result["tables"] == ["ExactEmbedding"]  # at both ends of a pipeline
 
 
-def test_both_ends_of_a_pipeline_have_a_table_that_loses_no_token(gloo):
-    run = replace(Run(), **{**MODELS["experts"], **MTP, **PP2})
-    assert [result["tables"] for result in gloo.run(2, cases.steps, run=run, count=1)] == [["ExactEmbedding"]] * 2
-
-
-def test_fp16s_loss_scale_reaches_the_predictions_and_leaves_them(gloo, one_process):
+def test_fp16s_loss_scale_reaches_the_predictions_and_leaves_them(once):
     norms = [
-        one_process("experts", count=1, fp16=True, initial_loss_scale=scale)["grad_norms"][0]
+        alone(once, "experts", count=1, fp16=True, initial_loss_scale=scale)["grad_norms"][0]
         for scale in (2.0**8, 2.0**12)
     ]
-    assert norms == pytest.approx([one_process("experts")["grad_norms"][0]] * 2, rel=5e-3)
+    assert norms == pytest.approx([alone(once, "experts")["grad_norms"][0]] * 2, rel=5e-3)
 
 
-def test_layers_of_predictions_are_numbered_behind_the_models(one_process):
-    wanted = one_process("experts")
+def test_layers_of_predictions_are_numbered_behind_the_models(once):
+    wanted = alone(once, "experts")
     # 4 sequences of 16 tokens, 2 experts each; the model's own layers are 1 to 4
     assert set(wanted["counts"]) == {2, 3, 4, 5, 6}
     assert all(sum(counts) == 4 * 16 * 2 for counts in wanted["counts"].values())
+
+
+def moved(length: int, steps: list[int], cp_size: int) -> dict[int, dict[str, torch.Tensor]]:
+    """A sequence of counted tokens shifted by each of `steps`, and the gradient of (shifted x 1, 2, 3, ...) by it."""
+    from megatron_moe.config.schema import replace
+    from megatron_moe.parallel import groups
+    from megatron_moe.parallel.sequence import all_gather_sequence, context_parallel_slice, shifted
+
+    group = groups.initialize(replace(Run(), context_parallel_size=cp_size)).cp
+    whole = torch.stack([torch.arange(1, length + 1), torch.arange(101, length + 101)])
+    part = context_parallel_slice(whole, group.rank(), group.size())
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        return all_gather_sequence(x.detach().t(), group).t()
+
+    found = {}
+    for by in steps:
+        x = part.double().requires_grad_()
+        out = shifted(x, by, group)
+        (out * part).sum().backward()
+        assert x.grad is not None
+        found[by] = {"out": gathered(out), "grad": gathered(x.grad), "ids": gathered(shifted(part, by, group))}
+    return found
 
 
 def test_a_shift_sees_the_whole_sequence_of_all_ranks(gloo):
     length, steps = 8, [0, 1, 3, -1, -3, 8, -9]
     whole = torch.stack([torch.arange(1, length + 1), torch.arange(101, length + 101)])
     for cp_size in (1, 2):
-        for result in gloo.run(cp_size, cases.moved, length=length, steps=steps, cp_size=cp_size):
+        for result in gloo.run(cp_size, moved, length=length, steps=steps, cp_size=cp_size):
             for by in steps:
                 ahead, back = looked_up(whole, by), looked_up(whole, -by)
                 assert torch.equal(result[by]["ids"], ahead)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from tests.helpers.moe_cases import build_layer, full_weights, random_case, tokens_and_padding
+from tests.helpers.rows import rows
 from tests.numbers import reference_moe as reference
 
 pytestmark = pytest.mark.engine
@@ -17,27 +18,51 @@ pytestmark = pytest.mark.engine
 SEQUENCE, BATCH = 8, 2
 
 SP = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+EP2 = dict(expert_model_parallel_size=2)
+ETP1 = dict(expert_tensor_parallel_size=1)
 LAYOUTS = {
     1: [dict()],
-    2: [
-        dict(expert_model_parallel_size=2),
-        SP,
-        dict(**SP, expert_tensor_parallel_size=1),
-        dict(**SP, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
-    ],
+    2: [EP2, SP, {**SP, **ETP1}, {**SP, **EP2, **ETP1}],
     4: [
         dict(expert_model_parallel_size=4),
-        dict(**SP, expert_model_parallel_size=2),
-        dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2),
-        dict(**SP, expert_model_parallel_size=4, expert_tensor_parallel_size=1),
-        dict(expert_model_parallel_size=2),
+        {**SP, **EP2},
+        {**EP2, "expert_tensor_parallel_size": 2},
+        {**SP, **ETP1, "expert_model_parallel_size": 4},
+        EP2,
     ],
 }
+PLACES = [(world, number) for world, layouts in LAYOUTS.items() for number in range(len(layouts))]
+# Of four ranks those in which EP and ETP cut the experts together.
+TEST = [place for place in PLACES if place[0] < 4] + [(4, 1), (4, 2)]
 
 
-def run_layer(case: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
-    """One forward and backward on this rank; everything gathered to full tensors where ranks hold parts."""
-    layer, pg = build_layer(case, layout)
+def cases_of(world: int, number: int) -> list[dict[str, Any]]:
+    """Random cases, no two layouts the same, and on one and two ranks a bias that chooses by softmax scores."""
+    cases = [random_case(100 * world + seed) for seed in range(number, 10, len(LAYOUTS[world]))]
+    return cases + [biased(*how) for how in BIASED if world < 4 and number < 2]
+
+
+BIASED = [(pre_softmax, group_score) for pre_softmax in (True, False) for group_score in (None, "megatron")]
+
+
+def biased(pre_softmax: bool, group_score: str | None) -> dict[str, Any]:
+    """The bias is added to the softmax over all experts, also where the weights are a softmax over the chosen."""
+    groups = dict(num_groups=4, group_topk=2, group_score=group_score) if group_score else {}
+    routing = reference.Routing(4, pre_softmax=pre_softmax, normalise=not pre_softmax, **groups)
+    return {**random_case(3), "num_experts": 8, "routing": routing, "bias": True, "aux": "seq_aux_loss", "pad": False}
+
+
+def run_layers(cases: list[dict[str, Any]], layout: dict[str, Any]) -> list[dict[str, Any]]:
+    pg, found = None, []
+    for case in cases:
+        result, pg = run_layer(case, layout, pg)
+        found.append(result)
+    return found
+
+
+def run_layer(case: dict[str, Any], layout: dict[str, Any], pg: Any) -> tuple[dict[str, Any], Any]:
+    """One forward and backward on this rank, and its process groups."""
+    layer, pg = build_layer(case, layout, pg)
     hidden, padding = tokens_and_padding(case, SEQUENCE, BATCH * dist.get_world_size())
     tp, dp = pg.tp, pg.dp
     # Data parallel ranks take different sequences; TP ranks take different parts of the same ones.
@@ -52,7 +77,7 @@ def run_layer(case: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
     (output * torch.linspace(0.5, 1.5, output.shape[-1])).sum().backward()
     experts = layer.experts
     shared = layer.shared_experts
-    return dict(
+    found = dict(
         where=(dp.rank(), tp.rank(), experts.first_expert, experts.groups.etp_rank, experts.num_local_experts),
         output=output.detach(),
         grad_input=part.grad,
@@ -66,6 +91,7 @@ def run_layer(case: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
         dropped=0 if (dropped := layer.router.local_dropped_per_expert) is None else dropped.clone(),
         aux={} if layer.router.aux_losses is None else dict(layer.router.aux_losses.totals),
     )
+    return found, pg
 
 
 def expected(case: dict[str, Any], world: int, dp_size: int) -> dict[str, Any]:
@@ -120,7 +146,7 @@ def relative_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((actual.double() - wanted).norm() / wanted.norm().clamp(min=1e-9)).item()
 
 
-def assembled(ranks: list[dict[str, Any]], case: dict[str, Any], key: str) -> torch.Tensor:
+def assembled(ranks: list[dict[str, Any]], key: str) -> torch.Tensor:
     """Full activations [S, B, H] from the ranks' parts."""
     dp_size = 1 + max(r["where"][0] for r in ranks)
     columns = []
@@ -130,7 +156,7 @@ def assembled(ranks: list[dict[str, Any]], case: dict[str, Any], key: str) -> to
     return torch.cat(columns, dim=1)
 
 
-def expert_gradient(ranks: list[dict[str, Any]], case: dict[str, Any], key: str, like: torch.Tensor) -> torch.Tensor:
+def expert_gradient(ranks: list[dict[str, Any]], key: str, like: torch.Tensor) -> torch.Tensor:
     """Full expert gradients: ranks that hold the same part add up (that is what expert data parallelism reduces)."""
     full = torch.zeros(like.shape, dtype=torch.float64)
     for r in ranks:
@@ -141,52 +167,34 @@ def expert_gradient(ranks: list[dict[str, Any]], case: dict[str, Any], key: str,
     return full
 
 
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_layer_agrees_with_the_reference(gloo: Any, world: int, seed: int) -> None:
-    agrees_with_the_reference(gloo, random_case(100 * world + seed), world, LAYOUTS[world][seed % len(LAYOUTS[world])])
+@pytest.mark.parametrize(("world", "number"), rows(PLACES, test=TEST))
+def test_the_layer_agrees_with_the_reference(gloo: Any, world: int, number: int) -> None:
+    layout, cases = LAYOUTS[world][number], cases_of(world, number)
+    results = gloo.run(world, run_layers, cases=cases, layout=layout)
+    for case, ranks in zip(cases, zip(*results, strict=True), strict=True):
+        agrees_with_the_reference(case, list(ranks), world, f"{layout} {case}")
 
 
-@pytest.mark.parametrize(
-    ("world", "layout"), [(1, {}), (2, SP), (2, dict(expert_model_parallel_size=2))], ids=["one", "TP2 SP", "EP2"]
-)
-@pytest.mark.parametrize("pre_softmax", [True, False])
-@pytest.mark.parametrize("group_score", [None, "megatron"])
-def test_a_bias_chooses_by_softmax_scores_too(
-    gloo: Any, world: int, layout: dict[str, Any], pre_softmax: bool, group_score: str | None
-) -> None:
-    """It is added to the softmax over all experts, also where the weights are a softmax over the chosen."""
-    groups = dict(num_groups=4, group_topk=2, group_score=group_score) if group_score else {}
-    routing = reference.Routing(4, pre_softmax=pre_softmax, normalise=not pre_softmax, **groups)
-    case = {**random_case(3), "num_experts": 8, "routing": routing, "bias": True, "aux": "seq_aux_loss", "pad": False}
-    ranks, wanted = agrees_with_the_reference(gloo, case, world, layout)
-    unbiased = expected({**case, "bias": False}, world, 1 + max(r["where"][0] for r in ranks))
-    assert not torch.equal(unbiased["counts"], wanted["counts"]), "the bias would be seen"
-
-
-def agrees_with_the_reference(gloo: Any, case: dict[str, Any], world: int, layout: dict[str, Any]) -> tuple[Any, Any]:
-    """Compare everything that comes out of the layer; the ranks' results and the reference's."""
-    ranks = gloo.run(world, run_layer, case=case, layout=layout)
-    dp_size = 1 + max(r["where"][0] for r in ranks)
-    wanted = expected(case, world, dp_size)
+def agrees_with_the_reference(case: dict[str, Any], ranks: list[dict[str, Any]], world: int, label: str) -> None:
+    """Compare everything that comes out of the layer."""
+    wanted = expected(case, world, dp_size=1 + max(r["where"][0] for r in ranks))
     weights = wanted["weights"]
-    label = f"{layout} {case}"
-
     assert torch.equal(sum(r["counts"] for r in ranks), wanted["counts"].float()), label
     if case["routing"].capacity_factor is not None:
         assert torch.equal(sum(r["dropped"] for r in ranks), wanted["dropped"].float()), label
-    assert relative_error(assembled(ranks, case, "output"), wanted["output"]) < 1e-5, label
-    assert relative_error(assembled(ranks, case, "grad_input"), wanted["grad_input"]) < 1e-5, label
-    assert relative_error(sum(r["router"] for r in ranks), weights.router.grad) < 1e-5, label
-    assert relative_error(expert_gradient(ranks, case, "weight1", weights.weight1), weights.weight1.grad) < 1e-5, label
-    assert relative_error(expert_gradient(ranks, case, "weight2", weights.weight2), weights.weight2.grad) < 1e-5, label
+    pairs = [(assembled(ranks, key), wanted[key]) for key in ("output", "grad_input")]
+    pairs.append((sum(r["router"] for r in ranks), weights.router.grad))
+    for key in ("weight1", "weight2"):
+        full = getattr(weights, key)
+        pairs.append((expert_gradient(ranks, key, full), full.grad))
     if case["shared"]:
         tp_size = 1 + max(r["where"][1] for r in ranks)
-        for key, axis in (("shared1", 1), ("shared2", 1)):
+        for key in ("shared1", "shared2"):
             parts = [sum(r[key] for r in ranks if r["where"][1] == t) for t in range(tp_size)]
-            assert relative_error(torch.cat(parts, axis), getattr(weights, key).grad) < 1e-5, label
+            pairs.append((torch.cat(parts, 1), getattr(weights, key).grad))
         if case["shared_gate"]:
-            assert relative_error(sum(r["shared_gate"] for r in ranks), weights.shared_gate.grad) < 1e-5, label
+            pairs.append((sum(r["shared_gate"] for r in ranks), weights.shared_gate.grad))
+    errors = [relative_error(*pair) for pair in pairs]
+    assert all(error < 1e-5 for error in errors), f"{errors} {label}"
     for name, total in wanted["aux"].items():
         assert abs(sum(r["aux"][name].item() for r in ranks) - total) < 1e-5 * abs(total), label
-    return ranks, wanted

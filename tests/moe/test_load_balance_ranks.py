@@ -5,6 +5,7 @@ One router, tokens with padding in unequal numbers, and the reference over the w
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from megatron_moe.moe.load_balance import GlobalBatch
 from megatron_moe.moe.state import announce_global_batch, counting_ahead
 from megatron_moe.parallel import groups
 from megatron_moe.training.finalize_model_grads import update_routers
+from tests.helpers.rows import rows
 from tests.numbers import reference_moe as reference
 
 pytestmark = pytest.mark.engine
@@ -32,16 +34,21 @@ Z = 0.05
 SP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 CP2 = dict(context_parallel_size=2)
 # ranks, layout, sequences in a micro-batch
-SPLITS = [
-    (1, {}, 4),
-    (1, {}, 1),
-    (2, {}, 2),
-    (2, {}, 1),
-    (2, SP2, 4),
-    (2, CP2, 1),
-    (4, {**SP2, **CP2}, 2),
-    (4, {**SP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 1),
-]
+PLACES: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {
+    "one rank": (1, {}, (4, 2, 1)),
+    "DP2": (2, {}, (2, 1)),
+    "TP2": (2, SP2, (4, 2)),
+    "CP2": (2, CP2, (2, 1)),
+    "TP2 CP2": (4, {**SP2, **CP2}, (2,)),
+    "TP2 EP2": (4, {**SP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, (1,)),
+}
+LOSSES = dict(moe_router_load_balancing_type=list(COEFFS), moe_aux_loss_coeff=list(COEFFS.values()), moe_z_loss_coeff=Z)
+ROUTINGS = {
+    "by weight": reference.Routing(TOPK, capacity_factor=0.5),
+    "by position": reference.Routing(TOPK, capacity_factor=0.6, drop_policy="position"),
+    "sinkhorn": reference.Routing(TOPK, sinkhorn=True, pre_softmax=True, normalise=False),
+    "round robin": reference.Routing(TOPK, round_robin=True),
+}
 
 
 def global_batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,9 +86,31 @@ def my_part(tensor: torch.Tensor, axis: int, pg: Any) -> torch.Tensor:
     return moved.chunk(pg.tp.size(), dim=-1)[pg.tp.rank()].movedim(-1, axis).contiguous()
 
 
-def routed(layout: dict[str, Any], micro_batch_size: int, options: dict[str, Any], per_token: bool) -> dict[str, Any]:
-    """A step of one router as the engine's schedule makes it, fp16's loss scale of 1024 included."""
+def of_place(layout: dict[str, Any], sizes: tuple[int, ...]) -> dict[Any, Any]:
+    """Steps with auxiliary losses, per token or not, and with each routing, by name and size of micro-batches."""
     pg = groups.initialize(replace(Run(), **layout))
+    found: dict[Any, Any] = {}
+    for size in sizes:
+        for per_token in (False, True):
+            found[per_token, size] = routed(pg, layout, size, LOSSES, per_token)
+        for name, routing in ROUTINGS.items():
+            options = dict(
+                moe_router_load_balancing_type="sinkhorn" if routing.sinkhorn else "none",
+                moe_router_force_load_balancing=routing.round_robin,
+                moe_expert_capacity_factor=routing.capacity_factor,
+                moe_token_drop_policy=routing.drop_policy,
+            )
+            found[name, size] = routed(pg, layout, size, options, per_token=False)
+        if not layout:
+            for told in (True, False):
+                found["told" if told else "alone", size] = running(pg, size, told)
+    return found
+
+
+def routed(
+    pg: Any, layout: dict[str, Any], micro_batch_size: int, options: dict[str, Any], per_token: bool
+) -> dict[str, Any]:
+    """A step of one router as the engine's schedule makes it, fp16's loss scale of 1024 included."""
     router = TopKRouter(router_config(layout, {**options, "calculate_per_token_loss": per_token}), pg)
     with torch.no_grad():
         router.weight.copy_(gate())
@@ -125,20 +154,22 @@ def _micro_batches(tensor: torch.Tensor, axis: int, size: int, dp_size: int) -> 
     return [pieces[first : first + dp_size] for first in range(0, len(pieces), dp_size)]
 
 
-def oracle(micro_batch_size: int, routing: reference.Routing, with_losses: bool) -> dict[str, Any]:
-    """The reference, micro-batch by micro-batch; losses and their gradient per token of the whole batch."""
+@cache
+def oracle(micro_batch_size: int, name: str) -> dict[str, Any]:
+    """The reference, micro-batch by micro-batch; for "losses" also these and their gradient, per token of the batch."""
+    routing = ROUTINGS.get(name, reference.Routing(TOPK))
     weight = gate().double().requires_grad_()
     hidden, padding = global_batch()
     experts = torch.zeros(EXPERTS, 2, 1, HIDDEN).double(), torch.zeros(EXPERTS, HIDDEN, 1).double()
     weights, results = reference.Weights(weight, *experts), []
-    for columns, rows in zip(hidden.double().split(micro_batch_size, 1), padding.split(micro_batch_size)):
-        results.append(reference.moe_layer(columns.flatten(0, 1), weights, routing, rows.T.flatten().tolist()))
+    for columns, pads in zip(hidden.double().split(micro_batch_size, 1), padding.split(micro_batch_size)):
+        results.append(reference.moe_layer(columns.flatten(0, 1), weights, routing, pads.T.flatten().tolist()))
     seen = dict(
         counts=[sum(column) for column in zip(*(r.counts for r in results))],
         dropped=[sum(e == d for r in results for _, d in r.dropped) for e in range(EXPERTS)],
         results=results,
     )
-    if not with_losses:
+    if name != "losses":
         return seen
     sizes = [sum(map(bool, r.chosen)) for r in results]
     total = sum(sizes)
@@ -155,75 +186,71 @@ def oracle(micro_batch_size: int, routing: reference.Routing, with_losses: bool)
     return {**seen, "gradient": weight.grad, "losses": {name: value.item() for name, value in losses.items()}}
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["per micro-batch", "per token"])
-@pytest.mark.parametrize(("ranks", "layout", "size"), SPLITS)
-def test_each_loss_is_per_token_of_the_global_batch(gloo: Any, ranks, layout, size, per_token) -> None:
-    options = dict(
-        moe_router_load_balancing_type=list(COEFFS),
-        moe_aux_loss_coeff=list(COEFFS.values()),
-        moe_z_loss_coeff=Z,
-    )
-    wanted = oracle(size, reference.Routing(TOPK), with_losses=True)
-    seen = gloo.run(ranks, routed, layout=layout, micro_batch_size=size, options=options, per_token=per_token)
-    gradient = sum(rank["gradient"].double() for rank in seen)
-    assert (gradient - wanted["gradient"]).norm() < 2e-6 * wanted["gradient"].norm()
-    for rank in seen:
-        assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
-        assert rank["counts"] == wanted["counts"]
+@pytest.fixture
+def results(once: Any) -> Any:
+    def of(place: str) -> Any:
+        ranks, layout, sizes = PLACES[place]
+        return once(ranks, of_place, layout=layout, sizes=sizes)
+
+    return of
 
 
-@pytest.mark.parametrize(
-    "routing",
-    [
-        reference.Routing(TOPK, capacity_factor=0.5),
-        reference.Routing(TOPK, capacity_factor=0.6, drop_policy="position"),
-        reference.Routing(TOPK, sinkhorn=True, pre_softmax=True, normalise=False),
-        reference.Routing(TOPK, round_robin=True),
-    ],
-    ids=["by weight", "by position", "sinkhorn", "round robin"],
-)
-@pytest.mark.parametrize(
-    ("ranks", "layout", "size"), [(1, {}, 2), (2, {}, 2), (2, SP2, 2), (2, CP2, 2), (4, {**SP2, **CP2}, 2)]
-)
-def test_every_layout_makes_the_same_choices(gloo: Any, ranks, layout, size, routing) -> None:
-    options = dict(
-        moe_router_load_balancing_type="sinkhorn" if routing.sinkhorn else "none",
-        moe_router_force_load_balancing=routing.round_robin,
-        moe_expert_capacity_factor=routing.capacity_factor,
-        moe_token_drop_policy=routing.drop_policy,
-    )
-    wanted = oracle(size, routing, with_losses=False)
-    seen = gloo.run(ranks, routed, layout=layout, micro_batch_size=size, options=options, per_token=False)
-    assert seen[0]["counts"] == wanted["counts"]
-    if routing.capacity_factor is not None:
-        assert sum(wanted["dropped"]) > 5
-        assert seen[0]["dropped"] == wanted["dropped"]
-        valid = int((~global_batch()[1]).sum())
-        assert sum(seen[0]["counts"]) + sum(seen[0]["dropped"]) == valid * TOPK
+IN_TEST = list(PLACES)[:4]
+
+
+@pytest.mark.parametrize("place", rows(PLACES, test=IN_TEST))
+def test_each_loss_is_per_token_of_the_global_batch(results: Any, place: str) -> None:
+    for size in PLACES[place][2]:
+        wanted = oracle(size, "losses")
+        for per_token in (False, True):
+            seen = [rank[per_token, size] for rank in results(place)]
+            gradient = sum(rank["gradient"].double() for rank in seen)
+            assert (gradient - wanted["gradient"]).norm() < 2e-6 * wanted["gradient"].norm()
+            for rank in seen:
+                assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+                assert rank["counts"] == wanted["counts"]
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("place", rows(PLACES, test=IN_TEST))
+def test_every_layout_makes_the_same_choices(results: Any, place: str, name: str) -> None:
+    for size in PLACES[place][2]:
+        seen, wanted = [rank[name, size] for rank in results(place)], oracle(size, name)
+        assert seen[0]["counts"] == wanted["counts"]
+        if ROUTINGS[name].capacity_factor is not None:
+            assert sum(wanted["dropped"]) > 0
+            assert seen[0]["dropped"] == wanted["dropped"]
+            valid = int((~global_batch()[1]).sum())
+            assert sum(seen[0]["counts"]) + sum(seen[0]["dropped"]) == valid * TOPK
+        for rank in seen:
+            assert_chosen(rank, wanted["results"], place, size)
+
+
+def assert_chosen(rank: dict[str, Any], results: list[Any], place: str, size: int) -> None:
+    """A rank's tokens went to the experts that the reference chose for them, and kept the same ones."""
+    ranks, layout, _ = PLACES[place]
     cp, tp = (layout.get(f"{name}_parallel_size", 1) for name in ("context", "tensor_model"))
     dp = ranks // (cp * tp)
-    for rank in seen:
-        dp_rank, cp_rank, tp_rank = rank["where"]
-        place = torch.arange(SEQUENCE)
-        place = context_parallel_slice(place, cp_rank, cp) if cp > 1 else place
-        place = place.chunk(tp)[tp_rank]
-        tokens = (place.unsqueeze(1) * size + torch.arange(size)).flatten().tolist()
-        for number, ids in enumerate(rank["chosen"]):
-            result = wanted["results"][number * dp + dp_rank]
-            for row, t in enumerate(tokens):
-                if not result.chosen[t]:
-                    continue  # padding
-                assert set(ids[row].tolist()) == set(result.chosen[t])
-                if rank["kept"][number] is not None:
-                    kept = {int(e) for e, stays in zip(ids[row], rank["kept"][number][row]) if stays}
-                    assert kept == {e for e in result.chosen[t] if (t, e) not in result.dropped}
+    dp_rank, cp_rank, tp_rank = rank["where"]
+    positions = torch.arange(SEQUENCE)
+    positions = context_parallel_slice(positions, cp_rank, cp) if cp > 1 else positions
+    positions = positions.chunk(tp)[tp_rank]
+    tokens = (positions.unsqueeze(1) * size + torch.arange(size)).flatten().tolist()
+    for number, (ids, kept) in enumerate(zip(rank["chosen"], rank["kept"], strict=True)):
+        result = results[number * dp + dp_rank]
+        for row, t in enumerate(tokens):
+            if not result.chosen[t]:
+                continue  # padding
+            assert set(ids[row].tolist()) == set(result.chosen[t])
+            if kept is not None:
+                stays = {int(e) for e, is_kept in zip(ids[row], kept[row]) if is_kept}
+                assert stays == {e for e in result.chosen[t] if (t, e) not in result.dropped}
 
 
-def running(layout: dict[str, Any], micro_batch_size: int, told: bool) -> tuple[float, torch.Tensor]:
+def running(pg: Any, micro_batch_size: int, told: bool) -> tuple[float, torch.Tensor]:
     """global_aux_loss by the counts so far, of a router told of nothing, or of the batch without its counts."""
-    pg = groups.initialize(replace(Run(), **layout))
     options = dict(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=1.0)
-    router = TopKRouter(router_config(layout, options), pg)
+    router = TopKRouter(router_config({}, options), pg)
     with torch.no_grad():
         router.weight.copy_(gate())
     hidden, _ = global_batch()
@@ -238,11 +265,12 @@ def running(layout: dict[str, Any], micro_batch_size: int, told: bool) -> tuple[
     return loss, total
 
 
-def test_the_running_loss_is_the_whole_batchs_where_there_is_one_micro_batch_per_rank(gloo: Any) -> None:
-    ((whole, gradient),) = gloo.run(1, running, layout={}, micro_batch_size=4, told=True)
-    for told in (True, False):
-        for loss, total in gloo.run(4, running, layout={}, micro_batch_size=1, told=told):
+def test_the_running_loss_is_the_whole_batchs_where_there_is_one_micro_batch_per_rank(results: Any) -> None:
+    (alone,) = results("one rank")
+    whole, gradient = alone["told", SEQUENCES]
+    for rank in results("DP2"):
+        for told in ("told", "alone"):
+            loss, total = rank[told, 2]
             assert loss == pytest.approx(whole, rel=1e-6)
-            torch.testing.assert_close(total / 4, gradient, rtol=1e-5, atol=1e-7)
-    ((apart, _),) = gloo.run(1, running, layout={}, micro_batch_size=1, told=True)
-    assert abs(apart - whole) > 1e-3  # by the counts so far: another number
+            torch.testing.assert_close(total / 2, gradient, rtol=1e-5, atol=1e-7)
+    assert abs(alone["told", 1][0] - whole) > 1e-3  # by the counts so far: another number
