@@ -11,12 +11,13 @@ import torch
 
 from megatron_moe.config.errors import ConfigError
 from tests.helpers.rows import rows
-from tests.precision.test_packed_state_ranks import (
-    BF16_MOMENTS,
-    CODES,
-    FLAGS,
+from tests.helpers.stepped_trainer import (
+    DISTRIBUTED,
     LAYOUTS,
-    PACKED,
+    STORED,
+    TP2,
+    ZERO_2,
+    ZERO_3,
     require_loaded_to_the_bit,
     require_resumed_to_the_bit,
     require_rounded_alike,
@@ -27,35 +28,29 @@ from tests.precision.test_packed_state_ranks import (
     whole,
 )
 
-pytestmark = pytest.mark.engine
-
 MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
+PACKED = {"use_precision_aware_optimizer": True}
+BF16_MOMENTS = {**PACKED, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+CODES = {**PACKED, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "fp8"}
+OFFLOAD = {"optimizer_cpu_offload": True}
 # Parts of a matrix that several ranks have, in odd shares or along two axes.
 GROUPED: dict[str, Any] = {"multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": None}
 GROUPED |= {"group_query_attention": True, "num_attention_heads": 4, "num_query_groups": 2}
-OF_MODEL = (*GROUPED, "muon_split_qkv_per_head")
-OWN: dict[str, tuple[int, dict[str, Any]]] = {
-    "DP4, distributed optimizer": (4, {"use_distributed_optimizer": True}),
-    "TP2 x DP2, ZeRO 3": (
-        4,
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_torch_fsdp2": True},
-    ),
-    "TP2, each head": (
-        2,
-        {"muon_split_qkv_per_head": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-    ),
-    "TP2, query groups": (2, {**GROUPED, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "TP2 x DP2, distributed optimizer": (
-        4,
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True},
-    ),
+EACH_HEAD = {"muon_split_qkv_per_head": True}
+OF_MODEL = (*GROUPED, *EACH_HEAD)
+ALL: dict[str, tuple[int, dict[str, Any]]] = {
+    **LAYOUTS,
+    "DP4, distributed optimizer": (4, DISTRIBUTED),
+    "TP2 x DP2, ZeRO 3": (4, {**TP2, **ZERO_3}),
+    "TP2 x DP2, distributed optimizer": (4, {**TP2, **DISTRIBUTED}),
+    "TP2, each head": (2, {**EACH_HEAD, **TP2}),
+    "TP2, query groups": (2, {**GROUPED, **TP2}),
 }
-ALL = {**{name: layout for name, layout in LAYOUTS.items() if name != "offload"}, **OWN}
-SAVED = ["DP2, distributed optimizer", "DP2, ZeRO 2", "TP2", "PP2", "DP4 x EP2, ZeRO 3", "TP2 x DP2, ZeRO 3"]
-EITHER = ["DP2, distributed optimizer", "DP2, ZeRO 3", "TP2"]
 
 
-@pytest.mark.parametrize("layout", rows(ALL, test=EITHER))
+# With the distributed optimizer on two ranks, test_muon_ranks.py compares with fp64.
+@pytest.mark.engine
+@pytest.mark.parametrize("layout", rows(ALL, test=["DP2", "DP2, ZeRO 3", "TP2, query groups", "TP2, ETP1", "PP2"]))
 def test_a_layout_trains_as_one_rank_does(gloo: Any, once: Any, layout: str) -> None:
     ranks, changes = ALL[layout]
     one = once(1, trained, flags={**MUON, **{name: changes[name] for name in OF_MODEL if name in changes}})
@@ -83,21 +78,15 @@ def test_a_layout_rounds_momenta_as_one_rank_does(gloo: Any, once: Any, layout: 
 CLIPPED = {"qk_clip": True, "qk_clip_threshold": 0.02}
 # ranks, flags, and those that should change no bit
 SAME_BITS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "packed, clipped": (1, CLIPPED, PACKED),
-    "packed, distributed optimizer, clipped": (2, {"use_distributed_optimizer": True, **CLIPPED}, PACKED),
+    "packed, distributed optimizer, clipped": (2, {**DISTRIBUTED, **CLIPPED}, PACKED),
     "packed, Nesterov": (1, {"muon_nesterov": True}, PACKED),
-    "offload": (1, {}, {"optimizer_cpu_offload": True}),
-    "offload, codes": (1, CODES, {"optimizer_cpu_offload": True}),
-    "packed, offload, distributed optimizer": (
-        2,
-        {"use_distributed_optimizer": True},
-        {**PACKED, "optimizer_cpu_offload": True},
-    ),
+    "offload, codes": (1, CODES, OFFLOAD),
+    "packed, offload, distributed optimizer": (2, DISTRIBUTED, {**PACKED, **OFFLOAD}),
 }
 
 
 @pytest.mark.parametrize("name", rows(SAME_BITS, test=["packed, distributed optimizer, clipped"]))
-def test_how_state_is_stored_changes_no_bit(gloo: Any, once: Any, name: str) -> None:
+def test_how_state_is_stored_changes_no_bit(gloo: Any, name: str) -> None:
     ranks, flags, stored = SAME_BITS[name]
     flags = {**MUON, "bf16": True, **flags}
     plain = gloo.run(ranks, trained, flags=flags)
@@ -105,42 +94,39 @@ def test_how_state_is_stored_changes_no_bit(gloo: Any, once: Any, name: str) -> 
     assert found[0][0] == plain[0][0]
     require_same_bits(plain, found)
     if "qk_clip" in flags:  # the threshold is below some logits
-        assert once(ranks, trained, flags={**flags, "qk_clip": False})[0][0] != plain[0][0]
+        assert gloo.run(ranks, trained, flags={**flags, "qk_clip": False})[0][0] != plain[0][0]
 
 
 RESUMED = {
-    "one rank": (1, {}),
     "bf16": (1, {"bf16": True, "muon_fp32_matmul_prec": "medium"}),
-    "distributed optimizer, bf16": (2, {"bf16": True, "use_distributed_optimizer": True}),
+    "distributed optimizer, bf16": (2, {"bf16": True, **DISTRIBUTED}),
     "fp16": (2, {"fp16": True, "initial_loss_scale": 256.0}),
-    "ZeRO 2": (2, {"data_parallel_sharding_strategy": "optim_grads"}),
-    "ZeRO 3, bf16": (2, {"bf16": True, "use_torch_fsdp2": True}),
-    "distributed optimizer, codes": (2, {"bf16": True, "use_distributed_optimizer": True, **CODES}),
+    "ZeRO 2": (2, ZERO_2),
+    "ZeRO 3, bf16, average": (2, {"bf16": True, **ZERO_3, "ema_decay": 0.75}),
+    "distributed optimizer, codes": (2, {"bf16": True, **DISTRIBUTED, **CODES}),
     "codes": (1, {"bf16": True, **CODES}),
-    "ZeRO 2, codes": (2, {"bf16": True, "data_parallel_sharding_strategy": "optim_grads", **CODES}),
-    "offload": (1, {"bf16": True, "optimizer_cpu_offload": True}),
-    "ZeRO 3, offload": (2, {"bf16": True, "use_torch_fsdp2": True, "optimizer_cpu_offload": True}),
+    "ZeRO 2, codes": (2, {"bf16": True, **ZERO_2, **CODES}),
+    "offload": (1, {"bf16": True, **OFFLOAD}),
+    "ZeRO 3, offload": (2, {"bf16": True, **ZERO_3, **OFFLOAD}),
 }
 
 
-@pytest.mark.parametrize("name", rows(RESUMED, test=["distributed optimizer, codes", "ZeRO 3, bf16"]))
+@pytest.mark.parametrize("name", rows(RESUMED, test=["distributed optimizer, codes", "ZeRO 3, bf16, average"]))
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(gloo: Any, tmp_path: Path, name: str) -> None:
     ranks, flags = RESUMED[name]
     require_resumed_to_the_bit(gloo, tmp_path / "run", ranks, {**MUON, **flags})
 
 
-@pytest.mark.parametrize("layout", rows(SAVED, test=["DP2, distributed optimizer"]))
-def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(gloo: Any, once: Any, folder: Path, layout: str) -> None:
-    require_loaded_to_the_bit(gloo, once, folder, {"bf16": True, **MUON}, ALL[layout])
+SAVED = ["DP2, distributed optimizer", "DP2, ZeRO 2", "TP2", "PP2", "DP4 x EP2, ZeRO 3", "TP2 x DP2, ZeRO 3"]
 
 
-@pytest.mark.parametrize("layout", rows(["DP2, distributed optimizer", "TP2", "TP2 x DP2, ZeRO 3"], test=["TP2"]))
-def test_rounded_momenta_are_the_same_to_the_bit_on_every_layout(
-    gloo: Any, once: Any, folder: Path, layout: str
+@pytest.mark.parametrize("moments", rows(["fp32", "bf16"], test=["bf16"]))
+@pytest.mark.parametrize("layout", rows(SAVED, test=["TP2"]))
+def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(
+    gloo: Any, once: Any, folder: Path, layout: str, moments: str
 ) -> None:
-    rounded = folder / "rounded"
-    rounded.mkdir(exist_ok=True)
-    require_loaded_to_the_bit(gloo, once, rounded, {"bf16": True, **MUON, **BF16_MOMENTS}, ALL[layout])
+    flags = {"bf16": True, **MUON, **(BF16_MOMENTS if moments == "bf16" else {})}
+    require_loaded_to_the_bit(gloo, once, folder / moments, flags, ALL[layout])
 
 
 def refusal(flags: dict[str, Any], folder: str) -> str:
@@ -182,7 +168,7 @@ def counted(flags: dict[str, Any]) -> tuple[int, int]:
     from megatron_moe.training.muon import orthogonalize_gradients
     from tests.helpers.stepped_trainer import Trainer
 
-    trainer, sent = Trainer({**FLAGS, **flags}), [0]
+    trainer, sent = Trainer({**STORED, **flags}), [0]
     trainer.step()
     exchange = matrix_exchange.all_to_all_rows
 
@@ -212,7 +198,7 @@ def test_a_plan_has_what_muon_computes_and_sends(gloo: Any, layout: str) -> None
     from tests.helpers.stepped_trainer import TINY
 
     ranks, changes = PLANNED[layout]
-    flags = {**FLAGS, **MUON, **changes}
+    flags = {**STORED, **MUON, **changes}
     run = build({**TINY, **flags})
     (trace,) = trace_ranks(run, ranks, run.derived.padded_vocab_size(TINY["vocab_size"]), device="cpu", imbalance=1.0)
     found = gloo.run(ranks, counted, flags=flags)

@@ -15,45 +15,54 @@ import pytest
 import torch
 
 from megatron_moe.config.schema import Run, replace
-from tests.helpers.rows import rows
-from tests.model.test_build_ranks import MODELS
 from tests.numbers import reference_muon
 from tests.numbers.reference_adamw import AdamW, clipped, learning_rate
-from tests.training.test_optimizer_ranks import FLAGS, error, trained
+from tests.training.test_optimizer_ranks import (
+    BIASED,
+    DISTRIBUTED,
+    EXPERTS,
+    FLAGS,
+    error,
+    require_same_on_all_ranks,
+    trained,
+)
 
 pytestmark = pytest.mark.engine
 
 MUON = {**FLAGS, "optimizer": "muon", "muon_momentum": 0.7, "muon_fp32_matmul_prec": "highest"}
-DISTRIBUTED = {"use_distributed_optimizer": True}
-EXPERTS = {**MODELS["experts"], "moe_shared_expert_gate": True, "mtp_num_layers": 1}
-GROUPED = {**MODELS["experts"], "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": None}
-GROUPED |= {"group_query_attention": True, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 12}
+GROUPED = {**EXPERTS, "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": None, "kv_channels": 12}
+GROUPED |= {"group_query_attention": True, "num_query_groups": 2}
 BY_NAME = {
     "lr_mult": ("*.linear_qkv.weight=2", "*.experts.weight1=0.5"),
     "weight_decay_mult": ("*.linear_qkv.weight=0", "*.experts.weight2=3"),
 }
-# model, ranks, flags
+EACH_HEAD = {"muon_split_qkv_per_head": True}
+# model, ranks, flags: each of Muon's options once
 CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
-    "experts": (EXPERTS, 1, {}),
-    "experts, in bf16": (EXPERTS, 1, {"muon_fp32_matmul_prec": "medium"}),
-    "experts, bf16, distributed optimizer": (EXPERTS, 1, {"bf16": True, **DISTRIBUTED}),
-    "experts, DP2, distributed optimizer": (EXPERTS, 2, DISTRIBUTED),
-    "experts, DP2, fp16": (EXPERTS, 2, {"fp16": True}),
-    "query groups": (GROUPED, 1, {"muon_nesterov": True}),
-    "query groups, one matrix": (GROUPED, 1, {"muon_split_qkv": False, "muon_scale_mode": "unit_rms_norm"}),
-    "query groups, each head": (GROUPED, 1, {"muon_split_qkv_per_head": True}),
-    "latent heads": (EXPERTS, 1, {"muon_split_qkv_per_head": True, "qk_head_dim": 10, "v_head_dim": 6}),
-    "latent heads without a query's latent": (
+    "experts, latent heads, DP2, distributed optimizer": (
+        {**EXPERTS, "mtp_num_layers": 1},
+        2,
+        {**EACH_HEAD, "qk_head_dim": 10, "v_head_dim": 6, **DISTRIBUTED},
+    ),
+    "experts, heads without a query's latent, fp16": (
         {**EXPERTS, "q_lora_rank": None},
         1,
-        {"muon_split_qkv_per_head": True, "muon_scale_mode": "unit_rms_norm"},
+        {"fp16": True, **EACH_HEAD, "muon_scale_mode": "unit_rms_norm"},
     ),
-    "query groups, rates and decays by name": (GROUPED, 1, BY_NAME),
-    "query groups, DP2": (GROUPED, 2, {"muon_scale_mode": "shape_scaling", "muon_extra_scale_factor": 1.0}),
-    "biases and norms": (MODELS["grouped, biased"], 1, {"muon_coefficient_type": "simple", "muon_num_ns_steps": 4}),
+    "query groups, each head, bf16, distributed optimizer": (
+        GROUPED,
+        1,
+        {"bf16": True, "muon_fp32_matmul_prec": "medium", **EACH_HEAD, **DISTRIBUTED},
+    ),
+    "query groups, DP2, rates and decays by name": (GROUPED, 2, {"muon_nesterov": True, **BY_NAME}),
+    "query groups, one matrix": (
+        GROUPED,
+        1,
+        {"muon_split_qkv": False, "muon_scale_mode": "shape_scaling", "muon_extra_scale_factor": 1.0},
+    ),
+    "biases and norms": (BIASED, 1, {"muon_coefficient_type": "simple", "muon_num_ns_steps": 4}),
 }
-EITHER = ["experts, DP2, distributed optimizer", "query groups"]
-# The second step has a momentum; fp16's scale has doubled in the third. The schedule's steps are those of test_updates.
+# The second step has a momentum; fp16's scale has doubled in the third. The schedule: test_optimizer_ranks.py.
 STEPS, FP16_STEPS = 2, 3
 TOLERANCE = {"bf16": 2e-3, "fp16": 2e-3}
 
@@ -72,7 +81,7 @@ def multiple(words: Sequence[str] | None, name: str) -> float:
     return next((float(number) for pattern, number in pairs if fnmatchcase(name, pattern)), 1.0)
 
 
-@pytest.mark.parametrize("case", rows(CASES, test=EITHER))
+@pytest.mark.parametrize("case", CASES)
 def test_steps_are_those_of_singular_values(gloo: Any, case: str) -> None:
     model, ranks, flags = CASES[case]
     run = replace(Run(), **{**model, **MUON, **flags})
@@ -85,46 +94,47 @@ def test_steps_are_those_of_singular_values(gloo: Any, case: str) -> None:
     sizes["split_qkv"] = options.muon_split_qkv
     if options.muon_split_qkv_per_head:
         sizes["of_heads"] = rows_of_heads(run)
-    for result in gloo.run(ranks, trained, run=run, steps=FP16_STEPS if run.precision.fp16 else STEPS):
-        start = {name: weight.double() for name, weight in result["start"].items()}
-        adam = AdamW(start, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.3)
-        muons = {name for name in start if reference_muon.matrices(name, start[name], **sizes)}
-        assert 5 < len(muons) < len(start) - 3
-        momenta = {name: torch.zeros_like(start[name]) for name in muons}
-        before = start
-        for number, step in enumerate(result["steps"]):
-            rate = learning_rate(number, first=2e-3, peak=1e-2, least=1e-3, warm_up_steps=2, decay_steps=4)
-            gradients = clipped(step["gradients"], 0.2)
-            adam.step(gradients, rate)
-            for name, main in step["master weight"].items():
-                told = f"step {number}: {name}"
-                assert torch.equal(step["weights"][name], main.to(step["weights"][name].dtype)), told
-                if name not in muons:
-                    limit = 2 * tolerance * (adam.weights[name] - start[name]).norm() + 1e-6 * main.norm()
-                    assert (main.double() - adam.weights[name]).norm() < limit, told
-                    continue
-                momenta[name] = 0.7 * momenta[name] + 0.3 * gradients[name]
-                assert error(step["exp_avg"][name], momenta[name]) < tolerance, told
-                value = step["exp_avg"][name].double()
-                blur = 0.0
-                if options.muon_nesterov:
-                    value = 0.3 * gradients[name] + 0.7 * value
-                    blur = tolerance
-                of_value = reference_muon.matrices(name, value, **sizes)
-                of_main = reference_muon.matrices(name, main.double(), **sizes)
-                of_before = reference_muon.matrices(name, before[name].double(), **sizes)
-                for matrix, after, earlier in zip(of_value, of_main, of_before):
-                    rows = (matrix.shape[:-1].numel(), matrix.shape[-1])
-                    matrix, after, earlier = (one.reshape(rows) for one in (matrix, after, earlier))
-                    own_rate, decay = (multiple(words, name) for words in (options.lr_mult, options.weight_decay_mult))
-                    own_rate *= rate
-                    factor = own_rate * reference_muon.scale(
-                        *rows, options.muon_scale_mode, options.muon_extra_scale_factor
-                    )
-                    wanted = earlier * (1 - own_rate * 0.3 * decay)
-                    wanted -= factor * reference_muon.orthogonalized(matrix, steps)
-                    most = 3.0 if unit > 1e-3 else 10.0
-                    expected = reference_muon.expected_error(matrix, steps, max(unit, blur))
-                    expected += unit * min(rows) ** 0.5  # the scaled result is rounded once more
-                    assert (after - wanted).norm() < most * factor * expected + 2e-7 * wanted.norm(), told
-            before = step["master weight"]
+    results = gloo.run(ranks, trained, run=run, steps=FP16_STEPS if run.precision.fp16 else STEPS)
+    require_same_on_all_ranks(results)
+    start = {name: weight.double() for name, weight in results[0]["start"].items()}
+    adam = AdamW(start, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.3)
+    muons = {name for name in start if reference_muon.matrices(name, start[name], **sizes)}
+    assert 5 < len(muons) < len(start) - 3
+    momenta = {name: torch.zeros_like(start[name]) for name in muons}
+    before = start
+    for number, step in enumerate(results[0]["steps"]):
+        rate = learning_rate(number, first=2e-3, peak=1e-2, least=1e-3, warm_up_steps=2, decay_steps=4)
+        gradients = clipped(step["gradients"], 0.2)
+        adam.step(gradients, rate)
+        for name, main in step["master weight"].items():
+            told = f"step {number}: {name}"
+            assert torch.equal(step["weights"][name], main.to(step["weights"][name].dtype)), told
+            if name not in muons:
+                limit = 2 * tolerance * (adam.weights[name] - start[name]).norm() + 1e-6 * main.norm()
+                assert (main.double() - adam.weights[name]).norm() < limit, told
+                continue
+            momenta[name] = 0.7 * momenta[name] + 0.3 * gradients[name]
+            assert error(step["exp_avg"][name], momenta[name]) < tolerance, told
+            value = step["exp_avg"][name].double()
+            blur = 0.0
+            if options.muon_nesterov:
+                value = 0.3 * gradients[name] + 0.7 * value
+                blur = tolerance
+            of_value = reference_muon.matrices(name, value, **sizes)
+            of_main = reference_muon.matrices(name, main.double(), **sizes)
+            of_before = reference_muon.matrices(name, before[name].double(), **sizes)
+            own_rate, decay = (multiple(words, name) for words in (options.lr_mult, options.weight_decay_mult))
+            own_rate *= rate
+            for matrix, after, earlier in zip(of_value, of_main, of_before):
+                rows = (matrix.shape[:-1].numel(), matrix.shape[-1])
+                matrix, after, earlier = (one.reshape(rows) for one in (matrix, after, earlier))
+                factor = own_rate * reference_muon.scale(
+                    *rows, options.muon_scale_mode, options.muon_extra_scale_factor
+                )
+                wanted = earlier * (1 - own_rate * 0.3 * decay)
+                wanted -= factor * reference_muon.orthogonalized(matrix, steps)
+                most = 3.0 if unit > 1e-3 else 10.0
+                expected = reference_muon.expected_error(matrix, steps, max(unit, blur))
+                expected += unit * min(rows) ** 0.5  # the scaled result is rounded once more
+                assert (after - wanted).norm() < most * factor * expected + 2e-7 * wanted.norm(), told
+        before = step["master weight"]
