@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import re
 import sys
-import tokenize
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -77,40 +75,12 @@ def test_a_short_file_with_one_reader_belongs_to_its_reader():
     assert waiting_rooms == {}
 
 
-# ---- words
-
-# Words of a private dialect, and what to write instead.
-DIALECT = {
-    r"told|tells?": "reports, prints, says",
-    r"stands(?! for| in for)": "is, is written",
-    r"lies": "is, is stored",
-    r"beside": "next to, in addition to",
-    r"whereabouts|sightings?|smells?": "the field's word",
-}
-
-
-def prose(path: Path) -> str:
-    """Docstrings and comments of a file."""
-    found = []
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            found.append(node.value.value)
-    with open(path, "rb") as file:
-        found += [token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
-    return "\n".join(found)
-
-
-@pytest.mark.parametrize("words", DIALECT)
-def test_docstrings_and_comments_use_the_fields_words(words):
-    pattern = re.compile(rf"\b(?:{words})\b", re.IGNORECASE)
-    paths = [*sources("megatron_moe", "tools"), ROOT / "pretrain_moe.py"]
-    found = {name_of(path): pattern.findall(prose(path)) for path in paths}
-    assert {name: words for name, words in found.items() if words} == {}, f"write {DIALECT[words]}"
-
-
 # ---- a token's way
 
 EVERYTHING = {
+    "num_layers": 2,
+    "moe_layer_freq": "[0,1]",
+    "seq_length": 32,
     "moe_expert_capacity_factor": 2.0,
     "moe_pad_expert_input_to_capacity": True,
     "moe_input_jitter_eps": 0.01,

@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.crash_points import CALLS, REFUSED, Fault, Trials, content, strace_is_missing, trial, what_is_wrong
+from tests.checkpoint.crash_points import (
+    CALLS,
+    REFUSED,
+    Fault,
+    Trials,
+    content,
+    strace_is_missing,
+    trial,
+    what_is_wrong,
+)
+from tests.helpers.ranks import RankParent
 
 MODES = {
     "first save": (2, {}),
@@ -19,13 +29,13 @@ MODES = {
     "with retention, async": (4, {"keep_last_k": 1, "async_save": True}),
 }
 DISK_LEVELS = 21
-FILE_LIMITS = (0, 1000, 100_000, 500_000, 1_000_000)
+FILE_LIMITS = (0, 1000, 20_000, 100_000, 200_000)
 
 
 @pytest.fixture(scope="module")
-def trials() -> Iterator[Trials]:
-    with Trials() as server:
-        yield server
+def trials(rank_parent: RankParent) -> Iterator[Trials]:
+    with Trials(rank_parent) as trials:
+        yield trials
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +15,8 @@ from megatron_moe.checkpoint.load import verified
 from megatron_moe.checkpoint.plan import plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import build
-from tests.helpers import damage
-from tests.helpers.trained_steps import TINY, tensors, trained
+from tests.checkpoint import damage
+from tests.helpers.trained_steps import TINY, trained
 
 FLIPS, TRUNCATIONS, ZEROED_PAGES = 1000, 200, 200
 
@@ -72,35 +71,3 @@ def test_all_damage_is_found_before_a_weight_is_used(alone, root, scaled, figure
     for kind, trials in found.trials.items():
         figure(f"R4 {kind}", trials=trials, failures=found.missed[kind])
     assert found.first == {}
-
-
-def read_by_torch(step: Path) -> str | None:
-    """None where torch and json read every file of a step without an error: today's formats see nothing."""
-    try:
-        tensors(step)
-        for path in (step / "common.pt", *sorted((step / "rng").iterdir())):
-            torch.load(path, weights_only=True)
-        for path in step.glob("*.json"):
-            json.loads(path.read_bytes())
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        return f"{type(error).__name__}"
-    return None
-
-
-def test_what_the_formats_miss_without_a_manifest(root, scaled, figure):
-    """The same trials with the protection off, so that it is known that they can fail."""
-    step, rng = root / "iter_0000002", random.Random(5)
-    sound = damage.content(step)
-    del sound["manifest.json"]
-    trials = itertools.chain(
-        damage.flips(sound, scaled(TRUNCATIONS, 20), rng),
-        damage.truncations(sound, scaled(TRUNCATIONS, 20), rng),
-        damage.zeroed_pages(sound, scaled(ZEROED_PAGES, 20), rng),
-    )
-    missed = damage.tally(step, trials, lambda one: "read without an error" if read_by_torch(step) is None else None)
-    for kind, number in missed.trials.items():
-        figure(f"R4 without a manifest: {kind} missed", trials=number, failures=missed.missed[kind])
-    assert missed.missed["flipped bit"] > missed.trials["flipped bit"] // 2
-    assert read_by_torch(step) is None

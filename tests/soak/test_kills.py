@@ -42,7 +42,7 @@ def killed_until(
     while (done := sum(len(job.kills) for job in jobs)) < number:
         job = kills.killed_job(
             launcher, folder / f"killed{len(jobs)}", [*argv, *saving], world_size, rng,
-            kills=min(10, number - done), horizon=horizon * whole.seconds,
+            kills=min(10, number - done), moment=lambda _: launcher.wait(rng.uniform(0.0, horizon * whole.seconds)),
         )  # fmt: skip
         found += kills.differences(job, oracle, most_lost)
         jobs.append(job)

@@ -1,4 +1,4 @@
-"""R5, R6 and R12 at full size: every pair of layouts, chains, data-parallel sizes, fifty incarnations."""
+"""R5, R6 and R12 at full size: every pair of layouts, data-parallel sizes, fifty incarnations."""
 
 from __future__ import annotations
 
@@ -52,32 +52,6 @@ def test_every_pair_of_layouts(
         if found:
             wrong.append(f"{first} to {second}: {found}")
     figure(f"R5 pairs, {mode}", trials=len(chosen), failures=len(wrong), furthest_next_loss=furthest)
-    assert wrong == []
-
-
-CHAINS = [
-    [(1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 1, 1)],
-    [(2, 2, 1), (1, 1, 4), (2, 1, 2), (2, 2, 1)],
-    [(1, 2, 2), (2, 1, 1), (1, 1, 4), (1, 2, 2)],
-]
-
-
-@pytest.mark.parametrize("mode", cases.MODES)
-def test_chains_come_back_to_the_bits_they_began_with(
-    gloo: Any, tmp_path: Path, mode: str, figure: Callable[..., None]
-) -> None:
-    flags = {**cases.MODES[mode], "data_path": (cases.corpus(tmp_path),)}
-    wrong = []
-    for number, chain in enumerate(CHAINS):
-        place = tmp_path / f"{number}-0"
-        recorded = begin(gloo, place, flags, cases.LAYOUTS[chain[0]])
-        first = place / "iter_0000002"
-        for stop, layout in enumerate(chain[1:], start=1):
-            source, place = place, tmp_path / f"{number}-{stop}"
-            record = go(gloo, place, flags, source, cases.LAYOUTS[layout])
-        wrong += [f"chain {number}: {what}" for what in cases.compared(first, place / "iter_0000002")]
-        wrong += [f"chain {number}: {what}" for what in recorded if recorded[what] != record[what]]
-    figure(f"R5 chains, {mode}", trials=len(CHAINS), failures=len(wrong))
     assert wrong == []
 
 
@@ -144,7 +118,7 @@ def test_every_pair_of_data_parallel_sizes_reads_one_order(
     gloo: Any, tmp_path: Path, figure: Callable[..., None]
 ) -> None:
     """R6. The hash of a step covers the numbers and the content of its samples; the order in it is another matter,
-    which tests/data/test_batches_order.py looks at."""
+    which tests/data/test_batches.py looks at."""
     ramp = {"rampup_batch_size": (4, 4, 24), "global_batch_size": 12}
     wrong, trials = [], 0
     for flags in ({}, ramp):

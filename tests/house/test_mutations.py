@@ -1,0 +1,38 @@
+"""The list of mutations (tests/soak/mutations.yaml) fits the code and the tests; `make soak` plants them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from tests.helpers.sources import ROOT, tree
+from tests.soak.mutations import LISTED, PACKAGE, place, sites
+
+
+def test_every_mutation_has_a_place_and_names_a_test() -> None:
+    assert [str(mutation) for mutation in LISTED if str(mutation) not in _places(mutation.file)] == []
+    tests = [by for by in LISTED.values() if not by.startswith("doctor ")]
+    assert [by for by in tests if by.partition("::")[2] not in _tests(by.partition("::")[0])] == []
+
+
+@cache
+def _places(file: str) -> set[str]:
+    return {str(site.mutation) for site in sites(file)}
+
+
+@cache
+def _tests(path: str) -> set[str]:
+    file = ROOT / "tests" / path
+    return {getattr(node, "name", "") for node in tree(file).body} if file.is_file() else set()
+
+
+def test_a_mutation_changes_one_expression(tmp_path) -> None:
+    file = tmp_path / PACKAGE / "moe" / "sums.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def total(a, b=1):\n    if a > b:\n        a = a.float()\n    return a - b\n")
+    changed = {str(site.mutation): site.applied(file.read_bytes()).decode() for site in sites("moe/sums.py", tmp_path)}
+    assert "return (a + b)" in changed["moe/sums.py total arithmetic 0"]
+    assert "if (not a > b)" in changed["moe/sums.py total condition 0"]
+    assert "if (a >= b)" in changed["moe/sums.py total comparison 0"]
+    assert "b=2" in changed["moe/sums.py total constant 0"]
+    assert "return (b)" in changed["moe/sums.py total operand 1"]
+    assert place(next(iter(LISTED))).mutation in LISTED
