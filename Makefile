@@ -52,11 +52,10 @@ test-all: $(STAMP) ## run every row of every matrix, with both ways in which a C
 soak: $(STAMP) ## the long runs of docs/reliability.md: kills, faults, corruption (ARGS="tests/soak/test_kills.py --soak-scale 0.1")
 	$(QUIET_THREADS) $(RUN) -m pytest -q --durations=0 $(if $(filter tests/%,$(ARGS)),,tests/soak) $(ARGS)
 
-check: $(STAMP) ## style, format, types, architecture, the page of flags
+check: $(STAMP) ## style, format, types, the page of flags
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest -q tests/house
 	$(RUN) -m tests.helpers.flags_page --check
 
 BENCH ?= moe_layer

@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = any("::" in argument for argument in config.args)
     if not named:
-        _require_a_row_of_each(items)
+        require_a_row_of_each(items)
     wanted = [item for item in items if _is_wanted(config, item, every_row=named or config.getoption("--all"))]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
     items[:] = wanted
@@ -65,7 +65,7 @@ def _is_wanted(config: pytest.Config, item: pytest.Item, every_row: bool) -> boo
     return every_row or not marked("test_all")
 
 
-def _require_a_row_of_each(items: list[pytest.Item]) -> None:
+def require_a_row_of_each(items: list[pytest.Item]) -> None:
     """Refuse a mark that hides a whole test: `make test` runs a row of each, or the test that the mark names instead.
 
     Without this, a red test could be marked until it is no longer seen.
