@@ -13,7 +13,7 @@ import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,16 @@ def _common(step: Path, bomb: Bomb) -> None:
     (step / "common.pt").write_bytes(saved({"optimizer": bomb}))
 
 
-def _metadata(step: Path, bomb: Bomb) -> None:
+@contextlib.contextmanager
+def _changed_index(step: Path) -> Iterator[Any]:
     metadata = pickle.loads((step / ".metadata").read_bytes())
-    metadata.planner_data = bomb
+    yield metadata
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _metadata(step: Path, bomb: Bomb) -> None:
+    with _changed_index(step) as metadata:
+        metadata.planner_data = bomb
 
 
 def _append(step: Path, content: bytes) -> _StorageInfo:
@@ -65,18 +71,16 @@ def _append(step: Path, content: bytes) -> _StorageInfo:
 
 
 def _byte_object(step: Path, bomb: Bomb) -> None:
-    metadata = pickle.loads((step / ".metadata").read_bytes())
-    metadata.state_dict_metadata["rerun_state"] = BytesStorageMetadata()
-    metadata.storage_data[MetadataIndex("rerun_state")] = _append(step, saved(bomb))
-    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    with _changed_index(step) as metadata:
+        metadata.state_dict_metadata["rerun_state"] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex("rerun_state")] = _append(step, saved(bomb))
 
 
 def _tensor_item(step: Path, bomb: Bomb) -> None:
-    metadata = pickle.loads((step / ".metadata").read_bytes())
-    for index in metadata.storage_data:
-        if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
-            metadata.storage_data[index] = _append(step, saved(bomb))
-    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    with _changed_index(step) as metadata:
+        for index in metadata.storage_data:
+            if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
+                metadata.storage_data[index] = _append(step, saved(bomb))
 
 
 def _random_states(step: Path, bomb: Bomb) -> None:
@@ -99,10 +103,9 @@ def _zip_slip(step: Path, bomb: Bomb) -> None:
     (step / "common.pt").write_bytes(content.getvalue())
     outside = step.parent / "outside.distcp"
     outside.write_bytes(saved(bomb))
-    metadata = pickle.loads((step / ".metadata").read_bytes())
-    for info in metadata.storage_data.values():
-        info.relative_path, info.offset, info.length = "../outside.distcp", 0, outside.stat().st_size
-    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    with _changed_index(step) as metadata:
+        for info in metadata.storage_data.values():
+            info.relative_path, info.offset, info.length = "../outside.distcp", 0, outside.stat().st_size
 
 
 def _link_out(step: Path, bomb: Bomb) -> None:

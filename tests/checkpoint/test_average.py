@@ -9,8 +9,6 @@ import torch
 
 from megatron_moe.checkpoint.average import boxes_of_range
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.mark.parametrize("shape", [(7,), (1, 5), (4, 3), (3, 1), (2, 3, 4), (3, 2, 1, 2)])
 def test_the_boxes_of_a_range_have_its_elements_in_their_order(shape):

@@ -1,4 +1,4 @@
-"""What is saved is what was trained, bit for bit, in every layout that reads it."""
+"""What is saved is what was trained, bit for bit; what lacks a tensor or would be rounded twice is refused."""
 
 from __future__ import annotations
 
@@ -7,70 +7,89 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers import trained_steps
 from tests.helpers.checkpoint_steps import seal
-from tests.helpers.rows import rows
-from tests.helpers.trained_steps import LAYOUTS, OPTIMIZERS, differing, refusal, tensors, trained
+from tests.helpers.trained_steps import SMALL, differing, main_weights, tensors
+
+BIAS = "decoder.layers.1.mlp.router.expert_bias"
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize("optimizer", rows(OPTIMIZERS, test=["bf16, distributed"]))
-def test_a_checkpoint_travels_through_all_layouts_and_comes_back_equal(gloo, tmp_path, optimizer):
-    flags = OPTIMIZERS[optimizer]
-    first = gloo.run(2, trained, flags={**flags, **LAYOUTS["EP2"][1], "save": str(tmp_path / "0")})[0]["checkpoint"]
-    original = tensors(first)
-    assert {value.dtype for key, value in original.items() if "expert_bias" in key} == {torch.float32}
-    assert any(value.any() for key, value in original.items() if "expert_bias" in key)
-    for number, layout in enumerate(("one rank", "TP2", "PP2", "EP2"), start=1):
-        world_size, sizes = LAYOUTS[layout]
-        # nothing is left to train: the run loads, and saves what it has loaded
-        source, target = str(tmp_path / str(number - 1)), str(tmp_path / str(number))
-        gloo.run(world_size, trained, flags={**flags, **sizes, "load": source, "save": target})
-        assert differing(original, tensors(f"{target}/iter_0000003")) == [], layout
+def trained(flags: dict[str, Any]) -> dict[str, Any]:
+    return trained_steps.trained({**SMALL, **flags})
+
+
+def moved(flags: dict[str, Any]) -> None:
+    trained_steps.moved({**SMALL, **flags})
+
+
+def refusal(flags: dict[str, Any]) -> str:
+    return trained_steps.refusal({**SMALL, **flags})
+
+
+def own_weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in state.items() if not key.startswith("optimizer.") and "bias" not in key}
+
+
+@pytest.fixture(scope="module")
+def saved(gloo, folder):
+    """A run's folder with a step of bf16 weights."""
+    gloo.run(1, trained, flags={"bf16": True, "use_distributed_optimizer": True, "save": str(folder / "saved")})
+    return str(folder / "saved")
 
 
 @pytest.mark.engine
 def test_buckets_do_not_shift_what_a_distributed_optimizer_saves(gloo, tmp_path):
     # Small buckets end with padding in the middle of the buffer, where the engine forgets it.
     flags = {
-        "bf16": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 3000,
+        "bf16": True,
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "ddp_bucket_size": 3000,
         "save": str(tmp_path),
-    }  # fmt: skip
-    step = gloo.run(2, trained, flags=flags)[0]["checkpoint"]
-    state = tensors(step)
-    weights = {key: value for key, value in state.items() if not key.startswith("optimizer.") and "bias" not in key}
-    assert len(weights) > 40
+    }
+    state = tensors(gloo.run(2, trained, flags=flags)[0]["checkpoint"])
+    weights = own_weights(state)
+    assert len(weights) > 20
     for key, weight in weights.items():
         main = state[f"optimizer.state.param.{key}"]
         assert main.dtype == torch.float32 and torch.equal(main.to(torch.bfloat16), weight), key
 
 
-def test_weights_alone_start_a_new_run(gloo, tmp_path):
-    flags = {"bf16": True, "use_distributed_optimizer": True}
-    saved = gloo.run(1, trained, flags={**flags, "save": str(tmp_path / "0")})[0]["checkpoint"]
-    # another optimizer, a learning rate that moves nothing: the weights that come out are those that went in
-    for name, change in {"finetune": {"finetune": True}, "no_load_optim": {"no_load_optim": True}}.items():
-        target = str(tmp_path / name)
-        new = {**flags, "use_distributed_optimizer": False, "lr": 1e-30, "train_iters": 4, **change}
-        step = gloo.run(1, trained, flags={**new, "load": str(tmp_path / "0"), "save": target})[0]["checkpoint"]
-        unequal = [key for key in differing(tensors(saved), tensors(step)) if not key.startswith("optimizer.")]
-        assert unequal and all(key.endswith("expert_bias") for key in unequal), name
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("start", "half"), [("finetune", "fp16"), ("no_load_optim", "bf16")], ids=["other dtype", "same dtype"]
+)
+def test_weights_alone_start_a_new_run_rounded_once_from_the_main_weights(gloo, saved, tmp_path, start, half):
+    gloo.run(1, moved, flags={half: True, "load": saved, "save": str(tmp_path), start: True, "train_iters": 4})
+    (first, *_) = sorted(tmp_path.glob("iter_*"))
+    original = tensors(f"{saved}/iter_0000003")
+    weights = own_weights(tensors(first))
+    assert weights.keys() == own_weights(original).keys()
+    dtype = torch.float16 if half == "fp16" else torch.bfloat16
+    for key, weight in weights.items():
+        assert torch.equal(weight, original[f"optimizer.state.param.{key}"].to(dtype)), key
 
 
 @pytest.mark.engine
 def test_a_step_that_lacks_a_tensor_or_has_one_too_many_is_refused_with_its_names(gloo, tmp_path):
-    gloo.run(1, trained, flags={"save": str(tmp_path)})
-    config = tmp_path / "iter_0000003" / "config.json"
-    saved = config.read_text()
-    config.write_text(saved.replace('"num_layers": 4', '"num_layers": 3').replace("[0]+[1]*3", "[0]+[1]*2"))
-    # the configuration was falsified, so only the tensors can tell; both ranks do
-    seal(tmp_path / "iter_0000003", 3)
-    flags = {"load": str(tmp_path), "num_layers": 3, "moe_layer_freq": "[0]+[1]*2", "train_iters": 4}
-    for message in gloo.run(2, refusal, flags={**flags, "expert_model_parallel_size": 2}):
-        assert "in the checkpoint, but not in the model: decoder.layers.3.mlp.experts" in message
-    config.write_text(saved.replace('"num_layers": 4', '"num_layers": 5').replace("[0]+[1]*3", "[0]+[1]*4"))
-    seal(tmp_path / "iter_0000003", 3)
-    for message in gloo.run(1, refusal, flags={**flags, "num_layers": 5, "moe_layer_freq": "[0]+[1]*4"}):
-        assert "not in the checkpoint: decoder.layers.4.mlp.router.expert_bias" in message
+    three = {"num_layers": 3, "moe_layer_freq": "[0]+[1]*2"}
+    gloo.run(1, trained, flags={**three, "save": str(tmp_path), "train_iters": 1})
+    config = tmp_path / "iter_0000001" / "config.json"
+    content = config.read_text()
+
+    def falsified(layers: int) -> dict[str, Any]:
+        """Only the tensors can tell that the step is of another model."""
+        frequency = f"[0]+[1]*{layers - 1}"
+        other = content.replace('"num_layers": 3', f'"num_layers": {layers}').replace("[0]+[1]*2", frequency)
+        config.write_text(other)
+        seal(tmp_path / "iter_0000001", 1)
+        return {"load": str(tmp_path), "num_layers": layers, "moe_layer_freq": frequency, "train_iters": 2}
+
+    for message in gloo.run(2, refusal, flags={**falsified(2), "expert_model_parallel_size": 2}):
+        assert "in the checkpoint, but not in the model: decoder.layers.2.mlp.experts" in message
+    (message,) = gloo.run(1, refusal, flags=falsified(4))
+    assert "not in the checkpoint: decoder.layers.3.mlp.router.expert_bias" in message
 
 
 def saved_with_a_rounded_bias(flags: dict[str, Any]) -> dict[str, Any]:
@@ -92,19 +111,47 @@ def saved_with_a_rounded_bias(flags: dict[str, Any]) -> dict[str, Any]:
         writer.stage = stage
 
 
-def test_a_rounded_bias_is_loaded_with_a_loud_warning_that_stays_on_record(gloo, tmp_path, capfd):
+def test_a_rounded_bias_is_loaded_with_a_loud_warning_that_stays_on_record(gloo, tmp_path):
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     gloo.run(1, saved_with_a_rounded_bias, flags={"bf16": True, "save": str(first)})
     common = {"bf16": True, "lr": 1e-30, "moe_router_bias_update_rate": 0.0}
     (summary,) = gloo.run(1, trained, flags={**common, "load": str(first), "save": str(second), "train_iters": 4})
-    assert len(summary["precision_warnings"]) == 3  # one per MoE layer
-    warning = summary["precision_warnings"][0]
-    assert warning.startswith("PRECISION WARNING: decoder.layers.1.mlp.router.expert_bias is torch.bfloat16")
+    (warning,) = summary["precision_warnings"]  # one per MoE layer
+    assert warning.startswith(f"PRECISION WARNING: {BIAS} is torch.bfloat16")
     # It was widened, not rounded once more, and is fp32 from then on.
-    was, now = tensors(first / "iter_0000003"), tensors(second / "iter_0000004")
-    key = "decoder.layers.1.mlp.router.expert_bias"
-    assert now[key].dtype == torch.float32 and was[key].dtype == torch.bfloat16
-    assert torch.equal(now[key], was[key].float())
+    was, now = tensors(first / "iter_0000003")[BIAS], tensors(second / "iter_0000004")[BIAS]
+    assert (was.dtype, now.dtype) == (torch.bfloat16, torch.float32) and torch.equal(now, was.float())
     (summary,) = gloo.run(1, trained, flags={**common, "load": str(second), "save": str(third), "train_iters": 5})
-    assert len(summary["precision_warnings"]) == 3 and summary["precision_warnings"][0] == warning
+    assert summary["precision_warnings"] == [warning]
     assert "precision_warnings" in (third / "iter_0000005" / "state.json").read_text()
+
+
+def test_other_kept_modules_need_the_main_weights_and_go_on_from_them(gloo, tmp_path):
+    flags = {"bf16": True, "keep_fp32": ["norms"]}
+    full, bare = str(tmp_path / "full"), str(tmp_path / "bare")
+    step = gloo.run(1, trained, flags={**flags, "save": full})[0]["checkpoint"]
+    gloo.run(1, trained, flags={**flags, "save": bare, "no_save_optim": True, "train_iters": 1})
+    # the same modules in other words are the same model
+    gloo.run(1, trained, flags={**flags, "load": full, "keep_fp32": ["*layernorm"]})
+    for change, said in (
+        ({"keep_fp32": None}, "--keep-fp32: checkpoint ['norms']"),
+        ({"keep_fp32": ["norms", "router"]}, "--keep-fp32: checkpoint ['norms']"),
+        ({"bf16": False, "fp16": True}, "--bf16: checkpoint True, this run False"),
+    ):
+        (message,) = gloo.run(1, refusal, flags={**flags, **change, "load": bare, "finetune": True})
+        assert said in message and "never cast silently" in message and "--dtype" in message
+    other = {**flags, "keep_fp32": ["router"], "load": full, "save": str(tmp_path / "other")}
+    gloo.run(1, moved, flags={**other, "train_iters": 4})
+    before, after = tensors(step), tensors(tmp_path / "other" / "iter_0000003")
+    assert differing(main_weights(before), main_weights(after)) == []
+    changed = differing(own_weights(before), own_weights(after))
+    assert changed and all(key.endswith(("norm.weight", "router.weight")) for key in changed)
+
+
+def test_a_weight_beyond_fp16_is_refused_by_its_name(gloo, tmp_path):
+    large = {"bf16": True, "save": str(tmp_path), "init_method_std": 40000.0, "train_iters": 1, "on_nan": "skip"}
+    gloo.run(2, trained, flags=large)
+    for message in gloo.run(2, refusal, flags={"fp16": True, "load": str(tmp_path)}):
+        assert "fp16: 65504" in message and "embedding.word_embeddings.weight: " in message
+        assert "layernorm" not in message
+    gloo.run(2, trained, flags={"load": str(tmp_path), "train_iters": 1})

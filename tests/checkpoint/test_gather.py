@@ -19,9 +19,7 @@ from megatron_moe.checkpoint.gather import GATHERED_BYTES
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.platform import page_locked
 from tests.helpers.rows import rows
-from tests.helpers.trained_steps import OPTIMIZERS, TINY
-
-pytestmark = pytest.mark.engine
+from tests.helpers.trained_steps import OPTIMIZERS, SMALL, TINY
 
 MIB = 2**20
 SAVED: dict[str, dict[str, Any]] = {
@@ -133,10 +131,11 @@ def allocated(flags: dict[str, Any]) -> tuple[int, int]:
 
     with mock.patch.object(gather.platform, "host_memory", counted, create=True):
         assert writer.platform is gather.platform
-        pretrain(build({**TINY, **flags}))
+        pretrain(build({**TINY, **SMALL, **flags}))
     return asked[True], sum(asked.values())
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("optimizer", rows(SAVED, test=["bf16, distributed"]))
 def test_a_save_takes_the_host_memory_that_is_planned(gloo, tmp_path: Path, optimizer, background):
@@ -147,7 +146,7 @@ def test_a_save_takes_the_host_memory_that_is_planned(gloo, tmp_path: Path, opti
         "async_save": background,
         "save": str(tmp_path),
     }
-    run = build({**TINY, **flags})
+    run = build({**TINY, **SMALL, **flags})
     traces = trace_ranks(run, 2, run.derived.padded_vocab_size(257), device="cpu", imbalance=1.0)
     plan = saving_memory(run, traces, gpus_per_node=2)
     found = gloo.run(2, allocated, flags=flags)

@@ -7,18 +7,19 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron_moe.checkpoint import folder, load, manifest
+from megatron_moe.checkpoint import folder, load
 from megatron_moe.checkpoint.plan import plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.report.jsonl import read_events
-from tests.helpers import damage
+from tests.checkpoint import damage
 from tests.helpers.checkpoint_steps import make_step
-from tests.helpers.trained_steps import TINY, trained
+from tests.helpers.trained_steps import SMALL, TINY, trained
 
 
 @pytest.fixture
@@ -29,17 +30,13 @@ def alone() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def found(flags: dict[str, Any], round_seconds: float | None = None) -> tuple[str | None, list[str], list[str]]:
+def found(flags: dict[str, Any], round_seconds: float = 10.0) -> tuple[str | None, list[str], list[str]]:
     """Name of the step that these flags load, or the error; the warnings; the lines of progress. On any rank."""
-    from megatron_moe.checkpoint import load
-    from megatron_moe.checkpoint.plan import plan
-
-    if round_seconds is not None:
-        load.ROUND_SECONDS = round_seconds
     told: list[str] = []
     run = replace(Run(), **flags)
     try:
-        chosen = load.verified(run, plan(run), told.append)
+        with mock.patch.object(load, "ROUND_SECONDS", round_seconds):
+            chosen = load.verified(run, plan(run), told.append)
     except ConfigError as error:
         return str(error), [], told
     return chosen.source.step.name if chosen.source else None, chosen.warnings, told
@@ -58,7 +55,6 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.engine
 def test_the_newest_sound_step_is_taken_and_the_damaged_one_named(alone, root):
     assert found({"load": str(root)}) == ("iter_0000150", [], [])
     flip(root / "iter_0000150" / "__1_0.distcp")
@@ -74,7 +70,6 @@ def test_the_newest_sound_step_is_taken_and_the_damaged_one_named(alone, root):
     assert "none of its 3 steps can be loaded" in message and "rng/rank_00000.pt" in message
 
 
-@pytest.mark.engine
 def test_a_step_that_was_asked_for_is_an_error_where_it_is_damaged(alone, root):
     flip(root / "iter_0000100" / ".metadata")
     message, _, _ = found({"load": str(root), "ckpt_step": 100})
@@ -83,7 +78,6 @@ def test_a_step_that_was_asked_for_is_an_error_where_it_is_damaged(alone, root):
     assert found({"load": str(root), "ckpt_step": 150})[0] == "iter_0000150"
 
 
-@pytest.mark.engine
 def test_going_back_does_not_meet_the_damaged_step_when_saving(alone, root):
     flip(root / "iter_0000150" / "__0_0.distcp")
     run = replace(Run(), load=str(root), save=str(root))
@@ -91,7 +85,6 @@ def test_going_back_does_not_meet_the_damaged_step_when_saving(alone, root):
     assert chosen.continues and chosen.start_iteration == 100
 
 
-@pytest.mark.engine
 def test_without_verification_damage_goes_unseen_but_that_is_said_loudly(alone, root):
     flip(root / "iter_0000150" / "__1_0.distcp")
     step, (warning,), _ = found({"load": str(root), "verify_checkpoint": False})
@@ -99,11 +92,10 @@ def test_without_verification_damage_goes_unseen_but_that_is_said_loudly(alone, 
     assert "CHECKPOINT WARNING" in warning and "NOT VERIFIED (--no-verify-checkpoint)" in warning
 
 
-@pytest.mark.engine
 def test_every_rank_hashes_a_share_and_all_agree(gloo, root):
     flip(root / "iter_0000150" / "__1_0.distcp")
-    results = gloo.run(3, found, flags={"load": str(root)})
-    assert all(result == results[0] for result in results)
+    results = gloo.run(2, found, flags={"load": str(root)})
+    assert results[0] == results[1]
     assert results[0][0] == "iter_0000100" and "__1_0.distcp" in results[0][1][0]
 
 
@@ -139,41 +131,30 @@ def test_every_kind_of_damage_is_found_and_its_file_named(alone, root):
     step, rng = root / "iter_0000150", random.Random(4)
     sound, earlier = damage.content(step), damage.content(root / "iter_0000100")
     damages = itertools.chain(
-        damage.flips(sound, 60, rng),
-        damage.truncations(sound, 20, rng),
-        damage.zeroed_pages(sound, 20, rng),
+        damage.flips(sound, 24, rng),
+        damage.truncations(sound, 8, rng),
+        damage.zeroed_pages(sound, 8, rng),
         damage.misplaced(sound, earlier),
     )
     result = damage.tally(step, damages, lambda one: complaint(root, one))
     assert result.first == {}
-    assert len(result.trials) == 7 and sum(result.trials.values()) > 130
+    assert len(result.trials) == 7 and sum(result.trials.values()) > 70
     assert found({"load": str(root)}) == ("iter_0000150", [], [])
 
 
-def test_the_trials_of_damage_can_fail(alone, root, monkeypatch):
-    """Without the content check most flipped bits go unseen."""
-    monkeypatch.setattr(manifest, "checked_content", lambda step, names: iter(()))
-    step = root / "iter_0000150"
-    flipped = damage.flips(damage.content(step), 40, random.Random(4))
-    assert damage.tally(step, flipped, lambda one: complaint(root, one)).missed["flipped bit"] > 20
-
-
-@pytest.mark.engine
 def test_what_was_verified_is_told_and_is_no_warning(alone, root):
     run = replace(Run(), load=str(root))
     chosen = load.verified(run, plan(run), print)
     assert f"verified {root / 'iter_0000150'}: 9 files" in chosen.notes[-1] and chosen.warnings == []
 
 
-@pytest.mark.engine
 def test_nothing_is_verified_where_there_is_nothing_to_load(alone, tmp_path):
     none = str(tmp_path / "none")
     assert found({"load": none, "save": none}) == (None, [], [])
 
 
-@pytest.mark.engine
 def test_a_run_goes_on_from_the_step_before_and_its_summary_says_so(gloo, alone, tmp_path):
-    flags = {"num_layers": 1, "moe_layer_freq": "[1]", "save_interval": 1, "expert_model_parallel_size": 2}
+    flags = {**SMALL, "save_interval": 1, "expert_model_parallel_size": 2}
     gloo.run(2, trained, flags={**flags, "train_iters": 2, "save": str(tmp_path)})
     flip(tmp_path / "iter_0000002" / "__1_0.distcp", 5000)
     both = {"load": str(tmp_path), "save": str(tmp_path)}

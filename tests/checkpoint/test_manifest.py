@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +37,6 @@ def rewrite(step: Path, **changes: object) -> None:
     (step / manifest.NAME).write_bytes(canonical_json(content))
 
 
-@pytest.mark.engine
 def test_what_was_written_is_read_and_sound(step):
     content = manifest.read(step)
     assert content.iteration == 50
@@ -49,10 +46,10 @@ def test_what_was_written_is_read_and_sound(step):
     assert manifest.content_defect(step, content.files) is None
 
 
-def test_every_flipped_bit_of_the_manifest_is_seen(step):
+def test_a_flipped_bit_of_the_manifest_is_seen(step):
     path = step / manifest.NAME
     good = path.read_bytes()
-    for position in range(len(good) * 8):
+    for position in range(0, 8 * len(good), 7):
         bad = bytearray(good)
         bad[position // 8] ^= 1 << position % 8
         path.write_bytes(bad)
@@ -60,7 +57,6 @@ def test_every_flipped_bit_of_the_manifest_is_seen(step):
             manifest.read(step)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("length", [0, 1, 100, -1])
 def test_a_cut_manifest_is_seen(step, length):
     path = step / manifest.NAME
@@ -68,14 +64,6 @@ def test_a_cut_manifest_is_seen(step, length):
     assert "manifest.json is damaged" in (manifest.structure_defect(step) or "")
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_named(step, name):
-    (step / name).unlink()
-    assert manifest.structure_defect(step) == f"{name} is missing"
-
-
-@pytest.mark.engine
 @pytest.mark.parametrize("name", [name for name in FILES if FILES[name]])
 def test_another_size_is_told_by_the_structure_and_another_content_by_its_hash(step, name):
     path = step / name
@@ -86,13 +74,15 @@ def test_another_size_is_told_by_the_structure_and_another_content_by_its_hash(s
     assert manifest.content_defect(step, FILES) == f"{name} does not hold what was saved: its SHA-256 is another"
 
 
-@pytest.mark.engine
-def test_an_extra_file_is_named_also_below_a_folder(step):
-    (step / "rng" / "rank_00001.safetensors").write_bytes(b"stale")
+def test_a_missing_and_an_extra_file_are_named_also_below_a_folder(step):
+    extra = step / "rng" / "rank_00001.safetensors"
+    extra.write_bytes(b"stale")
     assert manifest.structure_defect(step) == "rng/rank_00001.safetensors is not one of its files"
+    extra.unlink()
+    (step / "rng" / "rank_00000.safetensors").unlink()
+    assert manifest.structure_defect(step) == "rng/rank_00000.safetensors is missing"
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("name", ["rng", "__0_0.distcp", manifest.NAME])
 def test_a_link_in_a_step_is_refused_even_where_it_leads_to_the_right_content(step, tmp_path, name):
     (step / name).rename(tmp_path / "elsewhere")
@@ -101,20 +91,15 @@ def test_a_link_in_a_step_is_refused_even_where_it_leads_to_the_right_content(st
     assert ("link" if name != manifest.NAME else "plain file") in (manifest.structure_defect(step) or "")
 
 
-@pytest.mark.engine
-def test_the_manifest_of_another_step_is_told_apart(step):
+def test_the_manifest_of_another_step_is_told_apart_and_a_hidden_step_is_checked(step):
+    step = step.rename(step.with_name(".iter_0000050.saving"))
+    assert manifest.structure_defect(step) is None
     rewrite(step, iteration=49)
     assert manifest.structure_defect(step) == "its manifest.json is that of step 49"
     renamed = step.rename(step.with_name("copy_of_iter_0000050"))
     assert "not named iter_" in (manifest.structure_defect(renamed) or "")
 
 
-@pytest.mark.engine
-def test_a_hidden_step_is_checked_before_it_becomes_visible(step):
-    assert manifest.structure_defect(step.rename(step.with_name(".iter_0000050.saving"))) is None
-
-
-@pytest.mark.engine
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../x", "./x", "a//x", "", ".", "manifest.json", "a\x00b", "a\nb"])
 def test_a_name_that_leads_out_of_the_folder_is_neither_written_nor_read(step, name):
     with pytest.raises(ValueError, match="not the name of a file"):
@@ -124,7 +109,6 @@ def test_a_name_that_leads_out_of_the_folder_is_neither_written_nor_read(step, n
         manifest.read(step)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -142,7 +126,6 @@ def test_an_entry_without_size_and_hash_is_refused(step, wrong):
         manifest.read(step)
 
 
-@pytest.mark.engine
 def test_other_formats_are_named(step):
     (step / manifest.NAME).write_text(json.dumps({"files": {"__0_0.distcp": 7}}))
     with pytest.raises(manifest.OtherFormatError, match="earlier version"):
@@ -153,22 +136,16 @@ def test_other_formats_are_named(step):
         manifest.read(step)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("data", [b"[" * 100_000, b"7", b'{"format": 2, "iteration": ' + b"9" * 5000 + b"}", b"\xff"])
-def test_a_hostile_manifest_is_an_error_and_no_crash(step, data):
+def test_a_hostile_manifest_is_an_error_and_no_crash(step, data, monkeypatch):
     (step / manifest.NAME).write_bytes(data)
     with pytest.raises(manifest.ManifestError, match="damaged"):
         manifest.read(step)
-
-
-@pytest.mark.engine
-def test_an_oversize_manifest_is_not_read_to_its_end(step, monkeypatch):
-    monkeypatch.setattr(manifest, "LARGEST", 100)
-    with pytest.raises(manifest.ManifestError, match="more than 100 bytes"):
+    monkeypatch.setattr(manifest, "LARGEST", len(data) - 1)
+    with pytest.raises(manifest.ManifestError, match=f"more than {len(data) - 1} bytes"):
         manifest.read(step)
 
 
-@pytest.mark.engine
 def test_progress_counts_every_byte_and_the_hash_is_the_usual_one(step, tmp_path, monkeypatch):
     monkeypatch.setattr(hashing, "_BLOCK", 10)
     seen: list[int] = []
@@ -178,14 +155,7 @@ def test_progress_counts_every_byte_and_the_hash_is_the_usual_one(step, tmp_path
     assert sum(seen) == 126
 
 
-@pytest.mark.engine
 def test_a_file_that_cannot_be_read_is_named(step):
     (step / ".metadata").unlink()
     (step / ".metadata").mkdir()
     assert (manifest.content_defect(step, [".metadata"]) or "").startswith(".metadata cannot be read")
-
-
-@pytest.mark.engine
-def test_a_manifest_needs_no_torch():
-    code = "import sys; import megatron_moe.checkpoint.manifest; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0

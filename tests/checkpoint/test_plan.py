@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,3 +132,8 @@ def test_architecture_keys_are_flags():
     assert {"hidden_size", "num_experts", "vocab_size", "moe_router_enable_expert_bias"} < set(architecture_keys())
     free = {"seq_length", "moe_expert_backend", "moe_expert_capacity_factor", "fp8_format", "fp8_recipe", "fp8_modules"}
     assert not free & set(architecture_keys())
+
+
+def test_looking_for_a_checkpoint_and_reading_its_index_loads_no_torch():
+    code = "import sys; from megatron_moe.checkpoint import index, lock, plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
+import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_moe.checkpoint import folder, manifest
+from megatron_moe.checkpoint import lock as writer_lock
 from megatron_moe.checkpoint.save import changed_by_updates
 from megatron_moe.config.schema import Run, replace
+from tests.helpers import trained_steps
 from tests.helpers.rows import rows
-from tests.helpers.trained_steps import OPTIMIZERS, TINY, differing, tensors
+from tests.helpers.trained_steps import OPTIMIZERS, SMALL, differing, tensors
 
-EVERY = {"train_iters": 4, "save_interval": 2}
+EVERY = {**SMALL, "train_iters": 4, "save_interval": 2}
 
 
 def trained(
@@ -34,12 +37,8 @@ def trained(
 
     Returns its summary, what was told, and how many tensors were left for later.
     """
-    import torch.distributed
-
     from megatron_moe.checkpoint import writer
-    from megatron_moe.config.schema import build
     from megatron_moe.report.reporter import Reporter
-    from megatron_moe.training.run import pretrain
 
     told: list[str] = []
     left: list[int] = []
@@ -59,17 +58,22 @@ def trained(
         told.append(text)
         event(self, kind, text, **facts)
 
-    writer.write, Reporter.event, writer.Staged.copy_rest = slowly, heard, copied_slowly  # type: ignore[method-assign]
-    try:
-        return {**pretrain(build({**TINY, **flags})), "told": told, "left": left}
-    finally:
-        writer.write, Reporter.event, writer.Staged.copy_rest = write, event, copy_rest  # type: ignore[method-assign]
+    with (
+        mock.patch.object(writer, "write", slowly),
+        mock.patch.object(Reporter, "event", heard),
+        mock.patch.object(writer.Staged, "copy_rest", copied_slowly),
+    ):
+        return {**trained_steps.trained({**EVERY, **flags}), "told": told, "left": left}
+
+
+def defect(step: Path) -> str | None:
+    return manifest.structure_defect(step) or manifest.content_defect(step, manifest.read(step).files)
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("optimizer", rows(OPTIMIZERS, test=["bf16, distributed"]))
 def test_what_is_saved_in_the_background_is_the_state_of_its_step_and_not_of_a_later_one(gloo, tmp_path, optimizer):
-    flags = {**OPTIMIZERS[optimizer], **EVERY, "expert_model_parallel_size": 2}
+    flags = {**OPTIMIZERS[optimizer], "expert_model_parallel_size": 2}
     gloo.run(2, trained, flags={**flags, "save": str(tmp_path / "at once")})
     # Step 3 is ready to be applied before step 2 is copied; the second rank writes step 2 while 3 and 4 are trained.
     slow = {"slow_rank": 1, "delay": 2.0, "copying": 1.0}
@@ -77,45 +81,37 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step_and_not_of_a_l
     for number in (2, 4):
         there, here = (folder.step_folder(tmp_path / name, number) for name in ("at once", "later"))
         assert differing(tensors(there), tensors(here)) == []
-        for step in (there, here):
-            assert manifest.structure_defect(step) is None
-            assert manifest.content_defect(step, manifest.read(step).files) is None
-        for name in (folder.STATE, "rng/rank_00000.pt", "rng/rank_00001.pt", "common.pt"):
-            if name == folder.STATE:
-                first, second = (json.loads((step / name).read_text()) for step in (there, here))
-                assert (first["iteration"], first["scheduler"]) == (second["iteration"], second["scheduler"])
-            else:
-                assert (there / name).read_bytes() == (here / name).read_bytes(), name
-    assert len(result["left"]) == 2 and min(result["left"]) > 20
+        assert defect(there) is None and defect(here) is None
+        for name in ("rng/rank_00000.pt", "rng/rank_00001.pt", "common.pt"):
+            assert (there / name).read_bytes() == (here / name).read_bytes(), name
+        first, second = (json.loads((step / folder.STATE).read_text()) for step in (there, here))
+        assert (first["iteration"], first["scheduler"]) == (second["iteration"], second["scheduler"])
+    assert len(result["left"]) == 2 and min(result["left"]) > 10
     saved = [text for text in result["told"] if text.startswith("saved ")]
     assert len(saved) == 2 and "iter_0000002" in saved[0] and "of which training waited" in saved[0]
     assert result["checkpoint"] == str(tmp_path / "later" / "iter_0000004")
+    holds_what_is_needed(tmp_path / "at once" / "iter_0000002")
 
 
-@pytest.mark.engine
-def test_a_step_holds_what_is_needed_to_go_on_and_to_know_where_it_is_from(gloo, tmp_path):
-    gloo.run(2, trained, flags={**EVERY, "train_iters": 2, "bf16": True, "save": str(tmp_path)})
-    step = tmp_path / "iter_0000002"
+def holds_what_is_needed(step: Path) -> None:
+    """A step has all to go on, and to know where it is from."""
     state = json.loads((step / folder.STATE).read_text())
     for name in ("iteration", "consumed_samples", "skipped_iterations", "scheduler", "layout", "data"):
         assert name in state, name
     assert {"python", "torch", "megatron-core"} <= state["versions"].keys()
     assert state["tokenizer"]["type"] == "ByteTokenizer" and len(state["tokenizer"]["sha256"]) == 64
-    assert json.loads((step / folder.CONFIG).read_text())["num_layers"] == 4
-    files = manifest.read(step).files
-    assert {"rng/rank_00000.pt", "rng/rank_00001.pt", ".metadata", "common.pt", "metadata.json"} <= files.keys()
+    assert json.loads((step / folder.CONFIG).read_text())["num_layers"] == 2
+    assert {".metadata", "common.pt", "metadata.json"} <= manifest.read(step).files.keys()
     keys = tensors(step).keys()
-    for kind in ("optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.", "optimizer.state.fp32_param.", ""):
-        assert any(key.startswith(kind) for key in keys) or kind == "optimizer.state.fp32_param.", kind
+    for kind in ("optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.", "decoder."):
+        assert any(key.startswith(kind) for key in keys), kind
     assert any(key.endswith("expert_bias") for key in keys)
-    assert not (tmp_path / ".writer.lock").exists()
+    assert not (step.parent / ".writer.lock").exists()
 
 
 def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> dict[str, Any]:
     """A run in which the system refuses the first write of step `number` on one rank, or its copy. Returns what became
     of it."""
-    import torch.distributed
-
     from megatron_moe.checkpoint import publish, writer
     from megatron_moe.checkpoint.errors import SaveError
 
@@ -139,40 +135,40 @@ def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> di
         copy_rest(staged)
 
     copies: list[int] = []
-    if where == "write":
-        writer.write = full
-    elif where == "copy":
-        writer.Staged.copy_rest = uncopied  # type: ignore[method-assign]
-    else:
-        publish.replace_text = broken
-    try:
-        return trained(flags)
-    except SaveError as error:
-        return {"error": str(error)}
-    finally:
-        writer.write, publish.replace_text, writer.Staged.copy_rest = write, replace_text, copy_rest  # type: ignore[method-assign]
+    patches = {
+        "write": mock.patch.object(writer, "write", full),
+        "copy": mock.patch.object(writer.Staged, "copy_rest", uncopied),
+        "publish": mock.patch.object(publish, "replace_text", broken),
+    }
+    with patches[where]:
+        try:
+            return trained(flags)
+        except SaveError as error:
+            return {"error": str(error)}
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("where", ["write", "publish"])
+@pytest.mark.parametrize(
+    ("where", "background"),
+    rows(
+        [("write", False), ("publish", True), ("write", True), ("publish", False)],
+        test=[("write", False), ("publish", True)],
+    ),
+)
 def test_a_refused_step_stops_all_ranks_with_the_reason_and_leaves_the_step_before(gloo, tmp_path, where, background):
-    flags = {**EVERY, "train_iters": 6, "async_save": background, "save": str(tmp_path)}
-    results = gloo.run(2, refused, flags=flags, number=4, bad_rank=1, where=where)
-    for result in results:
-        assert "step 4 was not saved" in result["error"]
-        if where == "write":
-            assert "rank 1" in result["error"] and "__0_0.distcp" in result["error"]
-            assert "the step takes" in result["error"] and "are free at" in result["error"]
-    assert results[0]["error"] == results[1]["error"]
+    flags = {"train_iters": 6, "async_save": background, "save": str(tmp_path)}
+    first, second = gloo.run(2, refused, flags=flags, number=4, bad_rank=1, where=where)
+    assert first["error"] == second["error"] and "step 4 was not saved" in first["error"]
+    if where == "write":
+        for words in ("rank 1", "__0_0.distcp", "the step takes", "are free at"):
+            assert words in first["error"]
     assert folder.steps(tmp_path) == [2] and (tmp_path / folder.LATEST).read_text() == "2\n"
     assert not folder.hidden_folder(tmp_path, 4).exists()
-    step, _ = folder.find_step(tmp_path, None)
-    assert step is not None and manifest.content_defect(step, manifest.read(step).files) is None
+    assert defect(tmp_path / "iter_0000002") is None
 
 
 @pytest.mark.parametrize(("background", "where"), [(False, "write"), (True, "write"), (True, "copy")])
 def test_a_run_may_go_on_without_the_step_that_was_refused(gloo, tmp_path, background, where):
-    flags = {**EVERY, "train_iters": 6, "async_save": background, "on_save_error": "continue", "save": str(tmp_path)}
+    flags = {"train_iters": 6, "async_save": background, "on_save_error": "continue", "save": str(tmp_path)}
     first, _ = gloo.run(2, refused, flags=flags, number=4, bad_rank=1, where=where)
     reason = "No space left on device" if where == "write" else "Cannot allocate memory"
     assert folder.steps(tmp_path) == [2, 6] and first["checkpoint"] == str(tmp_path / "iter_0000006")
@@ -180,136 +176,101 @@ def test_a_run_may_go_on_without_the_step_that_was_refused(gloo, tmp_path, backg
 
 
 def test_the_last_step_is_never_lost_without_an_error(gloo, tmp_path):
-    flags = {**EVERY, "on_save_error": "continue", "async_save": True, "save": str(tmp_path)}
+    flags = {"on_save_error": "continue", "async_save": True, "save": str(tmp_path)}
     for result in gloo.run(2, refused, flags=flags, number=4, bad_rank=0, where="write"):
         assert "step 4 was not saved" in result["error"]
 
 
-def stopped(flags: dict[str, Any], iteration: int) -> dict[str, Any]:
-    """A run whose first rank gets SIGTERM after `iteration` steps while another step is being written."""
-    import signal
-
-    import torch.distributed
-
+@contextmanager
+def after_step(number: int, act: Callable[[], object]) -> Iterator[None]:
+    """Let a rank act when it has counted that step."""
     from megatron_moe.training import loop
 
     told = loop._count_and_report
 
-    def signalled(trainer: Any, *args: Any) -> None:
+    def acting(trainer: Any, *args: Any) -> None:
         told(trainer, *args)
-        if trainer.progress.iteration == iteration and torch.distributed.get_rank() == 0:
+        if trainer.progress.iteration == number:
+            act()
+
+    with mock.patch.object(loop, "_count_and_report", acting):
+        yield
+
+
+def stopped(flags: dict[str, Any], iteration: int) -> dict[str, Any]:
+    """A run whose first rank gets SIGTERM after `iteration` steps while another step is being written."""
+
+    def terminate() -> None:
+        if torch.distributed.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with mock.patch.object(loop, "_count_and_report", signalled):
+    with after_step(iteration, terminate):
         return trained(flags, slow_rank=1, delay=1.0)
 
 
 def test_sigterm_waits_for_the_step_that_is_being_written_and_saves_its_own(gloo, tmp_path):
-    flags = {**EVERY, "train_iters": 50, "async_save": True, "exit_signal_handler": True, "save": str(tmp_path)}
+    flags = {"train_iters": 50, "async_save": True, "exit_signal_handler": True, "save": str(tmp_path)}
     gloo.run(2, stopped, flags=flags, iteration=3)
     assert folder.steps(tmp_path) == [2, 3]
-    for step in (tmp_path / "iter_0000002", tmp_path / "iter_0000003"):
-        assert manifest.content_defect(step, manifest.read(step).files) is None
+    assert [defect(folder.step_folder(tmp_path, number)) for number in (2, 3)] == [None, None]
 
 
 def test_retention_keeps_what_the_flags_say_and_the_step_the_run_started_from(gloo, tmp_path):
     flags = {"save_interval": 1, "keep_last_k": 1, "save": str(tmp_path)}
-    gloo.run(1, trained, flags={**flags, "train_iters": 3})
-    assert folder.steps(tmp_path) == [3]
-    gloo.run(1, trained, flags={**flags, "train_iters": 6, "async_save": True, "load": str(tmp_path)})
-    assert folder.steps(tmp_path) == [3, 6]
-    gloo.run(1, trained, flags={**flags, "train_iters": 7, "load": str(tmp_path)})
-    assert folder.steps(tmp_path) == [6, 7]
-
-
-HOLDER = """
-from pathlib import Path
-from megatron_moe.checkpoint import lock as writer_lock
-writer_lock.acquire(Path({root!r}))
-print("held", flush=True)
-input()
-"""
+    gloo.run(1, trained, flags={**flags, "train_iters": 2})
+    assert folder.steps(tmp_path) == [2]
+    gloo.run(1, trained, flags={**flags, "train_iters": 4, "async_save": True, "load": str(tmp_path)})
+    assert folder.steps(tmp_path) == [2, 4]
+    gloo.run(1, trained, flags={**flags, "train_iters": 5, "load": str(tmp_path)})
+    assert folder.steps(tmp_path) == [4, 5]
 
 
 def second_job(flags: dict[str, Any]) -> str:
-    """What a job is told whose folder another process of this host writes to."""
-    from megatron_moe.checkpoint import lock as writer_lock
+    """What a job is told that may not write to its folder."""
     from megatron_moe.config.errors import ConfigError
 
-    root = Path(flags["save"])
-    if int(os.environ["RANK"]) == 0:
-        root.mkdir()
-        code = HOLDER.format(root=str(root))
-        other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert other.stdout is not None and other.stdout.readline() == "held\n"
-    try:
-        with pytest.raises(ConfigError) as error:
-            trained(flags)
-    finally:
-        if int(os.environ["RANK"]) == 0:
-            other.communicate("\n")
-    assert writer_lock.NAME in str(error.value)
-    return str(error.value)
-
-
-@pytest.mark.engine
-def test_two_jobs_cannot_write_one_folder_and_all_ranks_of_the_second_are_told(gloo, tmp_path):
-    for message in gloo.run(2, second_job, flags={"save": str(tmp_path / "c")}):
-        assert "another job writes there: process" in message
-
-
-def overtaken(flags: dict[str, Any]) -> str:
-    """What a job is told that lost its folder to another one, which writes the same step at the moment."""
-    from megatron_moe.checkpoint.errors import SaveError
-    from megatron_moe.training import loop
-
-    told, root = loop._count_and_report, Path(flags["save"])
-
-    def losing(trainer: Any, *args: Any) -> None:
-        told(trainer, *args)
-        if trainer.progress.iteration == 3:
-            lock = root / ".writer.lock"
-            lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "far", "token": "other"}))
-            folder.hidden_folder(root, 4).mkdir()
-
-    with mock.patch.object(loop, "_count_and_report", losing), pytest.raises(SaveError) as error:
+    with pytest.raises(ConfigError) as error:
         trained(flags)
     return str(error.value)
 
 
-@pytest.mark.engine
+def test_two_jobs_cannot_write_one_folder_and_all_ranks_of_the_second_are_told(gloo, tmp_path):
+    with writer_lock.acquire(tmp_path)[0]:
+        for message in gloo.run(2, second_job, flags={"save": str(tmp_path)}):
+            assert "another job writes there: process" in message and writer_lock.NAME in message
+
+
+def disturbed(flags: dict[str, Any], how: str) -> str:
+    """What a job is told that loses its folder after step 3: to another job, which writes step 4, or by a move."""
+    from megatron_moe.checkpoint.errors import SaveError
+
+    root = Path(flags["save"])
+
+    def overtake() -> None:
+        lock = root / ".writer.lock"
+        lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "far", "token": "other"}))
+        folder.hidden_folder(root, 4).mkdir()
+
+    act = overtake if how == "overtaken" else lambda: root.rename(root.with_name("elsewhere"))
+    with after_step(3, act), pytest.raises(SaveError) as error:
+        trained(flags)
+    return str(error.value)
+
+
 def test_a_job_that_lost_its_folder_leaves_alone_what_the_other_one_writes(gloo, tmp_path):
-    (message,) = gloo.run(1, overtaken, flags={**EVERY, "save": str(tmp_path)})
+    (message,) = gloo.run(1, disturbed, flags={"save": str(tmp_path)}, how="overtaken")
     assert "was taken over by process" in message and "on far" in message
     assert folder.hidden_folder(tmp_path, 4).is_dir() and (tmp_path / ".writer.lock").exists()
 
 
-def moved(flags: dict[str, Any]) -> str:
-    """What a job is told whose folder is moved while it trains."""
-    from megatron_moe.checkpoint.errors import SaveError
-    from megatron_moe.training import loop
-
-    told, root = loop._count_and_report, Path(flags["save"])
-
-    def moving(trainer: Any, *args: Any) -> None:
-        told(trainer, *args)
-        if trainer.progress.iteration == 3:
-            root.rename(root.with_name("elsewhere"))
-
-    with mock.patch.object(loop, "_count_and_report", moving), pytest.raises(SaveError) as error:
-        trained(flags)
-    return str(error.value)
-
-
-@pytest.mark.engine
 def test_a_folder_that_is_moved_is_not_made_anew_and_goes_on_where_it_is(gloo, tmp_path):
-    (message,) = gloo.run(1, moved, flags={**EVERY, "save": str(tmp_path / "c")})
+    (message,) = gloo.run(1, disturbed, flags={"save": str(tmp_path / "c")}, how="moved")
     assert "moved or deleted while this job ran" in message
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
     here = str(tmp_path / "elsewhere")
     lock = tmp_path / "elsewhere" / ".writer.lock"
     lock.write_text(json.dumps({**json.loads(lock.read_text()), "pid": 2**22 + 1}))  # that process has ended since
-    (summary,) = gloo.run(1, trained, flags={**EVERY, "load": here, "save": here})
+    (summary,) = gloo.run(1, trained, flags={"load": here, "save": here})
     assert folder.steps(tmp_path / "elsewhere") == [2, 4] and summary["iterations"] == 4
     assert any("that process is dead" in text for text in summary["told"])
 
@@ -375,11 +336,8 @@ def gathered_twice(flags: dict[str, Any], gathered_bytes: int | None = None) -> 
         found.update(number=len(ours), absent=len(absent), unequal=unequal, written=written)
         return True
 
-    save, Saver.save = Saver.save, compare
-    try:
+    with mock.patch.object(Saver, "save", compare):
         trained({**flags, "train_iters": 2})
-    finally:
-        Saver.save = save
     return found
 
 
@@ -396,17 +354,17 @@ SMALL_BUCKETS = {
 def test_what_is_gathered_is_what_the_engine_gathers_and_only_its_writer_has_it(gloo, tmp_path, world_size):
     results = gloo.run(world_size, gathered_twice, flags={**SMALL_BUCKETS, "save": str(tmp_path)})
     for rank, found in enumerate(results):
-        assert found["number"] > 100 and found["unequal"] == [] and found["written"] == []
+        assert found["number"] > 60 and found["unequal"] == [] and found["written"] == []
         assert (found["absent"] > 0) == (rank > 0)
 
 
 @pytest.mark.engine
 def test_what_a_save_takes_on_the_device_is_bounded_whatever_the_size_of_a_bucket(gloo, tmp_path):
-    """Pieces of 201 elements a rank: parts of the larger weights, several small ones, and an uneven one at each end."""
-    limit = 2 * 4 * 201
+    """Pieces of 101 elements a rank: parts of the larger weights, several small ones, and an uneven one at each end."""
+    limit = 2 * 4 * 101
     results = gloo.run(2, gathered_twice, flags={**SMALL_BUCKETS, "save": str(tmp_path)}, gathered_bytes=limit)
     for rank, found in enumerate(results):
-        assert found["number"] > 100 and found["unequal"] == [] and (found["absent"] > 0) == (rank > 0)
+        assert found["number"] > 60 and found["unequal"] == [] and (found["absent"] > 0) == (rank > 0)
         assert found["pieces"] > 500
         received, sent = (limit, limit // 2) if rank == 0 else (0, limit // 2)
         assert 0 < found["allocated"] <= 2 * (received + sent)
@@ -415,23 +373,19 @@ def test_what_a_save_takes_on_the_device_is_bounded_whatever_the_size_of_a_bucke
 def read_only(flags: dict[str, Any]) -> str:
     """What a job is told whose folder cannot be written, which only rank 0 tries."""
     from megatron_moe.checkpoint import publish
-    from megatron_moe.config.errors import ConfigError
 
     def refuse(root: Path) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(root))
 
-    with mock.patch.object(publish, "claim_root", refuse), pytest.raises(ConfigError) as error:
-        trained(flags)
-    return str(error.value)
+    with mock.patch.object(publish, "claim_root", refuse):
+        return second_job(flags)
 
 
-@pytest.mark.engine
 def test_a_folder_that_cannot_be_written_is_told_on_all_ranks_before_anything_is_built(gloo, tmp_path):
     for message in gloo.run(2, read_only, flags={"save": str(tmp_path / "c")}):
         assert f"--save {tmp_path / 'c'}: cannot be written" in message and "Read-only file system" in message
 
 
-@pytest.mark.engine
 def test_what_changes_before_the_update_is_copied_at_once():
     weight, moment, mean, bias = (torch.zeros(4) for _ in range(4))
     chunk = SimpleNamespace(parameters=lambda: [weight], buffers=[bias])

@@ -145,7 +145,7 @@ def signalled_jobs(
         metrics, reached = job.folder / "metrics.jsonl", 0
         while reached < len(oracle.lines):
             launcher.start(argv, world_size, job.folder, job.folder / "log.txt")
-            status = _until_longer(launcher, metrics, reached)
+            status = kills.until_lines(launcher, metrics, reached + 1)
             if status is None:
                 status = launcher.wait(draw.uniform(0.0, oracle.seconds / 2) if sent < trials else 240)
             if status is None and sent < trials:
@@ -179,16 +179,6 @@ def _evaluations(folder: Path) -> int:
     return len(kills.raw_lines(folder / "metrics.eval.jsonl"))
 
 
-def _until_longer(launcher: Any, metrics: Path, lines: int) -> int | None:
-    """Wait for a step of this incarnation: the handler is there then. The job's status if it ends before."""
-    deadline = time.monotonic() + 600
-    while len(kills.raw_lines(metrics)) <= lines:
-        if (status := launcher.wait(0.02)) is not None:
-            return status
-        assert time.monotonic() < deadline
-    return None
-
-
 def _signal(ranks: list[int], draw: random.Random) -> None:
     chosen = ranks if draw.random() < 0.5 else ranks[:1]
     for number in draw.choice(SIGNALS):
@@ -209,7 +199,8 @@ def _act(kind: str) -> None:
         os._exit(9)
     if kind == "sleep":
         time.sleep(10000)
-    os.kill(os.getpid(), getattr(signal, f"SIG{kind}"))
+    for name in kind.split():
+        os.kill(os.getpid(), getattr(signal, f"SIG{name}"))
 
 
 def _install(fault: dict[str, Any]) -> None:

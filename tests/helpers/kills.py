@@ -12,6 +12,7 @@ import json
 import pickle
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,7 @@ from megatron_moe.checkpoint import manifest
 from megatron_moe.checkpoint.folder import step_folder, steps
 from tests.helpers.launchers import Launcher
 
-CLOCKS = (
-    "seconds",
-    "tokens_per_second",
-    "model_tflops",
-    "mfu",
-    "seconds_left",
-    "memory_bytes",
-    "time",
-    "run_id",
-    "attempt",
-)
+CLOCKS = set("seconds tokens_per_second model_tflops mfu seconds_left memory_bytes time run_id attempt".split())
 """Fields of metrics.jsonl that tell of the machine and of when it ran, not of the training."""
 
 HOW_TO_SAVE = ("save_interval", "async_save", "keep_last_k", "save_retain_interval", "distributed_timeout_minutes")
@@ -83,10 +74,6 @@ class Job:
         """The last step."""
         return max((self.folder / "checkpoints").glob("iter_*"))
 
-    def resumed(self) -> int:
-        """The step that the last incarnation was loaded from; 0 where it began afresh."""
-        return self.kills[-1].resumed if self.kills else 0
-
     def lost(self) -> int:
         """The most iterations that any kill cost."""
         return max((kill.reached - kill.resumed for kill in self.kills if kill.resumed >= 0), default=0)
@@ -124,11 +111,12 @@ def killed_job(
     rng: random.Random,
     *,
     kills: int,
-    horizon: float,
+    moment: Callable[[int], int | None],
 ) -> Job:
-    """Start, kill at a time drawn from [0, horizon] seconds, start again; after `kills` kills the job may end.
+    """Start, kill, start again; after `kills` kills, or when it ends before the next one, the job has come to its end.
 
-    A job that ends before its time is drawn ends with fewer kills.
+    Args:
+        moment: waits for the time of the kill of that number; returns the job's status if it ends before.
     """
     folder.mkdir(exist_ok=True)
     job = Job(folder)
@@ -136,11 +124,11 @@ def killed_job(
     written: list[bytes] = []
     while True:
         launcher.start(argv, world_size, folder, folder / "log.txt")
-        delay = rng.uniform(0.0, horizon) if len(job.kills) < kills else 240.0
         started = time.monotonic()
-        status = launcher.wait(delay)
+        is_killed = len(job.kills) < kills
+        status = moment(len(job.kills)) if is_killed else launcher.wait(240)
         if status is None:
-            assert len(job.kills) < kills, f"it did not end in {delay} s:\n{tail(folder)}"
+            assert is_killed, f"it did not end:\n{tail(folder)}"
             rank = rng.choice([None, rng.randrange(world_size)])
             launcher.kill(rank)
         lines = raw_lines(folder / "metrics.jsonl")
@@ -157,6 +145,16 @@ def killed_job(
         assert status == 0, f"status {status} after {len(job.kills)} kills:\n{tail(folder)}"
         job.seconds = time.monotonic() - began
         return job
+
+
+def until_lines(launcher: Launcher, metrics: Path, number: int) -> int | None:
+    """Wait until a metrics file has so many lines. The job's status if it ends before."""
+    deadline = time.monotonic() + 600
+    while len(raw_lines(metrics)) < number:
+        if (status := launcher.wait(0.02)) is not None:
+            return status
+        assert time.monotonic() < deadline
+    return None
 
 
 def differences(job: Job, oracle: Job, interval: int) -> list[str]:
@@ -205,8 +203,8 @@ def steps_in(root: Path) -> tuple[int, list[str]]:
         else:
             defects.append(f"{step.name}: it {defect}")
     pointer = root / "latest_checkpointed_iteration.txt"
-    if pointer.exists() and not step_folder(root, int(pointer.read_text())).is_dir():
-        defects.append(f"the pointer names step {pointer.read_text().strip()}, which is not there")
+    if pointer.exists() and (named := pointer.read_text().strip()) not in map(str, steps(root)):
+        defects.append(f"the pointer names {named!r}, and there is no such step")
     return sound, defects
 
 

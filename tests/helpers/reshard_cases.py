@@ -1,4 +1,4 @@
-"""What the tests of re-sharding and resuming share: layouts, a small model on real tokens, and reading steps back."""
+"""What the tests of re-sharding and resuming share: layouts, a small model on real tokens, and comparing steps."""
 
 from __future__ import annotations
 
@@ -9,25 +9,16 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_moe.config.presets import PRESETS
-from megatron_moe.config.schema import build
+from tests.helpers import trained_steps
+from tests.helpers.trained_steps import SMALL, VOCABULARY, differing, tensors
 
-VOCABULARY = 250
 TINY = {
-    **PRESETS["tiny"],
-    "num_layers": 2,
+    **SMALL,
     "moe_layer_freq": "[1,1]",
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "moe_ffn_hidden_size": 16,
-    "seq_length": 16,
+    "mock_data": False,
     "vocab_size": VOCABULARY,
     "tokenizer_type": "NullTokenizer",
-    "make_vocab_size_divisible_by": 64,
-    "micro_batch_size": 1,
     "global_batch_size": 8,
-    "eval_iters": 0,
-    "health_interval": 0,
     "split": "1,0,0",
 }
 
@@ -68,64 +59,20 @@ def corpus(folder: Path, documents: int = 64, seed: int = 3) -> str:
 
 def trained(flags: dict[str, Any]) -> dict[str, Any]:
     """A whole run; its summary."""
-    from megatron_moe.training.run import pretrain
-
-    return pretrain(build({**TINY, **flags}))
+    return trained_steps.trained({**TINY, **flags})
 
 
 def moved(flags: dict[str, Any]) -> list[dict[str, Any]]:
     """A run that saves what it loaded before it trains, and nothing else; the exact records of its own steps."""
-    from megatron_moe.training import run as runs
-
-    found: list[dict[str, Any]] = []
-    train = runs.train
-
-    def saving_first(trainer: Any, stop: Any, audit: Any) -> str | None:
-        trainer.saved = None
-        trainer.save()
-        trainer.finish_save()
-        trainer.saver = None
-        before = len(trainer.records)
-        said = train(trainer, stop, audit)
-        found.extend(list(trainer.records)[before:])
-        return said
-
-    runs.train = saving_first
-    try:
-        trained(flags)
-    finally:
-        runs.train = train
-    return found
+    return trained_steps.moved({**TINY, **flags})
 
 
-def message_of(flags: dict[str, Any]) -> str:
+def refusal(flags: dict[str, Any]) -> str:
     """What a run is refused with."""
-    from megatron_moe.config.errors import ConfigError
-
-    try:
-        trained(flags)
-    except ConfigError as error:
-        return str(error)
-    raise AssertionError("the run was not refused")
+    return trained_steps.refusal({**TINY, **flags})
 
 
 # ---- reading steps back
-
-
-def tensors(step: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a step, whole, by its key: read with torch alone."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    saved = FileSystemReader(step).read_metadata().state_dict_metadata
-    state = {
-        key: torch.empty(kind.size, dtype=kind.properties.dtype)
-        for key, kind in saved.items()
-        if isinstance(kind, TensorStorageMetadata)
-    }
-    load(state, storage_reader=FileSystemReader(step), no_dist=True)
-    return state
 
 
 def plain_values(step: Path) -> dict[str, Any]:
@@ -148,50 +95,11 @@ def plain_values(step: Path) -> dict[str, Any]:
     return found
 
 
-_MAIN, _MOMENT = "optimizer.state.param.", "optimizer.state.exp_avg."
-
-
-def main_weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The fp32 main weights among the tensors of a step, by the weight's key."""
-    keys = [key.removeprefix(_MOMENT) for key in state if key.startswith(_MOMENT)]
-    return {key: state.get(_MAIN + key, state[key]) for key in keys}
-
-
-def without_weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a step that are no weights: moments, and the state that is fp32 in every run."""
-    weights = main_weights(state)
-    return {key: value for key, value in state.items() if key not in weights and not key.startswith(_MAIN)}
-
-
-def differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
-    """Keys whose bits, dtypes or presence differ, but for the vocabulary's padding, which depends on TP."""
-    first, second = ({key: _unpadded(key, value) for key, value in state.items()} for state in (first, second))
-    return sorted(
-        key
-        for key in first.keys() | second.keys()
-        if key not in first
-        or key not in second
-        or first[key].dtype != second[key].dtype
-        or not torch.equal(first[key].view(torch.uint8), second[key].view(torch.uint8))
-    )
-
-
-def _unpadded(key: str, value: torch.Tensor) -> torch.Tensor:
-    table = key.endswith(("word_embeddings.weight", "output_layer.weight"))
-    return (value[:VOCABULARY] if table else value).contiguous()
-
-
 def state_of(step: Path) -> dict[str, Any]:
     return json.loads((step / "state.json").read_text())
 
 
 COUNTERS = ("iteration", "consumed_samples", "skipped_iterations", "scheduler", "records", "data", "tokenizer")
-
-
-def other_state(first: Path, second: Path) -> list[str]:
-    """Names of counters, schedule, records and the optimizer's plain values in which two steps differ."""
-    one, two = state_of(first), state_of(second)
-    return [name for name in COUNTERS if one[name] != two[name]]
 
 
 # ---- what is shown
@@ -202,7 +110,8 @@ def compared(step: Path, copy: Path, known: dict[str, torch.Tensor] | None = Non
     found = [f"tensor {key}" for key in differing(tensors(step) if known is None else known, tensors(copy))]
     one, two = plain_values(step), plain_values(copy)
     found += [f"value {place}" for place in sorted(one.keys() | two.keys()) if one.get(place) != two.get(place)]
-    return found + [f"state {name}" for name in other_state(step, copy)]
+    first, second = state_of(step), state_of(copy)
+    return found + [f"state {name}" for name in COUNTERS if first[name] != second[name]]
 
 
 def next_step_differs(recorded: dict[str, Any], now: dict[str, Any], *, to_the_bit: bool, fp32: bool) -> list[str]:

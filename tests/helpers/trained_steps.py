@@ -20,6 +20,19 @@ TINY = {
     "train_iters": 3,
     "eval_iters": 0,
 }
+VOCABULARY = 257
+SMALL = {
+    "num_layers": 2,
+    "moe_layer_freq": "[0,1]",
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "moe_ffn_hidden_size": 16,
+    "seq_length": 16,
+    "micro_batch_size": 1,
+    "global_batch_size": 2,
+    "health_interval": 0,
+}
+"""Where four layers show no more than two."""
 
 
 def trained(flags: dict[str, Any]) -> dict[str, Any]:
@@ -27,6 +40,31 @@ def trained(flags: dict[str, Any]) -> dict[str, Any]:
     from megatron_moe.training.run import pretrain
 
     return pretrain(build({**TINY, **flags}))
+
+
+def moved(flags: dict[str, Any]) -> list[dict[str, Any]]:
+    """A run that saves what it loaded before it trains, and nothing else; the exact records of its own steps."""
+    from megatron_moe.training import run as runs
+
+    found: list[dict[str, Any]] = []
+    train = runs.train
+
+    def saving_first(trainer: Any, stop: Any, audit: Any) -> str | None:
+        trainer.saved = None
+        trainer.save()
+        trainer.finish_save()
+        trainer.saver = None
+        before = len(trainer.records)
+        said = train(trainer, stop, audit)
+        found.extend(list(trainer.records)[before:])
+        return said
+
+    runs.train = saving_first
+    try:
+        trained(flags)
+    finally:
+        runs.train = train
+    return found
 
 
 def refusal(flags: dict[str, Any]) -> str:
@@ -54,28 +92,33 @@ def tensors(step: str | Path) -> dict[str, torch.Tensor]:
     return state
 
 
+_MAIN, _MOMENT = "optimizer.state.param.", "optimizer.state.exp_avg."
+
+
+def main_weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The fp32 main weights among the tensors of a step, by the weight's key."""
+    keys = [key.removeprefix(_MOMENT) for key in state if key.startswith(_MOMENT)]
+    return {key: state.get(_MAIN + key, state[key]) for key in keys}
+
+
 def differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
     """Keys whose bits, dtypes or presence differ, but for the vocabulary's padding, which depends on TP."""
     first, second = ({key: _unpadded(key, value) for key, value in state.items()} for state in (first, second))
     return sorted(
         key
         for key in first.keys() | second.keys()
-        if key not in first or key not in second or first[key].dtype != second[key].dtype
+        if key not in first
+        or key not in second
+        or first[key].dtype != second[key].dtype
         or not torch.equal(first[key].view(torch.uint8), second[key].view(torch.uint8))
-    )  # fmt: skip
+    )
 
 
 def _unpadded(key: str, value: torch.Tensor) -> torch.Tensor:
     table = key.endswith(("word_embeddings.weight", "output_layer.weight"))
-    return (value[:257] if table else value).contiguous()
+    return (value[:VOCABULARY] if table else value).contiguous()
 
 
-LAYOUTS = {
-    "one rank": (1, {}),
-    "TP2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "PP2": (2, {"pipeline_model_parallel_size": 2}),
-    "EP2": (2, {"expert_model_parallel_size": 2}),
-}
 OPTIMIZERS = {
     "bf16, distributed": {"bf16": True, "use_distributed_optimizer": True},
     "fp16": {"fp16": True, "initial_loss_scale": 256.0},
