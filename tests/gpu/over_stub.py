@@ -9,4 +9,12 @@ import megatron_moe  # noqa: F401  (before the engine)
 from tests.gpu.speed import transformer_engine
 from tests.gpu.stage import Stage
 
-transformer_engine(Stage(Path(sys.argv[1]), Path(sys.argv[2]), True, float(sys.argv[3])))
+
+def main(argv: list[str]) -> None:
+    """Run the stage in this process."""
+    notes, folder, seconds = argv
+    transformer_engine(Stage(Path(notes), Path(folder), True, float(seconds)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

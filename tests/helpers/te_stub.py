@@ -221,31 +221,6 @@ def rmsnorm_bwd(
     return [dx.to(x.dtype), (_wide(dz) * unit).sum(0).to(gamma.dtype)]
 
 
-def layernorm_fwd(
-    input: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor | None, quantizer: Any, out_dtype: DType,
-    sm_margin: int, zero_centered_gamma: bool,
-) -> list[Any]:  # fmt: skip
-    """Return [normed rows, each row's mean, 1 / each row's standard deviation]."""
-    _require_plain(quantizer, False, None)
-    mean = _wide(input).mean(-1)
-    centered = _wide(input) - mean.unsqueeze(-1)
-    rsigma = torch.rsqrt(centered.pow(2).mean(-1) + eps)
-    normed = centered * rsigma.unsqueeze(-1) * (_wide(weight) + zero_centered_gamma) + _wide(bias)
-    return [_into(out, normed, out_dtype), mean, rsigma]
-
-
-def layernorm_bwd(
-    dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
-) -> list[Tensor]:
-    """Return the gradients of the rows, of the weight and of the bias."""
-    unit = (_wide(x) - mu.unsqueeze(-1)) * rsigma.unsqueeze(-1)
-    scaled = _wide(dz) * (_wide(gamma) + zero_centered_gamma)
-    centered = scaled - scaled.mean(-1, keepdim=True)
-    dx = rsigma.unsqueeze(-1) * (centered - unit * (scaled * unit).mean(-1, keepdim=True))
-    sums = [(_wide(dz) * unit).sum(0), _wide(dz).sum(0)]
-    return [dx.to(x.dtype), *(one.to(gamma.dtype) for one in sums)]
-
-
 def _into(out: Tensor | None, result: Tensor, dtype: DType) -> Tensor:
     if out is None:
         return result.to(_TORCH_DTYPES[DType(int(dtype))])

@@ -25,18 +25,6 @@ SMALL = {
     "vocab_size": 256,
     "train_iters": 20,
 }
-SHARED = (
-    "seq_length hidden_size ffn_hidden_size num_layers init_method_std clip_grad lr mock_data vocab_size train_iters"
-)
-DENSE = {
-    **{name: SMALL[name] for name in SHARED.split()},
-    "num_attention_heads": 4,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "qk_layernorm": True,
-    "add_bias_linear": True,
-    "untie_embeddings_and_output_weights": False,
-}
 SEQUENCES = 2
 """Micro-batches of one sequence: a second one accumulates gradients, and fills an interleaved pipeline."""
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -52,8 +40,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def run_of(base: dict[str, Any] = SMALL, **flags: Any) -> Run:
-    return build({**base, **flags})
+def run_of(**flags: Any) -> Run:
+    return build({**SMALL, **flags})
 
 
 class Trainer:
@@ -141,55 +129,43 @@ def layers_of(trainer: Trainer) -> dict[int, torch.nn.Module]:
 
 
 def residual_stream(run: Run) -> dict[str, Any]:
-    """dtype of the stream at every boundary of a layer, and whether bf16 could hold its values."""
+    """The stream at every boundary of a layer: its dtype, and whether bf16 could hold its values.
+
+    `error` is the largest distance between what a layer returns and input + attention + MLP in fp32.
+    """
     trainer = Trainer(run)
     stream: dict[str, tuple[str, bool]] = {}
-    gradients, branches = set(), set()
+    gradients, branches, errors = set(), set(), []
 
     def look(place: str, tensor: torch.Tensor) -> None:
         stream[place] = (str(tensor.dtype), not torch.equal(tensor.detach(), tensor.detach().bfloat16().float()))
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: gradients.add(str(gradient.dtype)))
 
-    for number, layer in layers_of(trainer).items():
-        layer.register_forward_pre_hook(
-            lambda _, args, kwargs, number=number: look(f"into layer {number}", kwargs["hidden_states"]),
-            with_kwargs=True,
-        )
-        layer.register_forward_hook(lambda _, args, output, number=number: look(f"out of {number}", output[0]))
-        for branch in (layer.self_attention, layer.mlp):
-            branch.register_forward_hook(lambda _, args, output: branches.add(str(output[0].dtype)))
-    result = trainer.step()
-    return {
-        "stream": stream,
-        "gradients": gradients,
-        "branches": branches,
-        "losses finite": result.committed,
-    }
-
-
-def residual_error(run: Run) -> float:
-    """Largest distance, over all layers, between what a layer returns and input + attention + MLP in fp32."""
-    trainer, errors = Trainer(run), []
-    for layer in layers_of(trainer).values():
+    def watch(number: int, layer: torch.nn.Module) -> None:
         terms: list[torch.Tensor] = []
-        layer.register_forward_pre_hook(
-            lambda _, args, kwargs, terms=terms: terms.append(kwargs["hidden_states"].detach().float()),
-            with_kwargs=True,
-        )
-        for branch in (layer.self_attention, layer.mlp):
-            branch.register_forward_hook(
-                lambda _, args, output, terms=terms: terms.append(output[0].detach().float().clone())
-            )
 
-        def compare(_: Any, args: Any, output: Any, terms: list[torch.Tensor] = terms) -> None:
-            hidden, attention, mlp = terms
-            errors.append((output[0].detach().float() - (hidden + attention + mlp)).abs().max().item())
-            terms.clear()
+        def before(_: Any, args: Any, kwargs: Any) -> None:
+            look(f"into layer {number}", kwargs["hidden_states"])
+            terms[:] = [kwargs["hidden_states"].detach().float()]
 
-        layer.register_forward_hook(compare)
-    trainer.step()
-    return largest(errors)
+        def branch(_: Any, args: Any, output: Any) -> None:
+            branches.add(str(output[0].dtype))
+            terms.append(output[0].detach().float().clone())
+
+        def after(_: Any, args: Any, output: Any) -> None:
+            look(f"out of {number}", output[0])
+            errors.append((output[0].detach().float() - sum(terms)).abs().max().item())
+
+        layer.register_forward_pre_hook(before, with_kwargs=True)
+        for part in (layer.self_attention, layer.mlp):
+            part.register_forward_hook(branch)
+        layer.register_forward_hook(after)
+
+    for number, layer in layers_of(trainer).items():
+        watch(number, layer)
+    assert trainer.step().committed
+    return {"stream": stream, "gradients": gradients, "branches": branches, "error": largest(errors)}
 
 
 def bits(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -8,13 +8,9 @@ import torch
 from tests.helpers.rows import rows
 from tests.numbers import precision_cases as cases
 
-pytestmark = pytest.mark.engine
-
 ALL = {"keep_fp32": ("*",), "fp32_residual_connection": True}
 SOME = {"keep_fp32": ("norms", "router", "decoder.layers.1", "decoder.layers.2.mlp.experts", "output_layer", "softmax")}
 FP32, BF16 = ("torch.float32", "torch.float32"), ("torch.bfloat16", "torch.float32")
-
-EITHER = ["TP2, SP", "PP2", "DP2, distributed optimizer"]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +28,7 @@ def trained(gloo):
     return of
 
 
-@pytest.mark.parametrize("layout", rows(cases.LAYOUTS, test=EITHER))
+@pytest.mark.parametrize("layout", rows(cases.LAYOUTS, test=["DP2, distributed optimizer"]))
 def test_a_bf16_model_of_which_all_is_kept_trains_as_an_fp32_model_does(trained, layout):
     for got, wanted in zip(trained(layout, bf16=True, **ALL), trained(layout)):
         # the very same numbers: nothing anywhere passes through bf16, from the drawn weights to the second step
@@ -46,29 +42,29 @@ def test_a_bf16_model_of_which_all_is_kept_trains_as_an_fp32_model_does(trained,
 
 TP2_SP, PP2 = cases.LAYOUTS["TP2, SP"][1], cases.LAYOUTS["PP2"][1]
 OTHERS = {
-    "interleaved stages": (2, cases.SMALL, {**PP2, "num_layers_per_virtual_pipeline_stage": 1}),
-    "four ranks": (
-        4,
-        cases.SMALL,
-        {**TP2_SP, **PP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-    ),
-    "fused loss": (1, cases.SMALL, {"cross_entropy_loss_fusion": True}),
-    "further predictions over stages": (2, cases.SMALL, {**PP2, "mtp_num_layers": 1}),
-    "recomputed": (
+    "interleaved stages": (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 1}),
+    "four ranks": (4, {**TP2_SP, **PP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+    "fused loss, recomputed": (
         1,
-        cases.SMALL,
-        {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "core_attn", "moe")},
+        {
+            "cross_entropy_loss_fusion": True,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("layernorm", "core_attn", "moe"),
+        },
     ),
-    "dense, biased, tied over stages": (2, cases.DENSE, PP2),
-    "dense, biased, tied, split": (2, cases.DENSE, TP2_SP),
+    "further predictions, tied over stages": (
+        2,
+        {**PP2, "mtp_num_layers": 1, "untie_embeddings_and_output_weights": False},
+    ),
 }
 
 
-@pytest.mark.parametrize("case", rows(OTHERS, test=["four ranks", "further predictions over stages"]))
+@pytest.mark.engine
+@pytest.mark.parametrize("case", rows(OTHERS, test=["four ranks", "further predictions, tied over stages"]))
 def test_other_models_and_schedules_of_which_all_is_kept_are_fp32_too(gloo, case):
-    ranks, base, flags = OTHERS[case]
-    fp32 = gloo.run(ranks, cases.trained, run=cases.run_of(base, **flags))[0]
-    kept = gloo.run(ranks, cases.trained, run=cases.run_of(base, bf16=True, **ALL, **flags))[0]
+    ranks, flags = OTHERS[case]
+    fp32 = gloo.run(ranks, cases.trained, run=cases.run_of(**flags))[0]
+    kept = gloo.run(ranks, cases.trained, run=cases.run_of(bf16=True, **ALL, **flags))[0]
     assert kept["losses"] == fp32["losses"]
     assert kept["norms"] == pytest.approx(fp32["norms"], rel=1e-6)
 
@@ -78,11 +74,12 @@ def _is_kept(name):
     return name.endswith(kept) or name.startswith(("decoder.layers.1.", "decoder.layers.2.mlp.experts", "output_layer"))
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("layout", "half"),
     rows(
         [*((layout, "bf16") for layout in cases.LAYOUTS), ("EP2", "fp16"), ("DP2, distributed optimizer", "fp16")],
-        test=[*((layout, "bf16") for layout in EITHER), ("EP2", "fp16")],
+        test=[("TP2, SP", "bf16"), ("EP2", "fp16")],
     ),
 )
 def test_kept_weights_are_fp32_wherever_they_lie_and_the_others_are_not(trained, layout, half):
@@ -104,36 +101,40 @@ def test_kept_weights_are_fp32_wherever_they_lie_and_the_others_are_not(trained,
     assert seen == set(wanted["dtypes"])
 
 
-@pytest.mark.parametrize("layout", rows(["one rank", "TP2, SP", "PP2", "EP2"], test=["TP2, SP"]))
-def test_the_fp32_residual_is_fp32_at_every_boundary_and_holds_more_than_bf16_can(gloo, layout):
+ALL_AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    rows(
+        [*((layout, {}) for layout in ("one rank", "TP2, SP", "PP2", "EP2")), ("TP2, SP", ALL_AGAIN)],
+        test=[("one rank", {}), ("TP2, SP", ALL_AGAIN)],
+    ),
+)
+def test_the_fp32_residual_is_fp32_at_every_boundary_and_holds_more_than_bf16_can(gloo, layout, recompute):
     ranks, sizes = cases.LAYOUTS[layout]
-    for recompute in ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}):
-        run = cases.run_of(bf16=True, fp32_residual_connection=True, **sizes, **recompute)
-        for seen in gloo.run(ranks, cases.residual_stream, run=run):
-            assert seen.pop("losses finite")
-            for place, (dtype, wider_than_bf16) in seen["stream"].items():
-                assert dtype == "torch.float32", place
-                # the embedding's rows are bf16 weights; everything added to them is kept in full
-                assert wider_than_bf16 or place in ("into layer 0", "embedding"), place
-            assert seen["gradients"] == {"torch.float32"}  # of the stream, on its way back
-            assert seen["branches"] == {"torch.bfloat16"}
-        if recompute:
-            return
+    run = cases.run_of(bf16=True, fp32_residual_connection=True, **sizes, **recompute)
+    for seen in gloo.run(ranks, cases.residual_stream, run=run):
+        for place, (dtype, wider_than_bf16) in seen["stream"].items():
+            assert dtype == "torch.float32", place
+            # the embedding's rows are bf16 weights; everything added to them is kept in full
+            assert wider_than_bf16 or place in ("into layer 0", "embedding"), place
+        assert seen["gradients"] == {"torch.float32"}  # of the stream, on its way back
+        assert seen["branches"] == {"torch.bfloat16"}
+        if layout == "one rank":
+            assert seen["error"] == 0.0  # the sum of its branches to the last bit
 
 
-def test_the_fp32_residual_is_the_sum_of_its_branches_to_the_last_bit(gloo):
-    run = cases.run_of(bf16=True, fp32_residual_connection=True)
-    (error,) = gloo.run(1, cases.residual_error, run=run)
-    assert error == 0.0
-    (error,) = gloo.run(1, cases.residual_error, run=cases.run_of(bf16=True))
-    assert error > 1e-4  # the same measure sees the stream of a bf16 run being rounded
+def test_the_measure_of_the_residual_sees_the_stream_of_a_bf16_run_being_rounded(gloo):
+    (seen,) = gloo.run(1, cases.residual_stream, run=cases.run_of(bf16=True))
+    assert seen["error"] > 1e-4
 
 
 @pytest.mark.parametrize(
     "layout",
     rows(
         ["one rank", "DP2", "DP2, distributed optimizer", "TP2, SP", "PP2", "EP2"],
-        test=["DP2, distributed optimizer", "EP2"],
+        test=["EP2"],
     ),
 )
 def test_gradients_accumulate_and_reduce_in_bf16_but_for_kept_weights(trained, layout):
@@ -149,7 +150,8 @@ def test_gradients_accumulate_and_reduce_in_bf16_but_for_kept_weights(trained, l
         assert result["losses"] == pytest.approx(wanted["losses"], rel=1e-2)
 
 
-@pytest.mark.parametrize("optimizer", [False, True], ids=["whole", "distributed"])
+@pytest.mark.engine
+@pytest.mark.parametrize("optimizer", rows([False, True], test=[True]))
 def test_an_overflow_in_a_kept_weight_skips_the_step_and_its_gradient_is_unscaled(gloo, trained, optimizer):
     run = cases.run_of(
         fp16=True, initial_loss_scale=512.0, keep_fp32=("experts",), expert_model_parallel_size=2,
@@ -168,12 +170,12 @@ def test_an_overflow_in_a_kept_weight_skips_the_step_and_its_gradient_is_unscale
 )
 def test_evaluation_in_fp32_has_the_loss_of_an_fp32_model_of_the_same_weights(gloo, layout):
     ranks, sizes = cases.LAYOUTS[layout]
-    for keep in (None, ("norms", "decoder.layers.3", "embedding")):
-        run = cases.run_of(bf16=True, eval_in_fp32=True, keep_fp32=keep, fp32_residual_connection=bool(keep), **sizes)
-        for rank in gloo.run(ranks, cases.evaluated_in_fp32, run=run):
-            assert rank["in fp32"] == rank["oracle"]
-            assert rank["in bf16"] != rank["oracle"]
-            assert rank["changed"] == []
+    keep = None if layout == "one rank" else ("norms", "decoder.layers.3", "embedding")
+    run = cases.run_of(bf16=True, eval_in_fp32=True, keep_fp32=keep, fp32_residual_connection=bool(keep), **sizes)
+    for rank in gloo.run(ranks, cases.evaluated_in_fp32, run=run):
+        assert rank["in fp32"] == rank["oracle"]
+        assert rank["in bf16"] != rank["oracle"]
+        assert rank["changed"] == []
 
 
 def test_an_evaluation_that_fails_puts_the_weights_back(gloo):
@@ -194,8 +196,7 @@ def test_an_fp64_router_in_a_bf16_run_leaks_no_dtype(gloo):
 
 def test_a_run_evaluates_in_fp32_if_it_is_told_to(gloo):
     flags = {"bf16": True, "train_iters": 1, "eval_iters": 1, "global_batch_size": 2, "micro_batch_size": 2}
-    losses = [
-        gloo.run(1, cases.valid_loss, run=cases.run_of(**flags, eval_in_fp32=told))[0] for told in (False, True, True)
-    ]
-    assert losses[0] != losses[1] == losses[2]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    plain, told = (
+        gloo.run(1, cases.valid_loss, run=cases.run_of(**flags, eval_in_fp32=told))[0] for told in (False, True)
+    )
+    assert plain != told and plain == pytest.approx(told, rel=1e-2)

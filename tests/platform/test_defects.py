@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +9,10 @@ import pytest
 import yaml
 
 from megatron_moe.config.schema import Run, build
-from megatron_moe.platform.defects import TABLE, Condition, DerivedValues, known_defects, read_defects
+from megatron_moe.platform.defects import Condition, DerivedValues, known_defects, read_defects
+from tests.helpers.sources import ROOT
+from tests.platform import defects_page
 
-pytestmark = pytest.mark.engine
-
-ROOT = Path(__file__).parents[2]
 ENTRY: dict[str, Any] = {
     "id": "E7",
     "title": "sums are wrong",
@@ -88,10 +83,10 @@ def test_a_malformed_entry_is_refused_with_its_id_and_key(tmp_path: Path, change
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-@pytest.mark.parametrize("key", ["title", "source", "when", "treatment", "how", "where", "tests"])
-def test_a_missing_key_is_refused(tmp_path: Path, key: str) -> None:
-    with pytest.raises(ValueError, match=f"^engine_defects.yaml: E7: .*{key}"):
-        read(tmp_path, {name: value for name, value in ENTRY.items() if name != key})
+def test_a_missing_key_is_refused(tmp_path: Path) -> None:
+    for key in ("title", "source", "when", "treatment", "how", "where", "tests"):
+        with pytest.raises(ValueError, match=f"^engine_defects.yaml: E7: .*{key}"):
+            read(tmp_path, {name: value for name, value in ENTRY.items() if name != key})
 
 
 def test_a_defect_that_is_overridden_needs_a_test_and_one_that_is_not_used_a_reason(tmp_path: Path) -> None:
@@ -152,23 +147,11 @@ def test_no_run_is_met_by_none_and_every_run_by_all(tmp_path: Path) -> None:
     assert every.is_met(Run(), 1) and not none.is_met(Run(), 1)
 
 
-def test_each_derived_value_is_in_use() -> None:
-    used = {condition.name for defect in known_defects() for condition in defect.when or ()}
-    values = {name for name, value in vars(DerivedValues).items() if isinstance(value, property)}
-    assert values and values <= used
+def test_the_page_has_the_table_of_the_package() -> None:
+    text = defects_page.PAGE.read_text(encoding="utf-8")
+    assert text == defects_page.page(text), "run: python -m tests.platform.defects_page"
 
 
-def test_an_installed_package_has_every_file_that_is_not_python(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(ROOT / "megatron_moe", source / "megatron_moe", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "setup.py", source)
-    command = [sys.executable, "setup.py", "-q", "build", "--build-lib", str(tmp_path / "built")]
-    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=600)
-    data = {path.relative_to(source) for path in (source / "megatron_moe").rglob("*.*") if path.suffix != ".py"}
-    assert TABLE.relative_to(ROOT) in data
-    assert [path for path in sorted(data) if not (tmp_path / "built" / path).is_file()] == []
-    program = "from megatron_moe.platform import defects; print(defects.__file__, len(defects.known_defects()))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path / "built", capture_output=True, text=True, timeout=600, check=True
-    )
-    assert re.fullmatch(rf"{re.escape(str(tmp_path))}.* {len(known_defects())}\n", done.stdout), done.stdout
+def test_a_defect_names_tests_that_exist() -> None:
+    for file, name in (test.split("::") for defect in known_defects() for test in defect.tests):
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), (file, name)

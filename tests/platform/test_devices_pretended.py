@@ -19,7 +19,8 @@ from tests.helpers.ranks import ROOT, Child, RankParent, rank_environment
 CUDA = ("-m", "tests.helpers.cuda_on_cpu")
 FLAGS = (
     "--preset tiny --mock-data --vocab-size 512 --seq-length 32 --max-position-embeddings 32 --bf16 --eval-iters 0 "
-    "--micro-batch-size 1 --global-batch-size 2 --lr-decay-iters 6 --hidden-dropout 0.1 --save steps --load steps"
+    "--micro-batch-size 1 --global-batch-size 2 --lr-decay-iters 6 --hidden-dropout 0.1 --num-layers 2 "
+    "--moe-layer-freq [0]+[1]*1 --save steps --load steps"
 )
 
 

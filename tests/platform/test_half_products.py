@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import ctypes
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_moe.moe.grouped_gemm import TorchProduct
 from megatron_moe.platform import half_products, hardware, switches
+from tests.helpers.ranks import Child, RankParent
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -32,7 +32,6 @@ def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor, terms: int) -
     assert ((actual.double() - exact).abs() <= limit).all()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_linear_layer_and_its_gradients_are_rounded_once(way: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +47,6 @@ def test_a_linear_layer_and_its_gradients_are_rounded_once(way: str, dtype: torc
     assert_rounded_once(weight.grad, wide_grad.flatten(0, 1).T @ wide_x.flatten(0, 1), 24)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("dtype", HALVES)
 def test_grouped_products_are_rounded_once(way: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -101,7 +99,6 @@ def test_the_switch_decides_what_is_multiplied_forward_and_backward(
     assert products.dtypes == {torch.float32 if way == "fp32" else dtype}
 
 
-@pytest.mark.engine
 def test_a_device_on_paper_multiplies_as_such_a_device_does(way: str) -> None:
     operand = torch.empty(2, dtype=torch.bfloat16, device="meta")
     for kind, wide in (("cuda", False), ("cpu", way == "fp32")):
@@ -109,7 +106,6 @@ def test_a_device_on_paper_multiplies_as_such_a_device_does(way: str) -> None:
             assert half_products.multiply_in_fp32(operand) == wide
 
 
-@pytest.mark.engine
 def test_by_itself_the_processors_instructions_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(switches.HALF_PRODUCTS, raising=False)
     monkeypatch.setattr(half_products, "_has_instructions", half_products._has_instructions.__wrapped__)
@@ -128,7 +124,6 @@ GROUPS = [[5, 3], [0, 40, 0, 9, 100, 0], [130, 1, 257, 64, 0], [0, 0, 0]]
 """Rows of each group; with the rows that fill it up, a group reaches over one or several behind it, or over the end."""
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("counts", GROUPS)
 def test_groups_of_any_size_are_rounded_once(way: str, counts: list[int], dtype: torch.dtype) -> None:
@@ -143,7 +138,6 @@ def test_groups_of_any_size_are_rounded_once(way: str, counts: list[int], dtype:
     assert_rounded_once(sums, torch.stack([dy.t() @ x for x, dy in groups]), 257)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("dtype", HALVES)
 def test_groups_of_any_size_have_the_bits_of_torchs_grouped_product(way: str, dtype: torch.dtype) -> None:
     """An audit, or a probe of a step's health, sees torch's form, and may change no bit of a run."""
@@ -159,7 +153,6 @@ def test_groups_of_any_size_have_the_bits_of_torchs_grouped_product(way: str, dt
             assert torch.equal(ours, theirs) and products.dtypes == {torch.float32 if way == "fp32" else dtype}
 
 
-@pytest.mark.engine
 def test_copies_in_fp32_are_of_one_group_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(switches.HALF_PRODUCTS, "fp32")
     mm, multiplied = torch.mm, []
@@ -173,7 +166,6 @@ def test_copies_in_fp32_are_of_one_group_at_a_time(monkeypatch: pytest.MonkeyPat
     assert {tensor.dtype for pair in multiplied for tensor in pair} == {torch.float32}
 
 
-@pytest.mark.engine
 def test_what_is_not_a_number_stays_in_its_group(way: str) -> None:
     rows = torch.ones(12, 8, dtype=torch.bfloat16)
     rows[5:] = torch.nan
@@ -184,7 +176,6 @@ def test_what_is_not_a_number_stays_in_its_group(way: str) -> None:
     assert sums[0].isfinite().all() and sums[1].isnan().all()
 
 
-@pytest.mark.engine
 def test_few_numbers_of_rows_stand_for_all() -> None:
     for most, kinds, parts_of in (
         (3 / 2, 18, lambda rows: [half_products.padded_rows(rows)]),
@@ -196,31 +187,26 @@ def test_few_numbers_of_rows_stand_for_all() -> None:
         assert len({part for some in parts.values() for part in some}) == kinds
 
 
-# Every eighth size first, which is to be all that a process remembers: the others may not add to it.
-_MANY_SIZES = """
-import ctypes, torch
-from megatron_moe.moe.grouped_gemm import TorchProduct
+def resident_growth(folder: str) -> None:
+    """Write what 448 further sizes of groups leave behind, forward and backward, after every eighth size was met."""
 
-def resident():
-    ctypes.CDLL(None).malloc_trim(0)
-    return int(open("/proc/self/statm").read().split()[1]) * 4096
+    def resident() -> int:
+        ctypes.CDLL(None).malloc_trim(0)
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-rows, weights = (torch.ones(*size, 64, dtype=torch.bfloat16, requires_grad=True) for size in ((512,), (2, 64)))
-for sizes in (range(0, 512, 8), range(512)):
-    before = resident()
-    for size in sizes:
-        TorchProduct()(rows, weights, torch.tensor([size, 512], dtype=torch.int32)).sum().backward()
-print(resident() - before)
-"""
+    rows, weights = (torch.ones(*size, 64, dtype=torch.bfloat16, requires_grad=True) for size in ((512,), (2, 64)))
+    for sizes in (range(0, 512, 8), range(512)):
+        before = resident()
+        for size in sizes:
+            TorchProduct()(rows, weights, torch.tensor([size, 512], dtype=torch.int32)).sum().backward()
+    Path(folder, "grown").write_text(str(resident() - before))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc and trims glibc's heap")
-def test_groups_of_ever_other_sizes_leave_no_memory_behind() -> None:
-    """448 further sizes, forward and backward: torch's own product kept 480 MB for them, 45 without AVX-512's bf16."""
-    environment = {**os.environ, switches.HALF_PRODUCTS: "native", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _MANY_SIZES], cwd=root, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 8 << 20
+def test_groups_of_ever_other_sizes_leave_no_memory_behind(rank_parent: RankParent, tmp_path: Path) -> None:
+    """torch's own product kept 480 MB for them, 45 without AVX-512's bf16."""
+    log, native = tmp_path / "log", {switches.HALF_PRODUCTS: "native"}
+    target = "tests.platform.test_half_products:resident_growth"
+    child = Child(target, str(tmp_path), str(log), environment=native)
+    assert rank_parent.statuses(rank_parent.fork([child]), 600) == [0], log.read_text()
+    assert int((tmp_path / "grown").read_text()) < 8 << 20

@@ -1,9 +1,7 @@
 """Count what makes the host wait for the device, on the pretended CUDA machine of `tests/helpers/cuda_on_cpu.py`.
 
-    python -m tests.helpers.host_syncs FLAGS...
-
-trains with these flags (two steps unless they say otherwise), also under torchrun, and prints what rank 0 met in the
-last step: kind, times, file, line and function, in the phases of `PHASES`. The kinds:
+`counts_of_step` trains with given flags and returns what the last step met: kind, file, line and function, in the
+phases of `PHASES`. The kinds:
 
     read      a number or an array is taken from the device: .item(), .tolist(), float(), if, .cpu(), .numpy()
     shape     the size of a result depends on data: nonzero, indexing by a mask, unique, bincount, repeat_interleave
@@ -19,26 +17,22 @@ without a device, read from files or copied from the device, and what is compute
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.helpers import cuda_on_cpu
+from tests.helpers import cuda_on_cpu, ranks
 
-PHASES = {
-    "layer": "the MoE layers, forward and backward",
-    "micro-batches": "the rest of the schedule",
-    "finalize": "finalize_model_grads",
-    "step": "the rest of the step",
-    "logging": "metrics",
-    "loop": "the rest of the loop",
-}
+PHASES = ("layer", "micro-batches", "finalize", "step", "logging", "loop")
+"""The MoE layers, the rest of the schedule, finalize_model_grads, the rest of the step, metrics, and what is left."""
 
 READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__"}
 READS |= {"__contains__", "equal", "allclose", "is_nonzero"}
@@ -368,7 +362,8 @@ def _noted(stock: Callable[..., Any], note: Callable[[], None]) -> Callable[...,
 
 DEFAULTS = (
     "--preset tiny --mock-data --vocab-size 512 --seq-length 32 --max-position-embeddings 32 --eval-iters 0 "
-    "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr-decay-iters 2"
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr-decay-iters 2 "
+    "--num-layers 2 --moe-layer-freq [0]+[1]*1"
 ).split()
 
 
@@ -394,23 +389,21 @@ def counts_of_step(syncs: HostSyncs, argv: list[str]) -> Counter[Wait]:
     return Counter(syncs.found)
 
 
-def table(found: Counter[Wait]) -> str:
-    """Return the waits as lines of text, phase by phase."""
-    lines = []
-    for phase, meaning in PHASES.items():
-        here = {wait: count for wait, count in found.items() if wait.phase == phase}
-        lines.append(f"{phase}: {sum(here.values())} ({meaning})")
-        for wait, count in sorted(here.items(), key=lambda entry: (-entry[1], entry[0].where)):
-            lines.append(f"{count:6d} {wait.kind:7s} {wait.what:20s} {wait.where} {wait.owner}")
-    return "\n".join(lines)
+SYNCS: HostSyncs
 
 
-def main() -> None:
-    """Print the waits of a step with the flags of the command line."""
-    found = counts_of_step(installed(), sys.argv[1:])
-    if os.environ.get("RANK", "0") == "0":
-        print(table(found))
+def serve_ranks() -> None:
+    """Make this process such a machine, and fork ranks that are (see `tests/helpers/ranks.py`)."""
+    global SYNCS
+    SYNCS = installed()
+    ranks.serve()
 
 
-if __name__ == "__main__":
-    main()
+def write_counts(argv: list[str]) -> None:
+    """Train as a forked rank; rank 0 writes for each phase the waits that are not hidden, and those that are."""
+    by_phase: dict[str, list[int]] = {phase: [0, 0] for phase in PHASES}
+    for wait, count in counts_of_step(SYNCS, argv).items():
+        print(count, wait)
+        by_phase[wait.phase][wait.kind == "hidden"] += count
+    if os.environ["RANK"] == "0":
+        Path("counts.json").write_text(json.dumps(by_phase))
