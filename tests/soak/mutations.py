@@ -242,22 +242,21 @@ def draw(count: int, seed: int, root: Path = ROOT) -> list[Mutation]:
     return drawn
 
 
-def planted(folder: Path, mutation: Mutation | None) -> Path:
+def planted(folder: Path, mutation: Mutation | None, root: Path = ROOT) -> Path:
     """Copy what tests need into `folder`, plant the mutation there and return `folder`."""
-    for path in subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split():
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True)
+    for path in filter(lambda name: (root / name).is_file(), listed.stdout.split()):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, folder / path)
+        shutil.copy(root / path, folder / path)
     if mutation is not None:
         file = folder / PACKAGE / mutation.file
-        file.write_bytes(place(mutation).applied(file.read_bytes()))
+        file.write_bytes(place(mutation, root).applied(file.read_bytes()))
     return folder
 
 
-def notices(folder: Path, tests: list[str]) -> str | None:
+def notices(folder: Path, tests: list[str], python: str = sys.executable) -> str | None:
     """Run tests of a planted copy against the copy. Return the first line of what fails, None where nothing does."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--all", "--no-header", "-p", "no:cacheprovider", *tests]
+    command = [python, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     try:
         done = subprocess.run(

@@ -1,0 +1,152 @@
+"""Which tests reach a mutation, and which of them notice it: two trees of the repository are compared by the same list.
+
+    python -m tests.soak.mutations draw 120 > drawn.txt
+    python -m tests.soak.reach map drawn.txt map.json         # runs make test once, on a copy with a note at each place
+    python -m tests.soak.reach judge drawn.txt map.json noticed.jsonl
+
+`--root FOLDER --python PROGRAM` take another checkout with its interpreter. `judge` goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from xml.etree import ElementTree
+
+from tests.soak.mutations import PACKAGE, ROOT, Mutation, Site, notices, place, planted
+
+NOTES = '''"""Notes which test reaches a place; written by tests/soak/reach.py into a copy."""
+import os
+
+_known = set()
+
+
+def at(number):
+    note = f"{number} {os.environ.get('PYTEST_CURRENT_TEST', '').rpartition(' ')[0]}\\n"
+    if note not in _known:
+        _known.add(note)
+        file = os.open(os.environ["REACHED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(file, note.encode())
+        os.close(file)
+'''
+FIRST = 30
+"""So many of the tests that reach a place are run first, the quickest of each file before others."""
+
+
+def noted(folder: Path, places: list[Site]) -> None:
+    """Put a note before the statement of each place of a copy."""
+    (folder / PACKAGE / "reached.py").write_text(NOTES)
+    of_file = defaultdict(list)
+    for number, site in enumerate(places):
+        of_file[site.mutation.file].append((number, site))
+    for name, found in of_file.items():
+        file = folder / PACKAGE / name
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines_before = defaultdict(list)
+        for number, site in found:
+            if (line := _statement(file, site.line)) is not None:
+                lines_before[line].append(number)
+        for line in sorted(lines_before, reverse=True):
+            indent = lines[line - 1][: len(lines[line - 1]) - len(lines[line - 1].lstrip())]
+            calls = "; ".join(f"_reached.at({number})" for number in lines_before[line])
+            lines.insert(line - 1, f"{indent}from {PACKAGE} import reached as _reached; {calls}\n")
+        file.write_text("".join(lines), encoding="utf-8")
+
+
+def _statement(file: Path, line: int) -> int | None:
+    """Return the first line of the innermost statement of a function that holds `line`; None outside of functions."""
+    best = None
+    for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and (
+            min((one.lineno for one in function.decorator_list), default=function.lineno)
+            <= line
+            <= (function.end_lineno or 0)
+        ):
+            best = function.body[0].lineno
+            for node in ast.walk(function):
+                for block in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
+                    if isinstance(block, list) and not _is_elif(node, block):
+                        starts = [one.lineno for one in block if one.lineno <= line <= (one.end_lineno or 0)]
+                        best = max([best, *starts])
+    return best
+
+
+def _is_elif(node: ast.AST, block: list[ast.stmt]) -> bool:
+    return (
+        isinstance(node, ast.If)
+        and block is node.orelse
+        and len(block) == 1
+        and isinstance(block[0], ast.If)
+        and block[0].col_offset == node.col_offset
+    )
+
+
+def mapped(places: list[Site], root: Path, python: str, options: list[str]) -> dict[str, dict[str, float]]:
+    """Run the suite of `root` with notes. Return, for each mutation, the tests that reach it with their seconds."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = planted(Path(scratch) / "copy", None, root)
+        noted(folder, places)
+        notes, report = Path(scratch) / "reached.txt", Path(scratch) / "report.xml"
+        environment = {**os.environ, "PYTHONPATH": str(folder), "REACHED": str(notes)}
+        command = [python, "-m", "pytest", "-q", f"--junitxml={report}", "-o", "junit_family=xunit1", *options]
+        subprocess.run(command, cwd=folder, env=environment, check=False)
+        seconds = {}
+        for case in ElementTree.parse(report).iter("testcase"):
+            seconds[f"{case.get('file')}::{case.get('name')}"] = float(case.get("time") or 0)
+        reached: dict[str, dict[str, float]] = {str(site.mutation): {} for site in places}
+        for note in notes.read_text().splitlines():
+            number, _, test = note.partition(" ")
+            if test:
+                reached[str(places[int(number)].mutation)][test] = seconds.get(test, 1.0)
+    return reached
+
+
+def judged(mutation: Mutation, tests: dict[str, float], root: Path, python: str) -> str | None:
+    """Return what fails first of the tests that reach a mutation, None where nothing does."""
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for test in sorted(tests, key=lambda one: tests[one]):
+        by_file[test.partition("::")[0]].append(test)
+    rounds = sorted((number, tests[test], test) for of in by_file.values() for number, test in enumerate(of))
+    order = [test for _, _, test in rounds]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = planted(Path(scratch) / "copy", mutation, root)
+        for part in (order[:FIRST], order[FIRST:]):
+            if part and (found := notices(folder, part, python)) is not None:
+                return found
+    return None
+
+
+def main() -> None:
+    """Make a map, or judge the mutations of a list by one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["map", "judge"])
+    parser.add_argument("mutations", type=Path)
+    parser.add_argument("map", type=Path)
+    parser.add_argument("noticed", type=Path, nargs="?")
+    parser.add_argument("--root", type=Path, default=ROOT)
+    parser.add_argument("--python", default=sys.executable)
+    given, options = parser.parse_known_args()
+    mutations = [Mutation.named(line) for line in given.mutations.read_text().splitlines()]
+    if given.command == "map":
+        found = mapped([place(one, given.root) for one in mutations], given.root, given.python, options)
+        given.map.write_text(json.dumps(found, indent=1))
+        return
+    reached, done = json.loads(given.map.read_text()), set()
+    if given.noticed.exists():
+        done = {json.loads(line)["mutation"] for line in given.noticed.read_text().splitlines()}
+    for mutation in (one for one in mutations if str(one) not in done):
+        by = judged(mutation, reached[str(mutation)], given.root, given.python)
+        with given.noticed.open("a") as file:
+            file.write(json.dumps({"mutation": str(mutation), "reached": len(reached[str(mutation)]), "by": by}) + "\n")
+        print(f"{mutation}: {by or 'nothing fails'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
