@@ -142,7 +142,8 @@ def main() -> int:
     os.environ.pop("TRITON_INTERPRET", None)
     found = measured()
     if "--check" not in sys.argv:
-        BUDGET.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        lines = [f" {json.dumps(name)}: {json.dumps(taken)}" for name, taken in found.items()]
+        BUDGET.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     wanted = json.loads(BUDGET.read_text(encoding="utf-8"))
     print(json.dumps(found))
     over = [

@@ -1,9 +1,17 @@
-"""The largest of some errors, among which NaN is the largest: a plain `max` passes it over, unless it comes first."""
+"""Errors, and the largest of some, among which NaN is the largest: a plain `max` passes it over unless it is first."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    """Return the norm of the difference in parts of the norm of what is wanted, in fp64."""
+    wanted = wanted.double()
+    return ((got.double() - wanted).norm() / wanted.norm().clamp_min(1e-12)).item()
 
 
 def largest(errors: Iterable[float]) -> float:

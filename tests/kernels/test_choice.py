@@ -12,8 +12,6 @@ from megatron_moe.kernels import choice
 from megatron_moe.kernels.choice import takes_kernels
 from megatron_moe.platform import switches
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture
 def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,14 +32,12 @@ def totals(kernels: str, sums: str = "none") -> SimpleNamespace:
     )
 
 
-@pytest.mark.engine
 @pytest.mark.triton
 def test_a_layer_launches_45_operations_at_most() -> None:
     found = totals("triton")
     assert found.launches <= 45 and found.gigabytes <= 3.8 and found.tflops >= 555
 
 
-@pytest.mark.engine
 @pytest.mark.triton
 def test_sums_that_products_add_to_move_no_more_bytes_next_to_them() -> None:
     alone, added, fused = (totals("triton", sums) for sums in ("none", "added", "fused"))
@@ -47,13 +45,13 @@ def test_sums_that_products_add_to_move_no_more_bytes_next_to_them() -> None:
     assert fused.launches < added.launches and fused.tflops >= 555 and added.tflops < 480
 
 
-@pytest.mark.engine
 def test_without_kernels_it_launches_twice_as_many() -> None:
     found = totals("torch")
     assert found.launches > 80 and found.gigabytes > 15 and found.tflops < 500
 
 
 @pytest.mark.triton
+@pytest.mark.test_all(instead="tests/kernels/test_choice_layer.py::test_a_layer_is_the_same_with_kernels")
 def test_the_kernels_compile_within_their_budget(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -83,7 +81,6 @@ def stepped(kernels: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     return {"output": output.detach(), "hidden": hidden.grad, **gradients, "counts": counts}
 
 
-@pytest.mark.engine
 @pytest.mark.triton
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

@@ -2,45 +2,69 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_moe.kernels import compiled
 from megatron_moe.kernels.launching import launches_seen_by
-from megatron_moe.precision.packed_state import AdamStep
+from megatron_moe.precision.packed_state import AdamState, AdamStep, Chances
 from megatron_moe.training.precision_aware_adam import adam_update
 from tests.helpers import packed_cases
 from tests.helpers.compiled_kernels import all_kernels
+from tests.helpers.rows import rows
 
 STEP = AdamStep(3e-3, (0.9, 0.95), 1e-8, 0.1, 7)
-PACKED = pytest.mark.parametrize("packed", [False, True], ids=["fp32 main weights", "packed main weights"])
-FORMATS = pytest.mark.parametrize(
-    "formats", [(first, second) for first in packed_cases.FORMATS for second in packed_cases.FORMATS], ids="-".join
+PAIRS = [(first, second) for first in packed_cases.FORMATS for second in packed_cases.FORMATS]
+# Each pair of formats once, half of them with packed main weights and on two threads.
+FORMS = [(pair, (n + n // 4) % 2 == 0, 1 + (n // 2) % 2) for n, pair in enumerate(PAIRS)]
+# In the interpreter: each format of either moment, and both kinds of main weights.
+IN_TEST = [(("fp32", "bf16"), False), (("bf16", "fp32"), True), (("int8", "fp8"), True), (("fp8", "int8"), False)]
+in_c = pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
+in_triton = pytest.mark.triton
+TRITON = pytest.mark.parametrize(
+    ("formats", "packed"), rows(list(itertools.product(PAIRS, (False, True))), test=IN_TEST)
 )
 
 
-@pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
-@pytest.mark.parametrize("threads", [1, 2])
-@PACKED
-@FORMATS
-def test_the_kernel_in_c_has_the_bits_of_torchs_form(formats: tuple[str, str], packed: bool, threads: int) -> None:
+def by_c_and_torch(
+    numbers: Sequence[Tensor], formats: tuple[str, str], packed: bool, step: AdamStep, drawn: Chances | None
+) -> tuple[AdamState, AdamState]:
+    """The state after a step from (gradient, main weight, first and second moment), by C and by torch."""
+    grad, *before = numbers
+    ours, theirs = (packed_cases.state(*before, formats, packed) for _ in range(2))
+    drawn_of_all = None if drawn is None else [drawn]
+    assert compiled.adam_update([grad], [ours], step, drawn_of_all) is None
+    adam_update.eager([grad], [theirs], step, drawn_of_all)  # type: ignore[attr-defined]
+    return ours, theirs
+
+
+def assert_same_bits(ours: AdamState, theirs: AdamState) -> None:
+    for found, wanted in zip(packed_cases.tensors(ours), packed_cases.tensors(theirs), strict=True):
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for numel, width in ((1, 7), (127, 7), (1003, 100), (70_001, 7), (70_001, 4096)):
-            grad, *numbers = packed_cases.values(numel)
-            drawn = packed_cases.chances(numel, width)
-            ours = packed_cases.state(*numbers, formats, packed)
-            theirs = packed_cases.state(*numbers, formats, packed)
-            assert compiled.adam_update([grad], [ours], STEP, [drawn]) is None
-            adam_update.eager([grad], [theirs], STEP, [drawn])  # type: ignore[attr-defined]
-            for found, wanted in zip(packed_cases.tensors(ours), packed_cases.tensors(theirs), strict=True):
-                assert torch.equal(found, wanted)
-    finally:
-        torch.set_num_threads(before)
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
+@in_c
+@pytest.mark.parametrize(("formats", "packed", "number"), FORMS)
+def test_the_kernel_in_c_has_the_bits_of_torchs_form(threads: Any, formats: Any, packed: bool, number: int) -> None:
+    threads(number)
+    for numel, width in ((1, 7), (127, 7), (1003, 100), (70_001, 4096)):
+        drawn = packed_cases.chances(numel, width)
+        assert_same_bits(*by_c_and_torch(packed_cases.values(numel), formats, packed, STEP, drawn))
+
+
+@in_c
 @pytest.mark.parametrize("formats", [("int8", "int8"), ("fp8", "fp8"), ("fp8", "int8")], ids="-".join)
 def test_the_kernel_in_c_has_torchs_exponent_for_every_size(formats: tuple[str, str]) -> None:
     # The largest of a group is at, below or above a power of two or what codes end at, up to where squares overflow.
@@ -54,14 +78,10 @@ def test_the_kernel_in_c_has_torchs_exponent_for_every_size(formats: tuple[str, 
         first[:, 17] = largest
         first = first.flatten()
         drawn = packed_cases.chances(first.numel(), 4096)
-        ours, theirs = (packed_cases.state(first, first, first * first, formats, packed=True) for _ in range(2))
-        compiled.adam_update([first], [ours], step, [drawn])
-        adam_update.eager([first], [theirs], step, [drawn])  # type: ignore[attr-defined]
-        for found, wanted in zip(packed_cases.tensors(ours), packed_cases.tensors(theirs), strict=True):
-            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+        assert_same_bits(*by_c_and_torch((first, first, first, first * first), formats, True, step, drawn))
 
 
-@pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
+@in_c
 def test_the_kernel_in_c_divides_as_torch() -> None:
     # It multiplies in the place of a division: roots of every size, 0 and infinity among them, many corrections.
     sizes = torch.ldexp(torch.ones(()), torch.arange(-149, 128, dtype=torch.float64)).float()
@@ -70,19 +90,16 @@ def test_the_kernel_in_c_divides_as_torch() -> None:
     # Of 3 10^9 quotients four are so near the middle of two numbers that they have to be corrected: two of them.
     second[6:9] = torch.tensor([2.74648452, 2.22487783, 2.22487783]) / 0.95
     second[8] = second[7].nextafter(torch.tensor(0.0))
+    numbers = (zeros, zeros, torch.ones_like(zeros), second)
     for beta2, number in [(0.95, n) for n in (1, 2, 3, 10, 25, 33, 1000)] + [(0.5, 1), (0.999, 77), (1 - 2**-24, 1)]:
         step = AdamStep(1.0, (0.9, beta2), 0.0, 0.0, number)
-        ours, theirs = (
-            packed_cases.state(zeros, torch.ones_like(zeros), second, ("fp32", "fp32"), packed=False) for _ in range(2)
-        )
-        compiled.adam_update([zeros], [ours], step, None)
-        adam_update.eager([zeros], [theirs], step, None)  # type: ignore[attr-defined]
+        ours, theirs = by_c_and_torch(numbers, ("fp32", "fp32"), False, step, None)
         assert ours.main is not None and theirs.main is not None
         assert torch.equal(ours.main, theirs.main)
         assert ours.main[5] == 0.0 and bool((ours.main != 0.0).any())
 
 
-@pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
+@in_c
 def test_the_kernel_in_c_codes_squares_as_torch_next_to_whole_roots() -> None:
     # A root just below a whole number may be rounded up to it.
     whole = torch.arange(1, 256).repeat_interleave(127).double() * 2.0**0.5
@@ -92,18 +109,13 @@ def test_the_kernel_in_c_codes_squares_as_torch_next_to_whole_roots() -> None:
     squares = 0.5 * grad * grad
     roots = squares.sqrt()
     assert int(((roots == roots.trunc()) & (roots.double() ** 2 > squares.double())).sum()) > 30
-    step = AdamStep(0.0, (0.5, 0.5), 1e-8, 0.0, 3)
+    step, zeros = AdamStep(0.0, (0.5, 0.5), 1e-8, 0.0, 3), torch.zeros_like(grad)
     for seed in range(5):
         drawn = packed_cases.chances(grad.numel(), 4096)._replace(seeds=(seed, 1))
-        zeros = torch.zeros_like(grad)
-        ours, theirs = (packed_cases.state(zeros, zeros, zeros, ("int8", "int8"), packed=True) for _ in range(2))
-        compiled.adam_update([grad], [ours], step, [drawn])
-        adam_update.eager([grad], [theirs], step, [drawn])  # type: ignore[attr-defined]
-        for found, wanted in zip(packed_cases.tensors(ours), packed_cases.tensors(theirs), strict=True):
-            assert torch.equal(found, wanted)
+        assert_same_bits(*by_c_and_torch((grad, zeros, zeros, zeros), ("int8", "int8"), True, step, drawn))
 
 
-@pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
+@in_c
 def test_the_kernel_in_c_has_torchs_exponent_where_the_last_numbers_are_rounded_otherwise() -> None:
     # torch adds another product unrounded in the last n % 8 numbers: here that decides whether 65025 is passed.
     codes = torch.arange(1.0, 255.0).repeat_interleave(401)
@@ -118,40 +130,27 @@ def test_the_kernel_in_c_has_torchs_exponent_where_the_last_numbers_are_rounded_
     assert int(passes.sum()) > 30
     step = AdamStep(0.0, (0.9, 0.95), 1e-8, 0.0, 3)
     for number in passes.nonzero().flatten().tolist():
-        numbers = torch.tensor([0.0, 255.0, float(codes[number])])
-        own = torch.tensor([0.0, 0.0, float(grad[number])])
-        ours, theirs = (
-            packed_cases.state(numbers, numbers, numbers * numbers, ("int8", "int8"), packed=True) for _ in range(2)
-        )
-        drawn = packed_cases.chances(3)
-        compiled.adam_update([own], [ours], step, [drawn])
-        adam_update.eager([own], [theirs], step, [drawn])  # type: ignore[attr-defined]
-        for found, wanted in zip(packed_cases.tensors(ours), packed_cases.tensors(theirs), strict=True):
-            assert torch.equal(found, wanted)
+        moment = torch.tensor([0.0, 255.0, float(codes[number])])
+        numbers = (torch.tensor([0.0, 0.0, float(grad[number])]), moment, moment, moment * moment)
+        assert_same_bits(*by_c_and_torch(numbers, ("int8", "int8"), True, step, packed_cases.chances(3)))
 
 
-@pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
-@FORMATS
-def test_the_kernel_in_c_keeps_what_is_not_finite(formats: tuple[str, str]) -> None:
-    grad, *numbers = packed_cases.values(1000)
-    grad[300], grad[700] = float("inf"), float("nan")
-    drawn = packed_cases.chances(1000)
-    ours, theirs = (packed_cases.state(*numbers, formats, packed=False) for _ in range(2))
-    compiled.adam_update([grad], [ours], STEP, [drawn])
-    adam_update.eager([grad], [theirs], STEP, [drawn])  # type: ignore[attr-defined]
-    for found, wanted in zip(packed_cases.unpacked(ours), packed_cases.unpacked(theirs), strict=True):
-        assert torch.equal(found.isfinite(), wanted.isfinite())
-        assert not found[300].isfinite() or not found[700].isfinite()
+@in_c
+def test_the_kernel_in_c_keeps_what_is_not_finite() -> None:
+    numbers = packed_cases.values(1000)
+    numbers[0][300], numbers[0][700] = float("inf"), float("nan")
+    for formats in PAIRS:
+        states = by_c_and_torch(numbers, formats, False, STEP, packed_cases.chances(1000))
+        for found, wanted in zip(*(packed_cases.unpacked(state) for state in states), strict=True):
+            assert torch.equal(found.isfinite(), wanted.isfinite())
+            assert not found[300].isfinite() or not found[700].isfinite()
 
 
-@pytest.mark.triton
-@PACKED
-@FORMATS
-def test_the_triton_kernel_packs_to_the_bit_what_needs_no_rounding_to_compute(
-    formats: tuple[str, str], packed: bool
-) -> None:
+@in_triton
+@TRITON
+def test_the_triton_kernel_packs_to_the_bit_what_needs_no_rounding_to_compute(formats: Any, packed: bool) -> None:
     # The gradient is the first moment, and its square the second: with decays of a half both stay what they are.
-    numel = 2500
+    numel = 1300
     _, main, first, _ = packed_cases.values(numel, seed=2)
     first = torch.ldexp(torch.sign(first), torch.log2(first.abs()).round().clamp(-20, 6))
     drawn = packed_cases.chances(numel, 130)
@@ -159,29 +158,31 @@ def test_the_triton_kernel_packs_to_the_bit_what_needs_no_rounding_to_compute(
     ours, theirs = (packed_cases.state(main, first, first * first, formats, packed) for _ in range(2))
     for state, update in ((ours, all_kernels().adam_update), (theirs, adam_update.eager)):  # type: ignore[attr-defined]
         update([first], [state], step, [drawn])
-    for found, wanted in zip(packed_cases.tensors(ours), packed_cases.tensors(theirs), strict=True):
-        assert torch.equal(found, wanted)
+    assert_same_bits(ours, theirs)
 
 
-@pytest.mark.triton
-@PACKED
-@FORMATS
-def test_the_triton_kernel_updates_as_torchs_form(formats: tuple[str, str], packed: bool) -> None:
-    numel = 2500
+def assert_near(found: AdamState, wanted: AdamState, formats: tuple[str, str]) -> None:
+    mains, *moments = zip(packed_cases.unpacked(found), packed_cases.unpacked(wanted), strict=True)
+    torch.testing.assert_close(*mains, rtol=2e-6, atol=1e-8)
+    for name, (one, other) in zip(formats, moments, strict=True):
+        # The last bit of a product decides now and then which neighbour is taken.
+        differ = int((~torch.isclose(one, other, rtol=2e-6, atol=1e-9)).sum())
+        assert differ == 0 if name == "fp32" else differ <= 0.002 * one.numel() + 1
+
+
+@in_triton
+@TRITON
+def test_the_triton_kernel_updates_as_torchs_form(formats: Any, packed: bool) -> None:
+    numel = 1300
     grad, *numbers = packed_cases.values(numel, seed=3)
     drawn = packed_cases.chances(numel, 4096)
     ours, theirs = (packed_cases.state(*numbers, formats, packed) for _ in range(2))
     all_kernels().adam_update([grad], [ours], STEP, [drawn])
     adam_update.eager([grad], [theirs], STEP, [drawn])  # type: ignore[attr-defined]
-    mains, *moments = zip(packed_cases.unpacked(ours), packed_cases.unpacked(theirs), strict=True)
-    torch.testing.assert_close(*mains, rtol=2e-6, atol=1e-8)
-    for number, (found, wanted) in enumerate(moments):
-        # The last bit of a product decides now and then which neighbour is taken.
-        differ = ~torch.isclose(found, wanted, rtol=2e-6, atol=1e-9)
-        assert float(differ.double().mean()) < (0.002 if formats[number] != "fp32" else 1e-9)
+    assert_near(ours, theirs, formats)
 
 
-@pytest.mark.triton
+@in_triton
 def test_the_triton_kernel_updates_many_weights_at_once() -> None:
     # Weights that vectors of 16 fit are apart from those they do not: by their size, or where they begin.
     sizes, shifts = (2560, 32, 2500, 17, 4096, 48), (0, 0, 0, 0, 1, 0)
@@ -201,8 +202,4 @@ def test_the_triton_kernel_updates_many_weights_at_once() -> None:
     for grad, state, own in zip(grads, alone, drawn):
         adam_update.eager([grad], [state], STEP, [own])  # type: ignore[attr-defined]
     for state, other in zip(alone, together):
-        mains, *moments = zip(packed_cases.unpacked(other), packed_cases.unpacked(state), strict=True)
-        torch.testing.assert_close(*mains, rtol=2e-6, atol=1e-8)
-        for found, wanted in moments:
-            differ = ~torch.isclose(found, wanted, rtol=2e-6, atol=1e-9)
-            assert int(differ.sum()) <= 0.002 * differ.numel() + 1
+        assert_near(other, state, ("bf16", "int8"))

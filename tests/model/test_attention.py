@@ -10,8 +10,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_moe.model.attention import MeasuredCoreAttention, SDPACoreAttention, largest_logits
-
-pytestmark = pytest.mark.engine
+from tests.helpers.errors import relative
 
 # (query heads, key/value heads, key width, value width)
 WIDTHS = {
@@ -43,10 +42,6 @@ def reference(query, key, value, scale):
     return torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), value).flatten(2)
 
 
-def relative_error(got, wanted):
-    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
-
-
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 6e-4)])
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
 def test_output_and_gradients_agree_with_the_reference(widths, dtype, bound):
@@ -57,14 +52,14 @@ def test_output_and_gradients_agree_with_the_reference(widths, dtype, bound):
     wanted.backward(grad.double())
     assert output.dtype == dtype
     assert output.shape == (24, 2, widths[0] * widths[3])
-    assert relative_error(output, wanted) < bound
+    assert relative(output, wanted) < bound
     for got, want in zip(ours, theirs):
-        assert relative_error(got.grad, want.grad) < bound
+        assert relative(got.grad, want.grad) < bound
 
 
 def test_the_given_softmax_scale_is_used():
     tensors = inputs(WIDTHS["latent"], torch.float32)
-    assert relative_error(core_attention(scale=0.7)(*tensors), reference(*tensors, scale=0.7)) < 1e-6
+    assert relative(core_attention(scale=0.7)(*tensors), reference(*tensors, scale=0.7)) < 1e-6
 
 
 def test_later_tokens_change_nothing():
@@ -100,7 +95,7 @@ def test_dropout_acts_in_training_only(one_process):
     attention = core_attention(attention_dropout=0.5)
     assert not torch.equal(attention(*tensors), attention(*tensors))
     attention.eval()
-    assert relative_error(attention(*tensors), reference(*tensors, scale=24**-0.5)) < 1e-6
+    assert relative(attention(*tensors), reference(*tensors, scale=24**-0.5)) < 1e-6
 
 
 def test_context_parallelism_needs_its_group():

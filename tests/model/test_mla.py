@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,19 +13,11 @@ from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.model.mla import LatentAttention, MLASubmodules
 from megatron_moe.model.spec import LOCAL, LayerSettings
 from megatron_moe.parallel import groups
+from tests.helpers.errors import relative
+from tests.numbers import reference_mla as reference
 
 pytestmark = pytest.mark.engine
 
-
-def _load(name):
-    path = Path(__file__).parents[1] / "numbers" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-reference = _load("reference_mla")
 
 SIZES = {
     "hidden_size": 32,
@@ -86,20 +75,14 @@ def layer_of(run):
 
 def shape_of(run):
     model = run.model
-    names = {field.name for field in dataclasses.fields(reference.Shape)} & {
-        field.name for field in dataclasses.fields(model)
-    }
+    names = {field.name for field in dataclasses.fields(reference.Shape)}
     return reference.Shape(
         heads=model.num_attention_heads,
         yarn=model.rope_type == "yarn",
         factor=model.rotary_scaling_factor,
         original_length=model.original_max_position_embeddings,
-        **{name: getattr(model, name) for name in names},
+        **{name: value for name, value in vars(model).items() if name in names},
     )
-
-
-def relative_error(got, wanted):
-    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
 @pytest.mark.parametrize("change", CASES.values(), ids=CASES)
@@ -118,20 +101,19 @@ def test_outputs_and_gradients_agree_with_the_reference(change, one_process):
     got, bias = layer(x)
     got.backward(grad)
     assert bias is None
-    assert relative_error(got, wanted) < 2e-6
-    assert relative_error(x.grad, x_wide.grad) < 1e-5
+    assert relative(got, wanted) < 2e-6
+    assert relative(x.grad, x_wide.grad) < 1e-5
     for name, parameter in layer.named_parameters():
-        assert relative_error(parameter.grad, weights[name.removesuffix(".weight")].grad) < 1e-5, name
+        assert relative(parameter.grad, weights[name.removesuffix(".weight")].grad) < 1e-5, name
 
 
 def test_bf16_stays_close_to_the_reference(one_process):
     run = replace(Run(), **SIZES, bf16=True)
-    layer = layer_of(run)
-    x = torch.randn(20, 2, 32).bfloat16()
+    layer, x = layer_of(run), torch.randn(20, 2, 32).bfloat16()
     weights = {name.removesuffix(".weight"): parameter.double() for name, parameter in layer.named_parameters()}
     got, _ = layer(x)
     assert got.dtype == torch.bfloat16
-    assert relative_error(got, reference.attention(x.double(), weights, shape_of(run))) < 1.5e-2
+    assert relative(got, reference.attention(x.double(), weights, shape_of(run))) < 1.5e-2
 
 
 def test_without_positions_nothing_is_rotated(one_process):
@@ -156,14 +138,11 @@ def test_recomputed_core_attention_gives_the_same_gradients(one_process):
     assert torch.equal(inputs[0].grad, inputs[1].grad)
 
 
-def test_a_partly_rotated_position_width_is_refused(one_process):
+def test_a_partly_rotated_width_masks_and_outside_positions_are_refused(one_process):
     with pytest.raises(ConfigError, match="--rotary-percent 0.5"):
         layer_of(replace(Run(), **SIZES, rotary_percent=0.5))
-
-
-def test_masks_and_outside_positions_are_refused(one_process):
-    layer = layer_of(replace(Run(), **SIZES))
-    x = torch.randn(4, 1, 32)
+    groups.destroy()
+    layer, x = layer_of(replace(Run(), **SIZES)), torch.randn(4, 1, 32)
     with pytest.raises(ValueError, match="causal"):
         layer(x, attention_mask=torch.ones(1))
     with pytest.raises(ValueError, match="inference_context"):

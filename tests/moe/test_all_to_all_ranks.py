@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,9 +13,15 @@ from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 
-pytestmark = pytest.mark.engine
-
 TOKENS, EXPERTS, TOPK = 11, 4, 2
+# hidden size, dtype, router's dtype, ETP, whether choices are dropped, whether the last rank gets no row
+CASES = {
+    "bf16": (24, torch.bfloat16, torch.float32, 1, False, False),
+    "fp16, ETP2": (7, torch.float16, torch.float32, 2, False, False),
+    "bf16, fp64 router, drops": (5, torch.bfloat16, torch.float64, 1, True, True),
+    "fp32, drops": (6, torch.float32, torch.float32, 1, True, False),
+    "fp64": (3, torch.float64, torch.float32, 1, False, True),
+}
 
 
 class TwoExchanges(all_to_all.AllToAllDispatcher):
@@ -72,20 +77,14 @@ def exchanged(hidden_size: int, dtype: torch.dtype, router: torch.dtype, etp: in
     return found
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        dict(hidden_size=24, dtype=torch.bfloat16, router=torch.float32, etp=1, drops=False, nobody=False),
-        dict(hidden_size=7, dtype=torch.float16, router=torch.float32, etp=2, drops=False, nobody=False),
-        dict(hidden_size=5, dtype=torch.bfloat16, router=torch.float64, etp=1, drops=True, nobody=True),
-        dict(hidden_size=6, dtype=torch.float32, router=torch.float32, etp=1, drops=True, nobody=False),
-        dict(hidden_size=3, dtype=torch.float64, router=torch.float32, etp=1, drops=False, nobody=True),
-    ],
-    ids=["bf16", "fp16, ETP2", "bf16, fp64 router, drops", "fp32, drops", "fp64"],
-)
-def test_rows_and_weights_have_the_bits_of_two_exchanges(gloo: Any, case: dict[str, Any]) -> None:
-    for one, two in gloo.run(2, exchanged, **case):
-        assert len(one) == 4 and all(torch.equal(a, b) for a, b in zip(one, two))
+def all_exchanged() -> Any:
+    return {name: exchanged(*case) for name, case in CASES.items()}
+
+
+def test_rows_and_weights_have_the_bits_of_two_exchanges(gloo: Any) -> None:
+    for rank in gloo.run(2, all_exchanged):
+        for name, (one, two) in rank.items():
+            assert len(one) == 4 and all(torch.equal(a, b) for a, b in zip(one, two, strict=True)), name
 
 
 def exchanges_of_layer() -> tuple[int, int]:

@@ -72,22 +72,6 @@ def test_equal_weights_are_kept_by_position() -> None:
     assert kept.tolist() == [[False, False], [True, True], [True, False], [True, True]]
 
 
-def test_padding_takes_no_room_and_is_not_counted_as_dropped() -> None:
-    r = router(moe_expert_capacity_factor=0.4, moe_token_drop_policy="position")
-    is_padding = torch.tensor([True] * 8 + [False] * 2)
-    decision = r.route(tokens(), is_padding)
-    assert not decision.kept[:8].any() and (decision.probs[:8] == 0).all()
-    assert r.local_tokens_per_expert.sum() + r.local_dropped_per_expert.sum() == 4
-    assert decision.kept[8].all()  # the first that counts
-
-
-def test_a_dropped_choice_leaves_the_tokens_other_weights_as_they_were() -> None:
-    r, free = router(moe_expert_capacity_factor=0.4), router()
-    decision, dropless = r.route(tokens()), free.route(tokens())
-    assert torch.equal(decision.expert_ids, dropless.expert_ids) and not decision.kept.all()
-    assert torch.equal(decision.probs, dropless.probs * decision.kept)
-
-
 def test_the_bias_follows_the_demand_not_what_was_kept() -> None:
     """An expert at its capacity every step would else look balanced."""
     r = router(moe_expert_capacity_factor=0.5, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
@@ -100,9 +84,8 @@ def test_the_bias_follows_the_demand_not_what_was_kept() -> None:
     assert r.expert_bias.tolist() == reference.bias_step(before.tolist(), demand.tolist(), 1e-3)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_sinkhorn_has_megatrons_scores_and_the_references(seed: int) -> None:
-    logits = torch.randn(24, 5, generator=torch.Generator().manual_seed(seed))
+def test_sinkhorn_has_megatrons_scores_and_the_references() -> None:
+    logits = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
     balanced = balanced_scores(logits, None, moe_groups().tp_cp)
     engine = moe_utils.sinkhorn(logits)
     slow = torch.tensor(reference.sinkhorn(logits.tolist()), dtype=torch.float64)
@@ -158,15 +141,6 @@ def test_recomputation_draws_the_same_jitter() -> None:
 
     checkpoint(route, False, tokens().requires_grad_()).sum().backward()
     assert len(seen) == 2 and torch.equal(*seen)
-
-
-def test_round_robin_is_even_and_its_weights_are_the_routers() -> None:
-    r = router(moe_router_force_load_balancing=True)
-    hidden = tokens(32)
-    decision = r.route(hidden, num_sequences=2)
-    assert torch.bincount(decision.expert_ids.flatten(), minlength=8).tolist() == [8] * 8
-    chosen = r.gate(hidden).gather(1, decision.expert_ids)
-    torch.testing.assert_close(decision.probs, torch.softmax(chosen, dim=-1))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,6 @@ from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import RoutingDecision
 from tests.helpers.routers import config
 
-pytestmark = pytest.mark.engine
-
 
 def tables(tokens: int, copies: int) -> tuple[torch.Tensor, torch.Tensor]:
     order = torch.randperm(tokens * copies, generator=torch.Generator().manual_seed(0))

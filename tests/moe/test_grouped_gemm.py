@@ -13,8 +13,6 @@ from megatron_moe.model.cross_entropy import linear_cross_entropy
 from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
 from megatron_moe.platform import switches
 
-pytestmark = pytest.mark.engine
-
 COUNTS = (5, 0, 1, 18)
 ENDS = torch.tensor(COUNTS).cumsum(0).int()
 LABELS = torch.arange(24) % 40

@@ -28,8 +28,6 @@ from megatron_moe.platform import hardware, switches
 from tests.helpers import scaled_product_stub
 from tests.numbers import reference_fp8 as reference
 
-pytestmark = pytest.mark.engine
-
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 SHAPES = {"a row's": (1, 128), "a matrix's": (128, 128), "a feature's": (128, 1)}
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from tests.helpers.errors import relative
 from tests.helpers.moe_cases import build_layer, full_weights, random_case, tokens_and_padding
 from tests.helpers.rows import rows
 from tests.numbers import reference_moe as reference
@@ -141,11 +142,6 @@ def expected(case: dict[str, Any], world: int, dp_size: int) -> dict[str, Any]:
     )
 
 
-def relative_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
-    wanted = wanted.double()
-    return ((actual.double() - wanted).norm() / wanted.norm().clamp(min=1e-9)).item()
-
-
 def assembled(ranks: list[dict[str, Any]], key: str) -> torch.Tensor:
     """Full activations [S, B, H] from the ranks' parts."""
     dp_size = 1 + max(r["where"][0] for r in ranks)
@@ -194,7 +190,7 @@ def agrees_with_the_reference(case: dict[str, Any], ranks: list[dict[str, Any]],
             pairs.append((torch.cat(parts, 1), getattr(weights, key).grad))
         if case["shared_gate"]:
             pairs.append((sum(r["shared_gate"] for r in ranks), weights.shared_gate.grad))
-    errors = [relative_error(*pair) for pair in pairs]
+    errors = [relative(*pair) for pair in pairs]
     assert all(error < 1e-5 for error in errors), f"{errors} {label}"
     for name, total in wanted["aux"].items():
         assert abs(sum(r["aux"][name].item() for r in ranks) - total) < 1e-5 * abs(total), label

@@ -10,8 +10,6 @@ import torch
 from megatron_moe.moe.load_balance import count_tokens, updated_expert_bias
 from tests.numbers.reference_moe import bias_step
 
-pytestmark = pytest.mark.engine
-
 
 def test_counts_are_the_histogram_of_the_choices() -> None:
     ids = torch.randint(0, 7, (50, 3), generator=torch.Generator().manual_seed(0))
@@ -29,7 +27,7 @@ def test_counts_per_sequence_follow_the_engines_order_of_tokens() -> None:
     assert count_tokens(ids, 4, None, num_sequences=2).tolist() == [[2, 0, 0, 0], [0, 0, 1, 1]]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_bias_step_has_the_bits_of_integer_arithmetic(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     experts = int(torch.randint(2, 65, (1,), generator=generator))
@@ -46,7 +44,7 @@ def test_an_expert_at_the_mean_is_left_alone() -> None:
     assert updated_expert_bias(bias, torch.tensor([7, 6, 8]), 0.001).tolist()[0] == 0.5
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_centred_bias_has_mean_zero_and_the_same_differences(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     bias, counts = torch.randn(64, generator=generator) + 0.3, torch.randint(0, 99, (64,), generator=generator)

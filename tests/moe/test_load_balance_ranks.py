@@ -24,8 +24,6 @@ from megatron_moe.training.finalize_model_grads import update_routers
 from tests.helpers.rows import rows
 from tests.numbers import reference_moe as reference
 
-pytestmark = pytest.mark.engine
-
 SEQUENCE, SEQUENCES, HIDDEN, EXPERTS, TOPK = 16, 4, 8, 4, 2
 LOSS_TOKENS = 37.0  # of the global batch; as a loss mask would say
 COEFFS = {"aux_loss": 0.3, "seq_aux_loss": 0.7, "global_aux_loss": 1.1}

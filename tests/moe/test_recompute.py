@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from megatron_moe.model.loss import loss_func
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.training.finalize_model_grads import finalize_model_grads
+from tests.helpers.rows import rows
 
 pytestmark = pytest.mark.engine
 
@@ -21,8 +24,8 @@ SMALL = {
     "hidden_size": 32,
     "ffn_hidden_size": 48,
     "moe_ffn_hidden_size": 24,
-    "num_layers": 3,
-    "moe_layer_freq": "[0,1,1]",
+    "num_layers": 2,
+    "moe_layer_freq": "[0,1]",
 }
 LATENT = {**PRESETS["tiny"], **SMALL, "init_method_std": 0.1}
 GROUPED = {
@@ -94,14 +97,7 @@ def held_bytes(saved, chunk):
 
 @pytest.fixture(scope="module")
 def without():
-    known = {}
-
-    def of(key, run):
-        if key not in known:
-            known[key] = one_step(run)
-        return known[key]
-
-    return of
+    return functools.cache(one_step)
 
 
 def assert_equal(got, wanted):
@@ -112,52 +108,50 @@ def assert_equal(got, wanted):
         assert torch.equal(got[1][name], wanted[1][name]), name
 
 
-CASES = [
-    *[("latent", selective(module)) for module in MODULES],
-    ("latent", selective(*WITHOUT_MOE)),
-    ("latent", selective("moe", "layernorm", "mlp", "mla_up_proj")),
-    *[("grouped", selective(module)) for module in ("core_attn", "layernorm", "moe_act")],
-    *[("latent", full(method, layers)) for method, layers in (("uniform", 1), ("uniform", 3), ("block", 2))],
-]
+HALF = {"bf16": True, "attention_dropout": 0.1, "hidden_dropout": 0.2}
+LOOP = {"moe_expert_backend": "loop"}
+# name -> (model, precision and backend, what is recomputed)
+CASES = {
+    **{f"{module}, bf16, dropout": (LATENT, HALF, selective(module)) for module in MODULES},
+    **{f"{module}, fp32": (LATENT, {}, selective(module)) for module in MODULES},
+    "moe_act, loop": (LATENT, LOOP, selective("moe_act")),
+    "all but moe": (LATENT, HALF, selective(*WITHOUT_MOE)),
+    "moe and others": (LATENT, HALF, selective("moe", "layernorm", "mlp", "mla_up_proj")),
+    "grouped, core_attn": (GROUPED, HALF, selective("core_attn")),
+    "grouped, layernorm": (GROUPED, HALF, selective("layernorm")),
+    "uniform, 1": (LATENT, {}, full("uniform", 1)),
+    "uniform, 2": (LATENT, HALF, full("uniform", 2)),
+    "block, 1": (LATENT, HALF, full("block", 1)),
+}
 
 
-def name_of(case):
-    return "-".join([case[0], *case[1].get("recompute_modules", [case[1].get("recompute_method", "")])])
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
 @pytest.mark.parametrize(
-    "precision", [{}, {"bf16": True, "attention_dropout": 0.1, "hidden_dropout": 0.2}], ids=["fp32", "bf16, dropout"]
+    "case", rows(CASES, test=[name for name in CASES if "fp32" not in name and "block" not in name])
 )
-def test_recomputing_keeps_less_and_changes_no_bit(without, case, precision):
-    model, changes = case
-    run = replace(Run(), **{**(LATENT if model == "latent" else GROUPED), **precision})
-    wanted = without((model, *precision), run)
-    assert wanted[2].sum() == 2 * 4 * run.model.seq_length * run.moe.moe_router_topk
+def test_recomputing_keeps_less_and_changes_no_bit(without, case):
+    model, precision, changes = CASES[case]
+    run = replace(Run(), **{**model, **precision})
+    wanted = without(run)
+    assert wanted[2].sum() == 4 * run.model.seq_length * run.moe.moe_router_topk
     got = one_step(replace(run, **changes))
     assert_equal(got, wanted)
     assert got[4] < wanted[4]
 
 
-@pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
-def test_either_expert_backend_can_forget_its_activation(without, backend):
-    run = replace(Run(), **LATENT, moe_expert_backend=backend)
-    wanted = without(backend, run)
-    got = one_step(replace(run, **selective("moe_act")))
-    assert_equal(got, wanted)
-    assert got[4] < wanted[4]
-
-
-def test_dropout_is_drawn_at_all():
+def test_dropout_is_drawn_at_all(without):
     """Otherwise the cases above would prove nothing about it."""
-    run = replace(Run(), **LATENT)
-    assert not torch.equal(one_step(run)[0], one_step(replace(run, hidden_dropout=0.2))[0])
+    run = replace(Run(), **LATENT, **HALF)
+    assert not torch.equal(without(run)[0], without(replace(run, attention_dropout=0.0, hidden_dropout=0.0))[0])
 
 
-@pytest.mark.parametrize("changes", [selective(*WITHOUT_MOE), full("uniform", 1)], ids=["selective", "full"])
+@pytest.mark.parametrize(
+    "changes",
+    rows([selective(*WITHOUT_MOE), full("uniform", 1)], test=[selective(*WITHOUT_MOE)]),
+    ids=["selective", "full"],
+)
 def test_accumulated_micro_batches_agree_with_one(without, changes):
     run = replace(Run(), **LATENT, moe_router_load_balancing_type=("none",), moe_aux_loss_coeff=(0.0,))
-    wanted = without("one micro-batch", run)
+    wanted = without(run)
     got = one_step(replace(run, **changes), micro_batch_size=1)
     assert torch.equal(got[2], wanted[2])
     assert torch.equal(got[3], wanted[3])

@@ -18,20 +18,6 @@ from tests.helpers.routers import config, router, tokens
 pytestmark = pytest.mark.engine
 
 
-def test_training_counts_every_valid_choice_once() -> None:
-    r = router()
-    is_padding = torch.tensor([True] * 3 + [False] * 7)
-    r.route(tokens(), is_padding)
-    r.route(tokens())
-    assert r.local_tokens_per_expert.sum().item() == (7 + 10) * 2
-
-
-def test_eval_forward_counts_no_tokens() -> None:
-    r = router().eval()
-    r.route(tokens())
-    assert r.local_tokens_per_expert.sum().item() == 0
-
-
 def test_recomputation_counts_once() -> None:
     r = router()
     hidden = tokens().requires_grad_()
@@ -65,6 +51,14 @@ def test_route_runs_the_forward_pre_hook_in_which_ddp_waits_for_the_gathered_wei
     assert torch.equal(r.route(hidden).probs, wanted)
 
 
+def test_training_counts_every_valid_choice_once_and_an_evaluation_none() -> None:
+    r = router()
+    r.route(tokens(), torch.tensor([True] * 3 + [False] * 7))
+    r.route(tokens())
+    r.eval().route(tokens())
+    assert r.local_tokens_per_expert.sum().item() == (7 + 10) * 2
+
+
 def test_counting_ahead_counts_and_leaves_no_other_trace() -> None:
     r, is_padding = router(), torch.tensor([True] * 3 + [False] * 7)
     with counting_ahead([r]) as counted:
@@ -87,12 +81,6 @@ def test_the_bias_chooses_and_never_weighs() -> None:
     scores = torch.sigmoid(r.gate(tokens())).gather(1, after.expert_ids)
     torch.testing.assert_close(after.probs, scores / scores.sum(1, keepdim=True))
     assert not torch.equal(before.expert_ids, after.expert_ids)
-
-
-def test_padded_tokens_weigh_nothing() -> None:
-    is_padding = torch.tensor([True, False] * 5)
-    decision = router().route(tokens(), is_padding)
-    assert (decision.probs[is_padding] == 0).all() and (decision.probs[~is_padding] > 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -78,23 +78,17 @@ def train(ep_size: int, half: str) -> dict[str, Any]:
     )
 
 
-def check(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(("ranks", "half"), [(1, "bf16"), (2, "fp16")])
+def test_the_engines_model_trains_with_our_router(gloo: Any, ranks: int, half: str) -> None:
+    found = gloo.run(ranks, train, ep_size=ranks, half=half)
     for layer in range(2):
         expected = [0.0] * EXPERTS
         for step in range(STEPS):
-            counts = ranks[0]["counts"][step][layer]
+            counts = found[0]["counts"][step][layer]
             assert sum(counts) == 4 * 8 * TOPK
             expected = bias_step(expected, counts, 1e-3)
-        for rank in ranks:
+        for rank in found:
             assert rank["bias"][layer].dtype == torch.float32
             assert torch.equal(rank["bias"][layer].view(torch.int32), torch.tensor(expected).view(torch.int32))
             assert rank["left"] == [0.0, 0.0]
-            assert rank["counts"] == ranks[0]["counts"]
-
-
-def test_the_engines_model_trains_with_our_router_in_bf16(gloo: Any) -> None:
-    check(gloo.run(1, train, ep_size=1, half="bf16"))
-
-
-def test_the_engines_model_trains_with_our_router_on_two_ranks_in_fp16(gloo: Any) -> None:
-    check(gloo.run(2, train, ep_size=2, half="fp16"))
+            assert rank["counts"] == found[0]["counts"]

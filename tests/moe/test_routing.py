@@ -18,8 +18,6 @@ from megatron_moe.training.finalize_model_grads import update_routers
 from tests.helpers.routers import config
 from tests.numbers import reference_moe as reference
 
-pytestmark = pytest.mark.engine
-
 GROUPED = dict(moe_router_num_groups=4, moe_router_group_topk=2)
 
 

@@ -92,18 +92,18 @@ def other_choices(group_score: str, draws: int) -> set[str]:
 
 
 def test_megatrons_rule_gives_the_engines_experts_weights_and_gradients() -> None:
-    assert other_choices("megatron", draws=3000) == set()
+    assert other_choices("megatron", draws=300) == set()
 
 
 @pytest.mark.parametrize("rule", ["max", "top2"])
 def test_the_other_rules_choose_other_experts_than_the_engine(rule: str) -> None:
     """So the comparison can fail, for each kind of score."""
-    assert other_choices(rule, draws=200) == {"softmax", "pre_softmax", "sigmoid"}
+    assert other_choices(rule, draws=60) == {"softmax", "pre_softmax", "sigmoid"}
 
 
 def test_the_reference_knows_megatrons_rule() -> None:
     generator = torch.Generator().manual_seed(1)
-    for _ in range(60):
+    for _ in range(30):
         options, logits, bias = drawn(generator, "megatron")
         logits = logits + torch.rand(logits.shape, generator=generator) / 8  # the reference breaks ties its own way
         probs, routing_map = by_engine(logits, bias, options)

@@ -12,8 +12,6 @@ import torch
 from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision, choose_experts, scores_from_logits
 from megatron_moe.moe.routing_probe import RoutingProbe, choice_margins, evenly, flipped, margin_percentile
 
-pytestmark = pytest.mark.engine
-
 
 def options(**changes: Any) -> Any:
     given: dict[str, Any] = {

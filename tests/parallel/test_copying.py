@@ -7,10 +7,14 @@ import io
 import pickle
 from typing import Any
 
-import pytest
 import torch
 
-pytestmark = pytest.mark.engine
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, build
+from megatron_moe.model.build import build_model
+from megatron_moe.parallel import groups
+from megatron_moe.parallel.copying import _groups_of
+from tests.helpers.routers import router, tokens
 
 SAVED = {
     "pickle": pickle.dumps,
@@ -19,23 +23,15 @@ SAVED = {
 }
 
 
-def refusals(wrap: bool) -> dict[str, str]:
+def refusals(pg_collection: Any) -> dict[str, str]:
     """What each module of this package that has a process group of its own says to each way of pickling it whole."""
-    from megatron_moe.config.presets import PRESETS
-    from megatron_moe.config.schema import build
-    from megatron_moe.model.build import build_model
-    from megatron_moe.parallel import groups
-    from megatron_moe.parallel.copying import _groups_of
-
-    flags = {"mock_data": True, "vocab_size": 100, "bf16": True, "mtp_num_layers": 1}
-    run = build(
-        {**PRESETS["tiny"], **flags, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-    )
-    (model,) = build_model(run, groups.initialize(run), 128, wrap=wrap)
+    flags = {"mock_data": True, "vocab_size": 100, "bf16": True, "mtp_num_layers": 1, "moe_expert_capacity_factor": 1.0}
+    run = build({**PRESETS["tiny"], **flags, "moe_pad_expert_input_to_capacity": True})
+    (model,) = build_model(run, pg_collection, 128)
     kinds = {type(m): m for m in model.modules() if any(_groups_of(m))}
     own = {cls.__name__: m for cls, m in kinds.items() if cls.__module__.startswith("megatron_moe")}
     told = {}
-    for name, module in {**own, "the model": model}.items():
+    for name, module in {**own, "the model": model, "the bare model": model.module}.items():
         for way, save in SAVED.items():
             try:
                 save(module)
@@ -45,21 +41,10 @@ def refusals(wrap: bool) -> dict[str, str]:
     return told
 
 
-@pytest.mark.parametrize("wrap", [False, True], ids=["bare", "wrapped"])
-def test_a_module_with_process_groups_says_what_to_save_instead(gloo: Any, wrap: bool) -> None:
-    (told,) = gloo.run(1, refusals, wrap=wrap)
-    assert {"TopKRouter: pickle", "GroupedExperts: pickle", "SharedExperts: pickle"} < set(told)
-    assert [case for case, text in told.items() if "state_dict()" not in text or "process groups" not in text] == []
+def copies(pg_collection: Any) -> list[bool]:
+    from tests.precision.test_contract_protections import _subject
 
-
-def copies() -> list[bool]:
-    from megatron_moe.moe.layer import MoELayer
-    from megatron_moe.parallel import groups
-    from tests.precision.test_contract_protections import _run, _subject
-
-    pg_collection = groups.initialize(_run())
     layer, fresh = (_subject("MoELayer", pg_collection) for _ in range(2))
-    assert isinstance(layer, MoELayer)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     shallow, deep = copy.copy(layer), copy.deepcopy(layer)
@@ -74,13 +59,23 @@ def copies() -> list[bool]:
     ]
 
 
-def test_a_copy_shares_the_groups_and_the_state_dict_is_what_a_new_module_loads(gloo: Any) -> None:
-    assert gloo.run(1, copies) == [[True, True, True]]
+def refused_and_copied() -> tuple[dict[str, str], list[bool]]:
+    pg_collection = groups.initialize(Run())
+    return refusals(pg_collection), copies(pg_collection)
+
+
+def test_a_module_with_process_groups_says_what_to_save_instead(once: Any) -> None:
+    ((told, _),) = once(1, refused_and_copied)
+    assert {"TopKRouter: pickle", "GroupedExperts: pickle", "SharedExperts: pickle"} < set(told)
+    assert [case for case, text in told.items() if "state_dict()" not in text or "process groups" not in text] == []
+
+
+def test_a_copy_shares_the_groups_and_the_state_dict_is_what_a_new_module_loads(once: Any) -> None:
+    ((_, copied),) = once(1, refused_and_copied)
+    assert copied == [True, True, True]
 
 
 def test_a_router_of_a_plain_script_has_no_groups_and_is_pickled() -> None:
-    from tests.helpers.routers import router, tokens
-
     before = router()
     after = pickle.loads(pickle.dumps(before))
     assert torch.equal(before.route(tokens()).probs, after.route(tokens()).probs)
