@@ -13,35 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from megatron_moe.apps.convert.cli import main
 from tests.helpers import tiny_models
+from tests.helpers.conversions import convert, held, unequal, words
+from tests.helpers.rows import rows
 from tests.helpers.trained_steps import tensors
 from tests.hf import small_folders
 
-pytestmark = pytest.mark.engine
-
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
-
-
-def held(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a Hugging Face folder."""
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
-def unequal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
-    """Names whose presence, dtype, shape or bits differ."""
-    return sorted(
-        name
-        for name in first.keys() | second.keys()
-        if name not in first or name not in second or first[name].dtype != second[name].dtype
-        or not torch.equal(first[name], second[name])
-    )  # fmt: skip
-
-
-def convert(origin: str, target: str, load: Path, save: Path, *flags: str) -> dict[str, Any]:
-    """Run the tool; its certificate."""
-    words = ["--from", origin, "--to", target, "--load", str(load), "--save", str(save), *flags]
-    assert main(words) == 0
-    content: dict[str, Any] = json.loads((save / "conversion_certificate.json").read_text())
-    return content
 
 
 def there_and_back(hf: Path, *flags: str) -> tuple[dict[str, Any], Path]:
@@ -57,12 +34,10 @@ def edit(folder: Path, change: Any) -> None:
     save_file(change(values) or values, folder / "model.safetensors", {"format": "pt"})
 
 
-def set_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+CASES = ["deepseek-v2-grouped", "deepseek-v3", "mixtral", "qwen2-moe", "qwen3-moe-tied"]
 
 
-@pytest.mark.parametrize("case", ["deepseek-v2-grouped", "deepseek-v3", "mixtral", "qwen2-moe", "qwen3-moe-tied"])
+@pytest.mark.parametrize("case", rows(CASES, test=["deepseek-v3", "qwen2-moe"]))
 def test_there_and_back_nothing_changes(tmp_path, case):
     hf = tmp_path / "hf"
     tiny_models.make(case, 3, hf, torch.bfloat16)
@@ -75,9 +50,9 @@ def test_there_and_back_nothing_changes(tmp_path, case):
     assert len(list(back.glob("model-*-of-*.safetensors"))) > 3
     index = json.loads((back / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == held(hf).keys()
-    rows = certificate["tensors"]
-    assert sorted(entry["name"] for row in rows for entry in row["hf"]) == sorted(held(hf))
-    assert certificate["warnings"] == [] and {row["cast"] for row in rows} == {None}
+    table = certificate["tensors"]
+    assert sorted(entry["name"] for row in table for entry in row["hf"]) == sorted(held(hf))
+    assert certificate["warnings"] == [] and {row["cast"] for row in table} == {None}
     step = tensors(tmp_path / "native" / "iter_0000000")
     dtypes = {value.dtype for key, value in step.items() if "expert_bias" not in key}
     assert dtypes == {torch.bfloat16} and certificate["dtype"] == "bfloat16"
@@ -146,11 +121,11 @@ def test_weights_of_two_dtypes_are_refused_until_one_is_chosen(tmp_path, capsys)
     tiny_models.make("mixtral", 1, hf)
     name = "model.layers.2.block_sparse_moe.gate.weight"
     edit(hf, lambda values: {**values, name: values[name].bfloat16()})
-    words = ["--from", "hf", "--to", "native", "--load", str(hf), "--save", str(tmp_path / "native")]
-    assert main(words) == 2
+    line = words("hf", "native", hf, tmp_path / "native")
+    assert main(line) == 2
     message = capsys.readouterr().err
     assert name in message and "--dtype {bf16,fp16,fp32}" in message and not (tmp_path / "native").exists()
-    assert main([*words, "--dtype", "fp32"]) == 0
+    assert main([*line, "--dtype", "fp32"]) == 0
 
 
 def test_fp8_becomes_bf16_and_its_scales_are_used_up(tmp_path):

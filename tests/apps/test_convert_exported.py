@@ -19,10 +19,10 @@ from megatron_moe.config.schema import build
 from megatron_moe.data.train_tokenizer import train_sentencepiece
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
+from tests.helpers.conversions import convert, words
 from tests.helpers.rows import rows
 from tests.helpers.tiny_tokenizers import TEXTS, byte_level, published
-
-pytestmark = pytest.mark.engine
+from tests.helpers.trained_steps import tensors
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "lm_eval"
 PROMPT = "def area_7(width"
@@ -42,16 +42,20 @@ MADE = {
 
 
 def trained(preset: str, flags: dict[str, Any]) -> None:
-    """Eight steps of a preset on this case's rank, saved."""
+    """Four steps of a preset on this case's rank, saved."""
     from megatron_moe.training.run import pretrain
 
-    steps = {"mock_data": True, "global_batch_size": 4, "train_iters": 8, "eval_iters": 0, "lr": 5e-3}
+    steps = {"mock_data": True, "global_batch_size": 4, "train_iters": 4, "eval_iters": 0, "lr": 5e-3}
     pretrain(build({**PRESETS[preset], **steps, **flags}))
 
 
 def exported(source: Path, to: Path, *flags: str) -> Path:
-    assert cli.main(["--from", "native", "--to", "hf", "--load", str(source), "--save", str(to), *flags]) == cli.DONE
+    convert("native", "hf", source, to, *flags)
     return to
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "conversion_certificate.json"}
 
 
 def ours(capsys: Any, load: Path, *flags: str) -> str:
@@ -76,32 +80,25 @@ def theirs(folder: Path) -> tuple[str, Any, Any]:
 def loglikelihoods(logits_of: Callable[[torch.Tensor], torch.Tensor], tokenizer: Any) -> list[float]:
     """The log-likelihood of every choice of the example's task, cut from its text as lm-evaluation-harness does."""
     task = yaml.safe_load((EXAMPLE / "python_lines.yaml").read_text())
-    assert (task["output_type"], task["doc_to_text"], task["doc_to_choice"]) == (
-        "multiple_choice", "{{code}}", "{{choices}}",
-    )  # fmt: skip
     found = []
     for line in (EXAMPLE.parents[1] / task["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines():
         row = json.loads(line)
-        assert len(row["choices"]) > row[task["doc_to_target"]] >= 0
+        start = len(tokenizer(row["code"].rstrip())["input_ids"])
         for choice in row["choices"]:
             ids = tokenizer(row["code"] + choice)["input_ids"]
-            start = len(tokenizer(row["code"].rstrip())["input_ids"])
             scores = logits_of(torch.tensor([ids])).float().log_softmax(-1)
             found.append(sum(float(scores[0, at - 1, ids[at]]) for at in range(start, len(ids))))
     return found
 
 
 def same_loglikelihoods(run: Path, tokenizer: Any, model: Any) -> None:
-    def places(tokens: torch.Tensor) -> torch.Tensor:
-        return torch.arange(tokens.shape[1]).unsqueeze(0)
+    with torch.no_grad(), opened(locate(run)) as found:
 
-    with torch.no_grad():
+        def logits(tokens: torch.Tensor) -> torch.Tensor:
+            return found.model(tokens, torch.arange(tokens.shape[1]).unsqueeze(0), None)[..., : found.vocab_size]
+
         theirs = loglikelihoods(lambda tokens: model(tokens).logits, tokenizer)
-        with opened(locate(run)) as found:
-            here = loglikelihoods(
-                lambda tokens: found.model(tokens, places(tokens), None)[..., : found.vocab_size], tokenizer
-            )
-    assert len(here) > 10 and here == pytest.approx(theirs, abs=1e-4)
+        assert len(theirs) > 10 and loglikelihoods(logits, tokenizer) == pytest.approx(theirs, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", rows(MADE, test=["HuggingFaceTokenizer"]))
@@ -114,14 +111,17 @@ def test_transformers_generates_from_an_exported_folder_what_we_do(gloo, capsys,
 
     text, tokenizer, model = theirs(folder)
     assert text == ours(capsys, tmp_path / "run") == ours(capsys, folder) and len(text) > len(PROMPT)
-    eod = json.loads((tmp_path / "run" / "iter_0000008" / "state.json").read_text())["tokenizer"]["eod"]
+    eod = json.loads((tmp_path / "run" / "iter_0000004" / "state.json").read_text())["tokenizer"]["eod"]
     assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id == eod
+    table = tensors(tmp_path / "run" / "iter_0000004")["output_layer.weight"]
+    size = model.config.vocab_size
+    assert torch.equal(model.lm_head.weight, table[:size]) and len(table) > size  # without what pads the vocabulary
     assert model.config.bos_token_id == tokenizer.bos_token_id
     assert model.config.pad_token_id == tokenizer.pad_token_id
     assert model.generation_config.pad_token_id is not None
     assert set(tokenizer(PROMPT)) == {"input_ids", "attention_mask"} and eod not in tokenizer(PROMPT)["input_ids"]
     card = (folder / "README.md").read_text()
-    for fact in (model.config.architectures[0], f"{model.num_parameters():,}", "| optimizer steps | 8 |", kind):
+    for fact in (model.config.architectures[0], f"{model.num_parameters():,}", "| optimizer steps | 4 |", kind):
         assert fact in card
     assert str(tmp_path) not in card  # what is published names no folder of this machine
     if kind == "HuggingFaceTokenizer":
@@ -133,21 +133,19 @@ def test_transformers_generates_from_an_exported_folder_what_we_do(gloo, capsys,
 
     if file is not None:  # the files went elsewhere, as on another machine
         shutil.move(file, tmp_path / "moved")
-        argv = ["--from", "native", "--to", "hf", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "again")]
-        assert cli.main(argv) == 2 and not (tmp_path / "again").exists()
+        assert cli.main(words("native", "hf", tmp_path / "run", tmp_path / "again")) == 2
+        assert not (tmp_path / "again").exists()
         message = capsys.readouterr().err
         assert "--tokenizer-model" in message and str(file) in message and "--no-tokenizer" in message
         again = exported(tmp_path / "run", tmp_path / "again", "--tokenizer-model", str(tmp_path / "moved"))
-        assert {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "conversion_certificate.json"} == {
-            p.name: p.read_bytes() for p in again.iterdir() if p.name != "conversion_certificate.json"
-        }
+        assert files(folder) == files(again)
 
 
 def test_an_imported_model_is_exported_with_what_it_came_with(capsys, tmp_path):
     hf = tmp_path / "hf"
     model = published("qwen3-moe", 3, hf)
     native = tmp_path / "native"
-    assert cli.main(["--from", "hf", "--to", "native", "--load", str(hf), "--save", str(native)]) == cli.DONE
+    convert("hf", "native", hf, native)
     shutil.move(hf, tmp_path / "gone")
     folder = exported(native, tmp_path / "back")
     for path in (tmp_path / "gone").iterdir():

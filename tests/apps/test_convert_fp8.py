@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatron_moe.apps.convert.cli import main
 from megatron_moe.apps.convert.fp8_weights import rounded, uneven_blocks
 from megatron_moe.hf.mapping import Piece
 from megatron_moe.hf.transforms import Copy
 from tests.helpers import tiny_models
+from tests.helpers.conversions import convert, held
 
 FP8 = torch.float8_e4m3fn
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
@@ -36,8 +35,9 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (130, 257), (1, 3), (300, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((130, 257), torch.float32), ((1, 3), torch.float32), ((300, 128), torch.bfloat16)], ids=str
+)
 def test_each_number_is_off_by_half_a_step_of_its_blocks_scale_at_most(shape, dtype):
     weight = (drawn(*shape) * torch.logspace(-6, 2, shape[1])).to(dtype)
     found = rounded(weight)
@@ -80,10 +80,6 @@ def test_weights_that_end_within_a_block_are_named(shape, is_named):
     assert not uneven_blocks(pieces[1:])
 
 
-def convert(origin: str, target: str, load: Path, save: Path, *flags: str) -> None:
-    assert main(["--from", origin, "--to", target, "--load", str(load), "--save", str(save), *flags]) == 0
-
-
 @pytest.mark.parametrize("case", ["deepseek-v3", "qwen2-moe"])
 def test_an_export_in_fp8_is_imported_as_exactly_the_rounded_numbers(tmp_path, case):
     hf = tmp_path / "hf"
@@ -91,9 +87,9 @@ def test_an_export_in_fp8_is_imported_as_exactly_the_rounded_numbers(tmp_path, c
     if case == "deepseek-v3":
         tiny_models.add_prediction_layers(hf, 5)
     convert("hf", "native", hf, tmp_path / "native")
-    convert("native", "hf", tmp_path / "native", tmp_path / "fp8", "--dtype", "fp8", "--max-shard-size", "100KB")
-    was = load_file(hf / "model.safetensors")
-    now = {name: value for file in (tmp_path / "fp8").glob("*.safetensors") for name, value in load_file(file).items()}
+    flags = ["--dtype", "fp8", "--max-shard-size", "100KB"]
+    certificate = convert("native", "hf", tmp_path / "native", tmp_path / "fp8", *flags)
+    was, now = held(hf), held(tmp_path / "fp8")
     linear = {name for name in was if name.split(".")[-2] in LINEAR and name.endswith("weight")}
     assert now.keys() == was.keys() | {f"{name}_scale_inv" for name in linear} and len(linear) > 50
     index = json.loads((tmp_path / "fp8" / "model.safetensors.index.json").read_text())
@@ -111,7 +107,6 @@ def test_an_export_in_fp8_is_imported_as_exactly_the_rounded_numbers(tmp_path, c
     gates = {"lm_head", *(f"model.layers.{i}.mlp.{gate}" for i in (0, 1, 3) for gate in ("gate", "shared_expert_gate"))}
     assert kept == (gates if case == "qwen2-moe" else set())
 
-    certificate = json.loads((tmp_path / "fp8" / "conversion_certificate.json").read_text())
     assert certificate["rounding"]["weights"] == len(linear) and 0.02 < certificate["rounding"]["relative_rms"] < 0.04
     assert {row["cast"] for row in certificate["tensors"]} == {
         "float32 -> float8_e4m3fn", "float32 -> bfloat16", *([None] if case == "deepseek-v3" else [])
@@ -119,7 +114,7 @@ def test_an_export_in_fp8_is_imported_as_exactly_the_rounded_numbers(tmp_path, c
 
     convert("hf", "native", tmp_path / "fp8", tmp_path / "again", "--dtype", "fp32")
     convert("native", "hf", tmp_path / "again", tmp_path / "back")
-    back = load_file(tmp_path / "back" / "model.safetensors")
+    back = held(tmp_path / "back")
     assert back.keys() == was.keys()
     for name in linear:
         assert torch.equal(back[name], slowly(was[name])), name

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from pathlib import Path
+from typing import Any
 
-from benchmarks.convert_16b import ROOT, hashes, make, model
-from benchmarks.measured_process import Measured, measured
+from benchmarks.convert_16b import hashes, make, model
 from megatron_moe.config.schema import replace
+from tests.helpers.ranks import Child, RankParent
 
 MIB = 2**20
 
 
-def converted(origin: str, load: Path, save: Path, *flags: str) -> Measured:
-    target = "native" if origin == "hf" else "hf"
-    command = [sys.executable, "-W", "ignore", "tools/convert_checkpoint.py", "--from", origin, "--to", target]
-    ran = measured([*command, "--load", str(load), "--save", str(save), *flags], ROOT)
-    assert ran.status == 0, ran.stderr
-    return ran
+def measured(argument: dict[str, Any]) -> None:
+    """Convert in a process of its own, and write by how many bytes its memory grew at most."""
+    from tests.helpers.conversions import convert
+
+    before = memory("VmRSS")
+    convert(argument["origin"], argument["target"], argument["load"], Path(argument["save"]))
+    Path(argument["told"]).write_text(json.dumps(memory("VmHWM") - before))
 
 
-def test_a_conversion_holds_at_most_two_layers_of_a_model_of_eight(tmp_path):
+def memory(name: str) -> int:
+    """Bytes that Linux tells of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(name)))
+
+
+def grown(parent: RankParent, folder: Path, origin: str, target: str, load: str, save: str) -> int:
+    told = folder / f"{save}.json"
+    argument = {"origin": origin, "target": target, "load": str(folder / load), "save": str(folder / save)}
+    log = folder / f"{save}.log"
+    child = Child("tests.apps.test_convert_memory:measured", {**argument, "told": str(told)}, str(log))
+    assert parent.statuses(parent.fork([child]), 600) == [0], log.read_text()
+    return int(json.loads(told.read_text()))
+
+
+def test_a_conversion_holds_at_most_two_layers_of_a_model_of_eight(rank_parent: RankParent, tmp_path: Path) -> None:
     run = replace(model(8), hidden_size=1024, ffn_hidden_size=2048, vocab_size=8000)
     run = replace(run, moe_ffn_hidden_size=176, num_experts=16, moe_router_topk=4)
     size = make(run, tmp_path / "hf")
-    libraries = converted("hf", tmp_path / "hf", tmp_path / "native", "--dry-run").peak_bytes
-    assert libraries > 100 * MIB
-    there = converted("hf", tmp_path / "hf", tmp_path / "native")
-    back = converted("native", tmp_path / "native", tmp_path / "back")
+    there = grown(rank_parent, tmp_path, "hf", "native", "hf", "native")
+    back = grown(rank_parent, tmp_path, "native", "hf", "native", "back")
     layer = max(path.stat().st_size for path in (tmp_path / "native").glob("iter_*/__0_*.distcp"))
     assert size > 7 * layer
-    assert max(there.peak_bytes, back.peak_bytes) - libraries < 2 * layer + 32 * MIB
+    assert max(there, back) < 2 * layer + 32 * MIB
     assert hashes(tmp_path / "native") == hashes(tmp_path / "back")

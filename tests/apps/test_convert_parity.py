@@ -14,13 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_moe.apps.convert import parity
-from megatron_moe.apps.convert.convert import Conversion, ConversionOptions, convert
 from megatron_moe.apps.convert.parity import compare, compare_with
-from megatron_moe.apps.convert.reference_model import ReferenceResult, load_reference, run_model
+from megatron_moe.apps.convert.reference_model import load_reference, run_model
 from megatron_moe.apps.convert.ties import TIE, choice_margin
-from megatron_moe.apps.convert.to_hf import ToHF
-from megatron_moe.apps.convert.to_native import ToNative
-from megatron_moe.apps.convert.workspace import Workspace
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.hf.folder import HFFolder
@@ -28,8 +24,7 @@ from megatron_moe.hf.opened import one_process, opened
 from megatron_moe.hf.source import locate
 from megatron_moe.moe.routing import choose_experts
 from tests.helpers import tiny_models
-
-pytestmark = pytest.mark.engine
+from tests.helpers.conversions import convert
 
 EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
 
@@ -81,19 +76,19 @@ def test_the_margin_of_our_own_choice_is_zero_whatever_the_groups() -> None:
 class Case:
     """A folder, tokens and transformers' answer."""
 
-    def __init__(self, folder: Path, case: str, edit: Any = None) -> None:
+    def __init__(self, folder: Path, case: str, edit: Any = lambda model: None) -> None:
         model = tiny_models.make(case, 9, folder / "made")
-        if edit is not None:
-            with torch.no_grad():
-                edit(model)
+        with torch.no_grad():
+            edit(model)
         self.folder = folder / "hf"
         model.save_pretrained(self.folder)
         self.tokens = torch.randint(0, 131, (2, 24), generator=torch.Generator().manual_seed(1))
-        self.reference = run_model(model, self.tokens)
+        self.reference = run_model(model, self.tokens, gradients=True)
 
-    def compared(self, reference: ReferenceResult | None = None) -> parity.Parity:
-        with opened(locate(self.folder)) as found:
-            return compare_with(reference or self.reference, found, self.tokens)
+    def compared(self, **changes: Any) -> parity.Parity:
+        with opened(locate(self.folder), gradients="grad_norms" in changes) as found:
+            reference = replace(self.reference, **changes)
+            return compare_with(reference, found, self.tokens, gradients="grad_norms" in changes)
 
 
 def twins(model: Any) -> None:
@@ -102,6 +97,7 @@ def twins(model: Any) -> None:
     gate[1::2] = gate[::2]
 
 
+@pytest.mark.engine
 def test_ties_are_followed_and_counted_and_other_choices_are_errors(tmp_path: Path) -> None:
     case = Case(tmp_path, "qwen3-moe", twins)
     sound = case.compared()
@@ -112,39 +108,33 @@ def test_ties_are_followed_and_counted_and_other_choices_are_errors(tmp_path: Pa
     alone = ~(experts.unsqueeze(-1) == (experts ^ 1).unsqueeze(-2)).any(-1)
     assert alone.any(-1).all()
     moved = {**case.reference.experts, 1: torch.where(alone, experts ^ 1, experts)}
-    result = case.compared(replace(case.reference, experts=moved))
+    result = case.compared(experts=moved)
     assert result.choices[1].ties + sound.choices[1].ties >= result.choices[1].tokens
     assert result.choices[1].equal + result.choices[1].ties == result.choices[1].tokens
     assert result.choices[1].largest_margin <= TIE
     assert not any(failure.startswith("layer 1: ") and "other experts" in failure for failure in result.failures)
     wrong = {**case.reference.experts, 1: (experts + 1) % 8}
-    result = case.compared(replace(case.reference, experts=wrong))
+    result = case.compared(experts=wrong)
     assert any(failure.startswith("layer 1: ") and "go to other experts" in failure for failure in result.failures)
     assert result.choices[1].largest_margin > TIE
 
 
-def test_a_nan_in_the_logits_is_no_agreement(tmp_path: Path) -> None:
+def test_a_nan_or_another_gradient_is_no_agreement(tmp_path: Path) -> None:
     case = Case(tmp_path, "mixtral")
     poisoned = case.reference.logits.clone()
     poisoned[0, 3, 5] = torch.nan
-    result = case.compared(replace(case.reference, logits=poisoned))
+    result = case.compared(logits=poisoned)
     assert not result.passed
     assert result.logit_difference == torch.inf
-
-
-def test_a_gradient_of_another_size_or_name_is_no_agreement(tmp_path: Path) -> None:
-    model = tiny_models.make("mixtral", 9, tmp_path / "hf")
-    tokens = torch.arange(24).view(2, 12)
-    reference = run_model(model, tokens, gradients=True)
-    norms = reference.grad_norms
+    norms = case.reference.grad_norms
     assert norms is not None
+    assert case.compared(grad_norms=norms).passed
     name = "model.layers.2.self_attn.k_proj.weight"
     for change, failure in (
         ({**norms, name: norms[name] * 1.001}, f"gradient of {name}: norm "),
         ({key: value for key, value in norms.items() if key != name}, f"gradient of {name}: on one side only"),
     ):
-        with opened(locate(tmp_path / "hf"), gradients=True) as found:
-            result = compare_with(replace(reference, grad_norms=change), found, tokens, gradients=True)
+        result = case.compared(grad_norms=change)
         assert [line[: len(failure)] for line in result.failures] == [failure]
 
 
@@ -155,18 +145,11 @@ def test_a_gradient_of_another_size_or_name_is_no_agreement(tmp_path: Path) -> N
 def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deepseek")
     tiny_models.make("deepseek-v3", 9, folder / "hf")
-    published(ToNative(HFFolder.open(folder / "hf"), ConversionOptions(dtype=torch.bfloat16)), folder / "bf16")
+    convert("hf", "native", folder / "hf", folder / "bf16", "--dtype", "bf16")
     return folder
 
 
-def published(conversion: Conversion, target: Path) -> Path:
-    workspace = Workspace(target, conversion.identity())
-    with workspace.open():
-        convert(conversion, workspace)
-        workspace.publish()
-    return target
-
-
+@pytest.mark.engine
 def test_a_checkpoint_that_was_rounded_is_compared_with_a_model_that_is_rounded_too(deepseek: Path) -> None:
     result = compare(deepseek / "hf", deepseek / "bf16", gradients=True)
     assert result.passed, result.failures
@@ -178,9 +161,9 @@ def test_a_checkpoint_that_was_rounded_is_compared_with_a_model_that_is_rounded_
 
 def test_a_folder_that_was_rounded_is_compared_with_a_checkpoint_that_is_rounded_too(tmp_path: Path) -> None:
     tiny_models.make("qwen2-moe", 9, tmp_path / "hf")
-    root = published(ToNative(HFFolder.open(tmp_path / "hf"), ConversionOptions()), tmp_path / "native")
-    narrow = published(ToHF(locate(root), ConversionOptions(dtype=torch.bfloat16)), tmp_path / "bf16")
-    result = compare(narrow, root, length=16)
+    convert("hf", "native", tmp_path / "hf", tmp_path / "native")
+    convert("native", "hf", tmp_path / "native", tmp_path / "bf16", "--dtype", "bf16")
+    result = compare(tmp_path / "bf16", tmp_path / "native", length=16)
     assert result.passed, result.failures
 
 

@@ -1,4 +1,4 @@
-"""Text from checkpoints: token by token what transformers generates, and the tool's flags, tokenizers and errors."""
+"""Text from checkpoints: token by token what transformers generates; the tool's text, flags, tokenizers and errors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,22 @@ import tokenizers
 import torch
 
 from megatron_moe.apps import generate
-from megatron_moe.apps.convert import cli
+from megatron_moe.apps.generate import TextStream
+from megatron_moe.data.tokenizers import (
+    REPLACEMENT,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    SentencePieceTokenizer,
+)
+from megatron_moe.data.train_tokenizer import train_sentencepiece
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
-from megatron_moe.model import key_value_cache
 from megatron_moe.model.key_value_cache import continuation
 from tests.helpers import tiny_models
+from tests.helpers.conversions import convert
 from tests.helpers.rows import rows
+from tests.helpers.tiny_tokenizers import byte_level
 
 PROMPTS = ([5], [3, 90, 17, 17, 64, 2, 101])
 NEW = 24
@@ -64,8 +73,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def native(folder, tmp_path_factory):
     root = tmp_path_factory.mktemp("native") / "root"
-    convert = ["--from", "hf", "--to", "native", "--load", str(folder[0]), "--save", str(root)]
-    assert cli.main(convert) == 0
+    convert("hf", "native", folder[0], root)
     return root
 
 
@@ -162,23 +170,6 @@ def test_mistakes_are_told_in_one_line(native, capsys, flags, message):
     assert err[0].startswith("error: ") and message in err[0]
 
 
-@pytest.mark.engine
-def test_several_processes_are_refused(native, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    code, _, err = run(capsys, "--load", native, "--prompt", "w5")
-    assert code == 2 and "one process" in err[-1]
-
-
-@pytest.mark.engine
-def test_an_interrupt_ends_with_its_exit_code(native, capsys, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(key_value_cache, "continuation", interrupted)
-    assert run(capsys, "--load", native, "--prompt", "w5")[0] == 130
-
-
 def test_a_folder_without_a_tokenizer_says_how_to_name_one(folder, capsys, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(folder[0], bare, ignore=shutil.ignore_patterns("tokenizer*"))
@@ -208,3 +199,52 @@ def _trained(save, tokenizer):
     from tests.helpers.trained_steps import trained
 
     trained({"save": save, "train_iters": 1, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer})
+
+
+# ---- text told token by token
+
+
+TEXT = "def total(x):\n    return x + 1  # Größe, 日本語, 🙂\n\n\tif x:\r\n  the the tower" * 2
+
+
+@pytest.fixture(scope="module", params=["sentencepiece", "byte-level", "bytes"])
+def tokenizer(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "bytes":
+        return ByteTokenizer()
+    if request.param == "sentencepiece":
+        train_sentencepiece([TEXT] * 3, folder / "m.model", 320, limit_bytes=10_000)
+        return SentencePieceTokenizer(folder / "m.model")
+    return HuggingFaceTokenizer(byte_level(folder / "made") / "tokenizer.json")
+
+
+def test_the_parts_are_the_whole(tokenizer):
+    ids = tokenizer.tokenize(TEXT)
+    for start in (0, 1, 3, 11, len(ids) // 2):
+        while "�" in tokenizer.detokenize(ids[:start]):
+            start += 1
+        stream = TextStream(tokenizer, ids[:start])
+        parts = [stream.add(token) for token in ids[start:]]
+        assert tokenizer.detokenize(ids[:start]) + "".join(parts) + stream.rest() == TEXT
+        assert REPLACEMENT not in "".join(parts)
+        assert sum(map(bool, parts)) > len(parts) // 2
+        assert stream.rest() == ""
+
+
+def test_a_character_that_is_not_ended_is_told_at_the_end():
+    stream = TextStream(ByteTokenizer(), b"ab")
+    assert [stream.add(byte) for byte in "cé".encode()[:-1]] == ["c", ""]
+    assert stream.rest() == REPLACEMENT
+
+
+def test_the_end_of_a_document_has_no_text_and_text_goes_on_behind_it(tokenizer):
+    ids = tokenizer.tokenize("the tower")
+    stream = TextStream(tokenizer, ids)
+    parts = [stream.add(token) for token in [tokenizer.eod, *ids]]
+    assert parts[0] == ""
+    assert "".join(parts) + stream.rest() == tokenizer.detokenize([*ids, tokenizer.eod, *ids])[len("the tower") :]
+
+
+def test_numbers_are_told_with_the_space_between_them():
+    stream = TextStream(NullTokenizer(50), [7])
+    assert [stream.add(token) for token in (1, 22, 3)] == [" 1", " 22", " 3"]
