@@ -1,12 +1,12 @@
-"""What a Slurm job's script asks of Slurm, its budget; tests/launch/test_slurm.py has a real Slurm."""
+"""What a Slurm job's script asks of Slurm, and what it makes of an attempt's end; test_slurm.py has a real Slurm."""
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
+import signal
 import subprocess
-import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,20 +17,38 @@ from megatron_moe import slurm
 FLAGS = "--preset tiny --mock-data --vocab-size 99 --save runs/a/checkpoints".split()
 OPTIONS = ["--time", "1:00:00"]
 
-STAND_IN = """#!{python}
-import json, os, sys
-name = os.path.basename(sys.argv[0])
-open({record!r}, "a").write(json.dumps([name, *sys.argv[1:]]) + "\\n")
-if name == "srun":
-    save = "runs/a/checkpoints/latest_checkpointed_iteration.txt"
-    if os.environ.get("SAVES"):
-        os.makedirs(os.path.dirname(save), exist_ok=True)
-        open(save, "w").write(os.environ["SAVES"])
-    sys.exit(int(os.environ.get("STATUS", "0")))
-if name == "scontrol" and sys.argv[1:3] == ["show", "node"]:
-    print("NodeName=node1 NodeAddr=10.0.0.1 NodeHostName=node1")
-elif name == "scontrol" and sys.argv[1:3] == ["show", "hostnames"]:
-    print("node1\\nnode2")
+STAND_IN = r"""#!/bin/bash
+printf '%s\x1f' "${0##*/}" "$@" $'\x1e' >>record
+case "${0##*/} $*" in
+srun*) # the ranks of two nodes
+  until [[ $1 == bash ]]; do shift; done
+  for node in 1 2; do
+    SLURM_NODEID=$((node - 1)) SLURMD_NODENAME=node$node "$@" &
+  done
+  worst=0
+  for job in $(jobs -p); do
+    wait "$job"
+    status=$?
+    if ((status > worst)); then worst=$status; fi
+  done
+  exit "$worst" ;;
+megatron-moe* | apptainer*) # a node's launcher: where TRAINS names it, it ends when it is asked to
+  save=runs/a/checkpoints/latest_checkpointed_iteration.txt
+  if [[ ${SAVES-} ]]; then mkdir -p "${save%/*}" && echo "$SAVES" >$save; fi
+  if [[ ${TRAINS-} == *$SLURMD_NODENAME* ]]; then
+    touch started
+    until [[ -e asked ]]; do /bin/sleep 0.02; done
+  fi
+  status=STATUS_$SLURMD_NODENAME
+  exit "${!status:-0}" ;;
+sleep*) exec /bin/sleep 0.02 ;;
+scancel*) touch asked ;;
+"scontrol show node"*) echo "NodeName=node1 NodeAddr=10.0.0.1 NodeHostName=node1" ;;
+"scontrol show hostnames node[1-2]") printf 'node1\nnode2\n' ;;
+"scontrol show hostnames"*) echo "$3" ;;
+*"-t down"*) echo "${DOWN-}" ;;
+sinfo*) for node in $UP; do echo "$node"; done ;;
+esac
 """
 
 
@@ -45,25 +63,35 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     stand_ins = tmp_path / "bin"
     stand_ins.mkdir()
-    for name in ("srun", "scontrol", "scancel", "sinfo", "megatron-moe"):
-        (stand_ins / name).write_text(STAND_IN.format(python=sys.executable, record=str(tmp_path / "record")))
+    for name in ("srun", "scontrol", "scancel", "sinfo", "megatron-moe", "torchrun", "apptainer", "sleep"):
+        (stand_ins / name).write_text(STAND_IN)
         (stand_ins / name).chmod(0o755)
     return tmp_path
 
 
-def run(script: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a script as Slurm does on the first of two nodes."""
+def started(script: Path, **more: str) -> subprocess.Popen[str]:
+    """Start a script as Slurm does on the first of two nodes."""
     folder = script.parent
     environment = {
         "PATH": f"{folder / 'bin'}:{os.defpath}", "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "4711",
-        "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_PARTITION": "debug", **more,
+        "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_PARTITION": "debug",
+        "UP": "node1 node2 node3 node4", **more,
     }  # fmt: skip
-    return subprocess.run(["bash", str(script)], env=environment, cwd=folder, capture_output=True, text=True)
+    (folder / "record").write_text("")
+    pipe = subprocess.PIPE
+    return subprocess.Popen(["bash", str(script)], env=environment, cwd=folder, stdout=pipe, stderr=pipe, text=True)
+
+
+def run(script: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    process = started(script, **more)
+    stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 def called(folder: Path, program: str) -> list[list[str]]:
-    lines = map(json.loads, (folder / "record").read_text().splitlines())
-    return [words[1:] for words in lines if words[0] == program]
+    """Return the words of each call of a program since the script was started."""
+    calls = [call.split("\x1f")[:-1] for call in (folder / "record").read_text().split("\x1e\x1f")[:-1]]
+    return [words[1:] for words in calls if words[0] == program]
 
 
 @pytest.mark.parametrize(
@@ -151,19 +179,92 @@ def test_the_log_is_in_the_folder_of_the_run(folder):
 def test_the_budget_counts_attempts_in_a_row_without_a_newer_checkpoint(folder):
     script = write(folder, "--nodes", "2", "--no-preflight", "--max-restarts", "1")
     for saves in ("", "5", "5", "7", "7"):
-        done = run(script, STATUS="137", SAVES=saves)
-        assert done.returncode == 0 and "back into the queue" in done.stdout, done.stdout
-    assert len(called(folder, "scontrol")) and ["requeue", "4711"] in called(folder, "scontrol")
-    done = run(script, STATUS="137", SAVES="7")
+        done = run(script, STATUS_node1="1", SAVES=saves)
+        assert done.returncode == 0 and "back into the queue: the training ended with status 1" in done.stdout
+        assert ["requeue", "4711"] in called(folder, "scontrol")
+    done = run(script, STATUS_node1="1", SAVES="7")
     assert done.returncode == 1 and "gives up: 2 attempts" in done.stdout, done.stdout
+    assert ["requeue", "4711"] not in called(folder, "scontrol")
     # Whoever starts it again has a whole budget.
-    assert run(script, STATUS="137", SAVES="7").returncode == 0
+    assert run(script, STATUS_node1="1", SAVES="7").returncode == 0
 
 
-def test_an_attempt_that_ended_without_a_word_counts(folder):
+@pytest.mark.parametrize(
+    ("ended", "count"), [("running", "without a word"), ("Slurm ended it (cancelled)", "Slurm ended it")]
+)
+def test_an_attempt_that_slurm_ended_counts_and_a_node_that_is_down_has_failed(folder, ended: str, count: str):
     script = write(folder, "--nodes", "2", "--no-preflight", "--max-restarts", "0")
-    (folder / "runs/a/slurm-4711.state").write_text(
-        "attempt=1\nfruitless=0\nfrom=0\nnodes=node1\nended=running\nfailed=\n"
-    )
+    state = folder / "runs/a/slurm-4711.state"
+    state.write_text(f"attempt=1\nfruitless=0\nfrom=0\nnodes=node1\nended={ended}\nfailed=\n")
+    done = run(script, DOWN="node1")
+    assert done.returncode == 1 and count in done.stdout and not called(folder, "srun")
+    assert ("failed=node1" in state.read_text()) == (ended == "running")
+
+
+def test_a_mistake_is_not_requeued(folder):
+    done = run(write(folder, "--nodes", "2", "--no-preflight"), STATUS_node1="1", STATUS_node2="2")
+    assert done.returncode == 2 and "is not requeued: the training ended with status 2, a mistake in" in done.stdout
+    assert ["requeue", "4711"] not in called(folder, "scontrol")
+
+
+@pytest.mark.parametrize(
+    ("exclude", "up", "says", "left_out"),
+    [
+        ("", "node1 node2 node3", "leaves out node2, which failed twice", "node2"),
+        ("node3", "node1 node2 node3 node4", "leaves out node2, which failed twice", "node2,node3"),
+        ("node3", "node1 node2 node3", "but only 1 other nodes of debug are up, of 2 needed", ""),
+    ],
+)
+def test_a_node_that_was_killed_twice_is_left_out_where_others_are_up(
+    folder, exclude: str, up: str, says: str, left_out: str
+):
+    script = write(folder, "--nodes", "2", "--no-preflight", *(["--exclude", exclude] if exclude else []))
+    for status in ("134", "137", "143", "139"):  # of SIGABRT and SIGTERM a node is not blamed
+        done = run(script, STATUS_node1="1", STATUS_node2=status, UP=up)
+        assert done.returncode == 0 and (says in done.stdout) == (status == "139"), done.stdout
+    assert "nodes that failed so far: node2 node2\n" in done.stdout
+    updates = [words for words in called(folder, "scontrol") if words[0] == "update"]
+    assert updates == ([["update", "jobid=4711", f"excnodelist={left_out}"]] if left_out else [])
+
+
+def test_nodes_that_go_on_without_one_that_failed_are_ended(folder):
+    done = run(write(folder, "--nodes", "2", "--no-preflight"), STATUS_node1="1", TRAINS="node2")
+    assert "node1 ended with status 1; the other nodes are ended" in done.stdout
+    assert called(folder, "scancel") == [["--signal=INT", "4711"]]
+    assert done.returncode == 0 and "back into the queue: the training ended with status 1" in done.stdout
+
+
+def test_without_an_environment_the_job_says_what_to_do(folder):
+    script = write(folder)
+    (folder / "bin/megatron-moe").unlink()
     done = run(script)
-    assert done.returncode == 1 and "without a word" in done.stdout and not called(folder, "srun")
+    assert done.returncode == 2 and "no environment with megatron_moe and torch" in done.stdout
+    assert not called(folder, "srun")
+
+
+def signalled(script: Path, number: int, ends: bool, **more: str) -> tuple[int, str]:
+    """Return status and output of a script that gets a signal while its ranks train; `ends`: Slurm asks these, too."""
+    process = started(script, TRAINS="node1 node2", **more)
+    while not (script.parent / "started").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(number)
+    if ends:
+        (script.parent / "asked").touch()
+    said = process.communicate()[0]
+    return process.returncode, said
+
+
+def test_ranks_are_asked_to_save_before_the_time_limit(folder):
+    script = write(folder, "--nodes", "2", "--no-preflight")
+    status, said = signalled(script, signal.SIGUSR1, ends=False, SAVES="8", STATUS_node1="138")
+    assert ["--signal=USR1", "4711"] in called(folder, "scancel")
+    assert status == 0 and "back into the queue: its time was up, newest checkpoint at step 8" in said
+    assert ["requeue", "4711"] in called(folder, "scontrol")
+
+
+def test_a_cancelled_job_is_not_requeued(folder):
+    script = write(folder, "--nodes", "2", "--no-preflight")
+    status, said = signalled(script, signal.SIGTERM, ends=True, SAVES="8")
+    assert status == 143 and "queue" not in said and ["requeue", "4711"] not in called(folder, "scontrol")
+    state = (folder / "runs/a/slurm-4711.state").read_text()
+    assert "ended=Slurm ended it" in state and "newest checkpoint at step 8" in state

@@ -1,76 +1,152 @@
-"""The launcher with real ranks: how a run is stopped, interrupted and killed, and what is said of it, once."""
+"""The launcher: how a run of two ranks is stopped, interrupted and killed, and what is said of it, once."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import subprocess
-import sys
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.helpers.mistakes import LAUNCHER
-from tests.training.test_run_torchrun import Launch as Torchrun
-from tests.training.test_run_torchrun import gone, steps, until
+from megatron_moe import train
+from megatron_moe.io import launched
+from megatron_moe.launch import start
+from tests.helpers.ranks import Child, RankParent
 
-pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class Launch(Torchrun):
-    """`megatron_moe.train` with two ranks that train until they are ended."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.log, self.metrics = folder / "log", folder / "metrics.jsonl"
-        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-        environment.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT), TMPDIR=str(folder))
-        command = [
-            sys.executable, "-m", "megatron_moe.train", "--nproc-per-node", "2", "--preset", "tiny", "--mock-data",
-            "--vocab-size", "99", "--train-iters", "1000000", "--log-interval", "1000000",
-            "--metrics-file", str(self.metrics), *flags,
-        ]  # fmt: skip
-        with open(self.log, "wb") as output:
-            self.process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
-            )
-
-    def trains(self) -> list[int]:
-        """Wait for the second step; return the ranks' process ids."""
-        until(lambda: len(steps(self.metrics)) >= 2, self)
-        return self.ranks()
+PATIENCE = 600.0
+TRAINING = "--preset tiny --mock-data --vocab-size 99 --train-iters 1000000 --log-interval 1000000".split()
+LIGHT_RANK = """
+import json, os, signal, sys, time
+launcher = os.getppid()
+for name, status in json.loads(os.environ["ENDS_WITH"]).items():
+    signal.signal(getattr(signal, name), lambda *_, status=status: os._exit(status))
+open("ready" + os.environ["RANK"], "w").close()
+while os.getppid() == launcher:
+    time.sleep(0.05)
+"""
+"""A rank without a training: it ends as ENDS_WITH says, name of a signal -> exit status."""
 
 
-def test_a_rank_that_is_killed_is_told_of_in_one_paragraph(tmp_path):
-    launch = Launch(tmp_path)
-    ranks = launch.trains()
-    by_rank = {Path(f"/proc/{pid}/environ").read_bytes().split(b"\0RANK=")[1][:1]: pid for pid in ranks}
-    os.kill(by_rank[b"1"], signal.SIGKILL)
-    assert launch.wait() == 128 + signal.SIGKILL, launch.output()
-    said = launch.output()
+def with_light_ranks(argv: list[str]) -> int:
+    start._RANK = LIGHT_RANK
+    launched.FIRST_NOTE_SECONDS = 0.0
+    tempfile.tempdir = None  # as TMPDIR says
+    return train.main(argv)
+
+
+class Launch:
+    """`megatron-moe train --nproc-per-node 2`, in a session of its own as under a shell."""
+
+    def __init__(self, parent: RankParent, folder: Path, *flags: str, target: str, **environment: str) -> None:
+        self.metrics, self._log, self._parent = folder / "metrics.jsonl", folder / "log", parent
+        argv = ["--nproc-per-node", "2", *TRAINING, "--metrics-file", str(self.metrics), *flags]
+        environment["TMPDIR"] = str(folder)
+        child = Child(target, argv, str(self._log), str(folder), environment, own_session=True)
+        (self.pid,) = parent.fork([child])
+
+    def said(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def steps(self) -> int:
+        return self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
+
+    def until(self, holds: Callable[[], object]) -> None:
+        """Wait until something holds, while the launcher runs."""
+        deadline = time.monotonic() + PATIENCE
+        while not holds():
+            status = self._parent.statuses([self.pid])[0]
+            assert status is None and time.monotonic() < deadline, f"it never happened ({status}):\n{self.said()}"
+            time.sleep(0.05)
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the processes of the ranks, by rank."""
+        return sorted(psutil.Process(self.pid).children(), key=lambda process: process.environ()["RANK"])
+
+    def ends(self, ranks: list[psutil.Process]) -> int | None:
+        """Wait for the end; return the exit status. No rank is left behind."""
+        (status,) = self._parent.statuses([self.pid], PATIENCE)
+        assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+        return status
+
+
+def of_training(parent: RankParent, folder: Path, *flags: str) -> tuple[Launch, list[psutil.Process]]:
+    """Return a launch that trains, and its ranks."""
+    launch = Launch(parent, folder, *flags, target="megatron_moe.train:main")
+    launch.until(lambda: launch.steps() >= 2)
+    return launch, launch.ranks()
+
+
+def of_light_ranks(parent: RankParent, folder: Path, **ends_with: int) -> tuple[Launch, list[psutil.Process]]:
+    """Return a launch whose ranks wait for signals, and these ranks."""
+    target = "tests.launch.test_start:with_light_ranks"
+    launch = Launch(parent, folder, target=target, ENDS_WITH=json.dumps(ends_with))
+    launch.until(lambda: all((folder / f"ready{rank}").exists() for rank in (0, 1)))
+    return launch, launch.ranks()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_told_of_in_one_paragraph(rank_parent, tmp_path):
+    launch, ranks = of_training(rank_parent, tmp_path)
+    ranks[1].kill()
+    assert launch.ends(ranks) == 128 + signal.SIGKILL, launch.said()
+    said = launch.said()
     told = [line for line in said.splitlines() if "SIGKILL" in line]
-    assert len(told) == 1 and f"rank 1 on {os.uname().nodename} (process {by_rank[b'1']}) was killed" in told[0], said
+    assert len(told) == 1 and f"rank 1 on {os.uname().nodename} (process {ranks[1].pid}) was killed" in told[0], said
     assert "rank 0: " in told[0] and "Traceback" not in said and said.count("is ended") == 1, said
-    assert gone(ranks)
 
 
-def test_sigterm_saves_and_is_a_good_end(tmp_path):
-    launch = Launch(tmp_path, "--save", str(tmp_path / "c"), "--exit-signal-handler")
-    ranks = launch.trains()
-    launch.process.send_signal(signal.SIGTERM)
-    assert launch.wait() == 0, launch.output()
-    said = launch.output()
-    assert "by SIGTERM" in said and "Traceback" not in said and "rank 0 on" not in said, said
-    reached = len(steps(launch.metrics))
-    assert [step.name for step in (tmp_path / "c").glob("iter_*")] == [f"iter_{reached:07d}"] and gone(ranks)
+@pytest.mark.parametrize(
+    ("name", "ends_with", "status", "says"),
+    [
+        ("SIGTERM", {"SIGTERM": 0}, 0, ""),  # saved
+        ("SIGUSR1", {"SIGUSR1": 0}, 0, ""),
+        ("SIGTERM", {}, 143, "the ranks were ended by SIGTERM, without a checkpoint"),
+        ("SIGINT", {"SIGINT": 130}, 130, ""),
+    ],
+)
+def test_a_signal_reaches_all_ranks_whose_end_is_the_launchers(
+    rank_parent, tmp_path, name: str, ends_with: dict[str, int], status: int, says: str
+):
+    launch, ranks = of_light_ranks(rank_parent, tmp_path, **ends_with)
+    os.kill(launch.pid, getattr(signal, name))
+    assert launch.ends(ranks) == status, launch.said()
+    lines = launch.said().splitlines()[1:]  # after what it starts
+    assert [line.partition("train: ")[2] for line in lines] == [says] * bool(says)
     assert list(tmp_path.glob("megatron-moe-*")) == []
 
 
-def test_ctrl_c_ends_all_ranks_with_a_word(tmp_path):
-    launch = Launch(tmp_path)
-    ranks = launch.trains()
-    os.killpg(launch.process.pid, signal.SIGINT)  # as a terminal does
-    assert launch.wait() == 130, launch.output()
-    said = launch.output()
-    assert said.count("interrupted") == 1 and "Traceback" not in said and gone(ranks), said
+def test_a_launcher_that_waits_for_other_nodes_ends_at_a_signal(rank_parent, tmp_path):
+    flags = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --rdzv-conf is_host=true".split()
+    launch = Launch(rank_parent, tmp_path, *flags, target="tests.launch.test_start:with_light_ranks")
+    launch.until(lambda: "waiting for the other nodes of --nnodes 2" in launch.said())
+    os.kill(launch.pid, signal.SIGTERM)
+    assert launch.ends([]) == 143
+    assert "ended by SIGTERM before its ranks were started" in launch.said()
+
+
+SIGNALLED = "tests/launch/test_start.py::test_a_signal_reaches_all_ranks_whose_end_is_the_launchers"
+
+
+@pytest.mark.slow
+@pytest.mark.test_all(instead=SIGNALLED)
+def test_sigterm_saves_and_is_a_good_end(rank_parent, tmp_path):
+    launch, ranks = of_training(rank_parent, tmp_path, "--save", str(tmp_path / "c"), "--exit-signal-handler")
+    os.kill(launch.pid, signal.SIGTERM)
+    assert launch.ends(ranks) == 0, launch.said()
+    said = launch.said()
+    assert "by SIGTERM" in said and "Traceback" not in said and "rank 0 on" not in said, said
+    assert [step.name for step in (tmp_path / "c").glob("iter_*")] == [f"iter_{launch.steps():07d}"]
+
+
+@pytest.mark.slow
+@pytest.mark.test_all(instead=SIGNALLED)
+def test_ctrl_c_ends_all_ranks_with_a_word(rank_parent, tmp_path):
+    launch, ranks = of_training(rank_parent, tmp_path)
+    os.killpg(launch.pid, signal.SIGINT)  # as a terminal does
+    assert launch.ends(ranks) == 130, launch.said()
+    assert launch.said().count("interrupted") == 1 and "Traceback" not in launch.said(), launch.said()
