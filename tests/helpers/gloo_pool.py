@@ -142,6 +142,7 @@ class GlooPool:
             "port": self._store.port,
             "world_size": world_size,
             "seconds": seconds,
+            "test": os.environ.get("PYTEST_CURRENT_TEST", ""),
         }
         ranks = self._ranks[:world_size]
         answers: dict[int, tuple[bool, Any]] = {}
@@ -236,6 +237,7 @@ def _run_case(case: dict[str, Any]) -> Any:
 
     rank, world_size = case["rank"], case["world_size"]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ["PYTEST_CURRENT_TEST"] = case["test"]  # as in any process that a test starts
     function: Any = _module_at(case["file"])
     for part in case["function"].split("."):
         function = getattr(function, part)

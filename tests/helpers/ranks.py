@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,9 @@ class RankParent:
 
     def fork(self, children: list[Child]) -> list[int]:
         """Return the process ids of the children, which run from now on."""
-        return self._ask({"fork": [asdict(child) for child in children]})["pids"]
+        test = {"PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", "")}
+        given = [asdict(replace(child, environment={**test, **child.environment})) for child in children]
+        return self._ask({"fork": given})["pids"]
 
     def statuses(self, pids: list[int], seconds: float = 0.0) -> list[int | None]:
         """Return each process's exit status, None for one that runs.
