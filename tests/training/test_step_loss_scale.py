@@ -7,46 +7,47 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.stepped_trainer import SMALL, Trainer
+
 pytestmark = pytest.mark.engine
 
-FP16 = {"fp16": True, "initial_loss_scale": 256.0}
+SIZES = {**SMALL, "seq_length": 32}
 
 
-def scales(flags: dict[str, Any], spoiled: list[bool]) -> list[tuple[bool, float]]:
-    """Per step: was it applied, and the scale that the next one uses."""
-    from megatron_moe.training.optimizer import shared_loss_scale
-    from tests.helpers.stepped_trainer import Trainer
-
-    trainer = Trainer(flags)
-    scale = shared_loss_scale(trainer.optimizer)
+def reported(flags: dict[str, Any], spoiled: list[bool]) -> list[tuple[bool, float, float, bool]]:
+    """Of each step: was it applied, its loss scale, the next step's, and whether it was an overflow."""
+    trainer = Trainer({**SIZES, "fp16": True, "initial_loss_scale": 256.0, "hysteresis": 1, **flags})
     weight = next(p for name, p in trainer.model[0].named_parameters() if name.endswith("mlp.experts.weight1"))
     seen = []
     for bad in spoiled:
         hook = weight.register_hook(lambda gradient: torch.full_like(gradient, float("inf"))) if bad else None
-        applied = trainer.step().committed
+        result = trainer.step()
         if hook is not None:
             hook.remove()
-        assert scale is not None
-        seen.append((applied, scale.scale.item()))
+        seen.append((result.committed, result.loss_scale, result.next_loss_scale, result.overflow))
     return seen
 
 
-def test_the_scale_doubles_after_a_window_without_overflow_and_halves_at_one(gloo):
-    flags = {**FP16, "loss_scale_window": 2, "hysteresis": 1}
-    (seen,) = gloo.run(1, scales, flags=flags, spoiled=[False, False, True, False, False, False])
-    # An overflow starts the window anew.
-    assert seen == [(True, 256.0), (True, 512.0), (False, 256.0), (True, 256.0), (True, 512.0), (True, 512.0)]
-
-
-def test_the_scale_has_a_floor(gloo):
-    flags = {**FP16, "min_loss_scale": 128.0, "hysteresis": 1}
-    (seen,) = gloo.run(1, scales, flags=flags, spoiled=[True, True, True])
-    assert seen == [(False, 128.0)] * 3
+def test_the_scale_doubles_after_a_window_without_overflow_and_halves_at_one_down_to_its_floor(gloo):
+    flags = {"min_loss_scale": 128.0, "loss_scale_window": 2}
+    spoiled = [False, False, True, True, True, False, True, False, False]
+    (seen,) = gloo.run(1, reported, flags=flags, spoiled=spoiled)
+    assert seen == [
+        (True, 256.0, 256.0, False),
+        (True, 256.0, 512.0, False),
+        (False, 512.0, 256.0, True),
+        (False, 256.0, 128.0, True),
+        (False, 128.0, 128.0, False),  # it cannot fall any more: no overflow, but a fault
+        (True, 128.0, 128.0, False),
+        (False, 128.0, 128.0, False),  # which starts the window anew
+        (True, 128.0, 128.0, False),
+        (True, 128.0, 256.0, False),
+    ]
 
 
 def test_a_constant_scale_stays_and_an_overflow_is_skipped_all_the_same(gloo):
-    (seen,) = gloo.run(1, scales, flags={"fp16": True, "loss_scale": 64.0}, spoiled=[False, True, False])
-    assert seen == [(True, 64.0), (False, 64.0), (True, 64.0)]
+    (seen,) = gloo.run(1, reported, flags={"loss_scale": 64.0}, spoiled=[False, True, False])
+    assert [step[:3] for step in seen] == [(True, 64.0, 64.0), (False, 64.0, 64.0), (True, 64.0, 64.0)]
 
 
 AUX = {
@@ -62,9 +63,8 @@ AUX = {
 def router_gradients(flags: dict[str, Any]) -> list[torch.Tensor]:
     """Gradients of all routers' weights as the optimizer uses them: fp32, unscaled."""
     from megatron_moe.training import step as step_file
-    from tests.helpers.stepped_trainer import Trainer
 
-    trainer = Trainer(flags)
+    trainer = Trainer({**SIZES, **flags})
     weights = [p for name, p in trainer.model[0].named_parameters() if name.endswith("router.weight")]
     seen: list[torch.Tensor] = []
     clip = step_file.clip_gradients
@@ -88,13 +88,13 @@ def test_auxiliary_and_z_losses_are_scaled_with_the_loss_and_unscaled_with_it(gl
     (without,) = gloo.run(
         1, router_gradients, flags={**flags, "moe_aux_loss_coeff": (1e-9, 1e-9), "moe_z_loss_coeff": 0.0}
     )
-    # A loss per token is divided by the tokens at the end only: the same scale is 512 times as much on the way.
-    for scale in (1.0, 16.0) if per_token else (16.0, 4096.0):
-        (scaled,) = gloo.run(1, router_gradients, flags={**flags, "fp16": True, "loss_scale": scale})
-        for wanted, bare, found in zip(plain, without, scaled):
-            assert found.dtype == torch.float32
-            assert (wanted - bare).norm() > 2 * bare.norm(), "the losses in question do not rule the gradient"
-            assert (found - wanted).norm() < 0.01 * wanted.norm(), scale
+    # A loss per token is divided by the tokens at the end only: the same scale is 256 times as much on the way.
+    scale = 16.0 if per_token else 4096.0
+    (scaled,) = gloo.run(1, router_gradients, flags={**flags, "fp16": True, "loss_scale": scale})
+    for wanted, bare, found in zip(plain, without, scaled):
+        assert found.dtype == torch.float32
+        assert (wanted - bare).norm() > 2 * bare.norm(), "the losses in question do not rule the gradient"
+        assert (found - wanted).norm() < 0.01 * wanted.norm()
 
 
 def gradients_around_a_step(flags: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +102,6 @@ def gradients_around_a_step(flags: dict[str, Any]) -> dict[str, Any]:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from megatron_moe.moe.state import routers
-    from tests.helpers.stepped_trainer import Trainer
 
     def outside() -> torch.Tensor:
         probs = router.route(hidden).probs
@@ -110,7 +109,7 @@ def gradients_around_a_step(flags: dict[str, Any]) -> dict[str, Any]:
         router.reset_counts()
         return gradient.clone()
 
-    trainer = Trainer({**AUX, **flags})
+    trainer = Trainer({**SIZES, **AUX, **flags})
     router = next(iter(routers(trainer.model)))
     router.weight.register_hook(lambda _: None)  # so that its gradient is handed on, and not added to its sum
     hidden = torch.randn(32, router.weight.shape[1]).to(router.weight.dtype)
@@ -124,9 +123,8 @@ def gradients_around_a_step(flags: dict[str, Any]) -> dict[str, Any]:
     return {"left": left, "committed": committed, "before": first, "after": outside()}
 
 
-@pytest.mark.parametrize("flags", [{}, {"fp16": True, "loss_scale": 256.0}], ids=["fp32", "fp16"])
-def test_a_backward_outside_a_run_leaves_no_scale_to_a_run_and_gets_none_from_it(gloo, flags):
-    (seen,) = gloo.run(1, gradients_around_a_step, flags=flags)
+def test_a_backward_outside_a_run_leaves_no_scale_to_a_run_and_gets_none_from_it(gloo):
+    (seen,) = gloo.run(1, gradients_around_a_step, flags={"fp16": True, "loss_scale": 256.0})
     assert seen["left"] is None
     assert seen["committed"] == [True, True]
     assert seen["before"].abs().max() > 0
@@ -137,9 +135,7 @@ def steps_after_the_engines_own_backward() -> list[bool]:
     """The engine's function leaves a scale without dimensions where no schedule has set one."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from tests.helpers.stepped_trainer import Trainer
-
-    trainer = Trainer(AUX)
+    trainer = Trainer({**SIZES, **AUX})
     loss = torch.ones((), requires_grad=True)
     MoEAuxLossAutoScaler.apply(torch.ones(3, requires_grad=True), loss).sum().backward()
     assert MoEAuxLossAutoScaler.main_loss_backward_scale.dim() == 0
