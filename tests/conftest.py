@@ -45,6 +45,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --engine, files without the mark need not be imported: that takes longer than many of their tests."""
+    if config.getoption("--engine") and collection_path.name.startswith("test_"):
+        return "pytest.mark.engine" not in collection_path.read_text(encoding="utf-8") or None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = any("::" in argument for argument in config.args)
     if not named:
