@@ -19,15 +19,8 @@ def flags_of(folder: str, layout: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run that starts from the folder, as the command line makes them."""
     from megatron_moe.hf.architecture import filled_in
 
-    training = {
-        "seq_length": LENGTH,
-        "micro_batch_size": 1,
-        "global_batch_size": SEQUENCES,
-        "mock_data": True,
-        "train_iters": 1,
-        "eval_iters": 0,
-    }
-    return filled_in({"load_hf": folder, **training, **layout})
+    batch = {"seq_length": LENGTH, "micro_batch_size": 1, "global_batch_size": SEQUENCES, "mock_data": True}
+    return filled_in({"load_hf": folder, **batch, "train_iters": 1, "eval_iters": 0, **layout})
 
 
 def batch_of(vocabulary: int) -> dict[str, torch.Tensor]:
@@ -141,21 +134,15 @@ class _Seen:
     def watching(self) -> ExitStack:
         stack = ExitStack()
         for name, router in self.routers:
-            stack.enter_context(router.observed_by(_Choices(self.choices[name]).see))
+            kept = self.choices[name]
+            see = lambda router, routed, kept=kept: kept.append(routed.decision.expert_ids.detach().clone())  # noqa: E731
+            stack.enter_context(router.observed_by(see))
         for model in self.models:
             if model.post_process:
                 # a copy: the loss works in the logits' own memory
                 keep = lambda module, args, out: self.logits.append(out[0].detach().clone().flatten(0, 1))  # noqa: E731
                 stack.callback(model.output_layer.register_forward_hook(keep).remove)
         return stack
-
-
-class _Choices:
-    def __init__(self, kept: list[torch.Tensor]) -> None:
-        self.kept = kept
-
-    def see(self, router: Any, routed: Any) -> None:
-        self.kept.append(routed.decision.expert_ids.detach().clone())
 
 
 def refused(folder: str, layout: dict[str, Any], mistake: str | None = None, on: int | None = None) -> str:
@@ -174,20 +161,15 @@ def refused(folder: str, layout: dict[str, Any], mistake: str | None = None, on:
     return ""
 
 
-def _cannot_read(importing: Any) -> tuple[str, Any]:
-    class Reader(importing.TensorReader):
-        def read(self, name: str, dtype: Any = None) -> Any:
-            raise OSError(5, "Input/output error", name)
+def _read_raises(error: Exception) -> Any:
+    def of(importing: Any) -> tuple[str, Any]:
+        class Reader(importing.TensorReader):
+            def read(self, name: str, dtype: Any = None) -> Any:
+                raise error
 
-    return "TensorReader", Reader
+        return "TensorReader", Reader
 
-
-def _has_a_bug(importing: Any) -> tuple[str, Any]:
-    class Reader(importing.TensorReader):
-        def read(self, name: str, dtype: Any = None) -> Any:
-            raise KeyError(name)
-
-    return "TensorReader", Reader
+    return of
 
 
 def _table(change: Any) -> Any:
@@ -230,8 +212,8 @@ MISTAKES = {
     "skips the copies": _skips_the_copies,
     "forgets a box": _forgets_a_box,
     "leaves a bias out": _table(lambda pieces: [piece for piece in pieces if not piece.fp32]),
-    "cannot read": _cannot_read,
-    "has a bug": _has_a_bug,
+    "cannot read": _read_raises(OSError(5, "Input/output error")),
+    "has a bug": _read_raises(KeyError("name")),
     "leaves one out": _table(lambda pieces: pieces[1:]),
     "writes one twice": _table(lambda pieces: [*pieces, pieces[-1]]),
 }

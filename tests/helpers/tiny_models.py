@@ -19,188 +19,75 @@ from safetensors.torch import load_file, save_file
 VOCABULARY = 131
 
 _SHARED: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "pad_token_id": None,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": False, "pad_token_id": None,
+}  # fmt: skip
 _LATENT: dict[str, Any] = {
-    **_SHARED,
-    "moe_intermediate_size": 24,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "first_k_dense_replace": 1,
-    "rms_norm_eps": 1e-6,
-}
+    **_SHARED, "moe_intermediate_size": 24, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 _GROUPED_QUERY: dict[str, Any] = {**_SHARED, "num_key_value_heads": 2}
 _PLAIN: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
-_YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 40.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
+_MILLION: dict[str, Any] = {**_PLAIN, "rope_theta": 1e6}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
 _DEEPSEEK_V3: dict[str, Any] = {
-    **_LATENT,
-    "q_lora_rank": 24,
-    "n_routed_experts": 16,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 4,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "n_group": 4,
-    "topk_group": 2,
-    "num_mtp_layers": 0,
-}
+    **_LATENT, "q_lora_rank": 24, "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0,
+}  # fmt: skip
+_QWEN2: dict[str, Any] = {
+    **_GROUPED_QUERY, "num_experts": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+    "qkv_bias": True,
+}  # fmt: skip
+_QWEN3: dict[str, Any] = {**_GROUPED_QUERY, "moe_intermediate_size": 24, "num_experts": 8, "norm_topk_prob": True}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek-v2": (
-        "DeepseekV2",
-        {
-            **_LATENT,
-            "q_lora_rank": None,
-            "n_routed_experts": 8,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 3,
-            "topk_method": "greedy",
-            "rope_parameters": _PLAIN,
-        },
-    ),
-    "deepseek-v2-grouped": (
-        "DeepseekV2",
-        {
-            **_LATENT,
-            "q_lora_rank": 24,
-            "n_routed_experts": 16,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 6,
-            "topk_method": "group_limited_greedy",
-            "n_group": 4,
-            "topk_group": 3,
-            "routed_scaling_factor": 16.0,
-            "max_position_embeddings": 2560,
-            "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
-        },
-    ),
-    "deepseek-v3": (
-        "DeepseekV3",
-        {
-            **_DEEPSEEK_V3,
-            "max_position_embeddings": 2560,
-            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        },
-    ),
+    "deepseek-v2": ("DeepseekV2", {
+        **_LATENT, "q_lora_rank": None, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
+        "topk_method": "greedy", "rope_parameters": _PLAIN,
+    }),
+    "deepseek-v2-grouped": ("DeepseekV2", {
+        **_LATENT, "q_lora_rank": 24, "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 6,
+        "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 3, "routed_scaling_factor": 16.0,
+        "max_position_embeddings": 2560, "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    }),
+    "deepseek-v3": ("DeepseekV3", {
+        **_DEEPSEEK_V3, "max_position_embeddings": 2560,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    }),
     # Moonlight and Kimi-K2: one group, an epsilon other than that of the latent norms, Moonlight without yarn and
     # without a low rank of the queries
-    "moonlight": (
-        "DeepseekV3",
-        {
-            **_DEEPSEEK_V3,
-            "q_lora_rank": None,
-            "n_group": 1,
-            "topk_group": 1,
-            "n_shared_experts": 2,
-            "rms_norm_eps": 1e-2,
-            "routed_scaling_factor": 2.446,
-            "rope_parameters": {**_PLAIN, "rope_theta": 50000.0},
-        },
-    ),
-    "mixtral": (
-        "Mixtral",
-        {
-            **_GROUPED_QUERY,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {**_PLAIN, "rope_theta": 1e6},
-        },
-    ),
-    "qwen2-moe": (
-        "Qwen2Moe",
-        {
-            **_GROUPED_QUERY,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 40,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [2],
-            "qkv_bias": True,
-            "rope_parameters": {**_PLAIN, "rope_theta": 1e6},
-        },
-    ),
+    "moonlight": ("DeepseekV3", {
+        **_DEEPSEEK_V3, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2,
+        "rms_norm_eps": 1e-2, "routed_scaling_factor": 2.446, "rope_parameters": {**_PLAIN, "rope_theta": 50000.0},
+    }),
+    "mixtral": ("Mixtral", {
+        **_GROUPED_QUERY, "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
+        "rope_parameters": _MILLION,
+    }),
+    "qwen2-moe": ("Qwen2Moe", {
+        **_QWEN2, "num_experts_per_tok": 3, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [2],
+        "rope_parameters": _MILLION,
+    }),
     # every second layer, as Qwen counts: layers 1 and 3
-    "qwen2-moe-sparse-step": (
-        "Qwen2Moe",
-        {
-            **_GROUPED_QUERY,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 40,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 2,
-            "qkv_bias": True,
-            "rope_parameters": _PLAIN,
-        },
-    ),
-    "qwen3-moe": (
-        "Qwen3Moe",
-        {
-            **_GROUPED_QUERY,
-            "moe_intermediate_size": 24,
-            "head_dim": 24,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "norm_topk_prob": True,
-            "rope_parameters": {**_PLAIN, "rope_theta": 1e6},
-        },
-    ),
-    "qwen3-moe-tied": (
-        "Qwen3Moe",
-        {
-            **_GROUPED_QUERY,
-            "moe_intermediate_size": 24,
-            "head_dim": 16,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "tie_word_embeddings": True,
-            "rope_parameters": _PLAIN,
-        },
-    ),
-    "glm4-moe": (
-        "Glm4Moe",
-        {
-            **_GROUPED_QUERY,
-            "moe_intermediate_size": 24,
-            "head_dim": 24,
-            "attention_bias": True,
-            "use_qk_norm": True,
-            "rms_norm_eps": 1e-5,
-            "n_routed_experts": 8,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 3,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 2.5,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "num_mtp_layers": 0,
-            "rope_parameters": {**_PLAIN, "rope_theta": 1e6, "partial_rotary_factor": 0.5},
-        },
-    ),
-}
+    "qwen2-moe-sparse-step": ("Qwen2Moe", {
+        **_QWEN2, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 2,
+        "rope_parameters": _PLAIN,
+    }),
+    "qwen3-moe": ("Qwen3Moe", {**_QWEN3, "head_dim": 24, "num_experts_per_tok": 3, "rope_parameters": _MILLION}),
+    "qwen3-moe-tied": ("Qwen3Moe", {
+        **_QWEN3, "head_dim": 16, "num_experts_per_tok": 2, "tie_word_embeddings": True, "rope_parameters": _PLAIN,
+    }),
+    "glm4-moe": ("Glm4Moe", {
+        **_GROUPED_QUERY, "moe_intermediate_size": 24, "head_dim": 24, "attention_bias": True, "use_qk_norm": True,
+        "rms_norm_eps": 1e-5, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "num_mtp_layers": 0,
+        "rope_parameters": {**_MILLION, "partial_rotary_factor": 0.5},
+    }),
+}  # fmt: skip
 """Case -> the class's name before "Config" and "ForCausalLM", and what the configuration holds."""
 
 

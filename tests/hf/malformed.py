@@ -1,7 +1,4 @@
-"""Ways in which a folder's files are wrong: each a change to the sound one, and what a message names.
-
-`malformed_models.py` has those in which the model is.
-"""
+"""Ways in which a folder is wrong: each a change to the sound one, and what a message names."""
 
 from __future__ import annotations
 
@@ -15,11 +12,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.hf.small_folders import GATE, INDEX, SHARDS, read_raw, write_json, write_raw
+from tests.hf.small_folders import ATTENTION, BIAS, GATE, INDEX, SHARDS, read_raw, write_json, write_raw
 
 FIRST, SECOND = SHARDS
 SINGLE = "model.safetensors"
 HUGE = 4 * 2**40
+Tensor = torch.Tensor
+Damage = Callable[[Path], Any]
 
 
 @dataclass(frozen=True)
@@ -30,24 +29,17 @@ class Malformed:
     fp8: whether the sound folder's weights are in fp8.
     """
 
-    damage: Callable[[Path], Any]
+    damage: Damage
     named: tuple[str, ...]
     opens: bool = False
     fp8: bool = False
 
 
-CASES: dict[str, Malformed] = {}
+def wrong(damage: Damage, *named: str, opens: bool = False, fp8: bool = False) -> Malformed:
+    return Malformed(damage, named, opens, fp8)
 
 
-def case(name: str, *named: str, opens: bool = False, fp8: bool = False) -> Callable[..., Any]:
-    """Enter a function that damages a folder into the table."""
-
-    def enter(damage: Callable[[Path], Any]) -> Callable[[Path], Any]:
-        assert name not in CASES
-        CASES[name] = Malformed(damage, named, opens, fp8)
-        return damage
-
-    return enter
+# ---- changes
 
 
 def change_json(path: Path, changes: dict[str, Any]) -> None:
@@ -56,257 +48,318 @@ def change_json(path: Path, changes: dict[str, Any]) -> None:
     write_json(path, {key: value for key, value in content.items() if value is not ...})
 
 
+def config(**changes: Any) -> Damage:
+    return lambda folder: change_json(folder / "config.json", changes)
+
+
+def text(name: str, content: str) -> Damage:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def resized(name: str, size: int) -> Damage:
+    return lambda folder: os.truncate(folder / name, size)
+
+
+def grown(by: int) -> Damage:
+    return lambda folder: os.truncate(folder / SECOND, (folder / SECOND).stat().st_size + by)
+
+
 def change_index(folder: Path, changes: dict[str, Any]) -> None:
     content = json.loads((folder / INDEX).read_text())
     content["weight_map"] = {k: v for k, v in {**content["weight_map"], **changes}.items() if v is not ...}
     write_json(folder / INDEX, content)
 
 
-def change_header(folder: Path, change: Callable[[dict[str, Any]], Any], name: str = GATE) -> None:
-    """Change what the header of the second file says about a tensor."""
-    header, numbers = read_raw(folder / SECOND)
-    change(header[name])
-    write_raw(folder / SECOND, header, numbers)
+def indexed(name: str, file: Any) -> Damage:
+    return lambda folder: change_index(folder, {name: file})
 
 
-def replace_header(folder: Path, header: bytes, length: int | None = None) -> None:
-    write_raw(folder / SECOND, header, b"", length)
+def header(content: bytes, length: int | None = None) -> Damage:
+    """The second file is nothing but this header."""
+    return lambda folder: write_raw(folder / SECOND, content, b"", length)
 
 
-def only(folder: Path, name: str, content: bytes = b"x") -> None:
+def entry(key: str, value: Any, *named: str) -> Malformed:
+    """Another thing that a header says about a tensor, which is named."""
+
+    def damage(folder: Path) -> None:
+        content, numbers = read_raw(folder / SECOND)
+        content[GATE][key] = value
+        write_raw(folder / SECOND, content, numbers)
+
+    return wrong(damage, SECOND, GATE, *(named or (key,)))
+
+
+def shifted(by: int) -> Damage:
+    """A tensor is said to lie elsewhere."""
+
+    def damage(folder: Path) -> None:
+        content, numbers = read_raw(folder / SECOND)
+        content[GATE]["data_offsets"] = [at + by for at in content[GATE]["data_offsets"]]
+        write_raw(folder / SECOND, content, numbers)
+
+    return damage
+
+
+def only(name: str, content: bytes = b"x") -> Damage:
     """Nothing but one file of weights, and what lay beside them."""
-    for file in (*SHARDS, INDEX):
-        (folder / file).unlink()
-    (folder / name).write_bytes(content)
+
+    def damage(folder: Path) -> None:
+        for file in (*SHARDS, INDEX):
+            (folder / file).unlink()
+        (folder / name).write_bytes(content)
+
+    return damage
 
 
-def put_link(folder: Path, name: str, target: str) -> None:
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to(target)
+def gone(*names: str) -> Damage:
+    return lambda folder: [(folder / name).unlink() for name in names]
 
 
-# ---- files that are not there, or are something else
+def link(name: str, target: str) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
 
-case("missing shard", SECOND, INDEX)(lambda folder: (folder / SECOND).unlink())
-case("no weights", SINGLE, INDEX)(lambda folder: [(folder / file).unlink() for file in (*SHARDS, INDEX)])
-case("shards without an index", FIRST, INDEX)(lambda folder: (folder / INDEX).unlink())
-case("a shard of another set", "model-00003-of-00009.safetensors")(
-    lambda folder: save_file({"x": torch.ones(1)}, folder / "model-00003-of-00009.safetensors")
-)
-case("two sets of weights", SINGLE, INDEX)(lambda folder: save_file({"x": torch.ones(1)}, folder / SINGLE))
-case("an adapter", "adapter_config.json")(lambda folder: (folder / "adapter_config.json").write_text("{}"))
-case("pickled weights", "pytorch_model.bin", "pickle")(lambda folder: only(folder, "pytorch_model.bin"))
-case("a .pt file only", "model.pt", "pickle")(lambda folder: only(folder, "model.pt"))
-case("GGUF only", "model.gguf")(lambda folder: only(folder, "model.gguf", b"GGUF"))
-case("config.json missing", "config.json")(lambda folder: (folder / "config.json").unlink())
+    return damage
 
 
-@case("an empty folder", "empty")
-def _(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
+def pipe(name: str) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return damage
 
 
-@case("no folder", "no such folder")
-def _(folder: Path) -> None:
+def outside(place: Callable[[Path, Path], Any]) -> Damage:
+    """A sound file of weights that is not the folder's, and is brought into it by `place`."""
+
+    def damage(folder: Path) -> None:
+        target = folder.with_name("outside.safetensors")
+        (folder / SECOND).rename(target)
+        place(folder, target)
+
+    return damage
+
+
+def extra(tensors: dict[str, Tensor], file: str = SECOND) -> Damage:
+    """Further tensors in a file, which the index names."""
+
+    def damage(folder: Path) -> None:
+        save_file({**(load_file(folder / file) if (folder / file).exists() else {}), **tensors}, folder / file)
+        change_index(folder, dict.fromkeys(tensors, file))
+
+    return damage
+
+
+def alone(tensors: dict[str, Tensor], file: str) -> Damage:
+    """A file of weights that the index does not name."""
+    return lambda folder: save_file(tensors, folder / file)
+
+
+def changed(name: str, change: Callable[[Tensor], Tensor | None]) -> Damage:
+    """A tensor replaced or removed, in its file; the index follows."""
+
+    def damage(folder: Path) -> None:
+        file = json.loads((folder / INDEX).read_text())["weight_map"][name]
+        tensors = load_file(folder / file)
+        new = change(tensors.pop(name))
+        save_file(tensors if new is None else {**tensors, name: new}, folder / file, {"format": "pt"})
+        change_index(folder, {name: ... if new is None else file})
+
+    return damage
+
+
+def number(value: float) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        tensor.reshape(-1)[1] = value
+        return tensor
+
+    return change
+
+
+def nothing(tensor: Tensor) -> None:
+    return None
+
+
+def both(*damages: Damage) -> Damage:
+    return lambda folder: [damage(folder) for damage in damages]
+
+
+def elsewhere(folder: Path) -> None:
     folder.rename(folder.with_name("elsewhere"))
 
 
-@case("a file in place of the folder", "is a file")
-def _(folder: Path) -> None:
-    folder.rename(folder.with_name("elsewhere"))
-    folder.write_text("{}")
+# ---- cases
+
+ONE = {"x": torch.ones(1)}
+FILES = {
+    "missing shard": wrong(gone(SECOND), SECOND, INDEX),
+    "no weights": wrong(gone(*SHARDS, INDEX), SINGLE, INDEX),
+    "shards without an index": wrong(gone(INDEX), FIRST, INDEX),
+    "a shard of another set": wrong(alone(ONE, "model-00003-of-00009.safetensors"), "model-00003-of-00009.safetensors"),
+    "two sets of weights": wrong(alone(ONE, SINGLE), SINGLE, INDEX),
+    "an adapter": wrong(text("adapter_config.json", "{}"), "adapter_config.json"),
+    "pickled weights": wrong(only("pytorch_model.bin"), "pytorch_model.bin", "pickle"),
+    "GGUF only": wrong(only("model.gguf", b"GGUF"), "model.gguf"),
+    "config.json missing": wrong(gone("config.json"), "config.json"),
+    "an empty folder": wrong(lambda folder: [path.unlink() for path in folder.iterdir()], "empty"),
+    "no folder": wrong(elsewhere, "no such folder"),
+    "a file in place of the folder": wrong(both(elsewhere, lambda folder: folder.write_text("{}")), "is a file"),
+    "a pipe in place of weights": wrong(pipe(SECOND), SECOND, "not a regular file"),
+    "a pipe in place of a tokenizer": wrong(pipe("tokenizer.json"), "tokenizer.json", "not a regular file"),
+    "a folder in place of a tokenizer": wrong(
+        both(gone("tokenizer.json"), lambda folder: (folder / "tokenizer.json").mkdir()),
+        "tokenizer.json",
+        "not a regular file",
+    ),
+    "a file without a tensor": wrong(
+        both(only(SINGLE), lambda folder: write_raw(folder / SINGLE, b"{}", b"")), SINGLE, "no tensor"
+    ),
+    "a device in place of weights": wrong(link(SECOND, "/dev/zero"), SECOND, "/dev/zero"),
+    "a link to nothing": wrong(link(SECOND, "model-9.safetensors"), SECOND, "not there"),
+    "a link to itself": wrong(link(SECOND, SECOND), SECOND),
+    # paths outside of the folder
+    "an index that names a path upwards": wrong(
+        outside(lambda folder, file: change_index(folder, {GATE: f"../{file.name}"})),
+        INDEX,
+        "plain name",
+        "../outside.safetensors",
+    ),
+    "an index that names an absolute path": wrong(
+        outside(lambda folder, file: change_index(folder, {GATE: str(file)})),
+        INDEX,
+        "plain name",
+        "/outside.safetensors",
+    ),
+    "an index that names a hidden file": wrong(indexed(GATE, f".{SINGLE}"), INDEX, "plain name", f".{SINGLE}"),
+    "an index that names a pickle": wrong(indexed(GATE, "model.bin"), INDEX, "plain name", "model.bin"),
+    "weights that are a link elsewhere": wrong(
+        outside(lambda folder, file: (folder / SECOND).symlink_to(file)), SECOND, "outside.safetensors"
+    ),
+    "a tokenizer that is a link elsewhere": wrong(link("tokenizer.json", "/etc/passwd"), "tokenizer.json", "/etc/pas"),
+    "a licence that is a link elsewhere": wrong(link("LICENSE-MODEL", "/etc/hostname"), "LICENSE-MODEL", "/etc/hostn"),
+    # the index
+    "an index of a tensor that no file holds": wrong(indexed("ghost.weight", SECOND), INDEX, "ghost.weight", SECOND),
+    "a tensor that the index does not name": wrong(indexed(GATE, ...), INDEX, GATE, SECOND),
+    "a tensor in another file than the index says": wrong(indexed(GATE, FIRST), INDEX, GATE, FIRST),
+    "an index that names a number as file": wrong(indexed(GATE, 7), INDEX, GATE, "7"),
+    "an index without a map": wrong(text(INDEX, '{"metadata": {}}'), INDEX, "weight_map"),
+    "an index that is a list": wrong(text(INDEX, "[]"), INDEX, "list"),
+    "an index with a key twice": wrong(text(INDEX, '{"weight_map": {"a": 1, "a": 2}}'), INDEX, "'a' is in it twice"),
+    "an index of many gigabytes": wrong(resized(INDEX, HUGE), INDEX, str(HUGE)),
+    "a tensor in two files": wrong(extra({GATE: torch.ones(8, 16).bfloat16()}, FIRST), GATE, FIRST, SECOND),
+    # config.json
+    "config.json that is not JSON": wrong(text("config.json", "{"), "config.json", "JSON"),
+    "config.json with NaN": wrong(text("config.json", '{"rms_norm_eps": NaN}'), "config.json", "NaN"),
+    "config.json with a number beyond fp64": wrong(text("config.json", '{"x": 1e999}'), "config.json", "1e999"),
+    "config.json of terabytes": wrong(resized("config.json", HUGE), "config.json", str(HUGE)),
+    "a tokenizer of terabytes": wrong(resized("tokenizer.json", HUGE), "tokenizer.json", str(HUGE)),
+}
+GHOST = {"ghost": {"dtype": "F32", "shape": [HUGE // 4], "data_offsets": [0, HUGE]}}
+HEADERS = {
+    "a tensor twice in a header": wrong(header(f'{{"{GATE}": {{}}, "{GATE}": {{}}}}'.encode()), SECOND, GATE, "twice"),
+    "a truncated file": wrong(grown(-1), SECOND, "cut off"),
+    "a file cut within its header": wrong(resized(SECOND, 100), SECOND, "header"),
+    "a file of no bytes": wrong(resized(SECOND, 0), SECOND, "0 bytes"),
+    "bytes behind the tensors": wrong(grown(8), SECOND, "nobody"),
+    "a sparse file of terabytes": wrong(resized(SECOND, HUGE), SECOND, "nobody"),
+    "a header of 2^63 bytes": wrong(header(b"{}", 2**63), SECOND, str(2**63)),
+    "a header longer than the file": wrong(header(b"{}", 3), SECOND, "header"),
+    "a header of no bytes": wrong(header(b"{}", 0), SECOND, "header"),
+    "a header that is not JSON": wrong(header(b"{'a': 1}"), SECOND, "JSON"),
+    "a header that is not UTF-8": wrong(header(b'{"\xff\xfe": {}}'), SECOND, "UTF-8"),
+    "a header that is a list": wrong(header(b"[]"), SECOND, "list"),
+    "a header nested deeply": wrong(header(b'{"a":' + b"[" * 99999), SECOND, "nested too deeply"),
+    "a header of gigabytes": wrong(
+        both(header(b"{}", 2**32), resized(SECOND, HUGE)), SECOND, "header has 4294967296 bytes"
+    ),
+    "a tensor with a name of thousands of letters": wrong(alone({"x" * 5000: torch.ones(1)}, SECOND), SECOND, "1 to 5"),
+    "a tensor with a line break in its name": wrong(alone({"x\ny": torch.ones(1)}, SECOND), SECOND, "1 to 512"),
+    "metadata that is no string": wrong(header(b'{"__metadata__": {"format": 1}}'), SECOND, "__metadata__"),
+    "a tensor of terabytes": wrong(both(header(json.dumps(GHOST).encode()), grown(HUGE)), SECOND, "ghost", str(HUGE)),
+    "an unknown dtype": entry("dtype", "F4", "'F4'"),
+    "a dtype that is a list": entry("dtype", ["BF16"]),
+    "a negative shape": entry("shape", [-8, -16]),
+    "a shape that is no list": entry("shape", "8x16"),
+    "a shape of fractions": entry("shape", [8.0, 16]),
+    "a shape of truths": entry("shape", [True, 128]),
+    "a shape whose product overflows": entry("shape", [2**62, 2**62, 4], "takes"),
+    "a shape of 2^64": entry("shape", [2**64, 16]),
+    "a shape of many dimensions": entry("shape", [8, 16, *[1] * 1000]),
+    "a shape that takes other bytes": entry("shape", [8, 17], "takes"),
+    "offsets that go backwards": entry("data_offsets", [256, 0]),
+    "offsets that are strings": entry("data_offsets", ["0", "256"]),
+    "offsets that are negative": entry("data_offsets", [-256, 0]),
+    "one offset": entry("data_offsets", [0]),
+    "a key that the format has not": entry("compressed", "zstd"),
+    "overlapping offsets": wrong(shifted(-2), SECOND, "overlaps"),
+    "a hole between tensors": wrong(shifted(2), SECOND, "nobody"),
+}
+
+# What one key of config.json may not be by itself is in test_config_refusals.py.
+UP = "model.layers.1.mlp.experts.3.up_proj.weight"
+FIFTH = "model.layers.1.mlp.experts.4.gate_proj.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+AHEAD = {"model.layers.2.enorm.weight": torch.ones(16).bfloat16()}
+MODELS = {
+    "an unsupported family": wrong(config(model_type="gpt_oss"), "gpt_oss", opens=True),
+    "more layers than tensors": wrong(config(num_hidden_layers=3), "model.layers.2.input_layernorm.weight", opens=True),
+    "another hidden size": wrong(config(hidden_size=32), "model.embed_tokens.weight", opens=True),
+    "more experts than tensors": wrong(config(n_routed_experts=8), "experts.4.gate_proj.weight", opens=True),
+    "tied and untied": wrong(config(tie_word_embeddings=True), "lm_head.weight", opens=True),
+    "layers without end": wrong(config(num_hidden_layers=10**9), "num_hidden_layers", opens=True),
+    "experts without end": wrong(config(n_routed_experts=10**9), "n_routed_experts", opens=True),
+    "a vocabulary without end": wrong(config(vocab_size=10**15), "vocab_size", opens=True),
+    "prediction without end": wrong(config(num_nextn_predict_layers=10**9), "num_nextn_predict_layers", opens=True),
+    "dense layers without end": wrong(config(first_k_dense_replace=10**12), "first_k_dense_replace", opens=True),
+    "an unknown rotary scaling": wrong(config(rope_scaling={"type": "x", "factor": 4.0}), "rope_scaling", opens=True),
+    "a quantisation that is a list": wrong(config(quantization_config=[1]), "quantization_config"),
+    # tensors
+    "a tensor missing": wrong(changed(ATTENTION, nothing), ATTENTION, opens=True),
+    "an expert missing": wrong(changed(UP, nothing), UP, opens=True),
+    "a tensor transposed": wrong(changed(ATTENTION, lambda t: t.T.contiguous()), ATTENTION, "[12, 16]", opens=True),
+    "a tensor in integers": wrong(changed(ATTENTION, torch.Tensor.int), ATTENTION, "int32"),
+    "a tensor in fp64": wrong(changed(ATTENTION, torch.Tensor.double), ATTENTION, "float64"),
+    "a tensor in the other fp8": wrong(changed(ATTENTION, lambda t: t.to(torch.float8_e5m2)), ATTENTION, "float8_e5m2"),
+    "a tensor in another dtype": wrong(changed(ATTENTION, torch.Tensor.half), ATTENTION, "float16", opens=True),
+    "a tensor of no size": wrong(changed(ATTENTION, lambda t: t[:0]), ATTENTION, opens=True),
+    "a tensor nobody knows": wrong(extra({FIFTH: torch.ones(8, 16).bfloat16()}), FIFTH, opens=True),
+    "a layer beyond the last": wrong(extra(AHEAD), "num_nextn_predict_layers", "beyond num_hidden_layers", opens=True),
+    "multi-token prediction in part": wrong(
+        both(extra(AHEAD), config(num_nextn_predict_layers=1)), "model.layers.2.hnorm.weight", "missing", opens=True
+    ),
+    "NaN in an expert": wrong(changed(GATE, number(torch.nan)), GATE, opens=True),
+    "infinity in an expert": wrong(changed(GATE, number(torch.inf)), GATE, opens=True),
+    "NaN in a router's bias": wrong(changed(BIAS, number(torch.nan)), BIAS, opens=True),
+}
+SCALE = f"{GATE}_scale_inv"
 
 
-@case("a pipe in place of weights", SECOND, "not a regular file")
-def _(folder: Path) -> None:
-    (folder / SECOND).unlink()
-    os.mkfifo(folder / SECOND)
+def blocks(size: Any) -> Damage:
+    return config(quantization_config={"quant_method": "fp8", "weight_block_size": size})
 
 
-@case("a pipe in place of a tokenizer", "tokenizer.json", "not a regular file")
-def _(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    os.mkfifo(folder / "tokenizer.json")
-
-
-@case("a folder in place of a tokenizer", "tokenizer.json", "not a regular file")
-def _(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.json").mkdir()
-
-
-@case("a file without a tensor", SINGLE, "no tensor")
-def _(folder: Path) -> None:
-    only(folder, SINGLE)
-    write_raw(folder / SINGLE, b"{}", b"")
-
-
-case("a device in place of weights", SECOND, "/dev/zero")(lambda folder: put_link(folder, SECOND, "/dev/zero"))
-case("a link to nothing", SECOND, "not there")(lambda folder: put_link(folder, SECOND, "model-9.safetensors"))
-case("a link to itself", SECOND)(lambda folder: put_link(folder, SECOND, SECOND))
-
-
-# ---- paths outside of the folder
-
-
-def outside(folder: Path) -> Path:
-    """A sound file of weights that is not the folder's."""
-    target = folder.with_name("outside.safetensors")
-    (folder / SECOND).rename(target)
-    return target
-
-
-case("an index that names a path upwards", INDEX, "plain name", "../outside.safetensors")(
-    lambda folder: change_index(folder, {GATE: f"../{outside(folder).name}"})
-)
-case("an index that names an absolute path", INDEX, "plain name", "/outside.safetensors")(
-    lambda folder: change_index(folder, {GATE: str(outside(folder))})
-)
-case("an index that names a hidden file", INDEX, "plain name", ".model.safetensors")(
-    lambda folder: change_index(folder, {GATE: ".model.safetensors"})
-)
-case("an index that names a pickle", INDEX, "plain name", "pytorch_model.bin")(
-    lambda folder: change_index(folder, {GATE: "pytorch_model.bin"})
-)
-case("weights that are a link elsewhere", SECOND, "outside.safetensors")(
-    lambda folder: put_link(folder, SECOND, str(outside(folder)))
-)
-case("a tokenizer that is a link elsewhere", "tokenizer.json", "/etc/passwd")(
-    lambda folder: put_link(folder, "tokenizer.json", "/etc/passwd")
-)
-case("a licence that is a link elsewhere", "LICENSE-MODEL", "/etc/hostname")(
-    lambda folder: put_link(folder, "LICENSE-MODEL", "/etc/hostname")
-)
-
-
-# ---- the index
-
-case("an index of a tensor that no file holds", INDEX, "ghost.weight", SECOND)(
-    lambda folder: change_index(folder, {"ghost.weight": SECOND})
-)
-case("a tensor that the index does not name", INDEX, GATE, SECOND)(lambda folder: change_index(folder, {GATE: ...}))
-case("a tensor in another file than the index says", INDEX, GATE, FIRST)(
-    lambda folder: change_index(folder, {GATE: FIRST})
-)
-case("an index that names a number as file", INDEX, GATE, "7")(lambda folder: change_index(folder, {GATE: 7}))
-case("an index without a map", INDEX, "weight_map")(lambda folder: write_json(folder / INDEX, {"metadata": {}}))
-case("an index that is a list", INDEX, "list")(lambda folder: write_json(folder / INDEX, []))
-case("an index with a key twice", INDEX, "'a' is in it twice")(
-    lambda folder: (folder / INDEX).write_text(f'{{"weight_map": {{"a": "{FIRST}", "a": "{SECOND}"}}}}')
-)
-case("an index of many gigabytes", INDEX, str(HUGE))(lambda folder: os.truncate(folder / INDEX, HUGE))
-
-
-@case("a tensor in two files", GATE, FIRST, SECOND)
-def _(folder: Path) -> None:
-    tensors = load_file(folder / FIRST)
-    save_file({**tensors, GATE: load_file(folder / SECOND)[GATE]}, folder / FIRST)
-
-
-# ---- headers
-
-
-@case("a tensor twice in a header", SECOND, GATE, "twice")
-def _(folder: Path) -> None:
-    header, numbers = read_raw(folder / SECOND)
-    entry = json.dumps(header[GATE])
-    write_raw(folder / SECOND, f'{{"{GATE}": {entry}, {json.dumps(header)[1:]}'.encode(), numbers)
-
-
-case("a truncated file", SECOND, "cut off")(
-    lambda folder: os.truncate(folder / SECOND, (folder / SECOND).stat().st_size - 1)
-)
-case("a file cut within its header", SECOND, "header")(lambda folder: os.truncate(folder / SECOND, 100))
-case("a file of no bytes", SECOND, "0 bytes")(lambda folder: os.truncate(folder / SECOND, 0))
-case("bytes behind the tensors", SECOND, "nobody")(
-    lambda folder: os.truncate(folder / SECOND, (folder / SECOND).stat().st_size + 8)
-)
-case("a sparse file of terabytes", SECOND, "nobody")(lambda folder: os.truncate(folder / SECOND, HUGE))
-case("a header of 2^63 bytes", SECOND, str(2**63))(lambda folder: replace_header(folder, b"{}", 2**63))
-case("a header longer than the file", SECOND, "header")(lambda folder: replace_header(folder, b"{}", 3))
-case("a header of no bytes", SECOND, "header")(lambda folder: replace_header(folder, b"{}", 0))
-case("a header that is not JSON", SECOND, "JSON")(lambda folder: replace_header(folder, b"{'a': 1}"))
-case("a header that is not UTF-8", SECOND, "UTF-8")(lambda folder: replace_header(folder, b'{"\xff\xfe": {}}'))
-case("a header that is a list", SECOND, "list")(lambda folder: replace_header(folder, b"[]"))
-case("a header nested deeply", SECOND, "nested too deeply")(
-    lambda folder: replace_header(folder, b'{"a":' + b"[" * 99999)
-)
-case("a tensor with a name of thousands of letters", SECOND, "1 to 512")(
-    lambda folder: save_file({"x" * 5000: torch.ones(1)}, folder / SECOND)
-)
-case("a tensor with a line break in its name", SECOND, "1 to 512")(
-    lambda folder: save_file({"x\ny": torch.ones(1)}, folder / SECOND)
-)
-case("metadata that is no string", SECOND, "__metadata__")(
-    lambda folder: replace_header(folder, b'{"__metadata__": {"format": 1}}')
-)
-
-
-@case("a header of gigabytes", SECOND, "header has 4294967296 bytes")
-def _(folder: Path) -> None:
-    replace_header(folder, b"{}", 2**32)
-    os.truncate(folder / SECOND, HUGE)
-
-
-@case("a tensor of terabytes", SECOND, "ghost", str(HUGE))
-def _(folder: Path) -> None:
-    entry = {"ghost": {"dtype": "F32", "shape": [HUGE // 4], "data_offsets": [0, HUGE]}}
-    write_raw(folder / SECOND, entry, b"")
-    os.truncate(folder / SECOND, (folder / SECOND).stat().st_size + HUGE)
-
-
-def _entry(name: str, key: str, value: Any, *named: str) -> None:
-    """A case that is one thing a header says about a tensor, which is named."""
-    case(name, SECOND, GATE, *named)(lambda folder: change_header(folder, lambda entry: entry.update({key: value})))
-
-
-_entry("an unknown dtype", "dtype", "F4", "'F4'")
-_entry("a dtype that is a number", "dtype", 7, "dtype")
-_entry("a dtype that is a list", "dtype", ["BF16"], "dtype")
-_entry("a negative shape", "shape", [-8, -16], "shape")
-_entry("a shape that is no list", "shape", "8x16", "shape")
-_entry("a shape of fractions", "shape", [8.0, 16], "shape")
-_entry("a shape of truths", "shape", [True, 128], "shape")
-_entry("a nested shape", "shape", [[8, 16]], "shape")
-_entry("a shape whose product overflows", "shape", [2**62, 2**62, 4], "takes")
-_entry("a shape of 2^64", "shape", [2**64, 16], "shape")
-_entry("a shape of many dimensions", "shape", [8, 16, *[1] * 1000], "shape")
-_entry("a shape of no size", "shape", [0, 16], "takes 0 bytes")
-_entry("a shape that takes other bytes", "shape", [8, 17], "takes")
-_entry("offsets that go backwards", "data_offsets", [256, 0], "data_offsets")
-_entry("offsets that are strings", "data_offsets", ["0", "256"], "data_offsets")
-_entry("offsets that are negative", "data_offsets", [-256, 0], "data_offsets")
-_entry("one offset", "data_offsets", [0], "data_offsets")
-_entry("a key that the format has not", "compressed", "zstd", "compressed")
-
-
-def _shift(folder: Path, by: int) -> None:
-    """Move where a tensor is said to lie."""
-    change_header(folder, lambda entry: entry.update(data_offsets=[at + by for at in entry["data_offsets"]]))
-
-
-case("overlapping offsets", SECOND, "overlaps")(lambda folder: _shift(folder, -2))
-case("a hole between tensors", SECOND, "nobody")(lambda folder: _shift(folder, 2))
-
-
-# ---- config.json
-
-case("config.json that is not JSON", "config.json", "JSON")(lambda folder: (folder / "config.json").write_text("{"))
-case("config.json that is a list", "config.json", "list")(lambda folder: (folder / "config.json").write_text("[]"))
-case("config.json with NaN", "config.json", "NaN")(
-    lambda folder: (folder / "config.json").write_text('{"rms_norm_eps": NaN}')
-)
-case("config.json with a number beyond fp64", "config.json", "1e999")(
-    lambda folder: (folder / "config.json").write_text('{"rms_norm_eps": 1e999}')
-)
-case("config.json with a key twice", "config.json", "'n_group' is in it twice")(
-    lambda folder: (folder / "config.json").write_text('{"n_group": 1, "n_group": 2}')
-)
-case("config.json nested deeply", "config.json", "nested too deeply")(
-    lambda folder: (folder / "config.json").write_text('{"a":' + "[" * 99999)
-)
-case("config.json of terabytes", "config.json", str(HUGE))(lambda folder: os.truncate(folder / "config.json", HUGE))
-case("a tokenizer of terabytes", "tokenizer.json", str(HUGE))(
-    lambda folder: os.truncate(folder / "tokenizer.json", HUGE)
-)
+FP8 = {
+    "fp8 without its scales": wrong(changed(SCALE, nothing), SCALE, fp8=True),
+    "scales of another shape": wrong(changed(SCALE, lambda t: torch.ones(2, 2)), SCALE, "[1, 2]", fp8=True),
+    "one scale for a whole tensor": wrong(changed(SCALE, lambda t: torch.tensor(1.0)), SCALE, fp8=True),
+    "scales in integers": wrong(changed(SCALE, torch.Tensor.int), SCALE, "int32", fp8=True),
+    "scales of nothing": wrong(changed(GATE, nothing), SCALE, GATE, fp8=True),
+    "scales of a tensor that is not in fp8": wrong(changed(GATE, torch.Tensor.bfloat16), SCALE, "bfloat16", fp8=True),
+    "a vector in fp8": wrong(
+        both(changed(NORM, lambda t: t.to(torch.float8_e4m3fn)), extra({f"{NORM}_scale_inv": torch.ones(2)})),
+        NORM,
+        "no matrix",
+        fp8=True,
+    ),
+    "a scale that is not a number": wrong(changed(SCALE, number(torch.nan)), SCALE, "nan", opens=True, fp8=True),
+    "a scale that is negative": wrong(changed(SCALE, number(-1.0)), SCALE, "-1.0", opens=True, fp8=True),
+    "fp8 that is not a number": wrong(changed(GATE, number(torch.nan)), GATE, opens=True, fp8=True),
+    "fp8 with a block of no rows": wrong(blocks([0, 8]), "weight_block_size", fp8=True),
+    "fp8 with a block of one size": wrong(blocks([8]), "weight_block_size", fp8=True),
+    "fp8 with a name for a block": wrong(blocks("8x8"), "weight_block_size", fp8=True),
+    "fp8 with blocks that the scales do not have": wrong(blocks([128, 128]), "_scale_inv", fp8=True),
+}
+CASES: dict[str, Malformed] = {**FILES, **HEADERS, **MODELS, **FP8}

@@ -19,8 +19,6 @@ from megatron_moe.hf.architecture import filled_in
 from tests.helpers import tiny_models
 from tests.helpers.plain_steps import write_step
 
-pytestmark = pytest.mark.engine
-
 ROOT = Path(__file__).parents[2]
 
 

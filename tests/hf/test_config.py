@@ -18,8 +18,6 @@ from megatron_moe.hf.families import FAMILIES, family_of_run
 from megatron_moe.model import rotary
 from tests.helpers import tiny_models
 
-pytestmark = pytest.mark.engine
-
 SAVED = {}
 
 
@@ -101,47 +99,29 @@ def test_every_preset_can_be_written_and_is_read_again(name):
     assert hf_config.differences(run, read(hf_config.config_of(run, family, "bfloat16")).flat) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "family", "flag"),
-    [
-        ({"moe_layer_freq": "[1]+[0]*1+[1]*2"}, "deepseek-v3", "--moe-layer-freq"),
-        ({"moe_shared_expert_intermediate_size": 40}, "deepseek-v3", "--moe-shared-expert-intermediate-size"),
-        ({"moe_shared_expert_intermediate_size": None}, "deepseek-v3", "n_shared_experts"),
-        ({"moe_router_enable_expert_bias": False}, "deepseek-v3", "--moe-router-enable-expert-bias"),
-        # no format here has a bias on softmax scores
-        ({"moe_router_score_function": "softmax"}, "deepseek-v3", "--moe-router-score-function: softmax"),
-        (
-            {
-                "moe_router_score_function": "softmax",
-                "moe_router_pre_softmax": True,
-                "moe_router_norm_topk_prob": False,
-            },
-            "deepseek-v2",
-            "--moe-router-enable-expert-bias: True",
-        ),
-        ({"moe_router_group_score": "max"}, "deepseek-v3", "--moe-router-group-score"),
-        # of K = 2 in 2 groups megatron-core adds up one expert each
-        ({"moe_router_group_score": "megatron"}, "deepseek-v3", "--moe-router-group-score: its best expert in the run"),
-        (
-            {"moe_router_group_score": "megatron", "num_experts": 16, "moe_router_topk": 4, "moe_router_group_topk": 1},
-            "deepseek-v3",
-            "--moe-router-group-score: the sum of its best 4 in the run, the sum of its best two in config.json",
-        ),
-        ({"add_bias_linear": True}, "deepseek-v3", "--add-bias-linear"),
-        (
-            {"moe_router_load_balancing_type": ("sinkhorn",)},
-            "deepseek-v3",
-            "--moe-router-load-balancing-type: sinkhorn",
-        ),
-        (
-            {"moe_ffn_hidden_size": 40},
-            "deepseek-v3",
-            "--moe-shared-expert-intermediate-size 32.*--moe-ffn-hidden-size 40",
-        ),
-        ({}, "mixtral", "--multi-latent-attention"),
-        ({"num_experts": None}, "deepseek-v3", "--num-experts"),
-    ],
-)
+SOFTMAX = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True, "moe_router_norm_topk_prob": False}
+SUMS = {"moe_router_group_score": "megatron", "num_experts": 16, "moe_router_topk": 4, "moe_router_group_topk": 1}
+UNSAID = [
+    ({"moe_layer_freq": "[1]+[0]*1+[1]*2"}, "deepseek-v3", "--moe-layer-freq"),
+    ({"moe_shared_expert_intermediate_size": 40}, "deepseek-v3", "--moe-shared-expert-intermediate-size"),
+    ({"moe_shared_expert_intermediate_size": None}, "deepseek-v3", "n_shared_experts"),
+    ({"moe_router_enable_expert_bias": False}, "deepseek-v3", "--moe-router-enable-expert-bias"),
+    # no format here has a bias on softmax scores
+    ({"moe_router_score_function": "softmax"}, "deepseek-v3", "--moe-router-score-function: softmax"),
+    (SOFTMAX, "deepseek-v2", "--moe-router-enable-expert-bias: True"),
+    ({"moe_router_group_score": "max"}, "deepseek-v3", "--moe-router-group-score"),
+    # of K = 2 in 2 groups megatron-core adds up one expert each
+    ({"moe_router_group_score": "megatron"}, "deepseek-v3", "--moe-router-group-score: its best expert in the run"),
+    (SUMS, "deepseek-v3", "group-score: the sum of its best 4 in the run, the sum of its best two in config.json"),
+    ({"add_bias_linear": True}, "deepseek-v3", "--add-bias-linear"),
+    ({"moe_router_load_balancing_type": ("sinkhorn",)}, "deepseek-v3", "--moe-router-load-balancing-type: sinkhorn"),
+    ({"moe_ffn_hidden_size": 40}, "deepseek-v3", "shared-expert-intermediate-size 32.*--moe-ffn-hidden-size 40"),
+    ({}, "mixtral", "--multi-latent-attention"),
+    ({"num_experts": None}, "deepseek-v3", "--num-experts"),
+]
+
+
+@pytest.mark.parametrize(("changes", "family", "flag"), UNSAID)
 def test_a_model_that_a_format_cannot_say_is_not_written(changes, family, flag):
     run = replace(build({"vocab_size": 1000, **PRESETS["tiny"]}), **changes)
     with pytest.raises(ConfigError, match=flag):
@@ -161,14 +141,7 @@ def test_megatrons_score_of_groups_is_written_where_it_is_the_gates():
 
 # ---- yarn
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 40.0,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32,
-    "beta_slow": 1,
-}
+YARN = {**tiny_models.YARN, "original_max_position_embeddings": 4096}
 SCALES = [
     {"mscale": 0.707, "mscale_all_dim": 0.707},
     {"mscale": 1.0, "mscale_all_dim": 0.5},
@@ -193,8 +166,9 @@ def rotation(run: Run) -> tuple[torch.Tensor, float, float]:
     return ours.frequencies, ours.amplitude, rotary.softmax_scale(config)
 
 
-@pytest.mark.parametrize("case", ["deepseek-v2-grouped", "deepseek-v3"])
-@pytest.mark.parametrize("scales", SCALES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "scales"), [("deepseek-v2-grouped", SCALES[0]), *(("deepseek-v3", scales) for scales in SCALES)], ids=str
+)
 def test_yarn_rotates_and_scales_as_in_transformers(case, scales):
     config = saved(case)
     config["rope_parameters"] = {key: value for key, value in {**YARN, **scales}.items() if value is not None}
@@ -223,12 +197,8 @@ def test_yarn_without_betas_has_those_of_its_paper():
 
 def test_one_scale_of_yarn_alone_is_told_since_implementations_differ():
     config = {**saved("deepseek-v3"), "max_position_embeddings": 163840}
-    for scales, notes in (
-        ({}, 0),
-        ({"mscale": 0.7}, 1),
-        ({"mscale_all_dim": 0.7}, 1),
-        ({"mscale": 1, "mscale_all_dim": 1}, 0),
-    ):
+    one, other = {"mscale": 0.7}, {"mscale_all_dim": 0.7}
+    for scales, notes in (({}, 0), (one, 1), (other, 1), (one | other, 0)):
         told = read({**config, "rope_parameters": {**YARN, **scales}}).notes
         assert len(told) == notes and all("mscale_all_dim" in note for note in told)
 

@@ -11,8 +11,6 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf import config as hf_config
 from tests.helpers import tiny_models
 
-pytestmark = pytest.mark.engine
-
 MISSING = "(the key is not there)"
 YARN = {
     "rope_type": "yarn",

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from megatron_moe.apps.convert import cli
 from megatron_moe.checkpoint.origin import FOLDER
 from tests.helpers import imported_cases as cases
 from tests.helpers import tiny_models
-from tests.helpers.launchers import Torchrun
+from tests.helpers.conversions import convert, held, unequal
+from tests.helpers.launchers import Forked
 
 TRAINING = [
     "--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "4",
@@ -43,24 +42,17 @@ def losses(metrics: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines() if "loss" in json.loads(line)]
 
 
-def exported(root: Path, to: Path) -> Path:
-    """The newest step of a run as a Hugging Face folder."""
-    argv = ["--from", "native", "--to", "hf", "--load", str(root), "--save", str(to)]
-    assert cli.main(argv) == cli.DONE
-    return to
-
-
-def test_a_folder_is_trained_restarted_with_the_same_command_and_exported(gloo, source, tmp_path):
+def test_a_folder_is_trained_restarted_with_the_same_command_and_exported(gloo, rank_parent, source, tmp_path):
     root, there = tmp_path / "run", tmp_path / "there"
     shutil.copytree(source, there)
     argv = [
         "--load-hf", str(there), "--load", str(root), "--save", str(root), *TRAINING, *EP2, "--exit-interval", "2",
         "--metrics-file", str(tmp_path / "metrics.jsonl"),
     ]  # fmt: skip
-    torchrun = Torchrun()
-    torchrun.start(argv, 2, tmp_path, tmp_path / "log")
-    assert torchrun.wait(180) == 0, (tmp_path / "log").read_text()[-3000:]
-    told = (tmp_path / "log").read_text()
+    job = Forked(rank_parent)
+    job.start(argv, 2, tmp_path, tmp_path / "log")
+    ended, told = job.wait(600), (tmp_path / "log").read_text()
+    assert ended == 0, told[-3000:]
     for text in ("holds no checkpoint yet: starting from", "weights from", "every one used", "saved"):
         assert text in told
     shutil.rmtree(there)  # steps hold all that is needed from here on
@@ -73,18 +65,14 @@ def test_a_folder_is_trained_restarted_with_the_same_command_and_exported(gloo, 
         assert files["tokenizer.json"] == (source / "tokenizer.json").read_bytes()
         assert files["config.json"] == (source / "config.json").read_bytes()
 
-    folder = exported(root, tmp_path / "out")
-    before, after = load_file(source / "model.safetensors"), tensors(folder)
+    convert("native", "hf", root, tmp_path / "out")
+    before, after = held(source), held(tmp_path / "out")
     assert after.keys() == before.keys()
     assert {name: value.dtype for name, value in after.items()} == {name: value.dtype for name, value in before.items()}
     # Four steps change every matrix, but those of experts that no token came to.
     still = [name for name in before if torch.equal(before[name], after[name]) and "norm" not in name]
     assert all(".mlp.experts." in name for name in still) and len(still) < len(before) / 4
-    loads_and_generates(folder)
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    loads_and_generates(tmp_path / "out")
 
 
 def loads_and_generates(folder: Path) -> None:
@@ -97,11 +85,9 @@ def loads_and_generates(folder: Path) -> None:
     assert model.generate(prompt, max_new_tokens=3, do_sample=False).shape == (1, 8)
 
 
-@pytest.mark.engine
 def test_a_converted_checkpoint_trains_as_the_folder_does_and_keeps_what_it_came_with(gloo, source, tmp_path):
     native = tmp_path / "native"
-    words = ["--from", "hf", "--to", "native", "--load", str(source), "--save", str(native)]
-    assert cli.main(words) == cli.DONE
+    convert("hf", "native", source, native)
     ways = {
         "folder": ["--load-hf", str(source), "--save", str(tmp_path / "other")],
         "native": ["--load", str(native), "--save", str(native), "--use-checkpoint-args"],
@@ -118,18 +104,5 @@ def test_a_converted_checkpoint_trains_as_the_folder_does_and_keeps_what_it_came
     assert states[0]["hf"] == states[1]["hf"]
     # The untouched step is still there, and goes back as it came.
     shutil.rmtree(native / "iter_0000002")
-    words = [
-        "--from",
-        "native",
-        "--to",
-        "hf",
-        "--load",
-        str(native),
-        "--ckpt-step",
-        "0",
-        "--save",
-        str(tmp_path / "back"),
-    ]
-    assert cli.main(words) == cli.DONE
-    back, held = tensors(tmp_path / "back"), load_file(source / "model.safetensors")
-    assert back.keys() == held.keys() and all(torch.equal(back[name], held[name]) for name in held)
+    convert("native", "hf", native, tmp_path / "back", "--ckpt-step", "0")
+    assert unequal(held(tmp_path / "back"), held(source)) == []

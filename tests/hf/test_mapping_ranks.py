@@ -1,13 +1,11 @@
-"""A model that transformers made is the same model here, at any layout: logits, choices, loss, gradients, export.
-
-The second engine has every model on one rank, and two of them at each layout: how a table's tensors are cut for one is
-our code's alone.
-"""
+"""A model that transformers made is the same model here, at any layout: logits, choices, loss, gradients, export."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +15,7 @@ import torch
 from megatron_moe.parallel.sequence import in_order
 from tests.helpers import imported_cases as cases
 from tests.helpers import tiny_models
+from tests.helpers.conversions import held, unequal
 from tests.helpers.errors import largest, worst
 from tests.helpers.rows import rows
 
@@ -28,32 +27,34 @@ PP2 = {"pipeline_model_parallel_size": 2}
 
 
 class Layout(NamedTuple):
-    """Flags of a layout, and the models that are imported at it."""
+    """Ranks and flags; the models that make test imports at it, and all that can be."""
 
     ranks: int
     flags: dict[str, Any]
-    seeds: tuple[int, ...]
+    first: tuple[str, ...]
     cases: tuple[str, ...] = ALL
-
-    def either_engine(self) -> list[str]:
-        """The models that are imported at it with either engine: one with each kind of attention, or a short list's."""
-        return [case for case in self.cases if self.cases is not ALL or case in ("deepseek-v3", "qwen2-moe")]
 
 
 LAYOUTS = {
-    "one": Layout(1, {}, (1, 2)),
-    "TP2": Layout(2, TP2, (1,)),
-    "PP2": Layout(2, PP2, (1,)),
-    "EP2": Layout(2, {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}, (2,)),
-    "TP2xEP2": Layout(4, {**TP2, "expert_model_parallel_size": 2}, (2,)),
+    "one": Layout(1, {}, ALL),
+    "TP2": Layout(2, TP2, ("deepseek-v3", "qwen2-moe")),
+    "PP2": Layout(2, PP2, ("qwen3-moe-tied", "deepseek-v2")),
+    "EP2": Layout(2, {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}, ("moonlight", "qwen3-moe")),
+    "TP2xEP2": Layout(4, {**TP2, "expert_model_parallel_size": 2}, ("mixtral",)),
     "TP2xEP2, experts whole": Layout(
-        2, {**TP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, (2,), ("glm4-moe",)
+        2, {**TP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, ("glm4-moe",)
     ),
     "VPP": Layout(
-        2, {**PP2, "num_layers_per_virtual_pipeline_stage": 1}, (2,), ("deepseek-v3", "qwen3-moe-tied", "qwen2-moe")
+        2,
+        {**PP2, "num_layers_per_virtual_pipeline_stage": 1},
+        ("deepseek-v3",),
+        ("deepseek-v3", "qwen3-moe-tied", "qwen2-moe"),
     ),
     "CP2": Layout(
-        2, {"context_parallel_size": 2, "expert_model_parallel_size": 2}, (1,), ("deepseek-v2-grouped", "qwen2-moe")
+        2,
+        {"context_parallel_size": 2, "expert_model_parallel_size": 2},
+        ("deepseek-v2-grouped", "qwen2-moe"),
+        ("deepseek-v2-grouped", "qwen2-moe"),
     ),
 }
 
@@ -70,15 +71,9 @@ class Reference:
     tensors: dict[str, torch.Tensor]
 
 
-def saved(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-
-
 def reference(case: str, seed: int, folder: Path) -> Reference:
     model = tiny_models.make(case, seed, folder / "model")
-    tensors = saved(folder / "model")
+    tensors = held(folder / "model")
     batch = cases.batch_of(tiny_models.VOCABULARY)
     choices: dict[int, torch.Tensor] = {}
     for layer, block in enumerate(model.model.layers):
@@ -92,45 +87,14 @@ def reference(case: str, seed: int, folder: Path) -> Reference:
         for parameter in model.parameters():
             parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
     model.save_pretrained(folder / "gradients")
-    gradients = {name: value for name, value in saved(folder / "gradients").items() if "correction_bias" not in name}
+    gradients = {name: value for name, value in held(folder / "gradients").items() if "correction_bias" not in name}
     return Reference(str(folder / "model"), logits.detach(), float(loss), choices, gradients, tensors)
 
 
 @pytest.fixture(scope="module")
-def asked(request) -> dict[str, list[tuple[str, int]]]:
-    """Layout -> the (case, seed) that the selected tests look at."""
-    own = [item.callspec.params for item in request.session.items if item.path == request.path]
-    chosen = {(params["layout"], params["case"]) for params in own}
-    return {
-        name: wanted
-        for name, layout in LAYOUTS.items()
-        if (wanted := [(case, seed) for case in layout.cases for seed in layout.seeds if (name, case) in chosen])
-    }
-
-
-@pytest.fixture(scope="module")
-def references(asked, tmp_path_factory) -> dict[tuple[str, int], Reference]:
-    folder = tmp_path_factory.mktemp("imported")
-    wanted = sorted({key for keys in asked.values() for key in keys})
-    return {(case, seed): reference(case, seed, folder / f"{case}-{seed}") for case, seed in wanted}
-
-
-@pytest.fixture(scope="module")
-def steps(gloo, asked, references) -> dict[str, dict[tuple[str, int], list[dict[str, Any]]]]:
-    """Layout -> (case, seed) -> what each rank saw."""
-    found = {}
-    for name, wanted in asked.items():
-        layout = LAYOUTS[name]
-        folders = [references[key].folder for key in wanted]
-        by_rank = gloo.run_within(600, layout.ranks, cases.imported, folders=folders, layout=layout.flags)
-        found[name] = {key: [rank[number] for rank in by_rank] for number, key in enumerate(wanted)}
-    return found
-
-
-def pairs() -> list[Any]:
-    every = [(layout, case) for layout in LAYOUTS for case in LAYOUTS[layout].cases]
-    both = [(layout, case) for layout, case in every if layout == "one" or case in LAYOUTS[layout].either_engine()]
-    return rows(every, test=both)
+def reference_of(folder: Path) -> Callable[[str], Reference]:
+    """A case's reference, computed once."""
+    return cache(lambda case: reference(case, 1, folder / case))
 
 
 def assembled(ranks: list[dict[str, Any]], quantity: str) -> dict[str, torch.Tensor]:
@@ -220,23 +184,35 @@ def difference(ranks: list[dict[str, Any]], expected: Reference, flags: dict[str
     )
 
 
-@pytest.mark.parametrize(("layout", "case"), pairs())
-def test_logits_choices_loss_and_gradients_are_those_of_transformers(steps, references, layout, case):
-    for seed in LAYOUTS[layout].seeds:
-        found = difference(steps[layout][case, seed], references[case, seed], LAYOUTS[layout].flags)
-        assert found.logits < 1e-4 and found.loss < 1e-5 and found.choices == [] and found.gradient < 1e-4, found
+def require_untouched(ranks: list[dict[str, Any]], expected: Reference, flags: dict[str, Any]) -> None:
+    """What was imported goes back bit for bit under the same names, and main weights are the model's."""
+    native = assembled(ranks, "tensors")
+    for rank in ranks:
+        for key, bias in rank["biases"].items():
+            assert torch.equal(native.setdefault(key, bias), bias)
+    assert unequal(by_hf_name(expected.folder, flags, native), expected.tensors) == []
+    assert all(rank["masters_follow"] and rank["warnings"] == [] for rank in ranks)
 
 
-@pytest.mark.parametrize(("layout", "case"), pairs())
-def test_an_untouched_model_goes_back_bit_for_bit_under_the_same_names(steps, references, layout, case):
-    for seed in LAYOUTS[layout].seeds:
-        ranks, expected = steps[layout][case, seed], references[case, seed]
-        native = assembled(ranks, "tensors")
-        for rank in ranks:
-            for key, bias in rank["biases"].items():
-                assert torch.equal(native.setdefault(key, bias), bias)
-        back = by_hf_name(expected.folder, LAYOUTS[layout].flags, native)
-        assert back.keys() == expected.tensors.keys()
-        for name, value in expected.tensors.items():
-            assert back[name].dtype == value.dtype and torch.equal(back[name], value), name
-        assert all(rank["masters_follow"] and rank["warnings"] == [] for rank in ranks)
+def groups() -> list[Any]:
+    """(layout, its models): a few models of each layout, all on one rank; in make test-all all that can be."""
+    first = [(name, layout.first) for name, layout in LAYOUTS.items()]
+    every = [(name, layout.cases) for name, layout in LAYOUTS.items() if layout.cases != layout.first]
+    return rows([*first, *every], test=first)
+
+
+@pytest.mark.parametrize(("layout", "models"), groups())
+def test_an_imported_model_computes_what_transformers_does_and_goes_back_bit_for_bit(
+    gloo: Any, reference_of: Callable[[str], Reference], layout: str, models: tuple[str, ...]
+) -> None:
+    ranks, flags, *_ = LAYOUTS[layout]
+    expected = [reference_of(case) for case in models]
+    folders = [one.folder for one in expected]
+    by_rank = gloo.run_within(600, ranks, cases.imported, folders=folders, layout=flags)
+    for case, seen, wanted in zip(models, zip(*by_rank), expected, strict=True):
+        found = difference(list(seen), wanted, flags)
+        assert found.logits < 1e-4 and found.loss < 1e-5 and found.gradient < 1e-4 and found.choices == [], (
+            case,
+            found,
+        )
+        require_untouched(list(seen), wanted, flags)

@@ -1,7 +1,8 @@
-"""A checkpoint opened in one process: which folders are ones, dtypes, layers, and what is left behind."""
+"""A checkpoint opened in one process: which folders are ones, dtypes, layers, tensors written once, other settings."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,12 @@ from safetensors.torch import load_file
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.hf.opened import fill, opened
 from megatron_moe.hf.opened import one_process as one_process_of
-from megatron_moe.hf.opened import opened
-from megatron_moe.hf.source import locate
+from megatron_moe.hf.source import Block, locate
 from megatron_moe.parallel import groups
 from tests.helpers import tiny_models
-
-pytestmark = pytest.mark.engine
+from tests.helpers.rows import rows
 
 BIAS = "decoder.layers.2.mlp.router.expert_bias"
 
@@ -30,7 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.engine
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_get_the_dtype_asked_for_and_the_routers_bias_stays_fp32(folder: Path, dtype: torch.dtype) -> None:
     stored = load_file(folder / "model.safetensors")
     with opened(locate(folder), dtype=dtype) as found:
@@ -113,3 +114,126 @@ def test_widths_that_the_grouped_product_does_not_take_are_computed_one_by_one(f
     run = replace(locate(folder).run, moe_ffn_hidden_size=27)
     assert one_process_of(run).moe.moe_expert_backend == "loop"
     assert one_process_of(locate(folder).run).moe.moe_expert_backend == "grouped_mm"
+
+
+# ---- a model's tensors are written in full, once, with finite numbers
+
+
+def held() -> dict[str, torch.Tensor]:
+    return {"table": torch.ones(8, 2), "experts": torch.ones(3, 2, 2), "bias": torch.ones(4)}
+
+
+def blocks() -> list[Block]:
+    return [
+        Block("table", (0, 0), torch.full((6, 2), 1.5), "embed"),
+        *(Block("experts", (e, 0, 0), torch.full((1, 2, 2), float(e)), f"expert {e}") for e in range(3)),
+        Block("bias", (0,), torch.arange(4, dtype=torch.bfloat16), "bias"),
+    ]
+
+
+def filled(found: list[Block]) -> dict[str, torch.Tensor]:
+    tensors = held()
+    fill(tensors, found, "FOLDER", {"table": 5})
+    return tensors
+
+
+def refused(found: list[Block]) -> str:
+    with pytest.raises(ConfigError, match="^FOLDER: ") as error:
+        filled(found)
+    return str(error.value)
+
+
+def test_blocks_go_to_their_places_and_what_pads_a_table_is_zero() -> None:
+    tensors = filled(blocks())
+    assert tensors["table"][:, 0].tolist() == [1.5] * 5 + [0.0] * 3
+    assert tensors["experts"][:, 0, 0].tolist() == [0, 1, 2]
+    assert tensors["bias"].dtype == torch.float32
+    assert tensors["bias"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_table_may_come_in_parts_of_which_one_is_padding_alone() -> None:
+    found = [block for block in blocks() if block.key != "table"]
+    parts = [Block("table", (row, 0), torch.full((4, 2), float(row)), f"rows {row}") for row in (0, 4, 8)]
+    assert filled([*found, *parts])["table"][:, 1].tolist() == [0.0] * 4 + [4.0] + [0.0] * 3
+
+
+def test_a_block_that_is_left_out_or_comes_twice_is_told() -> None:
+    for left_out in range(5):
+        found = blocks()
+        gone = found.pop(left_out)
+        assert f"not written once: {gone.key} (" in refused(found)
+    assert "not written once: experts (16 of 12 elements)" in refused([*blocks(), blocks()[2]])
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (Block("other", (0,), torch.ones(4), "thing"), "thing: the model has no tensor other"),
+        (
+            Block("bias", (1,), torch.ones(4), "thing"),
+            "thing: [4] at [1] is not within bias, which has the shape [4]",
+        ),
+        (Block("bias", (0, 0), torch.ones(2, 2), "thing"), "thing: [2, 2] at [0, 0] is not within bias"),
+        (Block("bias", (0,), torch.tensor([0, 1, 2, torch.nan]), "thing"), "thing contains NaN or infinity"),
+    ],
+)
+def test_a_block_that_cannot_be_one_is_told(block: Block, message: str) -> None:
+    assert message in refused([*blocks()[:-1], block])
+
+
+# ---- settings that no released model has, and transformers computes, in the hub's spelling
+
+YARN = tiny_models.YARN
+KIMI = {**YARN, "rope_theta": 50000.0, "factor": 32.0, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+VARIANTS = {
+    "yarn without scales": ("deepseek-v3", {"rope_parameters": YARN}),
+    "yarn with one of two scales": ("deepseek-v3", {"rope_parameters": {**YARN, "mscale_all_dim": 0.8}}),
+    "yarn with a factor of its own": ("deepseek-v2-grouped", {
+        "rope_parameters": {**YARN, "attention_factor": 1.3, "mscale_all_dim": 0.5},
+    }),
+    "yarn's ramp a step": ("deepseek-v3", {"rope_parameters": KIMI}),
+    "sigmoid weights as they are": ("deepseek-v3", {"norm_topk_prob": False}),
+    "one expert, its weight made one": ("deepseek-v3", {"num_experts_per_tok": 1, "topk_group": 1}),
+    "one expert, its weight as it is": ("deepseek-v3", {
+        "num_experts_per_tok": 1, "topk_group": 1, "norm_topk_prob": False,
+    }),
+    "one table": ("deepseek-v3", {"tie_word_embeddings": True}),
+    "no dense layer": ("deepseek-v2", {
+        "routed_scaling_factor": 3.0, "n_shared_experts": 1, "first_k_dense_replace": 0,
+    }),
+    "one group of many": ("deepseek-v2-grouped", {"topk_group": 1, "num_experts_per_tok": 2}),
+    "Mixtral with one expert": ("mixtral", {"num_experts_per_tok": 1}),
+    "heads wider than the model": ("mixtral", {"head_dim": 24, "num_experts_per_tok": 3}),
+    "a key for every head, no biases": ("qwen2-moe", {
+        "norm_topk_prob": True, "num_key_value_heads": 4, "qkv_bias": False,
+    }),
+    "dense layers first and last": ("qwen3-moe", {
+        "norm_topk_prob": False, "mlp_only_layers": [0, 3], "num_experts_per_tok": 1,
+    }),
+    "GLM with groups": ("glm4-moe", {
+        "attention_bias": False, "use_qk_norm": False, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 2,
+    }),
+    "GLM with whole heads rotated": ("glm4-moe", {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    }),
+}  # fmt: skip
+AS_OTHERS = {"yarn without scales", "yarn with a factor of its own", "one group of many"}
+"""Variants whose settings test_config.py compares, or which are computed as another one is."""
+
+
+@pytest.mark.parametrize("variant", rows(VARIANTS, test=[name for name in VARIANTS if name not in AS_OTHERS]))
+def test_a_variant_gives_the_logits_of_transformers(tmp_path, monkeypatch, variant):
+    case, changes = VARIANTS[variant]
+    name, settings = tiny_models.CASES[case]
+    monkeypatch.setitem(tiny_models.CASES, case, (name, {**settings, **changes}))
+    model = tiny_models.make(case, 1, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_models.hub_spelling(json.loads(path.read_text()))))
+    # long enough for the slow frequencies of yarn to matter
+    tokens = torch.randint(0, tiny_models.VOCABULARY, (2, 120), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        with opened(locate(tmp_path)) as found:
+            logits = found.model(tokens, positions, None)[..., : tiny_models.VOCABULARY]
+    torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-4)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
-import struct
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from megatron_moe.hf import safetensors_file
 from megatron_moe.hf import tensors as hf_tensors
 from megatron_moe.hf.folder import HFFolder
-from megatron_moe.hf.safetensors_file import DTYPES, FormatError, StreamedFile, read_header
+from megatron_moe.hf.safetensors_file import FormatError, StreamedFile, read_header
 from megatron_moe.hf.tensors import TensorReader, layout_of, write_tensor
 from megatron_moe.io import hashing
 
@@ -36,6 +34,8 @@ def drawn(seed: int) -> dict[str, torch.Tensor]:
         "fp8": torch.randn(5, 3, generator=generator).to(torch.float8_e5m2),
         'a "quoted" näme': torch.ones(2),
     }
+    whole = torch.arange(24.0).reshape(4, 6)  # views are written as what they show
+    tensors |= {"column": whole[:, 1], "transposed": whole.T, "part": whole[1:3, 2:4], "every second": whole[0, ::2]}
     for number, dtype in enumerate(FLOATS + OTHERS):
         shape = (3 + number, 2 * number + 1)
         tensors[f"t{number}"] = (torch.randn(shape, generator=generator) * 50).to(dtype)
@@ -54,12 +54,13 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 
 def folder_of(path: Path, tensors: dict[str, torch.Tensor]) -> HFFolder:
     """A folder of tensors of any dtype, also of those that `HFFolder.open` refuses."""
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, path / "model.safetensors", {"format": "pt"})
     header = read_header(path / "model.safetensors")
     return HFFolder(path, {}, header.tensors, {}, stamps={"model.safetensors": header.stamp})
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_the_library_wrote_is_read_to_the_bit(tmp_path, seed):
     tensors = drawn(seed)
     with TensorReader(folder_of(tmp_path, tensors)) as reader:
@@ -78,6 +79,7 @@ def test_what_is_written_tensor_by_tensor_is_read_by_the_library(tmp_path, backw
             assert write_tensor(file, name, tensors[name]) == hashlib.sha256(bits(tensors[name])).hexdigest()
     assert same(load_file(path), tensors) and read_header(path).metadata == {"format": "pt"}
     assert path.stat().st_size == file.bytes and set(file.digests) == set(tensors)
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0  # where the numbers begin
 
 
 def test_large_tensors_are_hashed_beside_the_reads_and_writes(tmp_path, monkeypatch):
@@ -134,15 +136,6 @@ def test_a_tensor_is_written_once_and_as_the_layout_says(tmp_path):
                 file.write("b", bytes(12))
 
 
-def test_views_of_tensors_are_written_as_what_they_show(tmp_path):
-    whole = torch.arange(24.0).reshape(4, 6)
-    tensors = {"column": whole[:, 1], "transposed": whole.T, "part": whole[1:3, 2:4], "every second": whole[0, ::2]}
-    with StreamedFile(tmp_path / "out.safetensors", layout_of(tensors.items())) as file:
-        for name, tensor in tensors.items():
-            write_tensor(file, name, tensor)
-    assert same(load_file(tmp_path / "out.safetensors"), tensors)
-
-
 def test_nothing_is_written_over(tmp_path):
     (tmp_path / "out.safetensors").write_text("mine")
     with pytest.raises(FileExistsError):
@@ -150,23 +143,14 @@ def test_nothing_is_written_over(tmp_path):
     assert (tmp_path / "out.safetensors").read_text() == "mine"
 
 
-def test_dtypes_are_those_of_the_library():
-    for code, (name, size) in DTYPES.items():
-        assert getattr(torch, name).itemsize == size, code
-
-
-def raw(header: bytes, numbers: bytes) -> bytes:
-    return struct.pack("<Q", len(header)) + header + numbers
-
-
 def test_whatever_is_accepted_the_library_accepts_too(tmp_path):
-    """Headers that are cut, doubled, spliced, and filled with other numbers: 1500 of them."""
+    """Headers that are cut, doubled, spliced, and filled with other numbers."""
     rng = random.Random(5)
     tensors = {"a": torch.ones(2, 3), "b": torch.ones(4).bfloat16(), "c": torch.ones(0)}
     save_file(tensors, tmp_path / "sound.safetensors")
     data = (tmp_path / "sound.safetensors").read_bytes()
     path, accepted = tmp_path / "model.safetensors", 0
-    for _ in range(1500):
+    for _ in range(600):
         broken = bytearray(data)
         for _ in range(rng.randint(1, 3)):
             at = rng.randrange(len(broken))
@@ -188,15 +172,7 @@ def test_whatever_is_accepted_the_library_accepts_too(tmp_path):
         accepted += 1
         with safetensors.safe_open(path, "pt") as file:
             assert set(file.keys()) == set(header.tensors)
-    assert accepted > 50
-
-
-def test_a_header_ten_thousand_levels_deep_is_refused(tmp_path):
-    for opening in (b"[", b'{"a":'):
-        header = opening * 100_000
-        (tmp_path / "model.safetensors").write_bytes(raw(header, b""))
-        with pytest.raises(FormatError, match="nested too deeply|is not JSON"):
-            read_header(tmp_path / "model.safetensors")
+    assert accepted > 20
 
 
 def test_a_file_that_changes_or_shrinks_after_it_was_opened_is_noticed(tmp_path):
@@ -215,35 +191,26 @@ def test_a_file_that_changes_or_shrinks_after_it_was_opened_is_noticed(tmp_path)
         reader.read("b")
 
 
-def test_a_file_cut_in_the_middle_of_a_read_is_noticed(tmp_path, monkeypatch):
-    folder = folder_of(tmp_path, {"a": torch.randn(1000)})
-    monkeypatch.setattr(hf_tensors, "_CHUNK", 1000)
-    read = os.preadv
-
-    def cut(descriptor, buffers, offset):
-        os.truncate(tmp_path / "model.safetensors", 2000)
-        return read(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", cut)
-    with TensorReader(folder) as reader, pytest.raises(ValueError, match=r"ends within tensor 'a'|changed since"):
-        reader.read("a")
-
-
-def test_a_file_that_is_written_to_while_it_is_read_is_noticed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("harm", ["cut", "written to"])
+def test_a_file_that_is_harmed_in_the_middle_of_a_read_is_noticed(tmp_path, monkeypatch, harm):
     folder_of(tmp_path, {"a": torch.randn(1000)})
     file, read = tmp_path / "model.safetensors", os.preadv
     os.utime(file, (1, 1))  # a change in the same tick of the clock would go unseen
     header = read_header(file)
     folder = HFFolder(tmp_path, {}, header.tensors, {}, stamps={file.name: header.stamp})
+    monkeypatch.setattr(hf_tensors, "_CHUNK", 1000)
 
-    def change(descriptor, buffers, offset):
-        with open(file, "r+b") as other:
-            other.seek(-4, os.SEEK_END)
-            other.write(b"1234")
+    def harmful(descriptor, buffers, offset):
+        if harm == "cut":
+            os.truncate(file, 2000)
+        else:
+            with open(file, "r+b") as other:
+                other.seek(-4, os.SEEK_END)
+                other.write(b"1234")
         return read(descriptor, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", change)
-    with TensorReader(folder) as reader, pytest.raises(ValueError, match="model.safetensors changed since"):
+    monkeypatch.setattr(os, "preadv", harmful)
+    with TensorReader(folder) as reader, pytest.raises(ValueError, match=r"ends within tensor 'a'|changed since"):
         reader.read("a")
 
 
@@ -261,12 +228,3 @@ def test_what_is_no_file_is_not_even_opened(tmp_path, monkeypatch):
     for path in (tmp_path / "model.safetensors", Path("/dev/zero"), tmp_path):
         with pytest.raises(FormatError, match="is not a regular file"):
             read_header(path)
-
-
-def test_json_is_what_the_header_is(tmp_path):
-    with StreamedFile(tmp_path / "out.safetensors", {"a": ("float32", (1,))}, {}) as file:
-        file.write("a", bytes(4))
-    data = (tmp_path / "out.safetensors").read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    assert json.loads(data[8 : 8 + length]) == {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
-    assert length % 8 == 0

@@ -12,18 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_moe.apps.convert.convert import ConversionOptions, convert
 from megatron_moe.apps.convert.reference_model import ReferenceResult, run_model
-from megatron_moe.apps.convert.to_native import ToNative
-from megatron_moe.apps.convert.workspace import Workspace
 from megatron_moe.apps.trace import main
 from megatron_moe.hf import opened as opening
 from megatron_moe.hf import trace as tracing
-from megatron_moe.hf.folder import HFFolder
 from tests.helpers import tiny_models
+from tests.helpers.conversions import convert
+from tests.helpers.rows import rows
 from tests.helpers.trained_steps import trained
-
-pytestmark = pytest.mark.engine
 
 BATCH, LENGTH = 3, 10
 
@@ -43,13 +39,16 @@ def traced(load: Path, folder: Path, *flags: str, tokens: Tensor | None = None) 
     return load_file(folder / "out")
 
 
-def native(hf: Path, target: Path, **options: Any) -> Path:
-    conversion = ToNative(HFFolder.open(hf), ConversionOptions(**options))
-    workspace = Workspace(target, conversion.identity())
-    with workspace.open():
-        convert(conversion, workspace)
-        workspace.publish()
-    return target
+def refused(capsys: Any, load: Path, folder: Path, *flags: str) -> str:
+    """The one message of the tool, which writes nothing."""
+    save_file({"input_ids": tokens_of()}, folder / "tokens.safetensors")
+    good = {"--load": load, "--tokens": folder / "tokens.safetensors", "--output": folder / "out"}
+    words = [str(word) for flag, path in good.items() if flag not in flags for word in (flag, path)]
+    assert main([*words, *flags]) == 2
+    told: str = capsys.readouterr().err
+    assert told.count("trace_forward.py: error: ") == 1
+    assert not (folder / "out").exists()
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,10 @@ def agrees(out: dict[str, Tensor], reference: ReferenceResult) -> None:
         assert torch.equal((probs != 0).sum(1), torch.full((BATCH * LENGTH,), experts.shape[1]))
 
 
-@pytest.mark.parametrize("case", ["deepseek-v2-grouped", "qwen2-moe", "qwen3-moe-tied", "glm4-moe"])
+CASES = ["deepseek-v2-grouped", "qwen2-moe", "qwen3-moe-tied", "glm4-moe"]
+
+
+@pytest.mark.parametrize("case", rows(CASES, test=["qwen3-moe-tied", "glm4-moe"]))
 def test_a_hugging_face_folder_gives_what_transformers_computes(case: str, tmp_path: Path) -> None:
     model = tiny_models.make(case, 8, tmp_path / "hf")
     reference = run_model(model, tokens_of(), gradients=True)
@@ -104,7 +106,8 @@ def test_sequences_that_go_through_one_by_one_come_back_in_their_order(
 
 def test_a_native_step_gives_the_very_numbers_of_the_folder_it_was_made_of(deepseek: Any, tmp_path: Path) -> None:
     folder, _ = deepseek
-    root = native(folder, tmp_path / "native")
+    root = tmp_path / "native"
+    convert("hf", "native", folder, root)
     one = traced(folder, tmp_path, "--routing", tokens=tokens_of().int())
     for load, flags in ((root, ()), (root, ("--ckpt-step", "0")), (root / "iter_0000000", ())):
         two = traced(load, tmp_path, "--routing", *flags)
@@ -114,7 +117,8 @@ def test_a_native_step_gives_the_very_numbers_of_the_folder_it_was_made_of(deeps
 
 def test_half_weights_are_widened_exactly(deepseek: Any, tmp_path: Path) -> None:
     folder, _ = deepseek
-    root = native(folder, tmp_path / "native", dtype=torch.bfloat16)
+    root = tmp_path / "native"
+    convert("hf", "native", folder, root, "--dtype", "bf16")
     rounded = {
         name: tensor if name.endswith("correction_bias") else tensor.bfloat16().float()
         for name, tensor in load_file(folder / "model.safetensors").items()
@@ -126,6 +130,7 @@ def test_half_weights_are_widened_exactly(deepseek: Any, tmp_path: Path) -> None
     assert torch.equal(one["logits"], two["logits"])
 
 
+@pytest.mark.engine
 def test_prediction_further_ahead_is_what_transformers_layers_compute(tmp_path: Path) -> None:
     """transformers has none: its fifth layer, with the norms and the product around it written out here."""
     import transformers
@@ -134,18 +139,15 @@ def test_prediction_further_ahead_is_what_transformers_layers_compute(tmp_path: 
     model: Any = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**content))
     tiny_models.fill(model, 2)
     model.eval().save_pretrained(tmp_path / "hf")
-    tensors = load_file(tmp_path / "hf" / "model.safetensors")
-    generator, width, last = torch.Generator().manual_seed(4), 64, "model.layers.4."
-    tensors |= {f"{last}{name}.weight": 1 + torch.randn(width, generator=generator) / 4 for name in ("enorm", "hnorm")}
-    tensors[f"{last}shared_head.norm.weight"] = 1 + torch.randn(width, generator=generator) / 4
-    tensors[f"{last}eh_proj.weight"] = torch.randn(width, 2 * width, generator=generator) / 11
-    tensors[f"{last}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{last}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    config |= {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}
+    fifth = load_file(tmp_path / "hf" / "model.safetensors")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"num_hidden_layers": 4}
     config.pop("layer_types", None)
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    tiny_models.add_prediction_layers(tmp_path / "hf", 4)
+    last = "model.layers.4."
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    tensors |= {name: value for name, value in fifth.items() if name.startswith(last)}
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
 
     tokens = tokens_of()
     block, model.model.layers = model.model.layers[4], model.model.layers[:4]
@@ -232,39 +234,24 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused_in_one_message(name: str, deepseek: Any, tmp_path: Path, capsys: Any) -> None:
-    folder, _ = deepseek
-    save_file({"input_ids": tokens_of()}, tmp_path / "tokens.safetensors")
     make, message = BAD[name]
-    good = {"--load": folder, "--tokens": tmp_path / "tokens.safetensors", "--output": tmp_path / "out"}
-    bad = make(folder, tmp_path)
-    words = [str(word) for flag, path in good.items() if flag not in bad for word in (flag, path)]
-    assert main([*words, *bad]) == 2
-    told = capsys.readouterr().err
-    assert told.count("trace_forward.py: error: ") == 1
-    assert message in told
-    assert not (tmp_path / "out").exists()
+    folder, other = deepseek[0], tmp_path / "other"
+    other.mkdir()
+    assert message in refused(capsys, folder, tmp_path, *make(folder, other))
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_built(
     deepseek: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, _ = deepseek
     monkeypatch.setattr(opening.platform, "available_memory_bytes", lambda: 10**6)
     monkeypatch.setattr(opening, "build_model", lambda *_, **__: pytest.fail("was built"))
-    save_file({"input_ids": tokens_of()}, tmp_path / "tokens.safetensors")
-    words = ["--load", str(folder), "--tokens", str(tmp_path / "tokens.safetensors"), "--output", str(tmp_path / "out")]
-    assert main(words) == 2
-    assert "parameters in float32 take" in capsys.readouterr().err
+    assert "parameters in float32 take" in refused(capsys, deepseek[0], tmp_path)
 
 
 def test_a_damaged_step_is_refused(deepseek: Any, tmp_path: Path, capsys: Any) -> None:
-    root = native(deepseek[0], tmp_path / "native")
-    file = root / "iter_0000000" / "__0_2.distcp"
+    convert("hf", "native", deepseek[0], tmp_path / "native")
+    file = tmp_path / "native" / "iter_0000000" / "__0_2.distcp"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    save_file({"input_ids": tokens_of()}, tmp_path / "tokens.safetensors")
-    words = ["--load", str(root), "--tokens", str(tmp_path / "tokens.safetensors"), "--output", str(tmp_path / "out")]
-    assert main(words) == 2
-    assert "__0_2.distcp" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert "__0_2.distcp" in refused(capsys, tmp_path / "native", tmp_path)
