@@ -1,33 +1,40 @@
 """Jobs of `megatron-moe slurm` on a real Slurm: what ends an attempt, what is requeued, and that no bit of it is lost.
 
-The cluster is of this module (tests/helpers/slurm_cluster.py): three nodes that are processes of this machine. Where
-Slurm is not installed the module is skipped, and says what is missing.
+The cluster is of this module: three nodes that are processes of this machine. test_slurm_script.py runs the script
+without Slurm. Where Slurm is not installed the module is skipped, and says what is missing.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.helpers import guides, slurm_cluster
-from tests.helpers.slurm_cluster import Cluster
-from tests.helpers.sources import ROOT
+from megatron_moe import slurm
+from tests.helpers import guides
+from tests.helpers.launchers import Forked
+from tests.helpers.ranks import ROOT, RankParent
+from tests.launch import slurm_cluster
+from tests.launch.slurm_cluster import Cluster
 
 ABSENT = slurm_cluster.missing()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(ABSENT is not None, reason=f"no Slurm here: {ABSENT}")]
 
 MODEL = "--preset tiny --mock-data --vocab-size 256 --deterministic-mode --eval-iters 0 --log-interval 1000000".split()
 TRAINING = [*MODEL, "--train-iters", "1000000", "--save-interval", "5"]
+FILES = ["--save", "runs/checkpoints", "--metrics-file", "runs/metrics.jsonl"]
+# All nodes would bind their ranks to this machine's first core.
+OPTIONS = "--time 30 --save-seconds 20 --no-preflight --output runs/job.log --cpu-bind none".split()
+SHORTEST = "tests/launch/test_slurm.py::test_a_job_whose_rank_is_killed_goes_on_to_the_bit"
+by_test_all = pytest.mark.test_all(instead=SHORTEST)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +74,10 @@ class Job:
         return found
 
     def until(self, holds: Callable[[], object], what: str) -> None:
-        self.cluster.until(holds, f"{what}\n{self.log()}", [self.number])
+        try:
+            self.cluster.until(holds, what, self.number)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log()}") from None
 
     def begins(self, attempt: int) -> tuple[str, int]:
         """Wait until an attempt has begun; return its nodes, and the step that it goes on from."""
@@ -105,79 +115,74 @@ class Job:
         assert self.cluster.ended(self.number)["JobState"] == "CANCELLED", self.log()
 
 
-def write(folder: Path, *options: str, training: Sequence[str] = TRAINING) -> None:
-    """Write job.sbatch by the program. All nodes would bind their ranks to this machine's first core."""
-    words = [
-        "--time",
-        "30",
-        "--save-seconds",
-        "20",
-        "--no-preflight",
-        "--output",
-        "runs/job.log",
-        "--cpu-bind",
-        "none",
-        *options,
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_moe", "slurm", *words, "--script", "job.sbatch", "--", *training,
-         "--save", "runs/checkpoints", "--metrics-file", "runs/metrics.jsonl"],
-        cwd=folder, env={**os.environ, **environment(folder)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def submit(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
+    """Write job.sbatch with more options, and submit it as a user does."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_and_submit(*options: str) -> Job:
+        assert slurm.main([*OPTIONS, *options, "--script", "job.sbatch", "--", *TRAINING, *FILES]) == 0
+        return Job(cluster, tmp_path, cluster.submit("job.sbatch", cwd=tmp_path, **environment(tmp_path)))
+
+    return write_and_submit
 
 
-def submit(cluster: Cluster, folder: Path, **changes: str) -> Job:
-    """Submit job.sbatch as a user does."""
-    return Job(cluster, folder, cluster.submit("job.sbatch", cwd=folder, **{**environment(folder), **changes}))
-
-
-def uninterrupted(folder: Path, steps: int) -> dict[int, str]:
-    """Train so many steps with the same flags on two ranks, without Slurm; return iteration -> the bits of the loss."""
-    command = ["-m", "megatron_moe", "train", "--nproc-per-node", "2", *MODEL, "--train-iters", str(steps)]
-    done = subprocess.run(
-        [sys.executable, *command, "--metrics-file", "reference.jsonl"],
-        cwd=folder, env={**os.environ, **environment(folder), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (folder / "reference.jsonl").read_text().splitlines()]
-    return {row["iteration"]: row["loss_hex"] for row in rows}
-
-
-def assert_same_bits(job: Job, last_start: int) -> None:
-    """The steps of all attempts, and some after the last start, are those of a run without an interruption."""
-    steps, expected = job.steps(), uninterrupted(job.folder, last_start + 4)
+def assert_same_bits(job: Job, last_start: int, rank_parent: RankParent) -> None:
+    """The steps of all attempts, and some after the last start, are those of two ranks that nothing interrupts."""
+    launcher, log = Forked(rank_parent), job.folder / "reference.log"
+    argv = [*MODEL, "--train-iters", str(last_start + 4), "--metrics-file", "reference.jsonl"]
+    launcher.start(argv, 2, job.folder, log)
+    assert launcher.wait(slurm_cluster.PATIENCE) == 0, log.read_text()
+    rows = [json.loads(line) for line in (job.folder / "reference.jsonl").read_text().splitlines()]
+    expected, steps = {row["iteration"]: row["loss_hex"] for row in rows}, job.steps()
     assert sorted(steps)[: last_start + 4] == sorted(expected)
     assert {number: steps[number] for number in expected} == expected
 
 
-def test_a_killed_rank_and_the_time_limit_are_gone_on_from_to_the_bit(cluster, tmp_path):
-    write(tmp_path, "--nodes", "2", "--max-restarts", "0")  # each attempt leaves a newer checkpoint
-    job = submit(cluster, tmp_path)
+def test_a_job_whose_rank_is_killed_goes_on_to_the_bit(submit, rank_parent):
+    job = submit("--nodes", "2", "--max-restarts", "0")  # the first attempt leaves a newer checkpoint
     assert job.trains(1) == ("node[1-2]", 0)
     job.rank_on("node2").kill()
     job.requeued(1)
     assert "was killed by SIGKILL" in job.log() and "nodes that failed so far: node2" in job.log()
     _, second = job.trains(2)
     assert second > 0 and second % 5 == 0
-    minutes = 2 + int(cluster.run("squeue", "-h", "-j", str(job.number), "-O", "TimeUsed").split(":")[-2])
-    cluster.run("scontrol", "update", f"jobid={job.number}", f"timelimit={minutes}")
-    job.requeued(2)
-    cluster.run("scontrol", "update", f"jobid={job.number}", "timelimit=60")
-    assert "time is almost up" in job.log()
-    _, third = job.trains(3)
     job.cancelled()
     attempts = job.attempts()
-    assert [attempt["start_iteration"] for attempt in attempts] == [0, second, third]
+    assert [attempt["start_iteration"] for attempt in attempts] == [0, second]
     assert "ending" not in attempts[0] or str(attempts[0]["ending"]).startswith("failed: ")
-    assert [attempt["ending"] for attempt in attempts[1:]] == ["stopped by SIGUSR1", "stopped by SIGTERM"]
-    assert attempts[1]["end_iteration"] == third  # it saved when it was asked, not at its interval
-    assert_same_bits(job, third)
+    assert attempts[1]["ending"] == "stopped by SIGTERM"
+    assert_same_bits(job, second, rank_parent)
 
 
-def test_lost_nodes_are_gone_on_from_to_the_bit(cluster, tmp_path):
-    write(tmp_path, "--nodes", "2", "--max-restarts", "0")
-    job = submit(cluster, tmp_path)
+@by_test_all
+def test_a_job_saves_at_its_time_limit_when_it_is_preempted_and_when_it_is_requeued(cluster, submit, tmp_path):
+    job = submit("--max-restarts", "0")
+    starts = [job.trains(1)[1]]
+    minutes = 2 + int(cluster.run("squeue", "-h", "-j", str(job.number), "-O", "TimeUsed").split(":")[-2])
+    cluster.run("scontrol", "update", f"jobid={job.number}", f"timelimit={minutes}")
+    job.requeued(1)
+    cluster.run("scontrol", "update", f"jobid={job.number}", "timelimit=60")
+    assert "time is almost up" in job.log()
+    starts.append(job.trains(2)[1])
+    urgent = cluster.submit(
+        "--partition", "urgent", "--nodes", "3", "--output", "/dev/null", "--wrap", "true", cwd=tmp_path
+    )
+    job.requeued(2)
+    assert cluster.ended(urgent)["JobState"] == "COMPLETED"
+    starts.append(job.trains(3)[1])
+    cluster.run("scontrol", "requeue", str(job.number))
+    starts.append(job.trains(4)[1])
+    job.cancelled()
+    attempts = job.attempts()
+    assert [attempt["ending"] for attempt in attempts] == ["stopped by SIGUSR1", *["stopped by SIGTERM"] * 3]
+    assert [attempt["end_iteration"] for attempt in attempts[:3]] == starts[1:]  # not at its interval
+    assert "gives up" not in job.log()
+
+
+@by_test_all
+def test_lost_nodes_are_gone_on_from_to_the_bit(cluster, submit, rank_parent):
+    job = submit("--nodes", "2", "--max-restarts", "0")
     assert job.trains(1) == ("node[1-2]", 0)
     cluster.kill_node("node1")  # with the batch script
     try:
@@ -194,31 +199,12 @@ def test_lost_nodes_are_gone_on_from_to_the_bit(cluster, tmp_path):
         job.cancelled()
     finally:
         cluster.start_node("node3")
-    assert_same_bits(job, third)
+    assert_same_bits(job, third, rank_parent)
 
 
-def test_a_preempted_and_a_requeued_job_save_and_go_on(cluster, tmp_path):
-    write(tmp_path)
-    job = submit(cluster, tmp_path)
-    job.trains(1)
-    urgent = cluster.submit(
-        "--partition", "urgent", "--nodes", "3", "--output", "/dev/null", "--wrap", "true", cwd=tmp_path
-    )
-    job.requeued(1)
-    assert cluster.ended(urgent)["JobState"] == "COMPLETED"
-    _, second = job.trains(2)
-    cluster.run("scontrol", "requeue", str(job.number))
-    _, third = job.trains(3)
-    job.cancelled()
-    attempts = job.attempts()
-    assert [attempt["ending"] for attempt in attempts] == ["stopped by SIGTERM"] * 3
-    assert [attempt["end_iteration"] for attempt in attempts[:2]] == [second, third]
-    assert "gives up" not in job.log()
-
-
-def test_a_node_that_fails_twice_is_left_out_and_the_budget_ends(cluster, tmp_path):
-    write(tmp_path, "--max-restarts", "3", "--exclude", "node3")
-    job = submit(cluster, tmp_path)
+@by_test_all
+def test_a_node_that_fails_twice_is_left_out_and_the_budget_ends(cluster, submit):
+    job = submit("--max-restarts", "3", "--exclude", "node3")
     for attempt in (1, 2):
         assert job.begins(attempt) == ("node1", 0)
         job.rank_on("node1").kill()
@@ -234,24 +220,7 @@ def test_a_node_that_fails_twice_is_left_out_and_the_budget_ends(cluster, tmp_pa
     assert "gives up: 4 attempts" in job.log()
 
 
-def test_a_mistake_is_not_requeued(cluster, tmp_path):
-    settings = tmp_path / "settings.yaml"
-    settings.write_text("lr: 0.001\n")
-    write(tmp_path, "--nodes", "2", training=[*TRAINING, "--config", "settings.yaml"])
-    settings.write_text("lr: -1\n")
-    job = submit(cluster, tmp_path)
-    ended = cluster.ended(job.number)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), job.log()
-    assert "lr" in job.log() and "is not requeued" in job.log()
-
-
-def test_without_an_environment_the_job_says_what_to_do(cluster, tmp_path):
-    write(tmp_path)
-    job = submit(cluster, tmp_path, VIRTUAL_ENV="", CONDA_PREFIX="", PATH="/usr/bin:/bin")
-    assert cluster.ended(job.number)["ExitCode"] == "2:0"
-    assert "no environment with megatron_moe and torch" in job.log()
-
-
+@by_test_all
 def test_the_example_runs_from_a_clone_as_it_is(cluster, tmp_path):
     for name in ("examples", "megatron_moe"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -285,6 +254,7 @@ def typed_in(cluster: Cluster, folder: Path, commands: str, environment: dict[st
     return printed
 
 
+@by_test_all
 def test_the_guide_as_written(cluster, tmp_path):
     page = guides.substituted(
         (guides.GUIDES / "on_slurm.md").read_text(),
@@ -294,7 +264,7 @@ def test_the_guide_as_written(cluster, tmp_path):
             "pkill -KILL -f '[p]ython -u -c .*megatron_moe'": "bash -c 'kill -KILL $(cat rank)'",
         },
     )
-    programs = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{cluster.environment['PATH']}"
+    programs = f"{Path(sys.prefix) / 'bin'}:{cluster.environment['PATH']}"
     shell = cluster.inherited(**{**environment(tmp_path), "PATH": programs, "OMP_NUM_THREADS": "1"})
     steps = guides.steps(page)
     assert len(steps) == 4

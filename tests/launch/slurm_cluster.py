@@ -4,12 +4,9 @@
         job = cluster.submit("job.sbatch", cwd=folder)
         cluster.ended(job)
 
-Debian's packages `slurm-wlm` and `munge` are all it takes. Nothing of the machine's own Slurm or munge is used or
-changed, so several clusters run side by side. The "nodes" are processes here: each has one CPU and this machine's
-address. A node that dies is said to be down (`kill_node`), as `SlurmdTimeout` would find later. As a program it prints
-the settings of a shell that uses the cluster, and keeps it until it is interrupted:
-
-    python -m tests.helpers.slurm_cluster FOLDER
+Debian's packages slurmctld, slurmd, slurm-client and munge are all it takes. Nothing of the machine's own Slurm or
+munge is used or changed, so several clusters run side by side. The "nodes" are processes here: each has one CPU and
+this machine's address. A node that dies is said to be down (`kill_node`), as `SlurmdTimeout` would find later.
 """
 
 from __future__ import annotations
@@ -20,10 +17,8 @@ import os
 import random
 import re
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -32,7 +27,7 @@ from pathlib import Path
 import psutil
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue", "munged")
-SBIN = "/usr/sbin:/sbin:/usr/local/sbin"
+PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin:/usr/local/sbin"
 PATIENCE = 1200.0
 """Seconds that anything may take: a limit for what never happens, on a machine with other work."""
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
@@ -54,7 +49,7 @@ SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=2,requeue_setup_env_fail
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=1,requeue_setup_env_fail
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=1
@@ -82,12 +77,9 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptM
 
 def missing() -> str | None:
     """Why there can be no cluster here; None where there can."""
-    if sys.platform != "linux":
-        return "Slurm runs on Linux"
-    absent = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
-    if absent:
-        return f"{', '.join(absent)}: not installed; `apt-get install slurm-wlm munge`, as root, installs Slurm"
-    return None
+    absent = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+    packages = "apt-get install slurmctld slurmd slurm-client munge"
+    return f"{', '.join(absent)}: not installed; as root: {packages}" if absent else None
 
 
 class Cluster:
@@ -100,7 +92,7 @@ class Cluster:
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.folder, self.nodes = folder, [f"node{number}" for number in range(1, nodes + 1)]
-        self.environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
 
     def run(self, *command: str | Path, cwd: Path | None = None, check: bool = True, **environment: str) -> str:
         """Return what a command of Slurm's, or one that calls them, prints."""
@@ -131,15 +123,14 @@ class Cluster:
     def restarts(self, number: int) -> int:
         return int(self.job(number)["Restarts"])
 
-    def until(self, holds: Callable[[], object], what: str, jobs: list[int] | None = None) -> None:
-        """Wait until something holds; a job among `jobs` that has ended meanwhile is an error, and so is no end."""
+    def until(self, holds: Callable[[], object], what: str, job: int | None = None) -> None:
+        """Wait until something holds; it is an error if it does not, and if the job has ended meanwhile."""
         deadline = time.monotonic() + PATIENCE
         while not holds():
-            over = [job for job in jobs or [] if self.state(job) in FINAL]
-            if over and not holds():
-                raise AssertionError(f"{what}: {self.job(over[0])}")
+            if job is not None and self.state(job) in FINAL and not holds():
+                raise AssertionError(f"{what}: {self.job(job)}")
             assert time.monotonic() < deadline, f"{what}: not within {PATIENCE:.0f} s"
-            time.sleep(0.1)
+            time.sleep(0.5)
 
     def hurry(self, number: int) -> None:
         """Start a job that was requeued in two seconds, where Slurm makes it wait for two minutes.
@@ -159,27 +150,40 @@ class Cluster:
         self.until(lambda: not self.run("squeue", "-h", "-j", str(number), "-t", "CG", check=False), "its last process")
         return self.job(number)
 
-    def ranks(self, job: int, node: str) -> list[psutil.Process]:
-        """The processes of a job's ranks on a node."""
-        found = []
+    def processes(self, having: str = "SLURM_CONF", **variables: str) -> list[psutil.Process]:
+        """The cluster's daemons and the jobs' processes with such an environment."""
+        wanted, found = {"SLURM_CONF": self.environment["SLURM_CONF"], **variables}, []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 environment = process.environ()
-                names = ("SLURM_CONF", "SLURM_JOB_ID", "SLURMD_NODENAME")
-                of = tuple(environment.get(name) for name in names)
-                if of == (self.environment["SLURM_CONF"], str(job), node) and "RANK" in environment:
+                if having in environment and wanted.items() <= environment.items():
                     found.append(process)
         return found
+
+    def ranks(self, job: int, node: str) -> list[psutil.Process]:
+        """The processes of a job's ranks on a node."""
+        return self.processes(having="RANK", SLURM_JOB_ID=str(job), SLURMD_NODENAME=node)
 
     def kill_node(self, node: str) -> None:
         """End slurmd, slurmstepd and the jobs' processes of a node by SIGKILL, and say that it is down."""
         slurmd = psutil.Process(int((self.folder / f"slurmd-{node}.pid").read_text()))
-        steps = [step for step in psutil.process_iter() if _has_open(step, self.folder / f"slurmd-{node}.log")]
-        tasks = [child for step in steps for child in step.children(recursive=True)]
-        for process in [slurmd, *steps, *tasks]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        _kill([slurmd, *self._steps(node), *self.processes(SLURMD_NODENAME=node)])
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
+
+    def end(self) -> None:
+        """End all that is left: the jobs' processes, then Slurm's and munge's."""
+        left = [*self._steps(*self.nodes), *self.processes()]
+        _kill(left)
+        psutil.wait_procs(left, timeout=30)
+
+    def _steps(self, *nodes: str) -> list[psutil.Process]:
+        """Each slurmstepd of these nodes. Its environment is empty, but it writes the log of its node."""
+        logs, found = {str(self.folder / f"slurmd-{node}.log") for node in nodes}, []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.name() == "slurmstepd" and logs & {file.path for file in process.open_files()}:
+                    found.append(process)
+        return found
 
     def start_node(self, node: str) -> None:
         """Start the slurmd of a node, and wait until it is ready for jobs."""
@@ -215,7 +219,7 @@ def running(folder: Path, nodes: int = 3) -> Iterator[Cluster]:
         cluster.until(lambda: len(_idle(cluster)) == nodes, "all nodes are idle")
         yield cluster
     finally:
-        _end(cluster)
+        cluster.end()
 
 
 def _start_munged(cluster: Cluster) -> None:
@@ -233,33 +237,10 @@ def _idle(cluster: Cluster) -> set[str]:
     return set(cluster.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).split())
 
 
-def _end(cluster: Cluster) -> None:
-    """End the jobs' processes, then Slurm's and munge's."""
-    mine = [process for process in psutil.process_iter() if _is_mine(process, cluster)]
-    for process in mine:
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGKILL)
-    psutil.wait_procs(mine, timeout=30)
-
-
-def _is_mine(process: psutil.Process, cluster: Cluster) -> bool:
-    with contextlib.suppress(psutil.Error):
-        own = process.environ().get("SLURM_CONF") == cluster.environment["SLURM_CONF"] and process.pid != os.getpid()
-        logs = [cluster.folder / f"slurmd-{node}.log" for node in cluster.nodes]
-        munged = process.name() == "munged" and any(str(cluster.folder) in word for word in process.cmdline())
-        return own or munged or any(_has_open(process, log) for log in logs)
-    return False
-
-
-def _has_open(process: psutil.Process, log: Path) -> bool:
-    """Whether a process is a slurmstepd that writes the log of its node; its environment is empty."""
-    with contextlib.suppress(psutil.Error):
-        return process.name() == "slurmstepd" and any(file.path == str(log) for file in process.open_files())
-    return False
-
-
-def _path() -> str:
-    return f"{os.environ.get('PATH', os.defpath)}:{SBIN}"
+            process.kill()
 
 
 def _free_ports(count: int) -> int:
@@ -270,11 +251,3 @@ def _free_ports(count: int) -> int:
             for port in range(first, first + count):
                 probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    with running(Path(sys.argv[1])) as started:
-        for setting, value in started.environment.items():
-            print(f"export {setting}={value}", flush=True)
-        signal.pause()
