@@ -1,7 +1,7 @@
 """Verify on this machine's GPU what no CPU can show: `python -m tests.gpu [--dry] [--only N,N] [--out FOLDER]`.
 
-Ten stages, each in a process of its own with a time limit. `FOLDER`/report.json is written after every stage, and
-report.html beside it. Exit status: 0 if no stage failed, 1 if one did, 2 for a mistake in the flags. With --dry every
+Ten stages, each in a process of its own with a time limit. `FOLDER`/report.json is written after every stage.
+Exit status: 0 if no stage failed, 1 if one did, 2 for a mistake in the flags. With --dry every
 stage runs on the CPU with the device imagined (`tests/helpers/cuda_on_cpu.py`), and says what that does not show.
 """
 

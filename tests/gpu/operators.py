@@ -17,6 +17,7 @@ Operator = Callable[..., Tensor]
 ROUNDINGS = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}
 """Allowed error of a result, in norm over the norm of the fp64 result: a few roundings to the dtype."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SEED = 20
 
 
@@ -104,7 +105,7 @@ def _all(stage: Stage, size: int) -> None:
     kernels.orthogonalization(stage, size)
     kernels.moved_storage(stage, size)
     fp8_products(stage, size)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in DTYPES:
         activation(stage, dtype, size)
         permutation(stage, dtype, size)
         grouped_products(stage, dtype, size)
@@ -113,7 +114,7 @@ def _all(stage: Stage, size: int) -> None:
         attention_logits(stage, dtype, size)
         rotary(stage, dtype)
         kernels.positions(stage, dtype, size)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES[:2]:
         loss(stage, dtype, size)
         embedding(stage, dtype, size)
         gate(stage, dtype, size)

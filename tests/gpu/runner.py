@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.1
 
 
 def run(plans: Sequence[Plan], out: Path, dry: bool) -> int:
-    """Run the stages and return the exit status; `out` gets report.json, report.html, and a folder for each stage."""
+    """Run the stages and return the exit status; `out` gets report.json, and a folder for each stage."""
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     whole = report.new(dry)
@@ -33,7 +33,7 @@ def run(plans: Sequence[Plan], out: Path, dry: bool) -> int:
             for check in result["checks"]:
                 if check["status"] == FAIL:
                     _say(f"         {check['name']}: {report.shown(check)}")
-    _say(f"{report.summary(whole)}; {out / 'report.html'}")
+    _say(f"{report.summary(whole)}; {out / 'report.json'}")
     return 1 if any(one["status"] == FAIL for one in whole["stages"]) else 0
 
 

@@ -32,7 +32,7 @@ def cuda() -> Iterator[RankParent]:
     parent.close()
 
 
-def printed(parent: RankParent, target: str, argv: list[str], folder: Path, **environment: str) -> str:
+def printed(parent: RankParent, target: str, argv: list[str] | None, folder: Path, **environment: str) -> str:
     """Run a program in `folder`, which has to succeed; return what it printed."""
     log = folder / f"printed{len(list(folder.glob('printed*')))}"
     pids = parent.fork([Child(target, argv, str(log), str(folder), environment)])
@@ -52,6 +52,29 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 def trained(parent: RankParent, folder: Path, iterations: int, flags: str = FLAGS) -> tuple[str, list[dict[str, Any]]]:
     """Train up to this iteration; return what was printed, and the metrics of all steps so far."""
     return printed(parent, "pretrain_moe:main", command(iterations, flags), folder), steps_of(folder)
+
+
+def engine_is_as_published(_: Any) -> None:
+    """What the adaptor has left of torch and the engine in a process where CUDA was reported."""
+    import torch
+    from megatron.core import jit, optimizer
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.tensor_parallel import random
+
+    for name in ("current_device", "synchronize", "current_stream", "get_rng_state", "set_rng_state", "manual_seed"):
+        assert "cpu_adaptor" not in str(getattr(torch.cuda, name).__module__), name
+    assert "cpu_adaptor" not in torch.Tensor.cuda.__module__
+    assert "cuda" in clip_grads.get_grad_norm_fp32.__code__.co_consts
+    assert random._set_cuda_rng_state.__module__ == random.__name__
+    assert jit.jit_fuser is torch.compile
+    giving_back = getattr(random, "_get_share_storage", None)
+    assert giving_back is None or giving_back.__module__ == "megatron_moe.platform.cpu_adaptor"
+    assert optimizer.Adam.__module__ == "megatron_moe.platform.adam" and not optimizer.USING_PYTORCH_OPTIMIZER
+
+
+@pytest.mark.engine
+def test_with_cuda_reported_nothing_is_changed_but_adam_and_recomputation(cuda, tmp_path):
+    printed(cuda, "tests.platform.test_devices_pretended:engine_is_as_published", None, tmp_path)
 
 
 @pytest.fixture(scope="module")
