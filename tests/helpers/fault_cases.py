@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build
+from tests.helpers.stepped_trainer import digests
 
 FLAGS: dict[str, Any] = {
     **PRESETS["tiny"],
@@ -53,42 +56,46 @@ def _module(model: Any, end: str) -> torch.nn.Module:
 
 
 @contextmanager
-def embedding_output(trainer: Any, value: float) -> Iterator[None]:
-    module = _module(trainer.trained.model, "word_embeddings")
+def spoiled_output(module: torch.nn.Module, value: float) -> Iterator[None]:
     hook = module.register_forward_hook(lambda _m, _i, output: spoiled(output, value))
     yield
     hook.remove()
 
 
 @contextmanager
-def router_logits(trainer: Any, value: float) -> Iterator[None]:
+def damaged(elements: torch.Tensor, value: float) -> Iterator[None]:
+    """Some elements of the run's state have another value within the block."""
+    elements = elements.detach()
+    kept = elements.clone()
+    elements.fill_(value)
+    yield
+    elements.copy_(kept)
+
+
+def embedding_output(trainer: Any, value: float) -> Any:
+    return spoiled_output(_module(trainer.trained.model, "word_embeddings"), value)
+
+
+def loss(trainer: Any, value: float) -> Any:
+    return spoiled_output(trainer.trained.model[0], value)
+
+
+def router_logits(trainer: Any, value: float) -> Any:
     router: Any = _module(trainer.trained.model, "layers.1.mlp.router")
     gate = router.gate
-    router.gate = lambda hidden: spoiled(gate(hidden), value)
-    yield
-    del router.gate
+    return mock.patch.object(router, "gate", lambda hidden: spoiled(gate(hidden), value))
 
 
-@contextmanager
-def expert_bias(trainer: Any, value: float) -> Iterator[None]:
+def expert_bias(trainer: Any, value: float) -> Any:
     router: Any = _module(trainer.trained.model, "layers.1.mlp.router")
-    kept = router.expert_bias.clone()
-    router.expert_bias[0] = value
-    yield
-    router.expert_bias.copy_(kept)
+    return damaged(router.expert_bias[:1], value)
 
 
-@contextmanager
-def expert_weight(trainer: Any, value: float) -> Iterator[None]:
+def expert_weight(trainer: Any, value: float) -> Any:
     from megatron_moe.model.fully_sharded import local
 
     weight: Any = local(_module(trainer.trained.model, "layers.1.mlp.experts").weight2)
-    kept = weight.detach().clone()
-    with torch.no_grad():
-        weight[:, 0, 0] = value  # of every expert: one without a token would not matter
-    yield
-    with torch.no_grad():
-        weight.copy_(kept)
+    return damaged(weight[:, 0, 0], value)  # of every expert: one without a token would not matter
 
 
 @contextmanager
@@ -107,8 +114,7 @@ def expert_gradient(trainer: Any, value: float) -> Iterator[None]:
         one.remove()
 
 
-@contextmanager
-def reduced_gradient(trainer: Any, value: float) -> Iterator[None]:
+def reduced_gradient(trainer: Any, value: float) -> Any:
     from megatron_moe.training import step as step_file
 
     finalize = step_file.finalize_model_grads
@@ -118,29 +124,16 @@ def reduced_gradient(trainer: Any, value: float) -> Iterator[None]:
         _module(trainer.trained.model, "layers.1.mlp.router").weight.main_grad[0, 0] = value
         return update
 
-    step_file.finalize_model_grads = spoiling
-    yield
-    step_file.finalize_model_grads = finalize
+    return mock.patch.object(step_file, "finalize_model_grads", spoiling)
 
 
-@contextmanager
-def loss(trainer: Any, value: float) -> Iterator[None]:
-    hook = trainer.trained.model[0].register_forward_hook(lambda _m, _i, losses: spoiled(losses, value))
-    yield
-    hook.remove()
-
-
-@contextmanager
-def adam_moment(trainer: Any, value: float) -> Iterator[None]:
+def adam_moment(trainer: Any, value: float) -> Any:
     from megatron_moe.training.optimizer import named_moments_and_masters
 
     wanted: Any = _module(trainer.trained.model, "layers.1.mlp.experts").weight1
-    for parameter, kind, tensor in named_moments_and_masters(trainer.trained.model, trainer.trained.optimizer):
-        if parameter is wanted and kind == "exp_avg":
-            found, kept = tensor, tensor.clone()
-            tensor.view(-1)[0] = value
-    yield
-    found.copy_(kept)
+    stored = named_moments_and_masters(trainer.trained.model, trainer.trained.optimizer)
+    (moment,) = (tensor for parameter, kind, tensor in stored if parameter is wanted and kind == "exp_avg")
+    return damaged(moment.view(-1)[:1], value)
 
 
 SITES: dict[str, Callable[[Any, float], Any]] = {
@@ -162,22 +155,6 @@ NAMED = {
     "loss": "the loss per token",
     "adam_moment": "the exp_avg of decoder.layers.1.mlp.experts.weight1",
 }
-
-
-def digests(trainer: Any) -> dict[str, str]:
-    """Of all that a step may change."""
-    from megatron_moe.moe.state import routers
-    from megatron_moe.training.optimizer import moments_and_masters
-    from tests.helpers.stepped_trainer import digest
-
-    trained = trainer.trained
-    return {
-        "weights": digest([list(chunk.state_dict().items()) for chunk in trained.model]),
-        "optimizer": digest(list(moments_and_masters(trained.optimizer))),
-        "schedule": trained.scheduler.num_steps,
-        "bias": digest([router.expert_bias for router in routers(trained.model)]),
-        "counts": digest([[r.local_tokens_per_expert, r.step.num_tokens] for r in routers(trained.model)]),
-    }
 
 
 def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +179,7 @@ def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> d
             self.fault: Any = nullcontext()
             if self.due:
                 site, value, ranks = faults[number]
-                self.before = digests(self._trainer)
+                self.before = digests(self._trainer.trained)
                 if ranks == "all" or rank == 1:
                     self.fault = SITES[site](self._trainer, float(value))
             self.fault.__enter__()
@@ -221,16 +198,12 @@ def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> d
             if not self.due:
                 sound.append(result.committed)
                 return
-            after = digests(self._trainer)
+            after = digests(self._trainer.trained)
             changed = [name for name in after if after[name] != self.before[name]]
             seen.append({"told": said, "raised": raised, "changed": changed, "committed": result.committed})
 
-    original = loop.FaultWatch
-    loop.FaultWatch = Spoiling  # type: ignore[misc]
-    try:
+    with mock.patch.object(loop, "FaultWatch", Spoiling):
         pretrain(small(train_iters=2 * len(faults) + 1, **flags))
-    finally:
-        loop.FaultWatch = original  # type: ignore[misc]
     return {"seen": seen, "sound": sound}
 
 
@@ -252,11 +225,8 @@ def poisoned_saves(root: str) -> dict[str, Any]:
                         refusals.append(str(fault))
         save(trainer)
 
-    trainer_file.Trainer.save = spoiling  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(trainer_file.Trainer, "save", spoiling):
         pretrain(small(train_iters=2, save=root, save_interval=1))
-    finally:
-        trainer_file.Trainer.save = save  # type: ignore[method-assign]
     return {"refusals": refusals, "steps": sorted(path.name for path in Path(root).glob("iter_*"))}
 
 
@@ -272,12 +242,6 @@ def stopped_run(site: str, flags: dict[str, Any]) -> str:
             if self._trainer.progress.iteration == 1 and torch.distributed.get_rank() == 1:
                 SITES[site](self._trainer, float("nan")).__enter__()
 
-    original = loop.FaultWatch
-    loop.FaultWatch = Spoiling  # type: ignore[misc]
-    try:
+    with mock.patch.object(loop, "FaultWatch", Spoiling), pytest.raises(RunFault) as fault:
         pretrain(small(**flags))
-    except RunFault as fault:
-        return str(fault)
-    finally:
-        loop.FaultWatch = original  # type: ignore[misc]
-    return "it went on"
+    return str(fault.value)

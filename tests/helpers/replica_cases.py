@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -32,12 +33,9 @@ def copies(trainer: Any) -> list[tuple[str, torch.Tensor, Any]]:
     ]
 
 
-def flipped_bits(flags: dict[str, Any], trials: int, seed: int = 0, compare: bool = True) -> dict[str, Any]:
+def flipped_bits(flags: dict[str, Any], trials: int, seed: int = 0) -> dict[str, Any]:
     """A run that compares before every update. In every second step a random bit of a random copy on a random rank is
     flipped before the step, of an expert_bias after the backward pass, which moves it; and it is flipped back after it.
-
-    Args:
-        compare: False: the protection is off.
 
     Returns:
         caught: trials whose error named the tensor and, where there is a majority, the rank, on this rank. missed: the
@@ -90,13 +88,9 @@ def flipped_bits(flags: dict[str, Any], trials: int, seed: int = 0, compare: boo
             outcome["caught"] += good
             outcome["missed"] += [] if good else [(self.expected, told)]
 
-    original = loop.FaultWatch
-    loop.FaultWatch = Flipping  # type: ignore[misc]
-    every = {"check_weight_hash_across_dp_replicas_interval": 1 if compare else None}
-    try:
+    every = {"check_weight_hash_across_dp_replicas_interval": 1}
+    with mock.patch.object(loop, "FaultWatch", Flipping):
         pretrain(small(train_iters=2 * trials + 1, log_interval=1000, **every, **flags))
-    finally:
-        loop.FaultWatch = original  # type: ignore[misc]
     return outcome
 
 

@@ -19,34 +19,31 @@ from megatron_moe.platform.isolation import without_autocast
 from megatron_moe.precision.contract import PrecisionError
 from tests.helpers.routers import config
 
-pytestmark = pytest.mark.engine
-
 HIDDEN = PRESETS["tiny"]["hidden_size"]
 HALVES = [torch.bfloat16, torch.float16]
-PLACES = ["forward", "backward", "both"]
+SOFTMAX = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
 ROUTING = {
     "sigmoid, bias": {},
-    "softmax": {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False},
-    "groups": {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4},
-    "Sinkhorn": {
-        "moe_router_score_function": "softmax",
-        "moe_router_enable_expert_bias": False,
-        "moe_router_load_balancing_type": "sinkhorn",
-    },
-    "jitter": {"moe_input_jitter_eps": 0.1},
-    "fp64": {"moe_router_dtype": "fp64"},
-    "losses": {
+    "softmax, capacity": {**SOFTMAX, "moe_expert_capacity_factor": 0.7},
+    "groups, jitter": {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
+    | {"moe_input_jitter_eps": 0.1},
+    "Sinkhorn": {**SOFTMAX, "moe_router_load_balancing_type": "sinkhorn"},
+    "fp64, losses": {
+        "moe_router_dtype": "fp64",
         "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
         "moe_aux_loss_coeff": [0.1, 0.2, 0.3],
         "moe_z_loss_coeff": 0.1,
     },
-    "capacity": {"moe_expert_capacity_factor": 0.7},
 }
 
 
-def at(place: str, here: str, dtype: torch.dtype) -> Any:
-    """Autocast to `dtype` where a pass is to run in it."""
-    return torch.autocast("cpu", dtype) if place in (here, "both") else contextlib.nullcontext()
+def autocast(dtype: torch.dtype | None) -> Any:
+    """Autocast to `dtype`, of which None is none."""
+    return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+
+def require_same(plain: list[torch.Tensor], cast: list[torch.Tensor]) -> None:
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
 
 
 @contextlib.contextmanager
@@ -57,36 +54,33 @@ def the_same_numbers() -> Iterator[None]:
         yield
 
 
-def routed(options: dict[str, Any], place: str, dtype: torch.dtype, params: torch.dtype) -> list[torch.Tensor]:
-    """Everything that comes out of a router's pass, forward and backward, autocast in `place`."""
+def routed(options: dict[str, Any], params: torch.dtype, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Everything that comes out of a router's pass, forward and backward, under autocast to `dtype`."""
     with the_same_numbers():
         router = TopKRouter(config(perform_initialization=True, **options)).to(params)
         torch.nn.init.normal_(router.weight)
         if router.expert_bias is not None:
             router.expert_bias.normal_(std=0.1)
         hidden = torch.randn(512, 16).to(params).requires_grad_()
-        with at(place, "forward", dtype):
+        with autocast(dtype):
             decision = router.route(hidden, num_sequences=2)
-        with at(place, "backward", dtype):
             decision.probs.sin().sum().backward()
     losses = [] if router.aux_losses is None else list(router.aux_losses.totals.values())
     return [*decision[:2], hidden.grad, router.weight.grad, router.local_tokens_per_expert, *losses]
 
 
-@pytest.mark.parametrize("params", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ROUTING)
-def test_a_router_decides_weighs_and_learns_as_without_autocast(name: str, place: str, params: torch.dtype) -> None:
-    for dtype in HALVES:
-        plain, cast = (routed(ROUTING[name], where, dtype, params) for where in ("", place))
-        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+def test_a_router_decides_weighs_and_learns_as_without_autocast(name: str) -> None:
+    for params in (torch.float32, torch.bfloat16):
+        plain = routed(ROUTING[name], params, None)
+        for dtype in HALVES:
+            require_same(plain, routed(ROUTING[name], params, dtype))
 
 
-def passed(function: Any, inputs: list[torch.Tensor], place: str, dtype: torch.dtype) -> list[torch.Tensor]:
+def passed(function: Any, inputs: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
     own = [one.clone().requires_grad_(one.is_floating_point()) for one in inputs]
-    with at(place, "forward", dtype):
+    with autocast(dtype):
         out = function(*own)
-    with at(place, "backward", dtype):
         (out.double() * torch.arange(out.numel()).view_as(out).double().cos()).sum().backward()
     return [out.detach(), *(one.grad for one in own if one.is_floating_point())]
 
@@ -104,18 +98,16 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_of_ours_has_the_same_bits_under_autocast(name: str, place: str) -> None:
+def test_a_function_of_ours_has_the_same_bits_under_autocast(name: str) -> None:
     function, make = FUNCTIONS[name]
     generator = torch.Generator().manual_seed(3)
     inputs = make(lambda *shape: torch.randn(*shape, generator=generator))
     for dtype in HALVES:
-        plain, cast = (passed(function, inputs, where, dtype) for where in ("", place))
-        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+        require_same(passed(function, inputs, None), passed(function, inputs, dtype))
 
 
-def layer(params: torch.dtype = torch.float32, **changes: Any) -> MoELayer:
+def layer(**changes: Any) -> MoELayer:
     from megatron_moe.model.engine_config import transformer_config
     from megatron_moe.moe.options import MoEOptions
     from megatron_moe.parallel import groups
@@ -126,7 +118,7 @@ def layer(params: torch.dtype = torch.float32, **changes: Any) -> MoELayer:
         built = MoELayer(transformer_config(run), pg_collection=pg_collection, layer_number=1, options=options)
         for parameter in built.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-    return built.to(params)
+    return built
 
 
 def hidden_states() -> torch.Tensor:
@@ -134,15 +126,12 @@ def hidden_states() -> torch.Tensor:
         return torch.randn(12, 2, HIDDEN)
 
 
-def layer_pass(
-    built: MoELayer, hidden: torch.Tensor, place: str = "", dtype: torch.dtype = torch.bfloat16
-) -> list[torch.Tensor]:
+def layer_pass(built: MoELayer, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     own = hidden.clone().requires_grad_()
     built.zero_grad()
-    with at(place, "forward", dtype):
+    with autocast(dtype):
         output, _ = built(own)
-    assert output.dtype == own.dtype
-    with at(place, "backward", dtype):
+        assert output.dtype == own.dtype
         (output.double() * torch.arange(output.numel()).view_as(output).double().cos()).sum().backward()
     return [output.detach(), own.grad, *(parameter.grad for parameter in built.parameters())]
 
@@ -152,25 +141,22 @@ RECOMPUTED = [
 ]
 
 
-@pytest.mark.parametrize("params", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "changes",
     [{}, *RECOMPUTED, {"moe_expert_backend": "loop"}],
     ids=["kept", "recomputed", "shared recomputed", "act recomputed", "loop"],
 )
-@pytest.mark.parametrize("place", PLACES)
-def test_a_layer_has_the_same_bits_under_autocast(
-    place: str, changes: dict[str, Any], params: torch.dtype, one_process: None
-) -> None:
-    built, hidden = layer(params, **changes), hidden_states().to(params)
-    for dtype in HALVES if params == torch.float32 else [params]:  # torch refuses bf16 gradients under fp16's autocast
-        plain, cast = layer_pass(built, hidden), layer_pass(built, hidden, place, dtype)
-        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+def test_a_layer_has_the_same_bits_under_autocast(changes: dict[str, Any], one_process: None) -> None:
+    built, hidden = layer(**changes), hidden_states()
+    for dtype in HALVES:
+        require_same(layer_pass(built, hidden), layer_pass(built, hidden, dtype))
+    built, hidden = built.bfloat16(), hidden.bfloat16()  # torch refuses bf16 gradients under fp16's autocast
+    require_same(layer_pass(built, hidden), layer_pass(built, hidden, torch.bfloat16))
 
 
 def test_under_autocast_a_layer_of_fp32_takes_the_bf16_that_another_module_made(one_process: None) -> None:
     built, hidden = layer(), hidden_states().bfloat16()
-    wide, narrow = layer_pass(built, hidden.float()), layer_pass(built, hidden, "both")
+    wide, narrow = layer_pass(built, hidden.float()), layer_pass(built, hidden, torch.bfloat16)
     assert narrow[0].dtype == narrow[1].dtype == torch.bfloat16
     assert torch.equal(narrow[0], wide[0].bfloat16())
     torch.testing.assert_close(narrow[1].float(), wide[1], rtol=0.02, atol=0.01 * float(wide[1].abs().max()))
@@ -188,10 +174,10 @@ def test_autocast_is_put_back_where_it_was() -> None:
 def two_steps_and_an_evaluation(flags: dict[str, Any], dtype: torch.dtype | None) -> list[Any]:
     """What two steps and an evaluation come to, all under autocast to `dtype`."""
     from megatron_moe.training.evaluate import evaluate
-    from tests.helpers.stepped_trainer import Trainer
+    from tests.helpers.stepped_trainer import SMALL, Trainer
 
-    trainer = Trainer(flags)
-    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+    trainer = Trainer({**SMALL, "seq_length": 32, **flags})
+    with autocast(dtype):
         results = [trainer.step() for _ in range(2)]
         run = trainer.run.training
         record = evaluate(
@@ -211,8 +197,7 @@ def two_steps_and_an_evaluation(flags: dict[str, Any], dtype: torch.dtype | None
 @pytest.mark.parametrize(
     "flags",
     [
-        {"moe_shared_expert_gate": True, "mtp_num_layers": 1},
-        {"bf16": True},
+        {"bf16": True, "moe_shared_expert_gate": True, "mtp_num_layers": 1},
         {
             "moe_router_num_groups": None,
             "moe_router_group_topk": None,
@@ -220,7 +205,7 @@ def two_steps_and_an_evaluation(flags: dict[str, Any], dtype: torch.dtype | None
             "moe_aux_loss_coeff": (0.1,),
         },
     ],
-    ids=["fp32", "bf16", "counted ahead"],
+    ids=["bf16", "fp32, counted ahead"],
 )
 def test_a_run_steps_and_evaluates_as_without_autocast(gloo: Any, flags: dict[str, Any]) -> None:
     plain, cast = (

@@ -6,9 +6,7 @@ Each function is held against fp64 from the same half-precision operands, elemen
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,63 +36,7 @@ from megatron_moe.parallel.collectives import all_gather_rows, all_to_all_rows, 
 from tests.helpers.routers import config
 from tests.numbers import reference_moe as reference
 
-pytestmark = pytest.mark.engine
-
-ROOT = Path(__file__).resolve().parents[2]
 HALVES = [torch.bfloat16, torch.float16]
-
-# Every torch.autograd.Function of the package, and the test that holds its gradients.
-HELD = {
-    "moe/experts.py _WeightedSwiGLU": "test_the_activation",
-    "moe/grouped_gemm.py _GateProduct": "test_the_gate",
-    "moe/load_balance.py _Attached": "training/test_step_loss_scale.py: "
-    "test_auxiliary_and_z_losses_are_scaled_with_the_loss_and_unscaled_with_it",
-    "moe/routing.py _ExpertWeights": "test_the_weights_of_the_chosen_experts",
-    "moe/dispatch.py _CopyRows": "test_copies_and_sums_of_rows",
-    "moe/dispatch.py _SumCopies": "test_copies_and_sums_of_rows",
-    "moe/all_to_all.py _Pack": "moe/test_all_to_all_ranks.py: test_rows_and_weights_have_the_bits_of_two_exchanges",
-    "moe/all_to_all.py _Unpack": "moe/test_all_to_all_ranks.py: test_rows_and_weights_have_the_bits_of_two_exchanges",
-    "moe/grouped_gemm.py _GroupedMM": "platform/test_half_products.py: test_grouped_products_are_rounded_once",
-    "moe/grouped_gemm_fp8.py _GroupedFp8": "moe/test_grouped_gemm_fp8.py: "
-    "test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles",
-    "model/cross_entropy.py _LinearCrossEntropy": "test_the_fused_loss",
-    "model/cross_entropy.py _CrossEntropy": "test_the_loss_of_logits",
-    "model/loss.py _WithoutPadding": "test_the_padding_of_the_vocabulary",
-    "model/build.py _Lookup": "test_the_embedding",
-    "model/norm.py _RMSNormFunction": "test_the_norm",
-    "model/rotary.py _JoinPositions": "test_heads_with_positions",
-    "model/attention.py _FlashInFp32": "model/test_attention.py: "
-    "test_half_precision_operands_are_kept_as_they_are_and_the_numbers_are_those_of_wide_copies",
-    "model/context_parallel.py _FlashOverRanks": "model/test_context_parallel.py: "
-    "test_the_ranks_together_have_the_output_and_gradients_of_the_whole_sequence",
-    "platform/half_products.py _Linear": "platform/test_half_products.py: "
-    "test_a_linear_layer_and_its_gradients_are_rounded_once",
-    "parallel/collectives.py _AllToAllRows": "test_rows_that_travel",
-    "parallel/collectives.py _AllGatherRows": "test_rows_that_travel",
-    "parallel/collectives.py _ReduceScatterRows": "test_rows_that_travel",
-    "parallel/collectives.py _SharedByRanks": "test_rows_that_travel",
-    "platform/streams.py _Crossing": "moe/test_shared_experts_ranks.py: "
-    "test_streams_wait_for_each_other_in_both_passes_and_no_bit_changes",
-    "apps/plan/gathering.py _Passed": "shapes only",
-    "apps/plan/meta_tracer.py _Attend": "shapes only",
-    "apps/plan/meta_tracer.py _Normalise": "shapes only",
-}
-
-
-def test_every_autograd_function_is_held() -> None:
-    found = {
-        f"{path.relative_to(ROOT / 'megatron_moe')} {node.name}"
-        for path in (ROOT / "megatron_moe").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-        and any(ast.unparse(base).endswith("autograd.Function") for base in node.bases)
-    }
-    assert found == set(HELD)
-    for where in HELD.values():
-        if where != "shapes only":
-            file, _, name = where.rpartition(": ")
-            path = ROOT / "tests" / file if file else Path(__file__)
-            assert f"def {name}" in path.read_text(), where
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -26,8 +26,6 @@ from megatron_moe.precision.packed_state import (
 from megatron_moe.training.precision_aware_adam import adam_update
 from tests.helpers import packed_cases
 
-pytestmark = pytest.mark.engine
-
 NARROW = ("bf16", "int8", "fp8")
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,41 +12,36 @@ from megatron_moe.config.model_parts import SHORT
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.precision import table
+from megatron_moe.pretrain import main
+from tests.helpers.ranks import ROOT
 
-pytestmark = pytest.mark.engine
-
-ROOT = Path(__file__).parents[2]
 TINY = {**PRESETS["tiny"], "mock_data": True, "vocab_size": 100, "untie_embeddings_and_output_weights": True}
 
+PACKED = {"use_precision_aware_optimizer": True}
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "bf16": {"bf16": True},
-    "fp16": {"fp16": True, "initial_loss_scale": 256.0},
-    "fp32 residual": {"bf16": True, "fp32_residual_connection": True},
-    "bf16 gradients": {"bf16": True, "grad_reduce_in_bf16": True},
-    "fp16 gradients": {"fp16": True, "accumulate_allreduce_grads_in_fp32": False, "initial_loss_scale": 256.0},
-    "fp64 router": {"bf16": True, "moe_router_dtype": "fp64"},
-    "further predictions": {"bf16": True, "mtp_num_layers": 1},
+    "bf16, fp64 router, capacity": {"bf16": True, "moe_router_dtype": "fp64", "moe_expert_capacity_factor": 1.0},
+    "bf16 gradients, fp32 residual, further predictions": {"bf16": True, "grad_reduce_in_bf16": True}
+    | {"fp32_residual_connection": True, "mtp_num_layers": 1},
+    "fp16 gradients": {"fp16": True, "accumulate_allreduce_grads_in_fp32": False},
     "classes kept in fp32": {"bf16": True, "keep_fp32": ("norms", "router", "experts", "shared_experts")},
-    "capacity": {"bf16": True, "moe_expert_capacity_factor": 1.0},
-    "packed state": {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
-    | {"exp_avg_sq_dtype": "bf16"},
-    "fp16, moments in codes": {"fp16": True, "initial_loss_scale": 256.0, "use_precision_aware_optimizer": True}
-    | {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"},
+    "packed state": {"bf16": True, **PACKED, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    "moments in codes, other classes kept": {"fp16": True, **PACKED, "exp_avg_dtype": "int8"}
+    | {"exp_avg_sq_dtype": "int8", "keep_fp32": ("embedding", "output_layer", "attention")},
     "FP8": {"bf16": True, "fp8_format": "hybrid"},
-    "other classes kept": {"fp16": True, "keep_fp32": ("embedding", "output_layer", "attention")},
 }
 
 
 def measured(flags: dict[str, Any]) -> dict[str, str]:
     """Dtypes seen in one training step and in the checkpoint's tensors, by "class column"."""
     from megatron_moe.checkpoint.dist import sharded_tensors
-    from megatron_moe.checkpoint.state import Trained, model_state
+    from megatron_moe.checkpoint.state import model_state
     from megatron_moe.moe import router as router_file
     from megatron_moe.training.optimizer import parts
     from tests.helpers.stepped_trainer import Trainer
 
-    trainer = Trainer({**flags, "untie_embeddings_and_output_weights": True})
+    sizes = {"num_layers": 2, "moe_layer_freq": "[0,1]", "seq_length": 32, "initial_loss_scale": 256.0}
+    trainer = Trainer({**sizes, **flags, "untie_embeddings_and_output_weights": True})
     model = trainer.model[0]
     seen: dict[str, str] = {}
 
@@ -109,8 +101,7 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
             note("Adam moments stored", state["exp_avg_sq"])
             if state["exp_avg_sq"].dtype == torch.uint8:  # the second moment has no sign
                 note("Adam moments stored", state["exp_avg"])
-    state = model_state(Trained(trainer.model, trainer.optimizer, trainer.scheduler, trainer.groups))
-    saved = {tensor.key: tensor.data for tensor in sharded_tensors(state)}
+    saved = {tensor.key: tensor.data for tensor in sharded_tensors(model_state(trainer.trained))}
     for end, label in {**classes, "router.expert_bias": "expert_bias"}.items():
         note(f"{label} saved", next(tensor for key, tensor in saved.items() if key.endswith(end)))
     return seen
@@ -157,34 +148,19 @@ def test_the_contract_says_whose_gradients_are_rounded_before_they_are_added() -
         assert note(bf16=True, **never) == rounded
 
 
-def test_the_contract_names_every_class_that_people_ask_for() -> None:
-    names = " ".join(row.name for row in table.contract(build({**TINY, "fp16": True})))
-    for asked in (
-        "embedding", "attention", "router weight", "router logits", "scores", "probs", "expert_bias", "counts",
-        "expert weights", "norms", "residual", "softmax", "loss", "gradients", "gradient reduction", "master weights",
-        "Adam moments", "checkpoint", "export", "loss scale",
-    ):  # fmt: skip
-        assert asked in names
-
-
 def test_docs_hold_the_table_of_the_demo() -> None:
     assert table.markdown(cli.parse(["--preset", "demo"])) in (ROOT / "docs" / "precision.md").read_text()
 
 
-def printed(*flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "pretrain_moe.py", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-
-
-def test_print_precision_needs_no_data_and_no_ranks() -> None:
-    done = printed("--preset", "deepseek-v3", "--print-precision", "--keep-fp32", "norms", "decoder.layers.0")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("precision contract for --bf16 --keep-fp32 norms decoder.layers.0\n")
-    rows = {line.split("  ")[0]: line.split() for line in done.stdout.splitlines()}
+def test_print_precision_needs_no_data_and_no_ranks(capsys: Any) -> None:
+    assert main(["--preset", "deepseek-v3", "--print-precision", "--keep-fp32", "norms", "decoder.layers.0"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("precision contract for --bf16 --keep-fp32 norms decoder.layers.0\n")
+    rows = {line.split("  ")[0]: line.split() for line in said.splitlines()}
     assert rows["norms"][1] == "fp32" and rows["modules decoder.layers.0"][2] == "fp32"
     assert rows["expert weights"][2] == "bf16"
 
 
-def test_print_precision_refuses_flags_that_contradict_each_other() -> None:
-    done = printed("--preset", "tiny", "--bf16", "--fp16", "--print-precision")
-    assert done.returncode == 2 and "--bf16, --fp16: choose one" in done.stderr
+def test_print_precision_refuses_flags_that_contradict_each_other(capsys: Any) -> None:
+    assert main(["--preset", "tiny", "--bf16", "--fp16", "--print-precision"]) == 2
+    assert "--bf16, --fp16: choose one" in capsys.readouterr().err

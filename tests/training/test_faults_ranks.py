@@ -9,8 +9,6 @@ import pytest
 from tests.helpers.fault_cases import DAMAGE, NAMED, SITES, faulty_steps, poisoned_saves, stopped_run
 from tests.helpers.rows import rows
 
-pytestmark = pytest.mark.engine
-
 KINDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -18,11 +16,14 @@ PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 
 STEADY_SCALE: dict[str, Any] = {"initial_loss_scale": 1024.0, "min_loss_scale": 1024.0}
 
-SPREAD: list[dict[str, Any]] = [
-    {"data_parallel_sharding_strategy": "optim_grads", "num_layers": 3, "fp16": True, **STEADY_SCALE},
-    {"data_parallel_sharding_strategy": "optim_grads_params", "bf16": True, **EP2},
-]
-SPREAD = [{**flags, "global_batch_size": 4} for flags in SPREAD]  # a micro-batch of each rank
+# A micro-batch of each rank.
+SPREAD: dict[str, dict[str, Any]] = {
+    "bf16, ZeRO 1 x EP2": {**EP2, "use_distributed_optimizer": True, "bf16": True},
+    "bf16, ZeRO 3 x EP2": {"global_batch_size": 4, "data_parallel_sharding_strategy": "optim_grads_params", **EP2}
+    | {"bf16": True},
+    "fp16, ZeRO 2": {"global_batch_size": 4, "data_parallel_sharding_strategy": "optim_grads", "num_layers": 3}
+    | {"fp16": True, **STEADY_SCALE},
+}
 
 
 def check(fault: tuple[str, str, str], results: list[dict[str, Any]], by_name: bool = True) -> None:
@@ -41,24 +42,14 @@ def check(fault: tuple[str, str, str], results: list[dict[str, Any]], by_name: b
     assert ("continue from the last checkpoint" if site in DAMAGE else "--on-nan skip") in told[0], fault
 
 
-def test_every_site_is_named_and_nothing_has_changed(gloo):
+@pytest.mark.parametrize("case", rows(SPREAD, test=list(SPREAD)[:2]))
+def test_every_site_is_named_and_nothing_has_changed(gloo, case):
+    first = list(SPREAD).index(case)  # other values and ranks at each site
     faults = [
-        (site, tuple(KINDS)[number % 3], ("one", "all")[number % 2]) for number, site in enumerate((*SITES, *SITES))
+        (site, tuple(KINDS)[(first + number) % 3], ("one", "all")[(first + number) % 2])
+        for number, site in enumerate(SITES)
     ]
-    results = gloo.run(2, faulty_steps, faults=faults, flags={**EP2, "use_distributed_optimizer": True, "bf16": True})
-    for result in results:
-        assert result["sound"] == [True] * (len(faults) + 1)
-    for number, fault in enumerate(faults):
-        check(fault, [result["seen"][number] for result in results])
-
-
-@pytest.mark.parametrize(
-    "flags",
-    rows(SPREAD, test=[SPREAD[1]]),
-)
-def test_every_site_is_named_where_weights_and_gradients_are_spread(gloo, flags):
-    faults = [(site, tuple(KINDS)[number % 3], ("one", "all")[number % 2]) for number, site in enumerate(SITES)]
-    results = gloo.run(2, faulty_steps, faults=faults, flags=flags)
+    results = gloo.run(2, faulty_steps, faults=faults, flags=SPREAD[case])
     assert all(result["sound"] == [True] * (len(faults) + 1) for result in results)
     for number, fault in enumerate(faults):
         check(fault, [result["seen"][number] for result in results])

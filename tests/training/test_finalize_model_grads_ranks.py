@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe import Float16Module, TopKRouter
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.load_balance import updated_expert_bias
 from megatron_moe.parallel import groups
 from megatron_moe.training.finalize_model_grads import update_routers
+from tests.helpers.routers import config
 from tests.numbers.reference_moe import bias_step
 
 STEPS, HIDDEN, RATE = 60, 8, 1e-3
@@ -39,23 +39,10 @@ def bias_router(pg: Any, num_experts: int, topk: int, layout: dict[str, Any], ha
     """A router with sigmoid scores and a bias; `options` are the engine configuration's, or attributes we add to it."""
     added = ("moe_router_bias_center", "moe_router_group_score")
     ours = {name: options.pop(name) for name in added if name in options}
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        num_moe_experts=num_experts,
-        moe_router_topk=topk,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_load_balancing_type="none",
-        add_bias_linear=False,
-        use_cpu_initialization=True,
-        bf16=half,
-        **layout,
-        **options,
-    )
-    vars(config).update(ours)
-    return TopKRouter(config, pg)
+    sizes = {"hidden_size": HIDDEN, "num_moe_experts": num_experts, "moe_router_topk": topk, "bf16": half}
+    made = config(**sizes, **layout, **options)
+    vars(made).update(ours)
+    return TopKRouter(made, pg)
 
 
 def gate_weight(seed: int, num_experts: int) -> torch.Tensor:

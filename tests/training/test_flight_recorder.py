@@ -5,9 +5,7 @@ The records are those of torch's dump (version 2.10), cut down to what a rank ha
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,51 +13,36 @@ import pytest
 
 from megatron_moe.training.flight_recorder import GroupProgress, behind, progress, within
 from megatron_moe.training.hang_report import RankStatus, conclusion
+from tests.helpers.ranks import Child, RankParent
+from tests.training.watched_job import hold_the_interpreter
 
-pytestmark = pytest.mark.engine
-
-ROOT = Path(__file__).resolve().parents[2]
 WORLD, TP, DP = ("0", "default_pg", [0, 1, 2, 3]), ("1", "TENSOR_MODEL_PARALLEL_GROUP", [0, 1]), ("7", "dp", [0, 2])
 
 
-def entry(group: tuple, number: int, name: str = "all_reduce", shape: Any = (8,), **other: Any) -> dict[str, Any]:
+def entry(group: tuple, number: int, **other: Any) -> dict[str, Any]:
     return {
-        "record_id": number, "pg_id": int(group[0]), "process_group": [group[0], group[1]],
-        "collective_seq_id": number, "p2p_seq_id": 0, "op_id": number, "profiling_name": f"nccl:{name}",
-        "time_created_ns": 1795390141560673582 + number, "input_sizes": [list(shape)], "input_dtypes": ["Float"],
-        "output_sizes": [list(shape)], "output_dtypes": ["Float"], "state": "completed",
-        "time_discovered_started_ns": None, "time_discovered_completed_ns": None, "retired": True,
-        "timeout_ms": 720000, "is_p2p": False, **other,
+        "pg_id": int(group[0]), "process_group": [group[0], group[1]], "collective_seq_id": number,
+        "profiling_name": "nccl:all_reduce", "input_sizes": [[8]], "input_dtypes": ["Float"], "state": "completed",
+        "is_p2p": False, **other,
     }  # fmt: skip
 
 
 def dump(*groups: tuple[tuple, int, int], last: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     """A rank's record: for each group, how many collectives it has begun and how many have ended there."""
-    entries = [
-        {**entry(group, number), "state": "completed" if number <= ended else "scheduled", **(last or {})}
-        if number > ended
-        else entry(group, number)
-        for group, begun, ended in groups
-        for number in range(max(1, begun - 3), begun + 1)
-    ]
-    return {
-        "version": "2.10",
-        "pg_config": {group[0]: {"name": group[0], "desc": group[1], "ranks": str(group[2])} for group, _, _ in groups},
-        "pg_status": {
-            group[0]: {
-                "last_enqueued_collective": str(begun),
-                "last_started_collective": "-1",
-                "last_completed_collective": str(ended),
-            }
-            for group, begun, ended in groups
-        },
-        "entries": entries,
-        **changes,
-    }
+    waiting = {"state": "scheduled", **(last or {})}
+    record: dict[str, Any] = {"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": []}
+    for group, begun, ended in groups:
+        name, about, ranks = group
+        record["pg_config"][name] = {"name": name, "desc": about, "ranks": str(ranks)}
+        numbers = {"last_enqueued_collective": str(begun), "last_completed_collective": str(ended)}
+        record["pg_status"][name] = numbers
+        for number in range(max(1, begun - 3), begun + 1):
+            record["entries"].append(entry(group, number, **(waiting if number > ended else {})))
+    return {**record, **changes}
 
 
 def test_a_ranks_record_is_read():
-    sent = entry(WORLD, 99, "send 0->1", is_p2p=True)
+    sent = entry(WORLD, 99, is_p2p=True)
     record = dump((WORLD, 37, 36), (TP, 5, 5), (("9", "one", [0]), 3, 2))
     record["entries"].append(sent)
     assert progress(record) == (
@@ -97,21 +80,15 @@ def test_the_rank_that_did_not_join_is_named_with_the_collective():
 def test_a_rank_that_waits_for_another_one_itself_is_not_to_blame():
     # 2 waits for 0 in dp; 0 waits for 1 in tp, where 1 left out one.
     found = said(dump((TP, 12, 11), (DP, 4, 4)), dump((TP, 11, 11)), dump((DP, 5, 4)))
-    assert found is not None
-    assert (
-        found[0] == (1,)
-        and "number 12 of process group 1 (TENSOR_MODEL_PARALLEL_GROUP), in which rank 0 wait" in found[1]
-    )
+    assert found is not None and found[0] == (1,)
+    assert "number 12 of process group 1 (TENSOR_MODEL_PARALLEL_GROUP), in which rank 0 wait" in found[1]
 
 
 def test_with_the_recorder_off_numbers_tell_who_is_behind():
-    numbers = [
-        dump((WORLD, n, 0), entries=[], pg_status={"0": {"last_enqueued_collective": n}}) for n in (37, 37, 36, 37)
-    ]
-    assert said(*numbers) == (
-        (2,), "did not join a collective, number 37 of process group 0 (default_pg), in which ranks 0, 1, 3 wait"
-    )  # fmt: skip
-    assert said(*numbers[:2]) is None
+    off = [dump((WORLD, n, 0), entries=[], pg_status={"0": {"last_enqueued_collective": n}}) for n in (37, 37, 36)]
+    late = "did not join a collective, number 37 of process group 0 (default_pg), in which ranks 0, 1 wait"
+    assert said(*off) == ((2,), late)
+    assert said(*off[:2]) is None
 
 
 def test_ranks_that_brought_different_collectives_are_shown():
@@ -135,9 +112,7 @@ def test_the_conclusion_goes_by_the_recorder_and_survives_the_store():
     records = [dump((WORLD, n, 36)) for n in (37, 36, 37)]
     answers = {}
     for rank, record in enumerate(records):
-        at = (
-            "megatron_moe/training/step.py:80 in train_step" if rank != 1 else "megatron_moe/data/batches.py:90 in read"
-        )
+        at = f"megatron_moe/{'data/batches.py:90 in read' if rank == 1 else 'training/step.py:80 in train_step'}"
         waits = None if rank == 1 else "item, for the device"
         status = RankStatus(rank, "doing", "iteration 3", at, waits, groups=progress(record))
         answers[rank] = RankStatus.of_json(status.to_json())
@@ -160,22 +135,25 @@ def test_a_record_of_another_format_is_said_and_no_error(record):
 
 
 def test_a_recorder_that_does_not_answer_is_not_waited_for():
-    begin = time.monotonic()
-    assert within(0.1, lambda: time.sleep(3) or {}) == ((), "NCCL's flight recorder did not answer within 0.1 s")
-    assert time.monotonic() - begin < 2
+    asked, answered = threading.Event(), threading.Event()
+
+    def dump_late() -> dict[str, Any]:
+        asked.set()
+        answered.wait()
+        return {}
+
+    assert within(0.1, dump_late) == ((), "NCCL's flight recorder did not answer within 0.1 s")
+    assert asked.wait(60.0) and not answered.is_set()
+    answered.set()
     assert within(60.0, lambda: {"pg_config": {}, "pg_status": {}}) == ((), "NCCL's flight recorder is empty")
 
 
-def test_a_recorder_that_holds_the_interpreter_ends_the_process():
-    program = (
-        "import ctypes\n"
-        "from megatron_moe.training.flight_recorder import within\n"
-        "def hold_the_interpreter():\n"
-        "    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)\n"
-        "    libc.pthread_mutex_init(mutex, None)\n"
-        "    libc.pthread_mutex_lock(mutex)\n"
-        "    libc.pthread_mutex_lock(mutex)\n"
-        "within(0.1, hold_the_interpreter)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1 and "hold_the_interpreter" in done.stderr
+def asks_a_recorder_that_holds_the_interpreter(_: Any) -> None:
+    within(0.1, hold_the_interpreter)
+
+
+def test_a_recorder_that_holds_the_interpreter_ends_the_process(rank_parent: RankParent, tmp_path: Path) -> None:
+    target = "tests.training.test_flight_recorder:asks_a_recorder_that_holds_the_interpreter"
+    pids = rank_parent.fork([Child(target, None, str(tmp_path / "log"))])
+    assert rank_parent.statuses(pids, 300.0) == [1]
+    assert "hold_the_interpreter" in (tmp_path / "log").read_text()

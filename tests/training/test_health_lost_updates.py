@@ -7,8 +7,6 @@ import torch
 
 from megatron_moe.training.health import LostUpdates
 
-pytestmark = pytest.mark.engine
-
 
 def half(*values: float, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)

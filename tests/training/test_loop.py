@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_moe.checkpoint.state import TrainingProgress
-from megatron_moe.config.schema import Run, replace
+from megatron_moe.config.errors import RunFault
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.report.jsonl import read_evaluations, read_steps
 from megatron_moe.training.loop import exit_reason
+from megatron_moe.training.run import pretrain
+
+TINY = {
+    **PRESETS["tiny"],
+    "num_layers": 1,
+    "moe_layer_freq": "[1]",
+    "seq_length": 16,
+    "mock_data": True,
+    "tokenizer_type": "ByteTokenizer",
+    "log_interval": 1000,
+}
 
 
 def trainer(iteration: int, **flags: Any) -> Any:
@@ -22,7 +37,6 @@ def trainer(iteration: int, **flags: Any) -> Any:
 QUIET = SimpleNamespace(stop_signal=0)
 
 
-@pytest.mark.engine
 def test_an_exit_interval_stops_after_the_iteration_it_divides():
     reasons = [
         exit_reason(trainer(iteration, exit_interval=5), QUIET, time.monotonic()) for iteration in (4, 5, 6, 100)
@@ -39,7 +53,6 @@ def agreed(flags: dict[str, Any], asked: int | None, late: int | None) -> str | 
     return exit_reason(trainer(7, **flags), stop, time.monotonic() - (120 if rank == late else 0))
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("flags", "asked", "late", "reason"),
     [
@@ -54,10 +67,7 @@ def test_what_one_rank_sees_all_ranks_do(gloo, flags, asked, late, reason):
 
 def evaluations_of(flags: dict[str, Any], stopped_at: int | None) -> None:
     """A run that is asked to stop at an iteration, if it is."""
-    from megatron_moe.config.presets import PRESETS
-    from megatron_moe.config.schema import build
     from megatron_moe.training import loop
-    from megatron_moe.training.run import pretrain
 
     decide = loop.exit_reason
 
@@ -68,14 +78,13 @@ def evaluations_of(flags: dict[str, Any], stopped_at: int | None) -> None:
 
     loop.exit_reason = asked
     try:
-        pretrain(build({**PRESETS["tiny"], "mock_data": True, "tokenizer_type": "ByteTokenizer", **flags}))
+        pretrain(build({**TINY, **flags}))
     finally:
         loop.exit_reason = decide
 
 
 def test_an_evaluation_that_a_signal_has_left_out_is_made_up_for(gloo, tmp_path):
-    small = {"num_layers": 1, "moe_layer_freq": "[1]", "seq_length": 16, "eval_interval": 2, "eval_iters": 1}
-    flags = {**small, "train_iters": 4, "exit_signal_handler": True}
+    flags = {"eval_interval": 2, "eval_iters": 1, "train_iters": 4, "exit_signal_handler": True}
     for name, stops in {"whole": (None,), "parts": (2, None)}.items():
         files = {"metrics_file": str(tmp_path / f"{name}.jsonl"), "save": str(tmp_path / name)}
         for stopped_at in stops:
@@ -90,12 +99,8 @@ def test_an_evaluation_that_a_signal_has_left_out_is_made_up_for(gloo, tmp_path)
 
 def run_without_a_token(flags: dict[str, Any], first: int) -> tuple[list[str], str]:
     """A run whose tokens are all masked from a micro-batch on: its messages, and the error that ends it."""
-    from megatron_moe.config.errors import RunFault
-    from megatron_moe.config.presets import PRESETS
-    from megatron_moe.config.schema import build
     from megatron_moe.data.batches import BatchIterator
     from megatron_moe.report.reporter import Reporter
-    from megatron_moe.training.run import pretrain
 
     take, event, told, taken = BatchIterator.__next__, Reporter.event, [], []
 
@@ -108,7 +113,7 @@ def run_without_a_token(flags: dict[str, Any], first: int) -> tuple[list[str], s
 
     BatchIterator.__next__, Reporter.event = masked, lambda self, kind, text, **_: told.append(text)
     try:
-        pretrain(build({**PRESETS["tiny"], "mock_data": True, "tokenizer_type": "ByteTokenizer", **flags}))
+        pretrain(build({**TINY, **flags}))
     except RunFault as fault:
         return told, str(fault)
     finally:
@@ -117,8 +122,7 @@ def run_without_a_token(flags: dict[str, Any], first: int) -> tuple[list[str], s
 
 
 def test_a_batch_without_a_token_that_counts_is_said_and_fifty_of_them_end_the_run(gloo, tmp_path):
-    small = {"num_layers": 1, "moe_layer_freq": "[1]", "seq_length": 16, "eval_iters": 0, "on_nan": "stop"}
-    flags = {**small, "micro_batch_size": 8, "global_batch_size": 8, "train_iters": 60, "log_interval": 1000}
+    flags = {"eval_iters": 0, "on_nan": "stop", "micro_batch_size": 8, "global_batch_size": 8, "train_iters": 60}
     files = {"metrics_file": str(tmp_path / "metrics.jsonl")}
     ((told, error),) = gloo.run(1, run_without_a_token, flags={**flags, **files}, first=3)
     said = [text.split(":")[0] for text in told if "no token of the global batch counts" in text]
@@ -127,3 +131,28 @@ def test_a_batch_without_a_token_that_counts_is_said_and_fifty_of_them_end_the_r
     steps = list(read_steps(tmp_path / "metrics.jsonl"))
     assert [step.skipped for step in steps] == [False] * 3 + [True] * 50
     assert len({step.learning_rate for step in steps[3:]}) == 1
+
+
+# The scale starts so high that the first steps overflow.
+FP16 = {"eval_iters": 0, "fp16": True, "initial_loss_scale": 2.0**40, "hysteresis": 1, "health_interval": 1}
+
+
+def trained(flags: dict[str, Any]) -> str:
+    """A whole run; where it saved."""
+    return pretrain(build({**TINY, **FP16, **flags}))["checkpoint"]
+
+
+def test_skips_are_counted_on_after_a_resume(gloo: Any, tmp_path: Path) -> None:
+    metrics, root = tmp_path / "metrics.jsonl", str(tmp_path / "run")
+    flags = {"metrics_file": str(metrics), "save": root}
+    step = gloo.run(1, trained, flags={**flags, "train_iters": 3})[0]
+    saved = json.loads((Path(step) / "state.json").read_text())
+    assert (saved["skipped_iterations"], saved["loss_scale_lowered"], saved["loss_scale_raised"]) == (3, 3, 0)
+    gloo.run(1, trained, flags={**flags, "train_iters": 5, "load": root})
+    told = [step.health for step in read_steps(metrics)]
+    assert [health.skipped_iterations for health in told] == [1, 2, 3, 4, 5]
+    assert [health.loss_scale_lowered for health in told] == [1, 2, 3, 4, 5]
+    assert {health.skip_rate for health in told} == {1.0}
+    # Gradients that overflowed have no norm, and every layer's routing is told all the same.
+    assert {health.dense_grad_norm for health in told} == {None}
+    assert all(health.layers[1].sampled_tokens for health in told)

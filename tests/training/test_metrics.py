@@ -13,8 +13,6 @@ from megatron_moe.training.finalize_model_grads import RouterUpdate
 from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, expert_load
 from megatron_moe.training.step import StepResult
 
-pytestmark = pytest.mark.engine
-
 UPDATE = RouterUpdate(
     layer_numbers=(2, 3),
     tokens_per_expert=(torch.tensor([2, 2, 2, 2]), torch.tensor([6, 2, 0, 0])),

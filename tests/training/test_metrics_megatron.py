@@ -78,7 +78,6 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
-@pytest.mark.engine
 def test_what_megatrons_flags_ask_for_is_in_tensorboard_under_its_tags(gloo: Any, tmp_path: Path) -> None:
     files = {"metrics_file": str(tmp_path / "m.jsonl"), "tensorboard_dir": str(tmp_path / "events")}
     gloo.run(2, run, flags={**files, **REPORTS, **PROFILE})
@@ -106,7 +105,6 @@ def test_what_megatrons_flags_ask_for_is_in_tensorboard_under_its_tags(gloo: Any
     assert names.count("station: commit") == 2 and "station: route" in names
 
 
-@pytest.mark.engine
 def test_heads_that_qk_clip_scales_are_counted_where_it_is_on(gloo: Any, tmp_path: Path) -> None:
     clip = {"optimizer": "muon", "qk_clip": True, "qk_clip_threshold": 1e-6, "tensorboard_dir": str(tmp_path)}
     gloo.run(1, run, flags={**clip, "metrics_file": str(tmp_path / "m.jsonl")})
@@ -139,7 +137,6 @@ def test_python_collects_where_the_flags_say(gloo: Any, flags: dict[str, Any], c
     assert ran == {"collections": [*collections, *at_end], "on": [False] * 4, "after": True}
 
 
-@pytest.mark.engine
 def test_cudas_profiler_is_refused_without_cuda() -> None:
     from megatron_moe.training.run import pretrain
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +56,7 @@ class Events(Sink):
         self.seen.append(("start", facts["train_iters"]))
 
     def step(self, record: StepRecord) -> None:
-        self.seen.append(("step", (record.iteration, record.top_share)))
+        self.seen.append(("step", (record.iteration, getattr(record, "top_share", None))))
 
     def evaluation(self, record: EvalRecord) -> None:
         self.seen.append(("evaluation", record.split))
@@ -68,32 +71,32 @@ class Events(Sink):
         self.seen.append(("close", None if summary is None else summary["iterations"]))
 
 
-def trained(name: str, flags: dict[str, Any]) -> tuple[list[tuple[str, Any]], str]:
-    """A run with one metric of its own and a sink: what the sink got, and the error that ended the run."""
+def trained(name: str, flags: dict[str, Any]) -> tuple[list[tuple[str, Any]], str, str]:
+    """A run with one metric of its own and a sink: what the sink got, the error that ended it, and what it prints."""
     from megatron_moe.config.errors import RunFault
     from megatron_moe.training.run import pretrain
 
     register_metric(
         Metric(name, unit="share", compute=COMPUTED[name], console=name + " {:.3f}", tensorboard=f"own/{name}")
     )
-    sink = Events() if name == "top_share" else Sink()
+    sink, stream, error = Events(), io.StringIO(), ""
     try:
-        pretrain(build({**TINY, **flags}), also=[sink])
+        with contextlib.redirect_stdout(stream):
+            pretrain(build({**TINY, **flags}), also=[sink])
     except RunFault as fault:
-        return getattr(sink, "seen", []), str(fault)
+        error = str(fault)
     finally:
         unregister_metric(name)
-    return getattr(sink, "seen", []), ""
+    return sink.seen, error, stream.getvalue()
 
 
-@pytest.mark.engine
 def test_a_metric_and_a_sink_of_a_program_get_what_a_run_does(gloo: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     files = {"metrics_file": str(tmp_path / "metrics.jsonl"), "tensorboard_dir": str(tmp_path / "events")}
     flags = {**files, "save": str(tmp_path / "checkpoints")}
-    (seen, error), (nothing, other_error) = gloo.run(2, trained, name="top_share", flags=flags)
+    (seen, error, text), (nothing, other_error, _) = gloo.run(2, trained, name="top_share", flags=flags)
     assert error == other_error == "" and nothing == [], "a sink gets the events on rank 0"
 
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -109,31 +112,15 @@ def test_a_metric_and_a_sink_of_a_program_get_what_a_run_does(gloo: Any, tmp_pat
     assert kinds[0] == "start" and kinds[-1] == "close" and {"evaluation", "flush", "message"} <= set(kinds)
     assert seen[0] == ("start", 4) and seen[-1] == ("close", 4)
 
+    logged = [line for line in text.splitlines() if " iteration " in line]
+    assert len(logged) == 3 and "top_share" not in logged[0]
+    for of_step, line in zip(logged[1:], counted, strict=True):
+        assert f"| top_share {line['top_share']:.3f} |" in of_step
+
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     written = [(event.step, event.value) for event in events.Scalars("own/top_share")]
     assert written == [(line["iteration"], pytest.approx(line["top_share"])) for line in counted]
-
-
-def printed(name: str, flags: dict[str, Any]) -> str:
-    """What a run with the metric prints."""
-    import contextlib
-    import io
-
-    stream = io.StringIO()
-    with contextlib.redirect_stdout(stream):
-        _, error = trained(name, flags)
-    assert error == ""
-    return stream.getvalue()
-
-
-def test_a_metric_of_a_program_is_in_the_log(gloo: Any, tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    (text,) = gloo.run(1, printed, name="top_share", flags={"metrics_file": str(path)})
-    lines = {line["iteration"]: line["top_share"] for line in map(json.loads, path.read_text().splitlines())}
-    logged = [line for line in text.splitlines() if " iteration " in line]
-    assert len(logged) == 3 and "top_share" not in logged[0]
-    assert f"| top_share {lines[2]:.3f} |" in logged[1] and f"| top_share {lines[4]:.3f} |" in logged[2]
 
 
 def test_a_metric_that_fails_on_one_rank_ends_the_run_on_all_with_one_error_that_names_it(
@@ -141,7 +128,7 @@ def test_a_metric_that_fails_on_one_rank_ends_the_run_on_all_with_one_error_that
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     results = gloo.run(2, trained, name="failing", flags={"metrics_file": str(path)})
-    errors = {error for _, error in results}
+    errors = {error for _, error, _ in results}
     assert len(errors) == 1
     assert "metric failing failed at iteration 3: ZeroDivisionError" in errors.pop()
     assert len(path.read_text().splitlines()) == 2, "the steps before it are reported"
@@ -149,17 +136,13 @@ def test_a_metric_that_fails_on_one_rank_ends_the_run_on_all_with_one_error_that
 
 def test_a_metric_that_is_not_a_number_is_null_and_the_run_goes_on(gloo: Any, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    ((_, error),) = gloo.run(1, trained, name="not_a_number", flags={"metrics_file": str(path)})
+    ((_, error, _),) = gloo.run(1, trained, name="not_a_number", flags={"metrics_file": str(path)})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert error == "" and [line["not_a_number"] for line in lines] == [None] * 4
 
 
 def documented(line: str) -> str:
     """What the program of docs/metrics.md prints, with another command line."""
-    import contextlib
-    import io
-    import re
-
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     (program,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "pretrain(" in code)
     stream = io.StringIO()

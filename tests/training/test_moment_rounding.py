@@ -12,8 +12,6 @@ from megatron_moe.precision.packed_state import Chances
 from megatron_moe.training.moment_rounding import SAMPLE, MomentRounding
 from megatron_moe.training.packed_muon import PackedMuon
 
-pytestmark = pytest.mark.engine
-
 BETAS, EPS = (0.9, 0.95), 1e-8
 
 

@@ -27,8 +27,6 @@ from tests.training.test_optimizer_ranks import (
     trained,
 )
 
-pytestmark = pytest.mark.engine
-
 MUON = {**FLAGS, "optimizer": "muon", "muon_momentum": 0.7, "muon_fp32_matmul_prec": "highest"}
 GROUPED = {**EXPERTS, "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": None, "kv_channels": 12}
 GROUPED |= {"group_query_attention": True, "num_query_groups": 2}

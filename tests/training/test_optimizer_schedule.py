@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -27,29 +28,19 @@ def rates(iterations: int, **flags: object) -> list[float]:
     return used
 
 
-def test_warm_up_is_linear_from_its_initial_rate():
-    assert rates(5, lr_warmup_iters=4, lr_warmup_init=0.2, lr_decay_style="constant") == pytest.approx(
-        [0.2, 0.4, 0.6, 0.8, 1.0]
-    )
+SHAPES: dict[str, tuple[dict[str, Any], list[float]]] = {
+    "linear warm-up": ({"lr_warmup_iters": 4, "lr_warmup_init": 0.2}, [0.2, 0.4, 0.6, 0.8, 1.0]),
+    "warm-up as a share of the decay": ({"lr_warmup_fraction": 0.1}, [0.0, 0.5, 1.0]),
+    "constant": ({}, [1.0] * 30),
+    "linear": ({"lr_decay_style": "linear"}, [*(1.0 - 0.9 * n / 20 for n in range(21)), *[0.1] * 4]),
+    "cosine": ({"lr_decay_style": "cosine"}, [0.1 + 0.45 * (1 + math.cos(math.pi * n / 20)) for n in range(21)]),
+}
 
 
-def test_warm_up_as_a_share_of_the_decay():
-    assert rates(3, lr_warmup_fraction=0.1, lr_decay_style="constant") == pytest.approx([0.0, 0.5, 1.0])
-
-
-def test_constant_keeps_the_peak():
-    assert set(rates(30, lr_decay_style="constant")) == {1.0}
-
-
-def test_linear_falls_evenly_to_the_minimum_and_stays():
-    used = rates(25, lr_decay_style="linear")
-    assert used[:21] == pytest.approx([1.0 - 0.9 * n / 20 for n in range(21)])
-    assert used[21:] == [0.1] * 4
-
-
-def test_cosine_falls_along_half_a_wave():
-    used = rates(21, lr_decay_style="cosine")
-    assert used == pytest.approx([0.1 + 0.45 * (1 + math.cos(math.pi * n / 20)) for n in range(21)])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_rate_of_each_step_is_that_of_its_formula(name):
+    flags, wanted = SHAPES[name]
+    assert rates(len(wanted), **{"lr_decay_style": "constant", **flags}) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ import torch
 from megatron_moe.precision.packed_state import Chances
 from megatron_moe.training.packed_muon import PackedMuon
 
-pytestmark = pytest.mark.engine
-
 STEPS = {"bf16": 2.0**-7, "int8": 2.0**-6, "fp8": 2.0**-3}
 """Dtype of a momentum -> the largest step between two of its values, over the larger; of codes over the group's."""
 

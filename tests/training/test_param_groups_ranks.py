@@ -13,12 +13,10 @@ from megatron_moe.config.schema import build
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import (
     DISTRIBUTED,
-    EP2,
     LAYOUTS,
     PP2,
     STORED,
     TINY,
-    TP2,
     ZERO_3,
     Saved,
     Trainer,
@@ -45,7 +43,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "offload": (1, {"optimizer_cpu_offload": True}),
     "PP2, tied tables, further predictions": (2, {**PP2, **TIED, **FURTHER}),
     "DP2, ZeRO 3, offload": (2, {**ZERO_3, "optimizer_cpu_offload": True}),
-    "packed": (1, {"use_precision_aware_optimizer": True}),
     "packed, offload": (1, {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}),
 }
 
@@ -173,11 +170,8 @@ OTHER = {**PLAIN, "lr_mult": ("router=0.5", "norms=3", "experts=2"), "weight_dec
 BF16 = {"bf16": True, **DISTRIBUTED}
 FROZEN_NORMS = {**PLAIN, **PP2, "bf16": True, "freeze": ("decoder.layers.0.*norm*", "decoder.layers.1.*norm*")}
 MOVES = {
-    "added": ((1, PLAIN), (1, FLAGS)),
     "added, to ZeRO 1": ((1, {**PLAIN, "bf16": True}), (2, {**FLAGS, **BF16})),
     "dropped, to one rank": ((2, {**FLAGS, **BF16}), (1, {**PLAIN, "bf16": True})),
-    "changed, TP2 to PP2": ((2, {**FLAGS, **TP2}), (2, {**OTHER, **PP2})),
-    "changed, ZeRO 1 to EP2": ((2, {**FLAGS, **BF16}), (2, {**OTHER, **BF16, **EP2})),
     "changed, ZeRO 1 to 3": ((2, {**FLAGS, **BF16}), (2, {**OTHER, **ZERO_3, "bf16": True})),
     # Groups of which the first or the last stage has no parameter.
     "changed, PP2 in bf16": ((2, {**OTHER, **PP2, "bf16": True}), (2, {**FLAGS, **PP2, "bf16": True})),

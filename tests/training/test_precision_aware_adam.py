@@ -10,8 +10,6 @@ import torch
 from megatron_moe.precision.packed_state import Chances
 from megatron_moe.training.precision_aware_adam import PrecisionAwareAdam
 
-pytestmark = pytest.mark.engine
-
 BF16 = {"moment_dtypes": ("bf16", "bf16")}
 
 
@@ -79,26 +77,6 @@ def test_weights_that_are_loaded_alone_are_the_main_weights() -> None:
     weight.copy_(torch.randn(weight.shape))
     made.drop_rests()
     assert torch.equal(made.main_weight(main), weight.float())
-
-
-def test_state_on_the_host_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PrecisionAwareAdam, "piece_numel", 256)
-    options: dict[str, Any] = {"moment_dtypes": ("int8", "bf16")}
-    (near, main, _), (away, other, _) = adam(**options), adam(on_host=True, **options)
-    for number in range(4):
-        step(near, main, number)
-        step(away, other, number)
-    for kind in ("param", "exp_avg", "exp_avg_sq"):
-        assert torch.equal(near.values_of(main, kind), away.values_of(other, kind))
-
-
-@pytest.mark.parametrize("kind", ["param", "exp_avg", "exp_avg_sq"])
-def test_a_part_of_the_state_is_that_of_the_whole(kind: str) -> None:
-    made, main, _ = adam(1000, moment_dtypes=("int8", "fp8"))
-    step(made, main, 0)
-    whole = made.values_of(main, kind)
-    for begin, end in ((0, 1000), (1, 2), (127, 129), (500, 999), (896, 1000)):
-        assert torch.equal(made.values_of(main, kind, begin, end), whole[begin:end])
 
 
 def test_evidence_is_finite_exactly_where_the_state_is() -> None:

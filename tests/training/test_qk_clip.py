@@ -12,8 +12,6 @@ from megatron_moe.config.schema import build
 from megatron_moe.training.optimizer import OwnedPart
 from megatron_moe.training.qk_clip import ClippedWeight, QKClip
 
-pytestmark = pytest.mark.engine
-
 ROWS, WIDTH = 6, 3
 # Two groups of three rows: half of eta's power for the first two, none for the third.
 PARTS = ((2, 0.5), (1, 0.0))
@@ -62,24 +60,13 @@ def test_a_bias_is_multiplied_by_its_rows() -> None:
         assert torch.equal(main, own.of(wanted(whole, 1))), own
 
 
-def test_a_rank_has_the_factors_of_its_heads() -> None:
-    for rank, eta in enumerate(ETAS[1].tolist()):
-        whole = weight(3, WIDTH)
-        main = whole.detach().clone()
-        clip(rank, 2).scale(ClippedWeight(whole, 1, PARTS), OwnedPart(None, 0, 9), main)
-        assert torch.equal(main[:2], whole[:2] * eta**0.5) and torch.equal(main[2], whole[2])
-
-
-def test_query_heads_of_one_key_have_the_factor_of_the_largest() -> None:
+@pytest.mark.parametrize(
+    ("options", "eta"),
+    [({"tp_rank": 0, "tp_size": 2}, 1.0), ({"tp_rank": 1, "tp_size": 2}, 0.25), ({"groups": 1}, 0.25)],
+    ids=["first rank", "second rank", "heads that share a key"],
+)
+def test_rows_have_the_factor_of_the_ranks_heads_and_of_the_largest_logit(options: Any, eta: float) -> None:
     whole = weight(3, WIDTH)
     main = whole.detach().clone()
-    clip(groups=1).scale(ClippedWeight(whole, 1, PARTS), OwnedPart(None, 0, 9), main)
-    assert torch.equal(main[:2], whole[:2] * 0.5) and torch.equal(main[2], whole[2])
-
-
-def test_nothing_is_scaled_before_logits_were_measured() -> None:
-    whole, made = weight(ROWS, WIDTH), clip()
-    made._etas = None
-    main = whole.detach().clone()
-    made.scale(ClippedWeight(whole, 1, PARTS), OwnedPart(None, 0, 18), main)
-    assert torch.equal(main, whole)
+    clip(**options).scale(ClippedWeight(whole, 1, PARTS), OwnedPart(None, 0, 9), main)
+    assert torch.equal(main[:2], whole[:2] * eta**0.5) and torch.equal(main[2], whole[2])

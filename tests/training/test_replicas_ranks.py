@@ -10,16 +10,13 @@ import torch
 from megatron_moe.training.replicas import ReplicaDifference, bit_hash
 from tests.helpers.replica_cases import flip, flipped_bits
 from tests.helpers.rows import rows
+from tests.helpers.stepped_trainer import EP2, TP2, ZERO_3
 
-pytestmark = pytest.mark.engine
-
-EP2: dict[str, Any] = {"expert_model_parallel_size": 2, "bf16": True}
-TP2_DP2: dict[str, Any] = {
-    "global_batch_size": 4,
-    "tensor_model_parallel_size": 2,
-    "sequence_parallel": True,
-    "expert_tensor_parallel_size": 1,
-    "expert_model_parallel_size": 2,
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "EP2": (2, {**EP2, "bf16": True}),
+    "TP2": (2, TP2),
+    "TP2 x DP2, ETP1": (4, {"global_batch_size": 4, **TP2, **EP2, "expert_tensor_parallel_size": 1}),
+    "ZeRO 3": (4, {"global_batch_size": 4, **TP2, **EP2, "expert_tensor_parallel_size": 1, **ZERO_3, "fp16": True}),
 }
 
 
@@ -43,23 +40,9 @@ def test_the_odd_copy_is_named_where_there_is_a_majority():
     assert str(ReplicaDifference("w", ((0, 7), (2, 9)))) == "w: the copies of ranks 0 and 2 differ, with no majority"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    rows(
-        [
-            (2, EP2),
-            (4, TP2_DP2),
-            (4, {**TP2_DP2, "data_parallel_sharding_strategy": "optim_grads_params", "fp16": True}),
-        ],
-        test=[(2, EP2)],
-    ),
-)
-def test_flipped_bits_are_caught_in_the_same_step(gloo, ranks, flags):
-    for outcome in gloo.run(ranks, flipped_bits, flags=flags, trials=5):
+@pytest.mark.parametrize("case", rows(CASES, test=["EP2", "TP2"]))
+def test_flipped_bits_are_caught_in_the_same_step(gloo, case):
+    ranks, flags = CASES[case]
+    for outcome in gloo.run(ranks, flipped_bits, flags=flags, trials=4):
         assert (outcome["missed"], outcome["alarms"]) == ([], [])
-        assert (outcome["caught"], outcome["steps"]) == (5, 11)
-
-
-def test_without_the_comparison_nobody_notices(gloo):
-    for outcome in gloo.run(2, flipped_bits, flags=EP2, trials=1, compare=False):
-        assert outcome["caught"] == 0 and len(outcome["missed"]) == 1
+        assert (outcome["caught"], outcome["steps"]) == (4, 9)

@@ -2,62 +2,51 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from megatron_moe.io.program import INTERRUPTED
 from megatron_moe.training.signals import SAVING, StopSignals, signal_name
-
-pytestmark = pytest.mark.engine
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.ranks import Child, RankParent
 
 
-def test_sigterm_asks_to_stop_and_does_not_end_the_process():
-    before = signal.getsignal(signal.SIGTERM)
-    with StopSignals(save=True) as stop:
-        assert not stop.stop_requested
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)  # a second one is harmless
-        assert stop.stop_requested
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_the_first_of_several_signals_is_the_reason():
+def test_the_first_of_several_signals_asks_to_stop_and_does_not_end_the_process():
     before = [signal.getsignal(number) for number in SAVING]
     with StopSignals(save=True) as stop:
-        for number in (signal.SIGUSR1, signal.SIGTERM):
+        assert not stop.stop_requested
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):  # a second one is harmless
             os.kill(os.getpid(), number)
-        assert signal_name(stop.stop_signal) == "SIGUSR1"
+        assert stop.stop_requested and signal_name(stop.stop_signal) == "SIGUSR1"
     assert [signal.getsignal(number) for number in SAVING] == [handler or signal.SIG_DFL for handler in before]
 
 
-def test_sigterm_ends_the_process_without_the_flag_after_its_last_words():
-    code = textwrap.dedent("""
-        import os, signal, time
-        from megatron_moe.training.signals import StopSignals
-        with StopSignals(save=False) as stop:
-            stop.before_end = lambda number: os.write(1, signal.Signals(number).name.encode())
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
-    """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, timeout=600)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, b"SIGTERM")
+def terminated(_: Any) -> None:
+    with StopSignals(save=False) as stop:
+        stop.before_end = lambda number: os.write(1, signal.Signals(number).name.encode())  # type: ignore[assignment]
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+
+
+def test_sigterm_ends_the_process_without_the_flag_after_its_last_words(
+    rank_parent: RankParent, tmp_path: Path
+) -> None:
+    pids = rank_parent.fork([Child("tests.training.test_signals:terminated", None, str(tmp_path / "log"))])
+    assert rank_parent.statuses(pids, 300.0) == [-signal.SIGTERM]
+    assert (tmp_path / "log").read_text() == "SIGTERM"
 
 
 def test_ctrl_c_raises_in_the_main_thread():
     with pytest.raises(KeyboardInterrupt):
         with StopSignals(save=False) as stop:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
+            time.sleep(60)
     assert stop.interrupted
 
 
@@ -65,7 +54,7 @@ def test_a_second_ctrl_c_does_not_disturb_the_way_out():
     with StopSignals(save=False):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
+            time.sleep(60)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.1)
 
@@ -79,26 +68,23 @@ def wait_until_asleep(pid: int) -> None:
         quiet, used = (quiet + 1, used) if times.user + times.system == used else (0, times.user + times.system)
 
 
-def test_ctrl_c_ends_a_process_whose_main_thread_is_stuck_in_c():
-    # Locking a mutex twice stands for a collective that waits: C code that no signal brings back to Python.
-    code = textwrap.dedent("""
-        import ctypes, os
-        from megatron_moe.training.signals import StopSignals
-        libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
-        with StopSignals(save=False, grace_seconds=0.3) as stop:
-            stop.before_end = lambda number: os.write(1, b"stopped by %d" % number)
-            libc.pthread_mutex_init(mutex, None)
-            libc.pthread_mutex_lock(mutex)
-            print("ready", flush=True)
-            libc.pthread_mutex_lock(mutex)
-    """)
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
-    try:
-        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-        wait_until_asleep(child.pid)
-        child.send_signal(signal.SIGINT)
-        assert child.wait(timeout=120) == INTERRUPTED
-        assert child.stdout.read() == b"stopped by %d" % signal.SIGINT
-    finally:
-        child.kill()
-        child.wait()
+def stuck_in_c(_: Any) -> None:
+    """Locking a mutex twice stands for a collective that waits: C code that no signal brings back to Python."""
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+    with StopSignals(save=False, grace_seconds=0.3) as stop:
+        stop.before_end = lambda number: os.write(1, b"stopped by %d" % number)  # type: ignore[assignment]
+        libc.pthread_mutex_init(mutex, None)
+        libc.pthread_mutex_lock(mutex)
+        os.write(1, b"ready ")
+        libc.pthread_mutex_lock(mutex)
+
+
+def test_ctrl_c_ends_a_process_whose_main_thread_is_stuck_in_c(rank_parent: RankParent, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    pids = rank_parent.fork([Child("tests.training.test_signals:stuck_in_c", None, str(log))])
+    while not (log.exists() and "ready" in log.read_text()) and rank_parent.statuses(pids) == [None]:
+        time.sleep(0.05)
+    wait_until_asleep(pids[0])
+    os.kill(pids[0], signal.SIGINT)
+    assert rank_parent.statuses(pids, 300.0) == [INTERRUPTED]
+    assert log.read_text() == f"ready stopped by {signal.SIGINT:d}"

@@ -10,9 +10,12 @@ import pytest
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
+from tests.helpers.stepped_trainer import PP2, SMALL
 
 FLAGS = {
     **PRESETS["tiny"],
+    **SMALL,
+    "seq_length": 16,
     "mock_data": True,
     "tokenizer_type": "ByteTokenizer",
     "train_iters": 4,
@@ -33,9 +36,12 @@ def printed(flags: dict[str, Any]) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("layout", [{}, {"pipeline_model_parallel_size": 2}], ids=["DP2", "PP2"])
-def test_each_level_tells_its_parts(gloo: Any, layout: dict[str, Any]) -> None:
-    for level, told, untold in ((0, (), PARTS + PASSES), (1, PARTS, PASSES), (2, PARTS + PASSES, ())):
-        text = gloo.run(2, printed, flags={**layout, "timing_log_level": level})[0]
-        assert all(text.count(name) == 2 for name in told), text
-        assert not any(name in text for name in untold), text
+@pytest.mark.parametrize(
+    ("level", "layout", "told", "untold"),
+    [(0, {}, (), PARTS + PASSES), (1, {}, PARTS, PASSES), (2, PP2, PARTS + PASSES, ())],
+    ids=["0", "1", "2, PP2"],
+)
+def test_each_level_tells_its_parts(gloo: Any, level: int, layout: dict[str, Any], told: Any, untold: Any) -> None:
+    text = gloo.run(2, printed, flags={**layout, "timing_log_level": level})[0]
+    assert all(text.count(name) == 2 for name in told), text
+    assert not any(name in text for name in untold), text

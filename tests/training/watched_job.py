@@ -1,5 +1,4 @@
-"""Small jobs under the watchdog: collectives in a loop, and a fault in one rank of each. Run by test_watchdog.py, as a
-process of its own that forks all ranks of all jobs, so that torch is loaded once."""
+"""Small jobs under the watchdog: collectives in a loop, and a fault in one rank of each. For test_watchdog.py."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import ctypes
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -25,8 +23,8 @@ from megatron_moe.training.watchdog import Watchdog
 FAULTY_STEP = 3
 
 
-def sum_of_gradients(size: int = 8) -> None:
-    dist.all_reduce(torch.ones(size))
+def sum_of_gradients() -> None:
+    dist.all_reduce(torch.ones(8))
 
 
 def count_of_tokens() -> None:
@@ -72,7 +70,7 @@ def step(fault: str | None) -> None:
         raise ValueError("layer 3 is upside down")
     if fault == "exit":
         os._exit(7)
-    if fault in ("KILL", "SEGV", "STOP"):
+    if fault in ("KILL", "STOP"):
         os.kill(os.getpid(), getattr(signal, f"SIG{fault}"))
     if fault == "sleep":
         time.sleep(1000)
@@ -81,7 +79,7 @@ def step(fault: str | None) -> None:
     if fault == "wrong order":
         count_of_tokens()
     if fault != "skipped":
-        sum_of_gradients(9 if fault == "wrong shape" else 8)
+        sum_of_gradients()
     if fault != "wrong order":
         count_of_tokens()
     dist.barrier()
@@ -123,10 +121,9 @@ def rank_of_job(rank: int, job: dict[str, Any]) -> None:
     patience = timedelta(seconds=timeout + 60 * job["device"])
     dist.init_process_group("gloo", store=group, rank=rank, world_size=world, timeout=patience)
     on_device: dict[str, Any] = {"on_device": True, "recorded": recorded} if job["device"] else {}
-    watched = store if job["watched"] else None
-    with Watchdog(watched, rank, world, timeout, Path(job["folder"]), settle=5.0, **on_device) as watchdog:
+    with Watchdog(store, rank, world, timeout, Path(job["folder"]), settle=5.0, **on_device) as watchdog:
         for number in range(1, FAULTY_STEP + 2):
-            watchdog.at(f"iteration {number}", limited=job["watched"])
+            watchdog.at(f"iteration {number}", limited=True)
             if fault == "shared" and number == FAULTY_STEP:
                 raise RunFault("all ranks found the same")
             (step_on_device if job["device"] else step)(
@@ -150,24 +147,19 @@ def forked(rank: int, job: dict[str, Any]) -> int:
     os._exit(0)
 
 
-def main() -> None:
-    """Jobs as JSON on standard input; their ranks' exit statuses and seconds as JSON on standard output."""
-    jobs = json.load(sys.stdin)
-    begin = time.monotonic()
+def run_jobs(work: dict[str, Any]) -> None:
+    """Fork all ranks of work["jobs"] and wait for them; writes the ranks' exit statuses to work["statuses"] as JSON."""
+    jobs = work["jobs"]
+    deadline = time.monotonic() + work["patience"]
     ranks = {forked(rank, job): (number, rank) for number, job in enumerate(jobs) for rank in range(job["world"])}
-    ended: list[dict[str, Any]] = [{"statuses": [None] * job["world"], "seconds": 0.0} for job in jobs]
-    while any(time.monotonic() - begin < jobs[number]["patience"] for number, _ in ranks.values()):
+    ended: list[list[int | None]] = [[None] * job["world"] for job in jobs]
+    while ranks and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
+        if pid:
+            number, rank = ranks.pop(pid)
+            ended[number][rank] = os.waitstatus_to_exitcode(status)
+        else:
             time.sleep(0.05)
-            continue
-        number, rank = ranks.pop(pid)
-        ended[number]["statuses"][rank] = os.waitstatus_to_exitcode(status)
-        ended[number]["seconds"] = time.monotonic() - begin
     for pid in ranks:
         os.kill(pid, signal.SIGKILL)
-    json.dump(ended, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    Path(work["statuses"]).write_text(json.dumps(ended))
