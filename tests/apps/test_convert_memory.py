@@ -38,8 +38,8 @@ def grown(parent: RankParent, folder: Path, origin: str, target: str, load: str,
 
 
 def test_a_conversion_holds_at_most_two_layers_of_a_model_of_eight(rank_parent: RankParent, tmp_path: Path) -> None:
-    run = replace(model(8), hidden_size=1024, ffn_hidden_size=2048, vocab_size=8000)
-    run = replace(run, moe_ffn_hidden_size=176, num_experts=16, moe_router_topk=4)
+    run = replace(model(8), hidden_size=1024, ffn_hidden_size=2048, vocab_size=4000)
+    run = replace(run, moe_ffn_hidden_size=176, num_experts=12, moe_router_topk=4)
     size = make(run, tmp_path / "hf")
     there = grown(rank_parent, tmp_path, "hf", "native", "hf", "native")
     back = grown(rank_parent, tmp_path, "native", "hf", "native", "back")

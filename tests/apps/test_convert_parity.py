@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +15,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from megatron_moe.apps.convert import parity
 from megatron_moe.apps.convert.parity import compare, compare_with
 from megatron_moe.apps.convert.reference_model import load_reference, run_model
 from megatron_moe.apps.convert.ties import TIE, choice_margin
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.hf import source
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.mapping import Mapping, Piece
 from megatron_moe.hf.opened import one_process, opened
 from megatron_moe.hf.source import locate
+from megatron_moe.hf.tensors import TensorReader
+from megatron_moe.hf.transforms import QueryKeyValue
+from megatron_moe.model import mla
 from megatron_moe.moe.routing import choose_experts
 from tests.helpers import tiny_models
 from tests.helpers.conversions import convert
@@ -136,6 +145,121 @@ def test_a_nan_or_another_gradient_is_no_agreement(tmp_path: Path) -> None:
     ):
         result = case.compared(grad_norms=change)
         assert [line[: len(failure)] for line in result.failures] == [failure]
+
+
+# ---- errors planted in the import, one of each kind
+
+Break = Callable[[pytest.MonkeyPatch], None]
+EXPERTS, WEIGHTS = "tokens go to other experts", "weights of the same experts differ"
+EITHER = f"{EXPERTS}|logits differ by"
+
+
+def replaced(owner: Any, name: str, value: Any) -> Break:
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+def table(edit: Callable[[Piece], Piece | None]) -> Break:
+    """Pieces of the table edited, or left out where None is returned."""
+    original = source.mapping
+
+    def broken(*arguments: Any) -> Mapping:
+        found = original(*arguments)
+        edited = [edit(piece) for piece in found.pieces]
+        return replace(found, pieces=tuple(piece for piece in edited if piece is not None))
+
+    return replaced(source, "mapping", broken)
+
+
+def settings(**changes: Any) -> Break:
+    """config.json translated otherwise."""
+    original = source.settings_of
+
+    def broken(*arguments: Any) -> Any:
+        told = original(*arguments)
+        return replace(told, flat={**told.flat, **changes})
+
+    return replaced(source, "settings_of", broken)
+
+
+def numbers(pattern: str, change: Callable[[Tensor], Tensor]) -> Break:
+    """Tensors of the folder changed while they are read."""
+    original = TensorReader.read
+
+    def broken(self: TensorReader, name: str, *rest: Any) -> Tensor:
+        tensor = original(self, name, *rest)
+        return change(tensor.clone()) if re.search(pattern, name) else tensor
+
+    return replaced(TensorReader, "read", broken)
+
+
+def element(at: int, value: float) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        tensor.view(-1)[at] = value
+        return tensor
+
+    return change
+
+
+def up_first(piece: Piece) -> Piece:
+    return replace(piece, hf=piece.hf[::-1]) if piece.key.endswith("experts.weight1") else piece
+
+
+def without_last_norm(piece: Piece) -> Piece | None:
+    return None if piece.hf == ("model.norm.weight",) else piece
+
+
+PACKED_IN_TURN = replaced(QueryKeyValue, "to_native", lambda self, tensors: torch.cat(list(tensors)))
+PLANTED: dict[str, tuple[str, Break, str]] = {
+    "gate and up of experts swapped": ("deepseek-v3", table(up_first), EITHER),
+    "q, k and v in turn": ("mixtral", PACKED_IN_TURN, EITHER),
+    "the router's bias rounded": ("moonlight", numbers("correction_bias", lambda t: t.bfloat16().float()), EXPERTS),
+    "one element": ("deepseek-v2", numbers(r"layers\.0\..*o_proj", element(100, 0.5)), EITHER),
+    # too small to be seen in the logits of random tokens: told by the constants themselves
+    "hardly another epsilon": ("mixtral", settings(norm_epsilon=1.0001e-5), "epsilon of"),
+    "another latent epsilon": ("moonlight", replaced(mla, "LATENT_NORM_EPSILON", 1e-2), "epsilon of"),
+    "hardly another rotary base": ("glm4-moe", settings(rotary_base=1000500.0), "rotary frequencies differ"),
+    "another mscale": ("deepseek-v2-grouped", settings(mscale=1.0), "rotary amplitude is"),
+    "half of the rotary factor": ("glm4-moe", settings(rotary_percent=0.25), "rotary frequencies: 3 pairs here, 6"),
+    "groups by the sum of two": ("deepseek-v2-grouped", settings(moe_router_group_score="top2"), EXPERTS),
+    "groups by their best": ("deepseek-v3", settings(moe_router_group_score="max"), EXPERTS),
+    "an expert too few": ("glm4-moe", settings(moe_router_topk=2), "2 experts per token here, 3 there"),
+    "no scaling factor": ("moonlight", settings(moe_router_topk_scaling_factor=None), WEIGHTS),
+    "weights normalised": ("qwen2-moe", settings(moe_router_norm_topk_prob=True), WEIGHTS),
+    "softmax for sigmoid": ("moonlight", settings(moe_router_score_function="softmax"), EXPERTS),
+    # told before anything is computed
+    "a norm left out": ("qwen2-moe", table(without_last_norm), "unexpected: model.norm.weight"),
+    "no dense layer": ("deepseek-v2", settings(moe_layer_freq=1), "missing: "),
+    "a NaN": ("mixtral", numbers(r"experts\.3\.w3", element(5, torch.nan)), "experts.3.w3.* contains NaN"),
+    "one table": ("mixtral", settings(untie_embeddings_and_output_weights=False), "lm_head.weight differs from"),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(folder: Path) -> Callable[[str], Case]:
+    """A case of `tiny_models`, which agrees with transformers."""
+
+    @cache
+    def made(name: str) -> Case:
+        case = Case(folder / name, name)
+        result = case.compared()
+        assert result.passed and result.logit_difference < 1e-4, result.failures
+        assert all(one.equal == one.tokens for one in result.choices.values()) and len(result.choices) >= 2
+        return case
+
+    return made
+
+
+@pytest.mark.parametrize(("case", "breaks", "reason"), PLANTED.values(), ids=PLANTED)
+def test_another_model_is_noticed(
+    case: str, breaks: Break, reason: str, sound: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = sound(case)
+    breaks(monkeypatch)
+    try:
+        told = right.compared().failures
+    except ConfigError as error:
+        told = (str(error),)
+    assert re.search(reason, "\n".join(told), re.DOTALL), told
 
 
 # ---- whole comparisons

@@ -165,20 +165,11 @@ def test_what_goes_wrong_on_one_rank_is_told_by_all(gloo, folders, mistake, on, 
     assert messages[0] == messages[1] and all(text in messages[0] for text in says)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "says"),
-    [
-        ({GATE: None}, ["missing: model.layers.1.mlp.gate.weight"]),
-        ({"model__layers__1__mlp__gate__extra": torch.ones(2)}, ["unexpected: ", "mlp.gate.extra"]),
-        ({GATE: torch.ones(15, 64)}, ["mlp.gate.weight: shape [15, 64]", "says [16, 64]"]),
-    ],
-    ids=["missing", "unknown", "shape"],
-)
-def test_a_folder_that_does_not_hold_the_model_is_refused_before_anything_is_built(folders, tmp_path, tensors, says):
-    folder = changed(folders["fp32"], tmp_path / "m", **tensors)
+def test_a_folder_that_does_not_hold_the_model_is_refused_before_anything_is_built(folders, tmp_path):
+    folder = changed(folders["fp32"], tmp_path / "m", **{GATE: None})
     with pytest.raises(ConfigError) as caught:
         plan_import(build(cases.flags_of(folder, {})))
-    for text in (f"--load-hf {folder}", *says):
+    for text in (f"--load-hf {folder}", "missing: model.layers.1.mlp.gate.weight"):
         assert text in str(caught.value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import Run, replace
+from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.hf.opened import fill, opened
 from megatron_moe.hf.opened import one_process as one_process_of
 from megatron_moe.hf.source import Block, locate
@@ -79,35 +80,21 @@ def test_a_launched_job_and_a_process_with_groups_are_refused(
 
 
 def test_a_run_becomes_one_process_that_evaluates(folder: Path) -> None:
-    run = replace(
-        locate(folder).run,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=2,
-        expert_model_parallel_size=4,
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
-        recompute_granularity="full",
-        bf16=True,
-        keep_fp32=("router",),
-        moe_expert_capacity_factor=1.0,
-        cross_entropy_loss_fusion=True,
-        transformer_impl="transformer_engine",
-        moe_router_load_balancing_type=("sinkhorn",),
-        moe_router_dtype="fp64",
-        seq_length=17,
-        max_position_embeddings=99,
-    )
-    alone = one_process_of(run)
-    assert alone.derived.model_ranks == alone.parallel.expert_model_parallel_size == 1
-    assert (alone.model.hidden_dropout, alone.model.attention_dropout) == (0.0, 0.0)
-    assert alone.training.recompute_granularity is None
-    assert alone.derived.params_dtype_name == "float32"
-    assert alone.moe.moe_expert_capacity_factor is None
-    assert alone.moe.moe_router_dtype == "fp64"
-    assert alone.model.transformer_impl == "local"
-    assert not alone.model.cross_entropy_loss_fusion
-    assert alone.derived.max_position_embeddings == 99
-    assert alone.model.num_layers == run.model.num_layers
+    changed: dict[str, Any] = {
+        "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 4,
+        "hidden_dropout": 0.1, "attention_dropout": 0.1, "recompute_granularity": "full", "bf16": True,
+        "keep_fp32": ("router",), "moe_expert_capacity_factor": 1.0, "cross_entropy_loss_fusion": True,
+        "transformer_impl": "transformer_engine", "moe_router_load_balancing_type": ("sinkhorn",), "seq_length": 17,
+    }  # fmt: skip
+    kept = {"moe_router_dtype": "fp64", "max_position_embeddings": 99, "num_layers": 4}
+    alone = one_process_of(replace(locate(folder).run, **changed, **kept))
+    assert alone.derived.model_ranks == 1 and alone.derived.params_dtype_name == "float32"
+    flat = flatten(alone)
+    assert {name: flat[name] for name in kept} == kept
+    defaults = ["expert_model_parallel_size", "recompute_granularity", "moe_expert_capacity_factor", "transformer_impl"]
+    for name in (*defaults, "cross_entropy_loss_fusion"):
+        assert flat[name] == flatten(Run())[name], name
+    assert (flat["hidden_dropout"], flat["attention_dropout"]) == (0.0, 0.0)
 
 
 def test_widths_that_the_grouped_product_does_not_take_are_computed_one_by_one(folder: Path) -> None:

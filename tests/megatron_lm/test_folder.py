@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,33 +14,19 @@ from torch import Tensor
 
 from megatron_moe.apps import trace
 from megatron_moe.apps.convert.cli import main
-from tests.helpers import megatron_checkpoints as megatron
+from tests.helpers.conversions import convert, unequal, words
+from tests.helpers.rows import rows
 from tests.helpers.trained_steps import tensors
+from tests.megatron_lm import engine_checkpoints as megatron
 
 pytestmark = pytest.mark.engine
-
-
-def convert(origin: str, target: str, load: Path, save: Path, *flags: str) -> dict[str, Any]:
-    """Run the tool; its certificate."""
-    words = ["--from", origin, "--to", target, "--load", str(load), "--save", str(save), *flags]
-    assert main(words) == 0
-    content: dict[str, Any] = json.loads((save / "conversion_certificate.json").read_text())
-    return content
-
-
-def refusal(capsys: pytest.CaptureFixture[str], load: Path, save: Path, *flags: str) -> str:
-    """The message of a conversion that is refused; nothing is left of it."""
-    capsys.readouterr()
-    assert main(["--from", "megatron", "--to", "native", "--load", str(load), "--save", str(save), *flags]) == 2
-    assert not save.exists() and not list(save.parent.glob(".*.converting"))
-    return capsys.readouterr().err
 
 
 def logits_of(step: Path, folder: Path) -> Tensor:
     """What our model computes from a native step, in fp32, for the engine's tokens."""
     save_file({"input_ids": megatron.TOKENS}, folder / "tokens.safetensors")
-    words = ["--load", str(step), "--tokens", str(folder / "tokens.safetensors"), "--output", str(folder / "out")]
-    assert trace.main(words) == 0
+    files = ["--tokens", str(folder / "tokens.safetensors"), "--output", str(folder / "out")]
+    assert trace.main(["--load", str(step), *files]) == 0
     return load_file(folder / "out")["logits"]
 
 
@@ -67,20 +54,27 @@ def test_every_element_is_moved_to_the_bit_and_listed(saved: dict[str, Any]) -> 
         else:
             mine = ours[key]
         assert torch.equal(mine, value) and mine.dtype == value.dtype, key
-    rows = saved["certificate"]["tensors"]
-    moved = sum(torch.Size(entry["shape"]).numel() for row in rows for entry in row["megatron"])
+    table = saved["certificate"]["tensors"]
+    moved = sum(torch.Size(entry["shape"]).numel() for row in table for entry in row["megatron"])
     assert moved == sum(value.numel() for value in ours.values())
     dropped = {name for name in saved["certificate"]["dropped"] if "_extra_state" not in name}
     assert {name.split("/")[0] for name in dropped} - {"common_state"} == {"rng_state", "opt_param_scheduler"}
 
 
-def test_a_run_goes_on_with_the_optimizer_of_the_engine(saved: dict[str, Any], gloo: Any) -> None:
+def test_a_run_goes_on_with_the_optimizer_of_the_engine(saved: dict[str, Any], gloo: Any, tmp_path: Path) -> None:
     ours = tensors(saved["step"])
     for key, value in saved["exp_avg"].items():
         if "local_experts" not in key:
             assert torch.equal(ours[f"optimizer.state.exp_avg.{key}"], value), key
-    (found,) = gloo.run(1, megatron.continued, name=saved["name"], folder=str(saved["step"].parent))
-    assert found == pytest.approx(saved["steps"][megatron.STEPS], rel=1e-4)
+    gloo.run(1, megatron.continued, name=saved["name"], folder=str(saved["step"].parent), save=str(tmp_path))
+    step = tmp_path / f"iter_{megatron.STEPS + 1:07d}"
+    state = json.loads((step / "state.json").read_text())
+    record = state["records"][-1]
+    assert (record["iteration"], state["consumed_samples"]) == (megatron.STEPS + 1, (megatron.STEPS + 1) * 4)
+    assert float.fromhex(record["learning_rate_hex"]) == saved["steps"][megatron.STEPS][2]
+    # The moments that were loaded are what this step's began from.
+    after, key = tensors(step), "optimizer.state.exp_avg_sq.decoder.final_layernorm.weight"
+    assert bool((after[key] >= 0.998 * ours[key]).all())
 
 
 def test_the_engine_loads_what_is_exported(saved: dict[str, Any], gloo: Any) -> None:
@@ -95,7 +89,11 @@ def test_the_engine_loads_what_is_exported(saved: dict[str, Any], gloo: Any) -> 
     assert unequal(tensors(again / "iter_0000000"), weights(tensors(saved["step"]))) == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("saved", "ranks"),
+    rows(itertools.product(megatron.LISTS, (1, 2)), test=[("deepseek", 2)]),
+    indirect=["saved"],
+)
 def test_the_engine_goes_on_with_an_exported_optimizer(saved: dict[str, Any], gloo: Any, ranks: int) -> None:
     back = saved["folder"] / f"for {ranks}"
     flags = ["--transformer-impl", "local", "--expert-model-parallel-size", str(ranks)]
@@ -114,13 +112,6 @@ def test_the_engine_goes_on_with_an_exported_optimizer(saved: dict[str, Any], gl
 
 def weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if not key.startswith("optimizer.")}
-
-
-def unequal(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
-    return sorted(
-        key for key in first.keys() | second.keys() if key not in first or key not in second
-        or first[key].dtype != second[key].dtype or not torch.equal(first[key], second[key])
-    )  # fmt: skip
 
 
 # ---- the format `torch`, as several ranks write it
@@ -148,7 +139,19 @@ def fused_names(state: dict[str, Tensor], latent: bool) -> dict[str, str]:
     return names
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("saved", "layout"),
+    rows(
+        itertools.product(megatron.LISTS, LAYOUTS),
+        test=[
+            ("mixtral", "one rank, experts by name"),
+            ("mixtral", "TP2, one matrix"),
+            ("deepseek", "PP2, EP2, Transformer Engine"),
+            ("deepseek", "TP2, PP2, EP4"),
+        ],
+    ),
+    indirect=["saved"],
+)
 def test_files_of_all_ranks_are_joined_to_the_bit(saved: dict[str, Any], layout: str, tmp_path: Path) -> None:
     options = dict(LAYOUTS[layout])
     if options.pop("fused", False):
@@ -167,5 +170,7 @@ def test_a_rank_that_disagrees_with_another_is_refused(
     content = torch.load(file, weights_only=False)
     content["model"]["decoder.layers.1.mlp.router.weight"][0, 0] += 1
     torch.save(content, file)
-    message = refusal(capsys, theirs, tmp_path / "ours")
+    assert main(words("megatron", "native", theirs, tmp_path / "ours")) == 2
+    message = capsys.readouterr().err
+    assert not (tmp_path / "ours").exists() and not list(tmp_path.glob(".*.converting"))
     assert "mp_rank_01: decoder.layers.1.mlp.router.weight" in message and "differs" in message

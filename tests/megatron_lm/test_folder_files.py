@@ -20,9 +20,8 @@ from megatron_moe.apps.convert.cli import main
 from megatron_moe.checkpoint.folder import find_step
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.megatron_lm import names
+from tests.helpers.conversions import unequal, words
 from tests.helpers.trained_steps import tensors
-
-pytestmark = pytest.mark.engine
 
 ARGS: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "kv_channels": 4,
@@ -70,7 +69,11 @@ def save(root: Path, state: dict[str, Any], args: dict[str, Any] | None = None, 
 
 
 def convert(load: Path, save_to: Path, *flags: str) -> int:
-    return main(["--from", "megatron", "--to", "native", "--load", str(load), "--save", str(save_to), *flags])
+    return main(words("megatron", "native", load, save_to, *flags))
+
+
+def exported(ours: Path, target: Path, *flags: str) -> int:
+    return main(words("native", "megatron", ours, target, *flags))
 
 
 @pytest.fixture
@@ -98,11 +101,9 @@ def test_keys_of_transformer_engines_layers_are_ours_and_back(theirs: Path) -> N
     assert torch.equal(norm, values["decoder.layers.0.mlp.linear_fc1.layer_norm_weight"])
     assert torch.equal(expert.flatten(1, 2), values["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"])
     back = theirs.parent / "back"
-    words = ["--from", "native", "--to", "megatron", "--load", str(target), "--save", str(back)]
-    assert main(words) == 0
+    assert exported(target, back) == 0
     found = tensors(back / "release")
-    assert {key: tuple(value.shape) for key, value in found.items()} == KEYS
-    assert all(torch.equal(found[key], value) for key, value in values.items())
+    assert unequal(found, values) == []
 
 
 # ---- the optimizer, there and back
@@ -111,28 +112,34 @@ def test_keys_of_transformer_engines_layers_are_ours_and_back(theirs: Path) -> N
 SETTINGS = {"lr": 3e-4, "min_lr": 3e-5, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-7}
 
 
-def with_optimizer(root: Path, settings: dict[str, Any] = SETTINGS) -> Path:
+def with_optimizer(root: Path, settings: dict[str, Any] = SETTINGS, main_weights: str = "fp32_param") -> Path:
     """A bf16 step with main weights, moments and five updates, in the form of an optimizer that is not distributed."""
     state: dict[str, Any] = values_of(KEYS)
-    for number, kind in enumerate(("fp32_param", "exp_avg", "exp_avg_sq")):
+    for number, kind in enumerate((main_weights, "exp_avg", "exp_avg_sq")):
         state |= {f"optimizer.state.{kind}.{key}": torch.randn(shape) + number for key, shape in KEYS.items()}
     return save(root, state, settings, optimizer={"optimizer": {"param_groups": [{"step": 5}]}})
 
 
-def exported(ours: Path, target: Path, *flags: str) -> int:
-    return main(["--from", "native", "--to", "megatron", "--load", str(ours), "--save", str(target), *flags])
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_optimizer_of_bf16_goes_both_ways_to_the_bit(tmp_path: Path, ranks: int) -> None:
-    theirs, ours, back = with_optimizer(tmp_path / "theirs"), tmp_path / "ours", tmp_path / "back"
+@pytest.mark.parametrize(("main_weights", "ranks"), [("fp32_param", 1), ("param", 2)])
+def test_an_optimizer_of_bf16_goes_both_ways_to_the_bit(tmp_path: Path, main_weights: str, ranks: int) -> None:
+    """Main weights named as the engine's optimizer for half precision does, and as its distributed one."""
+    theirs = with_optimizer(tmp_path / "theirs", main_weights=main_weights)
+    ours, back = tmp_path / "ours", tmp_path / "back"
     assert convert(theirs, ours) == 0
+    there, step = tensors(theirs / "iter_0000003"), ours / "iter_0000003"
+    for kind, named in (("param", main_weights), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+        mine = tensors(step)[f"optimizer.state.{kind}.decoder.layers.1.mlp.experts.weight2"]
+        key = "decoder.layers.1.mlp.experts.experts.linear_fc2.weight"
+        assert torch.equal(mine, there[f"optimizer.state.{named}.{key}"])
+    common = torch.load(step / "common.pt", weights_only=True)
+    groups = [group for part in common["optimizer"].values() for group in part["optimizer"]["param_groups"]]
+    assert [group["step"] for group in groups] == [5] * 3
+    about = json.loads((step / "state.json").read_text())
+    assert (about["iteration"], about["consumed_samples"], about["scheduler"]["num_steps"]) == (3, 12, 3)
+
     assert exported(ours, back, "--expert-model-parallel-size", str(ranks)) == 0
-    there = tensors(theirs / "iter_0000003")
     wanted = {key.replace("fp32_param", "param"): value for key, value in there.items()}
-    found = tensors(back / "iter_0000003")
-    assert found.keys() == wanted.keys()
-    assert all(found[key].dtype == value.dtype and torch.equal(found[key], value) for key, value in wanted.items())
+    assert unequal(tensors(back / "iter_0000003"), wanted) == []
     assert (back / "latest_checkpointed_iteration.txt").read_text() == "3"
     common = torch.load(back / "iter_0000003" / "common.pt", weights_only=False)
     assert (common["iteration"], common["args"].consumed_train_samples, common["args"].no_save_optim) == (3, 12, False)
@@ -197,7 +204,7 @@ def test_experts_gates_and_layers_with_names_of_their_own_are_put_together(their
     other = save(theirs.parent / "split", dict(sorted(split.items(), reverse=True)))
     assert convert(theirs, target) == 0 and convert(other, theirs.parent / "again") == 0
     first, second = (tensors(root / "iter_0000000") for root in (target, theirs.parent / "again"))
-    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    assert unequal(first, second) == []
 
 
 # ---- settings
@@ -229,9 +236,9 @@ OTHER_MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_a_model_that_is_not_here_is_refused_by_its_flag(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args, words = OTHER_MODELS[case]
+    args, parts = OTHER_MODELS[case]
     message = refused(save(tmp_path / "theirs", values_of(KEYS), args), capsys)
-    assert all(word in message for word in words), message
+    assert all(part in message for part in parts), message
 
 
 # ---- the optimizer
@@ -250,31 +257,6 @@ def test_an_optimizer_that_is_not_converted_has_to_be_left_out_by_a_flag(
     assert convert(theirs, tmp_path / "ours", "--no-optim") == 0
     certificate = json.loads((tmp_path / "ours/conversion_certificate.json").read_text())
     assert set(buckets) <= certificate["dropped"].keys()
-
-
-@pytest.mark.parametrize("form", ["fp32_param", "param"])
-def test_main_weights_and_moments_are_moved_to_the_bit(form: str, tmp_path: Path) -> None:
-    """As the engine's optimizer for half precision names them, and as its distributed one does."""
-    kinds = {form: "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-    state = {
-        f"optimizer.state.{there}.{key}": values_of(KEYS)[key].float() * (number + 2)
-        for number, there in enumerate(kinds)
-        for key in KEYS
-    }
-    groups = {"param_groups": [{"step": 5, "lr": 1e-3, "params": [0]}, {"step": 5, "lr": 1e-3, "params": [1]}]}
-    theirs = save(tmp_path / "theirs", values_of(KEYS) | state, optimizer={"optimizer": groups})
-    assert convert(theirs, tmp_path / "ours") == 0
-    step = tensors(tmp_path / "ours/iter_0000003")
-    for there, here in kinds.items():
-        key = "mlp.experts.experts.linear_fc2.weight"
-        mine = step[f"optimizer.state.{here}.decoder.layers.1.mlp.experts.weight2"]
-        assert torch.equal(mine, state[f"optimizer.state.{there}.decoder.layers.1.{key}"])
-    common = torch.load(tmp_path / "ours/iter_0000003/common.pt", weights_only=True)
-    assert [group["step"] for part in common["optimizer"].values() for group in part["optimizer"]["param_groups"]] == [
-        5
-    ] * 3
-    about = json.loads((tmp_path / "ours/iter_0000003/state.json").read_text())
-    assert (about["iteration"], about["consumed_samples"], about["scheduler"]["num_steps"]) == (3, 12, 3)
 
 
 # ---- harm and damage

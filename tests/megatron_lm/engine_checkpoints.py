@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
+import itertools
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,93 +75,88 @@ def written(name: str, folder: str) -> dict[str, Any]:
     The state of the model, which is all of one rank's, is what `legacy` cuts.
     """
     engine = engine_of(name)
-    found: dict[str, Any] = {"steps": [engine.step(batch(step)) for step in range(STEPS)]}
-    model, found["args"] = engine.model.module, engine.args
-    found["logits"] = logits_of(model)
-    found["state"] = {key: value.clone() for key, value in model.state_dict().items() if isinstance(value, Tensor)}
-    optimizer = engine.optimizer.chained_optimizers[0] if hasattr(engine.optimizer, "chained_optimizers") else None
-    states = (optimizer or engine.optimizer).optimizer.state
-    found["exp_avg"] = {
-        key: states[weight]["exp_avg"].clone() for key, weight in model.named_parameters() if weight in states
+    steps = [engine.step(batch(step)) for step in range(STEPS)]
+    model = engine.model.module
+    chained = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    states = chained[0].optimizer.state
+    found = {
+        "args": engine.args,
+        "logits": logits_of(model),
+        "state": {key: value.clone() for key, value in model.state_dict().items() if isinstance(value, Tensor)},
+        "exp_avg": {
+            key: states[weight]["exp_avg"].clone() for key, weight in model.named_parameters() if weight in states
+        },
     }
-    _save(engine, Path(folder), STEPS)
-    found["steps"] += [engine.step(batch(step)) for step in (STEPS, STEPS + 1)]
-    return found
+    _save(engine, Path(folder))
+    return {**found, "steps": steps + [engine.step(batch(step)) for step in (STEPS, STEPS + 1)]}
 
 
-def _save(engine: Any, root: Path, iteration: int) -> None:
+def _save(engine: Any, root: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.transformer.enums import AttnBackend
 
-    step = root / f"iter_{iteration:07d}"
+    step = root / f"iter_{STEPS:07d}"
     step.mkdir(parents=True)
+    # What Megatron-LM adds to the arguments before it saves, an enumeration among it.
+    layout = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    added = {"consumed_train_samples": STEPS * BATCH, "attention_backend": AttnBackend.auto, "window_size": None}
+    args = {**vars(engine.args), **added, **dict.fromkeys(layout, 1), "apply_layernorm_1p": False}
     state = {
-        "args": arguments(engine.args, iteration),
+        "args": argparse.Namespace(**args),
         "checkpoint_version": 3.0,
-        "iteration": iteration,
+        "iteration": STEPS,
         "model": engine.model.module.sharded_state_dict(),
         "rng_state": ShardedObject("rng_state", [{"torch": torch.get_rng_state()}], (1, 1), (0, 0)),
         "opt_param_scheduler": engine.scheduler.state_dict(),
     }
     state["optimizer"] = engine.optimizer.sharded_state_dict(state["model"])
     dist_checkpointing.save(state, str(step))
-    (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    (root / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
 
 
-def arguments(args: argparse.Namespace, iteration: int) -> argparse.Namespace:
-    """Return the arguments with what Megatron-LM adds to them before it saves, an enumeration among it."""
-    from megatron.core.transformer.enums import AttnBackend
-
-    added = {"consumed_train_samples": iteration * BATCH, "attention_backend": AttnBackend.auto, "window_size": None}
-    layout = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-    return argparse.Namespace(**{**vars(args), **added, **dict.fromkeys(layout, 1), "apply_layernorm_1p": False})
-
-
-def loaded(name: str, folder: str) -> Tensor:
-    """Load a step into another model of the engine, strictly, as Megatron-LM does; return what it computes."""
+def _load(engine: Any, folder: str, *, optimizer: bool) -> dict[str, Any]:
+    """Load a step into another model of the engine, strictly, as Megatron-LM does; return its plain values."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
     from megatron.core.safe_globals import register_safe_globals
 
     register_safe_globals()
-    model = engine_of(name).model.module
+    model = engine.model.module
     with torch.no_grad():
         for weight in model.parameters():
             weight.fill_(torch.nan)
-    common = dist_checkpointing.load_common_state_dict(folder)
+    common: dict[str, Any] = dist_checkpointing.load_common_state_dict(folder)
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+    state = {"model": model.sharded_state_dict(metadata=metadata)}
+    if optimizer:
+        state["optimizer"] = engine.optimizer.sharded_state_dict(state["model"], is_loading=True, metadata=metadata)
+    found = dist_checkpointing.load(state, folder, strict=StrictHandling.ASSUME_OK_UNEXPECTED)
+    model.load_state_dict(found["model"])
+    if optimizer:
+        engine.optimizer.load_state_dict(found["optimizer"])
+    return common
+
+
+def loaded(name: str, folder: str) -> Tensor:
+    """What the engine's model computes after a step was loaded into it."""
+    engine = engine_of(name)
+    common = _load(engine, folder, optimizer=False)
     assert common["args"].num_layers == 2 and common["checkpoint_version"] == 3.0
-    state = dist_checkpointing.load(
-        {"model": model.sharded_state_dict(metadata=metadata)}, folder, strict=StrictHandling.ASSUME_OK_UNEXPECTED
-    )
-    model.load_state_dict(state["model"])
-    return logits_of(model)
+    return logits_of(engine.model.module)
 
 
 def went_on(name: str, folder: str, expert_ranks: int) -> list[tuple[float, float, float]]:
-    """Load a step with its optimizer into the engine's distributed one, as Megatron-LM does, and train two steps.
+    """Load a step with its optimizer into the engine's distributed one, and train two steps.
 
     The second tells what the first one's update was. The global batch is spread over the ranks of the case, and so are
     the experts.
     """
     import torch.distributed as dist
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.validation import StrictHandling
-    from megatron.core.safe_globals import register_safe_globals
 
-    register_safe_globals()
     engine = engine_of(name, distributed=True, expert_ranks=expert_ranks)
-    with torch.no_grad():
-        for weight in engine.model.parameters():
-            weight.fill_(torch.nan)
-    common = dist_checkpointing.load_common_state_dict(folder)
-    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+    common = _load(engine, folder, optimizer=True)
     assert (common["iteration"], common["args"].consumed_train_samples) == (STEPS, STEPS * BATCH)
-    state = {"model": engine.model.module.sharded_state_dict(metadata=metadata)}
-    state["optimizer"] = engine.optimizer.sharded_state_dict(state["model"], is_loading=True, metadata=metadata)
-    found = dist_checkpointing.load(state, folder, strict=StrictHandling.ASSUME_OK_UNEXPECTED)
-    engine.model.module.load_state_dict(found["model"])
-    engine.optimizer.load_state_dict(found["optimizer"])
     schedule = engine.scheduler
     schedule.use_checkpoint_opt_param_scheduler, schedule.override_opt_param_scheduler = False, True
     schedule.load_state_dict(common["opt_param_scheduler"])
@@ -176,46 +170,14 @@ def went_on(name: str, folder: str, expert_ranks: int) -> list[tuple[float, floa
     return steps
 
 
-def continued(name: str, folder: str) -> tuple[float, float, float]:
-    """Load a native step with its optimizer into our model, and train the step that follows."""
-    from megatron_moe.checkpoint.load import load
-    from megatron_moe.checkpoint.plan import plan
-    from megatron_moe.checkpoint.state import Trained
+def continued(name: str, folder: str, save: str) -> None:
+    """Go on from a native step with its optimizer, by one step of ours."""
     from megatron_moe.config import cli
-    from megatron_moe.model.build import build_model
-    from megatron_moe.parallel import groups
-    from megatron_moe.training.optimizer import build_optimizer, build_scheduler
-    from megatron_moe.training.step import connect, train_step
+    from megatron_moe.training.run import pretrain
 
-    words = [*shlex.split(LISTS[name]), "--mock-data", "--load", folder]
-    run = cli.parse([*words, "--defaults", "megatron"])
-    pg_collection = groups.initialize(run)
-    model = build_model(run, pg_collection, VOCABULARY)
-    optimizer = build_optimizer(run, model, pg_collection)
-    scheduler = build_scheduler(run, optimizer)
-    connect(model, optimizer)
-    source = plan(run).source
-    assert source is not None
-    progress = load(run, source, Trained(model, optimizer, scheduler, pg_collection)).progress
-    assert (progress.iteration, progress.consumed_samples) == (STEPS, STEPS * BATCH)
-    micro_batches = [_micro_batch(rows) for rows in batch(STEPS).split(run.training.micro_batch_size)]
-    result = train_step(
-        model,
-        optimizer,
-        scheduler,
-        [iter(micro_batches)],
-        num_micro_batches=len(micro_batches),
-        micro_batch_size=run.training.micro_batch_size,
-        seq_length=SEQUENCE,
-        pg_collection=pg_collection,
-    )
-    return result.loss, result.grad_norm, result.learning_rate
-
-
-def _micro_batch(rows: Tensor) -> dict[str, Tensor]:
-    tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape), "position_ids": positions}
+    words = shlex.split(LISTS[name].replace("--train-iters 8", f"--train-iters {STEPS + 1}"))
+    words += ["--mock-data", "--defaults", "megatron", "--eval-iters", "0", "--load", folder, "--save", save]
+    pretrain(cli.parse(words))
 
 
 # ---- The format `torch`: the state of one rank, cut as several ranks would have it.
@@ -228,20 +190,16 @@ def legacy(
     """Write the files of all ranks of a layout; experts with a name each, or in one matrix (`grouped`, `weights`)."""
     layout = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
     args = argparse.Namespace(**{**vars(args), **layout})
-    shutil.rmtree(root, ignore_errors=True)
-    for t in range(tp):
-        for p in range(pp):
-            for e in range(ep):
-                parts = {}
-                for key, value in state.items():
-                    parts |= _of_rank(key, value, (t, tp), (p, pp), (e, ep), args.num_layers, args.num_experts)
-                parts = _packed(parts, experts)
-                parts = {(names or {}).get(key, key): value for key, value in parts.items()}
-                name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
-                folder = root / "iter_0000005" / name
-                os.makedirs(folder)
-                content = {"args": args, "checkpoint_version": 3.0, "iteration": 5, "model": parts}
-                torch.save(content, folder / "model_optim_rng.pt")
+    for t, p, e in itertools.product(range(tp), range(pp), range(ep)):
+        parts: dict[str, Tensor] = {}
+        for key, value in state.items():
+            parts |= _of_rank(key, value, (t, tp), (p, pp), (e, ep), args.num_layers, args.num_experts)
+        parts = {(names or {}).get(key, key): value for key, value in _packed(parts, experts).items()}
+        name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
+        folder = root / "iter_0000005" / name
+        folder.mkdir(parents=True)
+        content = {"args": args, "checkpoint_version": 3.0, "iteration": 5, "model": parts}
+        torch.save(content, folder / "model_optim_rng.pt")
     (root / "latest_checkpointed_iteration.txt").write_text("5")
     return root
 
