@@ -27,11 +27,6 @@ from tests.helpers.offloading import on_a_cpu
 def measured(flat: dict[str, Any], half_products: str, steps: int) -> dict[str, Any]:
     """Bytes by part, and the peak above them, until the update and during it: the least of so many steps after the
     first. Half-precision products are computed in that way, whatever this processor can do."""
-    with mock.patch.dict(os.environ, {switches.HALF_PRODUCTS: half_products}):
-        return _measured(flat, steps)
-
-
-def _measured(flat: dict[str, Any], steps: int) -> dict[str, Any]:
     run = build(flat)
     pg_collection = groups.initialize(run)
     seed_everything(run)
@@ -40,7 +35,8 @@ def _measured(flat: dict[str, Any], steps: int) -> dict[str, Any]:
         with live.labelled(HOST):
             return torch.empty(tuple(shape), dtype=dtype)
 
-    with on_a_cpu(host_memory), LiveBytes() as live:
+    products = mock.patch.dict(os.environ, {switches.HALF_PRODUCTS: half_products})
+    with products, on_a_cpu(host_memory), LiveBytes() as live:
         model = build_model(run, pg_collection, run.derived.padded_vocab_size(run.model.vocab_size))
         optimizer = build_optimizer(run, model, pg_collection)
         scheduler = build_scheduler(run, optimizer)

@@ -45,111 +45,61 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("core_a
 FREED = {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "moe_act", "layernorm")}
 GQA = {**PRESETS["tiny-gqa"], **{name: MLA[name] for name in ("vocab_size", "mock_data", "bf16", "eval_iters")}}
 STATE = {
-    "hidden_size": 256,
-    "moe_ffn_hidden_size": 128,
-    "seq_length": 32,
-    "micro_batch_size": 1,
-    "global_batch_size": 4,
-}
+    "hidden_size": 256, "moe_ffn_hidden_size": 128, "seq_length": 32, "micro_batch_size": 1, "global_batch_size": 8,
+}  # fmt: skip
 ZERO_PLUS_PLUS = {"use_torch_fsdp2": True, "zero_quantized_weights": True, "zero_quantized_gradients": "int8"}
+ZERO_1 = {"use_distributed_optimizer": True}
 PACKED = {"use_precision_aware_optimizer": True}
 OFFLOADED = offloading(*MODULES)
-PROPOSED = "what --fit proposes"
+ZERO_3 = {"use_torch_fsdp2": True}
+ZERO_2 = {"data_parallel_sharding_strategy": "optim_grads"}
+EP2 = {"expert_model_parallel_size": 2}
 LAYOUTS = {
-    "one rank, fp32": (1, {"bf16": False}),
-    "one rank, fused loss": (1, {"cross_entropy_loss_fusion": True}),
-    "one rank, everything recomputed": (1, FULL),
+    "one rank, fp32, averaged, everything recomputed": (1, {"bf16": False, "ema_decay": 0.9, **FULL}),
+    "one rank, multi-token prediction, fused loss": (1, {"mtp_num_layers": 1, "cross_entropy_loss_fusion": True}),
     "one rank, modules recomputed": (1, SELECTIVE),
-    "one rank, multi-token prediction": (1, {"mtp_num_layers": 1}),
-    "one rank, outputs recomputed": (1, FREED),
-    "one rank, grouped-query attention": (1, GQA),
-    "DP2, distributed optimizer": (2, {"use_distributed_optimizer": True}),
     "one rank, packed state": (1, {**PACKED, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "fp8"}),
-    "DP2, distributed optimizer, packed state": (
-        2,
-        {**PACKED, "use_distributed_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
-    ),
-    "one rank, fp32, averaged": (1, {"bf16": False, "ema_decay": 0.9}),
-    "DP2, distributed optimizer, packed state, averaged": (
-        2,
-        {**PACKED, "use_distributed_optimizer": True, "exp_avg_dtype": "bf16", "ema_decay": 0.9},
-    ),
-    "DP2, ZeRO 3, averaged": (2, {"use_torch_fsdp2": True, "ema_decay": 0.9}),
-    "DP2, ZeRO 2, packed state": (
-        2,
-        {**PACKED, "data_parallel_sharding_strategy": "optim_grads", "exp_avg_sq_dtype": "bf16"},
-    ),
+    "one rank, offloaded and recomputed": (1, {**FREED, **offloading("attn_norm", "mlp_norm", "moe_act")}),
+    "one rank, grouped-query attention, offloaded": (1, {**GQA, **OFFLOADED}),
+    "DP2, packed state, averaged": (2, {**PACKED, **ZERO_1, "exp_avg_dtype": "bf16", "ema_decay": 0.9}),
+    "DP2, ZeRO 2, packed state": (2, {**PACKED, **ZERO_2, "exp_avg_sq_dtype": "bf16"}),
+    "DP2, ZeRO 3, averaged": (2, {**ZERO_3, "ema_decay": 0.9}),
+    "DP2, ZeRO 3, one micro-batch": (2, {**ZERO_3, "global_batch_size": 4}),
     "DP2, gradients in bf16": (2, {"grad_reduce_in_bf16": True}),
     "TP2, sequence parallel": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "CP2": (2, {"context_parallel_size": 2}),
-    "EP2": (2, {"expert_model_parallel_size": 2}),
-    "EP2, all-gather": (2, {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}),
-    "EP2, FP8 experts": (2, {"expert_model_parallel_size": 2, "fp8_format": "e4m3"}),
-    "EP2, capacity": (2, {"expert_model_parallel_size": 2, "moe_expert_capacity_factor": 1.5}),
-    "DP4, ZeRO 2": (4, {"data_parallel_sharding_strategy": "optim_grads"}),
-    "DP2, ZeRO 3, one micro-batch": (2, {"use_torch_fsdp2": True, "global_batch_size": 4}),
-    "DP2 x EP2, ZeRO 3": (4, {"use_torch_fsdp2": True, "expert_model_parallel_size": 2}),
+    "EP2, all-gather": (2, {**EP2, "moe_token_dispatcher_type": "allgather"}),
+    "EP2, FP8 experts": (2, {**EP2, "fp8_format": "e4m3"}),
+    "EP2, capacity": (2, {**EP2, "moe_expert_capacity_factor": 1.5}),
+    "EP2, ZeRO 3": (2, {**EP2, **ZERO_3}),
+    "EP4, ZeRO 2": (4, {**FOUR_LAYERS, **ZERO_2, "expert_model_parallel_size": 4}),
     "DP4, ZeRO++": (4, {**ZERO_PLUS_PLUS, "zero_hpz_partition_size": 2}),
-    "DP4, ZeRO++, one machine": (4, {**ZERO_PLUS_PLUS, "zero_quantized_gradients": "int4"}),
-    "DP2 x EP2, secondary partition, mostly state": (
-        4,
-        {"use_torch_fsdp2": True, "expert_model_parallel_size": 2, "zero_hpz_partition_size": 2, **STATE}
-        | {"global_batch_size": 8},
-    ),
-    "DP2, ZeRO 3, mostly state": (2, {"use_torch_fsdp2": True, **STATE}),
-    "PP2": (2, PP2),
+    "DP2 x EP2, secondary partition, mostly state": (4, {**EP2, **ZERO_3, **STATE, "zero_hpz_partition_size": 2}),
     "PP2, interleaved": (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 1}),
-    "one rank, activations offloaded": (1, OFFLOADED),
-    "one rank, attention offloaded": (1, offloading("core_attn", "mlp_norm")),
-    "one rank, offloaded and recomputed": (1, {**FREED, **offloading("attn_norm", "mlp_norm", "moe_act")}),
-    "one rank, grouped-query attention, offloaded": (1, {**GQA, **OFFLOADED}),
     "PP2, activations offloaded": (2, {**PP2, "global_batch_size": 16, **OFFLOADED}),
-    "PP2, interleaved, activations offloaded": (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 1, **OFFLOADED}),
-    "DP2 x EP2, ZeRO 3, activations offloaded": (
-        4,
-        {"use_torch_fsdp2": True, "expert_model_parallel_size": 2, **OFFLOADED},
-    ),
-    PROPOSED: (
-        4,
-        {**FOUR_LAYERS, "expert_model_parallel_size": 4, "data_parallel_sharding_strategy": "optim_grads"},
-    ),
 }
-# These differ in which copies in fp32 are made and freed: of attention, experts, recomputation, FP8, gathered weights.
-COPIES = [
-    "one rank, everything recomputed",
-    "one rank, multi-token prediction",
-    "one rank, outputs recomputed",
-    "one rank, grouped-query attention",
-    "TP2, sequence parallel",
-    "EP2, FP8 experts",
-    "EP2, capacity",
-    "DP2 x EP2, ZeRO 3",
-    "PP2, interleaved",
-]
-# With either engine: each way of cutting a model, and what makes an engine keep other tensors.
-EITHER = [
-    "one rank, fp32",
-    "one rank, activations offloaded",
-    "one rank, everything recomputed",
-    "one rank, outputs recomputed",
-    "one rank, multi-token prediction",
-    "DP2, distributed optimizer",
-    "DP2, distributed optimizer, packed state",
-    "DP2, distributed optimizer, packed state, averaged",
-    "TP2, sequence parallel",
-    "CP2",
-    "EP2, all-gather",
-    "EP2, FP8 experts",
-    "DP2 x EP2, ZeRO 3",
-    "DP4, ZeRO++",
-    "PP2, interleaved",
-]
+# Each way of cutting a model, of keeping state, of recomputing and of offloading, with either kind of products.
+NATIVE_IN_EVERY_RUN = [
+    "one rank, fp32, averaged, everything recomputed", "one rank, offloaded and recomputed",
+    "DP2, packed state, averaged", "CP2", "EP2, all-gather", "DP4, ZeRO++", "PP2, interleaved",
+]  # fmt: skip
+COPIED_IN_EVERY_RUN = [
+    "one rank, multi-token prediction, fused loss", "one rank, grouped-query attention, offloaded",
+    "TP2, sequence parallel", "EP2, FP8 experts", "EP2, ZeRO 3",
+]  # fmt: skip
+# These too differ in which copies in fp32 are made and freed.
+COPIED = ["one rank, modules recomputed", "one rank, offloaded and recomputed", "EP2, capacity", "PP2, interleaved"]
 # Gradients are accumulated from a second micro-batch on; a third and a fourth hold no more. Stages hold several.
 TWO_MICRO_BATCHES = {"global_batch_size": 2 * MLA["micro_batch_size"]}
 ONE_BATCH = ("tensor_model_parallel_size", "context_parallel_size")
-CASES = rows(
-    [*((layout, "native") for layout in LAYOUTS), *((layout, "fp32") for layout in COPIES)],
-    test=[(layout, "native") for layout in EITHER],
+
+
+def cases(native, copied):
+    return [*((layout, "native") for layout in native), *((layout, "fp32") for layout in copied)]
+
+
+CASES = rowsCASES = rows(
+    cases(LAYOUTS, COPIED_IN_EVERY_RUN + COPIED), test=cases(NATIVE_IN_EVERY_RUN, COPIED_IN_EVERY_RUN)
 )
 
 
@@ -202,19 +152,11 @@ MUON = {"optimizer": "muon"}
 MUON_LAYOUTS = {
     "one rank": (1, MUON),
     "one rank, fp32": (1, {**MUON, "bf16": False, "muon_fp32_matmul_prec": "highest"}),
-    "DP2": (2, MUON),
-    "EP2, distributed optimizer": (2, {**MUON, "use_distributed_optimizer": True, "expert_model_parallel_size": 2}),
-    "DP4, ZeRO 2": (4, {**MUON, "data_parallel_sharding_strategy": "optim_grads"}),
-    "TP2": (2, {**MUON, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "one rank, packed state": (1, {**MUON, **PACKED, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "bf16"}),
-    "DP2, distributed optimizer, packed state": (
-        2,
-        {**MUON, **PACKED, "use_distributed_optimizer": True, "exp_avg_dtype": "bf16"},
-    ),
-    "DP4, ZeRO 2, packed state": (
-        4,
-        {**MUON, **PACKED, "data_parallel_sharding_strategy": "optim_grads", "exp_avg_dtype": "bf16"},
-    ),
+    "EP2, distributed optimizer": (2, {**MUON, **ZERO_1, **EP2}),
+    "TP2": (2, {**MUON, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "DP2, distributed optimizer, packed state": (2, {**MUON, **PACKED, **ZERO_1, "exp_avg_dtype": "bf16"}),
+    "DP4, ZeRO 2": (4, {**MUON, **ZERO_2}),
 }
 
 # Which copies in fp32 its products make does not depend on what data-parallel ranks share; fp32 weights need none.
@@ -223,10 +165,7 @@ MUON_COPIES = ["one rank", "EP2, distributed optimizer", "TP2"]
 
 @pytest.mark.parametrize(
     ("layout", "half_products"),
-    rows(
-        [*((layout, "native") for layout in MUON_LAYOUTS), *((layout, "fp32") for layout in MUON_COPIES)],
-        test=[("EP2, distributed optimizer", way) for way in ("native", "fp32")],
-    ),
+    rows(cases(MUON_LAYOUTS, MUON_COPIES), test=[("EP2, distributed optimizer", "fp32")]),
 )
 def test_a_plan_holds_what_muon_holds(layout, half_products, gloo, monkeypatch):
     monkeypatch.setenv(switches.HALF_PRODUCTS, half_products)
