@@ -55,9 +55,7 @@ class Buffer:
 
     num_sms = 20
 
-    def __init__(
-        self, group: Any, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False, **_: Any
-    ) -> None:
+    def __init__(self, group: Any, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, **_: Any) -> None:
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
 
     @staticmethod
@@ -71,12 +69,7 @@ class Buffer:
     get_combine_config = get_dispatch_config
 
     def get_dispatch_layout(
-        self,
-        topk_idx: Tensor,
-        num_experts: int,
-        previous_event: Any = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
+        self, topk_idx: Tensor, num_experts: int, **_: Any
     ) -> tuple[Tensor, None, Tensor, Tensor, EventOverlap]:
         assert topk_idx.dtype == torch.int64
         to_expert = torch.stack([(topk_idx == expert).any(dim=1) for expert in range(num_experts)], dim=1)
@@ -88,16 +81,11 @@ class Buffer:
         x: Tensor,
         handle: Any = None,
         num_tokens_per_rank: Tensor | None = None,
-        num_tokens_per_rdma_rank: Tensor | None = None,
         is_token_in_rank: Tensor | None = None,
         num_tokens_per_expert: Tensor | None = None,
         topk_idx: Tensor | None = None,
         topk_weights: Tensor | None = None,
-        expert_alignment: int = 1,
-        config: Any = None,
-        previous_event: Any = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
+        **_: Any,
     ) -> tuple[Tensor, Any, Any, Any, Any, EventOverlap]:
         assert x.is_contiguous()
         if handle is not None:
@@ -121,14 +109,7 @@ class Buffer:
         return rows, ids, weights, per_expert, (tokens, sent, received, x.shape[0]), EventOverlap()
 
     def combine(
-        self,
-        x: Tensor,
-        handle: Any,
-        topk_weights: Tensor | None = None,
-        config: Any = None,
-        previous_event: Any = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
+        self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         assert x.is_contiguous()
         tokens, sent, received, num_tokens = handle
@@ -153,10 +134,7 @@ class HybridEPBuffer:
         use_fp8: bool = False,
         num_sms_dispatch_api: int | None = None,
         num_sms_combine_api: int | None = None,
-        num_sms_preprocessing_api: int | None = None,
-        num_sms_permute_api: int | None = None,
-        num_of_ranks_per_nvlink_domain: int | None = None,
-        use_mnnvl: bool | None = None,
+        **_: Any,
     ) -> None:
         assert not use_fp8
         self.group, self.hidden_dim, self.num_local_experts = group, hidden_dim, num_local_experts
@@ -166,18 +144,12 @@ class HybridEPBuffer:
         self,
         *,
         hidden: Tensor,
-        topk_idx: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        num_of_experts_per_rank: int | None = None,
-        num_of_experts: int | None = None,
-        use_fp8: bool | None = None,
         routing_map: Tensor | None = None,
         probs: Tensor | None = None,
-        scaling_factor: Tensor | None = None,
         num_permuted_tokens: int | None = None,
         pad_multiple: int | None = None,
         handle: Any = None,
-        non_blocking: bool = False,
+        **_: Any,
     ) -> tuple[Tensor, Tensor | None, None, Tensor, Any]:
         assert hidden.is_contiguous() and hidden.shape[1] == self.hidden_dim and not pad_multiple
         if handle is None:

@@ -99,25 +99,6 @@ def _tensors(ddp: torch.nn.Module, weights: dict[str, torch.Tensor]) -> dict[str
     }
 
 
-def train(run: Run, steps: int) -> list[float]:
-    """Losses of some steps of Adam, on the same batch each time."""
-    from megatron_moe.model.build import build_model
-    from megatron_moe.parallel import groups
-    from megatron_moe.parallel.groups import seed_everything
-    from megatron_moe.training.optimizer import build_optimizer
-
-    pg_collection = groups.initialize(run)
-    seed_everything(run)
-    chunks = build_model(run, pg_collection, VOCAB)
-    optimizer = build_optimizer(run, chunks, pg_collection)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        losses.append(forward_backward(run, chunks, pg_collection))
-        optimizer.step()
-    return losses
-
-
 def continuation(run: Run, temperature: float) -> list[int]:
     """Five tokens after a prompt that is longer than the sequence."""
     from megatron_moe.model.build import build_model

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel import groups
+from tests.helpers import routers
 from tests.numbers.reference_moe import Routing, Weights
 
 H, F_WIDTH, SHARED = 16, 8, 12
@@ -93,9 +94,8 @@ def tokens_and_padding(case: dict[str, Any], sequence: int, batch: int) -> tuple
 
 def engine_config(case: dict[str, Any], run: Run) -> TransformerConfig:
     routing: Routing = case["routing"]
-    parallel = run.parallel
-    config = TransformerConfig(
-        num_layers=1,
+    names = ("tensor_model_parallel_size", "sequence_parallel", "expert_model_parallel_size")
+    config = routers.config(
         hidden_size=H,
         num_attention_heads=4,
         ffn_hidden_size=F_WIDTH,
@@ -103,11 +103,11 @@ def engine_config(case: dict[str, Any], run: Run) -> TransformerConfig:
         num_moe_experts=case["num_experts"],
         moe_router_topk=routing.topk,
         moe_router_score_function=routing.score_function,
+        moe_router_enable_expert_bias=False,
         moe_router_pre_softmax=routing.pre_softmax,
         moe_router_num_groups=routing.num_groups,
         moe_router_group_topk=routing.group_topk,
         moe_router_topk_scaling_factor=routing.scaling_factor,
-        moe_router_dtype="fp32",
         moe_router_load_balancing_type="sinkhorn" if routing.sinkhorn else case["aux"] or "none",
         moe_router_force_load_balancing=routing.round_robin,
         moe_expert_capacity_factor=routing.capacity_factor,
@@ -118,17 +118,13 @@ def engine_config(case: dict[str, Any], run: Run) -> TransformerConfig:
         calculate_per_token_loss=case["per_token"],
         moe_token_dispatcher_type=case["dispatcher"],
         moe_shared_expert_intermediate_size=SHARED if case["shared"] else None,
-        add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=F.silu,
         bias_activation_fusion=False,
         perform_initialization=False,
-        use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        sequence_parallel=parallel.sequence_parallel,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        expert_tensor_parallel_size=run.parallel.expert_tensor_parallel_size,
+        **{name: getattr(run.parallel, name) for name in names},
     )
     config.moe_router_enable_expert_bias = case["bias"]  # with softmax scores the engine's checks would refuse it
     config.moe_router_group_score = routing.group_score

@@ -18,7 +18,6 @@ from tests.helpers.compiled_kernels import all_kernels
 
 pytestmark = pytest.mark.triton
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NOT_FINITE = pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 
 
 def in_turn(sizes: Sequence[Any]) -> list[Any]:
@@ -61,22 +60,6 @@ def test_the_activation_forward_and_backward(fused: Any, rows: int, width: int, 
     assert (
         float((found_probs - exact_probs).abs().sum()) <= 1e-6 * float(exact_probs.abs().sum()) * max(1, width) ** 0.5
     )
-
-
-@NOT_FINITE
-def test_what_is_not_finite_passes_the_activation_where_torchs_passes(fused: Any, value: float) -> None:
-    gate_up, probs, grad = torch.randn(6, 16), torch.rand(6), torch.randn(6, 8)
-    gate_up[1, 3], gate_up[2, 12], probs[3], grad[4, 5] = value, value, value, value
-    pairs = zip(
-        (fused.weighted_swiglu_forward(gate_up, probs), *fused.weighted_swiglu_backward(grad, gate_up, probs)),
-        (
-            eager(experts.weighted_swiglu_forward)(gate_up, probs),
-            *eager(experts.weighted_swiglu_backward)(grad, gate_up, probs),
-        ),
-        strict=True,
-    )
-    for found, wanted in pairs:
-        assert torch.equal(found.isfinite(), wanted.isfinite())
 
 
 def choices(tokens: int, topk: int, num_experts: int, kind: str) -> torch.Tensor:
@@ -185,18 +168,25 @@ def test_a_logit_that_is_not_finite_makes_the_tokens_weights_nan(fused: Any) -> 
     assert found.isnan().all(dim=1).tolist() == [False, True, False]
 
 
-@NOT_FINITE
-def test_what_is_not_finite_passes_sums_positions_and_the_loss(fused: Any, value: float) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_what_is_not_finite_passes_where_torchs_passes(fused: Any, value: float) -> None:
+    def same(operation: Any, *arguments: Any) -> Any:
+        found, wanted = getattr(fused, operation.__name__)(*arguments), eager(operation)(*arguments)
+        pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
+        assert all(torch.equal(one.isfinite(), other.isfinite()) for one, other in pairs)
+        return found
+
+    gate_up, probs, grad = torch.randn(6, 16), torch.rand(6), torch.randn(6, 8)
+    gate_up[1, 3], gate_up[2, 12], probs[3], grad[4, 5] = value, value, value, value
+    same(experts.weighted_swiglu_forward, gate_up, probs)
+    same(experts.weighted_swiglu_backward, grad, gate_up, probs)
     copies, slots = torch.ones(6, 5), torch.arange(6).view(3, 2)
     copies[3, 1] = value
-    found = fused.sum_rows(copies, slots, partial=False)
-    assert torch.equal(found.isfinite(), eager(dispatch.sum_rows)(copies, slots, False).isfinite())
-    source = slots.flatten() // 2
-    assert torch.equal(fused.gather_rows(found, source, slots).isfinite(), found[source].isfinite())
+    same(dispatch.gather_rows, same(dispatch.sum_rows, copies, slots, False), slots.flatten() // 2, slots)
     rest, positional, tables = torch.ones(2, 1, 1, 4), torch.ones(2, 1, 1, 4), (torch.ones(2, 1, 1, 2),) * 2
     rest[0, 0, 0, 1] = positional[1, 0, 0, 2] = value
-    joined = fused.join_positions(rest, positional, *tables)
-    assert torch.equal(joined.isfinite(), eager(rotary.join_positions)(rest, positional, *tables).isfinite())
+    same(rotary.join_positions, rest, positional, *tables)
+
     tile, columns = torch.ones(3, 8), torch.tensor([0, 1, 2])
     tile[1, 3] = value
     ours, torchs = ([torch.full((3,), float("-inf")), torch.zeros(3), torch.zeros(3)] for _ in range(2))
@@ -204,8 +194,15 @@ def test_what_is_not_finite_passes_sums_positions_and_the_loss(fused: Any, value
     eager(cross_entropy.add_statistics)(tile.clone(), columns, *torchs)
     assert torch.equal(ours[1].isfinite(), torchs[1].isfinite())
     arguments = (columns, *torchs[:2], torch.ones(3), torch.float32)
-    wanted = eager(cross_entropy.gradient_of_tile)(tile.clone(), *arguments)
-    assert torch.equal(fused.gradient_of_tile(tile, *arguments).isfinite(), wanted.isfinite())
+    gradient = eager(cross_entropy.gradient_of_tile)(tile.clone(), *arguments)
+    assert torch.equal(fused.gradient_of_tile(tile, *arguments).isfinite(), gradient.isfinite())
+
+    left, right, ends = torch.ones(9, 8), torch.ones(9, 16), torch.tensor([4, 9], dtype=torch.int32)
+    left[3, 2], right[5, 7] = value, value
+    found, wanted = torch.zeros(2, 8, 16), torch.zeros(2, 8, 16)
+    fused.add_grouped_product(found, left.bfloat16(), right.bfloat16(), ends)
+    eager(grouped_gemm.add_grouped_product)(wanted, left.bfloat16(), right.bfloat16(), ends)
+    assert torch.equal(found.isfinite(), wanted.isfinite()) and int((~wanted.isfinite()).sum()) == 16 + 8
 
 
 @pytest.mark.parametrize(
@@ -226,16 +223,6 @@ def test_weight_gradients_are_added_to_their_sums(fused: Any, counts: tuple[int,
     # Products of half-precision numbers are exact in fp32; each of n additions rounds once.
     assert steps_apart(total, exact) <= 8 + max(counts)
     assert all(torch.equal(total[e], before[e]) for e, count in enumerate(counts) if not count)
-
-
-@NOT_FINITE
-def test_what_is_not_finite_passes_into_the_sum_of_its_expert_alone(fused: Any, value: float) -> None:
-    left, right, ends = torch.ones(9, 8), torch.ones(9, 16), torch.tensor([4, 9], dtype=torch.int32)
-    left[3, 2], right[5, 7] = value, value
-    found, wanted = torch.zeros(2, 8, 16), torch.zeros(2, 8, 16)
-    fused.add_grouped_product(found, left.bfloat16(), right.bfloat16(), ends)
-    eager(grouped_gemm.add_grouped_product)(wanted, left.bfloat16(), right.bfloat16(), ends)
-    assert torch.equal(found.isfinite(), wanted.isfinite()) and int((~wanted.isfinite()).sum()) == 16 + 8
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,15 @@ from tests.helpers import model_cases
 SEQUENCES = model_cases.SEQUENCES
 
 
-def steps(run: Run, count: int = 2, masked: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """Build the model and take some steps of Adam on the same global batch.
+def steps(run: Run, count: int = 1, loss_mask: torch.Tensor | None = None) -> dict[str, Any]:
+    """Build the model and take a step of Adam, or more on the same global batch.
 
     Args:
-        masked: how many tokens of each sequence have no loss, from its first on; None: as in `global_batch`.
+        loss_mask: [4, S] of the global batch; None: as in `global_batch`.
 
     Returns:
         losses, mtp_losses, grad_norms of each step; counts: layer number -> tokens per expert in the last step.
-        aux, dropped: the same for this rank's layers' auxiliary losses and dropped choices.
+        aux, dropped: the same for this rank's layers' auxiliary losses and dropped choices. biases: of their routers.
         tables: class of each embedding table on this rank.
         tensors: global name -> (cut, weight, gradient of the last step), as `model_cases.one_step`.
     """
@@ -41,7 +41,7 @@ def steps(run: Run, count: int = 2, masked: tuple[int, ...] | None = None) -> di
     connect(chunks, optimizer)
     results = []
     for _ in range(count):
-        micro_batches = share_of_global_batch(run, pg_collection, masked)
+        micro_batches = share_of_global_batch(run, pg_collection, loss_mask)
         results.append(
             train_step(
                 chunks,
@@ -67,6 +67,7 @@ def steps(run: Run, count: int = 2, masked: tuple[int, ...] | None = None) -> di
         "grad_norms": [result.grad_norm for result in results],
         "counts": expert_load(update, pg_collection).tokens_per_expert,
         "aux": {n: {k: float(v) for k, v in one.items()} for n, one in zip(update.layer_numbers, update.aux_losses)},
+        "biases": [bias for bias in update.expert_bias if bias is not None],
         "dropped": {n: d.tolist() for n, d in zip(update.layer_numbers, update.dropped_per_expert) if d is not None},
         "tables": [type(m).__name__ for chunk in chunks for name, m in chunk.named_modules() if "word_emb" in name],
         "tensors": tensors,
@@ -74,7 +75,7 @@ def steps(run: Run, count: int = 2, masked: tuple[int, ...] | None = None) -> di
 
 
 def share_of_global_batch(
-    run: Run, pg_collection: Any, masked: tuple[int, ...] | None = None
+    run: Run, pg_collection: Any, loss_mask: torch.Tensor | None = None
 ) -> list[dict[str, torch.Tensor]]:
     """This rank's micro-batches of the four sequences; see `steps`."""
     from megatron_moe.parallel.sequence import context_parallel_slice
@@ -82,8 +83,8 @@ def share_of_global_batch(
     cp, dp = pg_collection.cp, pg_collection.dp
     share, size = SEQUENCES // dp.size(), run.training.micro_batch_size
     batch = model_cases.global_batch(run.model.seq_length)
-    if masked is not None:
-        batch["loss_mask"] = (torch.arange(run.model.seq_length) >= torch.tensor(masked).unsqueeze(1)).float()
+    if loss_mask is not None:
+        batch["loss_mask"] = loss_mask
     batch = {key: context_parallel_slice(tensor, cp.rank(), cp.size()) for key, tensor in batch.items()}
     first = dp.rank() * share
     return [

@@ -15,52 +15,31 @@ pytestmark = pytest.mark.engine
 
 ALL = offloading(*MODULES)
 SELECTIVE = {"recompute_granularity": "selective"}
+FP8 = {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "blockwise"}
+GROUPED = {**PRESETS["tiny-gqa"], "moe_layer_freq": 1, "vocab_size": 100, "micro_batch_size": 4}
+PIPELINE = {"mtp_num_layers": 1, "pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Ett|tt|m|L"}
+RECOMPUTED = {**SELECTIVE, "recompute_modules": ("layernorm", "moe_act", "mla_up_proj")}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one rank": (1, ALL),
-    "one rank, fp32": (1, {**ALL, "bf16": False}),
-    "grouped-query attention": (
-        1,
-        {**PRESETS["tiny-gqa"], "moe_layer_freq": 1, "vocab_size": 100, "micro_batch_size": 4, **ALL},
-    ),
     "multi-token prediction": (1, {**ALL, "mtp_num_layers": 2}),
-    "FP8": (1, {**ALL, "fp8_format": "e4m3", "fp8_recipe": "blockwise"}),
-    "attention recomputed": (1, {**ALL, **SELECTIVE, "recompute_modules": ("core_attn", "moe_act", "shared_experts")}),
-    "outputs recomputed": (
-        1,
-        {
-            **offloading("attn_norm", "mlp_norm", "expert_fc1", "moe_act"),
-            **SELECTIVE,
-            "recompute_modules": ("layernorm", "moe_act", "mla_up_proj"),
-        },
-    ),
+    "outputs recomputed": (1, {**offloading("attn_norm", "mlp_norm", "expert_fc1", "moe_act"), **RECOMPUTED}),
     "frozen first layers": (1, {**ALL, "freeze": ("embedding.*", "decoder.layers.0.*")}),
+    "PP2, interleaved": (2, {**ALL, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
+    "fp32, dropout": (1, {**ALL, "bf16": False, "hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    "grouped-query attention": (1, {**GROUPED, **ALL}),
+    "FP8": (1, {**ALL, **FP8}),
+    "attention recomputed": (1, {**ALL, **SELECTIVE, "recompute_modules": ("core_attn", "moe_act", "shared_experts")}),
     "DP2, ZeRO 1": (2, {**ALL, "micro_batch_size": 2, "use_distributed_optimizer": True}),
     "DP2, ZeRO 3": (2, {**ALL, "micro_batch_size": 2, "use_torch_fsdp2": True}),
     "TP2, sequence parallel": (2, {**ALL, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "CP2 x EP2": (
-        4,
-        {**ALL, "micro_batch_size": 2, "context_parallel_size": 2, "expert_model_parallel_size": 2},
-    ),
-    "PP2": (2, {**ALL, "pipeline_model_parallel_size": 2}),
-    "PP4, predictions alone": (
-        4,
-        {**ALL, "mtp_num_layers": 1, "pipeline_model_parallel_size": 4, "micro_batch_size": 2}
-        | {"pipeline_model_parallel_layout": "Ett|tt|m|L"},
-    ),
-    "PP2, interleaved": (
-        2,
-        {**ALL, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
-    ),
-    "dropout": (1, {**ALL, "hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    "CP2 x EP2": (4, {**ALL, "micro_batch_size": 2, "context_parallel_size": 2, "expert_model_parallel_size": 2}),
+    "PP4, predictions alone": (4, {**ALL, **PIPELINE, "micro_batch_size": 2}),
 }
-STEPS = 2
-EITHER = ["one rank", "multi-token prediction", "outputs recomputed", "DP2, ZeRO 3", "PP2, interleaved"]
 
 
 def trained(flags: dict[str, Any]) -> tuple[list[Any], dict[str, str], list[str]]:
-    """Losses and gradient norms of a few steps, digests of the state after them, and what was offloaded.
+    """Loss and gradient norm of a step, digests of the state after it, and what was offloaded.
 
-    A rank has two micro-batches a step, or more: its share of eight sequences.
+    A rank has two micro-batches, or more: its share of eight sequences.
     """
     from megatron_moe.model.activation_offload import ActivationOffload
     from tests.helpers.stepped_trainer import Trainer
@@ -76,12 +55,12 @@ def trained(flags: dict[str, Any]) -> tuple[list[Any], dict[str, str], list[str]
 
     with on_a_cpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ActivationOffload, "_move", counted)
-        trainer = Trainer({"micro_batch_size": 4, **flags})
-        steps = [trainer.step() for _ in range(STEPS)]
-    return [(step.loss, step.grad_norm) for step in steps], trainer.state(), sorted(set(moved))
+        trainer = Trainer({"micro_batch_size": 4, "seq_length": 32, **flags})
+        step = trainer.step()
+    return [step.loss, step.grad_norm], trainer.state(), sorted(set(moved))
 
 
-@pytest.mark.parametrize("layout", rows(LAYOUTS, test=EITHER))
+@pytest.mark.parametrize("layout", rows(LAYOUTS, test=list(LAYOUTS)[:4]))
 def test_no_bit_is_changed(layout, gloo):
     world_size, flags = LAYOUTS[layout]
     plain = {name: value for name, value in flags.items() if "offload" not in name}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import warnings
 
 import pytest
 import torch
@@ -89,30 +88,22 @@ def test_checkpoint_keys_are_the_canonical_ones(changes, wanted, one_process):
     assert {tensor.key for tensor in sharded.values()} == wanted
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
-def test_a_state_dict_loads_into_another_model(precision, one_process):
-    (source,) = build(wrap=True, **MODELS["latent, experts"][0], **precision)
+def test_a_state_dict_loads_into_another_model(one_process):
+    (source,) = build(wrap=True, **MODELS["latent, experts"][0], bf16=True)
     groups.destroy()
-    (other,) = build(wrap=True, **MODELS["latent, experts"][0], **precision, seed=5)
-    name = "module.decoder.layers.1.mlp.router.weight"
+    (other,) = build(wrap=True, **MODELS["latent, experts"][0], bf16=True, seed=5)
     saved = source.module.state_dict_for_save_checkpoint()
     assert not any(key.endswith("_extra_state") for key in saved)
-    find = {key: parameter for key, parameter in other.named_parameters() if key.endswith(name.split("module.")[1])}
-    (before,) = [parameter.clone() for parameter in find.values()]
+    wanted, found = dict(source.named_parameters()), dict(other.named_parameters())
+    assert not torch.equal(*(one["module.module.output_layer.weight"] for one in (wanted, found)))
     other.module.load_state_dict(saved, strict=True)
-    assert not torch.equal(before, next(iter(find.values())))
-    pairs = zip(source.named_parameters(), other.named_parameters())
-    assert all(key == key2 and torch.equal(a, b) for (key, a), (key2, b) in pairs)
+    assert wanted.keys() == found.keys() and all(torch.equal(found[name], weight) for name, weight in wanted.items())
 
 
-def test_the_pattern_decides_which_layers_are_moe(one_process):
+def test_layers_norms_and_attention_are_ours_and_the_pattern_decides_which_are_moe(one_process):
     (chunk,) = build(**{**PRESETS["tiny"], "moe_layer_freq": "[0,1,0,1]"})
     assert [isinstance(layer.mlp, MoELayer) for layer in chunk.decoder.layers] == [False, True, False, True]
     assert [layer.mlp.layer_number for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)] == [2, 4]
-
-
-def test_norms_and_attention_are_ours(one_process):
-    (chunk,) = build(**PRESETS["tiny"])
     layer = chunk.decoder.layers[0]
     assert isinstance(layer.self_attention.core_attention, SDPACoreAttention)
     norms = (layer.input_layernorm, layer.pre_mlp_layernorm, chunk.decoder.final_layernorm)
@@ -125,21 +116,12 @@ def test_transformer_engine_is_refused_where_it_is_missing(one_process):
         build(transformer_impl="transformer_engine")
 
 
-def test_building_is_silent():
+def test_building_is_silent(one_process, capfd):
     """No warning of the engine's on the user's screen, neither of a deprecation nor of a class it does not know."""
-    code = (
-        "import megatron_moe\n"
-        "from megatron_moe.config.presets import PRESETS\n"
-        "from megatron_moe.config.schema import Run, replace\n"
-        "from megatron_moe.model.build import build_model\n"
-        "from megatron_moe.parallel import groups\n"
-        "run = replace(Run(), **PRESETS['tiny'])\n"
-        "build_model(run, groups.initialize(run), 256)\n"
-        "groups.destroy()\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build(wrap=True, **MODELS["latent, experts"][0])
+    assert capfd.readouterr().err == ""
 
 
 def test_the_loss_counts_masked_tokens_only():
@@ -148,16 +130,11 @@ def test_the_loss_counts_masked_tokens_only():
     assert total.item() == 21.0
     assert tokens.item() == 3
     assert tokens.dtype == torch.int
-    assert logged["lm loss"].tolist() == [21.0, 3.0]
     total.backward()
     assert losses.grad.tolist() == [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
-
-
-def test_the_logged_loss_does_not_follow_the_schedules_division():
-    total, _, logged = loss_func(torch.ones(1, 2), torch.ones(1, 2, requires_grad=True))
-    total /= 2
-    assert logged["lm loss"][0].item() == 2.0
-    assert not logged["lm loss"].requires_grad
+    with torch.no_grad():
+        total /= 2  # as the schedule does: what is logged does not follow
+    assert logged["lm loss"].tolist() == [21.0, 3.0] and not logged["lm loss"].requires_grad
 
 
 def test_a_table_has_the_rows_of_the_flag(one_process):
@@ -167,8 +144,10 @@ def test_a_table_has_the_rows_of_the_flag(one_process):
     assert tables == [140, 140]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["two tables", "one table"])
-@pytest.mark.parametrize("model", ["plain loss", "fused loss", "further predictions"])
+@pytest.mark.parametrize(
+    ("model", "tied"),
+    [("plain loss", True), ("fused loss", False), ("fused loss", True), ("further predictions", False)],
+)
 def test_what_pads_the_vocabulary_is_in_no_loss_no_gradient_and_no_logit(one_process, model, tied):
     """The loss would depend on the padding, which depends on the layout: ln 256 in place of ln 131 at the start."""
     flags = {"cross_entropy_loss_fusion": model == "fused loss"}

@@ -8,6 +8,7 @@ import torch
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from tests.helpers import model_cases as cases
+from tests.helpers.errors import relative
 from tests.helpers.rows import rows
 
 pytestmark = pytest.mark.engine
@@ -23,11 +24,7 @@ DENSE = {
 }
 MODELS = {
     "dense mla": DENSE,
-    "dense mla, no query latent, tied": {
-        **DENSE,
-        "q_lora_rank": None,
-        "untie_embeddings_and_output_weights": False,
-    },
+    "dense mla, no query latent, tied": {**DENSE, "q_lora_rank": None, "untie_embeddings_and_output_weights": False},
     "grouped, biased": {
         **SMALL,
         "moe_ffn_hidden_size": None,
@@ -45,33 +42,19 @@ SP2 = {**TP2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}
 EP2 = {"expert_model_parallel_size": 2}
+TIED = "dense mla, no query latent, tied"
+# What the layout matrix has not: a query norm without sequence parallelism, a tied table without a query latent, norms
+# of heads.
 LAYOUTS = [
     ("dense mla", 2, TP2),
-    ("dense mla", 2, SP2),
-    ("dense mla", 2, PP2),
-    ("dense mla", 2, VPP2),
+    (TIED, 2, VPP2),
+    ("grouped, biased", 2, SP2),
+    ("experts", 2, {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
     ("dense mla", 2, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}),
-    ("dense mla", 4, {**SP2, **PP2}),
-    ("dense mla, no query latent, tied", 2, TP2),
-    ("dense mla, no query latent, tied", 2, SP2),
-    ("dense mla, no query latent, tied", 2, PP2),
-    ("dense mla, no query latent, tied", 2, VPP2),
-    ("grouped, biased", 2, TP2),
-    ("grouped, biased", 2, SP2),
+    (TIED, 2, TP2),
+    (TIED, 2, PP2),
     ("grouped, biased", 4, {**TP2, **PP2, "decoder_first_pipeline_num_layers": 1}),
-    ("experts", 2, EP2),
-    ("experts", 2, SP2),
-    ("experts", 2, {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
-    ("experts", 2, VPP2),
     ("experts", 4, {**EP2, **PP2}),
-]
-# The layout matrix has the other layouts. These have what its models have not: a query norm without sequence
-# parallelism, a tied table without a query latent, norms of heads.
-IN_TEST = [
-    ("dense mla", 2, TP2),
-    ("dense mla, no query latent, tied", 2, VPP2),
-    ("grouped, biased", 2, SP2),
-    ("experts", 2, {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
 ]
 
 
@@ -81,13 +64,9 @@ def cut(full, recipe):
     return full
 
 
-def relative_error(got, wanted):
-    return ((got.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-12)).item()
-
-
 @pytest.mark.parametrize(
     ("model", "ranks", "layout"),
-    rows(LAYOUTS, test=IN_TEST),
+    rows(LAYOUTS, test=LAYOUTS[:4]),
     ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in LAYOUTS],
 )
 def test_a_layout_agrees_with_one_rank(once, model, ranks, layout):
@@ -100,7 +79,7 @@ def agrees(once, model, ranks, layout):
     for rank, result in enumerate(once(ranks, cases.one_step, run=replace(Run(), **{**MODELS[model], **layout}))):
         assert result["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
         assert result["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
-        assert relative_error(result["logits"], wanted["logits"]) < 1e-5
+        assert relative(result["logits"], wanted["logits"]) < 1e-5
         for name, (recipe, weight, grad) in result["tensors"].items():
             _, full_weight, full_grad = wanted["tensors"][name]
             assert torch.equal(weight, cut(full_weight, recipe)), f"rank {rank}: weight of {name}"
@@ -109,17 +88,6 @@ def agrees(once, model, ranks, layout):
                 assert error < 2e-5, f"rank {rank}: gradient of {name} is {error:.1e} off"
         seen |= set(result["tensors"])
     assert seen == set(wanted["tensors"])
-
-
-LEARNING = [("experts", {"bf16": True}), ("dense mla", {}), ("grouped, biased", {"bf16": True})]
-
-
-@pytest.mark.parametrize(("model", "precision"), rows(LEARNING, test=LEARNING[:1]))
-def test_a_model_learns_its_batch(gloo, model, precision):
-    run = replace(Run(), **{**MODELS[model], **precision, "lr": 5e-3, "init_method_std": 0.02})
-    losses = gloo.run(1, cases.train, run=run, steps=4)[0]
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < losses[0] - 0.3
 
 
 GENERATING = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,104 +28,69 @@ SECTIONS = ("model", "moe", "parallel", "precision", "optimizer", "training")
 
 MLA = {"multi_latent_attention": True, "num_attention_heads": 4, "hidden_size": 64}
 EXPERTS = {"num_experts": 8, "moe_router_topk": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2}
+SELECTIVE = {"recompute_granularity": "selective"}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FLEX = {**EXPERTS, "moe_token_dispatcher_type": "flex"}
+Row = tuple[Any, dict[str, Any], dict[str, Any]]
+
+
+def same(others: dict[str, Any], **fields: Any) -> dict[str, Row]:
+    """Rows of fields that the engine has under the same names."""
+    return {name: (value, others, {name: value}) for name, value in fields.items()}
+
+
+def stages(text: str) -> list[list[str]]:
+    """Return the layers of each pipeline stage: E an embedding, t a layer of the decoder, L the loss."""
+    names = {"E": "embedding", "t": "decoder", "L": "loss"}
+    return [[names[letter] for letter in stage] for stage in text.split("|")]
+
+
+VIRTUAL = {"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True}
 # field -> (a value that is not the default, what else has to be set, the engine's fields and their values)
-CONFIG = {
+CONFIG: dict[str, Row] = {
     "num_layers": (6, {}, {"num_layers": 6, "moe_layer_freq": [0] * 6}),
-    "hidden_size": (128, {}, {"hidden_size": 128}),
-    "ffn_hidden_size": (96, {}, {"ffn_hidden_size": 96}),
     "num_attention_heads": (8, {}, {"num_attention_heads": 8, "num_query_groups": 8}),
     "group_query_attention": (True, {"num_query_groups": 2}, {"num_query_groups": 2}),
-    "num_query_groups": (1, {"group_query_attention": True}, {"num_query_groups": 1}),
-    "kv_channels": (48, {}, {"kv_channels": 48}),
-    "rotary_interleaved": (True, {}, {"rotary_interleaved": True}),
-    "normalization": ("RMSNorm", {}, {"normalization": "RMSNorm"}),
     "norm_epsilon": (1e-4, {}, {"layernorm_epsilon": 1e-4}),
     "swiglu": (False, {}, {"gated_linear_unit": False, "activation_func": F.gelu}),
-    "add_bias_linear": (True, {}, {"add_bias_linear": True}),
-    "add_qkv_bias": (True, {}, {"add_qkv_bias": True}),
-    "qk_layernorm": (True, {}, {"qk_layernorm": True}),
-    "multi_latent_attention": (True, {}, {"multi_latent_attention": True}),
-    "q_lora_rank": (24, MLA, {"q_lora_rank": 24}),
-    "kv_lora_rank": (24, MLA, {"kv_lora_rank": 24}),
-    "qk_head_dim": (24, MLA, {"qk_head_dim": 24}),
-    "qk_pos_emb_head_dim": (24, MLA, {"qk_pos_emb_head_dim": 24}),
-    "v_head_dim": (24, MLA, {"v_head_dim": 24}),
-    "rope_type": ("yarn", MLA, {"rope_type": "yarn"}),
-    "rotary_base": (5.0, MLA, {"rotary_base": 5.0}),
-    "rotary_percent": (0.5, MLA, {"rotary_percent": 0.5}),
-    "rotary_scaling_factor": (4.0, MLA, {"rotary_scaling_factor": 4.0}),
-    "original_max_position_embeddings": (64, MLA, {"original_max_position_embeddings": 64}),
-    "beta_fast": (8.0, MLA, {"beta_fast": 8.0}),
-    "beta_slow": (2.0, MLA, {"beta_slow": 2.0}),
-    "mscale": (0.7, MLA, {"mscale": 0.7}),
-    "mscale_all_dim": (0.7, MLA, {"mscale_all_dim": 0.7}),
-    "attention_dropout": (0.1, {}, {"attention_dropout": 0.1}),
-    "hidden_dropout": (0.1, {}, {"hidden_dropout": 0.1}),
-    "init_method_std": (0.3, {}, {"init_method_std": 0.3}),
-    "mtp_num_layers": (2, {}, {"mtp_num_layers": 2}),
-    "mtp_loss_scaling_factor": (0.3, {"mtp_num_layers": 1}, {"mtp_loss_scaling_factor": 0.3}),
-    "transformer_impl": ("transformer_engine", {}, {"transformer_impl": "transformer_engine"}),
     "attention_backend": ("fused", {}, {"attention_backend": AttnBackend.fused}),
     "num_experts": (8, {}, {"num_moe_experts": 8}),
     "moe_layer_freq": ("[0]+[1]*3", EXPERTS, {"moe_layer_freq": [0, 1, 1, 1]}),
-    "tensor_model_parallel_size": (2, {}, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
-    "sequence_parallel": (True, {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}),
-    "pipeline_model_parallel_size": (2, {}, {"pipeline_model_parallel_size": 2, "deallocate_pipeline_outputs": True}),
-    "num_layers_per_virtual_pipeline_stage": (
-        1,
-        {"pipeline_model_parallel_size": 2},
-        {"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False},
-    ),
-    "decoder_first_pipeline_num_layers": (
-        1,
-        {"pipeline_model_parallel_size": 2},
-        {"pipeline_model_parallel_layout": [["embedding", "decoder"], ["decoder", "decoder", "decoder", "loss"]]},
-    ),
-    "decoder_last_pipeline_num_layers": (
-        1,
-        {"pipeline_model_parallel_size": 2},
-        {"pipeline_model_parallel_layout": [["embedding", "decoder", "decoder", "decoder"], ["decoder", "loss"]]},
-    ),
+    "tensor_model_parallel_size": (2, {}, {**TP2, "expert_tensor_parallel_size": 2}),
+    "pipeline_model_parallel_size": (2, {}, {**PP2, "deallocate_pipeline_outputs": True}),
+    "num_layers_per_virtual_pipeline_stage": (1, PP2, {**VIRTUAL, "batch_p2p_comm": False}),
+    "decoder_first_pipeline_num_layers": (1, PP2, {"pipeline_model_parallel_layout": stages("Et|tttL")}),
+    "decoder_last_pipeline_num_layers": (1, PP2, {"pipeline_model_parallel_layout": stages("Ettt|tL")}),
     "pipeline_model_parallel_layout": (
         "Et|t|tt|L",
-        {"pipeline_model_parallel_size": 2},
-        {
-            "pipeline_model_parallel_layout": [["embedding", "decoder"], ["decoder"], ["decoder", "decoder"], ["loss"]],
-            "virtual_pipeline_model_parallel_size": 2,
-            "overlap_p2p_comm": True,
-        },
+        PP2,
+        {**VIRTUAL, "pipeline_model_parallel_layout": stages("Et|t|tt|L")},
     ),
-    "context_parallel_size": (2, {}, {"context_parallel_size": 2}),
-    "cp_comm_type": ("all_gather", {}, {"cp_comm_type": "all_gather"}),
-    "expert_model_parallel_size": (2, EXPERTS, {"expert_model_parallel_size": 2}),
-    "expert_tensor_parallel_size": (1, {"tensor_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}),
     "bf16": (True, {}, {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}),
     "fp16": (True, {}, {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}),
-    "attention_softmax_in_fp32": (False, {}, {"attention_softmax_in_fp32": False}),
-    "fp32_residual_connection": (True, {"bf16": True}, {"fp32_residual_connection": True}),
-    "deterministic_mode": (True, {}, {"deterministic_mode": True}),
-    "gradient_accumulation_fusion": (False, {}, {"gradient_accumulation_fusion": False}),
-    "calculate_per_token_loss": (True, {}, {"calculate_per_token_loss": True}),
-    "recompute_granularity": ("selective", {}, {"recompute_granularity": "selective"}),
-    "recompute_method": (
-        "block",
-        {"recompute_granularity": "full", "recompute_num_layers": 1},
-        {"recompute_method": "block"},
-    ),
-    "recompute_num_layers": (
-        2,
-        {"recompute_granularity": "full", "recompute_method": "uniform"},
-        {"recompute_num_layers": 2},
-    ),
-}
-CONFIG |= {
     "recompute_modules": (
         ("mlp", "layernorm", "core_attn"),
-        {"recompute_granularity": "selective"},
+        SELECTIVE,
         {"recompute_modules": ["layernorm", "core_attn"]},
     ),
-    "moe_ffn_hidden_size": (48, EXPERTS, {"moe_ffn_hidden_size": 48}),
     "qk_clip": (True, {"optimizer": "muon"}, {"log_max_attention_logit": True}),
+    **same({}, hidden_size=128, ffn_hidden_size=96, kv_channels=48, rotary_interleaved=True, qk_layernorm=True),
+    **same({}, normalization="RMSNorm", add_bias_linear=True, add_qkv_bias=True, multi_latent_attention=True),
+    **same({}, attention_dropout=0.1, hidden_dropout=0.1, init_method_std=0.3, mtp_num_layers=2),
+    **same({}, transformer_impl="transformer_engine", context_parallel_size=2, cp_comm_type="all_gather"),
+    **same({}, attention_softmax_in_fp32=False, deterministic_mode=True, gradient_accumulation_fusion=False),
+    **same({}, calculate_per_token_loss=True, recompute_granularity="selective"),
+    **same({"group_query_attention": True}, num_query_groups=1),
+    **same(MLA, q_lora_rank=24, kv_lora_rank=24, qk_head_dim=24, qk_pos_emb_head_dim=24, v_head_dim=24),
+    **same(MLA, rope_type="yarn", rotary_base=5.0, rotary_percent=0.5, rotary_scaling_factor=4.0),
+    **same(MLA, original_max_position_embeddings=64, beta_fast=8.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.7),
+    **same({"mtp_num_layers": 1}, mtp_loss_scaling_factor=0.3),
+    **same(TP2, sequence_parallel=True, expert_tensor_parallel_size=1),
+    **same(EXPERTS, expert_model_parallel_size=2, moe_ffn_hidden_size=48),
+    **same({"bf16": True}, fp32_residual_connection=True),
+    **same(FULL, recompute_method="block", recompute_num_layers=2),
 }
 # The same for the fields of MoEOptions, which every MoE layer is built with.
 MOE = {
@@ -162,20 +129,16 @@ MOE = {
         {**EXPERTS, "moe_expert_capacity_factor": 1.5},
         {"pad_to_capacity": True},
     ),
-    "moe_enable_deepep": (True, {**EXPERTS, "moe_token_dispatcher_type": "flex"}, {"dispatcher": "flex"}),
+    "moe_enable_deepep": (True, FLEX, {"dispatcher": "flex"}),
     "moe_flex_dispatcher_backend": (
         "hybridep",
-        {**EXPERTS, "moe_token_dispatcher_type": "flex"},
+        FLEX,
         {"dispatcher_settings": {"library": "hybridep", "num_sms": None}},
     ),
-    "moe_deepep_num_sms": (
-        24,
-        {**EXPERTS, "moe_token_dispatcher_type": "flex"},
-        {"dispatcher_settings": {"library": "deepep", "num_sms": 24}},
-    ),
+    "moe_deepep_num_sms": (24, FLEX, {"dispatcher_settings": {"library": "deepep", "num_sms": 24}}),
     "moe_hybridep_num_sms": (
         16,
-        {**EXPERTS, "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
+        {**FLEX, "moe_flex_dispatcher_backend": "hybridep"},
         {"dispatcher_settings": {"library": "hybridep", "num_sms": 16}},
     ),
     "moe_shared_expert_overlap": (True, EXPERTS, {"shared_overlap": True}),
@@ -217,27 +180,21 @@ DDP = {
     "use_distributed_optimizer": (True, {}, {"use_distributed_optimizer": True}),
 }
 OPTIMIZER = {
-    name: (value, {}, {name: value})
-    for name, value in {
-        "optimizer": "adam",
-        "lr": 0.5,
-        "min_lr": 0.25,
-        "weight_decay": 0.75,
-        "adam_beta1": 0.5,
-        "adam_beta2": 0.6,
-        "adam_eps": 0.25,
-        "clip_grad": 3.0,
-        "use_distributed_optimizer": True,
-        "overlap_param_gather": True,
-        "loss_scale": 8.0,
-        "initial_loss_scale": 16.0,
-        "min_loss_scale": 2.0,
-        "loss_scale_window": 5,
-        "hysteresis": 7,
-        "bf16": True,
-        "fp16": True,
-    }.items()
+    **same({}, optimizer="adam", lr=0.5, min_lr=0.25, weight_decay=0.75, adam_beta1=0.5, adam_beta2=0.6, adam_eps=0.25),
+    **same({}, clip_grad=3.0, use_distributed_optimizer=True, overlap_param_gather=True, bf16=True, fp16=True),
+    **same({}, loss_scale=8.0, initial_loss_scale=16.0, min_loss_scale=2.0, loss_scale_window=5, hysteresis=7),
 }
+TABLES: dict[str, tuple[dict[str, Row], Callable[[Run], Any]]] = {
+    "the engine's model": (CONFIG, transformer_config),
+    "every MoE layer": (MOE, MoEOptions.from_run),
+    "our modules": (LAYER, LayerSettings.from_run),
+    "the engine's gradients": (DDP, ddp_config),
+    "the engine's optimizer": (OPTIMIZER, optimizer_config),
+}
+
+
+SINGLE = ("normalization", "optimizer", "cp_comm_type", "moe_flex_dispatcher_backend")
+"""Fields with a single value that can be tested here."""
 
 
 def fields(section):
@@ -285,16 +242,6 @@ def test_the_engine_is_given_no_setting_of_our_router():
     assert {type(config), type(transformer_config(replace(Run(), **MLA)))} == {TransformerConfig, MLATransformerConfig}
 
 
-@pytest.mark.parametrize("name", MOE)
-def test_a_flag_reaches_every_moe_layer(name):
-    assert_translated(name, MOE, MoEOptions.from_run)
-
-
-@pytest.mark.parametrize("name", LAYER)
-def test_a_flag_reaches_our_modules(name):
-    assert_translated(name, LAYER, LayerSettings.from_run)
-
-
 def test_every_option_of_a_moe_layer_has_a_row_here():
     told = set().union(*(wanted for _, _, wanted in MOE.values()))
     assert {field.name for field in dataclasses.fields(MoEOptions)} - told == {"sinkhorn"}
@@ -304,66 +251,36 @@ def test_every_option_of_a_moe_layer_has_a_row_here():
     assert MoEOptions.from_run(replace(run, moe_router_topk=1)).score_function == "sigmoid"
 
 
-@pytest.mark.parametrize("name", CONFIG)
-def test_a_model_flag_reaches_the_engine(name):
-    assert_translated(name, CONFIG, transformer_config)
-
-
-@pytest.mark.parametrize("name", DDP)
-def test_a_gradient_flag_reaches_the_engine(name):
-    assert_translated(name, DDP, ddp_config)
-
-
-@pytest.mark.parametrize("name", OPTIMIZER)
-def test_an_optimizer_flag_reaches_the_engine(name):
-    assert_translated(name, OPTIMIZER, optimizer_config)
-
-
-def assert_translated(name, table, translate):
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, (rows, _) in TABLES.items() for name in rows])
+def test_a_flag_reaches_what_it_is_about(kind, name):
+    table, translate = TABLES[kind]
     value, others, wanted = table[name]
+    section = next(section for section in SECTIONS if name in fields(section))
+    assert getattr(getattr(Run(), section), name) != value or name in SINGLE, "the test could not fail"
     engine = translate(replace(Run(), **{**others, name: value}))
     got = {key: getattr(engine, key) for key in wanted}
     # The engine has made an object of the stages' list.
     assert {key: getattr(one, "input_data", one) for key, one in got.items()} == wanted
 
 
-@pytest.mark.parametrize("virtual", [None, 1])
-def test_no_stage_waits_for_its_device_after_a_message(virtual):
-    run = replace(Run(), pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=virtual)
-    assert transformer_config(run).batch_p2p_sync is False
+def test_every_preset_is_accepted_by_the_engine():
+    for preset in PRESETS.values():
+        config = transformer_config(replace(Run(), **preset))
+        assert config.num_layers == len(config.moe_layer_freq)
+        assert MoEOptions.from_run(replace(Run(), **preset)) is not None
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_accepted_by_the_engine(name):
-    config = transformer_config(replace(Run(), **PRESETS[name]))
-    assert config.num_layers == len(config.moe_layer_freq)
-    assert MoEOptions.from_run(replace(Run(), **PRESETS[name])) is not None
-
-
-def test_the_engine_initialises_and_fuses_nothing_here():
+def test_what_no_flag_says():
     config = transformer_config(Run())
     assert config.perform_initialization is False
     assert config.enable_autocast is False
     assert config.gradient_accumulation_fusion is False
     if not torch.cuda.is_available():
         assert not (config.bias_activation_fusion or config.bias_dropout_fusion or config.masked_softmax_fusion)
-
-
-def test_sequence_parallelism_needs_tensor_parallelism():
-    assert transformer_config(replace(Run(), sequence_parallel=True)).sequence_parallel is False
-
-
-SINGLE = ("normalization", "optimizer", "cp_comm_type", "moe_flex_dispatcher_backend")
-
-
-def test_defaults_differ_from_the_tested_values():
-    """Else the tests above could not fail; fields with a single possible value are the exception."""
-    run = Run()
-    for table in (CONFIG, MOE, LAYER, DDP, OPTIMIZER):
-        for name, (value, _, _) in table.items():
-            section = next(section for section in SECTIONS if name in fields(section))
-            assert getattr(getattr(run, section), name) != value or name in SINGLE, name
-    assert engine_config.params_dtype(run) is torch.float32
+    assert transformer_config(replace(Run(), sequence_parallel=True)).sequence_parallel is False  # without TP
+    for virtual in (None, 1):
+        run = replace(Run(), pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=virtual)
+        assert transformer_config(run).batch_p2p_sync is False  # no stage waits for its device after a message
 
 
 @pytest.mark.parametrize("installed", [False, True])

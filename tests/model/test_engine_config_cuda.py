@@ -7,7 +7,8 @@ on a machine with CUDA and as on one without.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.engine_config import transformer_config
+from tests.helpers.rows import rows
 
 pytestmark = pytest.mark.engine
 
@@ -52,41 +54,56 @@ AXES: tuple[tuple[dict, ...], ...] = (
     ({}, {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
     ({}, {"bf16": True}, {"fp16": True}),
 )
-TRACED_OF = 17
-"""One combination in so many is built and run; the number has no factor in common with those of the axes."""
 
 
-def combinations() -> Iterator[Run]:
-    """Yield a run for each combination of the flags that the rules accept."""
-    for flags in itertools.product(*AXES):
-        run = replace(Run(), **SHAPE, **{name: value for one in flags for name, value in one.items()})
+def combinations() -> dict[tuple[int, ...], Run]:
+    """A run for each combination of the flags that the rules accept, by its places on the axes."""
+    found = {}
+    for places in itertools.product(*(range(len(axis)) for axis in AXES)):
+        flags = {name: value for place, axis in zip(places, AXES) for name, value in axis[place].items()}
+        run = replace(Run(), **SHAPE, **flags)
         try:
             rules.check(run, 1)
         except ConfigError:
             continue
-        yield run
+        found[places] = run
+    return found
+
+
+def pairs(places: tuple[int, ...]) -> set[Any]:
+    return set(itertools.combinations(enumerate(places), 2))
+
+
+def with_every_pair(every: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """A few combinations that together have each pair of settings which any combination has."""
+    left, chosen = set().union(*map(pairs, every)), []
+    while left:
+        chosen.append(max(every, key=lambda places: len(pairs(places) & left)))
+        left -= pairs(chosen[-1])
+    return chosen
 
 
 def test_every_combination_of_flags_is_configured_and_built_with_cuda_as_without():
-    runs = list(combinations())
+    runs = combinations()
     assert len(runs) > 300, "the rules refuse almost everything"
-    for run in runs:
+    with platform.imagining("cuda", {}):
+        for run in runs.values():
+            transformer_config(run)
+    for places in with_every_pair(runs):
+        trace_ranks(runs[places], 1, 64, device="cuda", imbalance=1.0)
+
+
+@pytest.mark.parametrize("preset", rows(PRESETS, test=["tiny", "deepseek-v3"]))
+def test_every_preset_is_built_with_cuda_as_without(preset):
+    pattern = 1 if PRESETS[preset].get("moe_layer_freq", 1) == 1 else "[0]+[1]"
+    few = {"num_layers": 2, "moe_layer_freq": pattern, "bf16": True, "mock_data": True, "vocab_size": 1024}
+    trace_ranks(replace(Run(), **{**PRESETS[preset], **few}), 1, 1024, device="cuda", imbalance=1.0)
+
+
+def test_every_preset_is_configured_with_cuda_as_without():
+    for preset in PRESETS.values():
         with platform.imagining("cuda", {}):
-            transformer_config(run)
-    for run in runs[::TRACED_OF]:
-        for kind in platform.DEVICE_KINDS:
-            trace_ranks(run, 1, 64, device=kind, imbalance=1.0)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_is_configured_and_built_with_cuda_as_without(preset):
-    run = replace(Run(), **PRESETS[preset])
-    pattern = 1 if run.moe.moe_layer_freq == 1 else "[0]+[1]"
-    few = replace(run, num_layers=2, moe_layer_freq=pattern, bf16=True, mock_data=True, vocab_size=1024)
-    for kind in platform.DEVICE_KINDS:
-        with platform.imagining(kind, {}):
-            transformer_config(run)
-        trace_ranks(few, 1, 1024, device=kind, imbalance=1.0)
+            transformer_config(replace(Run(), **preset))
 
 
 def test_gelu_is_the_same_function_with_cuda_as_without():

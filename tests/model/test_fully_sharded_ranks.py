@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -63,31 +64,34 @@ def trained(flags: dict[str, Any], crowd: bool, steps: int) -> dict[str, Any]:
     return {"said": said}
 
 
-@pytest.mark.parametrize("dtype", rows(["fp32", "fp16"], test=["fp16"]))
-def test_all_tokens_on_one_ranks_experts_train_as_with_whole_weights(gloo: Any, dtype: str) -> None:
+CROWDS = [("fp16", "optim_grads_params"), ("fp16", "optim_grads"), ("fp16", "optim"), ("fp32", "optim_grads_params")]
+
+
+@pytest.mark.parametrize(("dtype", "stage"), rows(CROWDS, test=CROWDS[:1]))
+def test_all_tokens_on_one_ranks_experts_train_as_with_whole_weights(gloo: Any, once: Any, dtype, stage) -> None:
     # fp16 begins at a scale at which the first step overflows, on the ranks with tokens alone.
     scale = {"initial_loss_scale": 2.0**21, "hysteresis": 1, "loss_scale_window": 2}
     flags = {**ONE_RANKS_EXPERTS, **({"fp16": True, **scale} if dtype == "fp16" else {})}
-    wanted, *_ = gloo.run(4, trained, flags=flags, crowd=True, steps=STEPS[dtype])
+    wanted, *_ = once(4, trained, flags=flags, crowd=True, steps=STEPS[dtype])
     assert all(sum(layer[2:]) == 0 and sum(layer) > 0 for *_, counts, _ in wanted["said"] for layer in counts), (
         "the experts of one rank have all tokens"
     )
     applied = [committed for committed, *_ in wanted["said"]]
     assert all(applied) if dtype == "fp32" else applied == [False, True, True]
     tolerance = 1e-6 if dtype == "fp32" else 2e-3
-    for stage in STAGES:
-        staged = {**flags, "data_parallel_sharding_strategy": stage}
-        for found in gloo.run(4, trained, flags=staged, crowd=True, steps=STEPS[dtype]):
-            for got, meant in zip(found["said"], wanted["said"], strict=True):
-                assert got[0] == meant[0] and got[3:5] == meant[3:5], stage
-                assert got[1] == pytest.approx(meant[1], rel=tolerance), stage
-                assert got[5] == pytest.approx(meant[5], rel=tolerance), stage
-                if meant[0]:
-                    assert got[2] == pytest.approx(meant[2], rel=tolerance), stage
+    staged = {**flags, "data_parallel_sharding_strategy": stage}
+    for found in gloo.run(4, trained, flags=staged, crowd=True, steps=STEPS[dtype]):
+        for got, meant in zip(found["said"], wanted["said"], strict=True):
+            assert got[0] == meant[0] and got[3:5] == meant[3:5]
+            assert got[1] == pytest.approx(meant[1], rel=tolerance)
+            assert got[5] == pytest.approx(meant[5], rel=tolerance)
+            if meant[0]:
+                assert got[2] == pytest.approx(meant[2], rel=tolerance)
 
 
 # Three ranks, and nothing that three divides: the last rank has no element of a router or of an expert.
 UNEVEN = {
+    "seq_length": 16,
     "num_experts": 4,
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
@@ -102,6 +106,18 @@ UNEVEN = {
 
 
 def uneven(stage: str | None) -> dict[str, Any]:
+    """What `steps_of` returns, and each warning: of views that nobody changes there is none."""
+    from megatron_moe.training.run import _quiet_engine
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _quiet_engine()
+        warnings.warn("of a test", stacklevel=1)
+        found = steps_of(stage)
+    return {**found, "warned": [str(one.message) for one in caught]}
+
+
+def steps_of(stage: str | None) -> dict[str, Any]:
     """Losses and norms of steps of two micro-batches, the weights after them, and each weight's decay."""
     from megatron_moe.model.float16_module import without_wrappers
     from megatron_moe.model.fully_sharded import FullyShardedDataParallel, local, shard_of
@@ -112,7 +128,7 @@ def uneven(stage: str | None) -> dict[str, Any]:
 
     trainer = Trainer({**UNEVEN, **({} if stage is None else {"data_parallel_sharding_strategy": stage})})
     said = []
-    for number in range(4):
+    for number in range(3):
         result = trainer.step()
         said += [result.loss, result.grad_norm]
         for _ in range(number):
@@ -137,38 +153,17 @@ def uneven(stage: str | None) -> dict[str, Any]:
     }
 
 
-def test_sizes_that_do_not_divide_and_accumulated_gradients_train_as_whole_weights(gloo: Any) -> None:
-    wanted, *_ = gloo.run(3, uneven, stage=None)
-    for stage in STAGES[1:]:
-        ranks = gloo.run(3, uneven, stage=stage)
-        for found in ranks:
-            assert found["said"] == pytest.approx(wanted["said"], rel=1e-6), stage
-            for name, weight in wanted["weights"].items():
-                assert float((found["weights"][name] - weight).abs().max()) < 1e-5, (stage, name)
-            # Norms and biases do not decay; a shard that is empty is nobody's to update.
-            assert found["decay"].keys() | found["empty"] == wanted["decay"].keys(), stage
-            assert found["decay"].items() <= wanted["decay"].items() and not found["decay"].keys() & found["empty"]
-        assert any("experts.weight" in name for name in ranks[2]["empty"]) and ranks[0]["empty"] == set()
+@pytest.mark.parametrize("stage", rows(STAGES[1:], test=STAGES[2:]))
+def test_sizes_that_do_not_divide_and_accumulated_gradients_train_as_whole_weights(gloo, once, stage: str) -> None:
+    wanted, *_ = once(3, uneven, stage=None)
+    ranks = gloo.run(3, uneven, stage=stage)
+    for found in ranks:
+        assert found["said"] == pytest.approx(wanted["said"], rel=1e-6)
+        for name, weight in wanted["weights"].items():
+            assert float((found["weights"][name] - weight).abs().max()) < 1e-5, name
+        # Norms and biases do not decay; a shard that is empty is nobody's to update.
+        assert found["decay"].keys() | found["empty"] == wanted["decay"].keys()
+        assert found["decay"].items() <= wanted["decay"].items() and not found["decay"].keys() & found["empty"]
+        assert "of a test" in found["warned"] and not any("view tensor" in text for text in found["warned"])
+    assert any("experts.weight" in name for name in ranks[2]["empty"]) and ranks[0]["empty"] == set()
     assert {decay for name, (decay, _) in wanted["decay"].items() if "norm" in name} == {0.0}
-
-
-def said(flags: dict[str, Any]) -> str:
-    """What a run writes to the standard error stream."""
-    import contextlib
-    import io
-    import warnings
-
-    from megatron_moe.config.schema import build
-    from megatron_moe.training.run import pretrain
-    from tests.helpers.trained_steps import TINY
-
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()) as text:
-        warnings.simplefilter("always")
-        warnings.warn("of a test", stacklevel=1)
-        pretrain(build({**TINY, **flags}))
-    return text.getvalue()
-
-
-def test_a_run_says_nothing_of_views_that_nobody_changes(gloo: Any) -> None:
-    for text in gloo.run(2, said, flags={"use_torch_fsdp2": True, "train_iters": 1, "micro_batch_size": 1}):
-        assert "of a test" in text and "view tensor" not in text

@@ -9,8 +9,6 @@ import torch
 
 from megatron_moe.model.generate import Sampling, choose
 
-pytestmark = pytest.mark.engine
-
 
 def allowed(logits, temperature, top_k, top_p):
     """Token -> probability, in plain Python."""
@@ -27,9 +25,10 @@ def allowed(logits, temperature, top_k, top_p):
     return {token: share / sum(kept.values()) for token, share in kept.items()}
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 1e-6])
-@pytest.mark.parametrize("top_k", [None, 1, 4, 50])
-@pytest.mark.parametrize("temperature", [0.5, 1.3])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.3, None, 1.0), (0.5, None, 0.9), (1.3, 4, 0.9), (0.5, 4, 0.5), (1.3, 50, 0.5), (0.5, 50, 1e-6), (1.3, 1, 1.0)],
+)
 def test_tokens_are_drawn_as_often_as_they_should_be(temperature, top_k, top_p):
     logits = torch.tensor([0.3, 2.0, -1.0, 2.0, 0.0, 1.1, -math.inf, 0.7])
     wanted = allowed(logits.tolist(), temperature, top_k, top_p)

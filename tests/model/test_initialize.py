@@ -11,8 +11,6 @@ from megatron_moe.model.build import build_model
 from megatron_moe.model.initialize import Split, normal, part
 from megatron_moe.parallel import groups
 
-pytestmark = pytest.mark.engine
-
 STREAM = [[0.1495968997478485, -0.2706325054168701], [-0.8512492775917053, 0.4086861312389374]]
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import pytest
 import torch
 
+import megatron_moe.model.cross_entropy as fused_loss
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.model.engine_config import transformer_config
+from megatron_moe.model.loss import OutputLayerWithLoss
+from megatron_moe.parallel import groups
 from tests.helpers import model_cases as cases
+from tests.helpers.errors import relative
+from tests.helpers.rows import rows
+from tests.model import mtp_cases
 from tests.model import test_build_ranks as layouts
 
 pytestmark = pytest.mark.engine
@@ -17,16 +25,18 @@ TOKENS, ROWS, WIDTH = 24, 40, 16
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 
 
-def losses_and_gradients(dtype, sequence_parallel, vocab_size):
-    """Of the output layer, fused and plain: per rank (losses, gradient of its hidden states, of its rows)."""
-    import megatron_moe.model.cross_entropy as fused
-    from megatron_moe.config.schema import Run, replace
-    from megatron_moe.model.engine_config import transformer_config
-    from megatron_moe.model.loss import OutputLayerWithLoss
-    from megatron_moe.parallel import groups
+# The whole vocabulary, one that is padded, and one whose padding is all that the second rank has.
+CASES = list(itertools.product(TOLERANCE, (False, True), (ROWS, 33, 18)))
 
+
+def losses_and_gradients_of_all():
+    tp = groups.initialize(replace(Run(), tensor_model_parallel_size=2)).tp
+    return {case: losses_and_gradients(tp, *case) for case in CASES}
+
+
+def losses_and_gradients(tp, dtype, sequence_parallel, vocab_size):
+    """Of the output layer, fused and plain: per rank (losses, gradient of its hidden states, of its rows)."""
     run = replace(Run(), tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, hidden_size=WIDTH)
-    tp = groups.initialize(run).tp
     hidden, weight, labels, upstream = problem(dtype, vocab_size)
     layer = OutputLayerWithLoss(
         WIDTH, ROWS, config=transformer_config(run), init_method=None, bias=False, skip_bias_add=False, tp_group=tp
@@ -38,13 +48,13 @@ def losses_and_gradients(dtype, sequence_parallel, vocab_size):
         layer.weight.grad = None
         own = (hidden.chunk(2)[tp.rank()] if sequence_parallel else hidden).clone().requires_grad_()
         if path == "fused":
-            with mock.patch.object(fused, "BLOCK_ROWS", 8):  # which the next case of this rank has as it was
+            with mock.patch.object(fused_loss, "BLOCK_ROWS", 8):  # which the next case of this rank has as it was
                 losses, _ = layer(own, labels=labels)
                 losses.backward(upstream)
         else:
-            with mock.patch.dict(fused._NUMBERS_OF_TILE, {"on a CPU": 3 * ROWS}):
+            with mock.patch.dict(fused_loss._NUMBERS_OF_TILE, {"on a CPU": 3 * ROWS}):
                 logits = layer(own)[0].flatten(0, 1)
-                losses = fused.cross_entropy(logits, labels.t().reshape(-1), tp).view(-1, 2).t()
+                losses = fused_loss.cross_entropy(logits, labels.t().reshape(-1), tp).view(-1, 2).t()
                 losses.backward(upstream)
         found.append((losses.detach(), own.grad, layer.weight.grad))
     return found
@@ -71,31 +81,25 @@ def exact(dtype, vocab_size):
     return losses.detach(), hidden.grad, weight.grad
 
 
-def error(got, wanted):
-    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
-
-
 def assert_near(got, wanted, tolerance):
     """Relative to the whole of it; where all of it has to be zero, it is."""
     assert torch.equal(got == 0, wanted == 0) or wanted.any()
-    assert not wanted.any() or error(got, wanted) < tolerance
+    assert not wanted.any() or relative(got, wanted) < tolerance
 
 
-@pytest.mark.parametrize("vocab_size", [ROWS, 33, 18], ids=["whole", "padded", "padded beyond a rank"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_split_vocabulary_has_the_losses_and_gradients_of_a_whole_one(gloo, dtype, sequence_parallel, vocab_size):
+@pytest.mark.parametrize(("dtype", "sequence_parallel", "vocab_size"), CASES)
+def test_a_split_vocabulary_has_the_losses_and_gradients_of_a_whole_one(once, dtype, sequence_parallel, vocab_size):
     losses, grad_hidden, grad_weight = exact(dtype, vocab_size)
     counted = problem(dtype, vocab_size)[2] >= 0
-    settings = dict(dtype=dtype, sequence_parallel=sequence_parallel, vocab_size=vocab_size)
-    for rank, (fused, plain) in enumerate(gloo.run(2, losses_and_gradients, **settings)):
+    for rank, results in enumerate(once(2, losses_and_gradients_of_all)):
+        fused, plain = results[dtype, sequence_parallel, vocab_size]
         own = grad_hidden.chunk(2)[rank] if sequence_parallel else grad_hidden
         for found, tolerance in ((fused, 1), (plain, 3)):
-            assert error(found[0][counted], losses[counted]) < tolerance * min(TOLERANCE[dtype], 2e-3 * tolerance)
-            assert error(found[1], own) < tolerance * TOLERANCE[dtype]
+            assert relative(found[0][counted], losses[counted]) < tolerance * min(TOLERANCE[dtype], 2e-3 * tolerance)
+            assert relative(found[1], own) < tolerance * TOLERANCE[dtype]
             assert_near(found[2], grad_weight.chunk(2)[rank], tolerance * TOLERANCE[dtype])
-        assert error(fused[0][counted], losses[counted]) < 1e-6
-        assert error(fused[0], plain[0]) < 2e-2  # what no row stands for is the same in both
+        assert relative(fused[0][counted], losses[counted]) < 1e-6
+        assert relative(fused[0], plain[0]) < 2e-2  # what no row stands for is the same in both
 
 
 UNTIED, TIED = "dense mla", "dense mla, no query latent, tied"
@@ -111,7 +115,9 @@ IN_A_MODEL = [
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks", "layout"), IN_A_MODEL, ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in IN_A_MODEL]
+    ("model", "ranks", "layout"),
+    rows(IN_A_MODEL, test=[(TIED, 2, layouts.SP2), ("experts", 2, layouts.VPP2)]),
+    ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in IN_A_MODEL],
 )
 def test_a_model_has_the_same_loss_gradients_and_norm_with_it(gloo, model, ranks, layout):
     run = replace(Run(), **{**layouts.MODELS[model], **layout})
@@ -124,15 +130,17 @@ def test_a_model_has_the_same_loss_gradients_and_norm_with_it(gloo, model, ranks
         assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
         assert torch.equal(got["logits"], wanted["logits"])
         for name, (_, _, grad) in got["tensors"].items():
-            assert error(grad, wanted["tensors"][name][2]) < 2e-5, name
+            assert relative(grad, wanted["tensors"][name][2]) < 2e-5, name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", rows(["fp32", "bf16"], test=["fp32"]))
 def test_a_run_learns_as_without_it_while_weights_are_gathered_in_the_background(gloo, precision):
     overlap = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
     run = replace(Run(), **{**layouts.MODELS[UNTIED], **overlap, "lr": 5e-3, "init_method_std": 0.02})
     run = replace(run, bf16=precision == "bf16")
-    plain = gloo.run(2, cases.train, run=run, steps=4)[0]
-    fused = gloo.run(2, cases.train, run=replace(run, cross_entropy_loss_fusion=True), steps=4)[0]
+    plain, fused = (
+        gloo.run(2, mtp_cases.steps, run=replace(run, cross_entropy_loss_fusion=fusion), count=3)[0]["losses"]
+        for fusion in (False, True)
+    )
     assert fused == pytest.approx(plain, rel=1e-5 if precision == "fp32" else 1e-2)  # bf16: of its logits
-    assert fused[-1] < fused[0] - 0.3
+    assert fused[-1] < fused[0] - 0.2

@@ -10,6 +10,7 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.build import build_model
 from megatron_moe.model.generate import next_token_logits
 from megatron_moe.model.loss import loss_func
+from megatron_moe.moe.state import routers
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from tests.numbers import reference_mtp
@@ -42,23 +43,14 @@ DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 
 @pytest.fixture
 def model(one_process):
-    def build(flags, wrap=False):
+    def build(flags):
+        groups.destroy()
         run = replace(Run(), **flags)
         pg_collection = groups.initialize(run)
         seed_everything(run)
-        (chunk,) = build_model(run, pg_collection, VOCAB, wrap=wrap)
-        groups_of_this.append(pg_collection)
-        return chunk
+        return build_model(run, pg_collection, VOCAB, wrap=False)[0]
 
-    groups_of_this = []
-
-    def fresh(flags, wrap=False):
-        if groups_of_this:
-            groups.destroy()
-            groups_of_this.clear()
-        return build(flags, wrap)
-
-    return fresh
+    return build
 
 
 def batch(length, sequences=3):
@@ -106,32 +98,27 @@ def test_losses_and_all_gradients_are_those_of_the_reference(model, tied, fused)
         assert error < 2e-5, f"{name} is {error:.1e} off"
 
 
-def test_evaluation_and_generation_know_the_next_token_only(model):
+def test_losses_evaluation_and_generation_are_the_next_tokens(model):
     tokens, labels, _, positions = batch(EXPERTS["seq_length"])
-    plain = model(EXPERTS)
-    with torch.no_grad():
-        wanted = plain.eval()(tokens, positions, None, labels=labels)
-        logits = next_token_logits([plain], tokens, position=6)
-    chunk = model({**EXPERTS, **MTP})
-    with torch.no_grad():
-        assert torch.equal(chunk.eval()(tokens, positions, None, labels=labels), wanted)
-        assert torch.equal(next_token_logits([chunk], tokens, position=6), logits)
-    assert chunk.take_further_losses() is None
-    assert not any(m.local_tokens_per_expert.any() for m in chunk.modules() if hasattr(m, "local_tokens_per_expert"))
 
+    def passes(flags):
+        chunk = model(flags)
+        trained = chunk(tokens, positions, None, labels=labels)
+        numbers = [router.layer_number for router in routers([chunk])]
+        counts = [router.local_tokens_per_expert.clone() for router in routers([chunk])]
+        chunk.take_further_losses()
+        with torch.no_grad():
+            seen = chunk(tokens, positions, None, labels=labels)
+            evaluated = chunk.eval()(tokens, positions, None, labels=labels)
+            logits = next_token_logits([chunk], tokens, position=6)
+        # Neither a pass without gradients nor an evaluation logs a loss or counts a token.
+        assert chunk.take_further_losses() is None
+        assert all(map(torch.equal, counts, (router.local_tokens_per_expert for router in routers([chunk]))))
+        return numbers, [trained, seen, evaluated, logits]
 
-def test_the_losses_of_training_are_the_next_tokens_too(model):
-    tokens, labels, _, positions = batch(EXPERTS["seq_length"])
-    wanted = model(EXPERTS)(tokens, positions, None, labels=labels)
-    assert torch.equal(model({**EXPERTS, **MTP})(tokens, positions, None, labels=labels), wanted)
-
-
-def test_a_pass_without_gradients_logs_no_loss(model):
-    tokens, labels, _, positions = batch(EXPERTS["seq_length"])
-    chunk = model({**EXPERTS, **MTP})
-    with torch.no_grad():
-        chunk(tokens, positions, None, labels=labels)
-    assert chunk.take_further_losses() is None
+    (plain_numbers, plain), (numbers, found) = passes(EXPERTS), passes({**EXPERTS, **MTP})
+    assert all(map(torch.equal, found, plain))
+    assert (plain_numbers, numbers) == ([2], [2, 3, 4, 5])  # routers of predictions have numbers of their own
 
 
 def test_a_prediction_that_is_not_finite_shows_in_the_loss(model):
@@ -140,12 +127,6 @@ def test_a_prediction_that_is_not_finite_shows_in_the_loss(model):
     with torch.no_grad():
         chunk.mtp.layers[1].eh_proj.weight[0, 0] = torch.inf
     assert not chunk(tokens, positions, None, labels=labels).isfinite().all()
-
-
-def test_routers_of_predictions_have_numbers_of_their_own(model):
-    chunk = model({**EXPERTS, **MTP})
-    routers = [m for m in chunk.modules() if hasattr(m, "local_tokens_per_expert")]
-    assert [router.layer_number for router in routers] == [2, 3, 4, 5]
 
 
 RECOMPUTED = {

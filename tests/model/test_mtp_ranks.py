@@ -1,5 +1,5 @@
 """Multi-token prediction under every layout: losses of each depth, all gradients, gradient norm, counts and the weights
-after two steps are those of one process."""
+after a step are those of one process."""
 
 from __future__ import annotations
 
@@ -21,37 +21,24 @@ PER_TOKEN = {"calculate_per_token_loss": True}
 FUSED = {"cross_entropy_loss_fusion": True, "cross_entropy_chunk_tokens": 8}
 FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 TIED = "dense mla, no query latent, tied"
+# What the layout matrix has not: several predictions, and a tied table.
 LAYOUTS = {
-    "experts, micro-batches of 2": ("experts", 1, {"micro_batch_size": 2}),
-    "experts, one micro-batch, per token": ("experts", 1, {"micro_batch_size": 4, **PER_TOKEN}),
-    "experts, full recomputation by blocks": ("experts", 1, FULL),
     "experts, TP2 with sequence parallelism, fused loss": ("experts", 2, {**SP2, **FUSED}),
-    "experts, EP2 (DP2), per token": ("experts", 2, {**EP2, **PER_TOKEN}),
-    "experts, PP2 in two chunks each": ("experts", 2, VPP2),
-    "experts, CP2": ("experts", 2, CP2),
     "experts, CP2, per token": ("experts", 2, {**CP2, **PER_TOKEN}),
+    "tied, PP2 in two chunks each": (TIED, 2, VPP2),
+    "experts, micro-batches of 2": ("experts", 1, {"micro_batch_size": 2}),
+    "experts, full recomputation by blocks": ("experts", 1, FULL),
+    "experts, EP2 (DP2), per token": ("experts", 2, {**EP2, **PER_TOKEN}),
     "experts, DP2, distributed optimizer, overlaps": ("experts", 2, OVERLAPPED),
     "tied, TP2": (TIED, 2, TP2),
-    "tied, PP2, fused loss": (TIED, 2, {**PP2, **FUSED}),
-    "tied, PP2 in two chunks each": (TIED, 2, VPP2),
-    "tied, PP2, overlapped reduction": (TIED, 2, {**PP2, "overlap_grad_reduce": True}),
-    "grouped, TP2 x PP2, one layer on the first stage": (
-        "grouped, biased",
-        4,
-        {**SP2, **PP2, "decoder_first_pipeline_num_layers": 1},
-    ),
+    "tied, PP2, fused loss, overlapped reduction": (TIED, 2, {**PP2, **FUSED, "overlap_grad_reduce": True}),
+    "grouped, TP2 x PP2": ("grouped, biased", 4, {**SP2, **PP2, "decoder_first_pipeline_num_layers": 1}),
 }
-# The layout matrix has other layouts of one prediction.
-IN_TEST = [
-    "experts, TP2 with sequence parallelism, fused loss",
-    "experts, CP2, per token",
-    "tied, PP2 in two chunks each",
-]
 
 
-def alone(once, model, count=2, **flags):
+def alone(once, model, **flags):
     """What one process computes."""
-    return once(1, cases.steps, run=replace(Run(), **{**MODELS[model], **MTP, **flags}), count=count)[0]
+    return once(1, cases.steps, run=replace(Run(), **{**MODELS[model], **MTP, **flags}))[0]
 
 
 def assert_same(result, wanted, rank, tolerance=1.0, gradients=True):
@@ -68,7 +55,7 @@ def assert_same(result, wanted, rank, tolerance=1.0, gradients=True):
                 assert error < 5e-5 * tolerance, f"rank {rank}: {what} of {name} is {error:.1e} off"
 
 
-@pytest.mark.parametrize("layout", rows(LAYOUTS, test=IN_TEST))
+@pytest.mark.parametrize("layout", rows(LAYOUTS, test=list(LAYOUTS)[:3]))
 def test_a_layout_trains_the_same_predictions(gloo, once, layout):
     model, ranks, flags = LAYOUTS[layout]
     wanted = alone(once, model)
@@ -82,18 +69,16 @@ def test_a_layout_trains_the_same_predictions(gloo, once, layout):
 
 @pytest.mark.parametrize("flags", rows([PP2, OVERLAPPED], test=[PP2]), ids=["PP2", "DP2, overlaps"])
 def test_a_layout_trains_the_same_predictions_in_bf16(gloo, once, flags):
-    # One step: in the next, weights that were rounded otherwise let some tokens choose other experts.
-    wanted = alone(once, "experts", count=1, bf16=True)
+    wanted = alone(once, "experts", bf16=True)
     run = replace(Run(), **{**MODELS["experts"], **MTP, "bf16": True, **flags})
-    for rank, result in enumerate(gloo.run(2, cases.steps, run=run, count=1)):
+    for rank, result in enumerate(gloo.run(2, cases.steps, run=run)):
         assert_same(result, wanted, rank, tolerance=100, gradients=not flags.get("use_distributed_optimizer"))
         assert result["tables"] == ["ExactEmbedding"]  # at both ends of a pipeline
 
 
 def test_fp16s_loss_scale_reaches_the_predictions_and_leaves_them(once):
     norms = [
-        alone(once, "experts", count=1, fp16=True, initial_loss_scale=scale)["grad_norms"][0]
-        for scale in (2.0**8, 2.0**12)
+        alone(once, "experts", fp16=True, initial_loss_scale=scale)["grad_norms"][0] for scale in (2.0**8, 2.0**12)
     ]
     assert norms == pytest.approx([alone(once, "experts")["grad_norms"][0]] * 2, rel=5e-3)
 

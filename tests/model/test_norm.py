@@ -9,8 +9,6 @@ import torch
 
 from megatron_moe.model.norm import RMSNorm
 
-pytestmark = pytest.mark.engine
-
 
 def norm(width, dtype, sequence_parallel=False, eps=1e-6):
     config = SimpleNamespace(fp32_residual_connection=False, params_dtype=dtype, sequence_parallel=sequence_parallel)

@@ -108,7 +108,7 @@ def in_fp32() -> Iterator[None]:
 
 
 def steps(run: Run) -> dict[str, Any]:
-    """Two steps, with notes where micro-batches overlap."""
+    """A step, with notes where micro-batches overlap."""
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
         if run.moe.moe_token_dispatcher_type == "flex":
@@ -131,24 +131,20 @@ EVERYTHING = {
     "calculate_per_token_loss": True,
 }
 HALF = {"bf16": True, "fp32_residual_connection": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True}
+ETP1 = {"expert_tensor_parallel_size": 1}
 # One case for each way that tensors can take: name -> (ranks, flags, how micro-batches overlap).
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "all-to-all": (2, EP2, OVERLAP),
-    "all-to-all, everything recomputed, auxiliary losses, dropout": (2, {**EP2, **EVERYTHING}, LATER),
+    "everything recomputed, auxiliary losses, dropout": (2, {**EP2, **EVERYTHING}, LATER),
     "bf16 with an fp32 residual, overlapped reduction": (2, {**EP2, **HALF}, LATER),
+    "TP2 with sequence parallelism, dropout": (2, {**SP2, **EP2, **ETP1, "hidden_dropout": 0.1}, OVERLAP),
+    "PP2 in two chunks each, further predictions": (4, {**EP2, **VPP2, "mtp_num_layers": 1}, LATER),
+    "ETP2": (4, {**SP2, **EP2}, OVERLAP),
     "capacity": (2, {**EP2, "moe_expert_capacity_factor": 0.75}, LATER),
-    "TP2 with sequence parallelism, ETP2, dropout": (4, {**SP2, **EP2, "hidden_dropout": 0.1}, OVERLAP),
-    "PP2 in two chunks each, multi-token prediction": (4, {**EP2, **VPP2, "mtp_num_layers": 1}, LATER),
     "DeepEP": (2, {**EP2, "moe_token_dispatcher_type": "flex"}, OVERLAP),
     "HybridEP": (2, {**EP2, "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}, LATER),
 }
-EITHER = [
-    "all-to-all",
-    "bf16 with an fp32 residual, overlapped reduction",
-    "TP2 with sequence parallelism, ETP2, dropout",
-    "PP2 in two chunks each, multi-token prediction",
-    "HybridEP",
-]
+IN_TEST = list(CASES)[:5]
 
 
 # What a layer's forward pass of one micro-batch and another's backward pass of the one before are put together to.
@@ -158,20 +154,25 @@ TOGETHER = [
 ]
 
 
-def test_exchanges_of_one_micro_batch_are_queued_next_to_the_products_of_another(gloo: Any) -> None:
-    for how, between in ((OVERLAP, ()), (LATER, ("later gradients",))):
-        for found in gloo.run(2, steps, run=replace(Run(), **{**MODEL, **EP2, **how})):
-            wanted = [*TOGETHER[0], *between, *TOGETHER[1]]
-            notes = found["notes"]
-            starts = [at for at in range(len(notes)) if notes[at : at + len(wanted)] == wanted]
-            assert len(starts) == 4, "two steps of two micro-batches, two pairs of layers with experts at both ends"
-
-
-@pytest.mark.parametrize("case", rows(CASES, test=EITHER))
-def test_losses_gradients_and_counts_are_those_of_one_micro_batch_after_the_other(gloo: Any, case: str) -> None:
+def overlapped(once: Any, case: str) -> Any:
     ranks, flags, how = CASES[case]
+    return once(ranks, steps, run=replace(Run(), **{**MODEL, **flags, **how}))
+
+
+@pytest.mark.parametrize(("case", "between"), [(IN_TEST[0], ()), (IN_TEST[2], ("later gradients",))])
+def test_exchanges_of_one_micro_batch_are_queued_next_to_the_products_of_another(once: Any, case, between) -> None:
+    for found in overlapped(once, case):
+        wanted = [*TOGETHER[0], *between, *TOGETHER[1]]
+        notes = found["notes"]
+        starts = [at for at in range(len(notes)) if notes[at : at + len(wanted)] == wanted]
+        assert len(starts) == 2, "a step of two micro-batches, two pairs of layers with experts at both ends"
+
+
+@pytest.mark.parametrize("case", rows(CASES, test=IN_TEST))
+def test_losses_gradients_and_counts_are_those_of_one_micro_batch_after_the_other(gloo, once, case: str) -> None:
+    ranks, flags, _ = CASES[case]
     plain = gloo.run(ranks, steps, run=replace(Run(), **{**MODEL, **flags}))
-    for got, wanted in zip(gloo.run(ranks, steps, run=replace(Run(), **{**MODEL, **flags, **how})), plain):
+    for got, wanted in zip(overlapped(once, case), plain, strict=True):
         assert_same_bits(got, wanted)
         # No row travels on the stream of the products, but in the last node, which has multi-token prediction.
         exchanges = {note for note in got["notes"] if note.startswith("rows")}
@@ -188,13 +189,15 @@ def test_a_replay_runs_micro_batches_one_after_the_other() -> None:
     assert [config.overlap_moe_expert_parallel_comm for config in configs] == [True, True]
 
 
-def test_a_run_without_streams_says_that_micro_batches_do_not_overlap() -> None:
+@pytest.mark.parametrize("flag", ["overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap"])
+def test_a_run_without_streams_says_that_nothing_overlaps(flag: str) -> None:
     from megatron_moe import platform
     from megatron_moe.training.build import _expert_notes
 
-    trainer: Any = types.SimpleNamespace(run=replace(Run(), num_experts=4, **OVERLAP))
+    run = replace(Run(), **{"num_experts": 4, "moe_shared_expert_intermediate_size": 8, flag: True})
+    trainer: Any = types.SimpleNamespace(run=run)
     (note,) = _expert_notes(trainer)
-    assert note.startswith("--overlap-moe-expert-parallel-comm has no effect")
+    assert note.startswith(f"--{flag.replace('_', '-')} has no effect")
     with mock.patch.object(platform, "has_cuda", lambda: True):
         assert _expert_notes(trainer) == []
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.helpers.rows import rows
 
-FLAGS = {"data_parallel_sharding_strategy": "optim_grads_params", "micro_batch_size": 1, "global_batch_size": 8}
+ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params", "seq_length": 16}
+FLAGS = {**ZERO3, "micro_batch_size": 1, "global_batch_size": 8}
 DTYPES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": True},
@@ -32,13 +35,11 @@ SWITCHES: dict[str, dict[str, Any]] = {
 # Each switch alone in one dtype, where its bytes are measured too; all of them in every dtype.
 CASES = [("fp32", "weights"), ("bf16", "weights"), ("fp32", "gradients"), ("fp32", "gradients, int4")]
 CASES += [("fp16", "machines"), *((dtype, "all") for dtype in DTYPES)]
+IN_TEST = [("bf16", "all")]
 
 
 def trained(flags: dict[str, Any]) -> dict[str, Any]:
     """Losses of two steps, biases, the second step's bytes; by kind and, of bytes to another machine, by kind too."""
-    from collections import Counter
-    from unittest import mock
-
     import torch
     import torch.distributed as dist
 
@@ -86,20 +87,12 @@ def trained(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def measured(gloo: Any) -> Any:
-    known: dict[tuple[str, str], list[dict[str, Any]]] = {}
-
-    def of(dtype: str, switches: str) -> list[dict[str, Any]]:
-        if (dtype, switches) not in known:
-            flags = {**FLAGS, **DTYPES[dtype], **SWITCHES[switches]}
-            known[dtype, switches] = gloo.run(4, trained, flags=flags)
-        return known[dtype, switches]
-
-    return of
+def measured(once: Any) -> Any:
+    return lambda dtype, switches: once(4, trained, flags={**FLAGS, **DTYPES[dtype], **SWITCHES[switches]})
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(("dtype", "switches"), rows(CASES, test=[("bf16", "all"), ("fp16", "machines")]))
+@pytest.mark.parametrize(("dtype", "switches"), rows(CASES, test=IN_TEST))
 def test_a_switch_trains_as_without_it(measured: Any, dtype: str, switches: str) -> None:
     wanted, found = measured(dtype, "none")[0]["said"], measured(dtype, switches)
     # A secondary partition keeps what the forward pass has gathered: nothing is rounded.
@@ -119,32 +112,35 @@ def test_experts_that_a_machine_has_once_train_bit_for_bit_as_without_partitions
 
 # What is sent as it is, vectors and router weights, is 2 % of this small model's bytes.
 SMALL = 0.02
+AWAY = ("gather, away", "reduce, away", "exchange, away")
+# What is sent with a switch, kinds, without which other one, kinds, and the part of the bytes.
+# The second of two gathers is among the two ranks of a machine. The tables, a ninth of this model, are gathered once at
+# stage 3 as well, for the output layer is the first in the backward pass: the ratio of their bytes is 2.03 / 6, where
+# a layer's is 2.03 / 8. Experts that a machine has once stay there, and the backward pass gathers nothing of them.
+BYTES: list[tuple[str, str, tuple[str, ...], str, tuple[str, ...], float]] = [
+    ("bf16", "all", AWAY, "none", AWAY, 0.27 + SMALL + 0.01),
+    ("fp16", "machines, experts", ("gather, away",), "experts", ("gather, away",), 0.56),
+    ("fp16", "machines, experts", ("gather",), "experts", ("gather",), 0.75),
+    ("fp32", "weights", ("gather",), "none", ("gather",), 0.27 + SMALL),
+    ("bf16", "weights", ("gather",), "none", ("gather",), 0.54 + SMALL),
+    ("fp32", "gradients", ("exchange",), "none", ("reduce",), 0.27 + SMALL),
+    ("fp32", "gradients, int4", ("exchange",), "none", ("reduce",), 0.15 + SMALL),
+    ("fp16", "machines", ("gather, away",), "none", ("gather, away",), 0.56),
+]
 
 
-def test_the_bytes_that_are_sent(measured: Any) -> None:
-    def sent(dtype: str, switches: str, *kinds: str) -> int:
+@pytest.mark.parametrize(("dtype", "switches", "kinds", "without", "plain_kinds", "part"), rows(BYTES, test=BYTES[:3]))
+def test_the_bytes_that_are_sent(measured: Any, dtype, switches, kinds, without, plain_kinds, part) -> None:
+    def sent(switches: str, kinds: tuple[str, ...]) -> int:
         return sum(measured(dtype, switches)[0]["sent"].get(kind, 0) for kind in kinds)
 
-    assert sent("fp32", "weights", "gather") < (0.27 + SMALL) * sent("fp32", "none", "gather")
-    assert sent("bf16", "weights", "gather") < (0.54 + SMALL) * sent("bf16", "none", "gather")
-    reduced = sent("fp32", "none", "reduce")
-    assert sent("fp32", "gradients", "exchange") < (0.27 + SMALL) * reduced
-    assert sent("fp32", "gradients, int4", "exchange") < (0.15 + SMALL) * reduced
-    # Experts that a machine has once stay there, and the backward pass gathers nothing of them.
-    assert sent("fp16", "machines, experts", "gather, away") < 0.56 * sent("fp16", "experts", "gather, away")
-    assert sent("fp16", "machines, experts", "gather") < 0.75 * sent("fp16", "experts", "gather")
-    # The second of two gathers is among the two ranks of a machine. The tables, a ninth of this model, have one.
-    assert sent("fp16", "machines", "gather, away") < 0.56 * sent("bf16", "none", "gather, away")
-    away = ("gather, away", "reduce, away", "exchange, away")
-    # The tables are gathered once at stage 3 as well, for the output layer is the first in the backward pass. They are
-    # a ninth of this model, and the ratio of their bytes is 2.03 / 6, where a layer's is 2.03 / 8.
-    assert 0 < sent("bf16", "all", *away) < (0.27 + SMALL + 0.01) * sent("bf16", "none", *away)
+    assert 0 < sent(switches, kinds) < part * sent(without, plain_kinds)
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("dtype", "switches"),
-    rows([("fp32", "none"), *CASES[1:5], ("bf16", "all")], test=[("bf16", "all"), ("fp16", "machines")]),
+    rows([("fp32", "none"), *CASES[1:5], ("bf16", "all")], test=IN_TEST),
 )
 def test_a_plan_sends_what_a_step_sends(measured: Any, dtype: str, switches: str) -> None:
     from megatron_moe.apps.plan.tracing import trace_ranks
@@ -166,6 +162,7 @@ def test_a_plan_sends_what_a_step_sends(measured: Any, dtype: str, switches: str
     assert sum(one.between_nodes for one in planned) == pytest.approx(away, rel=0.01)
 
 
+@pytest.mark.test_all(instead="tests/model/test_zero_plus_plus_ranks.py::test_a_switch_trains_as_without_it")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_configuration_that_fails_elsewhere_trains(gloo: Any, tmp_path: Path, dtype: str) -> None:
     source = Path(__file__).resolve().parents[1] / "config" / "deepspeed" / "zeropp_bf16_failing_in_deepspeed.json"
@@ -179,7 +176,7 @@ def test_the_configuration_that_fails_elsewhere_trains(gloo: Any, tmp_path: Path
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(config))
     losses = gloo.run(4, pretrained, file=str(file))[0]
-    assert len(losses) == 6 and losses[-1] < losses[0] - 0.3
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.1
 
 
 def pretrained(file: str) -> list[float]:
@@ -188,7 +185,9 @@ def pretrained(file: str) -> list[float]:
     from megatron_moe.training.run import pretrain
     from tests.helpers.stepped_trainer import TINY
 
-    words = f"--preset tiny --mock-data --vocab-size {TINY['vocab_size']} --train-iters 6 --eval-iters 0"
+    words = (
+        f"--preset tiny --mock-data --seq-length 32 --vocab-size {TINY['vocab_size']} --train-iters 4 --eval-iters 0"
+    )
     metrics = f"{file}.jsonl"
     run = cli.parse(
         [*words.split(), "--log-interval", "1", "--metrics-file", metrics, "--deepspeed-config", file], world_size=4
@@ -197,3 +196,55 @@ def pretrained(file: str) -> list[float]:
     pretrain(run)
     lines = [json.loads(line) for line in Path(metrics).read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line and "iteration" in line]
+
+
+# ---- what is never rounded: router weights, norms, biases, and the modules that `--keep-fp32` names
+
+
+KEPT = ("decoder.layers.0.self_attention", "decoder.layers.1.mlp.experts")
+KEEPING = {**ZERO3, "bf16": True, "keep_fp32": KEPT, "moe_shared_expert_gate": True}
+
+
+def gathered(flags: dict[str, Any]) -> set[str]:
+    """The weights that the model computes with as the shards have them, bit for bit."""
+    from megatron_moe.model.float16_module import without_wrappers
+    from tests.helpers.stepped_trainer import Trainer
+
+    (chunk,) = Trainer({**KEEPING, **flags}).model
+    own: Any = dict(chunk.named_parameters())
+    exact = {name: one.full_tensor().to(one.gathered_dtype) for name, one in own.items()}
+    return {without_wrappers(name) for name, weight in chunk.gathered() if weight.equal(exact[name])}
+
+
+def reduced(flags: dict[str, Any]) -> dict[str, Any]:
+    """The reduced gradients of a first step: this rank's shards."""
+    from megatron_moe.model.float16_module import without_wrappers
+    from megatron_moe.model.fully_sharded import FullyShardedDataParallel
+    from tests.helpers.stepped_trainer import Trainer
+
+    found = {}
+    reduce = FullyShardedDataParallel.finish_grad_sync
+
+    def seen(self: Any, *args: Any, **named: Any) -> None:
+        reduce(self, *args, **named)
+        found.update({without_wrappers(name): one.main_grad.clone() for name, one in self.named_parameters()})
+
+    trainer = Trainer({**KEEPING, **flags})
+    with mock.patch.object(FullyShardedDataParallel, "finish_grad_sync", seen):
+        assert trainer.step().committed
+    return found
+
+
+@pytest.mark.engine
+def test_router_weights_norms_and_kept_modules_are_sent_as_they_are(gloo: Any) -> None:
+    wanted = gloo.run(2, reduced, flags={})
+    found = gloo.run(2, reduced, flags={"zero_quantized_gradients": "int8"})
+    weights = gloo.run(2, gathered, flags={"zero_quantized_weights": True})
+    names = set(wanted[0])
+    kept = {one for one in names if one.startswith(KEPT) or one.endswith((".router.weight", ".gate_weight"))}
+    kept |= {one for one in names if "norm" in one or one.endswith(".bias")}
+    assert {len(kept & {one}) for one in names} == {0, 1} and any(one.endswith(".gate_weight") for one in kept)
+    for rank in range(2):
+        assert weights[rank] == kept
+        # Of two ranks a sum has the same bits in either order.
+        assert {name for name in names if found[rank][name].equal(wanted[rank][name])} == kept

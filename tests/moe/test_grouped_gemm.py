@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +23,11 @@ def experts(rows: Tensor, weight: Tensor, fused: bool | None) -> Tensor:
     return TorchProduct(fused)(rows, weight, ENDS)
 
 
-def gate(rows: Tensor, weight: Tensor, fused: bool | None) -> Tensor:
-    return gate_product(rows, weight, torch.float32, fused is not False)
+def gate(rows: Tensor, weight: Tensor, fused: bool | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    return gate_product(rows, weight, dtype, fused is not False)
 
 
-def wide_gate(rows: Tensor, weight: Tensor, fused: bool | None) -> Tensor:
-    return gate_product(rows, weight, torch.float64, fused is not False)
+wide_gate = functools.partial(gate, dtype=torch.float64)
 
 
 def loss(rows: Tensor, weight: Tensor, fused: bool | None) -> Tensor:

@@ -21,6 +21,7 @@ from megatron_moe.moe.load_balance import GlobalBatch
 from megatron_moe.moe.state import announce_global_batch, counting_ahead
 from megatron_moe.parallel import groups
 from megatron_moe.training.finalize_model_grads import update_routers
+from tests.helpers.routers import config
 from tests.helpers.rows import rows
 from tests.numbers import reference_moe as reference
 
@@ -29,6 +30,7 @@ LOSS_TOKENS = 37.0  # of the global batch; as a loss mask would say
 COEFFS = {"aux_loss": 0.3, "seq_aux_loss": 0.7, "global_aux_loss": 1.1}
 Z = 0.05
 
+ONE_RANK = dict(tensor_model_parallel_size=1, sequence_parallel=False)
 SP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 CP2 = dict(context_parallel_size=2)
 # ranks, layout, sequences in a micro-batch
@@ -61,19 +63,10 @@ def gate() -> torch.Tensor:
 
 
 def router_config(layout: dict[str, Any], options: dict[str, Any]) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=TOPK,
-        moe_router_dtype="fp32",
-        add_bias_linear=False,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=layout.get("tensor_model_parallel_size", 1),
-        sequence_parallel=layout.get("sequence_parallel", False),
-        **{"moe_router_load_balancing_type": "none", **options},
-    )
+    sizes = dict(hidden_size=HIDDEN, num_moe_experts=EXPERTS, moe_router_topk=TOPK)
+    softmax = dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
+    parallel = {name: layout.get(name, size) for name, size in ONE_RANK.items()}
+    return config(**{**sizes, **softmax, **parallel, **options})
 
 
 def my_part(tensor: torch.Tensor, axis: int, pg: Any) -> torch.Tensor:

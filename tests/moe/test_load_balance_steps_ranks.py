@@ -31,11 +31,11 @@ CP2 = {"context_parallel_size": 2}
 VPP2 = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PER_TOKEN = {"calculate_per_token_loss": True}
-UNEQUAL = (12, 1, 6, 0)
+UNEQUAL = (torch.arange(LENGTH) >= torch.tensor([12, 1, 6, 0]).unsqueeze(1)).float()
 
 
-def stepped(flags: dict[str, Any], masked: tuple[int, ...] | None = None, steps: int = 1) -> dict[str, Any]:
-    return mtp_cases.steps(replace(Run(), **{**MODEL, **flags}), steps, masked)
+def stepped(flags: dict[str, Any], loss_mask: torch.Tensor | None = None, steps: int = 1) -> dict[str, Any]:
+    return mtp_cases.steps(replace(Run(), **{**MODEL, **flags}), steps, loss_mask)
 
 
 def assert_same(ranks: list[dict[str, Any]], wanted: dict[str, Any], tolerance: float = 2e-5) -> None:
@@ -70,8 +70,8 @@ def test_a_step_with_auxiliary_losses_per_token_and_unequal_masks_is_that_of_one
     ranks, flags = STEPS[layout]
     flags = {**LOSSES, **PER_TOKEN, **flags}
     alone = {**LOSSES, **PER_TOKEN, "num_layers": flags.get("num_layers", 2)}
-    (wanted,) = once(1, stepped, flags=alone, masked=UNEQUAL)
-    assert_same(gloo.run(ranks, stepped, flags=flags, masked=UNEQUAL), wanted)
+    (wanted,) = once(1, stepped, flags=alone, loss_mask=UNEQUAL)
+    assert_same(gloo.run(ranks, stepped, flags=flags, loss_mask=UNEQUAL), wanted)
 
 
 def gates(step: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -82,7 +82,7 @@ def test_fp16s_loss_scale_is_taken_off_the_auxiliary_losses(gloo):
     """Another scale, the same gradients up to fp16's rounding; at a tenth of their share the losses would show."""
     flags = {**LOSSES, **PER_TOKEN, "fp16": True, "micro_batch_size": 2}
     small, large = (
-        gates(gloo.run(1, stepped, flags={**flags, "initial_loss_scale": scale}, masked=UNEQUAL)[0])
+        gates(gloo.run(1, stepped, flags={**flags, "initial_loss_scale": scale}, loss_mask=UNEQUAL)[0])
         for scale in (64.0, 2.0**12)
     )
     assert len(small) == 2
@@ -95,7 +95,7 @@ def test_the_auxiliary_losses_weigh_the_same_however_the_loss_is_divided(once):
     parts = []
     for flags in ({}, PER_TOKEN):
         wanted, without = (
-            gates(once(1, stepped, flags={**losses, **flags, "num_layers": 2}, masked=UNEQUAL)[0])
+            gates(once(1, stepped, flags={**losses, **flags, "num_layers": 2}, loss_mask=UNEQUAL)[0])
             for losses in (LOSSES, {})
         )
         parts.append({name: full - without[name] for name, full in wanted.items()})

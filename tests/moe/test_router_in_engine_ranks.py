@@ -11,13 +11,13 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer as EngineMoELayer
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe import Float16Module, TopKRouter, finalize_model_grads
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.moe.state import routers
+from megatron_moe.moe import state
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
+from tests.helpers import routers
 from tests.numbers.reference_moe import bias_step
 
 pytestmark = pytest.mark.engine
@@ -29,25 +29,16 @@ def engine_gpt_with_our_router(ep_size: int, half: str) -> Any:
     run = replace(Run(), expert_model_parallel_size=ep_size)
     pg = groups.initialize(run)
     seed_everything(run)
-    config = TransformerConfig(
+    config = routers.config(
         num_layers=2,
-        hidden_size=16,
-        num_attention_heads=2,
         num_moe_experts=EXPERTS,
-        moe_router_topk=TOPK,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32",
         moe_token_dispatcher_type="allgather",
         expert_model_parallel_size=ep_size,
-        add_bias_linear=False,
-        use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        **{half: True},
         params_dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[half],
+        **{half: True},
     )
     spec = get_gpt_layer_local_spec(EXPERTS, False, False)
     mlp = spec.submodules.mlp  # a ModuleSpec in one engine version, a partial in the other
@@ -70,7 +61,7 @@ def train(ep_size: int, half: str) -> dict[str, Any]:
         ddp(tokens, torch.arange(8).expand_as(tokens), mask, labels=tokens).mean().backward()
         update = finalize_model_grads([ddp], None, pg_collection=pg)
         counts.append([c.tolist() for c in update.tokens_per_expert])
-    found = list(routers([ddp]))
+    found = list(state.routers([ddp]))
     return dict(
         counts=counts,
         bias=[r.expert_bias.clone() for r in found],

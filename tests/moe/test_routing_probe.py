@@ -14,16 +14,10 @@ from megatron_moe.moe.routing_probe import RoutingProbe, choice_margins, evenly,
 
 
 def options(**changes: Any) -> Any:
-    given: dict[str, Any] = {
-        "score_function": "sigmoid",
-        "topk": 1,
-        "num_experts": 3,
-        "num_groups": None,
-        "group_topk": None,
-    }
-    given["chooses_by_score"] = True
-    given["enable_expert_bias"] = False
-    return SimpleNamespace(**{**given, "group_score": "max", **changes})
+    given: dict[str, Any] = dict(score_function="sigmoid", topk=1, num_experts=3, num_groups=None, group_topk=None)
+    return SimpleNamespace(
+        **{**given, "chooses_by_score": True, "enable_expert_bias": False, "group_score": "max", **changes}
+    )
 
 
 def router(weight: torch.Tensor, bias: torch.Tensor | None = None, **changes: Any) -> Any:

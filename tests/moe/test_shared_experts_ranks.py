@@ -178,13 +178,3 @@ def test_the_schedule_is_chosen_when_the_layer_is_built(
     options: Any = types.SimpleNamespace(shared_ffn_hidden_size=width, shared_overlap=asked)
     with mock.patch.object(platform, "has_streams", lambda: streams_here):
         assert type(shared_schedule(options)) is chosen
-
-
-def test_a_run_without_streams_says_that_it_does_not_overlap() -> None:
-    from megatron_moe.training.build import _expert_notes
-
-    run = replace(Run(), num_experts=4, moe_shared_expert_intermediate_size=8, moe_shared_expert_overlap=True)
-    (note,) = _expert_notes(types.SimpleNamespace(run=run))  # type: ignore[arg-type]
-    assert note.startswith("--moe-shared-expert-overlap has no effect")
-    with mock.patch.object(platform, "has_cuda", lambda: True):
-        assert _expert_notes(types.SimpleNamespace(run=run)) == []  # type: ignore[arg-type]

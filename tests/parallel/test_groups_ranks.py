@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch.distributed as dist
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
-
-pytestmark = pytest.mark.engine
 
 
 def refusal(odd_rank: int) -> str:

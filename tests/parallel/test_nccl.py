@@ -19,8 +19,6 @@ from megatron_moe.parallel import groups, nccl
 from megatron_moe.training.flight_recorder import progress
 from tests.helpers.gloo_pool import GlooPool
 
-pytestmark = pytest.mark.engine
-
 NAMES = (
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_TRACE_BUFFER_SIZE",
@@ -47,7 +45,7 @@ def joined(monkeypatch) -> list[tuple[timedelta, dict[str, str]]]:
 
     def instead(backend: str, *, timeout: timedelta, **options: Any) -> None:
         assert backend == "nccl"
-        started.append((timeout, {name: os.environ[name] for name in NAMES if name in os.environ}))
+        started.append((timeout, environment()))
         init("gloo", timeout=timeout, **options)
 
     monkeypatch.setattr(platform, "backend", lambda _: "nccl")
@@ -57,34 +55,39 @@ def joined(monkeypatch) -> list[tuple[timedelta, dict[str, str]]]:
     return started
 
 
-def test_nccl_waits_longer_than_the_watchdog_and_records_what_it_does(joined, monkeypatch, tmp_path):
-    made = []
+def environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in NAMES if name in os.environ}
+
+
+def test_nccl_waits_longer_than_the_watchdog_and_records_what_it_does(joined, tmp_path):
     initialize = groups.parallel_state.initialize_model_parallel
-    monkeypatch.setattr(
-        groups.parallel_state,
-        "initialize_model_parallel",
-        lambda **options: made.append(options["distributed_timeout_minutes"]) or initialize(**options),
-    )
-    groups.initialize(replace(Run(), distributed_timeout_minutes=10), tmp_path / "faults")
-    ((timeout, environment),) = joined
-    assert (timeout, made) == (timedelta(minutes=12), [12])
-    assert environment == {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "faults" / "nccl_trace_rank_"),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(14 * 60),
-    }
+    with mock.patch.object(groups.parallel_state, "initialize_model_parallel", side_effect=initialize) as made:
+        groups.initialize(replace(Run(), distributed_timeout_minutes=10), tmp_path / "faults")
+    assert made.call_args.kwargs["distributed_timeout_minutes"] == 12
+    assert joined == [
+        (
+            timedelta(minutes=12),
+            {
+                "TORCH_FR_BUFFER_SIZE": "2000",
+                "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "faults" / "nccl_trace_rank_"),
+                "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+                "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(14 * 60),
+            },
+        )
+    ]
     assert groups.recorded() is nccl.recorded
 
 
 def test_without_the_watchdog_nccls_timeout_is_the_runs(joined):
     groups.initialize(replace(Run(), distributed_timeout_minutes=1.5, watchdog=False))
-    ((timeout, environment),) = joined
+    ((timeout, set_for_it),) = joined
     assert timeout == timedelta(seconds=90)
-    assert environment["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "480" and "TORCH_FR_DUMP_TEMP_FILE" not in environment
+    assert set_for_it["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "480" and "TORCH_FR_DUMP_TEMP_FILE" not in set_for_it
 
 
-def test_what_the_user_has_set_stays(monkeypatch):
+def test_what_the_user_has_set_stays_and_with_gloo_nothing_is_set(monkeypatch):
+    groups.initialize(Run(), Path("faults"))
+    assert environment() == {} and groups.recorded() is None
     theirs = {
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/somewhere/else_",
@@ -94,12 +97,7 @@ def test_what_the_user_has_set_stays(monkeypatch):
     for name, value in theirs.items():
         monkeypatch.setenv(name, value)
     nccl.prepare(timedelta(minutes=10), Path("faults"))
-    assert {name: os.environ[name] for name in NAMES if name in os.environ} == theirs
-
-
-def test_with_gloo_nothing_is_set():
-    groups.initialize(Run(), Path("faults"))
-    assert [name for name in NAMES if name in os.environ] == [] and groups.recorded() is None
+    assert environment() == theirs
 
 
 def begin_some(recorder: bool) -> tuple[Any, ...]:
