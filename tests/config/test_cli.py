@@ -11,6 +11,8 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.rules import ignored
 from megatron_moe.config.run_flags import TIKTOKEN_FIELDS
 
+pytestmark = pytest.mark.usefixtures("one_parser")
+
 
 def message_of(*argv: str) -> str:
     with pytest.raises(ConfigError) as caught:
@@ -65,59 +67,50 @@ def test_no_flags_give_the_defaults():
     assert cli.parse([]) == schema.Run()
 
 
-@pytest.mark.parametrize("name", [name for name, field in all_fields().items() if not field.is_bool])
-def test_a_flag_sets_its_field_and_no_other(name):
-    field = all_fields()[name]
-    words = typed(field)
-    expected = words[0] if field.kinds[-1] is str else field.kinds[-1](words[0])
-    readers = READ_WITH.get(name, "").split()
-    run = cli.parse([field.flag, *words, *readers])
-    assert run == schema.replace(cli.parse(readers), **{name: (expected,) if field.repeated else expected})
-    stored = getattr(getattr(run, field.section), name)
-    assert type(stored[0] if field.repeated else stored) is field.kinds[-1]
+def test_a_flag_sets_its_field_and_no_other():
+    for name, field in all_fields().items():
+        if field.is_bool:
+            continue
+        words = typed(field)
+        expected = words[0] if field.kinds[-1] is str else field.kinds[-1](words[0])
+        readers = READ_WITH.get(name, "").split()
+        run = cli.parse([field.flag, *words, *readers])
+        assert run == schema.replace(cli.parse(readers), **{name: (expected,) if field.repeated else expected}), name
+        stored = getattr(getattr(run, field.section), name)
+        assert type(stored[0] if field.repeated else stored) is field.kinds[-1], name
 
 
 NEVER_READ = {"fp8_param_gather"}
 """Switches that the command line leaves out whatever else is set."""
 
 
+def test_a_boolean_has_a_flag_for_each_side():
+    for name, field in all_fields().items():
+        if not field.is_bool or name in NEVER_READ:
+            continue
+        readers = READ_WITH.get(name, "").split()
+        neither = cli.parse(readers)
+        assert cli.parse([*readers, field.flag]) == schema.replace(neither, **{name: True}), name
+        assert cli.parse([*readers, field.negative_flag]) == schema.replace(neither, **{name: False}), name
+
+
 @pytest.mark.parametrize(
-    "name", [name for name, field in all_fields().items() if field.is_bool and name not in NEVER_READ]
+    ("words", "name", "value"),
+    [
+        ("--load-optim", "no_load_optim", False),
+        ("--disable-bias-linear", "add_bias_linear", False),
+        ("", "moe_router_norm_topk_prob", None),
+        ("--moe-layer-freq 2", "moe_layer_freq", 2),
+        ("--moe-layer-freq [0]+[1]*3", "moe_layer_freq", "[0]+[1]*3"),
+        ("--data-path 0.5 a 0.5 b", "data_path", ("0.5", "a", "0.5", "b")),
+        ("--rampup-batch-size 8 8 1000", "rampup_batch_size", (8, 8, 1000)),
+        ("--preset tiny --q-lora-rank none", "q_lora_rank", None),
+        ("--rampup-batch-size none", "rampup_batch_size", None),
+        ("--position-embedding-type none", "position_embedding_type", "none"),
+    ],
 )
-def test_a_boolean_has_a_flag_for_each_side(name):
-    field = all_fields()[name]
-    readers = READ_WITH.get(name, "").split()
-    on, off = ([*readers, flag] for flag in (field.flag, field.negative_flag))
-    assert cli.parse(on) == schema.replace(cli.parse(readers), **{name: True})
-    assert cli.parse(off) == schema.replace(cli.parse(readers), **{name: False})
-
-
-def test_a_boolean_named_for_its_absence_is_undone_without_a_double_no():
-    assert cli.parse(["--load-optim"]).checkpoint.no_load_optim is False
-
-
-def test_megatrons_spelling_of_the_bias_flag_is_known():
-    assert cli.parse(["--disable-bias-linear"]).model.add_bias_linear is False
-
-
-def test_an_open_boolean_stays_open():
-    assert cli.parse([]).moe.moe_router_norm_topk_prob is None
-
-
-def test_the_layer_frequency_is_a_number_or_an_expression():
-    assert cli.parse(["--moe-layer-freq", "2"]).moe.moe_layer_freq == 2
-    assert cli.parse(["--moe-layer-freq", "[0]+[1]*3"]).moe.moe_layer_freq == "[0]+[1]*3"
-
-
-def test_a_repeated_flag_takes_all_its_words():
-    assert cli.parse(["--data-path", "0.5", "a", "0.5", "b"]).data.data_path == ("0.5", "a", "0.5", "b")
-    assert cli.parse(["--rampup-batch-size", "8", "8", "1000"]).training.rampup_batch_size == (8, 8, 1000)
-
-
-def test_none_unsets_what_a_preset_set():
-    assert cli.parse(["--preset", "tiny", "--q-lora-rank", "none"]).model.q_lora_rank is None
-    assert cli.parse(["--rampup-batch-size", "none"]).training.rampup_batch_size is None
-    assert cli.parse(["--position-embedding-type", "none"]).model.position_embedding_type == "none"
+def test_words_of_a_flag_become_its_value(words, name, value):
+    assert getattr(getattr(cli.parse(words.split()), all_fields()[name].section), name) == value
 
 
 @pytest.mark.parametrize(
@@ -148,9 +141,9 @@ def test_a_wrong_word_is_refused_with_flag_and_value(argv, fragments):
         assert fragment in message
 
 
-@pytest.mark.parametrize("flag", ["--num-experts", "--preset", "--lr", "--data-path"])
-def test_no_flag_may_be_shortened(flag):
-    assert f"unknown flag {flag[:-1]} " in message_of(flag[:-1], "4")
+def test_no_flag_may_be_shortened():
+    for flag in ("--num-experts", "--preset", "--lr", "--data-path"):
+        assert f"unknown flag {flag[:-1]} " in message_of(flag[:-1], "4")
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):

@@ -7,6 +7,8 @@ import pytest
 from megatron_moe.config import cli
 from megatron_moe.config.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("one_parser")
+
 
 @pytest.fixture
 def parse(tmp_path):

@@ -12,7 +12,9 @@ from megatron_moe.config import deepspeed_keys as keys
 from megatron_moe.config.deepspeed_file import read
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
-from tests.helpers.deepspeed_files import changed, parsed, scheduler, zero
+from tests.config.deepspeed_files import changed, parsed, scheduler, zero
+
+pytestmark = pytest.mark.usefixtures("one_parser")
 
 ADAMW = {"type": "AdamW", "params": {}}
 FP16 = {"fp16": {"enabled": True}}
@@ -25,7 +27,7 @@ def parse(tmp_path):
 
 @pytest.fixture
 def refusal(parse):
-    """The message with which such a file is refused."""
+    """Return a function that gives the message with which a file is refused."""
 
     def refused(content: dict[str, Any] | str, *flags: str, world: int | None = 4) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -59,37 +61,36 @@ def test_every_key_is_in_one_table_and_sets_fields_that_exist():
     assert fields <= all_fields().keys()
 
 
-@pytest.mark.parametrize("key", sorted(keys.TAKEN))
-def test_auto_and_null_are_as_if_the_key_were_not_there(parse, key):
-    if key in ("optimizer.type", "scheduler.type"):
-        assert changed(parse(nested(key, "auto"))) == {}
-        return
-    assert changed(parse(nested(key, None))) == {}
-    content = nested(key, "auto")
-    if key.startswith("optimizer."):
-        content = {"optimizer": {"type": "AdamW", "params": {key.rpartition(".")[2]: "auto"}}}
-    if key.startswith("scheduler."):
-        content["scheduler"]["type"] = "auto"
-    assert changed(parse(content)) == {}
+def test_auto_and_null_are_as_if_the_key_were_not_there(parse):
+    for key in keys.TAKEN:
+        content = nested(key, "auto")
+        if key in ("optimizer.type", "scheduler.type"):
+            assert changed(parse(content)) == {}, key
+            continue
+        assert changed(parse(nested(key, None))) == {}, key
+        if key.startswith("optimizer."):
+            content = {"optimizer": {"type": "AdamW", "params": {key.rpartition(".")[2]: "auto"}}}
+        if key.startswith("scheduler."):
+            content["scheduler"]["type"] = "auto"
+        assert changed(parse(content)) == {}, key
 
 
-@pytest.mark.parametrize("key", [key for of_reason in keys.MEANINGLESS.values() for key in of_reason])
-def test_a_key_without_a_meaning_is_named_with_its_reason(parse, key):
-    run = parse(nested(key, True))
-    assert changed(run) == {}
-    [reason] = [reason for reason, of_reason in keys.MEANINGLESS.items() if key in of_reason]
-    assert f"ds.json: {key}: no meaning here: {reason}" in run.notes
+def test_a_key_without_a_meaning_is_named_with_its_reason(parse):
+    for reason, of_reason in keys.MEANINGLESS.items():
+        for key in of_reason:
+            run = parse(nested(key, True))
+            assert changed(run) == {}, key
+            assert f"ds.json: {key}: no meaning here: {reason}" in run.notes
 
 
-@pytest.mark.parametrize("key", sorted(keys.REFUSED))
-def test_a_key_that_asks_for_something_else_is_refused_with_what_works(parse, refusal, key):
-    refused = keys.REFUSED[key]
-    asking: Any = {"enabled": True} if refused.switched else {False: True, True: False}.get(refused.harmless[0], 7)
-    message = refusal(nested(key, asking))
-    assert f"ds.json: {key} {json.dumps(asking)}: " in message
-    assert refused.works in message
-    harmless = {"enabled": False, "level": 3} if refused.switched else refused.harmless[0]
-    assert changed(parse(nested(key, harmless))) == {}
+def test_a_key_that_asks_for_something_else_is_refused_with_what_works(parse, refusal):
+    for key, refused in keys.REFUSED.items():
+        asking: Any = {"enabled": True} if refused.switched else {False: True, True: False}.get(refused.harmless[0], 7)
+        message = refusal(nested(key, asking))
+        assert f"ds.json: {key} {json.dumps(asking)}: " in message
+        assert refused.works in message
+        harmless = {"enabled": False, "level": 3} if refused.switched else refused.harmless[0]
+        assert changed(parse(nested(key, harmless))) == {}, key
 
 
 # ---- taken
@@ -253,17 +254,7 @@ def test_a_parameter_that_is_left_out_is_named_where_the_defaults_differ(parse):
         ),
         ({"scheduler": {"params": {"warmup_min_lr": 0}}}, ["warmup_min_lr", "type"]),
         ({"compression_training": {"weight_quantization": {"shared": {"enabled": True}}}}, ["compression_training"]),
-    ],
-)
-def test_a_value_is_refused_with_file_key_value_and_what_works(refusal, content, fragments):
-    message = refusal(content)
-    for fragment in fragments:
-        assert fragment in message
-
-
-@pytest.mark.parametrize(
-    ("content", "fragments"),
-    [
+        # ---- files that cannot be read
         ({"gradient_cliping": 1}, ["gradient_cliping: unknown key", "did you mean gradient_clipping?"]),
         (zero(stagee=3), ["zero_optimization.stagee: unknown key", "did you mean zero_optimization.stage?"]),
         ({"stage": 3}, ["stage: unknown key", "did you mean zero_optimization.stage?"]),
@@ -277,7 +268,7 @@ def test_a_value_is_refused_with_file_key_value_and_what_works(refusal, content,
         ("", ["not JSON"]),
     ],
 )
-def test_a_file_that_cannot_be_read_is_refused(refusal, content, fragments):
+def test_a_file_is_refused_with_key_value_and_what_works(refusal, content, fragments):
     message = refusal(content)
     for fragment in fragments:
         assert fragment in message

@@ -10,7 +10,9 @@ import pytest
 from megatron_moe.config import cli, rules, schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
-from tests.helpers.deepspeed_files import changed, parsed, scheduler, zero
+from tests.config.deepspeed_files import changed, parsed, scheduler, zero
+
+pytestmark = pytest.mark.usefixtures("one_parser")
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {}}
 FP16 = {"fp16": {"enabled": True}}
@@ -211,14 +213,6 @@ def test_other_programs_spellings_of_the_flag_are_known(tmp_path, words):
     path = tmp_path / "ds.json"
     path.write_text('{"seed": 7}')
     assert cli.parse(words.replace("FILE", str(path)).split()).training.seed == 7
-
-
-def test_the_help_says_what_wins(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")
-    with pytest.raises(SystemExit):
-        cli.parse(["--help", "all"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "Flags win over --config, --config over --deepspeed-config, that over --preset," in text
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,10 @@ import pytest
 from megatron_moe.config import cli, rules, schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
+from megatron_moe.model.build import build_model
+from megatron_moe.parallel import groups
+
+pytestmark = pytest.mark.usefixtures("one_parser")
 
 
 def run_of(flags: str) -> schema.Run:
@@ -32,13 +36,10 @@ def test_a_published_models_preset_has_its_published_size(preset, billions, acti
     assert round(run.derived.active_parameter_count(vocab) / 1e9, 2) == active_billions
 
 
-def test_flops_per_token_of_qwen3_30b_match_the_published_ratio():
+def test_flops_per_token_match_the_published_ratios():
     # (TFLOP/s per GPU) / (tokens/s per GPU) of NVIDIA's published runs is 23.0 to 23.1 GFLOP.
     run = run_of("--preset qwen3-30b-a3b")
     assert run.derived.flops_per_token(run.model.vocab_size) / 1e9 == pytest.approx(23.08, abs=0.01)
-
-
-def test_flops_per_token_of_deepseek_v3_match_the_published_ratio():
     # Published with one multi-token-prediction depth.
     run = run_of("--preset deepseek-v3 --mtp-num-layers 1")
     assert run.derived.flops_per_token(run.model.vocab_size) / 1e9 == pytest.approx(260.64, abs=0.05)
@@ -191,3 +192,39 @@ def test_training_in_sequences_is_whole_steps_and_its_schedule_is_not():
 @pytest.mark.parametrize(("flags", "name"), [("", "float32"), ("--bf16", "bfloat16"), ("--fp16", "float16")])
 def test_the_dtype_of_the_weights_has_torchs_name(flags, name):
     assert run_of(flags).derived.params_dtype_name == name
+
+
+# ---- the counted parameters are those of the model that is built
+
+DENSE = "--num-layers 2 --hidden-size 32"
+FLAGS = [
+    "--preset tiny",
+    "--preset tiny --q-lora-rank none --moe-shared-expert-gate",
+    "--preset tiny-gqa",
+    "--preset tiny-gqa --qk-layernorm --add-qkv-bias --no-untie-embeddings-and-output-weights",
+    f"{DENSE} --add-bias-linear",
+    "--preset tiny --mtp-num-layers 2",
+    f"{DENSE} --mtp-num-layers 1",
+    f"{DENSE} --no-swiglu --kv-channels 16",
+]
+
+
+@pytest.mark.engine
+def test_parameters_are_counted_as_they_are_built(one_process):
+    pg_collection = groups.initialize(cli.parse([]))
+    for flags in FLAGS:
+        run = run_of(flags)
+        chunks = build_model(run, pg_collection, 256, wrap=False)
+        built = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+        assert run.derived.parameter_count(256) == built, flags
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_active_parameters_leave_out_the_experts_not_chosen(flags):
+    run = run_of(flags)
+    idle = run.derived.parameter_count(256) - run.derived.active_parameter_count(256)
+    one_expert = 3 * run.model.hidden_size * run.derived.moe_ffn_hidden_size
+    idle_experts = (run.moe.num_experts or run.moe.moe_router_topk) - run.moe.moe_router_topk
+    pattern = run.derived.moe_layer_pattern
+    moe_layers = sum(pattern) + pattern[-1] * (run.model.mtp_num_layers or 0)
+    assert idle == moe_layers * idle_experts * one_expert

@@ -5,10 +5,10 @@ The rows are run by `tests/helpers/mistakes.py`, by every function in RUN_BY of 
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import yaml
 
+import pretrain_moe
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 from tests.helpers.mistakes import LAUNCHER
 from tests.helpers.plain_steps import write_step
+from tests.helpers.rows import rows
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = yaml.load(Path(__file__).with_name("mistakes.yaml").read_text(), Loader=yaml.CSafeLoader)
@@ -44,14 +46,11 @@ RUN_BY = {
 }
 """Program -> the functions that run it: a new door of a program is one more."""
 SCRIPTS = {"train": "pretrain_moe.py", "plan": "tools/plan.py", "generate": "tools/generate.py"}
-MOST_SECONDS = 2.0
-LAUNCHED_OF = 10
+LAUNCHED_OF = 20
 """Of so many mistakes of a training command one is made under the launcher as well."""
-ADDITIONS = 4_000_000
-"""What Python adds in a quarter of a second on a machine on which a mistake takes half of one."""
 
 
-def rows() -> list[dict[str, Any]]:
+def table_rows() -> list[dict[str, Any]]:
     """The table's rows: program, function, words as they are typed, environment, what the message has to name."""
     found = []
     for part in TABLE:
@@ -67,7 +66,7 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-ROWS = rows()
+ROWS = table_rows()
 
 
 def json_lines(path: Path, count: int) -> None:
@@ -110,7 +109,6 @@ def files(tmp_path_factory) -> Path:
 TEXTS = {
     "a_file": "x",
     "notes/thesis.tex": "x",
-    "broken.json": "{",
     "bad_tokenizer/tokenizer.json": "{}",
     "hf_unknown/config.json": '{"model_type": "llama9", "architectures": ["Llama9ForCausalLM"]}',
     "hf_broken/config.json": "{",
@@ -123,8 +121,6 @@ TEXTS = {
     "text.yaml": "num_layers: four\n",
     "null.yaml": "num_layers: null\n",
     "broken.yaml": "a: [1\n",
-    "tabs.yaml": "model:\n\tnum_layers: 2\n",
-    "choice.yaml": "lr_decay_style: cosin\n",
     "nothing.yaml": "data_path: []\n",
     "empty_text.yaml": "save: ''\n",
     "lfs.idx": "version https://git-lfs.github.com/spec/v1\n",
@@ -133,11 +129,7 @@ TEXTS = {
     "digits.yaml": f"train_iters: {'9' * 5000}\n",
     "digits.json": f'{{"train_batch_size": {"9" * 5000}}}',
     "home.yaml": "save: ~/runs\n",
-    "float.yaml": "num_layers: 2.5\n",
-    "truth.yaml": "bf16: 1\n",
     "negative.yaml": "lr: -0.1\n",
-    "range.yaml": "num_layers: 0\n",
-    "ds_unknown.json": '{"train_micro_batch_size_per_gpu": 1, "zero_optimzation": {"stage": 1}}',
 }
 
 
@@ -159,33 +151,18 @@ def environment(**changes: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, **changes}
 
 
-@functools.cache
-def slowness() -> float:
-    """How many times slower than the reference this machine is now, in CPU seconds; at least 1."""
-    program = f"import time\nn = 0\nfor i in range({ADDITIONS}): n += i\nprint(time.process_time())"
-    taken = min(float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout)
-                for _ in range(2))  # fmt: skip
-    return max(1.0, taken / 0.25)
+def is_named(row: dict[str, Any], came: dict[str, Any]) -> bool:
+    """Whether a mistake ended with one message that names it, before torch was loaded, and changed nothing."""
+    one_message = came["err"].count("error: ") == 1 and not any(text in came["err"] for text in ("Traceback", "usage:"))
+    names_it = all(str(name) in came["err"] for name in row["names"])
+    return came["status"] == 2 and one_message and names_it and came["heavy"] == came["changed"] == []
 
 
-def test_the_table_is_as_large_as_it_says():
-    assert len(ROWS) >= 250
-    assert {part["program"] for part in TABLE} == set(RUN_BY)
-    commands = [(row["main"], row["typed"], str(row["env"])) for row in ROWS]
-    assert len(set(commands)) == len(commands)
-
-
-@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda n: f"{n}-{ROWS[n]['program']}")
-def test_a_mistake_is_named_at_once(number, outcomes):
-    row, came = ROWS[number], outcomes[number]
-    shown = f"{row['program']} {row['typed']} {row['env']}\n{came['out']}{came['err']}"
-    assert came["status"] == 2, shown
-    assert came["err"].count("error: ") == 1 and "Traceback" not in came["err"] and "usage:" not in came["err"], shown
-    for name in row["names"]:
-        assert str(name) in came["err"], f"{name} is not named by\n{shown}"
-    assert came["heavy"] == [], shown
-    assert came["changed"] == [], shown
-    assert came["cpu"] < MOST_SECONDS * slowness(), shown
+@pytest.mark.parametrize("program", RUN_BY)
+def test_a_mistake_is_named_at_once(program, outcomes):
+    pairs = [(row, came) for row, came in zip(ROWS, outcomes, strict=True) if row["program"] == program]
+    assert pairs
+    assert [(row["typed"], row["names"], came) for row, came in pairs if not is_named(row, came)] == []
 
 
 @pytest.mark.parametrize("program", SCRIPTS)
@@ -198,32 +175,65 @@ def test_the_scripts_do_the_same(program, files, tmp_path):
     assert all(str(name) in done.stderr for name in row["names"]) and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [
-        (
-            "--preset tiny --mock-data --vocab-size 1000 --expert-model-parallel-size 4",
-            ["--expert-model-parallel-size"],
-        ),
-        ("--preset tiny --tokenizer-type ByteTokenizer --data-path nowhere", ["--data-path nowhere"]),
-    ],
-)
-def test_one_rank_prints_it_under_torchrun(words, names, tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(ROOT / "pretrain_moe.py"), *words.split()]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+PARALLEL = "--mock-data --vocab-size 1000 --expert-model-parallel-size 4"
+TORCHRUN = [
+    (PARALLEL, ["--expert-model-parallel-size"]),
+    ("--tokenizer-type ByteTokenizer --data-path nowhere", ["--data-path nowhere"]),
+]
+
+
+@pytest.mark.parametrize(("words", "names"), rows(TORCHRUN, test=TORCHRUN[:1]))
+def test_one_rank_prints_it_under_torchrun_also_where_rank_0_is_slow(words, names, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os, time\nos.environ.get('RANK') == '0' and time.sleep(2)\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["pretrain_moe.py", "--preset", "tiny", *words.split()]
+    slow = environment(PYTHONPATH=str(tmp_path))
+    done = subprocess.run(command, cwd=ROOT, env=slow, capture_output=True, text=True, timeout=600)
     assert done.returncode != 0 and done.stderr.count("pretrain_moe.py: error: ") == 1, done.stderr
-    assert all(name in done.stderr for name in names) and list(tmp_path.iterdir()) == []
+    assert all(name in done.stderr for name in names)
 
 
-@pytest.mark.parametrize("program", RUN_BY)
-def test_help_is_printed_without_torch(program):
-    main = RUN_BY[program][0]
-    module, _, function = main.partition(":")
-    code = (
-        f"import sys, contextlib, {module}\nfrom importlib import import_module\n"
-        f"with contextlib.suppress(SystemExit): import_module('{module}').{function}(['--help'])\n"
-        "print([name for name in ('torch', 'megatron.core') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.endswith("[]\n") and "usage:" in done.stdout, done.stdout + done.stderr
+# ---- mistakes of one rank of several, and of contents, which are found when torch is loaded
+
+MOCK = ["--preset", "tiny", "--mock-data", "--tokenizer-type", "ByteTokenizer"]
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str], root: Path) -> str:
+    """The message of a refused command line."""
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    assert pretrain_moe.main(argv) == 2
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+    told = capsys.readouterr()
+    assert told.out == ""
+    *stages, line = told.err.splitlines()
+    assert line.startswith("pretrain_moe.py: error: ") and told.err.count("error:") == 1
+    assert all(stage.startswith("pretrain_moe.py: ") and stage.endswith(" ...") for stage in stages)
+    assert "Traceback" not in told.err
+    return told.err
+
+
+def test_only_rank_0_speaks(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "1")
+    assert pretrain_moe.main([*MOCK, "--expert-model-parallel-size", "2"]) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_token_id_at_the_vocabularys_end(capsys, files, tmp_path):
+    for suffix in ("bin", "idx"):  # without its sidecar the ids are scanned
+        shutil.copy(files / f"bare.{suffix}", tmp_path)
+    argv = ["--preset", "tiny", "--split", "90,10,0", "--tokenizer-type", "NullTokenizer", "--vocab-size", "256"]
+    message = refused([*argv, "--data-path", str(tmp_path / "bare")], capsys, tmp_path)
+    assert "256" in message and "bare" in message
+
+
+def test_a_folder_of_another_run_is_continued_or_left_alone(capsys, tmp_path):
+    write_step(tmp_path, 5, config=flatten(Run()), state={"iteration": 5, "has_optimizer": True})
+    assert f"continue it with --load {tmp_path}" in refused([*MOCK, "--save", str(tmp_path)], capsys, tmp_path)
+
+
+def test_a_dry_run_checks_and_makes_nothing(capsys, tmp_path):
+    argv = [*MOCK, "--dry-run", "--save", str(tmp_path / "new"), "--metrics-file", str(tmp_path / "m.jsonl")]
+    assert pretrain_moe.main(argv) == 0
+    assert "the configuration is sound" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []

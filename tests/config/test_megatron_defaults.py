@@ -18,7 +18,7 @@ from megatron_moe.config.fields import all_fields
 from megatron_moe.config.megatron_defaults import DEFAULTS, MegatronDefault
 from megatron_moe.config.schema import Run, flatten
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.usefixtures("one_parser")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from_megatron.md"
 MODEL = (
@@ -69,6 +69,7 @@ COMMAND_LINE: dict[str, Any] = {
 }
 
 
+@pytest.mark.engine
 def test_the_table_has_each_default_of_the_engine_that_is_another_one_here():
     table = {default.field: default for default in DEFAULTS if default.where != "a dense model"}
     found = 0

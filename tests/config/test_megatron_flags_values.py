@@ -12,7 +12,7 @@ from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.megatron_flags import groups, parts
 from megatron_moe.config.run_flags import TOKENIZER_FILES
-from tests.helpers.megatron_scripts import command, names
+from tests.config.megatron_scripts import command, names
 
 NUMBERS = [str(number) for number in range(len(names()[1]))]
 PASS, PASS_AS_THEY_ARE = 73, 53
@@ -31,8 +31,8 @@ REFUSED = {
 
 
 @pytest.fixture(autouse=True)
-def machine_with_everything(monkeypatch):
-    """A machine of these scripts has Transformer Engine and DeepEP; the parser is built once for all of them."""
+def machine_with_everything(monkeypatch, one_parser):
+    """A machine of these scripts has Transformer Engine and DeepEP."""
     found = importlib.util.find_spec
     there = importlib.util.spec_from_loader("there", None)
     monkeypatch.setattr(
@@ -40,8 +40,6 @@ def machine_with_everything(monkeypatch):
         "find_spec",
         lambda name, package=None: there if name in ("transformer_engine", "deep_ep") else found(name, package),
     )
-    parser = cli._build_parser()
-    monkeypatch.setattr(cli, "_build_parser", lambda: parser)
 
 
 @dataclass(frozen=True)

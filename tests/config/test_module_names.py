@@ -17,6 +17,7 @@ from megatron_moe.moe.router import TopKRouter
 from megatron_moe.parallel import groups
 from megatron_moe.precision import table
 from megatron_moe.precision.contract import PrecisionError
+from tests.helpers.rows import rows
 
 pytestmark = pytest.mark.engine
 
@@ -57,8 +58,8 @@ def built(flags):
         return run, build.build_model(run, groups.initialize(run), 128, wrap=False, draw=False)[0]
 
 
-@pytest.mark.parametrize("model", [*MODELS, *FEW_LAYERS])
-def test_names_from_the_run_are_those_of_the_built_model(model, one_process):
+@pytest.mark.parametrize("model", rows([*MODELS, *FEW_LAYERS], test=MODELS))
+def test_names_and_buffers_from_the_run_are_those_of_the_built_model(model, one_process):
     run, chunk = built({**MODELS, **FEW_LAYERS}[model])
     seen = {}
     for path, module in chunk.named_modules():
@@ -71,11 +72,10 @@ def test_names_from_the_run_are_those_of_the_built_model(model, one_process):
     if not run.model.untie_embeddings_and_output_weights:
         known["output_layer"] = set()  # its weight is the embedding's
     assert known == seen
+    buffers_are_the_declared_fp32_state(run, chunk)
 
 
-@pytest.mark.parametrize("model", [*MODELS, *FEW_LAYERS])
-def test_the_buffers_of_the_built_model_are_the_declared_fp32_state(model, one_process):
-    run, chunk = built({**MODELS, **FEW_LAYERS}[model])
+def buffers_are_the_declared_fp32_state(run, chunk):
     declared, saved = {}, set()
     for name, part in module_names.parts(run).items():
         for buffer, tensor_class in part.state.items():
@@ -100,22 +100,24 @@ def test_the_router_owns_the_state_that_is_declared():
     assert declared == {**dict.fromkeys(TopKRouter.fp32_state, "fp32"), "local_num_tokens": "int64"}
 
 
+KEPT_ENDS = ("embedding", "output_layer", "attention")
+KEPT = ("norms", "router", "experts", "shared_experts")
+
+
 @pytest.mark.parametrize(
-    "precision",
+    ("model", "precision"),
     [
-        {},
-        {"bf16": True},
-        {"fp16": True, "keep_fp32": ("norms", "router", "experts", "shared_experts")},
-        {"bf16": True, "keep_fp32": ("embedding", "output_layer", "attention"), "qk_layernorm": False},
+        ("grouped, experts", {}),
+        ("latent, experts", {"bf16": True}),
+        ("further predictions, experts", {"fp16": True, "keep_fp32": KEPT}),
+        ("grouped, experts", {"fp16": True, "keep_fp32": KEPT[:3]}),
+        ("latent, experts", {"bf16": True, "keep_fp32": KEPT_ENDS, "qk_layernorm": False}),
+        ("further predictions, experts", {"bf16": True, "keep_fp32": KEPT_ENDS, "qk_layernorm": False}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("model", ["latent, experts", "grouped, experts", "further predictions, experts"])
 def test_weights_have_the_dtype_that_the_contract_prints_and_the_guard_wants(model, precision, one_process):
-    flags = {**MODELS[model], "untie_embeddings_and_output_weights": True, **precision}
-    if "moe_shared_expert_intermediate_size" not in flags and "keep_fp32" in flags:
-        flags["keep_fp32"] = tuple(word for word in flags["keep_fp32"] if word != "shared_experts")
-    run, chunk = built(flags)
+    run, chunk = built({**MODELS[model], "untie_embeddings_and_output_weights": True, **precision})
     printed = {row.name: row.stored for row in table.contract(run)}
     classes = {}
     for name, part in module_names.parts(run).items():

@@ -17,6 +17,8 @@ from megatron_moe.config.fields import all_fields
 from megatron_moe.config.rules import activations
 from megatron_moe.config.rules.ranges import RANGES
 
+pytestmark = pytest.mark.usefixtures("one_parser")
+
 BARE = "--preset tiny"
 TINY = f"{BARE} --mock-data --vocab-size 256"
 BASES = {
@@ -27,7 +29,8 @@ BASES = {
     "DENSE": "--mock-data --vocab-size 256 --train-iters 5",
     "FLAT": f"{TINY} --moe-router-num-groups none --moe-router-group-topk none",
 }
-ROWS = yaml.load(Path(__file__).with_name("refusals.yaml").read_text(), Loader=yaml.CSafeLoader)
+TABLE = yaml.load(Path(__file__).with_name("refusals.yaml").read_text(), Loader=yaml.CSafeLoader)
+ROWS = [pytest.param(rule, row, id=f"{rule}-{n}") for rule, found in TABLE.items() for n, row in enumerate(found)]
 
 
 @pytest.fixture(autouse=True)
@@ -52,50 +55,44 @@ def run_of(base: str, flags: str) -> schema.Run:
     return cli.parse(shlex.split(f"{BASES[base]} {flags}"))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[f"{i}-{row['rule']}" for i, row in enumerate(ROWS)])
-def test_a_broken_rule_refuses_by_name_and_its_neighbour_passes(row, monkeypatch):
+@pytest.mark.parametrize(("rule", "row"), ROWS)
+def test_a_broken_rule_refuses_by_name_and_its_neighbour_passes(rule, row, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
-    world = row.get("world", 1)
-    bad = schema.replace(run_of(row["base"], row.get("bad", "")), **row.get("set", {}))
-    rule, message = refusal(bad, world)
-    assert rule == row["rule"], message
+    base, world = row.get("base", "TINY"), row.get("world", 1)
+    bad, good = (f"{row.get('with', '')} {row.get(kind, '')}" for kind in ("bad", "good"))
+    refused = schema.replace(run_of(base, bad), **row.get("set", {}))
+    by, message = refusal(refused, world)
+    assert by == rule, message
     assert "\n" not in message
     for text in row["says"]:
         assert text in message
-    rules.check(run_of(row.get("good_base", row["base"]), row.get("good", "")), row.get("good_world", world))
+    rules.check(run_of(row.get("good_base", base), good), row.get("good_world", world))
 
 
-def test_every_rule_of_the_table_is_broken_by_a_row():
-    by_rows = {row["rule"] for row in ROWS} | {"numbers_are_in_range", "choices_are_known"}
-    assert {rule.__name__ for rule in rules.RULES} == by_rows
-
-
-def test_no_rule_stands_twice_in_the_table():
+def test_every_rule_is_broken_by_a_row():
     names = [rule.__name__ for rule in rules.RULES]
     assert len(set(names)) == len(names)
-
-
-def numeric_fields() -> set[str]:
-    return {name for name, field in all_fields().items() if set(field.kinds) <= {int, float}}
+    assert set(names) == TABLE.keys() | {"numbers_are_in_range", "choices_are_known"}
 
 
 def test_every_number_has_a_range_or_a_list_of_choices():
-    assert set(RANGES) == {name for name in numeric_fields() if all_fields()[name].choices is None}
+    numbers = {name: field for name, field in all_fields().items() if set(field.kinds) <= {int, float}}
+    assert set(RANGES) == {name for name, field in numbers.items() if field.choices is None}
 
 
-@pytest.mark.parametrize("name", sorted(RANGES))
-def test_a_number_outside_its_range_is_refused_with_flag_and_value(name):
-    field, allowed = all_fields()[name], RANGES[name]
+def test_a_number_outside_its_range_is_refused_with_flag_and_value():
     base = schema.flatten(cli.parse(shlex.split(TINY)))
-    bounds = [b for b in (allowed.low, allowed.above) if b is not None]
-    outside = [bounds[0] - 1] + [b for b in (allowed.above, allowed.below) if b is not None]
-    if float in field.kinds:
-        outside += [float("nan"), float("inf")]
-    for number in outside:
-        number = int(number) if field.kinds == (int,) else float(number)
-        rule, message = refusal(schema.build({**base, name: [number] if field.repeated else number}), 1)
-        assert rule == "numbers_are_in_range"
-        assert f"{field.flag} {number}:" in message
+    for name, allowed in RANGES.items():
+        field = all_fields()[name]
+        bounds = [b for b in (allowed.low, allowed.above) if b is not None]
+        outside = [bounds[0] - 1] + [b for b in (allowed.above, allowed.below) if b is not None]
+        if float in field.kinds:
+            outside += [float("nan"), float("inf")]
+        for number in outside:
+            number = int(number) if field.kinds == (int,) else float(number)
+            rule, message = refusal(schema.build({**base, name: [number] if field.repeated else number}), 1)
+            assert rule == "numbers_are_in_range"
+            assert f"{field.flag} {number}:" in message
 
 
 def test_an_epsilon_that_is_zero_in_fp32_is_refused():
@@ -104,14 +101,14 @@ def test_an_epsilon_that_is_zero_in_fp32_is_refused():
     assert rule == "numbers_are_in_range" and "--adam-eps 1e-50" in message
 
 
-@pytest.mark.parametrize("name", [name for name, field in all_fields().items() if field.choices])
-def test_an_unknown_choice_is_refused_also_without_a_command_line(name):
-    field = all_fields()[name]
-    run = schema.replace(cli.parse(shlex.split(TINY)), **{name: ["foo"] if field.repeated else "foo"})
-    rule, message = refusal(run, 1)
-    assert rule == "choices_are_known"
-    assert f"{field.flag} foo" in message
-    assert str(field.choices[0]) in message
+def test_an_unknown_choice_is_refused_also_without_a_command_line():
+    base = cli.parse(shlex.split(TINY))
+    for name, field in all_fields().items():
+        if field.choices:
+            rule, message = refusal(schema.replace(base, **{name: ["foo"] if field.repeated else "foo"}), 1)
+            assert rule == "choices_are_known"
+            assert f"{field.flag} foo" in message
+            assert str(field.choices[0]) in message
 
 
 def test_installed_transformer_engine_may_be_chosen(monkeypatch):

@@ -8,6 +8,8 @@ import pytest
 
 from megatron_moe.config import cli, rules
 
+pytestmark = pytest.mark.usefixtures("one_parser")
+
 TINY = "--preset tiny --mock-data --vocab-size 256"
 GQA = "--preset tiny-gqa --mock-data --vocab-size 256"
 SIGMOID = "--moe-router-score-function sigmoid"

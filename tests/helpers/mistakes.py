@@ -3,8 +3,7 @@
     python -m tests.helpers.mistakes FILE
 
 FILE is JSON: {"folder": ..., "watched": [...], "rows": [{"main": "module:function", "words": [...], "env": {...}}]}.
-For each row a line of JSON is printed: status, out, err, whether torch was loaded, CPU seconds, and what was changed on
-the disk. CPU seconds are those of the child and of importing the programs, as if it had been a process of its own.
+For each row a line of JSON is printed: status, out, err, whether torch was loaded, and what was changed on the disk.
 """
 
 from __future__ import annotations
@@ -14,15 +13,12 @@ import importlib
 import json
 import os
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 HEAVY = ("torch", "megatron.core", "transformers", "transformer_engine")
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TRIES, ENOUGH = 3, 1.0
-"""A command that took more CPU seconds than ENOUGH is tried again, and the least counts."""
 
 
 def snapshot(folders: list[str]) -> dict[str, int]:
@@ -48,25 +44,19 @@ def _child(row: dict[str, Any], files: dict[str, Path]) -> None:
     os._exit(status if isinstance(status, int) and 0 <= status < 256 else 1)
 
 
-def outcome(row: dict[str, Any], files: dict[str, Path], watched: list[str], imports: float) -> dict[str, Any]:
-    """Run one row, up to TRIES times while it is slow, and return what came of it."""
-    least = float("inf")
+def outcome(row: dict[str, Any], files: dict[str, Path], watched: list[str]) -> dict[str, Any]:
+    """Run one row and return what came of it."""
     before = snapshot(watched)
-    for _ in range(TRIES):
-        child = os.fork()
-        if child == 0:
-            _child(row, files)
-        _, status, used = os.wait4(child, 0)
-        least = min(least, used.ru_utime + used.ru_stime + imports)
-        if least < ENOUGH:
-            break
+    child = os.fork()
+    if child == 0:
+        _child(row, files)
+    _, status = os.waitpid(child, 0)
     after = snapshot(watched)
     return {
         "status": os.waitstatus_to_exitcode(status),
         "out": files["out"].read_text(),
         "err": files["err"].read_text(),
         "heavy": json.loads(files["heavy"].read_text()),
-        "cpu": least,
         "changed": sorted(set(before.items()) ^ set(after.items())),
     }
 
@@ -76,7 +66,6 @@ def main(path: str) -> None:
     asked = json.loads(Path(path).read_text())
     for module in {row["main"].partition(":")[0] for row in asked["rows"]}:
         importlib.import_module(module)
-    imports = time.process_time()
     assert not [name for name in HEAVY if name in sys.modules], "the programs import torch"
     for name in LAUNCHER:
         os.environ.pop(name, None)
@@ -86,7 +75,7 @@ def main(path: str) -> None:
     gc.collect()
     gc.freeze()  # the children share these pages
     for row in asked["rows"]:
-        print(json.dumps(outcome(row, files, [asked["folder"], *asked["watched"]], imports)), flush=True)
+        print(json.dumps(outcome(row, files, [asked["folder"], *asked["watched"]])), flush=True)
 
 
 if __name__ == "__main__":

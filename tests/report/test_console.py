@@ -8,34 +8,22 @@ import pytest
 
 from megatron_moe.report import console
 from megatron_moe.report.console import ConsoleSink, Interval, LiveConsoleSink, console_sink
-from megatron_moe.report.metric import Metric, StepRecord
+from megatron_moe.report.metric import Metric
 from megatron_moe.report.records import EvalRecord
+from tests.report import steps
 
-STEP = StepRecord(
-    iteration=1,
-    consumed_samples=8,
-    loss=3.0,
-    learning_rate=1e-3,
-    grad_norm=0.5,
+STEP = steps.STEP.replace(
     loss_scale=4096.0,
-    skipped=False,
-    tokens=1000,
-    seconds=0.5,
-    tokens_per_second=2000.0,
-    model_tflops=0.25,
     mfu=0.125,
     tokens_per_expert={2: [1, 1]},
     expert_load=1.25,
     empty_experts=3,
     expert_bias_max=0.1,
-    aux_losses={},
     seconds_left=72.0,
-    global_batch_size=8,
-    memory_bytes=0,
 )
 
 
-def steps(sink, start, stop, **changes):
+def tell(sink, start, stop, **changes):
     for iteration in range(start, stop + 1):
         sink.step(STEP.replace(iteration=iteration, **changes))
 
@@ -85,7 +73,7 @@ def terminal(monkeypatch):
 
 def test_a_line_names_everything_a_reader_steers_by():
     stream, sink = plain()
-    steps(sink, 1, 1)
+    tell(sink, 1, 1)
     assert without_clock(text(stream)) == (
         "iteration   1/100 | loss 3.0000 | lr 1.00e-03 | grad norm 0.500 | 2,000 tok/s | 0.25 TFLOP/s | MFU 12.5% | "
         "load 1.25 | empty 3 | left 1m12s\n"
@@ -94,7 +82,7 @@ def test_a_line_names_everything_a_reader_steers_by():
 
 def test_the_losses_of_further_predictions_stand_beside_the_loss_and_are_means_as_it_is():
     stream, sink = plain(log_interval=2)
-    steps(sink, 2, 2, mtp_losses=[3.5, 4.0])
+    tell(sink, 2, 2, mtp_losses=[3.5, 4.0])
     sink.step(STEP.replace(iteration=3, loss=2.0, mtp_losses=[3.0, 4.0]))
     sink.step(STEP.replace(iteration=4, loss=1.0, mtp_losses=[2.0, 3.0]))
     lines = text(stream).splitlines()
@@ -104,7 +92,7 @@ def test_the_losses_of_further_predictions_stand_beside_the_loss_and_are_means_a
 
 def test_a_dense_model_without_a_peak_has_a_line_without_experts_and_mfu():
     stream, sink = plain()
-    steps(sink, 1, 1, expert_load=None, mfu=None, grad_norm=None)
+    tell(sink, 1, 1, expert_load=None, mfu=None, grad_norm=None)
     line = text(stream)
     assert "load" not in line and "empty" not in line and "MFU" not in line
     assert "grad norm -" in line
@@ -112,7 +100,7 @@ def test_a_dense_model_without_a_peak_has_a_line_without_experts_and_mfu():
 
 def test_lines_come_at_the_first_step_then_every_interval_and_at_the_end():
     stream, sink = plain(log_interval=10, train_iters=25)
-    steps(sink, 4, 25)
+    tell(sink, 4, 25)
     assert [line.split("|")[0].strip() for line in without_clock(text(stream)).splitlines()] == [
         "iteration  4/25",
         "iteration 10/25",
@@ -123,7 +111,7 @@ def test_lines_come_at_the_first_step_then_every_interval_and_at_the_end():
 
 def test_a_line_shows_the_mean_loss_and_speed_of_its_interval_and_counts_what_was_skipped():
     stream, sink = plain(log_interval=4)
-    steps(sink, 1, 1)
+    tell(sink, 1, 1)
     sink.step(STEP.replace(iteration=2, loss=2.0, seconds=1.5))
     sink.step(STEP.replace(iteration=3, loss=float("nan"), skipped=True, seconds=0.5))
     sink.step(STEP.replace(iteration=4, loss=4.0, seconds=1.0, model_tflops=0.5))
@@ -137,7 +125,7 @@ def test_a_line_shows_the_mean_loss_and_speed_of_its_interval_and_counts_what_wa
 def test_a_pipe_gets_no_control_characters():
     stream, sink = plain(log_interval=5)
     sink.start({"parameters": 1234567, "device": "cpu"})
-    steps(sink, 1, 50)
+    tell(sink, 1, 50)
     sink.evaluation(EvalRecord(50, "valid", 2.0, 4096, 1.0))
     sink.close(None)
     assert not set(text(stream)) & {"\r", "\x1b", "\b"}
@@ -145,22 +133,18 @@ def test_a_pipe_gets_no_control_characters():
     assert "parameters  1,234,567" in text(stream)
 
 
-def test_a_stream_that_is_no_terminal_gets_plain_lines():
-    sink = console_sink(io.StringIO(), train_iters=10, log_interval=1, start_iteration=0)
-    assert type(sink) is ConsoleSink
-
-
 @pytest.mark.parametrize(("name", "live"), [("xterm", True), ("dumb", False)])
 def test_only_a_terminal_that_can_move_its_cursor_gets_the_progress_line(terminal, monkeypatch, name, live):
     monkeypatch.setenv("TERM", name)
     sink = console_sink(terminal.stream, train_iters=10, log_interval=1, start_iteration=0)
     assert isinstance(sink, LiveConsoleSink) is live
+    assert type(console_sink(io.StringIO(), train_iters=10, log_interval=1, start_iteration=0)) is ConsoleSink
 
 
 @pytest.mark.parametrize("style", ["panel", "line"])
 def test_a_terminal_gets_whole_lines_and_what_follows_below_them_is_taken_away(terminal, style):
     sink = console_sink(terminal.stream, train_iters=20, log_interval=10, start_iteration=0, style=style)
-    steps(sink, 1, 20)
+    tell(sink, 1, 20)
     sink.message("saved [bold]iter_0000020[/bold]")
     sink.close(None)
     output = terminal.output()
@@ -177,7 +161,7 @@ def test_a_terminal_gets_whole_lines_and_what_follows_below_them_is_taken_away(t
 
 def test_a_terminal_that_is_told_to_be_plain_gets_no_control_characters(terminal):
     sink = console_sink(terminal.stream, train_iters=2, log_interval=1, start_iteration=0, style="plain")
-    steps(sink, 1, 2)
+    tell(sink, 1, 2)
     assert "\x1b" not in terminal.output()
 
 
@@ -196,7 +180,7 @@ def test_a_line_is_cut_between_its_parts_where_the_terminal_is_narrow(terminal, 
 
 def test_the_progress_line_keeps_the_last_known_load_between_counted_steps(terminal):
     sink = console_sink(terminal.stream, train_iters=3, log_interval=100, start_iteration=0, style="line")
-    steps(sink, 1, 2)
+    tell(sink, 1, 2)
     sink.step(STEP.replace(iteration=3, expert_load=None))
     last_drawn = terminal.output().rsplit("3/3", 1)[1]
     assert "load 1.25" in last_drawn
@@ -209,24 +193,19 @@ def test_a_log_interval_of_any_length_keeps_a_bounded_number_of_records(monkeypa
     shown = Metric("seen", console=lambda records: seen.extend(records))
     monkeypatch.setattr(console, "metrics", lambda: [shown])
     _, sink = plain(log_interval=60)
-    steps(sink, 1, 1)  # the first step of a process has a line of its own
+    tell(sink, 1, 1)  # the first step of a process has a line of its own
     seen.clear()
-    steps(sink, 2, 60, dropped_per_expert={2: [1, 0]})
+    tell(sink, 2, 60, dropped_per_expert={2: [1, 0]})
     assert [record.iteration for record in seen] == list(range(41, 61))
     assert [(record.tokens_per_expert, record.dropped_per_expert) for record in seen[:-1]] == [({}, {})] * 19
     assert (seen[-1].tokens_per_expert, seen[-1].dropped_per_expert) == ({2: [1, 1]}, {2: [1, 0]})
 
 
-def test_a_character_that_the_stream_lacks_is_written_as_its_escape():
+def test_text_that_the_stream_lacks_or_that_moves_the_cursor_is_written_as_its_escape():
     stream, sink = plain(encoding="ascii")
     sink.message("continued: \u00e9\u4e16")
-    assert text(stream) == "continued: \\xe9\\u4e16\n"
-
-
-def test_a_generated_text_cannot_move_the_cursor():
-    stream, sink = plain()
     sink.message("def f():\n\treturn '\x1b[2J\x07'")
-    assert text(stream) == "def f():\n\treturn '\\x1b[2J\\x07'\n"
+    assert text(stream) == "continued: \\xe9\\u4e16\ndef f():\n\treturn '\\x1b[2J\\x07'\n"
 
 
 def test_an_evaluation_of_masked_tokens_says_so_and_shows_no_number():

@@ -18,8 +18,7 @@ from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.page import files
 from megatron_moe.report.page.files import RunState
 from megatron_moe.report.records import step_from_json, to_json
-
-pytestmark = pytest.mark.engine
+from tests.report import steps
 
 LAYER = LayerHealth(
     load=load_health([3, 0, 5, 0]),
@@ -49,27 +48,13 @@ HEALTH = Health(
     second_moment_rounding=0.002,
     update_rounding=0.00325,
 )
-STEP = StepRecord(
+STEP = steps.STEP.replace(
     iteration=8,
     consumed_samples=64,
-    loss=3.0,
-    learning_rate=1e-3,
-    grad_norm=0.79,
-    loss_scale=1.0,
-    skipped=False,
-    tokens=512,
-    seconds=0.5,
-    tokens_per_second=1024.0,
-    model_tflops=0.25,
-    mfu=None,
     tokens_per_expert={2: [3, 0, 5, 0], 3: [2, 2, 2, 2]},
     expert_load=2.5,
     empty_experts=2,
     expert_bias_max=0.5,
-    aux_losses={},
-    seconds_left=0.0,
-    global_batch_size=8,
-    memory_bytes=0,
     health=HEALTH,
 )
 
@@ -126,7 +111,6 @@ def test_the_worst_layer_is_told() -> None:
 
 
 def test_tensorboard_gets_every_figure_of_the_job_and_of_each_layer(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     from megatron_moe.report.sink import TensorBoardSink

@@ -17,21 +17,9 @@ from megatron_moe.report.jsonl import JsonlSink, read_steps
 from megatron_moe.report.metric import StepRecord, metrics
 from megatron_moe.report.plot import draw
 from megatron_moe.report.records import step_from_json, to_json
-
-pytestmark = pytest.mark.engine
+from tests.report.steps import REQUIRED, STEP
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-STEP = {
-    "iteration": 1,
-    "consumed_samples": 8,
-    "loss": 3.0,
-    "learning_rate": 1e-3,
-    "grad_norm": 0.5,
-    "loss_scale": 1.0,
-    "skipped": False,
-    "tokens": 512,
-    "seconds": 0.5,
-}
 
 
 @contextmanager
@@ -113,53 +101,50 @@ def test_a_metric_that_raises_is_named_with_the_iteration_and_its_error() -> Non
     with pytest.raises(MetricError, match="metric top_share failed at iteration 7: ZeroDivisionError"):
         Metric("top_share", compute=lambda _: 1 / 0).value(facts)
     with pytest.raises(MetricError, match="metric top_share: its `console` failed: KeyError"):
-        Metric("top_share", console=lambda _: {}["no"]).console_text([StepRecord(**STEP)])
+        Metric("top_share", console=lambda _: {}["no"]).console_text([STEP])
 
 
 def test_a_line_of_the_log_shows_the_last_value_that_there_is_where_its_rank_puts_it() -> None:
     stream = io.StringIO()
     with registered(console="share {:.2f}", console_rank=12):
         sink = ConsoleSink(stream, train_iters=3, log_interval=3)
-        sink.step(StepRecord(**STEP))
-        for iteration, value in ((2, 0.25), (3, None)):
-            sink.step(StepRecord(**{**STEP, "iteration": iteration}, top_share=value))
+        for iteration, value in ((1, None), (2, 0.25), (3, None)):
+            sink.step(STEP.replace(iteration=iteration, top_share=value))
     first, last = stream.getvalue().splitlines()
     assert "share" not in first
     assert "| loss 3.0000 | share 0.25 | lr" in last
 
 
 def test_a_line_of_metrics_keeps_its_keys_and_the_new_one_comes_behind_them(tmp_path: Path) -> None:
-    known = list(to_json(StepRecord(**STEP)))
+    known = list(to_json(STEP))
     with registered():
-        line = to_json(StepRecord(**STEP, top_share=float("nan")))
+        line = to_json(STEP.replace(top_share=float("nan")))
         assert list(line) == [*known[:-2], "top_share", *known[-2:]] and line["top_share"] is None
-        assert step_from_json(to_json(StepRecord(**STEP))).top_share is None, "a step without it, or an older line"
+        assert step_from_json(to_json(STEP)).top_share is None, "a step without it, or an older line"
         sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
-        sink.step(StepRecord(**STEP, top_share=0.25))
+        sink.step(STEP.replace(top_share=0.25))
         sink.close(None)
     (record,) = read_steps(tmp_path / "metrics.jsonl")  # by a program that does not know the metric
     assert record.top_share == 0.25
 
 
 def test_two_functions_cannot_write_one_tensorboard_tag(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from megatron_moe.report.sink import TensorBoardSink
 
     with registered(tensorboard=lambda record: {"loss/aux_loss": 1.0}):
         sink = TensorBoardSink(tmp_path, 0)
         with pytest.raises(MetricError, match="top_share: TensorBoard tag loss/aux_loss is that of aux_losses"):
-            sink.step(StepRecord(**STEP, aux_losses={"aux_loss": 1.0}))
+            sink.step(STEP.replace(aux_losses={"aux_loss": 1.0}))
         sink.close(None)
 
 
 def test_the_picture_has_a_panel_of_a_metric_that_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     figures: list[Any] = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self))
     with registered(plot=True, unit="share"):
         sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
         for iteration, value in ((1, 0.5), (2, None), (3, 0.75)):
-            sink.step(StepRecord(**{**STEP, "iteration": iteration}, top_share=value))
+            sink.step(STEP.replace(iteration=iteration, top_share=value))
         sink.close(None)
         draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
     _, panel = figures[0].axes
@@ -169,11 +154,11 @@ def test_the_picture_has_a_panel_of_a_metric_that_asks_for_it(tmp_path: Path, mo
 
 
 def test_a_record_does_not_change_and_says_what_it_lacks() -> None:
-    record = StepRecord(**STEP)
+    record = STEP
     with pytest.raises(AttributeError, match="loss"):
         record.loss = 2.0
     with pytest.raises(AttributeError, match="no top_share"):
         _ = record.top_share
     with pytest.raises(TypeError, match="needs loss"):
-        StepRecord(**{name: value for name, value in STEP.items() if name != "loss"})
+        StepRecord(**{name: value for name, value in REQUIRED.items() if name != "loss"})
     assert record.replace(loss=2.0).loss == 2.0 and record.loss == 3.0 and record != record.replace(loss=2.0)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from megatron_moe.report.page import files as page_files
 from megatron_moe.report.page.course import Course
 from megatron_moe.report.page.files import RunState
 from megatron_moe.report.reporter import Reporter
-from tests.helpers import chromium, report_cost, report_pictures
+from tests.report import chromium, page_cost, page_pictures
 
 EVIL = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>'
 LAYERS, EXPERTS = (3, 4, 5), 8
@@ -97,20 +98,17 @@ def test_torn_odd_and_repeated_lines_are_read_for_what_they_are(tmp_path: Path) 
     assert state.course.rows()["iteration"]["mean"][-1] == 6
 
 
-@pytest.mark.parametrize(
-    ("ending", "expected"), [("finished", "finished"), ("stopped by SIGTERM", "stopped"), ("failed: out", "failed")]
-)
-def test_the_verdict_says_how_a_run_ended(tmp_path: Path, ending: str, expected: str) -> None:
-    run = write(tmp_path / "run", [line(1), line(2)], attempts=[{"attempt": 1, "ending": ending}])
-    assert made(run)["runs"][0]["status"]["state"] == expected
+def test_the_verdict_says_how_a_run_ended(tmp_path: Path) -> None:
+    states = {"finished": "finished", "stopped by SIGTERM": "stopped", "failed: out": "failed"}
+    for ending, expected in states.items():
+        run = write(tmp_path / expected, [line(1), line(2)], attempts=[{"attempt": 1, "ending": ending}])
+        assert made(run)["runs"][0]["status"]["state"] == expected
 
 
 def test_a_run_without_an_ending_is_running_while_it_writes_and_killed_once_it_is_silent(tmp_path: Path) -> None:
     times = {"now": "2999-01-01T00:00:00.000+00:00", "long ago": "2001-01-01T00:00:00.000+00:00"}
     now = write(tmp_path / "now", [line(1, time=times["now"])], attempts=[{"attempt": 1}])
     old = write(tmp_path / "old", [line(1, time=times["long ago"])], attempts=[{"attempt": 1}])
-    import os
-
     os.utime(old / "metrics.jsonl", (1e9, 1e9))
     assert [made(run)["runs"][0]["status"]["state"] for run in (now, old)] == ["running", "killed"]
 
@@ -382,6 +380,7 @@ def test_the_page_is_what_the_metrics_say(browser: chromium.Page, tmp_path: Path
     assert {address.partition("#")[0] for address in browser.requests} == {(one / "page.html").as_uri()}
 
 
+@pytest.mark.test_all(instead="tests/report/test_page.py::test_the_page_is_what_the_metrics_say")
 def test_a_page_reloads_itself_while_the_run_goes_on_and_keeps_what_was_chosen(
     browser: chromium.Page, tmp_path: Path
 ) -> None:
@@ -407,10 +406,11 @@ def test_a_page_reloads_itself_while_the_run_goes_on_and_keeps_what_was_chosen(
     assert browser.evaluate("window.same"), "the page of a run that has ended stays"
 
 
+@pytest.mark.test_all(instead="tests/report/test_page.py::test_the_page_is_what_the_metrics_say")
 def test_a_page_of_58_layers_and_256_experts_is_small_and_draws_what_is_in_sight(
     browser: chromium.Page, tmp_path: Path
 ) -> None:
-    run = report_cost.write_run(tmp_path, 2000, 58, 256, every=7).parent  # as many bins as there can be
+    run = page_cost.write_run(tmp_path, 2000, 58, 256, every=7).parent  # as many bins as there can be
     made(run)
     assert (run / "page.html").stat().st_size < 2_500_000, "half of the bound: other metrics need room, too"
     browser.size(1200, 900)
@@ -424,8 +424,9 @@ def test_a_page_of_58_layers_and_256_experts_is_small_and_draws_what_is_in_sight
     assert browser.errors == []
 
 
+@pytest.mark.test_all(instead="tests/report/test_page.py::test_the_page_is_what_the_metrics_say")
 def test_the_pictures_of_the_docs_are_made_from_a_run_and_small(browser: chromium.Page, tmp_path: Path) -> None:
-    report_pictures.draw(tmp_path, upto=40)
+    page_pictures.draw(tmp_path, upto=40)
     for name in ("report.png", "panel.png"):
-        for picture in (tmp_path / name, report_pictures.DOCS / name):
+        for picture in (tmp_path / name, page_pictures.DOCS / name):
             assert picture.read_bytes().startswith(b"\x89PNG") and 10_000 < picture.stat().st_size < 150_000

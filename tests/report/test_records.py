@@ -7,29 +7,18 @@ import pytest
 
 from megatron_moe.report.builtin_metrics import dropped_share
 from megatron_moe.report.health import load_max_over_mean
-from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EvalRecord, eval_from_json, exact, step_from_json, to_json
+from tests.report import steps
 
-STEP = StepRecord(
+STEP = steps.STEP.replace(
     iteration=7,
-    consumed_samples=56,
     loss=0.1 + 0.2,
     learning_rate=1e-3 / 3,
     grad_norm=1.0 / 3,
-    loss_scale=65536.0,
-    skipped=False,
-    tokens=2048,
-    seconds=0.5,
-    tokens_per_second=4096.0,
-    model_tflops=0.25,
-    mfu=None,
     tokens_per_expert={2: [3, 0, 5, 0], 3: [2, 2, 2, 2]},
     expert_load=2.5,
-    empty_experts=2,
     expert_bias_max=0.007,
     aux_losses={"seq_aux_loss": 1.01},
-    seconds_left=12.5,
-    global_batch_size=8,
     memory_bytes=1 << 30,
     dropped_per_expert={3: [1, 0, 0, 1]},
 )

@@ -12,33 +12,16 @@ from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.report import plot
 from megatron_moe.report.jsonl import read_steps
-from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.reporter import Reporter
+from tests.report import steps
 
-pytestmark = pytest.mark.engine
-
-STEP = StepRecord(
-    iteration=1,
-    consumed_samples=8,
-    loss=3.0,
-    learning_rate=1e-3,
-    grad_norm=0.5,
-    loss_scale=1.0,
-    skipped=False,
-    tokens=1000,
-    seconds=0.5,
-    tokens_per_second=2000.0,
-    model_tflops=0.25,
-    mfu=None,
+STEP = steps.STEP.replace(
     tokens_per_expert={2: [4, 0, 2, 2], 3: [2, 2, 2, 2]},
     expert_load=2.0,
     empty_experts=1,
     expert_bias_max=0.1,
     aux_losses={"aux_loss": 1.5},
-    seconds_left=2.0,
-    global_batch_size=8,
-    memory_bytes=0,
 )
 
 
@@ -71,6 +54,14 @@ def scalars(folder):
     events = EventAccumulator(str(folder))
     events.Reload()
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The pictures that are drawn, which no file is made of."""
+    found = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **__: found.append(self))
+    return found
 
 
 def test_a_rank_that_is_not_the_writer_writes_and_prints_nothing(tmp_path, capsys):
@@ -164,11 +155,8 @@ def test_a_missing_package_is_told_at_the_start(tmp_path, monkeypatch, flag, pac
         Reporter(run_with(tmp_path, "metrics_file", flag), is_writer=True, start_iteration=0)
 
 
-def test_the_picture_shows_the_losses_the_entropy_and_the_load_of_every_expert(tmp_path, monkeypatch):
-    figures = []
-    run = run_with(tmp_path, "metrics_file")
-    tell(run, 0, 6)
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self))
+def test_the_picture_shows_the_losses_the_entropy_and_the_load_of_every_expert(tmp_path, figures):
+    tell(run_with(tmp_path, "metrics_file"), 0, 6)
     plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png", unigram_entropy=5.0)
     loss, balance, load = figures[0].axes[:3]
     labels = [text.get_text() for text in loss.get_legend().get_texts()]
@@ -180,25 +168,21 @@ def test_the_picture_shows_the_losses_the_entropy_and_the_load_of_every_expert(t
     assert list(image[:, 0]) == [2.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_a_picture_of_many_experts_and_steps_has_a_row_per_layer_and_bounded_columns(tmp_path, monkeypatch):
-    figures = []
+def test_a_picture_of_many_experts_and_steps_has_a_row_per_layer_and_bounded_columns(tmp_path, monkeypatch, figures):
     monkeypatch.setattr(plot, "MAX_ROWS", 4)
     monkeypatch.setattr(plot, "MAX_COLUMNS", 3)
     tell(run_with(tmp_path, "metrics_file"), 0, 6)
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self))
     plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
     image = figures[0].axes[2].images[0].get_array()
     assert image.tolist() == [[2.0] * 3, [1.0] * 3]
 
 
-def test_a_picture_of_a_run_that_counts_every_second_step_shows_those(tmp_path, monkeypatch):
-    figures = []
+def test_a_picture_of_a_run_that_counts_every_second_step_shows_those(tmp_path, figures):
     run = run_with(tmp_path, "metrics_file")
     with Reporter(run, is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter:
         for iteration in range(1, 7):
             counts = STEP.tokens_per_expert if iteration % 2 == 0 else {}
             reporter.step(STEP.replace(iteration=iteration, tokens_per_expert=counts))
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self))
     plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
     _, balance, load = figures[0].axes[:3]
     assert list(balance.lines[0].get_xdata()) == [2, 4, 6]
@@ -211,15 +195,8 @@ def test_a_dense_run_with_a_skipped_step_is_drawn_too(tmp_path):
     run = run_with(tmp_path, "metrics_file")
     with Reporter(run, is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter:
         for iteration in range(1, 41):
-            skipped = iteration == 5
-            reporter.step(
-                STEP.replace(
-                    iteration=iteration,
-                    loss=99.0 if skipped else 3.0,
-                    skipped=skipped,
-                    tokens_per_expert={},
-                )
-            )
+            odd = {"loss": 99.0, "skipped": True} if iteration == 5 else {}
+            reporter.step(STEP.replace(iteration=iteration, tokens_per_expert={}, **odd))
     history = plot.History.read(tmp_path / "metrics.jsonl")
     assert math.isnan(history.losses[4]) and history.losses[5] == 3.0
     plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png")

@@ -17,21 +17,12 @@ from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.report.jsonl import events_path, read_events, read_steps
-from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EVENTS
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.run_info import ATTEMPT_FIELDS, FIELDS, info_path
-
-pytestmark = pytest.mark.engine
+from tests.report.steps import STEP
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-
-
-def step(iteration: int) -> StepRecord:
-    required = {"loss": 3.0, "learning_rate": 1e-3, "grad_norm": 0.5, "loss_scale": 1.0, "skipped": False}
-    return StepRecord(
-        iteration=iteration, consumed_samples=8 * iteration, tokens=64, seconds=0.5, tokens_per_second=128.0, **required
-    )
 
 
 def run_of(folder: Path) -> Run:
@@ -45,7 +36,7 @@ def report(folder: Path, start: int, last: int, ending: str | None = "finished")
     reporter = Reporter(run_of(folder), is_writer=True, start_iteration=start, stream=io.StringIO())
     reporter.start({"device": "cpu"})
     for iteration in range(start + 1, last + 1):
-        reporter.step(step(iteration))
+        reporter.step(STEP.replace(iteration=iteration))
     if ending is not None:
         reporter.close({}, ending)
 
@@ -88,7 +79,7 @@ def test_events_of_a_killed_attempt_stay(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     reporter = Reporter(run_of(tmp_path), is_writer=True, start_iteration=0, stream=io.StringIO())
     for iteration in range(1, 4):
-        reporter.step(step(iteration))
+        reporter.step(STEP.replace(iteration=iteration))
     reporter.event("fault", "iteration 3: a NaN", path="faults/3")
     with open(events_path(metrics), "a") as torn:
         torn.write('{"time": "20')
@@ -113,7 +104,7 @@ def test_an_attempt_that_an_error_ends_says_so(tmp_path: Path, error: BaseExcept
         pytest.raises(type(error)),
         Reporter(run_of(tmp_path), is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter,
     ):
-        reporter.step(step(1))
+        reporter.step(STEP.replace(iteration=1))
         raise error
     assert info(tmp_path)["attempts"][-1]["ending"] == ending
     events = list(read_events(tmp_path / "metrics.jsonl"))
@@ -127,7 +118,7 @@ def test_last_words_are_kept_where_the_process_ends_at_once(tmp_path: Path) -> N
         run = schema.replace(run_of(tmp_path), report_file=str(tmp_path / "report.html"))
         reporter = Reporter(run, is_writer=True, start_iteration=0, stream=io.StringIO())
         reporter.start({"device": "cpu"})
-        reporter.step(step(1))
+        reporter.step(STEP.replace(iteration=1))
         reporter.last_words("failed: rank 1 is gone", "rank 1 is gone")
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)

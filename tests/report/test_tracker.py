@@ -19,10 +19,9 @@ from megatron_moe.config import cli, rules, schema
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.report import tracker
 from megatron_moe.report.reporter import Reporter
-from megatron_moe.report.tracker import require_trackers
 from megatron_moe.training.plan import plan_run
-from tests.helpers import wandb_stand_in
-from tests.helpers.tracked_runs import SECRET, about, events, of_wandb, report, step
+from tests.report import wandb_stand_in
+from tests.report.tracked_runs import SECRET, about, events, of_wandb, report, step
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +59,7 @@ def test_a_restart_goes_on_in_the_same_run_of_wandb_and_repeats_what_differs_alo
     assert config["layout"]["TP"] == 1 and "python" in config["versions"] and config["facts"] == {"device": "cpu"}
     assert first["metrics"] == {"iteration": None, "*": "iteration"}
     assert first["rows"]["2"]["loss/train"] == 7.0 and first["rows"]["5"]["loss/valid"] == 3.0
-    assert first["exit_code"] == 0 and first["summary"]["ending"] == "finished"
+    assert first["exit_code"] == 0 and first["summary"]["ending"] == "finished" and not first["preempting"]
 
     report(run, 2, 6, changed=5)  # 3 and 4 come out as they did, 5 does not
     second = state(server)
@@ -79,18 +78,6 @@ def test_wandb_gets_megatrons_tags_and_the_steps_of_the_interval(server: Path, t
     assert rows[5]["lm loss validation"] == 3.0 and rows[5]["lm loss validation ppl"] == pytest.approx(math.exp(3.0))
 
 
-@pytest.mark.parametrize(
-    ("ending", "exit_code", "preempting"),
-    [("finished", 0, False), ("stopped by SIGTERM", 1, True), ("failed: iteration 1: a NaN", 1, False)],
-)
-def test_how_a_run_ends_is_its_state_in_wandb(
-    server: Path, tmp_path: Path, ending: str, exit_code: int, preempting: bool
-):
-    report(of_wandb(tmp_path), 0, 1, ending)
-    found = state(server)
-    assert (found["summary"]["ending"], found["exit_code"], found["preempting"]) == (ending, exit_code, preempting)
-
-
 def test_a_fault_is_an_alert(server: Path, tmp_path: Path):
     with (
         pytest.raises(RunFault),
@@ -102,6 +89,7 @@ def test_a_fault_is_an_alert(server: Path, tmp_path: Path):
     found = state(server)
     assert found["alerts"] == [["fault at iteration 1", "iteration 2: a NaN", "ERROR"]]
     assert found["summary"]["ending"] == "failed: iteration 2: a NaN"
+    assert (found["exit_code"], found["preempting"]) == (1, False)
 
 
 @pytest.mark.parametrize("says", [True, False])
@@ -141,7 +129,8 @@ def test_a_signal_for_the_training_does_not_end_the_process_that_hands_it_over(s
             os.kill(int(pid.read_text()), number)
         reporter.step(step(1, 3.0))
         reporter.close({}, "stopped by SIGTERM")
-    assert state(server)["summary"]["ending"] == "stopped by SIGTERM"
+    found = state(server)
+    assert (found["summary"]["ending"], found["exit_code"], found["preempting"]) == ("stopped by SIGTERM", 1, True)
 
 
 def test_a_process_that_the_trainer_has_forked_does_not_hold_up_the_end(server: Path, tmp_path: Path):
@@ -168,10 +157,14 @@ def test_whatever_wandb_does_the_run_goes_on_with_one_warning(
 ):
     pid = Path(f"{server}.pid")
     monkeypatch.setenv("WANDB_STAND_IN", misbehaves)
-    monkeypatch.setattr(tracker, "SECONDS_TO_CLOSE", 0.2 if misbehaves == "hangs" else 60.0)
-    report(of_wandb(tmp_path), 0, 4)
+    if misbehaves == "hangs":
+        monkeypatch.setattr(tracker, "SECONDS_TO_CLOSE", 0.2)
+    shown = report(of_wandb(tmp_path), 0, 4)
     (warning,) = events(tmp_path, "warning")
     assert "W&B" in warning and says in warning
+    assert ("$WANDB_API_KEY" in warning) is (misbehaves == "raises")  # which repeats the key
+    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(SECRET.encode() in text for text in [*files, shown.encode()])
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
     assert events(tmp_path, "end") == ["finished"]
     if misbehaves == "hangs":
@@ -212,15 +205,6 @@ def test_a_process_that_cannot_be_started_is_one_warning(server: Path, tmp_path:
     report(of_wandb(tmp_path), 0, 2)
     (warning,) = events(tmp_path, "warning")
     assert "W&B" in warning and "gone" in warning
-
-
-def test_a_secret_of_the_environment_is_in_no_file(server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    report(of_wandb(tmp_path), 0, 2)
-    monkeypatch.setenv("WANDB_STAND_IN", "raises")  # with the key in its text
-    shown = report(of_wandb(tmp_path), 2, 4)
-    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    assert any(b"$WANDB_API_KEY" in text for text in files)
-    assert not any(SECRET.encode() in text for text in [*files, shown.encode()])
 
 
 def test_a_rank_that_does_not_write_starts_nothing(server: Path, tmp_path: Path):
@@ -267,8 +251,3 @@ def test_a_uri_with_a_password_is_refused_without_repeating_it():
         with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as caught:
             rules.check(schema.replace(run, mlflow_tracking_uri=uri), 1)
         assert SECRET not in str(caught.value)
-
-
-def test_nothing_is_asked_of_a_run_without_them(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "path", [])
-    require_trackers(schema.Run())

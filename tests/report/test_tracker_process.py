@@ -17,7 +17,7 @@ import pytest
 
 from megatron_moe.config import schema
 from megatron_moe.report import tracker, tracker_process
-from tests.helpers.tracked_runs import SECRET, about, events, of_mlflow, of_wandb, report
+from tests.report.tracked_runs import SECRET, about, events, of_mlflow, of_wandb, report
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +34,13 @@ class Away:
     """An MLflow server that does not take the first values."""
 
     failures = 1
+    found: tuple[Any, ...] = ()
     failed: int
     logged: list[Any]
+    kept: dict[str, str]
 
     def __init__(self, uri: str) -> None:
-        self.failed, self.logged = 0, []
+        self.failed, self.logged, self.kept = 0, [], {}
         Away.last = self
 
     def __getattr__(self, name: str) -> Any:
@@ -47,8 +49,11 @@ class Away:
             if name == "log_batch" and self.failed <= self.failures:
                 raise ConnectionError(f"{name}: http://me:{SECRET}@host does not answer")
             self.logged += named.get("metrics", [])
+            self.kept.update(pair for kind in ("params", "tags") if name == "log_batch" for pair in named.get(kind, ()))
+            if name == "set_terminated":
+                self.kept["status"] = words[1]
             info = types.SimpleNamespace(run_id="r", experiment_id="1")
-            return [] if name == "search_runs" else types.SimpleNamespace(info=info, experiment_id="1")
+            return self.found if name == "search_runs" else types.SimpleNamespace(info=info, experiment_id="1")
 
         return call
 
@@ -68,11 +73,11 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def tracked(*messages: dict[str, Any]) -> list[dict[str, str]]:
+def tracked(*messages: dict[str, Any], **about: Any) -> list[dict[str, str]]:
     """Return what the process of MLflow answers."""
     asked = {"experiment": "e", "name": None, "uri": "http://host"}
     what = {"run_id": "1", "attempt": 1, "command": "", "git": None, "flags": {}, "layout": {}, "versions": {}}
-    opened = {"asked": asked, "about": what, "start_iteration": 0}
+    opened = {"asked": asked, "about": {**what, **about}, "start_iteration": 0}
     replies = io.StringIO()
     lines = [json.dumps(message) + "\n" for message in (opened, *messages)]
     tracker_process.track("MLflow", lines, replies, lambda: None)
@@ -90,6 +95,31 @@ def test_mlflow_is_tried_again_at_the_end_of_a_run(away: None, monkeypatch: pyte
     assert not any(SECRET in reply["text"] for reply in replies)
     assert (replies[-1]["kind"] == "failed") == (failures == 99)
     assert [name for name, *_ in Away.last.logged] == (["loss/train", "iteration"] if failures == 1 else [])
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"), [("finished", "FINISHED"), ("failed: x", "FAILED"), ("killed", "KILLED")]
+)
+def test_mlflow_gets_flags_layout_and_how_a_run_ends(
+    away: None, monkeypatch: pytest.MonkeyPatch, ending: str, status: str
+):
+    monkeypatch.setattr(Away, "failures", 0)
+    assert [reply["kind"] for reply in tracked(VALUES, {"ending": ending}, flags={"lr": 1}, layout={"TP": 2})] == [
+        "done"
+    ]
+    assert Away.last.kept == {"lr": "1", "layout.TP": "2", "megatron_moe.ending": ending, "status": status}
+
+
+def test_mlflow_goes_on_in_the_run_that_is_there_after_its_last_step(away: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Away, "failures", 0)
+    data = types.SimpleNamespace(metrics={"iteration": 2.0}, params={"lr": "1"})
+    monkeypatch.setattr(Away, "found", (types.SimpleNamespace(info=types.SimpleNamespace(run_id="r"), data=data),))
+    again = [{**VALUES, "iteration": iteration, "again": iteration < 3} for iteration in (1, 2, 3)]
+    assert [reply["kind"] for reply in tracked(*again, {"ending": "finished"}, flags={"lr": 1})] == ["done"]
+    assert [(name, value, step) for name, value, _, step in Away.last.logged] == [
+        ("loss/train", 2.0, 3), ("iteration", 3.0, 3),
+    ]  # fmt: skip
+    assert "lr" not in Away.last.kept and Away.last.kept["megatron_moe.attempt"] == "1"
 
 
 @pytest.mark.parametrize("failures", [3, 99])
@@ -110,18 +140,18 @@ def test_a_server_that_fails_is_tried_again_for_a_while(monkeypatch: pytest.Monk
 # ---- the packages themselves
 
 
+@pytest.mark.test_all(
+    instead="tests/report/test_tracker_process.py::test_mlflow_goes_on_in_the_run_that_is_there_after_its_last_step"
+)
 @pytest.mark.parametrize("place", ["file", "sqlite"])
 def test_mlflow_has_each_step_once_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str):
-    pytest.importorskip("mlflow", reason="the mlflow package is not installed")
-    if place == "sqlite":
-        pytest.importorskip("sqlalchemy", reason="the sqlalchemy package is not installed")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow.tracking import MlflowClient
 
     uri = f"file:{tmp_path / 'runs'}" if place == "file" else f"sqlite:///{tmp_path / 'runs.db'}"
     run = schema.replace(of_mlflow(tmp_path), mlflow_tracking_uri=uri)
     for start, last, ending, status in ((0, 4, "stopped by SIGTERM", "KILLED"), (2, 6, "finished", "FINISHED")):
-        report(run, start, last, ending)
+        report(run, start, last, ending, opened="MLflow run: ")
         client = MlflowClient(uri)
         experiment = client.get_experiment_by_name("moe")
         assert experiment is not None
@@ -138,13 +168,24 @@ def test_mlflow_has_each_step_once_over_a_restart(tmp_path: Path, monkeypatch: p
     assert events(tmp_path, "warning") == []
 
 
-def test_wandb_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("wandb", reason="the wandb package is not installed")
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let this process and those it starts find W&B's package, which megatron-core would import each time."""
+    folder = Path(sys.prefix) / "trackers"
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
+        del sys.modules[name]
+
+
+@pytest.mark.test_all(instead="tests/report/test_tracker.py::test_a_run_whose_server_is_away_is_recorded_offline")
+def test_wandb_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb: None):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", SECRET * 3)
     run = of_wandb(tmp_path, wandb_exp_name="first")
-    assert "wandb sync" in report(run, 0, 4, "stopped by SIGTERM")
-    report(run, 2, 6)
+    report(run, 0, 4, "stopped by SIGTERM", opened="wandb sync")
+    report(run, 2, 6, opened="wandb sync")
     first, second = (list(recorded(path)) for path in sorted(tmp_path.glob("w/wandb/offline-run-*/*.wandb")))
     opened = [record.run for record in (*first, *second) if record.WhichOneof("record_type") == "run"]
     assert {one.run_id for one in opened} == {about(tmp_path)["run_id"]}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[1] / "config"
+FOLDER = Path(__file__).parent
 _HEADER = re.compile(r"\[(?P<name>\w+)(?: (?P<ranks>\d+))?(?: like (?P<like>\w+))?(?: with (?P<extra>\d+))?(?:: .*)?\]")
 _LIKE = re.compile(r"\[(?P<name>\w+)\] like (?P<like>\w+)")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,13 @@ from megatron_moe.report.jsonl import read_events
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.reporter import Reporter
+from tests.report.steps import STEP
 
 SECRET = "0123456789abcdef"
 
 
 def step(iteration: int, loss: float) -> StepRecord:
-    required = {"learning_rate": 1e-3, "grad_norm": 0.5, "loss_scale": 1.0, "skipped": False}
-    return StepRecord(
-        iteration=iteration, consumed_samples=8 * iteration, loss=loss, tokens=64, seconds=0.5, **required
-    )
+    return STEP.replace(iteration=iteration, consumed_samples=8 * iteration, loss=loss)
 
 
 def run_of(folder: Path, **flags: Any) -> Run:
@@ -37,14 +36,21 @@ def of_mlflow(folder: Path, **flags: Any) -> Run:
     return run_of(folder, mlflow_experiment="moe", mlflow_tracking_uri=uri, mlflow_run_name="first", **flags)
 
 
-def report(run: Run, start: int, last: int, ending: str = "finished", changed: int = 99) -> str:
-    """Report steps after `start`; the losses of those from `changed` on are other ones than a repeated step's."""
+def report(run: Run, start: int, last: int, ending: str = "finished", changed: int = 99, opened: str = "") -> str:
+    """Report steps after `start`; the losses of those from `changed` on are other ones than a repeated step's.
+
+    The run goes on until `opened` is said: a service's process has a minute to finish, which may import for longer.
+    """
     stream = io.StringIO()
     with Reporter(run, is_writer=True, start_iteration=start, stream=stream) as reporter:
         reporter.start({"device": "cpu"})
         for iteration in range(start + 1, last + 1):
             reporter.step(step(iteration, 9.0 - iteration + (0.5 if iteration >= changed else 0.0)))
         reporter.evaluation(EvalRecord(last, "valid", 3.0, 100, 0.1))
+        while opened not in stream.getvalue():
+            assert " gets no more of this run" not in stream.getvalue(), stream.getvalue()
+            time.sleep(0.05)
+            reporter.flush()
         reporter.close({}, ending)
     return stream.getvalue()
 

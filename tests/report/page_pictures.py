@@ -1,4 +1,4 @@
-"""Draw docs/report.png and docs/panel.png from a made-up run: python -m tests.helpers.report_pictures [FOLDER].
+"""Draw docs/report.png and docs/panel.png from a made-up run: python -m tests.report.page_pictures [FOLDER].
 
 The run goes through the reporter that training uses: 12 layers of 64 experts, a spike of the loss, a step that was
 skipped, and experts of one layer that die.
@@ -24,7 +24,7 @@ from megatron_moe.report.panel import View
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.sink import Sink
-from tests.helpers import chromium
+from tests.report import chromium
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 STEPS, LAYERS, EXPERTS, TOKENS, TOP_K = 400, range(2, 14), 64, 65536, 6

@@ -1,4 +1,4 @@
-"""Measure the page of a long, made-up run: python -m tests.helpers.report_cost [STEPS [LAYERS [EXPERTS [EVERY]]]].
+"""Measure the page of a long, made-up run: python -m tests.report.page_cost [STEPS [LAYERS [EXPERTS [EVERY]]]].
 
 It prints the size of metrics and page, the CPU seconds of reading and writing, and what opening it takes in Chromium.
 By default the run has 100,000 steps of 58 layers with 256 experts, counted and measured at every 100th: 130 MB in a
@@ -20,7 +20,7 @@ from random import Random
 from megatron_moe.io.texts import size_text
 from megatron_moe.report.page.build import write_page
 from megatron_moe.report.page.files import RunState
-from tests.helpers import chromium
+from tests.report import chromium
 
 OF_A_LAYER = ("effective_experts", "flip_rate", "margin_mean", "margin_p5", "max_logit", "bias_min", "bias_max")
 NUMBERS = ("grad_norm", "tokens_per_second", "model_tflops", "mfu", "expert_load", "expert_bias_max", "memory_bytes")
