@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 PROJECT, EXTRAS = "megatron_moe", ("dev", "hf")
-LEFT_OUT = ("nvidia-", "cuda-", "triton")
+LEFT_OUT = ("nvidia-", "cuda-")
 
 
 def dependencies(name: str, extras: tuple[str, ...], found: dict[str, importlib.metadata.Distribution]) -> None:
