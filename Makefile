@@ -102,7 +102,7 @@ $(STAMP): setup.py pyproject.toml $(CONSTRAINTS) $(TRANSFORMER_ENGINE) $(TRACKER
 	$(RUN) -m pip install --progress-bar on --no-compile --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	$(RUN) -m pip install --progress-bar on --no-compile --no-deps --only-binary :all: --upgrade --quiet \
 	  --target $(VENV)/transformer_engine_python --requirement $(TRANSFORMER_ENGINE)
-	$(RUN) -m pip install --progress-bar on --no-compile --no-deps --only-binary :all: --upgrade --quiet \
-	  --target $(VENV)/trackers --requirement $(TRACKERS)
+	$(if $(findstring dev,$(EXTRAS)),$(RUN) -m pip install --progress-bar on --no-compile --no-deps \
+	  --only-binary :all: --upgrade --quiet --target $(VENV)/trackers --requirement $(TRACKERS))
 	@$(RUN) -W ignore -c 'import megatron_moe.training.run'
 	@touch $@
