@@ -37,6 +37,15 @@ ROUTING = {
 }
 
 
+Under = tuple[torch.dtype | None, torch.dtype | None]
+"""The dtypes that the forward and the backward pass are autocast to."""
+NONE: Under = (None, None)
+
+
+def places(dtype: torch.dtype) -> list[Under]:
+    return [(dtype, None), (None, dtype), (dtype, dtype)]
+
+
 def autocast(dtype: torch.dtype | None) -> Any:
     """Autocast to `dtype`, of which None is none."""
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
@@ -54,16 +63,17 @@ def the_same_numbers() -> Iterator[None]:
         yield
 
 
-def routed(options: dict[str, Any], params: torch.dtype, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Everything that comes out of a router's pass, forward and backward, under autocast to `dtype`."""
+def routed(options: dict[str, Any], params: torch.dtype, under: Under) -> list[torch.Tensor]:
+    """Everything that comes out of a router's pass, forward and backward."""
     with the_same_numbers():
         router = TopKRouter(config(perform_initialization=True, **options)).to(params)
         torch.nn.init.normal_(router.weight)
         if router.expert_bias is not None:
             router.expert_bias.normal_(std=0.1)
         hidden = torch.randn(512, 16).to(params).requires_grad_()
-        with autocast(dtype):
+        with autocast(under[0]):
             decision = router.route(hidden, num_sequences=2)
+        with autocast(under[1]):
             decision.probs.sin().sum().backward()
     losses = [] if router.aux_losses is None else list(router.aux_losses.totals.values())
     return [*decision[:2], hidden.grad, router.weight.grad, router.local_tokens_per_expert, *losses]
@@ -72,15 +82,16 @@ def routed(options: dict[str, Any], params: torch.dtype, dtype: torch.dtype | No
 @pytest.mark.parametrize("name", ROUTING)
 def test_a_router_decides_weighs_and_learns_as_without_autocast(name: str) -> None:
     for params in (torch.float32, torch.bfloat16):
-        plain = routed(ROUTING[name], params, None)
-        for dtype in HALVES:
-            require_same(plain, routed(ROUTING[name], params, dtype))
+        plain = routed(ROUTING[name], params, NONE)
+        for under in (under for dtype in HALVES for under in places(dtype)):
+            require_same(plain, routed(ROUTING[name], params, under))
 
 
-def passed(function: Any, inputs: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
+def passed(function: Any, inputs: list[torch.Tensor], under: Under) -> list[torch.Tensor]:
     own = [one.clone().requires_grad_(one.is_floating_point()) for one in inputs]
-    with autocast(dtype):
+    with autocast(under[0]):
         out = function(*own)
+    with autocast(under[1]):
         (out.double() * torch.arange(out.numel()).view_as(out).double().cos()).sum().backward()
     return [out.detach(), *(one.grad for one in own if one.is_floating_point())]
 
@@ -103,8 +114,8 @@ def test_a_function_of_ours_has_the_same_bits_under_autocast(name: str) -> None:
     function, make = FUNCTIONS[name]
     generator = torch.Generator().manual_seed(3)
     inputs = make(lambda *shape: torch.randn(*shape, generator=generator))
-    for dtype in HALVES:
-        require_same(passed(function, inputs, None), passed(function, inputs, dtype))
+    for under in (under for dtype in HALVES for under in places(dtype)):
+        require_same(passed(function, inputs, NONE), passed(function, inputs, under))
 
 
 def layer(**changes: Any) -> MoELayer:
@@ -126,12 +137,13 @@ def hidden_states() -> torch.Tensor:
         return torch.randn(12, 2, HIDDEN)
 
 
-def layer_pass(built: MoELayer, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+def layer_pass(built: MoELayer, hidden: torch.Tensor, under: Under = NONE) -> list[torch.Tensor]:
     own = hidden.clone().requires_grad_()
     built.zero_grad()
-    with autocast(dtype):
+    with autocast(under[0]):
         output, _ = built(own)
-        assert output.dtype == own.dtype
+    assert output.dtype == own.dtype
+    with autocast(under[1]):
         (output.double() * torch.arange(output.numel()).view_as(output).double().cos()).sum().backward()
     return [output.detach(), own.grad, *(parameter.grad for parameter in built.parameters())]
 
@@ -148,15 +160,16 @@ RECOMPUTED = [
 )
 def test_a_layer_has_the_same_bits_under_autocast(changes: dict[str, Any], one_process: None) -> None:
     built, hidden = layer(**changes), hidden_states()
-    for dtype in HALVES:
-        require_same(layer_pass(built, hidden), layer_pass(built, hidden, dtype))
-    built, hidden = built.bfloat16(), hidden.bfloat16()  # torch refuses bf16 gradients under fp16's autocast
-    require_same(layer_pass(built, hidden), layer_pass(built, hidden, torch.bfloat16))
+    for params, dtypes in ((torch.float32, HALVES), (torch.bfloat16, HALVES[:1])):  # bf16 gradients under fp16: refused
+        built, hidden = built.to(params), hidden.to(params)
+        plain = layer_pass(built, hidden)
+        for under in (under for dtype in dtypes for under in places(dtype)):
+            require_same(plain, layer_pass(built, hidden, under))
 
 
 def test_under_autocast_a_layer_of_fp32_takes_the_bf16_that_another_module_made(one_process: None) -> None:
     built, hidden = layer(), hidden_states().bfloat16()
-    wide, narrow = layer_pass(built, hidden.float()), layer_pass(built, hidden, torch.bfloat16)
+    wide, narrow = layer_pass(built, hidden.float()), layer_pass(built, hidden, (torch.bfloat16, torch.bfloat16))
     assert narrow[0].dtype == narrow[1].dtype == torch.bfloat16
     assert torch.equal(narrow[0], wide[0].bfloat16())
     torch.testing.assert_close(narrow[1].float(), wide[1], rtol=0.02, atol=0.01 * float(wide[1].abs().max()))

@@ -12,7 +12,8 @@ import pytest
 from tests.helpers import broken_jobs, fault_cases, kills, replica_cases
 from tests.helpers.launchers import Forked
 from tests.helpers.ranks import RankParent
-from tests.training.test_faults_ranks import EP2, KINDS, PP2, TP2, check
+from tests.helpers.stepped_trainer import EP2, PP2, TP2
+from tests.training.test_faults_ranks import KINDS, check
 
 Scaled, Figure = Callable[..., int], Callable[..., None]
 TIMEOUT = 10.0

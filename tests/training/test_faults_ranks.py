@@ -8,25 +8,20 @@ import pytest
 
 from tests.helpers.fault_cases import DAMAGE, NAMED, SITES, faulty_steps, poisoned_saves, stopped_run
 from tests.helpers.rows import rows
+from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, TP2, ZERO_2, ZERO_3
 
 KINDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
-EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
-TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
-
 STEADY_SCALE: dict[str, Any] = {"initial_loss_scale": 1024.0, "min_loss_scale": 1024.0}
 
 # A micro-batch of each rank.
 SPREAD: dict[str, dict[str, Any]] = {
-    "bf16, ZeRO 1 x EP2": {**EP2, "use_distributed_optimizer": True, "bf16": True},
-    "bf16, ZeRO 3 x EP2": {"global_batch_size": 4, "data_parallel_sharding_strategy": "optim_grads_params", **EP2}
-    | {"bf16": True},
-    "fp16, ZeRO 2": {"global_batch_size": 4, "data_parallel_sharding_strategy": "optim_grads", "num_layers": 3}
-    | {"fp16": True, **STEADY_SCALE},
+    "bf16, ZeRO 1 x EP2": {"bf16": True, **EP2, **DISTRIBUTED},
+    "bf16, ZeRO 3 x EP2": {"bf16": True, **EP2, **ZERO_3, "global_batch_size": 4},
+    "fp16, ZeRO 2": {"fp16": True, **STEADY_SCALE, **ZERO_2, "global_batch_size": 4, "num_layers": 3},
 }
 
 
-def check(fault: tuple[str, str, str], results: list[dict[str, Any]], by_name: bool = True) -> None:
+def check(fault: tuple[str, str, str], results: list[dict[str, Any]]) -> None:
     """What one fault has to look like on all ranks; `results` by rank."""
     site, value, ranks = fault
     assert [result["committed"] for result in results] == [False] * len(results), fault
@@ -34,11 +29,10 @@ def check(fault: tuple[str, str, str], results: list[dict[str, Any]], by_name: b
     assert [result["raised"] for result in results] == [site in DAMAGE] * len(results), fault
     told = results[0]["told"]
     assert len(told) == 1 and told[0].startswith("iteration "), (fault, told)
-    if by_name:
-        assert NAMED[site] in told[0], (fault, told)
-        assert KINDS[value] in told[0] or site == "router_logits", (fault, told)
-        places = [f"rank {rank}/2 (" in told[0] for rank in range(2)]
-        assert places == ([True, True] if ranks == "all" else [False, True]), (fault, told)
+    assert NAMED[site] in told[0], (fault, told)
+    assert KINDS[value] in told[0] or site == "router_logits", (fault, told)
+    places = [f"rank {rank}/2 (" in told[0] for rank in range(2)]
+    assert places == ([True, True] if ranks == "all" else [False, True]), (fault, told)
     assert ("continue from the last checkpoint" if site in DAMAGE else "--on-nan skip") in told[0], fault
 
 
