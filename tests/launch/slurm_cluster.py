@@ -39,23 +39,17 @@ ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
-AuthType=auth/munge
-CredType=cred/munge
 AuthInfo=socket={folder}/munge.socket
-MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/affinity
-SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=1,requeue_setup_env_fail
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=1
 SlurmdTimeout=600
 SlurmctldTimeout=600
-InactiveLimit=0
 KillWait=240
 UnkillableStepTimeout=300
 MinJobAge=3600
@@ -83,12 +77,7 @@ def missing() -> str | None:
 
 
 class Cluster:
-    """A running cluster.
-
-    Attributes:
-        folder: all of its files.
-        environment: what a process needs to use it, on top of its own environment.
-    """
+    """A running cluster, with all of its files in `folder`."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.folder, self.nodes = folder, [f"node{number}" for number in range(1, nodes + 1)]
@@ -119,9 +108,6 @@ class Cluster:
 
     def state(self, number: int) -> str:
         return self.job(number)["JobState"]
-
-    def restarts(self, number: int) -> int:
-        return int(self.job(number)["Restarts"])
 
     def until(self, holds: Callable[[], object], what: str, job: int | None = None) -> None:
         """Wait until something holds; it is an error if it does not, and if the job has ended meanwhile."""
@@ -160,10 +146,6 @@ class Cluster:
                     found.append(process)
         return found
 
-    def ranks(self, job: int, node: str) -> list[psutil.Process]:
-        """The processes of a job's ranks on a node."""
-        return self.processes(having="RANK", SLURM_JOB_ID=str(job), SLURMD_NODENAME=node)
-
     def kill_node(self, node: str) -> None:
         """End slurmd, slurmstepd and the jobs' processes of a node by SIGKILL, and say that it is down."""
         slurmd = psutil.Process(int((self.folder / f"slurmd-{node}.pid").read_text()))
@@ -171,10 +153,10 @@ class Cluster:
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
 
     def end(self) -> None:
-        """End all that is left: the jobs' processes, then Slurm's and munge's."""
-        left = [*self._steps(*self.nodes), *self.processes()]
-        _kill(left)
-        psutil.wait_procs(left, timeout=30)
+        """End all that is left: the jobs' processes, Slurm's and munge's."""
+        while left := [*self._steps(*self.nodes), *self.processes()]:
+            _kill(left)
+            psutil.wait_procs(left, timeout=30)
 
     def _steps(self, *nodes: str) -> list[psutil.Process]:
         """Each slurmstepd of these nodes. Its environment is empty, but it writes the log of its node."""
@@ -190,7 +172,10 @@ class Cluster:
         self.run("slurmd", "-N", node)
         if "DOWN" in self.run("scontrol", "show", "node", node):
             self.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
-        self.until(lambda: self.run("sinfo", "-h", "-n", node, "-t", "idle", "-o", "%n").strip(), f"{node} is idle")
+        self.until(lambda: self.is_idle(node), f"{node} is idle")
+
+    def is_idle(self, node: str) -> bool:
+        return self.run("sinfo", "-h", "-n", node, "-t", "idle", "-o", "%n", check=False).strip() == node
 
 
 @contextlib.contextmanager
@@ -216,25 +201,19 @@ def running(folder: Path, nodes: int = 3) -> Iterator[Cluster]:
         cluster.run("slurmctld")
         for node in cluster.nodes:
             cluster.run("slurmd", "-N", node)
-        cluster.until(lambda: len(_idle(cluster)) == nodes, "all nodes are idle")
+        for node in cluster.nodes:
+            cluster.until(lambda node=node: cluster.is_idle(node), f"{node} is idle")
         yield cluster
     finally:
         cluster.end()
 
 
 def _start_munged(cluster: Cluster) -> None:
-    key = cluster.folder / "munge.key"
+    key, options = cluster.folder / "munge.key", ("socket", "pid-file", "log-file", "seed-file")
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
-    files = {name: cluster.folder / f"munge.{name}" for name in ("socket", "pid", "log", "seed")}
-    cluster.run(
-        "munged", "--force", f"--key-file={key}", f"--socket={files['socket']}", f"--pid-file={files['pid']}",
-        f"--log-file={files['log']}", f"--seed-file={files['seed']}", "--num-threads=2",
-    )  # fmt: skip
-
-
-def _idle(cluster: Cluster) -> set[str]:
-    return set(cluster.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).split())
+    files = [f"--{option}={cluster.folder}/munge.{option}" for option in options]
+    cluster.run("munged", "--force", "--num-threads=2", f"--key-file={key}", *files)
 
 
 def _kill(processes: list[psutil.Process]) -> None:

@@ -96,18 +96,16 @@ class Job:
         return nodes, step
 
     def requeued(self, times: int) -> None:
-        self.until(lambda: self.cluster.restarts(self.number) == times, f"requeue {times}")
+        self.until(lambda: int(self.cluster.job(self.number)["Restarts"]) == times, f"requeue {times}")
 
     def rank_on(self, node: str) -> psutil.Process:
         """Wait for the rank on a node."""
-        ranks: list[psutil.Process] = []
 
-        def is_there() -> bool:
-            ranks[:] = self.cluster.ranks(self.number, node)
-            return bool(ranks)
+        def ranks() -> list[psutil.Process]:
+            return self.cluster.processes(having="RANK", SLURM_JOB_ID=str(self.number), SLURMD_NODENAME=node)
 
-        self.until(is_there, f"a rank on {node}")
-        return ranks[0]
+        self.until(ranks, f"a rank on {node}")
+        return ranks()[0]
 
     def cancelled(self) -> None:
         """End the job as its user does, and wait until it has."""
@@ -234,23 +232,21 @@ def test_the_example_runs_from_a_clone_as_it_is(cluster, tmp_path):
     assert json.loads((tmp_path / "runs/slurm-cpu/summary.json").read_text())["iterations"] == 100
 
 
-def typed_in(cluster: Cluster, folder: Path, commands: str, environment: dict[str, str]) -> str:
-    """Return what commands print; the job whose number is in the file `job` does not wait to start again."""
-    number = folder / "job"
+def typed_in(cluster: Cluster, folder: Path, commands: str, shell: dict[str, str], number: Path | None) -> str:
+    """Return what commands print; the job whose number is in the file does not wait to start again."""
     with open(folder / "typed.log", "w+") as output:
-        shell = subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", commands], cwd=folder, env=environment, stdout=output, stderr=output
-        )
+        words = ["bash", "-euo", "pipefail", "-c", commands]
+        typed = subprocess.Popen(words, cwd=folder, env=shell, stdout=output, stderr=output)
 
         def is_done() -> bool:
-            if number.exists() and number.read_text().strip():
+            if number:
                 cluster.hurry(int(number.read_text()))
-            return shell.poll() is not None
+            return typed.poll() is not None
 
         cluster.until(is_done, commands)
         output.seek(0)
         printed = output.read()
-    assert shell.returncode == 0, printed
+    assert typed.returncode == 0, printed
     return printed
 
 
@@ -268,9 +264,10 @@ def test_the_guide_as_written(cluster, tmp_path):
     shell = cluster.inherited(**{**environment(tmp_path), "PATH": programs, "OMP_NUM_THREADS": "1"})
     steps = guides.steps(page)
     assert len(steps) == 4
-    for number, step in enumerate(steps):
-        if number == 1:
-            job = Job(cluster, tmp_path, int((tmp_path / "job").read_text()))
+    number = tmp_path / "job"
+    for index, step in enumerate(steps):
+        if index == 1:
+            job = Job(cluster, tmp_path, int(number.read_text()))
             (tmp_path / "rank").write_text(str(job.rank_on("node2").pid))
-        printed = typed_in(cluster, tmp_path, step.commands, shell)
+        printed = typed_in(cluster, tmp_path, step.commands, shell, number if index else None)
         assert guides.missing(step.shown, printed) == [], printed
