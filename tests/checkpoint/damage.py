@@ -1,11 +1,12 @@
-"""Ways in which a step on a disk goes wrong, each one applied, looked for, and taken back. Used in `make soak` too."""
+"""Ways in which a step on a disk goes wrong, each one applied, looked for, and taken back."""
 
 from __future__ import annotations
 
 import random
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_moe.checkpoint import manifest
@@ -74,34 +75,19 @@ def misplaced(sound: dict[str, bytes], earlier: dict[str, bytes]) -> Iterator[Da
         yield Damage("extra file", {name: earlier["__0_0.distcp"]}, (name,))
 
 
-@dataclass
-class Tally:
-    """Trials and misses of each kind of damage."""
-
-    trials: dict[str, int] = field(default_factory=dict)
-    missed: dict[str, int] = field(default_factory=dict)
-    first: dict[str, str] = field(default_factory=dict)
-    """What went wrong first."""
-
-    def count(self, kind: str, complaint: str | None) -> None:
-        """One trial more; a complaint is why it failed."""
-        self.trials[kind] = self.trials.get(kind, 0) + 1
-        self.missed[kind] = self.missed.get(kind, 0) + (complaint is not None)
-        if complaint is not None:
-            self.first.setdefault(kind, complaint)
-
-
-def tally(step: Path, damages: Iterator[Damage], complaint: Callable[[Damage], str | None]) -> Tally:
-    """Apply each damage to a step, ask for a complaint, and put everything back."""
-    result = Tally()
+def complaints(
+    step: Path, damages: Iterator[Damage], complaint: Callable[[Damage], str | None]
+) -> dict[str, list[str | None]]:
+    """Apply each damage to a step, ask for a complaint, and put everything back; the answers by kind of damage."""
+    found: dict[str, list[str | None]] = defaultdict(list)
     for damage in damages:
         before = {name: (step / name).read_bytes() if (step / name).exists() else None for name in damage.files}
         write(step, damage.files)
         try:
-            result.count(damage.kind, complaint(damage))
+            found[damage.kind].append(complaint(damage))
         finally:
             write(step, before)
-    return result
+    return found
 
 
 def write(step: Path, files: dict[str, bytes | None]) -> None:

@@ -5,19 +5,16 @@ Wherever a payload's code runs, it makes a file, the sentinel.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
 import os
 import pickle
-import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
@@ -37,14 +34,6 @@ class Bomb:
 
     def __reduce__(self) -> Any:
         return os.system, (f"touch {self.sentinel}",)
-
-
-def _weights_file(step: Path, bomb: Bomb) -> None:
-    (step / "pytorch_model.bin").write_bytes(saved(bomb))
-
-
-def _pt_file(step: Path, bomb: Bomb) -> None:
-    (step / "model_optim_rng.pt").write_bytes(saved({"model": bomb}))
 
 
 def _common(step: Path, bomb: Bomb) -> None:
@@ -87,14 +76,6 @@ def _random_states(step: Path, bomb: Bomb) -> None:
     (step / "rng" / "rank_00000.pt").write_bytes(saved({"torch": bomb}))
 
 
-def _args_namespace(step: Path, bomb: Bomb) -> None:
-    (step / "common.pt").write_bytes(saved({"args": argparse.Namespace(load=bomb)}))
-
-
-def _object_array(step: Path, bomb: Bomb) -> None:
-    (step / "rng" / "rank_00000.pt").write_bytes(saved({"numpy": np.array([bomb], dtype=object)}))
-
-
 def _zip_slip(step: Path, bomb: Bomb) -> None:
     content = io.BytesIO((step / "common.pt").read_bytes())
     with zipfile.ZipFile(content, "a") as archive:
@@ -122,28 +103,17 @@ def _module(step: Path, bomb: Bomb) -> None:
     (step / "config.json").write_text(json.dumps(config))
 
 
-def _oversize_header(step: Path, bomb: Bomb) -> None:
-    """An index whose first text claims 2**62 bytes."""
-    (step / ".metadata").write_bytes(b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"x" * 100)
-
-
 PAYLOADS: dict[str, Callable[[Path, Bomb], None]] = {
-    "pickle in a .bin file": _weights_file,
-    "pickle in a .pt file": _pt_file,
     "common.pt": _common,
     ".metadata": _metadata,
     "value in a .distcp file": _byte_object,
     "tensor in a .distcp file": _tensor_item,
     "random states": _random_states,
-    "args namespace": _args_namespace,
-    "array of objects": _object_array,
     "paths out of the folder": _zip_slip,
     "link out of the folder": _link_out,
     "modeling_evil.py": _module,
-    "oversize header": _oversize_header,
 }
-CARRIES_NO_CODE = {"oversize header"}
-NOT_READ_BY_LOAD = {"random states", "array of objects"}
+NOT_READ_BY_LOAD = {"random states"}
 """Weights alone do without random states, and load."""
 
 

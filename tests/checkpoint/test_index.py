@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def test_an_index_that_wants_to_run_something_is_refused(tmp_path, monkeypatch, 
         b"garbage",
         b"(" * 100_000 + b".",
         b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.",
+        b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"x" * 100,  # a text that claims 2**62 bytes
     ],
 )
 def test_a_hostile_or_broken_pickle_is_refused_and_changes_nothing(tmp_path, monkeypatch, data):
@@ -173,7 +175,16 @@ def test_what_an_imported_model_came_with_may_lie_in_a_step(tmp_path, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["__0.metadata", "evil.pt", "modeling_evil.py", "rng/rank_00000.pkl", "a/.metadata", "hf/a/b.json", "ahf/b.json"],
+    [
+        "__0.metadata",
+        "evil.pt",
+        "pytorch_model.bin",
+        "modeling_evil.py",
+        "rng/rank_00000.pkl",
+        "a/.metadata",
+        "hf/a/b.json",
+        "ahf/b.json",
+    ],
 )
 def test_a_file_that_no_checkpoint_has_is_refused_though_the_manifest_lists_it(tmp_path, name):
     step = put_step(tmp_path, 50, {**contents(50), name: b"x"})

@@ -19,6 +19,7 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.report.jsonl import read_events
 from tests.checkpoint import damage
 from tests.helpers.checkpoint_steps import make_step
+from tests.helpers.rows import rows
 from tests.helpers.trained_steps import SMALL, TINY, trained
 
 
@@ -127,18 +128,19 @@ def complaint(root: Path, damaged: damage.Damage) -> str | None:
     return None
 
 
-def test_every_kind_of_damage_is_found_and_its_file_named(alone, root):
+@pytest.mark.parametrize("trials", rows([4, 200], test=[4]))
+def test_every_kind_of_damage_is_found_and_its_file_named(alone, root, trials):
     step, rng = root / "iter_0000150", random.Random(4)
     sound, earlier = damage.content(step), damage.content(root / "iter_0000100")
     damages = itertools.chain(
-        damage.flips(sound, 24, rng),
-        damage.truncations(sound, 8, rng),
-        damage.zeroed_pages(sound, 8, rng),
+        damage.flips(sound, 3 * trials, rng),
+        damage.truncations(sound, trials, rng),
+        damage.zeroed_pages(sound, trials, rng),
         damage.misplaced(sound, earlier),
     )
-    result = damage.tally(step, damages, lambda one: complaint(root, one))
-    assert result.first == {}
-    assert len(result.trials) == 7 and sum(result.trials.values()) > 70
+    found_by_kind = damage.complaints(step, damages, lambda one: complaint(root, one))
+    assert len(found_by_kind) == 7
+    assert [one for answers in found_by_kind.values() for one in answers if one is not None] == []
     assert found({"load": str(root)}) == ("iter_0000150", [], [])
 
 

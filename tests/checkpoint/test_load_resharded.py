@@ -89,16 +89,6 @@ JOURNEYS: dict[str, tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]] = {
         {"fp16": True, "keep_fp32": ("router",), **SCALE, **THIRDS},
         [stop(3, 2), stop(3, 1), stop(3, 3), stop(3, 2)],
     ),
-    "fp32, stages": ({}, [stop(2, 3), stop(2, 1, ep=2), stop(4, 2, ep=4), stop(2, 3)]),
-    "fp32, padding": (
-        {"ema_decay": 0.9},
-        [
-            stop(1, make_vocab_size_divisible_by=1),
-            stop(2, 3),
-            stop(2, 2, tp=2, make_vocab_size_divisible_by=3),
-            stop(1, make_vocab_size_divisible_by=1),
-        ],
-    ),
     "fp32, letters": (
         LETTERS,
         [

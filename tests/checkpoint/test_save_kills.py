@@ -16,7 +16,6 @@ from megatron_moe.checkpoint.folder import steps
 from tests.helpers import kills
 from tests.helpers.launchers import Forked
 from tests.helpers.ranks import RankParent
-from tests.helpers.rows import rows
 
 ITERATIONS = 12
 INTERVAL = 3
@@ -25,11 +24,7 @@ BACKGROUND = ("--async-save", "--keep-last-k", "2", "--save-retain-interval", "9
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "saving", "lines"),
-    rows(
-        [("EP2", (), (5,)), ("TP2", BACKGROUND, (4, 11)), ("EP2", (), (1, 2, 4, 6, 7, 9, 11))],
-        test=[("EP2", (), (5,)), ("TP2", BACKGROUND, (4, 11))],
-    ),
+    ("layout", "saving", "lines"), [("EP2", (), (5,)), ("TP2", BACKGROUND, (4, 8))], ids=["EP2", "TP2 async"]
 )
 def test_a_run_that_is_killed_equals_one_that_is_not(
     rank_parent: RankParent, tmp_path: Path, layout: str, saving: tuple[str, ...], lines: tuple[int, ...]
@@ -47,9 +42,7 @@ def test_a_run_that_is_killed_equals_one_that_is_not(
         return status
 
     argv = [*argv, "--save-interval", str(INTERVAL), *saving]
-    job = kills.killed_job(
-        forked, tmp_path / "killed", argv, world_size, rng, kills=len(lines), moment=moment
-    )  # fmt: skip
+    job = kills.killed_job(forked, tmp_path / "killed", argv, world_size, rng, kills=len(lines), moment=moment)
     assert len(job.kills) == len(lines)
     assert kills.differences(job, oracle, 2 * INTERVAL if saving else INTERVAL) == []
     assert len(job.lines) >= ITERATIONS

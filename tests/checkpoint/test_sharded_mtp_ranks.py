@@ -13,11 +13,10 @@ from tests.helpers.trained_steps import SMALL, differing, moved, tensors, traine
 
 pytestmark = pytest.mark.engine
 
-# The first stage has no experts, and both hold the one table of the vocabulary.
+# The first of two stages has no experts, and both hold the one table of the vocabulary.
 FLAGS = {
     **SMALL,
     "bf16": True,
-    "use_distributed_optimizer": True,
     "untie_embeddings_and_output_weights": False,
     "mtp_num_layers": 2,
     "mtp_loss_scaling_factor": 0.3,
@@ -40,8 +39,9 @@ def test_a_run_with_predictions_is_resumed_and_read_bit_for_bit_and_logs_every_d
     assert "output_layer.weight" not in whole
     assert differing(whole, tensors(tmp_path / "parts" / "iter_0000003")) == []
     # the weight of these losses may change on the way, as in DeepSeek-V3's training
-    other = {"load": str(tmp_path / "whole"), "save": str(tmp_path / "alone"), "mtp_loss_scaling_factor": 0.1}
-    gloo.run(1, moved, flags={**FLAGS, **other, "train_iters": 4})
+    places = {"load": str(tmp_path / "whole"), "save": str(tmp_path / "alone")}
+    other = {"mtp_loss_scaling_factor": 0.1, "use_distributed_optimizer": True, "train_iters": 4}
+    gloo.run(1, moved, flags={**FLAGS, **places, **other})
     assert differing(whole, tensors(tmp_path / "alone" / "iter_0000003")) == []
     gloo.run(1, trained, flags={**FLAGS, "metrics_file": str(tmp_path / "first.jsonl"), "train_iters": 1})
     logged, again, first = (losses(tmp_path / f"{name}.jsonl") for name in ("whole", "parts", "first"))

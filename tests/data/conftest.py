@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.data.preprocess import PreprocessOptions, preprocess
+from tests.data.prepared import ids
 
 
 @pytest.fixture
@@ -25,19 +25,6 @@ def write_jsonl(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
-def write_ids(write_jsonl: Callable[..., str], tmp_path: Path) -> Callable[..., str]:
+def write_ids(tmp_path: Path) -> Callable[..., str]:
     """`write_ids(documents, name, vocab_size)`: a dataset of these ids, no end-of-document ids; returns its prefix."""
-
-    def write(documents: list[list[int]], name: str = "data", vocab_size: int = 1000) -> str:
-        source = write_jsonl([" ".join(map(str, document)) for document in documents], f"{name}.jsonl")
-        options = PreprocessOptions(
-            input=(source,),
-            output_prefix=str(tmp_path / name),
-            tokenizer_type="NullTokenizer",
-            vocab_size=vocab_size,
-            workers=1,
-            overwrite=True,
-        )
-        return next(iter(preprocess(options, show_progress=False)))
-
-    return write
+    return lambda documents, name="data", vocab_size=1000: ids(tmp_path, name, documents, vocab_size)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,19 +13,21 @@ import torch
 from megatron_moe.config.schema import build
 from megatron_moe.data.batches import (
     KEYS,
+    added,
     batch_iterator,
     batch_iterators,
+    hex_of,
     micro_batch_indices,
+    sample_words,
 )
 from megatron_moe.data.datasets import build_datasets, reads_data
 from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.sequence import context_parallel_slice
-
-pytestmark = pytest.mark.engine
+from megatron_moe.training.batch_size import BatchSchedule
+from tests.helpers.rows import rows
 
 S = 8
-MOCK_S = 128  # mock data is 68 million tokens, whose index grows with 1 / S
 
 
 class Numbered(torch.utils.data.Dataset):
@@ -47,10 +52,10 @@ def make_run(**changes: object) -> Any:
     return build({"seq_length": S, "vocab_size": 1000, "micro_batch_size": 2, **changes})
 
 
-def global_order(schedule: list[tuple[int, int, int, int]], consumed: int, length: int = 1000) -> list[int]:
-    """Samples in order of (step, micro-batch, rank, row) for steps of (global batch, micro-batch size, DP, -)."""
+def global_order(schedule: list[tuple[int, int, int]], consumed: int, length: int = 1000) -> list[int]:
+    """Samples in order of (step, micro-batch, rank, row) for steps of (global batch, micro-batch size, DP)."""
     order: list[int] = []
-    for global_batch, size, dp, _ in schedule:
+    for global_batch, size, dp in schedule:
         ranks = [micro_batch_indices(consumed, size, rank, dp, length) for rank in range(dp)]
         for _ in range(global_batch // (size * dp)):
             for rank in ranks:
@@ -60,21 +65,14 @@ def global_order(schedule: list[tuple[int, int, int, int]], consumed: int, lengt
 
 
 @pytest.mark.parametrize("size, dp", [(1, 1), (2, 1), (1, 4), (4, 2), (2, 4), (8, 1)])
-@pytest.mark.parametrize("consumed", [0, 8, 24])
-def test_global_batches_are_the_next_samples_in_order_for_every_layout(size: int, dp: int, consumed: int) -> None:
-    steps = [(8, size, dp, 0), (8, size, dp, 0), (16, size, dp, 0), (24, size, dp, 0)]
-    assert global_order(steps, consumed) == list(range(consumed, consumed + 56))
+def test_global_batches_are_the_next_samples_in_order_for_every_layout(size: int, dp: int) -> None:
+    steps = [(8, size, dp), (8, size, dp), (16, size, dp), (24, size, dp)]
+    for consumed in (0, 8, 24):
+        assert global_order(steps, consumed) == list(range(consumed, consumed + 56))
 
 
 def test_the_layout_may_change_between_steps() -> None:
-    steps = [(8, 2, 2, 0), (8, 1, 4, 0), (8, 4, 1, 0), (8, 2, 4, 0)]
-    assert global_order(steps, 0) == list(range(32))
-
-
-def test_one_iterator_serves_a_growing_global_batch() -> None:
-    ranks = [micro_batch_indices(0, 2, rank, 2, 1000) for rank in range(2)]
-    taken = [next(rank) for batch in (4, 8, 12) for _ in range(batch // 4) for rank in ranks]
-    assert [i for indices in taken for i in indices] == list(range(24))
+    assert global_order([(8, 2, 2), (8, 1, 4), (8, 4, 1), (8, 2, 4)], 0) == list(range(32))
 
 
 @pytest.mark.parametrize("length, rounds", [(8, 2), (9, 2), (11, 2), (12, 3), (3, 0)])
@@ -146,9 +144,12 @@ def test_context_parallel_slices_pair_an_early_chunk_with_a_late_one(size: int) 
         assert part[0, -1] == 15 - rank * 16 // (2 * size)
 
 
-def read_on_a_rank(changes: dict[str, Any], steps: int) -> dict[str, Any]:
-    """What one rank of a layout gets from mock data, beginning after 4 samples."""
-    run = make_run(mock_data=True, **{"seq_length": MOCK_S, **changes})
+# ---- on ranks
+
+
+def read(changes: dict[str, Any], words: list[str], steps: int) -> dict[str, Any]:
+    """What one rank of a layout gets from a blend of files, beginning after 4 samples."""
+    run = make_run(data_path=words, split="80,20,0", seed=7, **changes)
     collection = groups.initialize(run)
     train, valid, test = build_datasets(run, NullTokenizer(1000), 64, 16, 0, pg_collection=collection)
     assert test is None and (train is not None) == (valid is not None) == reads_data(run, collection)
@@ -166,21 +167,24 @@ def read_on_a_rank(changes: dict[str, Any], steps: int) -> dict[str, Any]:
     }
 
 
-def oracle(first: int, count: int) -> dict[str, list]:
-    """`count` mock samples from number `first`, read without any group."""
-    run = make_run(mock_data=True, seq_length=MOCK_S)
-    train, _, _ = build_datasets(run, NullTokenizer(1000), 64, 16, 0)
-    samples = [train[i] for i in range(first, first + count)]
-    return {key: [sample[key].tolist() for sample in samples] for key in KEYS}
+@pytest.fixture
+def words(write_ids: Callable[..., str]) -> list[str]:
+    """A blend of two datasets, which all ranks build together."""
+    first, second = ([[100 * i + j] * 7 for j in range(80)] for i in range(2))
+    return ["1", write_ids(first, name="first"), "2", write_ids(second, name="second")]
+
+
+def oracle(gloo: Any, words: list[str], count: int) -> dict[str, list]:
+    """`count` samples from number 4 on, read by one rank."""
+    (alone,) = gloo.run(1, read, changes={"micro_batch_size": 1}, words=words, steps=count)
+    return {key: [step[0][key][0] for step in alone["batches"]] for key in KEYS}
 
 
 PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {"pipeline_model_parallel_size": 4}
 # name -> (ranks, flags, (pipeline rank, chunk) that need tokens)
 LAYOUTS = {
-    "DP2": (2, {}, {(0, 0)}),
     "DP4": (4, {}, {(0, 0)}),
-    "TP2": (2, {"tensor_model_parallel_size": 2}, {(0, 0)}),
     "TP2 DP2": (4, {"tensor_model_parallel_size": 2}, {(0, 0)}),
     "PP2 DP2": (4, PP2, {(0, 0), (1, 0)}),
     "PP4": (4, PP4, {(0, 0), (3, 0)}),
@@ -193,15 +197,17 @@ LAYOUTS = {
     ),
     "EP2": (2, {"expert_model_parallel_size": 2, "num_experts": 4}, {(0, 0)}),
 }
+FEW = ["TP2 DP2", "PP2 with 2 virtual stages", "predictions before the loss"]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_rank_gets_its_rows_of_the_same_global_batches(gloo: Any, name: str) -> None:
+@pytest.mark.engine
+@pytest.mark.parametrize("name", rows(LAYOUTS, test=FEW))
+def test_every_rank_gets_its_rows_of_the_same_global_batches(gloo: Any, words: list[str], name: str) -> None:
     world, changes, wanted_by = LAYOUTS[name]
     steps = 3
-    results = gloo.run(world, read_on_a_rank, changes=changes, steps=steps)
+    results = gloo.run(world, read, changes=changes, words=words, steps=steps)
     dp_size = 1 + max(result["facts"]["dp"] for result in results)
-    expected = oracle(4, 2 * dp_size * steps)
+    expected = oracle(gloo, words, 2 * dp_size * steps)
     for result in results:
         facts = result["facts"]
         assert result["reads"] == (facts["tp"] == 0 and facts["pp"] in {rank for rank, _ in wanted_by})
@@ -210,37 +216,92 @@ def test_every_rank_gets_its_rows_of_the_same_global_batches(gloo: Any, name: st
             begin = step * 2 * dp_size + 2 * facts["dp"]
             for chunk, batch in enumerate(chunks):
                 reads = (facts["pp"], chunk) in wanted_by
-                wanted = {key: expected[key][begin : begin + 2] if reads else None for key in KEYS}
-                assert batch == wanted
+                assert batch == {key: expected[key][begin : begin + 2] if reads else None for key in KEYS}
         if result["dtypes"]:
             assert result["dtypes"] == ["torch.int64", "torch.int64", "torch.float32", "torch.int64"]
 
 
-def test_context_parallel_ranks_share_the_samples_and_split_the_sequence(gloo: Any) -> None:
-    results = gloo.run(2, read_on_a_rank, changes={"context_parallel_size": 2}, steps=1)
-    expected = oracle(4, 2)
+def test_context_parallel_ranks_share_the_samples_and_split_the_sequence(gloo: Any, words: list[str]) -> None:
+    results = gloo.run(2, read, changes={"context_parallel_size": 2}, words=words, steps=1)
+    expected = oracle(gloo, words, 2)
     for result in results:
         rank = result["facts"]["cp"]
-        positions = [*range(32 * rank, 32 * rank + 32), *range(96 - 32 * rank, 128 - 32 * rank)]
+        positions = [*range(2 * rank, 2 * rank + 2), *range(6 - 2 * rank, 8 - 2 * rank)]
         for key in KEYS:
             assert result["batches"][0][0][key] == [[row[p] for p in positions] for row in expected[key]]
 
 
-def build_on_a_rank(flags: dict[str, Any]) -> list[list[int]] | None:
-    """Samples of a blend of files, built by all ranks together."""
-    run = make_run(vocab_size=1000, seed=7, **flags)
-    collection = groups.initialize(run)
-    train, _, _ = build_datasets(run, NullTokenizer(1000), 24, 8, 0, pg_collection=collection)
-    return None if train is None else [train[i]["tokens"].tolist() for i in range(24)]
+# ---- the hash of what a step read
 
 
-def test_ranks_build_one_order_from_files_and_share_the_index_cache(gloo: Any, write_ids: Any) -> None:
-    words = []
-    for i in range(2):
-        words += [str(i + 1), write_ids([[100 * i + j] * 7 for j in range(40)], name=f"d{i}", vocab_size=1000)]
-    flags = {"data_path": words, "split": "80,20,0"}
-    alone = gloo.run(1, build_on_a_rank, flags=flags)[0]
-    for layout in ({}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}):
-        several = gloo.run(2, build_on_a_rank, flags={**flags, **layout})
-        assert all(order in (None, alone) for order in several) and several[0] == alone
-        assert (several[1] is None) == ("tensor_model_parallel_size" in layout)
+def step_hash(samples: list[tuple[int, torch.Tensor]]) -> str | None:
+    return hex_of(*added(sample_words(number, sample) for number, sample in samples))
+
+
+def test_the_hash_of_a_step_sees_every_change_and_no_order_of_ranks() -> None:
+    samples = [(number, torch.full((4, 8), number)) for number in range(6)]
+    whole = step_hash(samples)
+    assert whole == step_hash(samples[::-1]) and whole is not None and len(whole) == 16
+    swapped = [(number, samples[(number + 1) % 6][1]) for number in range(6)]  # the same samples in other places
+    changed = [*samples[:5], (5, samples[5][1].clone().index_fill_(1, torch.tensor([7]), 0))]
+    others = [samples[:5], [*samples, samples[5]], swapped, changed, [(n + 1, s) for n, s in samples]]
+    assert len({whole, *map(step_hash, others)}) == 6
+    assert hex_of(*added([])) is None
+
+
+def test_sums_of_many_hashes_are_exact() -> None:
+    words = [sample_words(number, torch.zeros(4, 2, dtype=torch.int64)) for number in range(3000)]
+    low, high = sum(int(a) for a, _ in words), sum(int(b) for _, b in words)
+    assert added(words) == (low, high) and hex_of(low, high) == f"{high % 2**32:08x}{low % 2**32:08x}"
+
+
+def test_a_run_of_batches_has_the_hash_of_its_samples_whatever_their_size_and_readers() -> None:
+    taken = []
+    for flags, reads in (({"micro_batch_size": 1}, 8), ({}, 4), ({"micro_batch_size": 4, "num_workers": 1}, 2)):
+        batches = batch_iterator(Numbered(), make_run(**flags), consumed_samples=8)
+        for _ in range(reads):
+            next(batches)
+        taken.append(batches.take_sample_words())
+        assert batches.take_sample_words() == (0.0, 0.0)
+    assert len(set(taken)) == 1 and hex_of(*taken[0]) is not None
+    elsewhere = batch_iterator(Numbered(), make_run(micro_batch_size=1), consumed_samples=9)
+    for _ in range(8):
+        next(elsewhere)
+    assert elsewhere.take_sample_words() != taken[0]
+
+
+# ---- R6: another number of data-parallel ranks reads the same samples, in the same order
+
+
+def one(rank: int = 0, size: int = 1) -> Any:
+    return SimpleNamespace(rank=lambda: rank, size=lambda: size)
+
+
+def read_by(dp: int, micro_batch: int, steps: int, consumed: int, ramp: Any) -> tuple[list[int], list[str | None], int]:
+    """Samples in the order in which a global batch is laid out, the hash of each step, and where it ends."""
+    run = make_run(micro_batch_size=micro_batch)
+    groups = [SimpleNamespace(tp=one(), pp=one(), cp=one(), dp=one(rank, dp)) for rank in range(dp)]
+    ranks = [batch_iterator(Numbered(512), run, consumed_samples=consumed, pg_collection=g) for g in groups]
+    schedule = BatchSchedule(micro_batch, dp, 16, ramp)
+    order: list[int] = []
+    hashes = []
+    for _ in range(steps):
+        for _ in range(schedule.num_micro_batches(consumed)):
+            for rank in ranks:
+                order += next(rank)["tokens"][:, 0].tolist()
+        consumed += schedule.global_batch_size(consumed)
+        hashes.append(hex_of(*added(rank.take_sample_words() for rank in ranks)))
+    return order, hashes, consumed
+
+
+@pytest.mark.parametrize("ramp", [None, (8, 4, 90)])
+@pytest.mark.parametrize(("before", "after"), itertools.permutations((1, 2, 4), 2))
+def test_samples_are_read_on_in_one_order_none_missing_none_twice(before, after, ramp):
+    whole, hashes, end = read_by(1, 4, 20, 0, ramp)
+    assert whole == list(range(end))
+    for cut in (1, 9):
+        first, told, consumed = read_by(before, 1, cut, 0, ramp)
+        second, more, last = read_by(after, 4 // after, 20 - cut, consumed, ramp)
+        # not sorted before they are compared
+        assert first + second == whole
+        assert last == end and told + more == hashes

@@ -1,167 +1,192 @@
-"""The twenty kinds of bad data, ten random variants each: a named error with exit status 2, or proven harmless.
+"""Data files that are damaged, replaced or cached wrongly: a named error, or the very samples of sound files.
 
-Harmless means: the run gets the very samples that it gets from the undamaged files.
+`test_index_file.py` and `test_checks.py` have every kind of damage; here are the doors that a run comes through.
 """
 
 from __future__ import annotations
 
 import os
-import random
-from collections.abc import Callable, Iterator
+import shutil
+import struct
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 
+import pretrain_moe
 from megatron_moe.config import cli
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import flatten
+from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data.batches import batch_iterator
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.fingerprint import changed_since, data_fingerprint, require_same_data
 from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
 from megatron_moe.training.trainer import Trainer
-from tests.helpers import data_faults as faults
-from tests.helpers.data_faults import VOCABULARY, Scene
+from tests.data.prepared import ids
 from tests.helpers.plain_steps import write_step
 
-pytestmark = pytest.mark.engine
+VOCABULARY = 1000
+DOCUMENTS = [[(37 * i + 11 * j) % 900 for j in range(10)] for i in range(40)]
+OTHERS = [[token + 1 for token in document] for document in DOCUMENTS]
 
-TRIALS = 10
-Fault = Callable[[Scene, random.Random], str]
+
+class Scene:
+    """A dataset of 40 documents with its sidecar, another one of the same size, and what a run makes of the first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.other = ids(folder, "other", OTHERS, VOCABULARY)
+        self.restore()
+
+    def restore(self) -> None:
+        self.prefix = ids(self.folder, "data", DOCUMENTS, VOCABULARY)
+
+    def path(self, suffix: str) -> Path:
+        return Path(self.prefix + suffix)
+
+    def run(self, **changes: object) -> Run:
+        settings = {"data_path": [self.prefix], "split": "100,0,0", "seq_length": 16, "eval_iters": 0, **changes}
+        return build({"data_cache_path": str(self.folder / "cache"), **settings})
+
+    def argv(self) -> list[str]:
+        flags = f"--preset tiny --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --split 100,0,0 --eval-iters 0"
+        return [*flags.split(), *f"--train-iters 9 --seq-length 16 --data-path {self.prefix}".split()]
+
+    def verdict(self, *flags: str) -> str | None:
+        """The error of `pretrain_moe.py --dry-run`, one line with exit status 2; None where there is none."""
+        err = StringIO()
+        with redirect_stdout(StringIO()), redirect_stderr(err):
+            status = pretrain_moe.main([*self.argv(), "--dry-run", *flags])
+        if status == 0:
+            return None
+        line = err.getvalue().strip().split("error: ", 1)[1]
+        assert status == 2 and "\n" not in line and "Traceback" not in err.getvalue()
+        return line
+
+    def samples(self, **changes: object) -> list[list[int]]:
+        """The S + 1 ids of the first 30 samples, one epoch and a bit, as the engine's dataset gives them."""
+        train, _, _ = build_datasets(self.run(**changes), NullTokenizer(VOCABULARY), 30, 0, 0)
+        rows = [train[i] for i in range(30)]  # type: ignore[index]
+        return [[*row["tokens"].tolist(), int(row["labels"][-1])] for row in rows]
 
 
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    groups.initialize(faults.build({}))
-    yield Scene(tmp_path_factory.mktemp("faults"))
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    groups.initialize(build({}))
+    yield
     groups.destroy()
 
 
-def trials(scene: Scene, name: str, number: int = TRIALS) -> Iterator[random.Random]:
-    """A generator for each trial, over restored files."""
-    for trial in range(number):
-        scene.restore()
-        yield random.Random(f"{name} {trial}")
-
-
-def always_named(scene: Scene, fault: Fault, number: int = TRIALS) -> None:
-    """Every trial ends with an error that holds the words which the fault returns."""
-    for rng in trials(scene, fault.__name__, number):
-        words = fault(scene, rng)
-        told = scene.verdict()
-        assert told is not None, f"{fault.__name__}: not seen, {words} was expected"
-        assert words in told
-
-
-def named_or_harmless(scene: Scene, fault: Fault, number: int = TRIALS) -> None:
-    for rng in trials(scene, fault.__name__, number):
-        words = fault(scene, rng)
-        told = scene.verdict()
-        if told is None:
-            assert scene.samples() == scene.good_samples, f"{fault.__name__}: other samples, and not a word"
-        else:
-            assert words in told
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
 
 
 def test_the_undamaged_files_pass(scene: Scene) -> None:
-    scene.restore()
     assert scene.verdict() is None
-    assert scene.samples() == scene.good_samples
-    os.unlink(f"{scene.prefix}.json")
+    scene.path(".json").unlink()
     assert scene.verdict() is None
 
 
-STRUCTURAL = (
-    faults.missing, faults.empty, faults.bad_magic, faults.bad_version, faults.unknown_dtype, faults.truncated_index,
-    faults.bad_count, faults.bad_length, faults.bad_pointer, faults.shorter_bin, faults.longer_bin,
-)  # fmt: skip
-OF_CONTENT = (faults.swapped, faults.other_dtype, faults.flipped_bits)
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
+def test_a_damaged_or_swapped_file_ends_a_run_at_its_start(scene: Scene, suffix: str) -> None:
+    good = scene.path(suffix).read_bytes()
+    flipped = good[:60] + bytes([good[60] ^ 1]) + good[61:]
+    for content in (flipped, good[:-3], good + b"xy", b"", Path(scene.other + suffix).read_bytes()):
+        scene.path(suffix).write_bytes(content)
+        assert scene.prefix in str(scene.verdict()), content
+    if suffix != ".json":
+        scene.path(suffix).unlink()
+        assert f"data file {scene.path(suffix)} does not exist" in str(scene.verdict())
 
 
-@pytest.mark.parametrize("fault", STRUCTURAL, ids=lambda fault: fault.__name__)
-def test_a_fault_of_structure_is_named(scene: Scene, fault: Fault) -> None:
-    always_named(scene, fault)
+@pytest.mark.parametrize("position", [7, 205])
+def test_an_id_beyond_the_vocabulary_is_found_at_the_start_or_in_its_batch(scene: Scene, position: int) -> None:
+    """By the hash or by the scan; in a file too large for either, in the batch that holds it."""
+    with open(scene.path(".bin"), "r+b") as file:
+        file.seek(2 * position)
+        file.write(struct.pack("<H", 5000))
+    assert scene.verdict("--data-verify-gb", "0") is None, "the hash is not read beyond the limit"
+    run = scene.run(data_verify_gb=0.0, vocab_size=VOCABULARY)
+    batches = batch_iterator(build_datasets(run, NullTokenizer(VOCABULARY), 24, 0, 0)[0], run)
+    with pytest.raises(ValueError) as caught:
+        for _ in range(24):
+            next(batches)
+    assert f"{scene.prefix}.bin: SHA-256" in str(scene.verdict())
+    scene.path(".json").unlink()
+    place = f"byte offset {2 * position} (document {position // 10}, token {position % 10})"
+    for told in (str(caught.value), str(scene.verdict())):
+        assert all(words in told for words in ("token id 5000 ", f"{scene.prefix}.bin", place))
 
 
-@pytest.mark.parametrize("fault", OF_CONTENT, ids=lambda fault: fault.__name__)
-def test_a_fault_of_content_is_named_or_harmless(scene: Scene, fault: Fault) -> None:
-    named_or_harmless(scene, fault)
-
-
-def test_token_beyond_vocabulary(scene: Scene) -> None:
-    token_beyond_vocabulary(scene, TRIALS)
-
-
-def token_beyond_vocabulary(scene: Scene, number: int) -> None:
-    """Found at the start by the scan or by the hash; in a file too large for either, in the batch that holds it."""
-    for trial, rng in enumerate(trials(scene, "token", number)):
-        place, token = faults.token_beyond_vocabulary(scene, rng)
-        if trial % 2:
-            told = scene.verdict("--data-verify-gb", "0")
-            assert told is None, "the hash is not read beyond the limit"
-            run = scene.run(data_verify_gb=0.0, vocab_size=VOCABULARY)
-            train, _, _ = build_datasets(run, NullTokenizer(VOCABULARY), 24, 0, 0)
-            batches = batch_iterator(train, run)
-            try:
-                for _ in range(24):
-                    next(batches)
-            except ValueError as error:
-                told = str(error)
-            else:  # in the part of a sequence that every epoch leaves over
-                assert not [row for row in scene.samples()[:24] if max(row) >= VOCABULARY]
-                continue
-        else:
-            assert f"{scene.prefix}.bin: SHA-256" in str(scene.verdict())
-            os.unlink(f"{scene.prefix}.json")
-            told = scene.verdict()
-        assert told is not None and f"token id {token} " in told
-        assert f"{scene.prefix}.bin" in told and place in told
-
-
-def test_file_replaced_between_save_and_resume(scene: Scene) -> None:
-    file_replaced(scene, TRIALS)
-
-
-def file_replaced(scene: Scene, number: int) -> None:
-    """With and without sidecars; a file within the limit that holds what it held, copied again, is welcome."""
-    for rng in trials(scene, "replaced", number):
-        run = scene.run(data_verify_gb=rng.choice((4.0, 0.0)))
-        bare = rng.random() < 0.5
+@pytest.mark.parametrize("limit", [4.0, 0.0])
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_file_that_is_replaced_between_save_and_resume_is_named(scene: Scene, limit: float, bare: bool) -> None:
+    """A file within the limit that holds what it held, copied again, is welcome."""
+    run = scene.run(data_verify_gb=limit)
+    accepting = scene.run(data_verify_gb=limit, accept_changed_data=True, load="somewhere")
+    one_token = [*DOCUMENTS[:7], [*DOCUMENTS[7][:3], 950, *DOCUMENTS[7][4:]], *DOCUMENTS[8:]]
+    for content in (DOCUMENTS, OTHERS, DOCUMENTS[:25], one_token):
+        scene.restore()
         if bare:
-            os.unlink(f"{scene.prefix}.json")
+            scene.path(".json").unlink()
         saved = data_fingerprint(run)
-        path, same = faults.replaced(scene, rng)
+        ids(scene.folder, "data", content, VOCABULARY)
+        os.utime(scene.path(".bin"), ns=(0, 12345))
         if bare:
-            Path(f"{scene.prefix}.json").unlink(missing_ok=True)
-        assert changed_since(saved) is not None and str(path) in str(changed_since(saved))
+            scene.path(".json").unlink()
+        assert f"{scene.prefix}.bin" in str(changed_since(saved))
         now = data_fingerprint(run)
-        if same and (path.endswith(".idx") or run.data.data_verify_gb > 0):
+        if content is DOCUMENTS and limit > 0:
             assert require_same_data(run, now, saved, "STEP") == []
             continue
         with pytest.raises(ConfigError, match="is not the file that STEP was trained on") as caught:
             require_same_data(run, now, saved, "STEP")
         assert str(caught.value).startswith(scene.prefix)
-        accepting = scene.run(data_verify_gb=run.data.data_verify_gb, accept_changed_data=True, load="somewhere")
         assert "WARNING" in require_same_data(accepting, now, saved, "STEP")[0]
 
 
+@pytest.mark.parametrize("kind", ["flipped bit", "other order", "list cut", "list gone"])
+def test_index_caches_that_are_damaged_or_of_other_data_are_built_again(scene: Scene, kind: str) -> None:
+    good = scene.samples()
+    for path in sorted((scene.folder / "cache").rglob("*.npy")):
+        content = path.read_bytes()
+        if kind == "other order":
+            numpy.save(path, numpy.load(path)[::-1])
+        else:
+            path.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+        listing = path.parent / "verified.json"
+        if kind == "list gone":
+            listing.unlink()
+        elif kind == "list cut":
+            listing.write_text(listing.read_text()[:40])
+        assert scene.samples() == good
+    # other data under the same path, of the same size and time
+    times = {suffix: os.stat(scene.path(suffix)) for suffix in (".bin", ".idx")}
+    ids(scene.folder, "data", [[7] * n for n in [5] * 20 + [15] * 20], VOCABULARY)
+    for suffix, about in times.items():
+        os.utime(scene.path(suffix), ns=(about.st_atime_ns, about.st_mtime_ns))
+    if kind == "flipped bit":
+        scene.path(".json").unlink()
+    samples = scene.samples()
+    assert {token for row in samples for token in row} == {7}
+    shutil.rmtree(scene.folder / "cache")
+    assert samples == scene.samples()
+
+
 def test_a_resume_on_a_replaced_file_exits_with_status_2(scene: Scene) -> None:
-    scene.restore()
     root = scene.folder / "checkpoints"
     root.mkdir()
     resume = ["--load", str(root), "--save", str(root)]
-    step = write_step(
-        root,
-        5,
-        config=flatten(cli.parse([*scene.argv(), *resume])),
-        state={"iteration": 5, "has_optimizer": True, "data": data_fingerprint(scene.run())},
-    )
+    state = {"iteration": 5, "has_optimizer": True, "data": data_fingerprint(scene.run())}
+    step = write_step(root, 5, config=flatten(cli.parse([*scene.argv(), *resume])), state=state)
     assert scene.verdict(*resume) is None
-    changed = faults.documents(1)
-    changed[7][3] = 950
-    faults.write(scene.folder, "data", changed)
+    ids(scene.folder, "data", OTHERS, VOCABULARY)
     told = scene.verdict(*resume)
     assert told is not None and told.startswith(
         f"{scene.prefix}.bin is not the file that {step} was trained on: SHA-256"
@@ -172,16 +197,14 @@ def test_a_resume_on_a_replaced_file_exits_with_status_2(scene: Scene) -> None:
 
 
 def test_a_file_replaced_during_the_run_stops_it_before_it_saves(scene: Scene) -> None:
-    scene.restore()
     trainer = SimpleNamespace(data=data_fingerprint(scene.run()), rank_facts=SimpleNamespace(rank=0))
     Trainer.check_data(trainer)  # type: ignore[arg-type]
-    faults.write(scene.folder, "data", faults.documents(3))
+    ids(scene.folder, "data", OTHERS, VOCABULARY)
     with pytest.raises(ConfigError, match=f"{scene.prefix}.bin was written to after the run began.*none is saved"):
         Trainer.check_data(trainer)  # type: ignore[arg-type]
 
 
 def test_a_file_that_disappears_during_the_run_is_named(scene: Scene) -> None:
-    scene.restore()
     saved = data_fingerprint(scene.run())
     assert changed_since(saved) is None
     os.unlink(f"{scene.prefix}.bin")
@@ -189,63 +212,6 @@ def test_a_file_that_disappears_during_the_run_is_named(scene: Scene) -> None:
 
 
 def test_other_prefixes_are_no_replaced_files(scene: Scene) -> None:
-    scene.restore()
     now, saved = data_fingerprint(scene.run()), data_fingerprint(scene.run(data_path=[scene.other]))
     assert require_same_data(scene.run(), now, saved, "STEP") == []
-    assert data_fingerprint(faults.build({"mock_data": True})) == {}
-
-
-def test_too_few_tokens(scene: Scene) -> None:
-    too_few_tokens(scene, TRIALS)
-
-
-def too_few_tokens(scene: Scene, number: int) -> None:
-    for rng in trials(scene, "too few", number):
-        flag, length = faults.too_few_tokens(scene, rng).split()
-        told = scene.verdict(flag, length, "--max-position-embeddings", "4096")
-        assert told is not None and f"{scene.prefix}.bin: the train split has" in told
-        assert f"needs {int(length) + 1}" in told
-
-
-def test_bad_weights(scene: Scene) -> None:
-    bad_weights(scene, TRIALS)
-
-
-def bad_weights(scene: Scene, number: int) -> None:
-    for rng in trials(scene, "weights", number):
-        words = faults.bad_weights(scene, rng)
-        told = scene.verdict(data_path=words)
-        assert told is not None and "--data-path" in told, words
-
-
-def test_stale_index_cache(scene: Scene) -> None:
-    stale_cache(scene, TRIALS)
-
-
-def stale_cache(scene: Scene, number: int) -> None:
-    """Damaged caches, and caches of other data under the same path, size and time: the samples are the data's own."""
-    for trial, rng in enumerate(trials(scene, "cache", number)):
-        faults.stale_cache(scene, rng)
-        assert scene.samples() == scene.good_samples
-        if trial % 3 == 0:
-            about = os.stat(f"{scene.prefix}.idx")
-            faults.write(scene.folder, "data", [[7] * n for n in [5] * 20 + [15] * 20])
-            for suffix in (".bin", ".idx"):
-                os.utime(scene.prefix + suffix, ns=(about.st_atime_ns, about.st_mtime_ns))
-            if trial % 2:
-                os.unlink(f"{scene.prefix}.json")
-            assert {token for row in scene.samples() for token in row} == {7}
-            fresh = scene.samples(data_cache_path=str(scene.folder / f"fresh{trial}"))
-            assert scene.samples() == fresh
-
-
-def test_bad_text_in_preprocessing(scene: Scene) -> None:
-    bad_text(scene, TRIALS)
-
-
-def bad_text(scene: Scene, number: int) -> None:
-    for rng in trials(scene, "text", number):
-        words = faults.bad_text(scene, rng)
-        told = faults.preprocessing_says(scene)
-        assert told is not None and told.startswith(words)
-        assert not list(scene.folder.glob("bad_*"))
+    assert data_fingerprint(build({"mock_data": True})) == {}

@@ -11,8 +11,6 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.data import corpus as corpus_module
 from megatron_moe.data.corpus import split_of, write_corpus
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
@@ -39,8 +37,8 @@ def read(folder: Path) -> dict[str, list[dict[str, str]]]:
     }
 
 
-def test_no_path_and_no_content_is_in_two_splits(library: Path, tmp_path: Path) -> None:
-    write_corpus(tmp_path / "out", source=library, show_progress=False)
+def test_every_source_is_in_one_split_exactly_and_nothing_else_is(library: Path, tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "out", source=library, show_progress=False)
     splits = read(tmp_path / "out")
     paths = [record["path"] for records in splits.values() for record in records]
     texts = [record["text"] for records in splits.values() for record in records]
@@ -48,14 +46,13 @@ def test_no_path_and_no_content_is_in_two_splits(library: Path, tmp_path: Path) 
     assert len(set(paths)) == len(paths) and len(set(texts)) == len(texts)
     assert all(records for records in splits.values())
     assert len(splits["train"]) > 10 * len(splits["valid"])
-
-
-def test_text_is_exact_and_what_is_no_source_stays_out(library: Path, tmp_path: Path) -> None:
-    write_corpus(tmp_path / "out", source=library, show_progress=False)
-    records = {r["path"]: r["text"] for records in read(tmp_path / "out").values() for r in records}
-    assert records["package/m7.py"] == "value = 7\n\tx\r\n"
+    assert texts[paths.index("package/m7.py")] == "value = 7\n\tx\r\n"
     unwanted = {"latin.py", "empty.py", "notes.txt", "package/tests/test_m.py", "site-packages/other.py", "link.py"}
-    assert not unwanted & set(records)
+    assert not unwanted & set(paths)
+    assert corpus.documents == tuple(len(records) for records in splits.values())
+    assert corpus.text_bytes == tuple(sum(len(r["text"].encode()) for r in records) for records in splits.values())
+    facts = json.loads((tmp_path / "out" / "corpus.json").read_text())
+    assert list(facts["documents"].values()) == list(corpus.documents)
 
 
 def test_a_file_stays_in_its_split_when_others_come_and_go(library: Path, tmp_path: Path) -> None:
@@ -68,15 +65,6 @@ def test_a_file_stays_in_its_split_when_others_come_and_go(library: Path, tmp_pa
     assert {p: s for p, s in after.items() if p != "package/new.py"} == {
         p: s for p, s in before.items() if p != "package/m0.py"
     }
-
-
-def test_the_counts_are_those_of_the_files(library: Path, tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "out", source=library, show_progress=False)
-    splits = read(tmp_path / "out")
-    assert corpus.documents == tuple(len(records) for records in splits.values())
-    assert corpus.text_bytes == tuple(sum(len(r["text"].encode()) for r in records) for records in splits.values())
-    facts = json.loads((tmp_path / "out" / "corpus.json").read_text())
-    assert list(facts["documents"].values()) == list(corpus.documents)
 
 
 def test_an_interrupted_write_leaves_the_old_corpus(
@@ -106,9 +94,3 @@ def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
 def test_shares_of_files_are_as_asked() -> None:
     splits = [split_of(f"a/b{i}.py", (0.8, 0.1, 0.1)) for i in range(5000)]
     assert [abs(splits.count(i) / 5000 - share) < 0.02 for i, share in enumerate((0.8, 0.1, 0.1))] == [True] * 3
-
-
-def test_this_interpreter_has_a_corpus_of_megabytes(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "out", show_progress=False)
-    assert corpus.text_bytes[0] > 4_000_000
-    assert min(corpus.text_bytes) > 50_000

@@ -6,8 +6,8 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy
 import pytest
 import torch
 
@@ -33,6 +33,11 @@ def make_run(**changes: object) -> Run:
     return build({"seq_length": S, "seed": 5, **changes})
 
 
+def built(samples: int, **flags: object) -> Any:
+    """The training data of a run of these flags."""
+    return build_datasets(make_run(split="1,0,0", **flags), NullTokenizer(VOCABULARY), samples, 0, 0)[0]
+
+
 def rows(dataset: object, count: int | None = None) -> list[list[int]]:
     """tokens plus the last label of each sample: the S + 1 ids it was made of."""
     number = len(dataset) if count is None else count  # type: ignore[arg-type]
@@ -47,8 +52,7 @@ def counting(write_ids: Callable[..., str]) -> str:
 
 
 def test_a_sample_has_labels_one_token_on_and_counts_every_token(counting: str) -> None:
-    train, _, _ = build_datasets(make_run(data_path=[counting], split="1,0,0"), NullTokenizer(VOCABULARY), 20, 0, 0)
-    sample = train[0]
+    sample = built(20, data_path=[counting])[0]
     assert {key: (value.dtype, tuple(value.shape)) for key, value in sample.items() if key != "dataset_id"} == {
         "tokens": (torch.int64, (S,)),
         "labels": (torch.int64, (S,)),
@@ -58,12 +62,6 @@ def test_a_sample_has_labels_one_token_on_and_counts_every_token(counting: str) 
     assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
     assert sample["loss_mask"].tolist() == [1.0] * S
     assert sample["position_ids"].tolist() == list(range(S))
-
-
-def test_one_epoch_holds_every_token_once_as_a_label(counting: str) -> None:
-    train, _, _ = build_datasets(make_run(data_path=[counting], split="1,0,0"), NullTokenizer(VOCABULARY), 74, 0, 0)
-    inputs = [i for row in rows(train, 74) for i in row[:-1]]
-    assert len(inputs) == 74 * S and len(set(inputs)) == len(inputs)
 
 
 def test_splits_of_one_dataset_share_no_token(counting: str) -> None:
@@ -83,20 +81,12 @@ def test_a_split_of_no_samples_is_none_and_an_empty_one_does_not_hang(write_ids:
     assert build_datasets(run, NullTokenizer(VOCABULARY), 10, 0, 0)[1:] == (None, None)
 
 
-def test_more_samples_than_the_data_has_repeat_it(counting: str) -> None:
-    train, _, _ = build_datasets(make_run(data_path=[counting], split="1,0,0"), NullTokenizer(VOCABULARY), 300, 0, 0)
-    assert len(train) >= 300
-    counts = numpy.bincount([i for row in rows(train, 300) for i in row[:-1]], minlength=600)
-    assert counts.min() >= 2 and counts.max() <= 5
+def test_the_order_is_that_of_the_seed_mapped_or_not(counting: str) -> None:
+    def order(**flags: object) -> list[list[int]]:
+        return rows(built(40, data_path=[counting], **flags), 40)
 
-
-def test_the_order_is_that_of_the_seed(counting: str) -> None:
-    def order(seed: int) -> list[list[int]]:
-        run = make_run(data_path=[counting], split="1,0,0", seed=seed)
-        return rows(build_datasets(run, NullTokenizer(VOCABULARY), 40, 0, 0)[0], 40)
-
-    assert order(1) == order(1)
-    assert order(1) != order(2)
+    assert order(seed=1) == order(seed=1) == order(seed=1, no_mmap_bin_files=True)
+    assert order(seed=1) != order(seed=2)
 
 
 def test_paths_per_split_feed_their_own_split(write_ids: Callable[..., str]) -> None:
@@ -126,17 +116,8 @@ def test_a_blend_draws_in_proportion_to_its_weights(write_ids: Callable[..., str
 
 def test_prefixes_without_weights_are_drawn_by_their_size(write_ids: Callable[..., str]) -> None:
     words = [write_ids([[i] * 33] * (10 * (i + 1)), name=f"d{i}", vocab_size=VOCABULARY) for i in range(2)]
-    train, _, _ = build_datasets(make_run(data_path=words, split="1,0,0"), NullTokenizer(VOCABULARY), 120, 0, 0)
-    drawn = [row[0] for row in rows(train)]
+    drawn = [row[0] for row in rows(built(120, data_path=words))]
     assert 1.8 < drawn.count(1) / drawn.count(0) < 2.2
-
-
-@pytest.mark.parametrize("mmap", [True, False])
-def test_reading_with_and_without_mapping_gives_the_same_samples(counting: str, mmap: bool) -> None:
-    run = make_run(data_path=[counting], split="1,0,0", no_mmap_bin_files=not mmap)
-    train, _, _ = build_datasets(run, NullTokenizer(VOCABULARY), 40, 0, 0)
-    reference, _, _ = build_datasets(make_run(data_path=[counting], split="1,0,0"), NullTokenizer(VOCABULARY), 40, 0, 0)
-    assert rows(train, 40) == rows(reference, 40)
 
 
 def test_end_of_document_flags_reach_the_samples(write_ids: Callable[..., str]) -> None:
@@ -150,27 +131,18 @@ def test_end_of_document_flags_reach_the_samples(write_ids: Callable[..., str]) 
     assert sample["position_ids"].tolist()[first_eod + 1 : first_eod + 4] == [0, 1, 2]
 
 
-def test_new_data_under_an_old_path_never_meets_the_old_index_cache(write_ids: Callable[..., str]) -> None:
-    prefix = write_ids([[1] * 10] * 40, vocab_size=VOCABULARY)
-    run = make_run(data_path=[prefix], split="1,0,0")
-    assert {i for row in rows(build_datasets(run, NullTokenizer(VOCABULARY), 20, 0, 0)[0], 20) for i in row} == {1}
-    write_ids([[2] * 3] * 30, vocab_size=VOCABULARY)  # fewer and shorter documents: the old index points beyond them
-    assert {i for row in rows(build_datasets(run, NullTokenizer(VOCABULARY), 20, 0, 0)[0], 20) for i in row} == {2}
-
-
 def test_the_index_cache_lies_where_it_was_asked_to(counting: str, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    run = make_run(data_path=[counting], split="1,0,0", data_cache_path=str(cache))
-    build_datasets(run, NullTokenizer(VOCABULARY), 20, 0, 0)
+    built(20, data_path=[counting], data_cache_path=str(cache))
     assert list(cache.rglob("*.npy"))
     assert not (Path(counting).parent / "index_cache").exists()
-    build_datasets(make_run(data_path=[counting], split="1,0,0"), NullTokenizer(VOCABULARY), 20, 0, 0)
+    built(20, data_path=[counting])
     assert list((Path(counting).parent / "index_cache").rglob("*.npy"))
 
 
 def test_a_torn_or_unsafe_index_cache_is_built_again(counting: str, tmp_path: Path) -> None:
-    run = make_run(data_path=[counting], split="1,0,0", data_cache_path=str(tmp_path / "cache"))
-    expected = rows(build_datasets(run, NullTokenizer(VOCABULARY), 20, 0, 0)[0], 20)
+    flags = {"data_path": [counting], "data_cache_path": str(tmp_path / "cache")}
+    expected = rows(built(20, **flags), 20)
     files = sorted((tmp_path / "cache").rglob("*.npy"))
     assert len(files) == 3
     sentinel = tmp_path / "executed"
@@ -183,7 +155,7 @@ def test_a_torn_or_unsafe_index_cache_is_built_again(counting: str, tmp_path: Pa
         content = path.read_bytes()
         for damaged in (content[:-1], content[:20], b"", pickle.dumps(Payload())):
             path.write_bytes(damaged)
-            assert rows(build_datasets(run, NullTokenizer(VOCABULARY), 20, 0, 0)[0], 20) == expected
+            assert rows(built(20, **flags), 20) == expected
             assert path.read_bytes() == content
     assert not sentinel.exists()
 
@@ -216,10 +188,9 @@ def test_the_order_of_samples_does_not_depend_on_how_many_a_run_takes(
     if blend == 2:
         other = write_ids([list(range(700 + 5 * i, 705 + 5 * i)) for i in range(40)], name="o", vocab_size=VOCABULARY)
         paths = ["0.7", counting, "0.3", other]
-    run = make_run(data_path=paths, split="1,0,0")
 
     def order(samples: int) -> list[list[int]]:
-        return rows(build_datasets(run, NullTokenizer(VOCABULARY), samples, 0, 0)[0], samples)
+        return rows(built(samples, data_path=paths), samples)
 
     # 74 samples an epoch: a part of the first, one and a bit, four: what they share is the same
     longest = order(300)
@@ -228,8 +199,7 @@ def test_the_order_of_samples_does_not_depend_on_how_many_a_run_takes(
 
 
 def test_every_epoch_holds_every_token_once_in_an_order_of_its_own(counting: str) -> None:
-    run = make_run(data_path=[counting], split="1,0,0")
-    found = rows(build_datasets(run, NullTokenizer(VOCABULARY), 4 * 74, 0, 0)[0], 4 * 74)
+    found = rows(built(4 * 74, data_path=[counting]), 4 * 74)
     epochs = [found[74 * i : 74 * (i + 1)] for i in range(4)]
     for epoch in epochs:
         tokens = [token for row in epoch for token in row[:-1]]
@@ -238,9 +208,8 @@ def test_every_epoch_holds_every_token_once_in_an_order_of_its_own(counting: str
 
 
 def test_many_epochs_of_little_data_keep_few_files_open(counting: str) -> None:
-    run = make_run(data_path=[counting], split="1,0,0")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):  # built, and read from the cache
-        train, _, _ = build_datasets(run, NullTokenizer(VOCABULARY), 74 * 50, 0, 0)
+        train = built(74 * 50, data_path=[counting])
     assert [len(train[i]["tokens"]) for i in (0, 74 * 50 - 1)] == [S, S]
     assert len(os.listdir("/proc/self/fd")) - before < 30

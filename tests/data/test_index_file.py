@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import struct
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy
 import pytest
+import torch
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.datasets import open_dataset
-from megatron_moe.data.index_file import HEADER_BYTES, open_index
-
-pytestmark = pytest.mark.engine
+from megatron_moe.data.index_file import (
+    HEADER_BYTES,
+    entropy_of_counts,
+    label_entropy,
+    open_index,
+    unigram_entropy,
+)
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
 COUNT = len(DOCUMENTS)
@@ -34,6 +41,7 @@ def patch(path: str, offset: int, content: bytes) -> None:
         file.write(content)
 
 
+@pytest.mark.engine
 def test_an_index_agrees_with_the_engines_reader(prefix: str) -> None:
     index, engine = open_index(prefix), open_dataset(prefix)
     assert index.lengths.tolist() == engine.sequence_lengths.tolist() == [3, 1, 2, 4]
@@ -127,14 +135,13 @@ def test_missing_empty_and_swapped_files_are_named(prefix: str) -> None:
         open_index(f"{prefix}.bin")
     with pytest.raises(ConfigError, match=r"did you mean .*data_text_document\?"):
         open_index(prefix[: -len("_text_document")])
-    for one, other in ((".bin", ".idx"),):
-        os.rename(prefix + one, prefix + ".aside")
-        with pytest.raises(ConfigError, match=r"\.bin does not exist"):
-            open_index(prefix)
-        os.rename(prefix + other, prefix + one)
-        os.rename(prefix + ".aside", prefix + other)
-        with pytest.raises(ConfigError, match=r"\.idx: "):
-            open_index(prefix)
+    os.rename(f"{prefix}.bin", f"{prefix}.aside")
+    with pytest.raises(ConfigError, match=r"\.bin does not exist"):
+        open_index(prefix)
+    os.rename(f"{prefix}.idx", f"{prefix}.bin")
+    os.rename(f"{prefix}.aside", f"{prefix}.idx")
+    with pytest.raises(ConfigError, match=r"\.idx: "):
+        open_index(prefix)
     Path(prefix + ".bin").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"\.bin is empty"):
         open_index(prefix)
@@ -145,3 +152,40 @@ def test_chunks_cover_all_tokens_in_order(prefix: str, monkeypatch: pytest.Monke
     parts = list(open_index(prefix).chunks())
     assert [first for first, _ in parts] == [0, 3, 6, 9]
     assert numpy.concatenate([tokens for _, tokens in parts]).tolist() == list(range(1, 11))
+
+
+# ---- entropy, in nats per token
+
+
+def plain_entropy(ids: list[int]) -> float:
+    counts = Counter(ids)
+    return sum(-c / len(ids) * math.log(c / len(ids)) for c in counts.values())
+
+
+def test_entropy_of_equal_counts_is_the_logarithm_of_their_number() -> None:
+    assert entropy_of_counts(numpy.array([7, 0, 7, 7, 7])) == pytest.approx(math.log(4), rel=1e-15)
+    assert entropy_of_counts(numpy.array([0, 3])) == 0.0
+    with pytest.raises(ValueError, match="no tokens"):
+        entropy_of_counts(numpy.zeros(3, dtype=numpy.int64))
+
+
+def test_prefix_and_open_dataset_give_the_entropy_of_all_tokens(
+    write_ids: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = numpy.random.default_rng(0)
+    documents = [rng.zipf(1.5, size=rng.integers(1, 50)).clip(0, 900).tolist() for _ in range(40)]
+    expected = plain_entropy([i for document in documents for i in document])
+    prefix = write_ids(documents)
+    assert unigram_entropy(prefix) == pytest.approx(expected, rel=1e-12)
+    assert unigram_entropy(open_dataset(prefix)) == pytest.approx(expected, rel=1e-12)
+    monkeypatch.setattr("megatron_moe.data.index_file._CHUNK_TOKENS", 7)
+    assert unigram_entropy(prefix) == pytest.approx(expected, rel=1e-12)
+
+
+def test_label_entropy_counts_what_an_evaluation_predicts() -> None:
+    samples = [
+        {"labels": torch.tensor([1, 1, 2]), "loss_mask": torch.tensor([1.0, 1.0, 0.0])},
+        {"labels": torch.tensor([3, 3, 9]), "loss_mask": torch.tensor([1.0, 1.0, 1.0])},
+        {"labels": torch.tensor([50, 50, 50]), "loss_mask": torch.ones(3)},
+    ]
+    assert label_entropy(samples, 2) == pytest.approx(plain_entropy([1, 1, 3, 3, 9]), rel=1e-15)

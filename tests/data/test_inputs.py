@@ -17,7 +17,7 @@ import zstandard
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.documents import InputRecord, read_span
 from megatron_moe.data.inputs import LARGEST_SHARD, SMALLEST_SHARD, Span, find_inputs, plan_shards
-from tests.helpers.odd_texts import line, packed_by_zstd
+from tests.data.odd_texts import line, packed_by_zstd
 
 TEXTS = [f"text {i} é" for i in range(50)]
 LINES = b"\n".join(map(line, TEXTS)) + b"\n"
@@ -272,16 +272,8 @@ def test_a_missing_library_is_named_before_the_work(
 
 
 def test_shards_cover_the_input_once_in_order(tmp_path: Path) -> None:
-    sizes = {
-        "a.jsonl": 10,
-        "b.txt": 3,
-        "c.jsonl": 250,
-        "d.jsonl.gz": 300,
-        "e.txt": 120,
-        "f.txt": 70,
-        "g.txt": 40,
-        "h": 1,
-    }
+    names = ["a.jsonl", "b.txt", "c.jsonl", "d.jsonl.gz", "e.txt", "f.txt", "g.txt", "h"]
+    sizes = dict(zip(names, (10, 3, 250, 300, 120, 70, 40, 1)))
     files = [str(write(tmp_path / name, b"x" * size)) for name, size in sizes.items()]
     shards = [[(Path(span.path).name, span.start, span.end) for span in shard] for shard in plan_shards(files, 100)]
     assert shards == [

@@ -12,24 +12,23 @@ from megatron_moe.apps.merge import main
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.index_file import open_index, read_sidecar
 from megatron_moe.data.merge import merge
-from megatron_moe.data.preprocess import PreprocessOptions, preprocess
-
-pytestmark = pytest.mark.engine
+from tests.data.prepared import run
 
 KEYS = ("text", "more")
 
 
 def write(folder: Path, name: str, first: int, count: int, **changes: object) -> str:
     """A dataset of documents with several sequences, and two lines that are none; returns the prefix of `more`."""
-    folder.mkdir(exist_ok=True)
     lines = [
         json.dumps({"text": f"text {i}", "more": [f"{i}", "ab" * i][: i % 2 + 1]}) for i in range(first, first + count)
     ]
     source = folder / f"{name}.jsonl"
     source.write_text("\n".join([*lines, "bad", ""]) + "\n")
-    settings = {"tokenizer_type": "ByteTokenizer", "append_eod": True, "workers": 1, "json_keys": KEYS, **changes}
-    options = PreprocessOptions((str(source),), str(folder / name), on_bad_line="skip", **settings)  # type: ignore[arg-type]
-    return list(preprocess(options, show_progress=False))[1]
+    return of_more(run(source, folder / name, json_keys=KEYS, on_bad_line="skip", **changes))
+
+
+def of_more(prefix: str) -> str:
+    return prefix.replace("_text_document", "_more_document")
 
 
 @pytest.fixture
@@ -40,10 +39,7 @@ def three(tmp_path: Path) -> list[str]:
 def test_the_bytes_are_those_of_preprocessing_all(three: list[str], tmp_path: Path) -> None:
     joined = tmp_path / "all.jsonl"
     joined.write_bytes(b"".join((tmp_path / f"{name}.jsonl").read_bytes() for name in "acb"))
-    options = PreprocessOptions(
-        (str(joined),), f"{tmp_path}/all", "ByteTokenizer", append_eod=True, json_keys=KEYS, on_bad_line="skip"
-    )
-    expected = list(preprocess(options, show_progress=False))[1]
+    expected = of_more(run(joined, tmp_path / "all", json_keys=KEYS, on_bad_line="skip"))
     assert main(["--input", *three, "--output-prefix", f"{tmp_path}/merged"]) == 0
     for suffix in (".bin", ".idx", ".json"):
         assert Path(f"{tmp_path}/merged{suffix}").read_bytes() == Path(expected + suffix).read_bytes(), suffix
@@ -52,6 +48,7 @@ def test_the_bytes_are_those_of_preprocessing_all(three: list[str], tmp_path: Pa
     assert not list(tmp_path.glob(".merged*"))
 
 
+@pytest.mark.engine
 def test_a_folder_is_merged_as_megatrons_tool_does(three: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -83,10 +80,7 @@ def test_what_does_not_fit_together_is_refused(changes: dict, words: str, three:
     if "vocab_size" in changes:
         (tmp_path / "ids").mkdir()
         (tmp_path / "ids" / "x.jsonl").write_text('{"text": "1 2"}\n')
-        options = PreprocessOptions(
-            (f"{tmp_path}/ids/x.jsonl",), f"{tmp_path}/x", workers=1, append_eod=True, **changes
-        )
-        other = next(iter(preprocess(options, show_progress=False)))
+        other = run(tmp_path / "ids" / "x.jsonl", tmp_path / "x", **changes)
     else:
         other = write(tmp_path, "x", 0, 3, **changes)
     with pytest.raises(ConfigError, match=words) as caught:

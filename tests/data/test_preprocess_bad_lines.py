@@ -14,19 +14,13 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.data import preprocess as preprocess_module
 from megatron_moe.data.index_file import read_sidecar
 from megatron_moe.data.inputs import plan_shards
-from megatron_moe.data.preprocess import PreprocessOptions, preprocess
-from tests.helpers.odd_texts import BAD_LINES, line, write_odd_texts
+from tests.data.odd_texts import BAD_LINES, line, write_odd_texts
+from tests.data.prepared import run
 
 SKIP = {"on_bad_line": "skip"}
 
 
-def run(source: Path, prefix: Path, **changes: object) -> str:
-    settings = {"tokenizer_type": "ByteTokenizer", "append_eod": True, "workers": 1, **changes}
-    options = PreprocessOptions(input=(str(source),), output_prefix=str(prefix), **settings)  # type: ignore[arg-type]
-    return next(iter(preprocess(options, show_progress=False)))
-
-
-@pytest.mark.parametrize(("shard_bytes", "partitions"), [(None, 1), (700, 1), (300, 3)])
+@pytest.mark.parametrize(("shard_bytes", "partitions"), [(None, 1), (300, 3)])
 def test_skipped_lines_leave_the_bytes_of_the_clean_lines_alone(
     shard_bytes: int | None, partitions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

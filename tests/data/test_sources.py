@@ -14,9 +14,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import DataConfig
 from megatron_moe.data.sources import Blend, parse_split, read_sources
 
-pytestmark = pytest.mark.engine
 
-
+@pytest.mark.engine
 @pytest.mark.parametrize("words", [("a",), ("a", "b", "c"), ("1", "a"), ("0.3", "a", "7", "b"), ("a", "b")])
 def test_blends_mean_what_they_mean_to_the_engine(words: tuple[str, ...]) -> None:
     blend = read_sources(DataConfig(data_path=words)).blend
@@ -26,6 +25,7 @@ def test_blends_mean_what_they_mean_to_the_engine(words: tuple[str, ...]) -> Non
         assert blend.weights == (None if weights is None else tuple(weights))
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("split", ["969,30,1", "1", "0,1", "99,1,0", ".5, .25,0.25", "100.0,0,0"])
 def test_splits_mean_what_they_mean_to_the_engine(split: str) -> None:
     shares = parse_and_normalize_split(split)

@@ -14,13 +14,12 @@ import tokenizers
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import DataConfig
-from megatron_moe.data.preprocess import PreprocessOptions, preprocess
+from megatron_moe.data.index_file import read_sidecar
 from megatron_moe.data.tiktoken_models import KIMI_PATTERN, MEGATRON_PATTERNS, RankedTokenizer
 from megatron_moe.data.tokenizer_choice import build_tokenizer, tokenizer_of_folder
 from megatron_moe.data.tokenizers import Tokenizer
+from tests.data.prepared import run
 from tests.numbers.reference_tiktoken import encoded
-
-pytestmark = pytest.mark.engine
 
 LETTERS = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 TEXTS = [
@@ -122,13 +121,13 @@ def random_texts(number: int) -> list[str]:
 def test_ids_are_those_of_the_published_algorithm(pattern: str) -> None:
     special = {"<|im_end|>": BASE, "[EOS]": BASE + 1}
     tokenizer = RankedTokenizer("any", RANKS, pattern, special, BASE + 2)
-    for text in [*TEXTS, *random_texts(60), "§¶zq", " qzqz qzqzqz", "a<|im_end|>[EOS] <|im_end|", "[EOS"]:
+    for text in [*TEXTS, *random_texts(20), "§¶zq", " qzqz qzqzqz", "a<|im_end|>[EOS] <|im_end|", "[EOS"]:
         ids = tokenizer.tokenize(text)
         assert ids == encoded(text, RANKS, pattern, special), text
         assert tokenizer.detokenize(ids) == text.replace("<|im_end|>", "").replace("[EOS]", "")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_order_of_ranks_is_joined_like_the_published_algorithm(seed: int) -> None:
     """Ranks that no training would give: longer tokens before their parts, parts that are missing, many ties."""
     rng = random.Random(seed)
@@ -255,8 +254,6 @@ def test_preprocessing_takes_both(tmp_path: Path) -> None:
         "tiktoken_num_special_tokens": 10,
     }
     for kind, eod in ((kimi, BASE + 1), (megatron, 2)):
-        options = PreprocessOptions(
-            (str(source),), str(tmp_path / "out"), append_eod=True, workers=1, overwrite=True, **kind
-        )
-        (facts,) = preprocess(options, show_progress=False).values()
+        facts = read_sidecar(run(source, tmp_path / "out", overwrite=True, **kind))
+        assert facts is not None
         assert (facts.tokenizer_type, facts.eod, facts.documents) == (kind["tokenizer_type"], eod, len(TEXTS) - 1)

@@ -23,39 +23,24 @@ from megatron_moe.data.tokenizers import (
 )
 from megatron_moe.data.train_tokenizer import sample_texts, train_sentencepiece
 
-pytestmark = pytest.mark.engine
-
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 AWKWARD = [
-    "",
-    " ",
-    "\n",
-    "\n\n\n",
-    "  leading",
-    "trailing  \n",
-    "\tif x:\r\n\t\ty\r\n",
-    "a\u2581b \u2581 \u2581\u2581",
-    "\u2581",
-    "e\u2585x",
-    "\ufeffbom",
-    "日本語 𝒳 🙂",
-    "nul \x00 byte",
-    "<s></s><unk><0x41>",
-    "\u2028\u00a0\u3000",
-]
+    "", " ", "\n", "\n\n\n", "  leading", "trailing  \n", "\tif x:\r\n\t\ty\r\n", "a\u2581b \u2581 \u2581\u2581",
+    "\u2581", "e\u2585x", "\ufeffbom", "日本語 𝒳 🙂", "nul \x00 byte", "<s></s><unk><0x41>", "\u2028\u00a0\u3000",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def sources() -> list[str]:
     paths = source_files(LIBRARY)
     assert len(paths) > 100
-    return [(LIBRARY / path).read_bytes().decode("utf-8", errors="replace") for path in paths[::9]]
+    return [(LIBRARY / path).read_bytes().decode("utf-8", errors="replace") for path in paths[::40]]
 
 
 @pytest.fixture(scope="module", params=["bpe", "unigram"])
 def trained(request: pytest.FixtureRequest, sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("tokenizer") / "m.model"
-    train_sentencepiece(sources, file, 600, model_type=request.param, limit_bytes=150_000)
+    train_sentencepiece(sources, file, 600, model_type=request.param, limit_bytes=60_000)
     return file
 
 
@@ -91,7 +76,7 @@ def gpt2_files(huggingface_file: Path) -> tuple[Path, Path]:
 
 def test_source_text_comes_back_exactly_from_sentencepiece(trained: Path, sources: list[str]) -> None:
     tokenizer = SentencePieceTokenizer(trained)
-    for text in sources + AWKWARD:
+    for text in sources[:40] + AWKWARD:
         ids = tokenizer.tokenize(text)
         assert tokenizer.detokenize(ids) == text
         assert all(0 <= i < tokenizer.vocab_size for i in ids)
@@ -205,26 +190,25 @@ def test_sha256_is_of_the_content_not_the_path(trained: Path, tmp_path: Path) ->
 
 
 def test_training_is_deterministic_and_blind_to_the_order_of_the_texts(sources: list[str], tmp_path: Path) -> None:
-    for number, texts in enumerate((sources, sources, sources[::-1])):
-        train_sentencepiece(texts, tmp_path / str(number), 500, limit_bytes=100_000)
-    contents = {(tmp_path / str(number)).read_bytes() for number in range(3)}
-    assert len(contents) == 1
+    for number, texts in enumerate((sources, sources[::-1])):
+        train_sentencepiece(texts, tmp_path / str(number), 500, limit_bytes=50_000)
+    assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
 
 
 def test_the_sample_keeps_its_limit_and_drops_repeats(sources: list[str]) -> None:
-    sample = sample_texts(sources * 2, 200_000)
-    assert 0 < sum(len(text.encode()) for text in sample) <= 200_000
+    sample = sample_texts(sources * 2, 100_000)
+    assert 0 < sum(len(text.encode()) for text in sample) <= 100_000
     assert len(set(sample)) == len(sample)
     assert sample_texts(["x" * 100], 10) == ["x" * 10]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_sample_does_not_depend_on_order_where_large_texts_do_not_fit(seed: int) -> None:
-    rng = random.Random(seed)
-    texts = [f"{i} " * rng.randrange(1, 60) for i in range(30)]
-    expected = sample_texts(texts, 300)
-    rng.shuffle(texts)
-    assert sample_texts(texts, 300) == expected
+def test_the_sample_does_not_depend_on_order_where_large_texts_do_not_fit() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        texts = [f"{i} " * rng.randrange(1, 60) for i in range(30)]
+        expected = sample_texts(texts, 300)
+        rng.shuffle(texts)
+        assert sample_texts(texts, 300) == expected
 
 
 def test_a_vocabulary_that_does_not_fit_the_text_is_refused_with_one_that_does(tmp_path: Path) -> None:

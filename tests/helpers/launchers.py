@@ -16,25 +16,8 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from tests.helpers.ranks import ROOT, Child, RankParent, alive, rank_environment
-
-
-class Launcher(Protocol):
-    """Starts the ranks of one job; its ranks may be killed from outside."""
-
-    def start(self, argv: list[str], world_size: int, folder: Path, log: Path) -> None:
-        """Start `pretrain_moe.py` with `argv` in `folder` on that many ranks."""
-
-    def ranks(self) -> list[int]:
-        """Process ids of the ranks that were started last."""
-
-    def wait(self, seconds: float) -> int | None:
-        """The job's exit status, or None where it goes on after that many seconds."""
-
-    def kill(self, rank: int | None) -> None:
-        """SIGKILL to one rank, or to all and what launched them. Returns when no process is left."""
 
 
 class Torchrun:
@@ -45,6 +28,7 @@ class Torchrun:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, argv: list[str], world_size: int, folder: Path, log: Path) -> None:
+        """Start `pretrain_moe.py` with `argv` in `folder` on that many ranks."""
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size),
             "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(ROOT / "pretrain_moe.py"), *argv,
@@ -56,11 +40,13 @@ class Torchrun:
             )  # fmt: skip
 
     def ranks(self) -> list[int]:
+        """Process ids of the ranks that were started last."""
         assert self._process is not None
         listing = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
         return [int(pid) for pid in listing.read_text().split()] if listing.exists() else []
 
     def wait(self, seconds: float) -> int | None:
+        """The job's exit status, or None where it goes on after that many seconds."""
         assert self._process is not None
         try:
             return self._process.wait(timeout=seconds)
@@ -68,6 +54,7 @@ class Torchrun:
             return None
 
     def kill(self, rank: int | None) -> None:
+        """SIGKILL to one rank, or to all and what launched them. Returns when no process is left."""
         assert self._process is not None
         ranks = self.ranks()
         if rank is None or rank >= len(ranks):
@@ -153,3 +140,6 @@ class Forked:
             left = [pid for pid, status in zip(self._ranks, statuses) if status is None]
             if not left or time.monotonic() >= deadline:
                 return left
+
+
+Launcher = Torchrun | Forked

@@ -8,14 +8,14 @@ import sys
 import time
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from megatron_moe.config.errors import ConfigError
 
 
 def act(request: dict[str, Any]) -> Any:
-    """Do what a request names: on all ranks, or where it is a failure, on the last one of two."""
+    """Do what a request names; what kills a rank does so on the last of two."""
+    import torch
+    import torch.distributed as dist
+
     rank, what = dist.get_rank(), request["act"]
     if what == "sum":
         total = torch.tensor(rank)
@@ -28,17 +28,15 @@ def act(request: dict[str, Any]) -> Any:
     if what == "hang":
         time.sleep(600)
     if rank == 1:
-        if what == "raise":
-            raise ValueError("a bug")
-        if what == "die beside a child":
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], pass_fds=_pipes())
+        # The child holds the pipe of the answers open.
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], pass_fds=_pipes())
         print("last words", flush=True)
         os._exit(3)
     return None
 
 
 def _pipes() -> list[int]:
-    """Every descriptor that is a pipe: a child that was forked would hold the one of the answers open."""
+    """Every descriptor that is a pipe, which a child that was forked would hold."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
