@@ -11,8 +11,6 @@ import torch
 
 from megatron_moe.config.schema import Run, replace
 
-pytestmark = pytest.mark.engine
-
 FLAGS = {"audit_precision": True, "train_iters": 2}
 
 
@@ -68,22 +66,19 @@ def steps(folder: Path, **flags: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_the_audit_changes_no_number_of_a_run(tmp_path, capsys):
-    prefix = str(tmp_path / "deep" / "audit")
-    plain, audited = steps(tmp_path), steps(tmp_path, audit_precision=True, audit_precision_output=prefix)
+def test_the_audit_changes_no_number_of_a_run_and_is_left_out_where_one_step_is_left(tmp_path, capsys):
+    prefix, checkpoints = str(tmp_path / "deep" / "audit"), str(tmp_path / "checkpoints")
+    audit = {"audit_precision": True, "audit_precision_output": prefix}
+    plain, audited = steps(tmp_path), steps(tmp_path, **audit, save=checkpoints, save_interval=2)
     assert f"wrote {prefix}.txt, {prefix}.json, {prefix}.html: clean" in capsys.readouterr().out
     numbers = [
         [(one["iteration"], one["loss"], one["grad_norm"]) for one in run if "grad_norm" in one]
         for run in (plain, audited)
     ]
     assert len(numbers[0]) == 3 and numbers[0] == numbers[1]
-    assert json.loads(Path(f"{prefix}.json").read_text())["flags"]["audit_precision"] is True
-
-
-@pytest.mark.usefixtures("one_process")
-def test_a_resumed_run_with_one_step_left_says_that_nothing_is_audited(tmp_path, capsys):
-    checkpoints, prefix = str(tmp_path / "checkpoints"), str(tmp_path / "audit")
-    steps(tmp_path, train_iters=2, save=checkpoints)
-    steps(tmp_path, load=checkpoints, audit_precision=True, audit_precision_output=prefix)
+    found = Path(f"{prefix}.json")
+    assert json.loads(found.read_text())["flags"]["audit_precision"] is True
+    found.unlink()
+    steps(tmp_path, **audit, load=checkpoints, ckpt_step=2)
     assert "only one is left: no audit" in capsys.readouterr().out
-    assert not Path(f"{prefix}.json").exists()
+    assert not found.exists()

@@ -41,22 +41,13 @@ def record(rank=0, tp=(0, 1), dp_rank=0, begin=0.0, end=1.0):
         return held
 
     layer = {
-        "counts": torch.tensor([3, 5]),
-        "dropped": torch.tensor([0, 0]),
-        "expert_bias": torch.tensor([0.001, -0.001]),
-        "aux_losses": {"aux_loss": 1.25},
-        "margin": 0.01,
-        "router_error": 1e-7,
-    }
+        "counts": torch.tensor([3, 5]), "dropped": torch.tensor([0, 0]), "margin": 0.01, "router_error": 1e-7,
+        "expert_bias": torch.tensor([0.001, -0.001]), "aux_losses": {"aux_loss": 1.25},
+    }  # fmt: skip
     step = {
-        "loss": 5.0,
-        "tokens": 4,
-        "grad_norm": 2.0,
-        "committed": True,
-        "loss_scale": None,
-        "mtp_losses": [],
+        "loss": 5.0, "tokens": 4, "grad_norm": 2.0, "committed": True, "loss_scale": None, "mtp_losses": [],
         "layers": {"decoder.layers.0": layer},
-    }
+    }  # fmt: skip
     held = {
         "initial weight": mine(1.0),
         "gradient, step 1": mine(0.5, known=True),

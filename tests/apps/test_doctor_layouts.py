@@ -32,20 +32,12 @@ KEPT_OR_NOT = """
 q_lora_rank num_experts moe_shared_expert_intermediate_size moe_router_num_groups mtp_num_layers
 """.split()
 CHANGED = {
-    "moe_router_load_balancing_type": ("aux_loss", "global_aux_loss"),
-    "moe_aux_loss_coeff": (0.1, 0.2),
-    "moe_z_loss_coeff": 0.3,
-    "moe_expert_capacity_factor": 1.5,
-    "calculate_per_token_loss": True,
-    "recompute_granularity": "selective",
-    "recompute_modules": ("moe_act",),
-    "mtp_num_layers": 3,
-    "attention_dropout": 0.1,
-    "bf16": True,
-    "use_precision_aware_optimizer": True,
-    "exp_avg_dtype": "int8",
+    "moe_router_load_balancing_type": ("aux_loss", "global_aux_loss"), "moe_aux_loss_coeff": (0.1, 0.2),
+    "moe_z_loss_coeff": 0.3, "moe_expert_capacity_factor": 1.5, "calculate_per_token_loss": True,
+    "recompute_granularity": "selective", "recompute_modules": ("moe_act",), "mtp_num_layers": 3,
+    "attention_dropout": 0.1, "bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "int8",
     "exp_avg_sq_dtype": "fp8",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("preset", PRESETS)

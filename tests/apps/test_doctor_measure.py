@@ -11,19 +11,10 @@ from megatron_moe.apps.doctor.measure import RouterRecord
 from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision
 
 OPTIONS = {
-    "topk": 1,
-    "num_experts": 3,
-    "num_groups": None,
-    "group_topk": None,
-    "group_score": "max",
-    "score_function": "softmax",
-    "pre_softmax": True,
-    "norm_topk_prob": False,
-    "scaling_factor": None,
-    "sinkhorn": False,
-    "enable_expert_bias": False,
-    "drop_policy": "probs",
-}
+    "topk": 1, "num_experts": 3, "num_groups": None, "group_topk": None, "group_score": "max",
+    "score_function": "softmax", "pre_softmax": True, "norm_topk_prob": False, "scaling_factor": None,
+    "sinkhorn": False, "enable_expert_bias": False, "drop_policy": "probs",
+}  # fmt: skip
 
 
 def seen(scores: list[list[float]], rounded: bool = False, kept: list[bool] | None = None, **options) -> RouterRecord:

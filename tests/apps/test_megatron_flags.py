@@ -70,37 +70,25 @@ def answered(tmp_path, capsys):
 
 
 def test_arrays_that_the_command_names_are_read_and_nothing_else():
-    flags = dict(read(ARRAYS).flags)
-    assert flags == {
-        "--use-mcore-models": [],
-        "--num-layers": ["4"],
-        "--moe-layer-freq": ['"([0]*1+[1]*3)"'],
-        "--lr": ["1e-4"],
-        "--ckpt-format": ["$FMT"],
-        "--dist-ckpt-format": ["torch_dist"],
-        "--decoder-seq-length": ["1024"],
-        "--recompute-activations": [],
-        "--tensor-model-parallel-size": ["$TP"],
-        "--seed": ["-1"],
+    assert dict(read(ARRAYS).flags) == {
+        "--use-mcore-models": [], "--num-layers": ["4"], "--moe-layer-freq": ['"([0]*1+[1]*3)"'], "--lr": ["1e-4"],
+        "--ckpt-format": ["$FMT"], "--dist-ckpt-format": ["torch_dist"], "--decoder-seq-length": ["1024"],
+        "--recompute-activations": [], "--tensor-model-parallel-size": ["$TP"], "--seed": ["-1"],
         "--save": ['"${CKPT}/a b"'],
-    }
+    }  # fmt: skip
     assert read(ARRAYS).sourced == ["common.sh"]
     assert read(ARRAYS).resolved('"$FMT"') == "torch_dist" and read(ARRAYS).resolved("${TP}") == "2"
 
 
 def test_strings_of_flags_are_read_through_the_commands_that_run_them():
     assert read(STRINGS).flags == [
-        ("--num-layers", ["4"]),
-        ("--bf16", []),
-        ("--split", ["99,1,0"]),
-        ("--lr", ["${LR}"]),
+        ("--num-layers", ["4"]), ("--bf16", []), ("--split", ["99,1,0"]), ("--lr", ["${LR}"]),
         ("--save", ["'${CKPT}'"]),
-    ]
+    ]  # fmt: skip
     assert read(EVAL).flags == [
-        ("--num-layers", ["$(expr 2 + 2)"]),
-        ("--hidden-size", ["$((2*8))"]),
+        ("--num-layers", ["$(expr 2 + 2)"]), ("--hidden-size", ["$((2*8))"]),
         ("--data-path", ["0.5", "a", "0.5", "b"]),
-    ]
+    ]  # fmt: skip
 
 
 def test_a_plain_list_is_a_script():
@@ -133,12 +121,9 @@ def test_the_answers_of_a_list_are_an_object_by_flag(answered):
     asked = "--lr 1 --tp 2 --attention-backend local --sft --te-rng-tracker"
     said = json.loads(answered("--json", *asked.split()))
     assert {flag: entry["answer"] for flag, entry in said.items()} == {
-        "--lr": "taken",
-        "--tp": "unknown",
-        "--attention-backend": "alias",
-        "--sft": "refused",
+        "--lr": "taken", "--tp": "unknown", "--attention-backend": "alias", "--sft": "refused",
         "--te-rng-tracker": "ignored",
-    }
+    }  # fmt: skip
     assert all(set(entry) == {"answer", "reason"} and entry["reason"] for entry in said.values())
 
 

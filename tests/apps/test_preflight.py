@@ -22,8 +22,7 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build
 from megatron_moe.platform import advisories, optional_libraries, probes
 from megatron_moe.platform.hardware import imagining
-
-pytestmark = pytest.mark.engine
+from tests.helpers.ranks import ROOT
 
 
 def place(**changes: object) -> Place:
@@ -80,6 +79,7 @@ def test_a_torch_without_the_grouped_product_fails(monkeypatch: pytest.MonkeyPat
     assert "cuDNN 9.10.2" in finding.found and "NCCL 2.27.3" in finding.found
 
 
+@pytest.mark.engine
 def test_an_engine_that_was_not_tested_or_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert software.engine(place()).status == PASS
     monkeypatch.setattr(advisories, "engine_version", lambda: (0, 17, 0))
@@ -93,6 +93,7 @@ def test_an_engine_that_was_not_tested_or_cannot_be_loaded_is_named(monkeypatch:
     assert finding.status == FAIL and "undefined symbol" in finding.found
 
 
+@pytest.mark.engine
 def test_a_library_that_cannot_be_loaded_is_named_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
     look = software.transformer_engine
     needs = build({"transformer_impl": "transformer_engine"})
@@ -358,12 +359,6 @@ def test_flags_without_a_model_leave_its_kernels_out(tmp_path: Path) -> None:
     assert checks._place(build({"hidden_size": 64}), DEFAULTS, connected=False).has_model
 
 
-def test_every_check_says_what_it_looks_at() -> None:
-    assert len({check.name for check in checks.CHECKS}) == len(checks.CHECKS)
-    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
-    assert [check.name for check in checks.CHECKS if f"`{check.name}`" not in page] == []
-
-
 def test_equal_findings_of_ranks_are_one_and_the_others_name_theirs() -> None:
     def of(rank: int, status: str, found: str) -> Finding:
         return Finding(status, found, check="driver", ranks=(rank,), hosts=(f"node{rank // 2}",))
@@ -378,10 +373,9 @@ def test_equal_findings_of_ranks_are_one_and_the_others_name_theirs() -> None:
 
 
 def test_help_and_mistakes_load_no_torch() -> None:
-    root = Path(__file__).parents[2]
     code = (
         "import sys\nfrom megatron_moe.apps.preflight.cli import main\n"
         "status = main(['--preset', 'none'])\nprint(status, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["2", "False"] and "preflight.py: error:" in done.stderr

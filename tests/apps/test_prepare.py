@@ -15,8 +15,6 @@ from megatron_moe.apps.prepare import main
 from megatron_moe.data.datasets import open_dataset
 from megatron_moe.data.index_file import open_index, read_sidecar
 
-pytestmark = pytest.mark.engine
-
 LINES: list[dict[str, str | list[str]]] = [
     {"text": f"text {i} " * (i % 5 + 1), "more": [f"one {i}", "", "two", "three"][: i % 4 + 1]} for i in range(23)
 ]
@@ -55,10 +53,10 @@ def in_partitions(count: int, partitions: int) -> list[int]:
     return [i for part in range(partitions) for i in range(part, count, partitions)]
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("flags", "order"),
     [
-        ("--append-eod --workers 1", in_partitions(23, 1)),
         ("--workers 1 --partitions 4 --log-interval 10", in_partitions(23, 4)),
         ("--append-eod --workers 2 --partitions 2", in_partitions(23, 2)),
         ("--append-eod --workers 1 --partitions 4 --keep-sequential-samples", in_partitions(23, 1)),
@@ -137,11 +135,8 @@ def test_special_tokens_of_a_tokenizer_file_are_added_only_where_that_is_asked_f
 def test_a_pattern_of_inputs_is_its_files_in_sorted_order(jsonl: Callable, tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "[c].jsonl"):
         jsonl([{"text": name}], name)
-    flags = ["--tokenizer-type", "ByteTokenizer", "--workers", "1"]
-    assert (
-        main(["--input", f"{tmp_path}/[ab].jsonl", f"{tmp_path}/[c].jsonl", "--output-prefix", f"{tmp_path}/o", *flags])
-        == 0
-    )
+    inputs = ["--input", f"{tmp_path}/[ab].jsonl", f"{tmp_path}/[c].jsonl", "--output-prefix", f"{tmp_path}/o"]
+    assert main([*inputs, "--tokenizer-type", "ByteTokenizer", "--workers", "1"]) == 0
     dataset = open_dataset(f"{tmp_path}/o_text_document")
     assert [bytes(dataset[i].tolist()) for i in range(3)] == [b"a.jsonl", b"b.jsonl", b"[c].jsonl"]
 

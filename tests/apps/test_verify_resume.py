@@ -1,45 +1,35 @@
-"""Which recorded steps are replayed, and when a replay agrees with its record. No training."""
+"""Which recorded steps are replayed, when a replay agrees with its record, and one that a run has recorded."""
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_moe.apps.verify_resume import cli
 from megatron_moe.apps.verify_resume.cli import report_lines
-from megatron_moe.apps.verify_resume.replay import (
-    arithmetic_differences,
-    compare,
-    plan_replay,
-    version_differences,
-)
+from megatron_moe.apps.verify_resume.replay import arithmetic_differences, compare, plan_replay, version_differences
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.io.files import replace_json
 from megatron_moe.io.hashing import sha256_of_file
-
-pytestmark = pytest.mark.engine
+from megatron_moe.io.program import USER_ERROR
+from tests.helpers import reshard_cases as cases
 
 RUN = replace(Run(), mock_data=True, vocab_size=99, train_iters=9, micro_batch_size=2, save="x", metrics_file="m.jsonl")
 
 
 def record(iteration: int, **changes: Any) -> dict[str, Any]:
     return {
-        "iteration": iteration,
-        "consumed_samples": 8 * iteration,
-        "global_batch_size": 8,
-        "loss_hex": (5.0 - iteration / 10).hex(),
-        "grad_norm_hex": (1.5).hex(),
-        "learning_rate_hex": (1e-3).hex(),
-        "loss_scale_hex": (1.0).hex(),
-        "skipped": False,
-        "data_hash": f"{iteration:016x}",
-        "expert_bias_hash": f"{iteration:08x}" * 2,
+        "iteration": iteration, "consumed_samples": 8 * iteration, "global_batch_size": 8, "skipped": False,
+        "loss_hex": (5.0 - iteration / 10).hex(), "grad_norm_hex": (1.5).hex(), "learning_rate_hex": (1e-3).hex(),
+        "loss_scale_hex": (1.0).hex(), "data_hash": f"{iteration:016x}", "expert_bias_hash": f"{iteration:08x}" * 2,
         **changes,
-    }
+    }  # fmt: skip
 
 
 def save(root: Path, iteration: int, run: Run = RUN, ranks: int = 4, records: list[dict] | None = None) -> Path:
@@ -148,10 +138,8 @@ def test_on_another_layout_sums_may_differ_by_rounding_and_data_may_not(replay):
         4, loss_hex=(4.6 * (1 + 1e-7)).hex(), grad_norm_hex=(1.5 * (1 + 1e-6)).hex(), expert_bias_hash="other"
     )
     assert not any(finding.wrong for finding in compare(replay, [near, record(5)], ["ranks"]))
-    assert (
-        "within tolerances, because of ranks: all agree"
-        in report_lines(replay, compare(replay, [near, record(5)], ["ranks"]), ["ranks"])[-1]
-    )
+    said = report_lines(replay, compare(replay, [near, record(5)], ["ranks"]), ["ranks"])
+    assert "within tolerances, because of ranks: all agree" in said[-1]
     for far in ({"loss_hex": (4.6001).hex()}, {"grad_norm_hex": (1.51).hex()}, {"loss_hex": "nan"}, {"data_hash": "0"}):
         assert compare(replay, [record(4, **far), record(5)], ["ranks"])[0].wrong, far
     assert compare(replay, [record(4)], ["ranks"])[1].wrong == ["was not replayed"]
@@ -162,9 +150,8 @@ def test_not_a_number_is_equal_to_itself(tmp_path):
     save(tmp_path, 3)
     save(tmp_path, 4, records=[skipped])
     replay = plan_replay(tmp_path)
-    assert not any(
-        finding.wrong for difference in ([], ["ranks"]) for finding in compare(replay, [skipped], difference)
-    )
+    for difference in ([], ["ranks"]):
+        assert not compare(replay, [skipped], difference)[0].wrong
     assert compare(replay, [record(4)], ["ranks"])[0].wrong
 
 
@@ -184,3 +171,34 @@ def test_on_cuda_bits_are_compared_with_the_deterministic_mode_alone():
 def test_other_versions_excuse_other_bits():
     state = {"versions": {"torch": "2.1", "numpy": "2.0"}}
     assert version_differences(state, {"torch": "2.2", "numpy": "2.0", "python": "3.11"}) == ["torch 2.1 -> 2.2"]
+
+
+@pytest.mark.engine
+def test_recorded_steps_are_replayed_to_the_bit_and_a_wrong_bit_is_found(gloo, tmp_path, capsys, monkeypatch):
+    save, report = tmp_path / "steps", tmp_path / "verified.json"
+    flags = {"data_path": (cases.corpus(tmp_path),), "train_iters": 4, "save_interval": 2, "hidden_dropout": 0.1}
+    gloo.run(1, cases.trained, flags={**flags, "bf16": True, "save": str(save), "rampup_batch_size": (4, 4, 8)})
+    before = sorted(path.name for path in save.rglob("*"))
+
+    # the ranks of a replay know nothing of this process's
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    replays = []
+    replay = cli.records_of
+    monkeypatch.setattr(cli, "records_of", lambda *given: replays.append(replay(*given)) or replays[-1])
+    assert cli.main([str(save), "--json", str(report)]) == cli.EQUAL
+    assert "2 steps after step 2, compared to the bit: all agree" in capsys.readouterr().out
+    told = json.loads(report.read_text())
+    assert told["agrees"] and told["to_the_bit"] and [step["iteration"] for step in told["steps"]] == [3, 4]
+    assert sorted(path.name for path in save.rglob("*")) == before
+
+    off = dict(replays[0][1])
+    off["loss_hex"] = math.nextafter(float.fromhex(off["loss_hex"]), 0.0).hex()
+    monkeypatch.setattr(cli, "records_of", lambda *given: [replays[0][0], off])
+    assert cli.main([str(save)]) == cli.DIFFERENT
+    assert "WRONG: loss" in capsys.readouterr().out
+    assert cli.main([str(tmp_path / "none")]) == USER_ERROR
+    assert cli.main([str(save), "--steps", "0"]) == USER_ERROR
+    # a flag that the run would refuse is refused before anything starts
+    assert cli.main([str(save), "--moe-router-topk", "99"]) == USER_ERROR
+    assert cli.main([str(save), "--no-such-flag"]) == USER_ERROR
