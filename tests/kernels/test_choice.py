@@ -13,12 +13,6 @@ from megatron_moe.kernels.choice import takes_kernels
 from megatron_moe.platform import switches
 
 
-@pytest.fixture
-def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(switches.KERNELS, raising=False)
-    monkeypatch.setattr(choice, "why_no_triton", lambda: None)
-
-
 class OnGpu(NamedTuple):
     """What is asked of a tensor, of one that this machine cannot have."""
 
@@ -26,18 +20,16 @@ class OnGpu(NamedTuple):
     device: torch.device = torch.device("cuda:0")
 
 
-@pytest.mark.usefixtures("with_triton")
-def test_a_kernel_computes_on_a_gpu_and_torch_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_computes_on_a_gpu_unless_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(switches.KERNELS, raising=False)
+    monkeypatch.setattr(choice, "why_no_triton", lambda: None)
     assert takes_kernels(OnGpu()) and not takes_kernels(OnGpu(torch.float64))
     assert not takes_kernels(torch.empty(2))
     with platform.imagining("cuda", {}):  # a plan is the same where there is no Triton
         assert not takes_kernels(torch.empty(2, device="meta"))
     monkeypatch.setattr(choice, "why_no_triton", lambda: "not installed")
     assert not takes_kernels(OnGpu())
-
-
-@pytest.mark.usefixtures("with_triton")
-def test_the_variable_chooses_one_form_for_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "why_no_triton", lambda: None)
     monkeypatch.setenv(switches.KERNELS, "triton")
     assert takes_kernels(torch.empty(2)) and not takes_kernels(torch.empty(2, dtype=torch.float64))
     monkeypatch.setenv(switches.KERNELS, "torch")

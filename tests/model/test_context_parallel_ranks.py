@@ -33,8 +33,6 @@ from tests.model import mtp_cases
 from tests.model.test_attention import WIDTHS, inputs, reference
 from tests.model.test_build_ranks import MODELS, SP2, agrees
 
-pytestmark = pytest.mark.engine
-
 HERE = "tests/model/test_context_parallel_ranks.py"
 CP2 = {"context_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -9,8 +9,6 @@ import pytest
 
 from tests.helpers.rows import rows
 
-pytestmark = pytest.mark.engine
-
 STAGES = ("optim", "optim_grads", "optim_grads_params")
 STEPS = {"fp32": 2, "fp16": 3}
 """Steps: fp16 finds its scale in the first."""

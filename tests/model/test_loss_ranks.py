@@ -19,8 +19,6 @@ from tests.helpers.rows import rows
 from tests.model import mtp_cases
 from tests.model import test_build_ranks as layouts
 
-pytestmark = pytest.mark.engine
-
 TOKENS, ROWS, WIDTH = 24, 40, 16
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 

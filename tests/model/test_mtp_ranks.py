@@ -11,8 +11,6 @@ from tests.helpers.rows import rows
 from tests.model import mtp_cases as cases
 from tests.model.test_build_ranks import EP2, MODELS, PP2, SP2, TP2, VPP2, cut
 
-pytestmark = pytest.mark.engine
-
 # An Adam whose step is smooth in the gradient: two layouts' rounding errors must not decide about a sign.
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7, "lr": 1e-2, "adam_eps": 1e-2, "micro_batch_size": 1}
 CP2 = {"context_parallel_size": 2}

@@ -91,7 +91,6 @@ def measured(once: Any) -> Any:
     return lambda dtype, switches: once(4, trained, flags={**FLAGS, **DTYPES[dtype], **SWITCHES[switches]})
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("dtype", "switches"), rows(CASES, test=IN_TEST))
 def test_a_switch_trains_as_without_it(measured: Any, dtype: str, switches: str) -> None:
     wanted, found = measured(dtype, "none")[0]["said"], measured(dtype, switches)
@@ -137,7 +136,6 @@ def test_the_bytes_that_are_sent(measured: Any, dtype, switches, kinds, without,
     assert 0 < sent(switches, kinds) < part * sent(without, plain_kinds)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("dtype", "switches"),
     rows([("fp32", "none"), *CASES[1:5], ("bf16", "all")], test=IN_TEST),
@@ -235,7 +233,6 @@ def reduced(flags: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.engine
 def test_router_weights_norms_and_kept_modules_are_sent_as_they_are(gloo: Any) -> None:
     wanted = gloo.run(2, reduced, flags={})
     found = gloo.run(2, reduced, flags={"zero_quantized_gradients": "int8"})

@@ -12,8 +12,6 @@ from megatron_moe.config.schema import Run, replace
 from tests.helpers.rows import rows
 from tests.model import mtp_cases
 
-pytestmark = pytest.mark.engine
-
 VOCAB, LENGTH = 64, 16
 MODEL = {
     **PRESETS["tiny"],

@@ -22,8 +22,6 @@ from megatron_moe.parallel import groups
 from megatron_moe.platform import streams
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 
-pytestmark = pytest.mark.engine
-
 EP2 = {"expert_model_parallel_size": 2}
 
 
