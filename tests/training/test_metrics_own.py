@@ -91,7 +91,6 @@ def trained(name: str, flags: dict[str, Any]) -> tuple[list[tuple[str, Any]], st
 
 
 def test_a_metric_and_a_sink_of_a_program_get_what_a_run_does(gloo: Any, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     files = {"metrics_file": str(tmp_path / "metrics.jsonl"), "tensorboard_dir": str(tmp_path / "events")}
