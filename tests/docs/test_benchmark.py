@@ -9,14 +9,16 @@ import torch
 from benchmarks import expert_parallel, moe_layer, whole_step
 from benchmarks import problem as problems
 from benchmarks.problem import Shape, make_problem, oracle, relative_error
+from tests.helpers.rows import rows
 
 REPO = Path(__file__).resolve().parents[2]
 BUDGET = json.loads((REPO / "tests/docs/operation_budget.json").read_text())
 """Contestant and dtype -> torch operations of one step of the layer, those of torch's form."""
+RACE = "tests/docs/test_benchmark.py::test_every_contestant_matches_the_oracle_or_says_why_it_cannot_race"
 SMALL = ["--tokens", "48", "--hidden", "64", "--experts", "8", "--topk", "2", "--ffn", "32", "--shared", "32"]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", rows(["bf16", "fp32"], test=["fp32"]))
 def test_every_contestant_matches_the_oracle_or_says_why_it_cannot_race(tmp_path, dtype, capsys, monkeypatch):
     monkeypatch.setenv("MEGATRON_MOE_CPU_HALF_PRODUCTS", "native")  # whose operations are counted
     flags = [*SMALL, "--dtype", dtype, "--threads", "1", "--rounds", "2", "--warmup", "0"]
@@ -43,6 +45,7 @@ def test_every_contestant_matches_the_oracle_or_says_why_it_cannot_race(tmp_path
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.test_all(instead=RACE)
 def test_expert_parallel_contestants_match_the_oracle_too(capsys):
     flags = [*SMALL, "--rounds", "2", "--warmup", "0", "--dtype", "fp32"]
     assert expert_parallel.main(flags) == 0  # 1 if one of them gives a wrong answer
@@ -50,6 +53,7 @@ def test_expert_parallel_contestants_match_the_oracle_too(capsys):
     assert [float(row.split()[-1]) > 0 for row in rows] == [False, True, True]  # the bound computes no layer
 
 
+@pytest.mark.test_all(instead=RACE)
 def test_a_whole_step_trains_what_transformers_trains_or_does_not_race(capsys, monkeypatch):
     flags = ["--tokens", "64", "--seq-length", "32", "--vocab", "512", "--rounds", "2", "--threads", "1"]
     assert whole_step.main(flags) == 0

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron_moe.config.registry import DISPATCHERS, EXPERT_BACKENDS, SCORE_FUNCTIONS, Registry
 from megatron_moe.hf import config as hf_config
 from megatron_moe.hf.families import FAMILIES
@@ -43,18 +45,20 @@ def hunks(kind: str) -> list[Hunk]:
     return found
 
 
-def printed(folder: Path, code: str) -> Any:
-    """Apply the page's lines to a copy of the package, and return the JSON that a program prints with it.
-
-    Each change fits one place in its file.
-    """
-    shutil.copytree(ROOT / "megatron_moe", folder / "megatron_moe")  # with its byte code: a start is faster
+def changed_files() -> dict[str, str]:
+    """Return the files that the page changes, each with its lines at the one place where they fit."""
     texts: dict[str, str] = {}
     for change in (hunk for kind in ("flag", "preset", "family") for hunk in hunks(kind)):
         text = texts.get(change.file) or (ROOT / change.file).read_text(encoding="utf-8")
         assert text.count(change.before) == 1, f"{change.file}: not at one place:\n{change.before}"
         texts[change.file] = text.replace(change.before, change.after)
-    for file, text in texts.items():
+    return texts
+
+
+def printed(folder: Path, code: str) -> Any:
+    """Apply the page's lines to a copy of the package, and return the JSON that a program prints with it."""
+    shutil.copytree(ROOT / "megatron_moe", folder / "megatron_moe")  # with its byte code: a start is faster
+    for file, text in changed_files().items():
         if file.startswith("megatron_moe/"):
             (folder / file).write_text(text, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(folder)}
@@ -167,6 +171,11 @@ print(json.dumps({
 """
 
 
+def test_every_block_of_lines_fits_its_file() -> None:
+    assert {"megatron_moe/config/presets.py", "megatron_moe/hf/families.py", "README.md"} <= changed_files().keys()
+
+
+@pytest.mark.test_all(instead="tests/docs/test_extending.py::test_every_block_of_lines_fits_its_file")
 def test_what_the_page_adds_is_parsed_checked_stored_and_obeyed(tmp_path: Path) -> None:
     found = printed(tmp_path, ADDED)
     refused = found.pop("refused")

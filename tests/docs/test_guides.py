@@ -33,7 +33,7 @@ def imported(folder: Path) -> None:
 INPUTS = {"corpus.jsonl": corpus, "models/DeepSeek-V2-Lite": imported, "models/theirs": imported}
 
 
-@pytest.mark.parametrize("name", rows(GUIDES, test=["first_run", "in_docker", "on_slurm", "own_text"]))
+@pytest.mark.parametrize("name", rows(GUIDES, test=["first_run", "in_docker", "on_slurm"]))
 def test_a_guide_does_what_it_shows(name: str, tmp_path: Path, rank_parent: RankParent) -> None:
     made_small = TABLE.get(name, {})
     page = guides.substituted((guides.GUIDES / f"{name}.md").read_text(), made_small.get("replace", {}))

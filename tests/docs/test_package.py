@@ -147,6 +147,7 @@ def test_the_programs_of_the_installed_package_run(installed: Path, tmp_path: Pa
     assert "--moe-grouped-gemm" in quiet([installed / "megatron-moe", "flags", "--moe-grouped-gemm"], tmp_path)
 
 
+@pytest.mark.test_all(instead="tests/docs/test_package.py::test_the_programs_of_the_installed_package_run")
 def test_it_trains_exports_and_generates(installed: Path, tmp_path: Path) -> None:
     code = (
         "import sys, megatron_moe\nfrom megatron_moe.console import main\nprint(megatron_moe.__file__)\n"
