@@ -28,7 +28,7 @@ SHARDED = {"use_distributed_optimizer": True}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("importing")
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     for name, dtype in dtypes.items():
         tiny_models.make("deepseek-v3", 4, root / name, dtype)
     return {name: root / name for name in dtypes}
@@ -79,13 +79,11 @@ def test_what_stays_in_fp32_keeps_every_digit(gloo, folders):
 
 
 def test_a_wider_run_takes_the_numbers_as_they_are(gloo, folders):
-    names = {"bf16": "bfloat16", "fp16": "float16"}
-    steps = gloo.run(2, cases.imported, folders=[str(folders[name]) for name in names], layout=PP2)
-    for name, step in zip(names, zip(*steps)):
-        held = load_file(folders[name] / "model.safetensors")
-        assert step[0]["warnings"] == []
-        assert any(f" of {names[name]} are in a wider dtype here, exactly" in note for note in step[0]["notes"])
-        assert torch.equal(weights(step)[ROUTER], held["model.layers.1.mlp.gate.weight"].float())
+    (step,) = zip(*gloo.run(2, cases.imported, folders=[str(folders["bf16"])], layout=PP2))
+    held = load_file(folders["bf16"] / "model.safetensors")
+    assert step[0]["warnings"] == []
+    assert any(" of bfloat16 are in a wider dtype here, exactly" in note for note in step[0]["notes"])
+    assert torch.equal(weights(step)[ROUTER], held["model.layers.1.mlp.gate.weight"].float())
 
 
 def test_weights_in_fp8_are_rounded_into_a_half_run_and_not_into_fp32(gloo, folders, tmp_path):
