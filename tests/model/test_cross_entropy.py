@@ -170,11 +170,11 @@ def test_peak_memory_is_a_small_part(precision, part):
 
 
 def peak(way, precision):
-    """Peak resident memory above weight and input, of 1,024 tokens and 16,000 rows."""
+    """Peak resident memory above weight and input, of 2,048 tokens and 16,000 rows."""
     losses = benchmark.CONTESTANTS[way]()
     if way == "fused":
         losses = partial(losses, chunk_tokens=64)
     ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed would not be counted
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     dtype = benchmark.DTYPES[precision]
-    return benchmark.one_step(losses, 1024, 16_000, 64, dtype)[0]
+    return benchmark.one_step(losses, 2048, 16_000, 64, dtype)[0]
