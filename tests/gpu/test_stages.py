@@ -43,7 +43,8 @@ def leave_the_smallest() -> None:
 
     operators.DTYPES = (torch.bfloat16,)
     measure.MeasuringRanks = this_process
-    training.FLAGS += " --num-layers 2 --moe-layer-freq [0]+[1]*1"
+    few = "--global-batch-size 2 --num-layers 2 --moe-layer-freq [0]+[1]*1"
+    training.FLAGS = training.FLAGS.replace("--global-batch-size 8", few)
     training.PRECISIONS = {name: training.PRECISIONS[name] for name in ("bf16", "bf16, activations on the host")}
     layouts.LAYOUTS = {"EP2": layouts.LAYOUTS["EP2"]}
     layouts.LEFT_OUT_DRY = ()

@@ -19,6 +19,12 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file's tree: walking takes longer than parsing, and many rules look at each."""
+    return list(ast.walk(tree(path)))
+
+
 def name_of(path: Path) -> str:
     """A file as the tables write it: relative to the package, or to the repository where it is outside."""
     return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
@@ -28,7 +34,7 @@ def name_of(path: Path) -> str:
 def imported(path: Path) -> list[tuple[str, int]]:
     """Absolute name and line of everything a file imports, also in functions, for typing only, or by import_module."""
     found: list[tuple[str, int]] = []
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_moe.config import cli
 from megatron_moe.config.fields import all_fields
-from tests.helpers.sources import PACKAGE, ROOT, imported, name_of, sources, tree
+from tests.helpers.sources import PACKAGE, ROOT, imported, name_of, nodes, sources
 
 # A room may import from the rooms before it.
 ROOMS = (
@@ -255,13 +255,13 @@ def test_only_the_platform_room_changes_the_engine():
         if name_of(path).startswith("platform/"):
             continue
         foreign = set()
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 module = getattr(node, "module", None) or ""
                 for alias in node.names:
                     if (module or alias.name).split(".")[0] in ("megatron", "torch", "transformer_engine"):
                         foreign.add((alias.asname or alias.name).split(".")[0])
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in targets:
                 base = target
@@ -278,7 +278,7 @@ def test_only_the_platform_room_changes_the_engine():
 def cuda_mentions(path: Path) -> list[int]:
     """Lines that name torch.cuda, call `.cuda()`, or name the device "cuda"."""
     lines = []
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         named = isinstance(node, ast.Attribute) and node.attr == "cuda"
         device = (
             isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"cuda(:\d+)?", node.value)
@@ -290,9 +290,9 @@ def cuda_mentions(path: Path) -> list[int]:
 
 def test_only_the_platform_room_names_cuda():
     outside = {
-        name_of(path): cuda_mentions(path)
+        name_of(path): lines
         for path in [*sources("megatron_moe", "tools"), ROOT / "pretrain_moe.py"]
-        if not name_of(path).startswith("platform/") and cuda_mentions(path)
+        if not name_of(path).startswith("platform/") and (lines := cuda_mentions(path))
     }
     assert set(outside) - set(CUDA_OUTSIDE_PLATFORM) == set(), outside
     assert set(CUDA_OUTSIDE_PLATFORM) - set(outside) == set(), "the list names files that no longer need it"
@@ -303,7 +303,7 @@ def unpickles(path: Path) -> bool:
     readers = {"load", "loads", "Unpickler"}
     named = any(
         isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle" and node.attr in readers
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
     )
     names = [name.split(".") for name, _ in imported(path)]
     return named or any(n[0] in ("cloudpickle", "dill", "joblib") or (n[0] == "pickle" and n[1:]) for n in names)
@@ -320,7 +320,7 @@ def test_torch_loads_weights_only():
     calls = [
         (f"{name_of(path)}:{node.lineno}", {word.arg: ast.unparse(word.value) for word in node.keywords})
         for path in paths
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "torch.jit.load", "np.load")
     ]
     assert calls and [place for place, words in calls if words.get("weights_only") != "True"] == []
@@ -335,7 +335,7 @@ def test_files_are_replaced_and_synced_in_one_place():
     by_hand = {
         name_of(path)
         for path in [*sources("megatron_moe", "tools"), ROOT / "pretrain_moe.py"]
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and ast.unparse(node) in calls
     }
     assert by_hand - {"io/files.py", "io/hashing.py"} == set(WRITING_BY_HAND)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.sources import PACKAGE, ROOT, imported, name_of, sources, tree
+from tests.helpers.sources import PACKAGE, ROOT, imported, name_of, nodes, sources, tree
 
 LONGEST_FILE = 450
 SHORT_FILE = 60
@@ -32,7 +32,7 @@ def test_no_function_is_too_long_to_read():
     lengths = {
         f"{name_of(path)}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
         for path in [*sources("megatron_moe", "tools", "benchmarks"), ROOT / "pretrain_moe.py"]
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     }
     assert len(lengths) > 1000

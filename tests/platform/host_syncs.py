@@ -362,8 +362,7 @@ def _noted(stock: Callable[..., Any], note: Callable[[], None]) -> Callable[...,
 
 DEFAULTS = (
     "--preset tiny --mock-data --vocab-size 512 --seq-length 32 --max-position-embeddings 32 --eval-iters 0 "
-    "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr-decay-iters 2 "
-    "--num-layers 2 --moe-layer-freq [0]+[1]*1"
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr-decay-iters 2"
 ).split()
 
 

@@ -1,20 +1,19 @@
 """Runs on the pretended CUDA machine of `tests/helpers/cuda_on_cpu.py`, by the flags that users type.
 
-They are forked from a process that has loaded torch and the engine, but for the run that is about what is loaded.
+They are forked from a process that has loaded torch and the engine, and has a Transformer Engine built for another
+torch.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.ranks import ROOT, Child, RankParent, rank_environment
+from tests.helpers.ranks import ROOT, Child, RankParent
 
 CUDA = ("-m", "tests.helpers.cuda_on_cpu")
 FLAGS = (
@@ -25,9 +24,15 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def cuda() -> Iterator[RankParent]:
-    """A process with the pretended CUDA, which forks others."""
-    parent = RankParent((*CUDA, str(ROOT / "tests" / "helpers" / "ranks.py")))
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankParent]:
+    """A process with the pretended CUDA and a Transformer Engine that cannot be loaded, which forks others."""
+    library = tmp_path_factory.mktemp("libraries") / "transformer_engine"
+    library.mkdir()
+    (library / "__init__.py").write_text("raise AssertionError('built for another torch')")
+    parent = RankParent(("-W", "ignore", *CUDA, str(ROOT / "tests" / "helpers" / "ranks.py")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(library.parent))
+        parent.statuses([])  # starts it
     yield parent
     parent.close()
 
@@ -92,22 +97,13 @@ def test_a_run_goes_on_with_another_kind_of_device(rank_parent, cuda, tmp_path):
     assert [step["iteration"] for step in steps] == [1, 2, 3]
 
 
-def test_a_broken_transformer_engine_and_recomputation_leave_the_numbers_as_they_are(plain, tmp_path):
+def test_a_broken_transformer_engine_and_recomputation_leave_the_numbers_as_they_are(cuda, plain, tmp_path):
     compiled = tmp_path / "compiled"
-    (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise AssertionError('built for another torch')")
     flags = f"{FLAGS.partition(' --save')[0]} --recompute-granularity selective"
     flags += " --recompute-modules layernorm moe_act mla_up_proj"
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", *CUDA, str(ROOT / "pretrain_moe.py"), *command(2, flags)],
-        cwd=tmp_path,
-        env={**rank_environment(), "PYTHONPATH": f"{ROOT}:{tmp_path}", "TORCH_EXTENSIONS_DIR": str(compiled)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "Transformer Engine is not used" in ran.stdout and "AssertionError: built for another torch" in ran.stdout
+    extensions = {"TORCH_EXTENSIONS_DIR": str(compiled)}
+    output = printed(cuda, "pretrain_moe:main", command(2, flags), tmp_path, **extensions)
+    assert "Transformer Engine is not used" in output and "AssertionError: built for another torch" in output
     assert not compiled.exists(), "neither an extension nor a lock"
     steps = steps_of(tmp_path)
     assert [step["loss"] for step in steps] == [step["loss"] for step in plain]

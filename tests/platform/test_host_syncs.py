@@ -17,11 +17,11 @@ PAGE_ROWS = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").splitlines()
 
 
 class Case(NamedTuple):
-    """A row of the page's table: its flags, micro-batches on a rank and MoE layers."""
+    """A row of the page's table: its flags, micro-batches on a rank, and its layers, of which the first is dense."""
 
     flags: str
     micro_batches: int = 4
-    layers: int = 1
+    layers: int = 2
 
 
 BF16 = "--bf16 --use-distributed-optimizer"
@@ -44,7 +44,7 @@ TWO_RANKS = {
     "EP 2, `loop` backend": Case(f"{EP2} --moe-expert-backend loop", 2),
     "EP 2, capacity": Case(f"{EP2} --moe-expert-capacity-factor 1.0", 2),
     "EP 2, all-gather": Case(f"{EP2} --moe-token-dispatcher-type allgather", 2),
-    "PP 2, first stage": Case(f"{BF16} --pipeline-model-parallel-size 2 --num-layers 4 --moe-layer-freq [0]+[1]*3"),
+    "PP 2, first stage": Case(f"{BF16} --pipeline-model-parallel-size 2", layers=4),
     "TP 2, ETP 2": Case(f"{BF16} --tensor-model-parallel-size 2 --sequence-parallel"),
 }
 
@@ -59,12 +59,13 @@ def counting() -> Iterator[Forked]:
 
 def require_row(launcher: Forked, what: str, case: Case, world_size: int, folder: Path) -> None:
     """Measure the second step on rank 0; the page has to have this row."""
-    launcher.start(case.flags.split(), world_size, folder, folder / "log")
+    layers = ["--num-layers", str(case.layers), "--moe-layer-freq", f"[0]+[1]*{case.layers - 1}"]
+    launcher.start([*case.flags.split(), *layers], world_size, folder, folder / "log")
     assert launcher.wait(300) == 0, (folder / "log").read_text()
     counts = json.loads((folder / "counts.json").read_text())
     step = [sum(counts[phase][hidden] for phase in ("finalize", "step", "loop")) for hidden in (0, 1)]
     cells = [
-        cell(counts["layer"], case.micro_batches * case.layers),
+        cell(counts["layer"], case.micro_batches),
         cell(counts["micro-batches"], case.micro_batches),
         cell(step),
         cell(counts["logging"]),
