@@ -160,23 +160,21 @@ def test_an_id_that_is_none_is_named_with_its_line(write_jsonl: Callable[..., st
         run([write_jsonl([" "])], tmp_path / "out", tokenizer_type="NullTokenizer", vocab_size=10, append_eod=True)
 
 
-def test_existing_outputs_are_kept_unless_overwriting_is_asked(write_jsonl: Callable[..., str], tmp_path: Path) -> None:
+def test_existing_outputs_are_kept_unless_overwriting_is_asked_and_succeeds(
+    write_jsonl: Callable[..., str], tmp_path: Path
+) -> None:
+    def outputs() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")}
+
     prefix = run([write_jsonl(TEXTS)], tmp_path / "out")
-    before = Path(prefix + ".bin").read_bytes()
+    before = outputs()
     with pytest.raises(ConfigError, match="--overwrite"):
         run([write_jsonl(["new"])], tmp_path / "out")
-    assert Path(prefix + ".bin").read_bytes() == before
+    with pytest.raises(ConfigError, match="empty"):
+        run([write_jsonl(["fine", ""], "bad.jsonl")], tmp_path / "out", overwrite=True)
+    assert outputs() == before
     run([write_jsonl(["new"])], tmp_path / "out", overwrite=True)
     assert documents(prefix) == [[*b"new", 256]]
-
-
-def test_an_error_while_overwriting_leaves_the_old_dataset(write_jsonl: Callable[..., str], tmp_path: Path) -> None:
-    prefix = run([write_jsonl(TEXTS)], tmp_path / "out")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")}
-    with pytest.raises(ConfigError):
-        run([write_jsonl(["fine", ""], "bad.jsonl")], tmp_path / "out", overwrite=True)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")} == before
-    assert read_sidecar(prefix) is not None
 
 
 def test_a_crash_between_the_renames_leaves_no_dataset_that_opens(

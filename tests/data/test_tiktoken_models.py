@@ -198,7 +198,6 @@ def test_megatrons_special_tokens_come_first(tmp_path: Path) -> None:
 
 
 def test_megatrons_tokenizer_gives_the_ids_of_megatron_core(tmp_path: Path) -> None:
-    pytest.importorskip("tiktoken")
     from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
 
     file = megatron_file(tmp_path / "v.json")

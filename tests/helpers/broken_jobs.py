@@ -12,6 +12,7 @@ import json
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,16 +54,15 @@ class Breaking(Forked):
     def __init__(self, parent: RankParent, agent: bool = True) -> None:
         super().__init__(parent, "tests.helpers.broken_jobs:main")
         self._agent = agent
-        self._stores: list[Any] = []
 
     def start(self, argv: list[str], world_size: int, folder: Path, log: Path) -> None:
-        if not self._agent:
+        if self._agent:
             super().start(argv, world_size, folder, log)
             return
-        from torch.distributed import TCPStore
-
-        self._stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
-        self._fork(argv, world_size, folder, log, self._stores[0].port, TORCHELASTIC_USE_AGENT_STORE="True")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._fork(argv, world_size, folder, log, port)
 
 
 @dataclass

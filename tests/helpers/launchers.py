@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.helpers.ranks import ROOT, Child, RankParent, alive, rank_environment
 
@@ -83,12 +83,14 @@ class Forked:
     def __init__(self, parent: RankParent, target: str = "pretrain_moe:main") -> None:
         self._parent, self._target = parent, target
         self._ranks: list[int] = []
+        self._store: Any = None
 
     def start(self, argv: list[str], world_size: int, folder: Path, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self._fork(argv, world_size, folder, log, port)
+        from torch.distributed import TCPStore
+
+        # As torchrun's ranks meet in its agent's store: a port that was free a moment ago may be another process's.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._fork(argv, world_size, folder, log, self._store.port, TORCHELASTIC_USE_AGENT_STORE="True")
 
     def ranks(self) -> list[int]:
         return self._ranks
