@@ -75,10 +75,8 @@ def test_a_layout_trains_the_same_predictions_in_bf16(gloo, once, flags):
 
 
 def test_fp16s_loss_scale_reaches_the_predictions_and_leaves_them(once):
-    norms = [
-        alone(once, "experts", fp16=True, initial_loss_scale=scale)["grad_norms"][0] for scale in (2.0**8, 2.0**12)
-    ]
-    assert norms == pytest.approx([alone(once, "experts")["grad_norms"][0]] * 2, rel=5e-3)
+    scaled = alone(once, "experts", fp16=True, initial_loss_scale=2.0**12)
+    assert scaled["grad_norms"] == pytest.approx(alone(once, "experts")["grad_norms"], rel=5e-3)
 
 
 def test_layers_of_predictions_are_numbered_behind_the_models(once):

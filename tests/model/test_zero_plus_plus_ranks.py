@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from megatron_moe.config.schema import Run, replace
 from tests.helpers.rows import rows
 
 ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params", "seq_length": 16}
@@ -194,6 +195,19 @@ def pretrained(file: str) -> list[float]:
     pretrain(run)
     lines = [json.loads(line) for line in Path(metrics).read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line and "iteration" in line]
+
+
+def test_how_weights_and_gradients_are_sent_is_what_the_flags_say() -> None:
+    from megatron_moe.model.fully_sharded import Sharding
+
+    def sharding(**flags: Any) -> Sharding:
+        return Sharding.from_run(replace(Run(), **flags))
+
+    assert sharding(data_parallel_sharding_strategy="optim_grads") == Sharding(keep_gathered=True)
+    assert sharding(**ZERO3) == Sharding(keep_gathered=False)
+    assert sharding(**ZERO3, **WEIGHTS) == Sharding(False, quantized_weights=True)
+    assert sharding(**ZERO3, **MACHINES, tensor_model_parallel_size=4) == Sharding(False, machine=8)
+    assert [sharding(zero_quantized_gradients=name).gradient_bits for name in (None, "int8", "int4")] == [None, 8, 4]
 
 
 # ---- what is never rounded: router weights, norms, biases, and the modules that `--keep-fp32` names
