@@ -185,7 +185,7 @@ def planted(plant: Plant, folder: Path) -> None:
     file.write_text(text.replace(plant.right, plant.wrong))
 
 
-# One of each kind: a sum over ranks, a scale, a bias, an order, an auxiliary loss, a capacity.
+# One of each kind: a sum over ranks, a scale, a bias, an order, an auxiliary loss, a capacity, a step that raises.
 IN_EVERY_RUN = [
     "the router's weight is not summed over TP",
     "gradients are not divided by the loss scale",
@@ -193,6 +193,7 @@ IN_EVERY_RUN = [
     "multi-token prediction looks ahead within a rank's part of the sequence",
     "seq_aux_loss counts twice under TP",
     "an expert's capacity is that of a rank's tokens",
+    "counts are summed over the ranks of a micro-batch",
 ]
 
 
