@@ -71,10 +71,6 @@ def test_global_batches_are_the_next_samples_in_order_for_every_layout(size: int
         assert global_order(steps, consumed) == list(range(consumed, consumed + 56))
 
 
-def test_the_layout_may_change_between_steps() -> None:
-    assert global_order([(8, 2, 2), (8, 1, 4), (8, 4, 1), (8, 2, 4)], 0) == list(range(32))
-
-
 @pytest.mark.parametrize("length, rounds", [(8, 2), (9, 2), (11, 2), (12, 3), (3, 0)])
 def test_all_ranks_end_together_where_a_full_round_no_longer_fits(length: int, rounds: int) -> None:
     for rank in range(2):

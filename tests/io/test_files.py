@@ -69,15 +69,6 @@ def test_what_a_killed_sole_writer_left_is_overwritten(tmp_path):
     assert (tmp_path / "x").read_text() == "new" and os.listdir(tmp_path) == ["x"]
 
 
-def test_a_reader_of_the_old_file_never_sees_half_of_the_new_one(tmp_path):
-    path = tmp_path / "summary.json"
-    files.replace_json(path, {"valid_loss": 1.0})
-    with open(path) as reader:
-        files.replace_json(path, {"valid_loss": 2.0})
-        assert json.load(reader) == {"valid_loss": 1.0}
-    assert json.loads(path.read_text()) == {"valid_loss": 2.0}
-
-
 def test_json_has_no_word_for_numbers_that_are_not_finite(tmp_path):
     files.replace_json(
         tmp_path / "x", {"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": -float("inf")}, 3: None}
