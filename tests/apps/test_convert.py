@@ -145,28 +145,23 @@ def test_fp8_becomes_bf16_and_its_scales_are_used_up(tmp_path):
     assert any("quantization_config is left out" in line for line in note)
 
 
-def test_layers_of_multi_token_prediction_and_their_copies_come_back(tmp_path):
-    hf = tmp_path / "hf"
-    tiny_models.make("deepseek-v3", 2, hf)
-    tiny_models.add_prediction_layers(hf, 2)
-    certificate, back = there_and_back(hf)
-    assert unequal(held(hf), held(back)) == []
-    copies = {"model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight"}
-    assert certificate["copies"].keys() == copies & held(hf).keys() != set()
-
-
-def test_layers_of_multi_token_prediction_can_be_dropped_both_ways(tmp_path):
+def test_layers_of_multi_token_prediction_come_back_with_their_copies_or_are_dropped_both_ways(tmp_path):
     hf = tmp_path / "hf"
     tiny_models.make("deepseek-v3", 2, hf)
     without = held(hf)
     tiny_models.add_prediction_layers(hf, 2)
+    certificate = convert("hf", "native", hf, tmp_path / "whole")
+    copies = {"model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight"}
+    assert certificate["copies"].keys() == copies & held(hf).keys() != set()
+    convert("native", "hf", tmp_path / "whole", tmp_path / "all")
+    assert unequal(held(hf), held(tmp_path / "all")) == []
+    convert("native", "hf", tmp_path / "whole", tmp_path / "cut", "--drop-mtp")
+    assert unequal(without, held(tmp_path / "cut")) == []
+
     certificate, back = there_and_back(hf, "--drop-mtp")
     assert unequal(without, held(back)) == []
     assert set(certificate["dropped"]) == held(hf).keys() - without.keys()
     assert not json.loads((back / "config.json").read_text()).get("num_nextn_predict_layers")
-    convert("hf", "native", hf, tmp_path / "whole")
-    convert("native", "hf", tmp_path / "whole", tmp_path / "cut", "--drop-mtp")
-    assert unequal(without, held(tmp_path / "cut")) == []
 
 
 def test_a_tied_output_layer_that_a_folder_holds_all_the_same_is_kept(tmp_path):

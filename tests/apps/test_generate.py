@@ -29,7 +29,7 @@ from tests.helpers.rows import rows
 from tests.helpers.tiny_tokenizers import byte_level
 
 PROMPTS = ([5], [3, 90, 17, 17, 64, 2, 101])
-NEW = 24
+NEW = 12
 
 
 def continued(model, prompt, new=NEW):
