@@ -198,8 +198,11 @@ def test_the_wheels_are_those_that_are_tested_and_never_torch():
 
 def test_what_is_missing_and_has_no_wheel_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(wheels.NEEDED, "not-there-at-all", "not_there_at_all")
+    asked: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command: asked.append(command) or SimpleNamespace(returncode=1))
     with pytest.raises(SystemExit, match=r"not-there-at-all.*gpu-wheels"):
         wheels.place(tmp_path / "site", tmp_path / "wheels")
+    assert asked[0][-1] == "not-there-at-all" and "--no-index" in asked[0]
 
 
 @pytest.mark.parametrize("read", ["item", "tolist", "cpu", "nonzero", "__bool__"])
