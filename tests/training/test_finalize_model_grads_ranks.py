@@ -28,7 +28,8 @@ CASES = {
     0: (8, 1, 256, {}),
     1: (16, 4, 192, {"moe_router_bias_center": True}),
     2: (12, 3, 320, {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_group_score": "top2"}),
-    3: (24, 2, 384, {}),
+    # What does not fit is dropped, and counts for the bias all the same.
+    3: (24, 2, 384, {"moe_expert_capacity_factor": 1.0}),
 }
 SP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 # Case, in bf16 or not, ranks and layout.
@@ -96,7 +97,10 @@ def run_layout(seed: int, layout: dict[str, Any], half: bool) -> tuple[torch.Ten
         for tokens, is_padding in shares[dist.get_rank()]:
             router.route(tokens.bfloat16() if half else tokens, is_padding)
         update = update_routers([model])
-    return router.expert_bias.clone(), update.tokens_per_expert[0].tolist()
+    dropped = update.dropped_per_expert[0]
+    assert (dropped is None) == ("moe_expert_capacity_factor" not in options)
+    counts = update.tokens_per_expert[0] if dropped is None else update.tokens_per_expert[0] + dropped
+    return router.expert_bias.clone(), counts.tolist()
 
 
 def oracle(seed: int) -> tuple[torch.Tensor, list[int]]:

@@ -14,7 +14,8 @@ from megatron_moe.config.schema import build
 from tests.helpers.stepped_trainer import SMALL
 
 TINY = {**PRESETS["tiny"], "mock_data": True, "tokenizer_type": "ByteTokenizer", "eval_iters": 2, "seq_length": 32}
-SHORT = {**SMALL, "train_iters": 12, "lr": 3e-3}
+LOSSES = {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (1e-3,), "moe_z_loss_coeff": 1e-3}
+SHORT = {**SMALL, **LOSSES, "train_iters": 12, "lr": 3e-3}
 
 
 def trained(flags: dict[str, Any]) -> dict[str, Any]:
@@ -60,6 +61,7 @@ def test_one_rank_and_two_expert_parallel_ranks_have_the_same_losses(gloo, tmp_p
     for a, b in zip(first, second):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+        assert b["aux_losses"] == pytest.approx(a["aux_losses"], rel=1e-4) and len(a["aux_losses"]) == 2
         assert sum(map(sum, a["tokens_per_expert"].values())) == 2 * 8 * 32  # topk x sequences x length
     assert alone["valid_loss"] < alone["unigram_entropy"] + 1.0
 

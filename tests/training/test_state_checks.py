@@ -6,9 +6,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
+from megatron_moe.precision.packed_state import NOT_FINITE
+from megatron_moe.training.state_checks import is_finite, non_finite_text
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import SMALL
 
@@ -42,8 +45,6 @@ def spoil(what: str, model: Any, optimizer: Any) -> None:
         router = next(m for m in model[0].modules() if type(m).__name__ == "TopKRouter")
         router._buffers["expert_bias"] = router.expert_bias.half()
     if what in SWITCHES:
-        import torch
-
         exec(SWITCHES[what], {"torch": torch})
 
 
@@ -99,3 +100,10 @@ def test_without_an_interval_the_moment_is_noticed_where_the_run_saves_and_nothi
     (told,) = gloo.run(1, stopped, what="moment", at=6, flags=flags)
     assert told.startswith("after 6 steps: precision contract broken at saving (iteration 6): ")
     assert not list(tmp_path.glob("iter_*"))
+
+
+def test_groups_of_codes_that_are_not_finite_are_counted():
+    exponents = torch.tensor([3, NOT_FINITE, -5], dtype=torch.int8)
+    assert not is_finite(exponents) and is_finite(exponents[:1])
+    assert is_finite(torch.full((3,), 255, dtype=torch.uint8))
+    assert non_finite_text(exponents) == "1 of 3 groups that are not finite"
