@@ -2,83 +2,55 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_moe.report.run_info import read_info
 from tests.helpers import kills
 from tests.helpers.launchers import Forked
-from tests.helpers.ranks import ROOT, RankParent, alive, rank_environment
+from tests.helpers.ranks import ROOT, Child, RankParent, alive
 
 
-class Launch:
-    """torchrun with two ranks, in a process group of its own as under a shell."""
+class Torchrun:
+    """torchrun in a session of its own, forked where torch is loaded; its two ranks are interpreters of their own."""
 
-    def __init__(self, flags: list[str], folder: Path, log: Path) -> None:
-        self.log = log
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(ROOT / "pretrain_moe.py"), *flags,
-        ]  # fmt: skip
-        with open(log, "wb") as output:
-            self.process = subprocess.Popen(
-                command, cwd=folder, env=rank_environment(), stdout=output, stderr=output, start_new_session=True
-            )
-
-    def wait(self, seconds: float = 600.0) -> int:
-        try:
-            return self.process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise AssertionError(f"it did not end in {seconds} s:\n{self.output()}") from None
+    def __init__(self, parent: RankParent, flags: list[str], folder: Path, log: Path) -> None:
+        argv = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        argv += [str(ROOT / "pretrain_moe.py"), *flags]
+        self._parent, self._log = parent, log
+        (self.pid,) = parent.fork([
+            Child("torch.distributed.run:main", argv, str(log), str(folder), own_session=True)
+        ])  # fmt: skip
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks."""
-        listing = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        listing = Path(f"/proc/{self.pid}/task/{self.pid}/children")
         return [int(pid) for pid in listing.read_text().split()] if listing.exists() else []
 
-    def kill(self) -> None:
-        for pid in (*self.ranks(), self.process.pid):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        self.process.wait()
-
     def output(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self._log.read_text(errors="replace")
 
+    def until(self, condition: Callable[[], bool], seconds: float = 600.0) -> None:
+        """Wait for what happens while the job runs."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline or self._parent.statuses([self.pid]) != [None]:
+                os.killpg(self.pid, signal.SIGKILL)
+                raise AssertionError(f"it never happened:\n{self.output()}")
+            time.sleep(0.05)
 
-def until(condition: Callable[[], Any], launch: Launch, seconds: float = 600.0) -> None:
-    """Wait for what happens while a launched job runs."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline or launch.process.poll() is not None:
-            launch.kill()
-            raise AssertionError(f"it never happened:\n{launch.output()}")
-        time.sleep(0.05)
-
-
-def steps(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics file, at any moment."""
-    return [json.loads(line) for line in kills.raw_lines(path)]
-
-
-def gone(pids: list[int], seconds: float = 120.0) -> bool:
-    """Whether processes have ended, or do so in that many seconds."""
-    deadline = time.monotonic() + seconds
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(alive(pid) for pid in pids)
+    def wait_until_gone(self, ranks: list[int], seconds: float = 300.0) -> None:
+        """Wait for the end of torchrun and of its ranks."""
+        assert self._parent.statuses([self.pid], seconds) != [None], self.output()
+        deadline = time.monotonic() + seconds
+        while left := [pid for pid in ranks if alive(pid)]:
+            assert time.monotonic() < deadline, f"ranks were left behind: {left}\n{self.output()}"
+            time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -92,21 +64,20 @@ def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_on
     flags.append("--exit-signal-handler")
     reached = 0
     for how in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
-        launch = Launch(flags, folder, tmp_path / f"{how.name}.log")
-        until(lambda before=reached: len(steps(metrics)) > before + 2, launch)
-        ranks = launch.ranks()
+        torchrun = Torchrun(rank_parent, flags, folder, tmp_path / f"{how.name}.log")
+        torchrun.until(lambda before=reached: len(kills.raw_lines(metrics)) > before + 2)
+        ranks = torchrun.ranks()
         assert len(ranks) == world_size
-        launch.process.send_signal(how)
-        launch.wait()
-        assert gone(ranks), f"{how.name} left ranks behind:\n{launch.output()}"
-        reached = len(steps(metrics))
+        os.kill(torchrun.pid, how)
+        torchrun.wait_until_gone(ranks)
+        reached = len(kills.raw_lines(metrics))
         newest = max(path.name for path in (folder / "checkpoints").glob("iter_*"))
         if how is signal.SIGTERM:
             assert newest == f"iter_{reached:07d}", "SIGTERM saves where it stops"
         words = {signal.SIGTERM: f"stopped at iteration {reached} by SIGTERM", signal.SIGINT: "interrupted"}
-        assert words.get(how, "") in launch.output()
+        assert words.get(how, "") in torchrun.output()
         # torchrun itself leaves with one; the ranks have nothing to add
-        assert launch.output().count("Traceback") <= 1, launch.output()
+        assert torchrun.output().count("Traceback") <= 1, torchrun.output()
     last = reached + 3
     forked = Forked(rank_parent)  # torchrun's part is how a run stops
     oracle = kills.undisturbed_job(forked, whole, [*flags, "--exit-interval", str(last)], world_size)
