@@ -88,10 +88,7 @@ def measured(flat: dict[str, Any], half_products: str, steps: int) -> dict[str, 
     return {
         "weights": storage_bytes(weights),
         "gradients": storage_bytes(p.main_grad for chunk in model for p in chunk.parameters()),
-        "optimizer": storage_bytes(m for m in masters + moments if hasattr(m, "numel")),
-        "held": min(held),
-        "host": live.label_peaks[HOST],
-        "peak": min(peaks[1:]),
-        "update_peak": min(update_peaks[1:]),
+        "optimizer": storage_bytes(m for m in masters + moments if hasattr(m, "numel")), "held": min(held),
+        "host": live.label_peaks[HOST], "peak": min(peaks[1:]), "update_peak": min(update_peaks[1:]),
         "counts": [one.tolist() for one in counts],
-    }
+    }  # fmt: skip

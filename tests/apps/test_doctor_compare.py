@@ -113,15 +113,10 @@ def test_each_quantity_is_compared(oracle):
     got.steps[0]["loss_scale"], oracle.steps[0]["loss_scale"] = 2.0, 4.0
     comparison = compare(got, oracle)
     assert set(named(comparison)) == {
-        ("loss", ""),
-        ("loss scale", ""),
-        ("router", "decoder.layers.0"),
-        ("token counts", "decoder.layers.0"),
-        ("expert_bias", "decoder.layers.0"),
-        ("aux loss", "decoder.layers.0"),
-        ("gradient, step 1", DENSE),
+        ("loss", ""), ("loss scale", ""), ("router", "decoder.layers.0"), ("token counts", "decoder.layers.0"),
+        ("expert_bias", "decoder.layers.0"), ("aux loss", "decoder.layers.0"), ("gradient, step 1", DENSE),
         ("weight after step 1", WHOLE),
-    }
+    }  # fmt: skip
     got.steps[0]["loss_scale"] = None  # of a run that needs none
     within = compare(got, oracle, Tolerances(scalar=1.0, gradient=1.0, update=1.0, router=1.0, flips=1))
     assert within.agrees

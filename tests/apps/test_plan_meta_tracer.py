@@ -23,19 +23,12 @@ def operations():
     whole = torch.empty(4, 6, dtype=torch.int64, device="meta")
     half = torch.empty(4, 6, dtype=torch.bfloat16, device="meta")
     return {
-        "integer": whole * 1,
-        "float": whole * 1.0,
-        "boolean": whole + True,
-        "plain": half + half,
-        "transposed": half.t() + half.t(),
-        "mixed": half + half.float(),
-        "product": half @ half.t(),
-        "sum": half.sum(dim=1),
-        "kept sum": half.sum(dim=1, keepdim=True),
-        "joined": torch.cat([half, half.float()], dim=1),
-        "wide": half.to(torch.float32),
+        "integer": whole * 1, "float": whole * 1.0, "boolean": whole + True, "plain": half + half,
+        "transposed": half.t() + half.t(), "mixed": half + half.float(), "product": half @ half.t(),
+        "sum": half.sum(dim=1), "kept sum": half.sum(dim=1, keepdim=True),
+        "joined": torch.cat([half, half.float()], dim=1), "wide": half.to(torch.float32),
         "random": torch.rand_like(half),
-    }
+    }  # fmt: skip
 
 
 def test_a_result_that_is_looked_up_is_the_one_that_torch_computes():
