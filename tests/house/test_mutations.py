@@ -21,8 +21,9 @@ def _places(file: str) -> set[str]:
 
 @cache
 def _tests(path: str) -> set[str]:
+    """Return the names of a file's tests, and the empty one, which stands for all of them."""
     file = ROOT / "tests" / path
-    return {getattr(node, "name", "") for node in tree(file).body} if file.is_file() else set()
+    return {"", *(getattr(node, "name", "") for node in tree(file).body)} if file.is_file() else set()
 
 
 def test_a_mutation_changes_one_expression(tmp_path) -> None:
