@@ -119,10 +119,12 @@ class _Signals:
 
     Attributes:
         first: the number of the first signal, 0 without any.
+        reached_ranks: whether a rank got one, which may have ended since.
     """
 
     def __init__(self) -> None:
         self.first = 0
+        self.reached_ranks = False
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> _Signals:
@@ -136,6 +138,7 @@ class _Signals:
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         self.first = self.first or number
         for rank in ranks():
+            self.reached_ranks = True
             try:
                 rank.send_signal(number)
             except psutil.NoSuchProcess:
@@ -157,7 +160,7 @@ def _wait(agent: _Agent, signals: _Signals, options: LaunchOptions) -> None:
     waiting, started = launched.Waiting(), False
     while agent.is_alive():
         agent.join(_POLL_SECONDS)
-        started = started or bool(ranks())
+        started = started or signals.reached_ranks or bool(ranks())
         if started:
             continue
         if signals.first:

@@ -175,7 +175,7 @@ class Cluster:
         self.until(lambda: self.is_idle(node), f"{node} is idle")
 
     def is_idle(self, node: str) -> bool:
-        return self.run("sinfo", "-h", "-n", node, "-t", "idle", "-o", "%n", check=False).strip() == node
+        return node in self.run("sinfo", "-h", "-n", node, "-t", "idle", "-o", "%N", check=False)
 
 
 @contextlib.contextmanager
