@@ -57,7 +57,7 @@ check: $(STAMP) ## style, format, types, the page of flags
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -m tests.helpers.flags_page --check
+	$(RUN) -m tests.docs.flags_page --check
 
 BENCH ?= moe_layer
 bench: $(STAMP) ## compare our MoE layer with others' on this machine (BENCH=whole_step: a training step with transformers')

@@ -21,7 +21,7 @@ from megatron_moe.platform import switches
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler, parts
 from megatron_moe.training.step import connect, train_step
 from megatron_moe.training.weight_average import build_average
-from tests.helpers.offloading import on_a_cpu
+from tests.model.offloading import on_a_cpu
 
 
 def measured(flat: dict[str, Any], half_products: str, steps: int) -> dict[str, Any]:

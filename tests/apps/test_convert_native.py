@@ -13,9 +13,9 @@ import torch
 from megatron_moe.apps.convert.cli import main
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint.step_reader import StepReader
-from tests.helpers import imported_cases
 from tests.helpers.conversions import convert, held, words
 from tests.helpers.trained_steps import differing, tensors, trained
+from tests.hf import imported_cases
 
 HALF = "decoder.layers.1.mlp.experts.weight1"
 BIAS = "decoder.layers.1.mlp.router.expert_bias"

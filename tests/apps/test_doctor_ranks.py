@@ -17,7 +17,7 @@ import pytest
 from megatron_moe.apps.doctor import cli, examine, measure
 from megatron_moe.apps.doctor.compare import rounding_error
 from megatron_moe.apps.doctor.default_layouts import model
-from tests.helpers.forked_doctor import KEPT, ForkedRanks
+from tests.apps.forked_doctor import KEPT, ForkedRanks
 from tests.helpers.ranks import ROOT, RankParent
 
 

@@ -19,7 +19,7 @@ from megatron_moe.apps.inspect.cli import main
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint import lock as writer_lock
 from megatron_moe.io.files import new_file
-from tests.helpers.checkpoint_steps import contents, make_step, put_step, seal, tensors_of
+from tests.checkpoint.checkpoint_steps import contents, make_step, put_step, seal, tensors_of
 
 ROOT = Path(__file__).parents[2]
 Inspect = Callable[..., tuple[int, str, dict[str, Any]]]

@@ -17,8 +17,8 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.platform import switches
 from tests.apps.measured_memory import measured
-from tests.helpers.offloading import MODULES, offloading, on_a_cpu
 from tests.helpers.rows import rows
+from tests.model.offloading import MODULES, offloading, on_a_cpu
 
 pytestmark = pytest.mark.engine
 

@@ -18,7 +18,7 @@ from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.io.files import replace_json
 from megatron_moe.io.hashing import sha256_of_file
 from megatron_moe.io.program import USER_ERROR
-from tests.helpers import reshard_cases as cases
+from tests.checkpoint import reshard_cases as cases
 
 RUN = replace(Run(), mock_data=True, vocab_size=99, train_iters=9, micro_batch_size=2, save="x", metrics_file="m.jsonl")
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_moe.checkpoint import manifest
 from megatron_moe.io.hashing import FileEntry, sha256_of_file
-from tests.helpers.checkpoint_steps import saved, seal
+from tests.checkpoint.checkpoint_steps import saved, seal
 
 DATA = "__0_0.distcp"
 

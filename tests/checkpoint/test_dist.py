@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.checkpoint_steps import seal
 from tests.helpers import trained_steps
-from tests.helpers.checkpoint_steps import seal
 from tests.helpers.trained_steps import SMALL, differing, main_weights, tensors
 
 BIAS = "decoder.layers.1.mlp.router.expert_bias"

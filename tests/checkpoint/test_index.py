@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_moe.checkpoint import index, manifest, pickles
-from tests.helpers.checkpoint_steps import contents, make_step, put_step, saved, seal, tensors_of
+from tests.checkpoint.checkpoint_steps import contents, make_step, put_step, saved, seal, tensors_of
 
 KEY = "embedding.word_embeddings.weight"
 

@@ -18,7 +18,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.report.jsonl import read_events
 from tests.checkpoint import damage
-from tests.helpers.checkpoint_steps import make_step
+from tests.checkpoint.checkpoint_steps import make_step
 from tests.helpers.rows import rows
 from tests.helpers.trained_steps import SMALL, TINY, trained
 

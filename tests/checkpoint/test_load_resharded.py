@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import reshard_cases as cases
+from tests.checkpoint import reshard_cases as cases
 from tests.helpers.rows import rows
 from tests.helpers.trained_steps import differing, main_weights, tensors
 

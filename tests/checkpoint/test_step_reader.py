@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_moe.checkpoint.step_reader import StepReader
-from tests.helpers.checkpoint_steps import contents, make_step, put_step, saved, tensors_of
+from tests.checkpoint.checkpoint_steps import contents, make_step, put_step, saved, tensors_of
 
 
 def test_a_box_is_read_from_whatever_parts_hold_it(tmp_path):

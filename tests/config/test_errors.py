@@ -1,6 +1,6 @@
 """Every mistake of `mistakes.yaml` ends at once with one message that names it, and leaves nothing behind.
 
-The rows are run by `tests/helpers/mistakes.py`, by every function in RUN_BY of their program.
+The rows are run by `tests/config/mistakes.py`, by every function in RUN_BY of their program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pretrain_moe
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
-from tests.helpers.mistakes import LAUNCHER
+from tests.config.mistakes import LAUNCHER
 from tests.helpers.plain_steps import write_step
 from tests.helpers.rows import rows
 
@@ -130,7 +130,7 @@ def outcomes(files, tmp_path_factory) -> list[dict[str, Any]]:
     folder, asked = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("asked") / "rows.json"
     filled = [{**row, "words": shlex.split(row["typed"].replace("{d}", str(files)))} for row in ROWS]
     asked.write_text(json.dumps({"folder": str(folder), "watched": [str(files)], "rows": filled}))
-    command = [sys.executable, "-m", "tests.helpers.mistakes", str(asked)]
+    command = [sys.executable, "-m", "tests.config.mistakes", str(asked)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

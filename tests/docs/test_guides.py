@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from tests.helpers import guides
+from tests.docs import guides
 from tests.helpers.ranks import RankParent
 from tests.helpers.rows import rows
 from tests.helpers.tiny_tokenizers import published

@@ -167,7 +167,7 @@ def packed_adam(stage: Stage, size: int) -> None:
     """Compare one update of packed state, in every form, with torch's operations on the CPU."""
     from megatron_moe.precision.packed_state import AdamStep
     from megatron_moe.training.precision_aware_adam import adam_update
-    from tests.helpers import packed_cases
+    from tests.precision import packed_cases
 
     step = AdamStep(3e-3, (0.9, 0.95), 1e-8, 0.1, 7)
     sizes = (1000 * size + 5, 17, 4096)  # updated at once

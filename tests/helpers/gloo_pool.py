@@ -203,7 +203,7 @@ def serve(how: dict[str, str | None]) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if how["package"] is not None:
-        from tests.helpers import forked_doctor
+        from tests.apps import forked_doctor
 
         forked_doctor.take_from(how["package"])
     connected = socket.socket(socket.AF_UNIX)

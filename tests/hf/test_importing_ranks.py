@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import build
 from megatron_moe.hf.import_plan import plan_import
-from tests.helpers import imported_cases as cases
 from tests.helpers import tiny_models
 from tests.helpers.conversions import unequal
 from tests.helpers.rows import rows
+from tests.hf import imported_cases as cases
 from tests.hf.test_mapping_ranks import assembled, by_hf_name
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron_moe.checkpoint.origin import FOLDER
-from tests.helpers import imported_cases as cases
 from tests.helpers import tiny_models
 from tests.helpers.conversions import convert, held, unequal
 from tests.helpers.launchers import Forked
+from tests.hf import imported_cases as cases
 
 TRAINING = [
     "--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "4", "--eval-iters", "0",

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from megatron_moe.parallel.sequence import in_order
-from tests.helpers import imported_cases as cases
 from tests.helpers import tiny_models
 from tests.helpers.conversions import held, unequal
 from tests.helpers.errors import largest, worst
 from tests.helpers.rows import rows
+from tests.hf import imported_cases as cases
 
 pytestmark = pytest.mark.engine
 

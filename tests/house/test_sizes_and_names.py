@@ -129,3 +129,9 @@ def test_a_token_goes_from_the_loop_to_its_experts_and_back_through_few_files():
     trip = {str(file) for file in inside if file.parts[0] in ("training", "model", "moe")}
     assert {"training/loop.py", "training/step.py", "moe/layer.py", "moe/router.py", "moe/experts.py"} < trip
     assert len(trip) <= LONGEST_TRIP, sorted(trip)
+
+
+def test_what_tests_share_stays_small():
+    files = list((ROOT / "tests" / "helpers").glob("*.py"))
+    assert len(files) <= 25
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 4500

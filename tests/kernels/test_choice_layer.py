@@ -18,7 +18,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel import groups
 from megatron_moe.platform import switches
-from tests.helpers.compiled_kernels import ROOT
+from tests.kernels.compiled_kernels import ROOT
 
 SHAPE = {"tokens": 4096, "hidden": 7168, "experts": 32, "topk": 8, "ffn": 2048}
 
@@ -55,7 +55,7 @@ def test_without_kernels_it_launches_twice_as_many() -> None:
 def test_the_kernels_compile_within_their_budget(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.compiled_kernels", "--check"],
+        [sys.executable, "-m", "tests.kernels.compiled_kernels", "--check"],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -14,7 +14,7 @@ import torch
 
 from megatron_moe.model import cross_entropy, rotary
 from megatron_moe.moe import dispatch, experts, grouped_gemm, load_balance, routing
-from tests.helpers.compiled_kernels import all_kernels
+from tests.kernels.compiled_kernels import all_kernels
 
 pytestmark = pytest.mark.triton
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -14,9 +14,9 @@ from megatron_moe.kernels import compiled
 from megatron_moe.kernels.launching import launches_seen_by
 from megatron_moe.precision.packed_state import AdamState, AdamStep, Chances
 from megatron_moe.training.precision_aware_adam import adam_update
-from tests.helpers import packed_cases
-from tests.helpers.compiled_kernels import all_kernels
 from tests.helpers.rows import rows
+from tests.kernels.compiled_kernels import all_kernels
+from tests.precision import packed_cases
 
 STEP = AdamStep(3e-3, (0.9, 0.95), 1e-8, 0.1, 7)
 PAIRS = [(first, second) for first in packed_cases.FORMATS for second in packed_cases.FORMATS]

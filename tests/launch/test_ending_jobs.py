@@ -8,9 +8,10 @@ import pytest
 
 from megatron_moe.report.jsonl import read_events
 from megatron_moe.report.run_info import read_info
-from tests.helpers import broken_jobs, kills
+from tests.helpers import kills
 from tests.helpers.ranks import RankParent
 from tests.helpers.rows import rows
+from tests.launch import broken_jobs
 
 ITERATIONS, TIMEOUT, PATIENCE = 8, 10.0, 600.0
 FAULTS = [

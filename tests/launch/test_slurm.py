@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from megatron_moe import slurm
-from tests.helpers import guides
+from tests.docs import guides
 from tests.helpers.launchers import Forked
 from tests.helpers.ranks import ROOT, RankParent
 from tests.launch import slurm_cluster

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_moe.config.presets import PRESETS
-from tests.helpers.offloading import MODULES, offloading, on_a_cpu
 from tests.helpers.rows import rows
+from tests.model.offloading import MODULES, offloading, on_a_cpu
 
 pytestmark = pytest.mark.engine
 

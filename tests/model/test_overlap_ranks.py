@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.config.schema import Run, replace
-from tests.helpers import deep_ep_stub
 from tests.helpers.rows import rows
 from tests.model import mtp_cases
 from tests.model.test_build_ranks import EP2, MODELS, SP2, VPP2
+from tests.moe import deep_ep_stub
 
 pytestmark = pytest.mark.engine
 

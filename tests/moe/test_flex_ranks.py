@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.helpers import deep_ep_stub
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 from tests.helpers.rows import rows
+from tests.moe import deep_ep_stub
 
 pytestmark = pytest.mark.engine
 

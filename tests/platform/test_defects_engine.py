@@ -38,7 +38,7 @@ from megatron_moe.model.spec import LOCAL, LayerSettings, layer_spec
 from megatron_moe.moe.recompute import without_output
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import shared_by_ranks, sum_over_ranks
-from tests.helpers.checkpoint_steps import make_step
+from tests.checkpoint.checkpoint_steps import make_step
 from tests.helpers.moe_cases import build_layer, random_case
 from tests.platform.stock import forget_logged_losses, present
 

@@ -24,7 +24,7 @@ from megatron_moe.precision.packed_state import (
     update_by_torch,
 )
 from megatron_moe.training.precision_aware_adam import adam_update
-from tests.helpers import packed_cases
+from tests.precision import packed_cases
 
 NARROW = ("bf16", "int8", "fp8")
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import broken_jobs, fault_cases, kills, replica_cases
+from tests.helpers import kills
 from tests.helpers.launchers import Forked
 from tests.helpers.ranks import RankParent
 from tests.helpers.stepped_trainer import EP2, PP2, TP2
+from tests.launch import broken_jobs
+from tests.training import fault_cases, replica_cases
 from tests.training.test_faults_ranks import KINDS, check
 
 Scaled, Figure = Callable[..., int], Callable[..., None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers import imported_cases as cases
 from tests.helpers import tiny_models
+from tests.hf import imported_cases as cases
 from tests.hf.test_mapping_ranks import LAYOUTS, difference, reference
 
 

@@ -1,7 +1,7 @@
 """A long run holds no more at its end than at its beginning: memory, handles, threads, children, time and files.
 
 20,000 steps of a tiny MoE on two ranks with all that goes on around training: evaluations, checkpoints in the
-background with retention, metrics, TensorBoard, health, the picture. `tests/helpers/long_run.py` judges; that it finds
+background with retention, metrics, TensorBoard, health, the picture. `tests/soak/long_run.py` judges; that it finds
 a leak is held by tests/soak/test_long_run_judgement.py.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_moe.checkpoint.folder import steps
 from tests.helpers.launchers import Torchrun
-from tests.helpers.long_run import Bounds, Sample, growth, judged, sample, step_times, warm
+from tests.soak.long_run import Bounds, Sample, growth, judged, sample, step_times, warm
 
 STEPS, SAMPLES, KEPT = 20_000, 200, 2
 # Saves and evaluations are frequent, so that each happens as often as in months of a real run.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.long_run import Bounds, Sample, judged, sample, slope, step_times, warm
+from tests.soak.long_run import Bounds, Sample, judged, sample, slope, step_times, warm
 
 STEPS, EVERY, SAVE, EVALUATION = 20_000, 100, 500, 250
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import reshard_cases as cases
+from tests.checkpoint import reshard_cases as cases
 from tests.helpers.errors import largest
 
 PAIRS = list(itertools.product(cases.LAYOUTS, repeat=2))

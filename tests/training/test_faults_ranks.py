@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.fault_cases import DAMAGE, NAMED, SITES, faulty_steps, poisoned_saves, stopped_run
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, TP2, ZERO_2, ZERO_3
+from tests.training.fault_cases import DAMAGE, NAMED, SITES, faulty_steps, poisoned_saves, stopped_run
 
 KINDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 STEADY_SCALE: dict[str, Any] = {"initial_loss_scale": 1024.0, "min_loss_scale": 1024.0}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_moe.training.replicas import ReplicaDifference, bit_hash
-from tests.helpers.replica_cases import flip, flipped_bits
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import EP2, TP2, ZERO_3
+from tests.training.replica_cases import flip, flipped_bits
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "EP2": (2, {**EP2, "bf16": True}),

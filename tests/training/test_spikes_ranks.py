@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_moe.training.spikes import LEAST, SpikeDetector
-from tests.helpers.fault_cases import small
+from tests.training.fault_cases import small
 
 FEW, SPIKE, SEQUENCE = 4, 7, 5
 """Steps that a spike needs before it, the iteration that jumps, and which of its sequences does it."""

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.fault_cases import SITES
 from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, SMALL, TP2, Trainer
+from tests.training.fault_cases import SITES
 
 
 def injected(flags: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Run many wrong commands cheaply: one process imports the programs, and each command is a child forked from it.
 
-    python -m tests.helpers.mistakes FILE
+    python -m tests.config.mistakes FILE
 
 FILE is JSON: {"folder": ..., "watched": [...], "rows": [{"main": "module:function", "words": [...], "env": {...}}]}.
 For each row a line of JSON is printed: status, out, err, whether torch was loaded, and what was changed on the disk.

@@ -52,7 +52,7 @@ class Breaking(Forked):
     rank 0's, as those do that Slurm starts."""
 
     def __init__(self, parent: RankParent, agent: bool = True) -> None:
-        super().__init__(parent, "tests.helpers.broken_jobs:main")
+        super().__init__(parent, "tests.launch.broken_jobs:main")
         self._agent = agent
 
     def start(self, argv: list[str], world_size: int, folder: Path, log: Path) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from megatron_moe.config.errors import RunFault
-from tests.helpers.fault_cases import small
+from tests.training.fault_cases import small
 
 
 def flip(tensor: torch.Tensor, element: int, bit: int) -> None:

@@ -153,7 +153,7 @@ def _answer(listening: socket.socket, scratch: Path, parent: RankParent) -> None
             program, folder, argv = json.loads(asking.makefile().readline())
             number += 1
             log = str(scratch / f"{number}.log")
-            target = {"megatron-moe": "megatron_moe.console:main", "python": "tests.helpers.guides:script"}[program]
+            target = {"megatron-moe": "megatron_moe.console:main", "python": "tests.docs.guides:script"}[program]
             pids = parent.fork([Child(target, argv, log, folder)])
             while (status := parent.statuses(pids, 10.0)[0]) is None:
                 pass

@@ -1,6 +1,6 @@
 """Compile the Triton kernels that a layer and a loss launch, for GPUs that are not here, and show what they take.
 
-    python -m tests.helpers.compiled_kernels          # prints the table, writes tests/kernels/kernel_budget.json
+    python -m tests.kernels.compiled_kernels          # prints the table, writes tests/kernels/kernel_budget.json
 
 Registers of a thread, bytes of shared memory and of spilled registers, by kernel and architecture, as ptxas allots
 them. `--check` compares with the file instead of writing it.

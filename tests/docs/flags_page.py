@@ -1,4 +1,4 @@
-"""Write or check docs/flags.md: python -m tests.helpers.flags_page [--check]."""
+"""Write or check docs/flags.md: python -m tests.docs.flags_page [--check]."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
 def main(arguments: list[str]) -> int:
     """Write the page, or compare it with the schema; return 0, 1 where it is not current, 2 for a wrong argument."""
     if arguments not in ([], ["--check"]):
-        print("usage: python -m tests.helpers.flags_page [--check]", file=sys.stderr)
+        print("usage: python -m tests.docs.flags_page [--check]", file=sys.stderr)
         return 2
     new = flag_help.page(cli._build_parser())
     if not arguments:
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
         return 0
     if PAGE.exists() and PAGE.read_text(encoding="utf-8") == new:
         return 0
-    print("docs/flags.md is not that of the schema; run: python -m tests.helpers.flags_page", file=sys.stderr)
+    print("docs/flags.md is not that of the schema; run: python -m tests.docs.flags_page", file=sys.stderr)
     return 1
 
 
