@@ -74,8 +74,15 @@ setup(
         # Without wandb, which megatron-core imports at every start where it is there: 0.4 s of each process. The
         # Makefile installs it beside the environment (constraints/trackers.txt).
         "dev": [
-            "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "mypy>=1.13", "transformers>=4.56", *DATA, *MLFLOW,
-            "sqlalchemy>=2", "alembic>=1.13",  # MLflow in a database
+            "pytest>=8",
+            "pytest-xdist>=3.6",
+            "ruff>=0.9",
+            "mypy>=1.13",
+            "transformers>=4.56",
+            *DATA,
+            *MLFLOW,
+            "sqlalchemy>=2",
+            "alembic>=1.13",  # MLflow in a database
             "tiktoken>=0.9",  # megatron-core's TikTokenizer, which ours is compared with
             # What torch's builds for CUDA bring: its interpreter and its compiler work without a GPU.
             "triton>=3.6; platform_system == 'Linux'",

@@ -178,7 +178,7 @@ def page(parser: argparse.ArgumentParser) -> str:
         "# Flags",
         "",
         "Every flag of `pretrain_moe.py`, and so each key of a `--config` file (without the dashes). Written by",
-        "`python -m tests.helpers.flags_page` from the schema in `megatron_moe/config/`; `make check` compares.",
+        "`python -m tests.docs.flags_page` from the schema in `megatron_moe/config/`; `make check` compares.",
         "Megatron-LM's other flags: `megatron-moe flags FLAG`, or `megatron-moe train --help FLAG`.",
     ]
     for group in dict.fromkeys(entry.group for entry in every):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
@@ -66,6 +67,7 @@ def run_checks(
     *,
     only: Collection[str] = (),
     started: Callable[[str], object] = lambda name: None,
+    finished: Callable[[list[Finding]], object] = lambda findings: None,
 ) -> list[Finding]:
     """Check the machine of this process, or of all ranks that torchrun started, for a run.
 
@@ -77,6 +79,8 @@ def run_checks(
         thresholds: what is expected of the machine.
         only: names of CHECKS; empty for all.
         started: called with a check's name before it runs.
+        finished: called with the findings. No rank leaves before it has returned on all: a launcher ends every rank as
+            soon as one has failed, and the rank that reports would be cut off.
 
     Returns:
         The findings of all ranks, the same list on every rank, in the order of CHECKS. A check that itself fails is a
@@ -94,7 +98,12 @@ def run_checks(
             started(check.name)
             if check.where != NODE or place.local_rank == 0:
                 found.append(_named(_looked(check, place), check.name, place))
-        return merged(_of_all(found, place))
+        findings = merged(_of_all(found, place))
+        finished(findings)
+        if own_group:
+            with contextlib.suppress(RuntimeError):  # the rank that reports could not, and says so itself
+                dist.barrier()
+        return findings
     finally:
         if own_group:
             dist.destroy_process_group()

@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from megatron_moe.apps.preflight.findings import DEFAULTS, FAIL, Thresholds, as_dict, table, worst
+from megatron_moe.apps.preflight.findings import DEFAULTS, FAIL, Finding, Thresholds, as_dict, table, worst
 from megatron_moe.config import cli, rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
@@ -72,13 +72,16 @@ def _main(argv: list[str]) -> int:
     thresholds = Thresholds(flags.inside, flags.across, flags.least_share, flags.least_write)
     from megatron_moe.apps.preflight.checks import run_checks  # loading torch takes seconds
 
-    findings = run_checks(run, thresholds, only=flags.only, started=_progress)
-    if _rank() == 0:
+    def report(findings: list[Finding]) -> None:
+        if _rank() != 0:
+            return
         for line in table(findings, world_size):
             say(line)
         if flags.json is not None:
             replace_json(Path(flags.json), as_dict(findings, world_size, versions(), time.monotonic() - began))
             say(f"wrote {flags.json}")
+
+    findings = run_checks(run, thresholds, only=flags.only, started=_progress, finished=report)
     return FAILED if worst(findings) == FAIL else DONE
 
 
