@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from typing import Any
 
+import pytest
 import torch
 
 from megatron_moe.config.presets import PRESETS
@@ -15,6 +15,7 @@ from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.copying import _groups_of
 from tests.helpers.routers import router, tokens
+from tests.precision.test_contract_protections import _subject
 
 SAVED = {
     "pickle": pickle.dumps,
@@ -23,56 +24,32 @@ SAVED = {
 }
 
 
-def refusals(pg_collection: Any) -> dict[str, str]:
-    """What each module of this package that has a process group of its own says to each way of pickling it whole."""
+def test_a_module_with_process_groups_says_what_to_save_instead(one_process: None) -> None:
     flags = {"mock_data": True, "vocab_size": 100, "bf16": True, "mtp_num_layers": 1, "moe_expert_capacity_factor": 1.0}
     run = build({**PRESETS["tiny"], **flags, "moe_pad_expert_input_to_capacity": True})
-    (model,) = build_model(run, pg_collection, 128)
+    (model,) = build_model(run, groups.initialize(Run()), 128)
     kinds = {type(m): m for m in model.modules() if any(_groups_of(m))}
     own = {cls.__name__: m for cls, m in kinds.items() if cls.__module__.startswith("megatron_moe")}
-    told = {}
+    assert {"TopKRouter", "GroupedExperts", "SharedExperts"} < set(own)
     for name, module in {**own, "the model": model, "the bare model": model.module}.items():
         for way, save in SAVED.items():
-            try:
+            with pytest.raises((TypeError, AttributeError)) as refused:
                 save(module)
-                told[f"{name}: {way}"] = "saved"
-            except (TypeError, AttributeError) as error:
-                told[f"{name}: {way}"] = str(error)
-    return told
+            assert "state_dict()" in str(refused.value) and "process groups" in str(refused.value), (name, way)
 
 
-def copies(pg_collection: Any) -> list[bool]:
-    from tests.precision.test_contract_protections import _subject
-
+def test_a_copy_shares_the_groups_and_the_state_dict_is_what_a_new_module_loads(one_process: None) -> None:
+    pg_collection = groups.initialize(Run())
     layer, fresh = (_subject("MoELayer", pg_collection) for _ in range(2))
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
-    shallow, deep = copy.copy(layer), copy.deepcopy(layer)
-    file = io.BytesIO()
+    deep, file = copy.deepcopy(layer), io.BytesIO()
+    assert copy.copy(layer).router is layer.router
+    assert deep.router.weight is not layer.router.weight and deep.router.groups.tp is layer.router.groups.tp
     torch.save(layer.state_dict(), file)
     file.seek(0)
     fresh.load_state_dict(torch.load(file))
-    return [
-        shallow.router is layer.router,
-        deep.router.weight is not layer.router.weight and deep.router.groups.tp is layer.router.groups.tp,
-        torch.equal(fresh.experts.weight1, layer.experts.weight1),
-    ]
-
-
-def refused_and_copied() -> tuple[dict[str, str], list[bool]]:
-    pg_collection = groups.initialize(Run())
-    return refusals(pg_collection), copies(pg_collection)
-
-
-def test_a_module_with_process_groups_says_what_to_save_instead(once: Any) -> None:
-    ((told, _),) = once(1, refused_and_copied)
-    assert {"TopKRouter: pickle", "GroupedExperts: pickle", "SharedExperts: pickle"} < set(told)
-    assert [case for case, text in told.items() if "state_dict()" not in text or "process groups" not in text] == []
-
-
-def test_a_copy_shares_the_groups_and_the_state_dict_is_what_a_new_module_loads(once: Any) -> None:
-    ((_, copied),) = once(1, refused_and_copied)
-    assert copied == [True, True, True]
+    assert torch.equal(fresh.experts.weight1, layer.experts.weight1)
 
 
 def test_a_router_of_a_plain_script_has_no_groups_and_is_pickled() -> None:

@@ -56,16 +56,12 @@ def test_groups_can_be_left_and_built_again_and_the_timeout_is_the_runs():
         assert not dist.is_initialized()
 
 
-def draws() -> tuple[float, float, float]:
-    return random.random(), float(numpy.random.rand()), float(torch.rand(()))
-
-
 def test_a_seed_repeats_every_stream_and_another_changes_them():
     groups.initialize(Run())
     seen = []
     for seed in (1, 1, 2**32 + 5):
         seed_everything(replace(Run(), seed=seed))
-        seen.append(draws())
+        seen.append((random.random(), float(numpy.random.rand()), float(torch.rand(()))))
     assert seen[0] == seen[1]
     assert all(first != second for first, second in zip(seen[0], seen[2], strict=True))
 

@@ -20,14 +20,9 @@ from megatron_moe.training.flight_recorder import progress
 from tests.helpers.gloo_pool import GlooPool
 
 NAMES = (
-    "TORCH_FR_BUFFER_SIZE",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE",
-    "TORCH_FR_DUMP_TEMP_FILE",
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT",
-    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-)
+    "TORCH_FR_BUFFER_SIZE TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_FR_DUMP_TEMP_FILE TORCH_NCCL_DEBUG_INFO_TEMP_FILE "
+    "TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC TORCH_NCCL_ASYNC_ERROR_HANDLING"
+).split()
 
 
 @pytest.fixture(autouse=True)
@@ -64,17 +59,14 @@ def test_nccl_waits_longer_than_the_watchdog_and_records_what_it_does(joined, tm
     with mock.patch.object(groups.parallel_state, "initialize_model_parallel", side_effect=initialize) as made:
         groups.initialize(replace(Run(), distributed_timeout_minutes=10), tmp_path / "faults")
     assert made.call_args.kwargs["distributed_timeout_minutes"] == 12
-    assert joined == [
-        (
-            timedelta(minutes=12),
-            {
-                "TORCH_FR_BUFFER_SIZE": "2000",
-                "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "faults" / "nccl_trace_rank_"),
-                "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-                "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(14 * 60),
-            },
-        )
-    ]
+    ((timeout, set_for_it),) = joined
+    assert timeout == timedelta(minutes=12)
+    assert set_for_it == {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "faults" / "nccl_trace_rank_"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(14 * 60),
+    }
     assert groups.recorded() is nccl.recorded
 
 
