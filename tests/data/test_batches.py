@@ -52,52 +52,25 @@ def make_run(**changes: object) -> Any:
     return build({"seq_length": S, "vocab_size": 1000, "micro_batch_size": 2, **changes})
 
 
-def global_order(schedule: list[tuple[int, int, int]], consumed: int, length: int = 1000) -> list[int]:
-    """Samples in order of (step, micro-batch, rank, row) for steps of (global batch, micro-batch size, DP)."""
-    order: list[int] = []
-    for global_batch, size, dp in schedule:
-        ranks = [micro_batch_indices(consumed, size, rank, dp, length) for rank in range(dp)]
-        for _ in range(global_batch // (size * dp)):
-            for rank in ranks:
-                order += next(rank)
-        consumed += global_batch
-    return order
-
-
-@pytest.mark.parametrize("size, dp", [(1, 1), (2, 1), (1, 4), (4, 2), (2, 4), (8, 1)])
-def test_global_batches_are_the_next_samples_in_order_for_every_layout(size: int, dp: int) -> None:
-    steps = [(8, size, dp), (8, size, dp), (16, size, dp), (24, size, dp)]
-    for consumed in (0, 8, 24):
-        assert global_order(steps, consumed) == list(range(consumed, consumed + 56))
-
-
 @pytest.mark.parametrize("length, rounds", [(8, 2), (9, 2), (11, 2), (12, 3), (3, 0)])
-def test_all_ranks_end_together_where_a_full_round_no_longer_fits(length: int, rounds: int) -> None:
+def test_all_ranks_end_together_where_a_full_round_no_longer_fits(length, rounds):
     for rank in range(2):
         taken = list(micro_batch_indices(0, 2, rank, 2, length))
         assert len(taken) == rounds
         assert all(i < length for indices in taken for i in indices)
 
 
-def test_a_resumed_iterator_continues_where_the_first_stopped() -> None:
-    whole = batch_iterator(Numbered(), make_run())
-    batches = [next(whole) for _ in range(10)]
-    resumed = batch_iterator(Numbered(), make_run(), consumed_samples=12)
-    for expected in batches[6:]:
-        got = next(resumed)
-        assert all(torch.equal(got[key], expected[key]) for key in KEYS)
-    assert resumed.consumed_samples == whole.consumed_samples == 20
-
-
-def test_a_batch_is_the_samples_stacked() -> None:
+def test_a_batch_is_the_samples_stacked_and_takes_no_random_number():
+    before = torch.get_rng_state()
     batch = next(batch_iterator(Numbered(), make_run(), consumed_samples=4))
+    assert torch.equal(torch.get_rng_state(), before)
     for row, i in enumerate((4, 5)):
         for key, value in Numbered()[i].items():
             assert torch.equal(batch[key][row], value)
             assert batch[key].dtype == value.dtype
 
 
-def test_reading_ahead_in_processes_changes_nothing() -> None:
+def test_reading_ahead_in_processes_changes_nothing():
     plain = batch_iterator(Numbered(), make_run(), consumed_samples=6)
     ahead = batch_iterator(Numbered(), make_run(num_workers=2), consumed_samples=6)
     for _ in range(29):
@@ -108,15 +81,7 @@ def test_reading_ahead_in_processes_changes_nothing() -> None:
             next(iterator)
 
 
-def test_making_an_iterator_draws_no_random_number() -> None:
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    iterator = batch_iterator(Numbered(), make_run())
-    next(iterator)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_an_id_outside_the_vocabulary_is_named_before_it_reaches_the_model() -> None:
+def test_an_id_outside_the_vocabulary_is_named_before_it_reaches_the_model():
     iterator = batch_iterator(Numbered(), make_run(vocab_size=12))
     for _ in range(5):
         next(iterator)  # samples 0 to 9, labels to 10
@@ -124,13 +89,13 @@ def test_an_id_outside_the_vocabulary_is_named_before_it_reaches_the_model() -> 
         next(iterator)
 
 
-def test_a_rank_that_reads_needs_a_dataset() -> None:
+def test_a_rank_that_reads_needs_a_dataset():
     with pytest.raises(ValueError, match="dataset is None"):
         batch_iterator(None, make_run())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_context_parallel_slices_pair_an_early_chunk_with_a_late_one(size: int) -> None:
+def test_context_parallel_slices_pair_an_early_chunk_with_a_late_one(size):
     whole = torch.arange(16).expand(3, 16)
     parts = [context_parallel_slice(whole, rank, size) for rank in range(size)]
     assert sorted(i for part in parts for i in part[0].tolist()) == list(range(16))
@@ -198,16 +163,15 @@ FEW = ["TP2 DP2", "PP2 with 2 virtual stages", "predictions before the loss"]
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", rows(LAYOUTS, test=FEW))
-def test_every_rank_gets_its_rows_of_the_same_global_batches(gloo: Any, words: list[str], name: str) -> None:
+def test_every_rank_gets_its_rows_of_the_same_global_batches(gloo, words, name):
     world, changes, wanted_by = LAYOUTS[name]
-    steps = 3
-    results = gloo.run(world, read, changes=changes, words=words, steps=steps)
+    results = gloo.run(world, read, changes=changes, words=words, steps=3)
     dp_size = 1 + max(result["facts"]["dp"] for result in results)
-    expected = oracle(gloo, words, 2 * dp_size * steps)
+    expected = oracle(gloo, words, 6 * dp_size)
     for result in results:
         facts = result["facts"]
         assert result["reads"] == (facts["tp"] == 0 and facts["pp"] in {rank for rank, _ in wanted_by})
-        assert result["consumed"] == 4 + 2 * dp_size * steps
+        assert result["consumed"] == 4 + 6 * dp_size
         for step, chunks in enumerate(result["batches"]):
             begin = step * 2 * dp_size + 2 * facts["dp"]
             for chunk, batch in enumerate(chunks):
@@ -217,7 +181,7 @@ def test_every_rank_gets_its_rows_of_the_same_global_batches(gloo: Any, words: l
             assert result["dtypes"] == ["torch.int64", "torch.int64", "torch.float32", "torch.int64"]
 
 
-def test_context_parallel_ranks_share_the_samples_and_split_the_sequence(gloo: Any, words: list[str]) -> None:
+def test_context_parallel_ranks_share_the_samples_and_split_the_sequence(gloo, words):
     results = gloo.run(2, read, changes={"context_parallel_size": 2}, words=words, steps=1)
     expected = oracle(gloo, words, 2)
     for result in results:
@@ -234,7 +198,7 @@ def step_hash(samples: list[tuple[int, torch.Tensor]]) -> str | None:
     return hex_of(*added(sample_words(number, sample) for number, sample in samples))
 
 
-def test_the_hash_of_a_step_sees_every_change_and_no_order_of_ranks() -> None:
+def test_the_hash_of_a_step_sees_every_change_and_no_order_of_ranks():
     samples = [(number, torch.full((4, 8), number)) for number in range(6)]
     whole = step_hash(samples)
     assert whole == step_hash(samples[::-1]) and whole is not None and len(whole) == 16
@@ -245,13 +209,13 @@ def test_the_hash_of_a_step_sees_every_change_and_no_order_of_ranks() -> None:
     assert hex_of(*added([])) is None
 
 
-def test_sums_of_many_hashes_are_exact() -> None:
+def test_sums_of_many_hashes_are_exact():
     words = [sample_words(number, torch.zeros(4, 2, dtype=torch.int64)) for number in range(3000)]
     low, high = sum(int(a) for a, _ in words), sum(int(b) for _, b in words)
     assert added(words) == (low, high) and hex_of(low, high) == f"{high % 2**32:08x}{low % 2**32:08x}"
 
 
-def test_a_run_of_batches_has_the_hash_of_its_samples_whatever_their_size_and_readers() -> None:
+def test_a_run_of_batches_has_the_hash_of_its_samples_whatever_their_size_and_readers():
     taken = []
     for flags, reads in (({"micro_batch_size": 1}, 8), ({}, 4), ({"micro_batch_size": 4, "num_workers": 1}, 2)):
         batches = batch_iterator(Numbered(), make_run(**flags), consumed_samples=8)

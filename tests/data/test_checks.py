@@ -15,7 +15,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build
 from megatron_moe.data.checks import check_data
 from megatron_moe.data.index_file import read_sidecar
-from megatron_moe.data.tokenizers import ByteTokenizer, NullTokenizer
+from megatron_moe.data.tokenizers import ByteTokenizer, NullTokenizer, Tokenizer
 
 VOCABULARY = 1000
 DOCUMENTS = [[i % 900, 3, 7, 8, (7 * i) % 900] for i in range(100)]
@@ -30,38 +30,41 @@ def make_run(prefix: str, **changes: object) -> Run:
     return build({"data_path": [prefix], "split": "80,20,0", "seq_length": 16, "eval_iters": 1, **changes})
 
 
-def refuse(run: Run, words: str, tokenizer: object = None, deep: bool = True) -> None:
+def check(run: Run, tokenizer: Tokenizer | None = None, deep: bool | None = True) -> list[str]:
+    return check_data(run, tokenizer or NullTokenizer(VOCABULARY), deep=deep)
+
+
+def refuse(run: Run, words: str, tokenizer: Tokenizer | None = None, deep: bool = True) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_data(run, tokenizer or NullTokenizer(VOCABULARY), deep=deep)  # type: ignore[arg-type]
+        check(run, tokenizer, deep)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_good_data_passes_and_the_log_says_what_was_verified(prefix: str) -> None:
-    lines = check_data(make_run(prefix), NullTokenizer(VOCABULARY), deep=True)
-    assert len(lines) == 1
-    assert "500 tokens" in lines[0] and "SHA-256 of .bin and .idx verified" in lines[0]
-    lines = check_data(make_run(prefix, data_verify_gb=0.0), NullTokenizer(VOCABULARY), deep=True)
-    assert "SHA-256 of .idx" in lines[0] and "--data-verify-gb" in lines[0]
+def test_good_data_passes_and_the_log_says_what_was_verified(prefix):
+    (line,) = check(make_run(prefix))
+    assert "500 tokens" in line and "SHA-256 of .bin and .idx verified" in line
+    (line,) = check(make_run(prefix, data_verify_gb=0.0))
+    assert "SHA-256 of .idx" in line and "--data-verify-gb" in line
 
 
-def test_checking_changes_nothing_on_disk(prefix: str, tmp_path: Path) -> None:
+def test_checking_changes_nothing_on_disk(prefix, tmp_path):
     def state() -> dict[str, tuple[int, int]]:
         return {p.name: (p.stat().st_size, p.stat().st_mtime_ns) for p in tmp_path.iterdir()}
 
     before = state()
-    check_data(make_run(prefix), NullTokenizer(VOCABULARY), deep=True)
+    check(make_run(prefix))
     refuse(make_run(prefix), "tokenizer", ByteTokenizer())
     assert state() == before
 
 
 @pytest.mark.parametrize("deep", [True, False])
-def test_data_of_another_tokenizer_is_refused(prefix: str, deep: bool) -> None:
+def test_data_of_another_tokenizer_is_refused(prefix, deep):
     refuse(make_run(prefix), "--tokenizer-type ByteTokenizer", ByteTokenizer(), deep=deep)
     refuse(make_run(prefix), "(1001 ids)", NullTokenizer(VOCABULARY + 1), deep=deep)
 
 
-def test_a_flipped_bit_is_found_by_the_hash_wherever_it_is(prefix: str) -> None:
+def test_a_flipped_bit_is_found_by_the_hash_wherever_it_is(prefix):
     for suffix, step in ((".bin", 97), (".idx", 150)):
         path = Path(prefix + suffix)
         content = path.read_bytes()
@@ -71,95 +74,74 @@ def test_a_flipped_bit_is_found_by_the_hash_wherever_it_is(prefix: str) -> None:
             path.write_bytes(damaged)
             refuse(make_run(prefix), prefix)
         path.write_bytes(content)
-    check_data(make_run(prefix), NullTokenizer(VOCABULARY), deep=True)
+    check(make_run(prefix))
 
 
-def test_the_index_is_hashed_even_where_the_bin_is_too_large(prefix: str) -> None:
+def test_the_index_is_hashed_even_where_the_bin_is_too_large(prefix):
     """A swap of two lengths that keeps every sum but one pointer in order is not possible; document marks are."""
     path = Path(prefix + ".idx")
     damaged = bytearray(path.read_bytes())
     damaged[-16] ^= 1  # the mark before the last: still in order
     path.write_bytes(damaged)
-    check_data(make_run(prefix, data_verify_gb=0.0), NullTokenizer(VOCABULARY), deep=False)
+    check(make_run(prefix, data_verify_gb=0.0), deep=False)
     refuse(make_run(prefix, data_verify_gb=0.0), "SHA-256")
 
 
-def test_a_sidecar_of_other_files_is_refused(prefix: str, write_ids: Callable[..., str]) -> None:
+def test_a_sidecar_of_other_files_is_refused(prefix, write_ids):
     other = write_ids(DOCUMENTS[:50], name="other", vocab_size=VOCABULARY)
     os.replace(other + ".json", prefix + ".json")
     refuse(make_run(prefix), "not written together", deep=False)
 
 
 @pytest.mark.parametrize("deep", [True, False])
-def test_a_sidecar_with_an_id_at_the_vocabulary_is_refused(prefix: str, deep: bool) -> None:
+def test_a_sidecar_with_an_id_at_the_vocabulary_is_refused(prefix, deep):
     facts = read_sidecar(prefix)
-    assert facts is not None
     for changes, word in (({"max_id": VOCABULARY}, "1000"), ({"min_id": -1}, "-1")):
         Path(prefix + ".json").write_text(dataclasses.replace(facts, **changes).to_json())
         refuse(make_run(prefix), f"token id {word}, outside the vocabulary of 1000 ids", deep=deep)
 
 
-def test_without_a_sidecar_every_id_is_read_and_the_first_bad_one_is_located(write_ids: Callable[..., str]) -> None:
+def test_without_a_sidecar_every_id_is_read_and_the_first_bad_one_is_located(write_ids):
     documents = [list(document) for document in DOCUMENTS]
     documents[31][2] = 950
     prefix = write_ids(documents, vocab_size=VOCABULARY)
     os.unlink(prefix + ".json")
-    lines = check_data(make_run(prefix), NullTokenizer(VOCABULARY), deep=True)
-    assert "no sidecar" in lines[0] and "ids 0 to 950" in lines[0]
     run = make_run(prefix)
-    refuse(
-        run,
-        "token id 950 at byte offset 314 (document 31, token 2) is outside the vocabulary of 940",
-        NullTokenizer(940),
-    )
-    check_data(run, NullTokenizer(951), deep=True)
-    refuse(run, "token id 950", NullTokenizer(950))
-    check_data(run, NullTokenizer(940), deep=False)  # the other ranks leave the reading to rank 0
+    (line,) = check(run, NullTokenizer(951))
+    assert "no sidecar" in line and "ids 0 to 950" in line
+    place = "token id 950 at byte offset 314 (document 31, token 2)"
+    refuse(run, f"{place} is outside the vocabulary of 950", NullTokenizer(950))
+    check(run, NullTokenizer(940), deep=False)  # the other ranks leave the reading to rank 0
 
 
-def test_only_rank_0_reads_everything(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert "SHA-256" not in check_data(make_run(prefix), NullTokenizer(VOCABULARY))[0]
-    monkeypatch.setenv("RANK", "0")
-    assert "SHA-256" in check_data(make_run(prefix), NullTokenizer(VOCABULARY))[0]
+def test_only_rank_0_reads_everything(prefix, monkeypatch):
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        assert ("SHA-256" in check(make_run(prefix), deep=None)[0]) == (rank == 0)
 
 
-def test_the_model_may_have_more_ids_than_the_tokenizer_but_not_fewer(prefix: str) -> None:
+def test_settings_that_the_data_do_not_fit_are_refused(prefix):
     refuse(make_run(prefix, vocab_size=999), "--vocab-size 999")
-    check_data(make_run(prefix, vocab_size=2000), NullTokenizer(VOCABULARY), deep=True)
-
-
-def test_a_split_below_one_sequence_is_refused(prefix: str) -> None:
-    check_data(make_run(prefix, seq_length=99), NullTokenizer(VOCABULARY))  # 20 documents of 5: exactly 99 + 1
+    check(make_run(prefix, vocab_size=2000))  # the model may have more ids than the tokenizer
+    check(make_run(prefix, seq_length=99))  # 20 documents of 5: exactly 99 + 1
     refuse(make_run(prefix, seq_length=100), "the valid split has 100 tokens in 20 documents under --split 80,20,0")
     refuse(make_run(prefix, split="0,100,0"), "the train split has 0 tokens")
-    check_data(make_run(prefix, seq_length=100, eval_iters=0), NullTokenizer(VOCABULARY))
+    check(make_run(prefix, seq_length=100, eval_iters=0))
     refuse(make_run(prefix, seq_length=400, eval_iters=0), "one sequence needs 401 (--seq-length 400")
+    alone = {"data_path": None, "split": None, "train_data_path": [prefix]}
+    refuse(make_run(prefix, **alone), "--eval-iters 1 needs --valid-data-path")
+    check(make_run(prefix, **alone, eval_iters=0))
+    refuse(make_run(prefix, data_cache_path=prefix + ".json"), "--data-cache-path")
+    assert check(build({"mock_data": True})) == ["data: made up (--mock-data)"]
 
 
-def test_every_part_of_a_blend_is_checked(prefix: str, write_ids: Callable[..., str]) -> None:
+def test_every_part_of_a_blend_is_checked(prefix, write_ids):
     small = write_ids([[1, 2, 3]], name="small", vocab_size=VOCABULARY)
-    refuse(
-        make_run(prefix, data_path=["1", prefix, "1", small], eval_iters=0), "small_text_document.bin: the train split"
-    )
+    refuse(make_run(prefix, data_path=["1", prefix, "1", small], eval_iters=0), f"{small}.bin: the train split")
     refuse(make_run(prefix, data_path=["1", prefix, "1", "/nowhere/x"]), "/nowhere/x.idx")
 
 
-def test_evaluation_needs_validation_data(prefix: str) -> None:
-    run = build({"train_data_path": [prefix], "seq_length": 16, "eval_iters": 3})
-    refuse(run, "--eval-iters 3 needs --valid-data-path")
-    check_data(build({"train_data_path": [prefix], "seq_length": 16, "eval_iters": 0}), NullTokenizer(VOCABULARY))
-
-
-def test_a_cache_path_that_is_a_file_is_refused(prefix: str) -> None:
-    refuse(make_run(prefix, data_cache_path=prefix + ".json"), "--data-cache-path")
-
-
-def test_mock_data_needs_no_files() -> None:
-    assert check_data(build({"mock_data": True}), NullTokenizer(50)) == ["data: made up (--mock-data)"]
-
-
-def test_checking_and_the_help_and_mistakes_of_tools_load_no_torch(prefix: str, tmp_path: Path) -> None:
+def test_checking_and_the_help_and_mistakes_of_tools_load_no_torch(prefix, tmp_path):
     code = f"""
 import sys
 sys.argv[0] = "x"

@@ -37,11 +37,10 @@ def read(folder: Path) -> dict[str, list[dict[str, str]]]:
     }
 
 
-def test_every_source_is_in_one_split_exactly_and_nothing_else_is(library: Path, tmp_path: Path) -> None:
+def test_every_source_is_in_one_split_exactly_and_nothing_else_is(library, tmp_path):
     corpus = write_corpus(tmp_path / "out", source=library, show_progress=False)
     splits = read(tmp_path / "out")
-    paths = [record["path"] for records in splits.values() for record in records]
-    texts = [record["text"] for records in splits.values() for record in records]
+    paths, texts = ([record[key] for records in splits.values() for record in records] for key in ("path", "text"))
     assert len(paths) == 121  # 120 modules and one of 40 copies
     assert len(set(paths)) == len(paths) and len(set(texts)) == len(texts)
     assert all(records for records in splits.values())
@@ -55,21 +54,19 @@ def test_every_source_is_in_one_split_exactly_and_nothing_else_is(library: Path,
     assert list(facts["documents"].values()) == list(corpus.documents)
 
 
-def test_a_file_stays_in_its_split_when_others_come_and_go(library: Path, tmp_path: Path) -> None:
+def test_a_file_stays_in_its_split_when_others_come_and_go(library, tmp_path):
     write_corpus(tmp_path / "a", source=library, show_progress=False)
     (library / "package" / "m0.py").unlink()
     (library / "package" / "new.py").write_text("new = 1\n")
     write_corpus(tmp_path / "b", source=library, show_progress=False)
-    before = {r["path"]: name for name, records in read(tmp_path / "a").items() for r in records}
-    after = {r["path"]: name for name, records in read(tmp_path / "b").items() for r in records}
-    assert {p: s for p, s in after.items() if p != "package/new.py"} == {
-        p: s for p, s in before.items() if p != "package/m0.py"
-    }
+    before, after = (
+        {record["path"]: name for name, records in read(tmp_path / out).items() for record in records} for out in "ab"
+    )
+    assert before.pop("package/m0.py") and after.pop("package/new.py")
+    assert after == before
 
 
-def test_an_interrupted_write_leaves_the_old_corpus(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_leaves_the_old_corpus(library, tmp_path, monkeypatch):
     write_corpus(tmp_path / "out", source=library, show_progress=False)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     calls = iter(range(50))
@@ -85,12 +82,12 @@ def test_an_interrupted_write_leaves_the_old_corpus(
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
-def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_sources_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="no Python source files"):
         write_corpus(tmp_path / "out", source=tmp_path / "empty", show_progress=False)
 
 
-def test_shares_of_files_are_as_asked() -> None:
+def test_shares_of_files_are_as_asked():
     splits = [split_of(f"a/b{i}.py", (0.8, 0.1, 0.1)) for i in range(5000)]
     assert [abs(splits.count(i) / 5000 - share) < 0.02 for i, share in enumerate((0.8, 0.1, 0.1))] == [True] * 3

@@ -33,15 +33,19 @@ def make_run(**changes: object) -> Run:
     return build({"seq_length": S, "seed": 5, **changes})
 
 
+def splits(*samples: int, **flags: object) -> Any:
+    """The datasets of a run of these flags, for so many samples of training, validation and test."""
+    return build_datasets(make_run(**flags), NullTokenizer(VOCABULARY), *samples)
+
+
 def built(samples: int, **flags: object) -> Any:
-    """The training data of a run of these flags."""
-    return build_datasets(make_run(split="1,0,0", **flags), NullTokenizer(VOCABULARY), samples, 0, 0)[0]
+    """The training data of a run of these flags that has no other."""
+    return splits(samples, 0, 0, split="1,0,0", **flags)[0]
 
 
-def rows(dataset: object, count: int | None = None) -> list[list[int]]:
+def rows(dataset: Any, count: int | None = None) -> list[list[int]]:
     """tokens plus the last label of each sample: the S + 1 ids it was made of."""
-    number = len(dataset) if count is None else count  # type: ignore[arg-type]
-    samples = [dataset[i] for i in range(number)]  # type: ignore[index]
+    samples = [dataset[i] for i in range(len(dataset) if count is None else count)]
     return [[*s["tokens"].tolist(), int(s["labels"][-1])] for s in samples]
 
 
@@ -51,7 +55,7 @@ def counting(write_ids: Callable[..., str]) -> str:
     return write_ids([list(range(10 * i, 10 * i + 10)) for i in range(60)], vocab_size=VOCABULARY)
 
 
-def test_a_sample_has_labels_one_token_on_and_counts_every_token(counting: str) -> None:
+def test_a_sample_has_labels_one_token_on_and_counts_every_token(counting):
     sample = built(20, data_path=[counting])[0]
     assert {key: (value.dtype, tuple(value.shape)) for key, value in sample.items() if key != "dataset_id"} == {
         "tokens": (torch.int64, (S,)),
@@ -64,24 +68,22 @@ def test_a_sample_has_labels_one_token_on_and_counts_every_token(counting: str) 
     assert sample["position_ids"].tolist() == list(range(S))
 
 
-def test_splits_of_one_dataset_share_no_token(counting: str) -> None:
-    run = make_run(data_path=[counting], split="80,10,10")
-    datasets = build_datasets(run, NullTokenizer(VOCABULARY), 50, 7, 7)
+def test_splits_of_one_dataset_share_no_token(counting):
+    datasets = splits(50, 7, 7, data_path=[counting], split="80,10,10")
     seen = [{i for row in rows(dataset) for i in row} for dataset in datasets]
     assert seen[0] <= set(range(480)) and seen[1] <= set(range(480, 540)) and seen[2] <= set(range(540, 600))
 
 
-def test_a_split_of_no_samples_is_none_and_an_empty_one_does_not_hang(write_ids: Callable[..., str]) -> None:
-    prefix = write_ids([[1] * 20] * 20, vocab_size=VOCABULARY)  # 969,30,1 leaves valid 1 and test 0 documents
-    run = make_run(data_path=[prefix])
-    train, valid, test = build_datasets(run, NullTokenizer(VOCABULARY), 10, 2, 0)
+def test_a_split_of_no_samples_is_none_and_an_empty_one_does_not_hang(write_ids):
+    paths = [write_ids([[1] * 20] * 20, vocab_size=VOCABULARY)]  # 969,30,1 leaves valid 1 and test 0 documents
+    train, valid, test = splits(10, 2, 0, data_path=paths)
     assert len(train) >= 10 and len(valid) >= 2 and test is None
     with pytest.raises(ConfigError, match="test split has 0 tokens"):
-        build_datasets(run, NullTokenizer(VOCABULARY), 10, 2, 1)
-    assert build_datasets(run, NullTokenizer(VOCABULARY), 10, 0, 0)[1:] == (None, None)
+        splits(10, 2, 1, data_path=paths)
+    assert splits(10, 0, 0, data_path=paths)[1:] == (None, None)
 
 
-def test_the_order_is_that_of_the_seed_mapped_or_not(counting: str) -> None:
+def test_the_order_is_that_of_the_seed_mapped_or_not(counting):
     def order(**flags: object) -> list[list[int]]:
         return rows(built(40, data_path=[counting], **flags), 40)
 
@@ -89,38 +91,35 @@ def test_the_order_is_that_of_the_seed_mapped_or_not(counting: str) -> None:
     assert order(seed=1) != order(seed=2)
 
 
-def test_paths_per_split_feed_their_own_split(write_ids: Callable[..., str]) -> None:
-    paths = {
-        name: write_ids([[i] * 30] * 10, name=name, vocab_size=VOCABULARY) for i, name in enumerate(("a", "b", "c"))
-    }
-    run = make_run(train_data_path=[paths["a"]], valid_data_path=[paths["b"]], test_data_path=["1", paths["c"]])
-    for i, dataset in enumerate(build_datasets(run, NullTokenizer(VOCABULARY), 20, 10, 10)):
+def test_paths_per_split_feed_their_own_split(write_ids):
+    a, b, c = (write_ids([[i] * 30] * 10, name=name, vocab_size=VOCABULARY) for i, name in enumerate("abc"))
+    datasets = splits(20, 10, 10, train_data_path=[a], valid_data_path=[b], test_data_path=["1", c])
+    for i, dataset in enumerate(datasets):
         assert {token for row in rows(dataset, 10) for token in row} == {i}
-    run = make_run(train_data_path=[paths["a"]])
-    assert build_datasets(run, NullTokenizer(VOCABULARY), 20, 0, 0)[1:] == (None, None)
+    assert splits(20, 0, 0, train_data_path=[a])[1:] == (None, None)
     with pytest.raises(ConfigError, match="no valid data"):
-        build_datasets(run, NullTokenizer(VOCABULARY), 20, 10, 0)
+        splits(20, 10, 0, train_data_path=[a])
 
 
 @pytest.mark.parametrize("per_split", [False, True])
-def test_a_blend_draws_in_proportion_to_its_weights(write_ids: Callable[..., str], per_split: bool) -> None:
+def test_a_blend_draws_in_proportion_to_its_weights(write_ids, per_split):
     words = []
     for i, weight in enumerate(("5", "3", "2")):
         words += [weight, write_ids([[i] * 30] * 20, name=f"d{i}", vocab_size=VOCABULARY)]
     flags = {"train_data_path": words} if per_split else {"data_path": words, "split": "100,0,0"}
-    train, _, _ = build_datasets(make_run(**flags), NullTokenizer(VOCABULARY), 100, 0, 0)
+    train, _, _ = splits(100, 0, 0, **flags)
     drawn = [row[0] for row in rows(train, 100)]
     assert [drawn.count(i) for i in range(3)] == [50, 30, 20]
     assert drawn[:10].count(0) == 5  # in proportion all along, not one after the other
 
 
-def test_prefixes_without_weights_are_drawn_by_their_size(write_ids: Callable[..., str]) -> None:
+def test_prefixes_without_weights_are_drawn_by_their_size(write_ids):
     words = [write_ids([[i] * 33] * (10 * (i + 1)), name=f"d{i}", vocab_size=VOCABULARY) for i in range(2)]
     drawn = [row[0] for row in rows(built(120, data_path=words))]
     assert 1.8 < drawn.count(1) / drawn.count(0) < 2.2
 
 
-def test_end_of_document_flags_reach_the_samples(write_ids: Callable[..., str]) -> None:
+def test_end_of_document_flags_reach_the_samples(write_ids):
     prefix = write_ids([[1, 2, 4]] * 30, vocab_size=6)
     tokenizer = NullTokenizer(6)
     tokenizer.eod = 4
@@ -131,7 +130,7 @@ def test_end_of_document_flags_reach_the_samples(write_ids: Callable[..., str]) 
     assert sample["position_ids"].tolist()[first_eod + 1 : first_eod + 4] == [0, 1, 2]
 
 
-def test_the_index_cache_lies_where_it_was_asked_to(counting: str, tmp_path: Path) -> None:
+def test_the_index_cache_lies_where_it_was_asked_to(counting, tmp_path):
     cache = tmp_path / "cache"
     built(20, data_path=[counting], data_cache_path=str(cache))
     assert list(cache.rglob("*.npy"))
@@ -140,7 +139,7 @@ def test_the_index_cache_lies_where_it_was_asked_to(counting: str, tmp_path: Pat
     assert list((Path(counting).parent / "index_cache").rglob("*.npy"))
 
 
-def test_a_torn_or_unsafe_index_cache_is_built_again(counting: str, tmp_path: Path) -> None:
+def test_a_torn_or_unsafe_index_cache_is_built_again(counting, tmp_path):
     flags = {"data_path": [counting], "data_cache_path": str(tmp_path / "cache")}
     expected = rows(built(20, **flags), 20)
     files = sorted((tmp_path / "cache").rglob("*.npy"))
@@ -160,7 +159,7 @@ def test_a_torn_or_unsafe_index_cache_is_built_again(counting: str, tmp_path: Pa
     assert not sentinel.exists()
 
 
-def test_mock_data_is_the_same_every_time_and_within_the_vocabulary(caplog: pytest.LogCaptureFixture) -> None:
+def test_mock_data_is_the_same_every_time_and_within_the_vocabulary(caplog):
     run = make_run(mock_data=True, seq_length=128)
     first, second = (build_datasets(run, NullTokenizer(50), 30, 5, 0) for _ in range(2))
     assert rows(first[0], 30) == rows(second[0], 30)
@@ -172,34 +171,27 @@ def test_mock_data_is_the_same_every_time_and_within_the_vocabulary(caplog: pyte
 
 
 @pytest.mark.parametrize(("length", "documents"), [(8, 2000), (128, 3200), (4000, 100_000), (8192, 100_000)])
-def test_short_samples_of_made_up_data_are_not_many_more_than_long_ones(length: int, documents: int) -> None:
-    splits = build_datasets(make_run(mock_data=True, seq_length=length), NullTokenizer(99), 2, 2, 2)
-    for split in splits:
+def test_short_samples_of_made_up_data_are_not_many_more_than_long_ones(length, documents):
+    for split in splits(2, 2, 2, mock_data=True, seq_length=length):
         assert len(split.dataset) == documents
         tokens = documents / 3 * 2048
         assert len(split) == pytest.approx(tokens / length, rel=0.1)
 
 
 @pytest.mark.parametrize("blend", [1, 2])
-def test_the_order_of_samples_does_not_depend_on_how_many_a_run_takes(
-    counting: str, write_ids: Callable[..., str], blend: int
-) -> None:
+def test_the_order_of_samples_does_not_depend_on_how_many_a_run_takes(counting, write_ids, blend):
     paths = [counting]
     if blend == 2:
         other = write_ids([list(range(700 + 5 * i, 705 + 5 * i)) for i in range(40)], name="o", vocab_size=VOCABULARY)
         paths = ["0.7", counting, "0.3", other]
-
-    def order(samples: int) -> list[list[int]]:
-        return rows(built(samples, data_path=paths), samples)
-
     # 74 samples an epoch: a part of the first, one and a bit, four: what they share is the same
-    longest = order(300)
+    longest = rows(built(300, data_path=paths), 300)
     for samples in (20, 74, 80, 148, 290):
-        assert order(samples) == longest[:samples], samples
+        assert rows(built(samples, data_path=paths), samples) == longest[:samples], samples
 
 
-def test_every_epoch_holds_every_token_once_in_an_order_of_its_own(counting: str) -> None:
-    found = rows(built(4 * 74, data_path=[counting]), 4 * 74)
+def test_every_epoch_holds_every_token_once_in_an_order_of_its_own(counting):
+    found = rows(built(4 * 74, data_path=[counting]))
     epochs = [found[74 * i : 74 * (i + 1)] for i in range(4)]
     for epoch in epochs:
         tokens = [token for row in epoch for token in row[:-1]]
@@ -207,7 +199,7 @@ def test_every_epoch_holds_every_token_once_in_an_order_of_its_own(counting: str
     assert len({str(epoch) for epoch in epochs}) == 4
 
 
-def test_many_epochs_of_little_data_keep_few_files_open(counting: str) -> None:
+def test_many_epochs_of_little_data_keep_few_files_open(counting):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):  # built, and read from the cache
         train = built(74 * 50, data_path=[counting])
