@@ -54,6 +54,13 @@ def leave(file: str, text: str) -> bool:
     return True
 
 
+def wait_until_left(file: str, seconds: float) -> None:
+    """Wait until another rank of this machine has written a file of the launcher's, at most so long; none: return."""
+    where, deadline = folder(), time.monotonic() + seconds
+    while where is not None and where.exists() and not (where / file).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 class Waiting:
     """Decides when to say that something is still waited for: after `FIRST_NOTE_SECONDS`, and then ever more rarely."""
 

@@ -14,7 +14,8 @@ from megatron_moe.io import launched
 DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses: INTERRUPTED is 128 + SIGINT, as shells have it."""
 
-_SECONDS_FOR_RANK_0 = 20.0
+SECONDS_FOR_RANK_0 = 20.0
+"""So long other ranks wait with their end for rank 0, which may be slower, to say why the run ends."""
 
 
 def run_program(
@@ -53,7 +54,7 @@ def run_program(
         said = report(f"error: {error_text(error)}", isinstance(error, MachineError))
         if not said and "TORCHELASTIC_RUN_ID" in os.environ:
             # torchrun ends all ranks as soon as one has ended: the one that speaks may be slower.
-            time.sleep(_SECONDS_FOR_RANK_0)
+            time.sleep(SECONDS_FOR_RANK_0)
         return USER_ERROR
     except RunFault as fault:
         report(f"stopped: {fault}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.io import launched
-from megatron_moe.io.program import DONE, FAILED
+from megatron_moe.io.program import DONE, FAILED, INTERRUPTED
 from megatron_moe.training.signals import signal_name
 
 _OFTEN = {
@@ -54,9 +54,14 @@ class Ending:
 
     @property
     def status(self) -> int:
-        """The launcher's exit status: that of the first rank that failed, as a shell has it; DONE if none did."""
+        """The launcher's exit status: INTERRUPTED after Ctrl-C, else that of the first rank that failed; DONE if none did.
+
+        It is as a shell has it: 128 and the number of a signal that killed the rank.
+        """
         if self.problem:
             return 128 + self.by_signal if self.by_signal else FAILED
+        if self.ranks and self.by_signal == signal.SIGINT:  # torch may have ended slower ranks by SIGTERM
+            return INTERRUPTED
         status = self.ranks[0].status if self.ranks else DONE
         return status if status >= 0 else 128 - status
 
