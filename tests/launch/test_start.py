@@ -42,9 +42,7 @@ def with_light_ranks(argv: list[str]) -> int:
 class Launch:
     """`megatron-moe train --nproc-per-node RANKS`, in a session of its own as under a shell."""
 
-    def __init__(
-        self, parent: RankParent, folder: Path, *flags: str, target: str, **environment: str
-    ) -> None:
+    def __init__(self, parent: RankParent, folder: Path, *flags: str, target: str, **environment: str) -> None:
         self.metrics, self._log, self._parent = folder / "metrics.jsonl", folder / "log", parent
         argv = ["--nproc-per-node", "2", *TRAINING, "--metrics-file", str(self.metrics), *flags]
         environment["TMPDIR"] = str(folder)
