@@ -12,27 +12,12 @@ import pytest
 import torch
 
 from megatron_moe.config.errors import RunFault
-from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build
 from tests.helpers.stepped_trainer import digests
+from tests.helpers.trained_steps import SMALL, TINY
 
-FLAGS: dict[str, Any] = {
-    **PRESETS["tiny"],
-    "mock_data": True,
-    "vocab_size": 100,
-    "num_layers": 2,
-    "seq_length": 32,
-    "moe_layer_freq": 1,
-    "micro_batch_size": 2,
-    "global_batch_size": 8,
-    "hidden_dropout": 0.1,
-    "eval_iters": 0,
-    "train_iters": 4,
-    "health_interval": 0,
-    "lr_warmup_iters": 0,
-    "lr_decay_style": "constant",
-    "watchdog": False,
-}
+FLAGS: dict[str, Any] = {**TINY, **SMALL, "moe_layer_freq": 1, "micro_batch_size": 2, "global_batch_size": 4}
+FLAGS |= {"hidden_dropout": 0.1, "watchdog": False}
 
 
 def small(**flags: Any) -> Run:
@@ -136,25 +121,20 @@ def adam_moment(trainer: Any, value: float) -> Any:
     return damaged(moment.view(-1)[:1], value)
 
 
-SITES: dict[str, Callable[[Any, float], Any]] = {
-    site.__name__: site
-    for site in (
-        *(embedding_output, router_logits, expert_bias, expert_weight),
-        *(expert_gradient, reduced_gradient, loss, adam_moment),
-    )
-}
 DAMAGE = ("expert_bias", "expert_weight", "adam_moment")
 """Sites where the fault is in the run's state, which no step that is left out heals."""
-NAMED = {
-    "embedding_output": "the output of embedding.word_embeddings",
-    "router_logits": "the logits of decoder.layers.1.mlp.router",
-    "expert_bias": "expert_bias of decoder.layers.1.mlp.router",
-    "expert_weight": "the weight decoder.layers.1.mlp.experts.weight2",
-    "expert_gradient": "the gradient of decoder.layers.1.mlp.experts.weight1",
-    "reduced_gradient": "the gradient of decoder.layers.1.mlp.router.weight",
-    "loss": "the loss per token",
-    "adam_moment": "the exp_avg of decoder.layers.1.mlp.experts.weight1",
+_NAMED: dict[Callable[[Any, float], Any], str] = {
+    embedding_output: "the output of embedding.word_embeddings",
+    router_logits: "the logits of decoder.layers.1.mlp.router",
+    expert_bias: "expert_bias of decoder.layers.1.mlp.router",
+    expert_weight: "the weight decoder.layers.1.mlp.experts.weight2",
+    expert_gradient: "the gradient of decoder.layers.1.mlp.experts.weight1",
+    reduced_gradient: "the gradient of decoder.layers.1.mlp.router.weight",
+    loss: "the loss per token",
+    adam_moment: "the exp_avg of decoder.layers.1.mlp.experts.weight1",
 }
+SITES = {site.__name__: site for site in _NAMED}
+NAMED = {site.__name__: name for site, name in _NAMED.items()}
 
 
 def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> dict[str, Any]:

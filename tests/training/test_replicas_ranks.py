@@ -14,8 +14,8 @@ from tests.training.replica_cases import flip, flipped_bits
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "EP2": (2, {**EP2, "bf16": True}),
-    "TP2, ZeRO 3": (2, {**TP2, **ZERO_3, "fp16": True, "initial_loss_scale": 1024.0}),
-    "TP2 x DP2, ETP1": (4, {"global_batch_size": 4, **TP2, **EP2, "expert_tensor_parallel_size": 1}),
+    "TP2, ZeRO 3": (2, {**TP2, **ZERO_3, "fp16": True, "initial_loss_scale": 1024.0, "global_batch_size": 2}),
+    "TP2 x DP2, ETP1": (4, {**TP2, **EP2, "expert_tensor_parallel_size": 1}),
 }
 
 

@@ -14,8 +14,8 @@ import torch
 from megatron_moe.training.spikes import LEAST, SpikeDetector
 from tests.training.fault_cases import small
 
-FEW, SPIKE, SEQUENCE = 4, 7, 5
-"""Steps that a spike needs before it, the iteration that jumps, and which of its sequences does it."""
+FEW, SPIKE, SEQUENCE, BATCH = 2, 4, 5, 8
+"""Steps that a spike needs before it, the iteration that jumps, which of its sequences does it, and of how many."""
 
 
 def test_a_jump_is_a_spike_and_noise_is_none():
@@ -58,7 +58,8 @@ def jumping_run(folder: str, flags: dict[str, Any]) -> list[float]:
             super().end(result)
 
     with mock.patch.object(loop, "FaultWatch", Jumping), mock.patch.object(spikes, "LEAST", FEW):
-        pretrain(small(lr=1e-6, train_iters=SPIKE + 2, fault_dir=folder, loss_spike_factor=8.0, **flags))
+        flags = {**flags, "train_iters": SPIKE + 1, "global_batch_size": BATCH, "fault_dir": folder}
+        pretrain(small(lr=1e-6, loss_spike_factor=8.0, **flags))
     return losses
 
 
@@ -68,10 +69,10 @@ def test_the_batch_of_a_spike_is_written_down(gloo, tmp_path, flags):
     (path,) = tmp_path.iterdir()
     assert path.name == f"spike_{SPIKE:07d}.jsonl"
     head, *lines = map(json.loads, path.read_text().splitlines())
-    assert (head["iteration"], head["loss"], head["first_sample"]) == (SPIKE, losses[SPIKE - 1], (SPIKE - 1) * 8)
-    assert [line["sample"] for line in lines] == list(range((SPIKE - 1) * 8, SPIKE * 8))
+    assert (head["iteration"], head["loss"], head["first_sample"]) == (SPIKE, losses[SPIKE - 1], (SPIKE - 1) * BATCH)
+    assert [line["sample"] for line in lines] == list(range((SPIKE - 1) * BATCH, SPIKE * BATCH))
     worst = max(lines, key=lambda line: line["loss"])
     assert lines.index(worst) == SEQUENCE
     tokens = sum(line["loss_tokens"] for line in lines)
     assert math.fsum(line["loss"] * line["loss_tokens"] for line in lines) / tokens == pytest.approx(head["loss"])
-    assert {len(line["tokens"]) for line in lines} == {32} and len({tuple(line["tokens"]) for line in lines}) == 8
+    assert {len(line["tokens"]) for line in lines} == {16} and len({tuple(line["tokens"]) for line in lines}) == BATCH
