@@ -54,7 +54,7 @@ class Ending:
 
     @property
     def status(self) -> int:
-        """The launcher's exit status: INTERRUPTED after Ctrl-C, else that of the first rank that failed; DONE if none did.
+        """The launcher's exit status: INTERRUPTED after Ctrl-C, else the first failed rank's; DONE if none failed.
 
         It is as a shell has it: 128 and the number of a signal that killed the rank.
         """
