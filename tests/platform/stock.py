@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter as EngineRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -13,6 +14,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_moe import TopKRouter
 from megatron_moe.platform import engine_version
 from megatron_moe.platform.defects import known_defects
+from megatron_moe.training.finalize_model_grads import update_routers
+from tests.helpers import routers
+
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
+SP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
 def present(name: str) -> bool:
@@ -21,34 +27,38 @@ def present(name: str) -> bool:
     return defect.is_present(engine_version())
 
 
-def router_config(num_experts: int, **changes: Any) -> TransformerConfig:
-    """A router whose gate can hand on its input as the logits: as wide as there are experts."""
+def small_config(**changes: Any) -> TransformerConfig:
+    """A dense model of the engine."""
     values: dict[str, Any] = dict(
-        num_layers=1,
-        hidden_size=num_experts,
-        num_attention_heads=2,
-        num_moe_experts=num_experts,
-        moe_router_topk=1,
-        moe_router_score_function="sigmoid",
-        moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32",
-        add_bias_linear=False,
-        use_cpu_initialization=True,
+        num_layers=2, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True, add_bias_linear=False
     )
     return TransformerConfig(**{**values, **changes})
+
+
+def engine_linear(config: Any, group: Any, **options: Any) -> ColumnParallelLinear:
+    """A linear layer of the engine, [8, 8]."""
+    return ColumnParallelLinear(
+        8, 8, config=config, init_method=config.init_method, bias=False, tp_group=group, **options
+    )
+
+
+def router_config(num_experts: int, **changes: Any) -> TransformerConfig:
+    """A router whose gate can hand on its input as the logits: as wide as there are experts."""
+    sizes = {"hidden_size": num_experts, "num_moe_experts": num_experts, "moe_router_topk": 1}
+    return routers.config(**{**sizes, "moe_router_enable_expert_bias": False, **changes})
 
 
 def both_routers(pg_collection: Any, num_experts: int, **changes: Any) -> tuple[Any, Any]:
     """The engine's router and ours, with the identity as the gate's weight."""
     forget_logged_losses()
-    routers = []
+    both = []
     for made in (EngineRouter, TopKRouter):
         router = made(router_config(num_experts, **changes), pg_collection)
         with torch.no_grad():
             router.weight.copy_(torch.eye(num_experts))
         router.set_layer_number(1)
-        routers.append(router.train())
-    return routers[0], routers[1]
+        both.append(router.train())
+    return both[0], both[1]
 
 
 def one_hot_logits(choices: list[int], num_experts: int, height: float = 4.0) -> torch.Tensor:
@@ -80,3 +90,8 @@ def engine_logged(name: str, pg_collection: Any) -> float:
         value = float(moe_utils.get_moe_layer_wise_logging_tracker()[name]["values"][0])
     forget_logged_losses()
     return value
+
+
+def our_loss(router: Any, name: str) -> float:
+    """What our update of the router reports of a loss."""
+    return float(update_routers([router]).aux_losses[0][name])

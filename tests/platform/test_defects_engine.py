@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import common
 from megatron.core.fusions.fused_bias_gelu import bias_gelu
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -21,11 +25,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as engine_random
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_moe import platform
 from megatron_moe.checkpoint import manifest
@@ -38,22 +43,16 @@ from megatron_moe.model.spec import LOCAL, LayerSettings, layer_spec
 from megatron_moe.moe.recompute import without_output
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import shared_by_ranks, sum_over_ranks
+from megatron_moe.training.finalize_model_grads import update_routers
 from tests.checkpoint.checkpoint_steps import make_step
 from tests.helpers.moe_cases import build_layer, random_case
-from tests.platform.stock import forget_logged_losses, present
+from tests.platform.stock import engine_linear, forget_logged_losses, present, small_config
 
 pytestmark = pytest.mark.engine
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 NO_ENGINE_EXTENSION = pytest.mark.skipif(platform.have_transformer_engine(), reason="Transformer Engine is here")
-
-
-def small_config(**changes: Any) -> TransformerConfig:
-    values: dict[str, Any] = dict(
-        num_layers=2, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True, add_bias_linear=False
-    )
-    return TransformerConfig(**{**values, **changes})
 
 
 def as_published(module: ModuleType) -> ModuleType:
@@ -74,19 +73,13 @@ def exchanged() -> dict[str, Any]:
     rank, other = dist.get_rank(), 1 - dist.get_rank()
     found: dict[str, Any] = {"right": (10.0 * other + 2, 10.0 * other + 1)}
     for name, exchange in (("batched", p2p_communication._batched_p2p_ops), ("single", p2p_communication._p2p_ops)):
-        from_prev, from_next = torch.zeros(1), torch.zeros(1)
-        requests = exchange(
-            tensor_send_prev=torch.tensor([10.0 * rank + 1]),
-            tensor_recv_prev=from_prev,
-            tensor_send_next=torch.tensor([10.0 * rank + 2]),
-            tensor_recv_next=from_next,
-            group=pg.pp,
-            prev_pipeline_rank=other,
-            next_pipeline_rank=other,
-        )
+        received, to_prev, to_next = torch.zeros(2), torch.tensor([10.0 * rank + 1]), torch.tensor([10.0 * rank + 2])
+        messages = dict(tensor_send_prev=to_prev, tensor_recv_prev=received[:1])
+        messages |= dict(tensor_send_next=to_next, tensor_recv_next=received[1:])
+        requests = exchange(**messages, group=pg.pp, prev_pipeline_rank=other, next_pipeline_rank=other)
         for request in requests.values() if isinstance(requests, dict) else requests:
             request.wait()
-        found[name] = (from_prev.item(), from_next.item())
+        found[name] = tuple(received.tolist())
     return found
 
 
@@ -101,36 +94,35 @@ def test_batched_messages_between_two_stages_are_swapped(gloo: Any) -> None:
 # ---- tensor parallelism
 
 
-def shared_key_gradient() -> dict[str, Any]:
-    """Gradient of a tensor that the heads of both ranks use, rank r with weight r + 1: the sum of both is 3."""
+def of_two_ranks() -> dict[str, Any]:
+    """Gradient of a tensor that the heads of both ranks use, rank r with weight r + 1; sums of one in other strides."""
     pg = groups.initialize(replace(Run(), **TP2))
     weight = float(dist.get_rank() + 1)
     part = torch.ones(1, 1, 2, requires_grad=True)  # this rank's columns of what both will have whole
     (mappings.gather_from_tensor_model_parallel_region(part) * weight).sum().backward()
     whole = torch.ones(1, 1, 4, requires_grad=True)
     (shared_by_ranks(whole, pg.tp) * weight).sum().backward()
-    return {"stock": part.grad.unique().tolist(), "ours": whole.grad.unique().tolist(), "mine": [weight]}
-
-
-def test_a_key_shared_by_all_heads_gets_the_gradient_of_one_ranks_heads(gloo: Any) -> None:
-    """The engine's latent attention takes the rotary key out of such a gathered tensor and sums nothing."""
-    for rank in gloo.run(2, shared_key_gradient):
-        assert rank["ours"] == [3.0]
-        assert present("S2") == (rank["stock"] == rank["mine"])
-
-
-def reduced_transposed() -> dict[str, Any]:
-    pg = groups.initialize(replace(Run(), **TP2))
     transposed = torch.arange(6.0).view(2, 3).t()
-    before = transposed.clone()
     ours = sum_over_ranks(transposed.clone(memory_format=torch.preserve_format), pg.tp)
-    return {"stock": mappings._reduce(transposed, pg.tp), "ours": ours, "before": before}
+    return {
+        "gradients": (part.grad.unique().tolist(), whole.grad.unique().tolist()),
+        "weight": weight,
+        "sums": (mappings._reduce(transposed, pg.tp).tolist(), ours.tolist()),
+    }
 
 
-def test_a_tensor_that_is_not_contiguous_is_not_reduced(gloo: Any) -> None:
-    for rank in gloo.run(2, reduced_transposed):
-        assert torch.equal(rank["ours"], 2 * rank["before"])
-        assert torch.equal(rank["stock"], (1 if present("S4") else 2) * rank["before"])
+def test_a_key_shared_by_all_heads_gets_the_gradient_of_one_ranks_heads(once: Any) -> None:
+    """The engine's latent attention takes the rotary key out of such a gathered tensor and sums nothing."""
+    for rank in once(2, of_two_ranks):
+        stock, ours = rank["gradients"]
+        assert ours == [3.0]
+        assert present("S2") == (stock == [rank["weight"]])
+
+
+def test_a_tensor_that_is_not_contiguous_is_not_reduced(once: Any) -> None:
+    once_each, twice = [[0, 3], [1, 4], [2, 5]], [[0, 6], [2, 8], [4, 10]]
+    for rank in once(2, of_two_ranks):
+        assert rank["sums"] == (once_each if present("S4") else twice, twice)
 
 
 def expert_weights() -> dict[str, Any]:
@@ -139,9 +131,7 @@ def expert_weights() -> dict[str, Any]:
     layer.experts.reset_parameters(partial(normal, 1), 1.0, 1.0)
     torch.manual_seed(1)
     config = small_config(num_moe_experts=4, expert_model_parallel_size=2)
-    stock = ColumnParallelLinear(
-        8, 8, config=config, init_method=config.init_method, bias=False, is_expert=True, tp_group=pg.expt_tp
-    )
+    stock = engine_linear(config, pg.expt_tp, is_expert=True)
     return {"stock": stock.weight.detach(), "ours": layer.experts.local_weights()[0][0].detach().clone()}
 
 
@@ -163,9 +153,7 @@ def scheduled(function: Any, output: torch.Tensor, cp_size: int = 1) -> tuple[fl
     return loss.item(), logged[0]
 
 
-def test_the_logged_loss_is_divided_with_the_other_unless_it_is_a_copy(one_process: None) -> None:
-    groups.initialize(Run())
-
+def test_the_logged_loss_is_divided_with_the_other_unless_it_is_a_copy(pg: Any) -> None:
     def naive(output: torch.Tensor) -> Any:
         total = output.sum()
         return total, {"lm loss": total.detach()}
@@ -176,8 +164,7 @@ def test_the_logged_loss_is_divided_with_the_other_unless_it_is_a_copy(one_proce
     assert loss == 0.5 and logged["lm loss"].tolist() == [16.0, 8.0]
 
 
-def test_a_loss_of_two_values_is_multiplied_by_the_context_parallel_size(one_process: None) -> None:
-    groups.initialize(Run())
+def test_a_loss_of_two_values_is_multiplied_by_the_context_parallel_size(pg: Any) -> None:
     output = torch.full((1, 8), 2.0)
     loss, _ = scheduled(lambda losses: (losses.mean(), {}), output, cp_size=2)
     assert present("S22") == (loss == 2 * 2.0 / 4)
@@ -185,20 +172,13 @@ def test_a_loss_of_two_values_is_multiplied_by_the_context_parallel_size(one_pro
     assert loss == 2.0 / 4
 
 
-def untracked() -> str:
-    pg = groups.initialize(Run())
+def test_a_stage_without_moe_layers_has_no_losses_to_log(pg: Any) -> None:
     forget_logged_losses()
+    message = ""
     try:
         moe_utils.reduce_aux_losses_tracker_across_ranks(["of no layer here"], pg_collection=pg)
     except KeyError as error:
-        return str(error)
-    return ""
-
-
-def test_a_stage_without_moe_layers_has_no_losses_to_log(gloo: Any) -> None:
-    from megatron_moe.training.finalize_model_grads import update_routers
-
-    (message,) = gloo.run(1, untracked)
+        message = str(error)
     assert present("S25") == (message == "'of no layer here'")
     assert update_routers([torch.nn.Linear(2, 2)]).aux_losses == ()
 
@@ -215,8 +195,7 @@ def test_the_gate_looks_for_a_name_that_is_not_there() -> None:
 
 
 @NO_ENGINE_EXTENSION
-def test_recomputing_without_output_asks_for_fp8_by_default(one_process: None) -> None:
-    groups.initialize(Run())
+def test_recomputing_without_output_asks_for_fp8_by_default(pg: Any) -> None:
     published = as_published(engine_random)
     assert present("S11") == published.CheckpointWithoutOutput().fp8
     x = torch.ones(2, requires_grad=True)
@@ -258,8 +237,7 @@ def test_the_fused_gelu_is_another_function() -> None:
 
 
 @NO_ENGINE_EXTENSION
-def test_latent_attention_and_layer_specs_of_the_engine_cannot_be_built(one_process: None) -> None:
-    pg = groups.initialize(Run())
+def test_latent_attention_and_layer_specs_of_the_engine_cannot_be_built(pg: Any) -> None:
     config = MLATransformerConfig(
         num_layers=1, hidden_size=16, num_attention_heads=2, use_cpu_initialization=True, q_lora_rank=8,
         kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8, rope_type="rope",
@@ -273,22 +251,18 @@ def test_latent_attention_and_layer_specs_of_the_engine_cannot_be_built(one_proc
     assert present("S15")
 
 
-def test_layer_specs_without_transformer_engine_rename_norms_in_checkpoints(one_process: None) -> None:
+def test_layer_specs_without_transformer_engine_rename_norms_in_checkpoints(pg: Any) -> None:
     run = replace(Run(), num_experts=4, moe_ffn_hidden_size=8)
-    config, pg = transformer_config(run), groups.initialize(run)
+    config = transformer_config(run)
     engine = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
     renamed = engine.submodules.sharded_state_dict_keys_map
     assert present("S20") == (renamed.get("pre_mlp_layernorm.") == "mlp.linear_fc1.layer_norm_")
-    assert not layer_spec(
-        config, LayerSettings.from_run(run), LOCAL, pg, moe=True
-    ).submodules.sharded_state_dict_keys_map
+    ours = layer_spec(config, LayerSettings.from_run(run), LOCAL, pg, moe=True)
+    assert not ours.submodules.sharded_state_dict_keys_map
 
 
 def test_a_missing_common_state_is_an_error_of_another_kind(tmp_path: Path) -> None:
     """Ours is found before: tests/checkpoint/test_folder.py."""
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from megatron.core.dist_checkpointing.strategies import common
-
     load = common.load_common if hasattr(common, "load_common") else common.TorchCommonLoadStrategy().load_common
     with pytest.raises((AttributeError, CheckpointingException)) as error:
         load(str(tmp_path))
@@ -305,12 +279,8 @@ def test_the_norm_refuses_sequence_parallelism() -> None:
     assert RMSNorm(config, 8).weight.sequence_parallel
 
 
-def test_the_engines_attention_refuses_context_parallelism(one_process: None) -> None:
+def test_the_engines_attention_refuses_context_parallelism(pg: Any) -> None:
     """Ours: tests/model/test_context_parallel_ranks.py."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-
-    pg = groups.initialize(Run())
     assert present("S26")
     with pytest.raises(AssertionError, match="only supported by TEDotProductAttention"):
         DotProductAttention(small_config(context_parallel_size=2), 1, AttnMaskType.causal, "self", pg_collection=pg)
@@ -322,31 +292,21 @@ def test_the_engine_needs_a_package_that_it_does_not_ask_for() -> None:
     assert importlib.util.find_spec("psutil") is not None
 
 
-def loaded_with_a_flipped_bit(folder: str) -> str:
-    """What comes of a step that the engine saved, and of which a bit of a weight has changed since."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    groups.initialize(Run())
-    value = torch.arange(1.0, 1025.0)
-    dist_checkpointing.save({"weight": ShardedTensor.from_rank_offsets("weight", value.clone())}, folder)
-    stored = value[512:].numpy().tobytes()
-    (file,) = [path for path in Path(folder).glob("*.distcp") if stored in path.read_bytes()]
+def flip_a_bit(file: Path, where: int) -> None:
     content = bytearray(file.read_bytes())
-    content[content.index(stored)] ^= 1
+    content[where] ^= 1
     file.write_bytes(content)
-    try:
-        wanted = {"weight": ShardedTensor.from_rank_offsets("weight", torch.zeros(1024))}
-        loaded = dist_checkpointing.load(wanted, folder)["weight"]
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "as it was" if torch.equal(loaded, value) else "another number"
 
 
-def test_a_flipped_bit_of_a_checkpoint_is_loaded(gloo: Any, tmp_path: Path) -> None:
-    assert present("S24") == (gloo.run(1, loaded_with_a_flipped_bit, folder=str(tmp_path)) == ["another number"])
+def test_a_flipped_bit_of_a_checkpoint_is_loaded(pg: Any, tmp_path: Path) -> None:
+    stock, value = tmp_path / "stock", torch.arange(1.0, 1025.0)
+    stock.mkdir()
+    saved, wanted = (ShardedTensor.from_rank_offsets("weight", one) for one in (value.clone(), torch.zeros(1024)))
+    dist_checkpointing.save({"weight": saved}, str(stock))
+    stored = value[512:].numpy().tobytes()
+    (file,) = [path for path in stock.glob("*.distcp") if stored in path.read_bytes()]
+    flip_a_bit(file, file.read_bytes().index(stored))
+    assert present("S24") and not torch.equal(dist_checkpointing.load({"weight": wanted}, str(stock))["weight"], value)
     step = make_step(tmp_path / "ours", 50)
-    content = bytearray((step / "__0_0.distcp").read_bytes())
-    content[len(content) // 2] ^= 1
-    (step / "__0_0.distcp").write_bytes(content)
+    flip_a_bit(step / "__0_0.distcp", (step / "__0_0.distcp").stat().st_size // 2)
     assert "its SHA-256 is another" in (manifest.content_defect(step, ["__0_0.distcp"]) or "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from megatron.core.distributed import finalize_model_grads as engine_finalize
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module as EngineFloat16Module
 from megatron.core.transformer.module import MegatronModule
 
@@ -30,12 +28,10 @@ from megatron_moe.moe.state import RouterSnapshot
 from megatron_moe.parallel import groups
 from megatron_moe.training.finalize_model_grads import finalize_model_grads
 from megatron_moe.training.optimizer import SharedLossScale, _settle_positions
-from tests.platform.stock import both_routers, one_hot_logits, present
-from tests.platform.test_defects_engine import small_config
+from tests.platform.stock import BF16, SP2, both_routers, engine_linear, one_hot_logits, present, small_config
 
 pytestmark = pytest.mark.engine
 
-SP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FP16 = {"fp16": True, "params_dtype": torch.float16}
 
 
@@ -65,6 +61,13 @@ def wrapped(module: Any, pg: Any, **ddp: Any) -> DistributedDataParallel:
 def optimizer_of(model: Any, pg: Any, **settings: Any) -> MegatronOptimizer:
     config = OptimizerConfig(lr=0.1, **settings)
     return get_megatron_optimizer(config, [model], use_gloo_process_groups=False, pg_collection=pg)
+
+
+def distributed(module: Any, pg: Any, **settings: Any) -> tuple[Any, MegatronOptimizer, Any]:
+    """A wrapped module, its distributed optimizer, and the only one of those that this is made of."""
+    model = wrapped(module, pg, use_distributed_optimizer=True)
+    optimizer = optimizer_of(model, pg, use_distributed_optimizer=True, **settings)
+    return model, optimizer, getattr(optimizer, "chained_optimizers", [optimizer])[0]
 
 
 # ---- gradients of experts and of split weights
@@ -98,9 +101,7 @@ def expert_gradient_sum() -> dict[str, float]:
     config = small_config(**SP2, num_moe_experts=2, expert_tensor_parallel_size=1, calculate_per_token_loss=True)
     found = {}
     for name in ("stock", "ours"):
-        linear = ColumnParallelLinear(
-            8, 8, config=config, init_method=config.init_method, bias=False, is_expert=True, tp_group=pg.expt_tp
-        )
+        linear = engine_linear(config, pg.expt_tp, is_expert=True)
         if name == "ours":
             mark_expert_parameter(linear.weight, partition_dim=0)
         module = MegatronModule(config)
@@ -118,20 +119,16 @@ def test_experts_held_by_all_tensor_parallel_ranks_are_not_reduced(gloo: Any) ->
         assert rank["stock"] == (rank["own"] if present("S5") else 4.0)
 
 
-def split_marks() -> dict[str, bool]:
+def split_marks() -> tuple[bool, bool]:
     pg = groups.initialize(replace(Run(), **SP2))
-    config = small_config(**SP2, perform_initialization=False)
-    weight = ColumnParallelLinear(
-        8, 8, config=config, init_method=config.init_method, bias=False, tp_group=pg.tp
-    ).weight
+    weight = engine_linear(small_config(**SP2, perform_initialization=False), pg.tp).weight
     stock = bool(getattr(weight, "tensor_model_parallel", False))
     _mark(weight, Split(0))
-    return {"stock": stock, "ours": weight.tensor_model_parallel}
+    return stock, weight.tensor_model_parallel
 
 
 def test_weights_initialised_elsewhere_are_not_marked_as_split(gloo: Any) -> None:
-    for rank in gloo.run(2, split_marks):
-        assert rank["ours"] and present("N3") == (not rank["stock"])
+    assert gloo.run(2, split_marks) == [(not present("N3"), True)] * 2
 
 
 def query_norm_gradient() -> dict[str, float]:
@@ -167,62 +164,45 @@ def test_the_query_norm_of_latent_attention_is_summed_over_ranks_that_have_the_s
 # ---- steps that should be skipped
 
 
-def skipped_step() -> dict[str, Any]:
-    """Four tokens for expert 0 of 4, then an fp16 overflow."""
-    pg = groups.initialize(Run())
-    biases, committed = {}, {}
+def test_a_skipped_step_has_moved_the_bias(pg: Any) -> None:
+    """E14: four tokens for expert 0 of 4, then an fp16 overflow."""
+    biases = []
     routers = both_routers(pg, 4, moe_router_enable_expert_bias=True, **FP16)
-    for name, router, finalize in zip(("stock", "ours"), routers, (engine_finalize, finalize_model_grads)):
+    for router, finalize in zip(routers, (engine_finalize, finalize_model_grads)):
         model = wrapped(EngineFloat16Module(router.config, router), pg)
-        optimizer = optimizer_of(model, pg, fp16=True, params_dtype=torch.float16)
+        optimizer = optimizer_of(model, pg, **FP16)
         snapshot = RouterSnapshot.capture([model])
         probs, _ = model(one_hot_logits([0, 0, 0, 0], 4))
         (probs.sum() * math.inf).backward()
         finalize([model], None, pg_collection=pg)
-        committed[name], _, _ = optimizer.step()
-        if name == "ours" and not committed[name]:
+        committed, _, _ = optimizer.step()
+        assert not committed
+        if finalize is finalize_model_grads:
             snapshot.restore()  # as training/step.py does
-        biases[name] = router.expert_bias.float().tolist()
-    return {"committed": committed, "biases": biases}
+        biases.append(router.expert_bias.float().tolist())
+    assert biases[1] == [0.0] * 4
+    assert present("E14") == any(biases[0])
 
 
-def test_a_skipped_step_has_moved_the_bias(gloo: Any) -> None:
-    (found,) = gloo.run(1, skipped_step)
-    assert found["committed"] == {"stock": False, "ours": False}
-    assert found["biases"]["ours"] == [0.0] * 4
-    assert present("E14") == any(found["biases"]["stock"])
-
-
-def nan_step(precision: str) -> dict[str, Any]:
-    pg = groups.initialize(Run())
-    half = {"bf16": True, "params_dtype": torch.bfloat16} if precision == "bf16" else {}
+@pytest.mark.parametrize("half", [{}, BF16], ids=["fp32", "bf16"])
+def test_a_step_of_nan_is_taken_by_the_engines_optimizer(pg: Any, half: dict[str, Any]) -> None:
+    """Ours skips it: tests/training/test_step.py, tests/training/test_step_overflow_ranks.py."""
     model = wrapped(Weights(small_config(num_moe_experts=2, **half)), pg)
     optimizer = optimizer_of(model, pg, **half)
     for parameter in model.parameters():
         parameter.main_grad.fill_(math.nan)
     taken, _, _ = optimizer.step()
-    return {"taken": taken, "spoilt": bool(model.module.dense.isnan().all())}
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_step_of_nan_is_taken_by_the_engines_optimizer(gloo: Any, precision: str) -> None:
-    """Ours skips it: tests/training/test_step.py, tests/training/test_step_overflow_ranks.py."""
-    (found,) = gloo.run(1, nan_step, precision=precision)
-    assert present("S23") == (found == {"taken": True, "spoilt": True})
+    assert present("S23") == (taken and bool(model.module.dense.isnan().all()))
 
 
 # ---- fp16's loss scale
 
 
-def scales_after_an_overflow() -> dict[str, Any]:
-    """An overflow in the dense weight alone; the scales of the dense and of the expert optimizer."""
-    pg = groups.initialize(Run())
-    model = wrapped(Weights(small_config(num_moe_experts=2, **FP16)), pg)
-    found = {}
+def test_chained_optimizers_scale_apart(pg: Any) -> None:
+    """N1: an overflow in the dense weight alone; the scales of the dense and of the expert optimizer."""
+    model, scales = wrapped(Weights(small_config(num_moe_experts=2, **FP16)), pg), []
     for name in ("stock", "ours"):
-        optimizer = optimizer_of(
-            model, pg, fp16=True, params_dtype=torch.float16, initial_loss_scale=1024.0, hysteresis=1
-        )
+        optimizer = optimizer_of(model, pg, **FP16, initial_loss_scale=1024.0, hysteresis=1)
         chained = optimizer.chained_optimizers
         if name == "ours":
             shared = SharedLossScale(chained[0].grad_scaler)
@@ -233,24 +213,13 @@ def scales_after_an_overflow() -> dict[str, Any]:
         overflow = optimizer.prepare_grads()
         if name == "ours":
             shared.commit(found_inf=overflow)
-        found[name] = [part.grad_scaler.scale.item() for part in chained]
-    return found
-
-
-def test_chained_optimizers_scale_apart(gloo: Any) -> None:
-    (found,) = gloo.run(1, scales_after_an_overflow)
-    assert found["ours"] == [512.0, 512.0]
-    assert present("N1") == (found["stock"] == [512.0, 1024.0])
+        scales.append([part.grad_scaler.scale.item() for part in chained])
+    assert scales[1] == [512.0, 512.0]
+    assert present("N1") == (scales[0] == [512.0, 1024.0])
 
 
 def test_hysteresis_is_not_in_a_row_and_ours_is_the_same() -> None:
-    def scaler() -> DynamicGradScaler:
-        return DynamicGradScaler(
-            initial_scale=1024.0, min_scale=1.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=1000,
-            hysteresis=2,
-        )  # fmt: skip
-
-    stock, inner = scaler(), scaler()
+    stock, inner = (DynamicGradScaler(1024.0, 1.0, 2.0, 0.5, growth_interval=1000, hysteresis=2) for _ in range(2))
     ours = SharedLossScale(inner)
     for overflow in (True, False, False, False, True):
         stock.update(overflow)
@@ -275,33 +244,25 @@ def step_of_ones(model: Any, optimizer: MegatronOptimizer) -> None:
     optimizer.step()
 
 
-def resumed_steps() -> dict[str, list[float]]:
-    """The step counts of two parameters' moments, one update after their state was loaded."""
-    pg = groups.initialize(Run())
-    found = {}
-    for name in ("stock", "ours"):
+def test_all_parameters_share_the_step_of_a_resumed_torch_adam(pg: Any) -> None:
+    """S7: the step counts of two parameters' moments, one update after their state was loaded."""
+    found = []
+    for patches in (torchs_adam(), ()):
         with ExitStack() as stack:
-            for patch in torchs_adam() if name == "stock" else ():
+            for patch in patches:
                 stack.enter_context(patch)
             module = MegatronModule(small_config())
             module.first, module.second = (torch.nn.Parameter(torch.ones(64)) for _ in range(2))
-            model = wrapped(module, pg, use_distributed_optimizer=True)
-            optimizer = optimizer_of(model, pg, use_distributed_optimizer=True)
-            (part,) = getattr(optimizer, "chained_optimizers", [optimizer])
+            model, optimizer, part = distributed(module, pg)
             step_of_ones(model, optimizer)
             optimizer.load_state_dict(optimizer.state_dict())
             step_of_ones(model, optimizer)
             groups_ = part.optimizer.param_groups
             states = [part.optimizer.state[p] for group in groups_ for p in group["params"]]
-            in_state = [float(state["step"]) for state in states if "step" in state]
-            found[name] = in_state or [float(group["step"]) for group in groups_]
-    return found
-
-
-def test_all_parameters_share_the_step_of_a_resumed_torch_adam(gloo: Any) -> None:
-    (found,) = gloo.run(1, resumed_steps)
-    assert set(found["ours"]) == {2.0}
-    assert present("S7") == (set(found["stock"]) == {3.0})
+            in_state = {float(state["step"]) for state in states if "step" in state}
+            found.append(in_state or {float(group["step"]) for group in groups_})
+    assert found[1] == {2.0}
+    assert present("S7") == (found[0] == {3.0})
 
 
 def saved_in_buckets(folder: str, as_published: bool) -> list[str]:
@@ -331,36 +292,23 @@ def test_state_saved_from_padded_buckets_is_another_weights(gloo: Any, tmp_path:
         assert rank == []
 
 
-def default_format() -> str:
-    pg = groups.initialize(Run())
-    module = Weights(small_config(num_moe_experts=2))
-    model = wrapped(module, pg, use_distributed_optimizer=True)
-    optimizer = optimizer_of(model, pg, use_distributed_optimizer=True)
-    step_of_ones(model, optimizer)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            state = optimizer.sharded_state_dict(module.sharded_state_dict())
-            dist_checkpointing.save({"optimizer": state}, folder)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_the_default_format_of_the_distributed_optimizer_cannot_be_saved(gloo: Any) -> None:
+def test_the_default_format_of_the_distributed_optimizer_cannot_be_saved(pg: Any, tmp_path: Path) -> None:
     """Ours: tests/checkpoint/test_dist.py."""
-    (message,) = gloo.run(1, default_format)
-    assert present("S17") == ("flattened_range is not supported" in message), message
+    module = Weights(small_config(num_moe_experts=2))
+    model, optimizer, _ = distributed(module, pg)
+    step_of_ones(model, optimizer)
+    assert present("S17")
+    with pytest.raises(Exception, match="flattened_range is not supported"):
+        state = optimizer.sharded_state_dict(module.sharded_state_dict())
+        dist_checkpointing.save({"optimizer": state}, str(tmp_path))
 
 
-def mixed_positions() -> dict[str, Any]:
-    """A bf16, an fp32 and a bf16 weight: the order of the main weights, and where the engine believes them to stand."""
-    pg = groups.initialize(Run())
-    module = MegatronModule(small_config(bf16=True, params_dtype=torch.bfloat16))
+def test_weights_of_two_dtypes_are_looked_up_in_the_wrong_places(pg: Any) -> None:
+    """N2: a bf16, an fp32 and a bf16 weight: the main weights, and where the engine believes them to stand."""
+    module = MegatronModule(small_config(**BF16))
     for name, dtype in (("a", torch.bfloat16), ("b", torch.float32), ("c", torch.bfloat16)):
         module.register_parameter(name, torch.nn.Parameter(torch.full((64,), float(ord(name)), dtype=dtype)))
-    model = wrapped(module, pg, use_distributed_optimizer=True)
-    optimizer = optimizer_of(model, pg, use_distributed_optimizer=True, bf16=True, params_dtype=torch.bfloat16)
-    (part,) = getattr(optimizer, "chained_optimizers", [optimizer])
+    _, _, part = distributed(module, pg, **BF16)
     mains = part.optimizer.param_groups[0]["params"]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
 
@@ -370,15 +318,10 @@ def mixed_positions() -> dict[str, Any]:
             for parameter, (_, order) in part.model_param_group_index_map.items()
         )
 
-    stock = believed()
+    right = [("a", "a"), ("b", "b"), ("c", "c")]
+    assert present("N2") == (believed() != right)
     _settle_positions(part)
-    return {"stock": stock, "ours": believed()}
-
-
-def test_weights_of_two_dtypes_are_looked_up_in_the_wrong_places(gloo: Any) -> None:
-    (found,) = gloo.run(1, mixed_positions)
-    assert found["ours"] == [("a", "a"), ("b", "b"), ("c", "c")]
-    assert present("N2") == (found["stock"] != found["ours"])
+    assert believed() == right
 
 
 def test_groups_that_differ_in_their_learning_rates_are_mixed_up_by_a_load() -> None:

@@ -13,21 +13,33 @@ import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
 from megatron.core.transformer.module import Float16Module as EngineFloat16Module
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter as EngineRouter
 
 from megatron_moe import Float16Module, TopKRouter
+from megatron_moe.config import rules
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.moe.load_balance import updated_expert_bias
+from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.state import RouterSnapshot
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import sum_over_ranks
 from megatron_moe.training.finalize_model_grads import update_routers
-from tests.platform.stock import attached_gradient, both_routers, engine_logged, one_hot_logits, present, router_config
+from tests.platform.stock import (
+    BF16,
+    SP2,
+    attached_gradient,
+    both_routers,
+    engine_logged,
+    one_hot_logits,
+    our_loss,
+    present,
+    router_config,
+)
 
 pytestmark = pytest.mark.engine
 
-BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 BIAS = {"moe_router_enable_expert_bias": True}
-SP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 RATE = 1e-3
 
 
@@ -38,59 +50,49 @@ def close(a: float, b: float) -> bool:
 # ---- E1, E2, E19: fp32 state in a bf16 model
 
 
-def rounded_state() -> dict[str, Any]:
-    """257 tokens for expert 0 of 4, and the bias after a step from 0; both routers in their Float16Module."""
-    pg = groups.initialize(Run())
+def rounded_state(router: Any, wrapper: Any) -> tuple[Any, float, float]:
+    """The wrapped router, a bias of it that was loaded before, and its count of 257 tokens for expert 0 of 4."""
+    router.expert_bias.copy_(torch.tensor([0.1234567, 0.0, 0.0, 0.0]))
+    wrapped = wrapper(router.config, router)
+    router(one_hot_logits([0], 4))
+    kept = router.expert_bias[0].item()
+    (getattr(router, "reset_counts", None) or router.local_tokens_per_expert.zero_)()
+    router.expert_bias.zero_()
+    router(one_hot_logits([0] * 257, 4))
+    return wrapped, kept, router.local_tokens_per_expert[0].item()
+
+
+def test_counts_steps_and_loaded_biases_are_rounded_to_bf16(pg: Any) -> None:
     stock, ours = both_routers(pg, 4, **BIAS, **BF16)
-    learnt = torch.tensor([0.1234567, 0.0, 0.0, 0.0])
-    kept = {}
-    wrapped = []
-    for name, router, wrapper in (("stock", stock, EngineFloat16Module), ("ours", ours, Float16Module)):
-        router.expert_bias.copy_(learnt)  # as a checkpoint that is loaded before wrapping
-        wrapped.append(wrapper(router.config, router))
-        router(one_hot_logits([0], 4))
-        kept[name] = router.expert_bias[0].item()
-        (getattr(router, "reset_counts", None) or router.local_tokens_per_expert.zero_)()
-        router.expert_bias.zero_()
-        router(one_hot_logits([0] * 257, 4))
-    counts = {"stock": stock.local_tokens_per_expert[0].item(), "ours": ours.local_tokens_per_expert[0].item()}
-    _update_router_expert_bias([wrapped[0]], stock.config)
-    update_routers([wrapped[1]])
-    steps = {"stock": stock.expert_bias[1].item(), "ours": ours.expert_bias[1].item()}
-    return {"counts": counts, "steps": steps, "kept": kept, "learnt": learnt[0].item()}
-
-
-def test_counts_steps_and_loaded_biases_are_rounded_to_bf16(gloo: Any) -> None:
-    (found,) = gloo.run(1, rounded_state)
-    assert present("E1") == (found["counts"]["stock"] == 256) and found["counts"]["ours"] == 257
-    rate = torch.tensor(RATE).item()
-    assert present("E2") == close(found["steps"]["stock"], 0.0009994507) and found["steps"]["ours"] == rate
-    assert present("E19") == (found["kept"]["stock"] != found["learnt"]) and found["kept"]["ours"] == found["learnt"]
+    theirs, their_bias, their_count = rounded_state(stock, EngineFloat16Module)
+    wrapped, bias, count = rounded_state(ours, Float16Module)
+    _update_router_expert_bias([theirs], stock.config)
+    update_routers([wrapped])
+    learnt, rate = torch.tensor([0.1234567, RATE]).tolist()
+    assert (count, ours.expert_bias[1].item(), bias) == (257, rate, learnt)
+    assert present("E1") == (their_count == 256)
+    assert present("E2") == close(stock.expert_bias[1].item(), 0.0009994507)
+    assert present("E19") == (their_bias != learnt)
 
 
 # ---- E4, E5, E12: padding
 
 
-def padded_counts(num_experts: int) -> dict[str, Any]:
-    """Tokens for experts 0, 0, 1, 2, the first of which is padding."""
-    stock, ours = both_routers(groups.initialize(Run()), num_experts, **BIAS)
+@pytest.mark.parametrize("num_experts", [4, 6])
+def test_padding_masks_experts_where_there_are_as_many_as_tokens_and_crashes_elsewhere(
+    pg: Any, num_experts: int
+) -> None:
+    """True is padding, in the engine's code as in ours, whatever its documentation says (E5)."""
+    stock, ours = both_routers(pg, num_experts, **BIAS)
     hidden, is_padding = one_hot_logits([0, 0, 1, 2], num_experts), torch.tensor([[True], [False], [False], [False]])
     ours(hidden, padding_mask=is_padding)
+    assert ours.local_tokens_per_expert.tolist() == [1, 1, 1] + [0] * (num_experts - 3)
     try:
         stock(hidden, padding_mask=is_padding)
-        counted: Any = stock.local_tokens_per_expert.tolist()
+        defect = stock.local_tokens_per_expert.tolist() == [0, 1, 1, 0]
     except RuntimeError as error:
-        counted = str(error)
-    return {"stock": counted, "ours": ours.local_tokens_per_expert.tolist()}
-
-
-def test_padding_masks_experts_where_there_are_as_many_as_tokens_and_crashes_elsewhere(gloo: Any) -> None:
-    """True is padding, in the engine's code as in ours, whatever its documentation says (E5)."""
-    (as_many,), (more,) = gloo.run(1, padded_counts, num_experts=4), gloo.run(1, padded_counts, num_experts=6)
-    assert as_many["ours"] == [1, 1, 1, 0] and more["ours"] == [1, 1, 1, 0, 0, 0]
-    assert present("E4") == (as_many["stock"] == [0, 1, 1, 0])
-    assert present("E4") == ("must match the size" in more["stock"])
-    assert present("E5")
+        defect = num_experts == 6 and "must match the size" in str(error)
+    assert present("E4") == defect and present("E5")
 
 
 def counts_after_a_sum() -> dict[str, Any]:
@@ -115,14 +117,13 @@ def test_local_counts_are_overwritten_by_their_sum_over_ranks(gloo: Any) -> None
 
 def per_token_ratio(**losses: Any) -> dict[str, float]:
     """Gradient of the attached loss with a loss per token, over the one without, after both are normalised."""
-    run = replace(Run(), **SP2)
-    pg = groups.initialize(run)
+    pg = groups.initialize(replace(Run(), **SP2))
     hidden = torch.randn(8, 2, 4, generator=torch.Generator().manual_seed(5))
     mine = hidden.chunk(2)[dist.get_rank()]
     norms: dict[str, list[float]] = {"stock": [], "ours": []}
     for per_token in (False, True):
         routers = both_routers(pg, 4, calculate_per_token_loss=per_token, **SP2, **losses)
-        for name, router in zip(("stock", "ours"), routers):
+        for name, router in zip(norms, routers):
             gradient = attached_gradient(router, mine)
             dist.all_reduce(gradient, group=pg.tp)
             norms[name].append((gradient / (16 if per_token else 1)).norm().item())
@@ -140,22 +141,16 @@ def test_with_a_loss_per_token_attached_losses_are_divided_by_the_ranks(gloo: An
         assert close(ratio["stock"], 0.5 if present("E7") else 1.0)
 
 
-def micro_batch_sizes() -> dict[str, float]:
-    """Gradient of a per-token seq_aux_loss of two sequences at once, over that of one after the other."""
-    pg = groups.initialize(Run())
+def test_a_sequences_loss_weighs_less_in_a_larger_micro_batch(pg: Any) -> None:
+    """E8: the gradient of a per-token seq_aux_loss of two sequences at once, over that of one after the other."""
     hidden = torch.randn(8, 2, 4, generator=torch.Generator().manual_seed(6))
     losses = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
-    found = {}
-    for name, router in zip(("stock", "ours"), both_routers(pg, 4, calculate_per_token_loss=True, **losses)):
+    ratios = []
+    for router in both_routers(pg, 4, calculate_per_token_loss=True, **losses):
         at_once = attached_gradient(router, hidden)
         one_by_one = attached_gradient(router, hidden[:, :1]) + attached_gradient(router, hidden[:, 1:])
-        found[name] = (at_once.norm() / one_by_one.norm()).item()
-    return found
-
-
-def test_a_sequences_loss_weighs_less_in_a_larger_micro_batch(gloo: Any) -> None:
-    (ratio,) = gloo.run(1, micro_batch_sizes)
-    assert close(ratio["ours"], 1.0) and close(ratio["stock"], 0.5 if present("E8") else 1.0)
+        ratios.append((at_once.norm() / one_by_one.norm()).item())
+    assert close(ratios[1], 1.0) and close(ratios[0], 0.5 if present("E8") else 1.0)
 
 
 # ---- E9, E10, E11: what is logged, in which dtype, of which decision
@@ -172,7 +167,7 @@ def logged_z_loss() -> dict[str, float]:
     dist.all_reduce(mean)
     return {
         "stock": engine_logged("z_loss", pg),
-        "ours": float(update_routers([ours]).aux_losses[0]["z_loss"]),
+        "ours": our_loss(ours, "z_loss"),
         "local": local.item(),
         "mean": mean.item() / 2,
     }
@@ -184,17 +179,16 @@ def test_the_logged_z_loss_is_one_ranks(gloo: Any) -> None:
         assert close(rank["stock"], rank["local"] if present("E9") else rank["mean"])
 
 
-def test_sigmoid_scores_of_the_loss_have_the_dtype_of_the_logits(one_process: None) -> None:
+def test_sigmoid_scores_of_the_loss_have_the_dtype_of_the_logits(pg: Any) -> None:
     logits = torch.randn(4, 4, generator=torch.Generator().manual_seed(7)).bfloat16()
     _, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, 1, "sigmoid")
     assert present("E10") == (scores.dtype == torch.bfloat16)
-    _, ours = both_routers(groups.initialize(Run()), 4, **BF16)
+    _, ours = both_routers(pg, 4, **BF16)
     assert Float16Module(ours.config, ours).module.gate(logits).dtype == torch.float32
 
 
-def balanced_decision() -> dict[str, float]:
-    """A bias sends all tokens to expert 0, the scores alone would send each to another."""
-    pg = groups.initialize(Run())
+def test_the_loss_balances_a_decision_that_is_not_dispatched(pg: Any) -> None:
+    """E11: a bias sends all tokens to expert 0, the scores alone would send each to another."""
     losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
     stock, ours = both_routers(pg, 4, **BIAS, **losses)
     hidden = one_hot_logits([0, 1, 1, 1], 4)
@@ -204,19 +198,11 @@ def balanced_decision() -> dict[str, float]:
         assert router.local_tokens_per_expert.tolist() == [4, 0, 0, 0]
     scores = torch.sigmoid(hidden[:, 0])
     means = (scores / scores.sum(-1, keepdim=True)).mean(0)
-    dispatched, undispatched = torch.tensor([1.0, 0, 0, 0]), torch.tensor([0.25, 0.75, 0, 0])
-    return {
-        "stock": engine_logged("load_balancing_loss", pg),
-        "ours": float(update_routers([ours]).aux_losses[0]["aux_loss"]),
-        "dispatched": float(4 * (dispatched * means).sum()),
-        "undispatched": float(4 * (undispatched * means).sum()),
-    }
-
-
-def test_the_loss_balances_a_decision_that_is_not_dispatched(gloo: Any) -> None:
-    (found,) = gloo.run(1, balanced_decision)
-    assert close(found["ours"], found["dispatched"]) and not close(found["dispatched"], found["undispatched"])
-    assert close(found["stock"], found["undispatched" if present("E11") else "dispatched"])
+    dispatched, undispatched = (
+        float(4 * (torch.tensor(shares) * means).sum()) for shares in ([1.0, 0, 0, 0], [0.25, 0.75, 0, 0])
+    )
+    assert close(our_loss(ours, "aux_loss"), dispatched) and not close(dispatched, undispatched)
+    assert close(engine_logged("load_balancing_loss", pg), undispatched if present("E11") else dispatched)
 
 
 # ---- E15, E18, E20, E21, E22: the bias
@@ -257,17 +243,11 @@ def test_a_repeated_step_moves_the_bias_again(gloo: Any) -> None:
     assert close(found["stock"], -2 * RATE if present("E15") else -RATE)
 
 
-def test_the_engines_router_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch, one_process: None) -> None:
-    pg = groups.initialize(Run())
-
+def test_the_engines_router_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch, pg: Any) -> None:
     def no_gpu() -> Any:
         raise RuntimeError("Found no NVIDIA driver on your system")
 
     monkeypatch.setattr(torch.cuda, "current_device", no_gpu)  # as torch has it where there is none
-    from megatron.core.transformer.moe.router import TopKRouter as EngineRouter
-
-    from megatron_moe import TopKRouter
-
     assert TopKRouter(router_config(4, **BIAS), pg).expert_bias.device.type == "cpu"
     assert present("E18")
     with pytest.raises(RuntimeError, match="no NVIDIA driver"):
@@ -276,10 +256,6 @@ def test_the_engines_router_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch, one_
 
 def test_a_bias_with_softmax_scores_is_refused_by_the_engine_and_chooses_here() -> None:
     """A megatron-core program that our router is plugged into still meets the engine's refusal."""
-    from megatron_moe.config import rules
-    from megatron_moe.model.engine_config import transformer_config
-    from megatron_moe.moe.options import MoEOptions
-
     assert present("E20")
     with pytest.raises(ValueError, match="[Ee]xpert bias"):
         router_config(4, **BIAS, moe_router_score_function="softmax")
@@ -291,35 +267,21 @@ def test_a_bias_with_softmax_scores_is_refused_by_the_engine_and_chooses_here() 
     assert router.route(torch.randn(5, 256)).expert_ids.tolist() == [[1, 3]] * 5
 
 
-def unequal_layers() -> dict[str, Any]:
-    pg = groups.initialize(Run())
+def test_layers_with_unequal_numbers_of_experts_crash_the_update(pg: Any) -> None:
     pairs = [both_routers(pg, experts, **BIAS) for experts in (4, 6)]
     stock, ours = (torch.nn.ModuleList(routers) for routers in zip(*pairs))
     for router in (*stock, *ours):
         router(one_hot_logits([0, 0, 1], router.config.num_moe_experts))
-    try:
+    assert present("E21")
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
         _update_router_expert_bias([stock], pairs[0][0].config)
-        crash = ""
-    except RuntimeError as error:
-        crash = str(error)
     update_routers([ours])
-    return {"crash": crash, "ours": [router.expert_bias.tolist() for router in ours]}
-
-
-def test_layers_with_unequal_numbers_of_experts_crash_the_update(gloo: Any) -> None:
-    (found,) = gloo.run(1, unequal_layers)
-    assert present("E21") == ("stack expects each tensor to be equal size" in found["crash"])
-    for bias in found["ours"]:
+    for bias in (router.expert_bias.tolist() for router in ours):
         assert [round(value / RATE) for value in bias] == [-1, -1] + [1] * (len(bias) - 2)
 
 
-def drifted() -> dict[str, float]:
-    groups.initialize(Run())
+def test_the_mean_of_the_bias_drifts_unless_it_is_centred(pg: Any) -> None:
     counts, zeros = torch.tensor([1, 1, 1, 5]), torch.zeros(4)
-    stock = moe_utils.get_updated_expert_bias(counts.float()[None], zeros[None], RATE)[0]
-    return {"stock": stock.mean().item(), "ours": updated_expert_bias(zeros, counts, RATE, center=True).mean().item()}
-
-
-def test_the_mean_of_the_bias_drifts_unless_it_is_centred(gloo: Any) -> None:
-    (mean,) = gloo.run(1, drifted)
-    assert present("E22") == close(mean["stock"], RATE / 2) and abs(mean["ours"]) < 1e-10
+    (stock,) = moe_utils.get_updated_expert_bias(counts.float()[None], zeros[None], RATE)
+    assert present("E22") == close(stock.mean().item(), RATE / 2)
+    assert abs(updated_expert_bias(zeros, counts, RATE, center=True).mean().item()) < 1e-10
