@@ -30,7 +30,7 @@ COMPUTED = "tokens go to other experts|logits differ by"
 
 
 @pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -39,7 +39,7 @@ def convert(origin: str, target: str, load: Path, save: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def small(folder: Path) -> Path:
+def small(folder):
     """A folder with `hf` and, converted from it, `native`."""
     small_folders.sound(folder / "hf", folder / "sentinel")
     assert convert("hf", "native", folder / "hf", folder / "native") == 0
@@ -50,13 +50,21 @@ def replaced(owner: Any, name: str, value: Any) -> Break:
     return lambda patch: patch.setattr(owner, name, value)
 
 
+def returning(owner: Any, name: str, change: Callable[[Any], Any]) -> Break:
+    """What a method returns, changed."""
+    original = getattr(owner, name)
+    return replaced(owner, name, lambda *given: change(original(*given)))
+
+
 def last_bit(tensor: Tensor) -> Tensor:
-    flat = tensor.view(-1)
+    flat = tensor.clone().view(-1)
     flat[3] = torch.nextafter(flat[3], torch.tensor(torch.inf, dtype=tensor.dtype))
-    return tensor
+    return flat.view_as(tensor)
 
 
-# ---- to native, told by the certificate
+def without_last(units: list[Any]) -> list[Any]:
+    *rest, last = units
+    return [*rest, dataclasses.replace(last, content=last.content[:-1])]
 
 
 def added(change: Callable[[str, Any, Tensor], tuple[str, Any, Tensor]]) -> Break:
@@ -66,7 +74,7 @@ def added(change: Callable[[str, Any, Tensor], tuple[str, Any, Tensor]]) -> Brea
 
 
 def one_bit(key: str, start: Any, block: Tensor) -> tuple[str, Any, Tensor]:
-    return key, start, last_bit(block.clone()) if key.endswith("final_layernorm.weight") else block
+    return key, start, last_bit(block) if key.endswith("final_layernorm.weight") else block
 
 
 def next_expert(key: str, start: Any, block: Tensor) -> tuple[str, Any, Tensor]:
@@ -79,7 +87,7 @@ def read_otherwise(patch: pytest.MonkeyPatch) -> None:
 
     def read_hashed(self: TensorReader, key: str, *rest: Any) -> Any:
         tensor, digests = original(self, key, *rest)
-        return (last_bit(tensor.clone()) if "o_proj" in key else tensor), digests
+        return (last_bit(tensor) if "o_proj" in key else tensor), digests
 
     patch.setattr(TensorReader, "read_hashed", read_hashed)
 
@@ -105,19 +113,18 @@ def forgetful_index(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(to_native, "write_index", write_index)
 
 
-def without_last_block(patch: pytest.MonkeyPatch) -> None:
-    original = ToNative._planned
+def written_otherwise(patch: pytest.MonkeyPatch) -> None:
+    original = to_hf.write_tensor
 
-    def planned(self: ToNative) -> list[Any]:
-        *rest, last = original(self)
-        return [*rest, dataclasses.replace(last, content=last.content[:-1])]
+    def write_tensor(file: Any, key: str, tensor: Tensor) -> str:
+        return original(file, key, last_bit(tensor) if "o_proj" in key else tensor)
 
-    patch.setattr(ToNative, "_planned", planned)
+    patch.setattr(to_hf, "write_tensor", write_tensor)
 
 
-def one_way(patch: pytest.MonkeyPatch) -> None:
-    original = GateThenUp.to_native
-    patch.setattr(GateThenUp, "to_native", lambda self, tensors: original(self, tensors).roll(1, -1))
+def narrow_bias(patch: pytest.MonkeyPatch) -> None:
+    original = ToHF._dtype
+    patch.setattr(ToHF, "_dtype", lambda self, piece: torch.bfloat16 if piece.fp32 else original(self, piece))
 
 
 IMPORT: dict[str, tuple[Break, str]] = {
@@ -126,87 +133,45 @@ IMPORT: dict[str, tuple[Break, str]] = {
     "a file cut after it was written": (cut_file, "refused: decoder.* is damaged"),
     "a tensor left out of the index": (forgetful_index, "its tensors are not those"),
     "one bit changed behind the reader": (read_otherwise, GIVES),
-    "the last block left out": (without_last_block, r"down_proj.* is used 0 times"),
-    "a transform right in one direction only": (one_way, GIVES),
+    "the last block left out": (returning(ToNative, "_planned", without_last), r"down_proj.* is used 0 times"),
+    "a transform right in one direction only": (
+        returning(GateThenUp, "to_native", lambda both: both.roll(1, -1)),
+        GIVES,
+    ),
 }
-
-
-@pytest.mark.parametrize(("breaks", "reason"), IMPORT.values(), ids=IMPORT)
-def test_the_certificate_notices_an_error_in_what_is_written(
-    breaks: Break, reason: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    breaks(monkeypatch)
-    assert convert("hf", "native", small / "hf", tmp_path / "native") == 2
-    message = capsys.readouterr().err
-    assert re.search(reason, message), message
-    assert list(tmp_path.iterdir()) == []
-
-
-# ---- to Hugging Face, told by the certificate
-
-
-def uncut(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Vocabulary, "to_hf", lambda self, block: [block])
-
-
-def swapped_back(patch: pytest.MonkeyPatch) -> None:
-    original = ExpertGateUp.to_hf
-    patch.setattr(ExpertGateUp, "to_hf", lambda self, block: original(self, block)[::-1])
-
-
-def written_otherwise(patch: pytest.MonkeyPatch) -> None:
-    original = to_hf.write_tensor
-
-    def write_tensor(file: Any, key: str, tensor: Tensor) -> str:
-        return original(file, key, last_bit(tensor.clone()) if "o_proj" in key else tensor)
-
-    patch.setattr(to_hf, "write_tensor", write_tensor)
-
-
-def without_last_tensor(patch: pytest.MonkeyPatch) -> None:
-    original = ToHF._planned
-
-    def planned(self: ToHF) -> list[Any]:
-        (unit,) = original(self)
-        return [dataclasses.replace(unit, content=unit.content[:-1])]
-
-    patch.setattr(ToHF, "_planned", planned)
-
-
-def narrow_bias(patch: pytest.MonkeyPatch) -> None:
-    original = ToHF._dtype
-    patch.setattr(ToHF, "_dtype", lambda self, piece: torch.bfloat16 if piece.fp32 else original(self, piece))
-
-
 EXPORT: dict[str, tuple[Break, str]] = {
     "the router's bias as bfloat16": (narrow_bias, "is not float32, which it always is"),
-    "the padded vocabulary written": (uncut, r"\[128, 16\].* not .*\(33, 16\)"),
-    "gate and up of experts swapped": (swapped_back, BACK),
+    "the padded vocabulary written": (
+        replaced(Vocabulary, "to_hf", lambda self, block: [block]), r"\[128, 16\].* not .*\(33, 16\)",
+    ),
+    "gate and up of experts swapped": (returning(ExpertGateUp, "to_hf", lambda both: both[::-1]), BACK),
     "one bit changed": (written_otherwise, BACK),
-    "a tensor left out": (without_last_tensor, r"experts\.3\.down_proj\.weight is used 0 times"),
-}
+    "a tensor left out": (returning(ToHF, "_planned", without_last), r"experts\.3\.down_proj\.weight is used 0 times"),
+}  # fmt: skip
+WAYS = [*(("hf", "native", name) for name in IMPORT), *(("native", "hf", name) for name in EXPORT)]
 
 
-@pytest.mark.parametrize(("breaks", "reason"), EXPORT.values(), ids=EXPORT)
-def test_the_certificate_notices_an_error_in_what_is_exported(
-    breaks: Break, reason: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+@pytest.mark.parametrize(("origin", "target", "error"), WAYS)
+def test_the_certificate_notices_an_error_in_what_is_written(
+    origin, target, error, small, tmp_path, monkeypatch, capsys
+):
+    breaks, reason = (IMPORT if target == "native" else EXPORT)[error]
     breaks(monkeypatch)
     try:
-        assert convert("native", "hf", small / "native", tmp_path / "hf") == 2
+        assert convert(origin, target, small / origin, tmp_path / target) == 2
         message = capsys.readouterr().err
-    except ValueError as error:
-        message = str(error)
+        assert list(tmp_path.iterdir()) == []
+    except ValueError as raised:
+        message = str(raised)
     assert re.search(reason, message), message
-    assert not (tmp_path / "hf").exists()
+    assert not (tmp_path / target).exists()
 
 
-# ---- to Hugging Face, wrong in both directions or in the configuration, and fp8: told by the comparison
+# What is wrong in both directions, in the configuration or in fp8, the comparison tells.
 
 
 def configured(**changes: Any) -> Break:
-    original = ToHF._config
-    return replaced(ToHF, "_config", lambda self: json.dumps({**json.loads(original(self)), **changes}).encode())
+    return returning(ToHF, "_config", lambda content: json.dumps({**json.loads(content), **changes}).encode())
 
 
 COMPARED: dict[str, tuple[Break | None, str]] = {
@@ -218,8 +183,8 @@ COMPARED: dict[str, tuple[Break | None, str]] = {
 
 @pytest.mark.parametrize(("breaks", "reason"), COMPARED.values(), ids=COMPARED)
 def test_the_comparison_notices_an_exported_model_that_computes_something_else(
-    breaks: Break | None, reason: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    breaks, reason, small, tmp_path, monkeypatch
+):
     with monkeypatch.context() as patch:
         if breaks is not None:
             breaks(patch)
@@ -237,9 +202,7 @@ SCALED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("change", SCALED)
-def test_the_comparison_notices_scales_that_are_applied_wrongly(
-    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_comparison_notices_scales_that_are_applied_wrongly(change, tmp_path, monkeypatch):
     fp8, original = small_folders.sound(tmp_path / "hf", tmp_path / "sentinel", fp8=True), TensorReader._stored
 
     def stored(self: TensorReader, name: str, digests: Any) -> Tensor:
