@@ -9,20 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
-from tests.helpers.stepped_trainer import SMALL
+from tests.helpers.rows import rows
+from tests.helpers.stepped_trainer import EP2
+from tests.helpers.trained_steps import TINY, trained
 
-TINY = {**PRESETS["tiny"], "mock_data": True, "tokenizer_type": "ByteTokenizer", "eval_iters": 2, "seq_length": 32}
+SHORT = {"num_layers": 2, "seq_length": 32}
 LOSSES = {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (1e-3,), "moe_z_loss_coeff": 1e-3}
-SHORT = {**SMALL, **LOSSES, "train_iters": 12, "lr": 3e-3}
-
-
-def trained(flags: dict[str, Any]) -> dict[str, Any]:
-    """A whole run; its summary."""
-    from megatron_moe.training.run import pretrain
-
-    return pretrain(build({**TINY, **flags}))
 
 
 def loaded_biases(flags: dict[str, Any]) -> dict[int, tuple[str, str, list[float]]]:
@@ -39,7 +32,7 @@ def loaded_biases(flags: dict[str, Any]) -> dict[int, tuple[str, str, list[float
     source = plan(run).source
     assert source is not None
     collection = groups.initialize(run)
-    model = build_model(run, collection, 384)
+    model = build_model(run, collection, 320)
     optimizer = build_optimizer(run, model, collection)
     load(run, source, Trained(model, optimizer, build_scheduler(run, optimizer), collection))
     return {
@@ -54,8 +47,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_one_rank_and_two_expert_parallel_ranks_have_the_same_losses(gloo, tmp_path):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    alone = gloo.run(1, trained, flags={**SHORT, "metrics_file": str(one)})[0]
-    gloo.run(2, trained, flags={**SHORT, "metrics_file": str(two), "expert_model_parallel_size": 2})
+    flags = {**SHORT, **LOSSES, "moe_layer_freq": "[0,1]", "train_iters": 12, "lr": 3e-3, "eval_iters": 2}
+    flags |= {"micro_batch_size": 4, "global_batch_size": 8}
+    alone = gloo.run(1, trained, flags={**flags, "metrics_file": str(one)})[0]
+    gloo.run(2, trained, flags={**flags, **EP2, "metrics_file": str(two)})
     first, second = lines(one), lines(two)
     assert len(first) == len(second) == 12 and first[-1]["loss"] < first[0]["loss"] - 0.3
     for a, b in zip(first, second):
@@ -66,23 +61,21 @@ def test_one_rank_and_two_expert_parallel_ranks_have_the_same_losses(gloo, tmp_p
     assert alone["valid_loss"] < alone["unigram_entropy"] + 1.0
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        # a scale that overflows at first: those steps are skipped and must not move the bias
-        {"fp16": True, "initial_loss_scale": 2.0**24, "hysteresis": 1},
-        # the bias is on the softmax over all experts, the weights are a softmax over the chosen
-        pytest.param({"moe_router_score_function": "softmax", "bf16": True}, marks=pytest.mark.test_all),
-    ],
-    ids=["fp16", "softmax"],
-)
-def test_after_many_steps_and_a_reload_the_bias_has_the_bits_of_the_counts(gloo, tmp_path, flags):
-    metrics = tmp_path / "metrics.jsonl"
-    flags = {"num_layers": 2, "moe_layer_freq": "[1,1]", **flags, "train_iters": 30, "eval_iters": 0}
-    flags["expert_model_parallel_size"] = 2
-    gloo.run_within(600, 2, trained, flags={**flags, "metrics_file": str(metrics), "save": str(tmp_path / "c")})
+COUNTED: dict[str, dict[str, Any]] = {
+    # A scale that overflows at first: those steps are skipped and must not move the bias.
+    "fp16": {"fp16": True, "initial_loss_scale": 2.0**24, "hysteresis": 1},
+    # The bias is on the softmax over all experts, the weights are a softmax over the chosen.
+    "softmax": {"moe_router_score_function": "softmax", "bf16": True},
+}
+
+
+@pytest.mark.parametrize("case", rows(COUNTED, test=["fp16"]))
+def test_after_many_steps_and_a_reload_the_bias_has_the_bits_of_the_counts(gloo, tmp_path, case):
+    metrics, root = tmp_path / "metrics.jsonl", str(tmp_path / "c")
+    flags = {**SHORT, "moe_layer_freq": "[1,1]", **COUNTED[case], **EP2, "train_iters": 24}
+    gloo.run(2, trained, flags={**flags, "metrics_file": str(metrics), "save": root})
     steps = lines(metrics)
-    assert len(steps) == 30 and any(step["skipped"] for step in steps) == ("fp16" in flags)
+    assert len(steps) == 24 and any(step["skipped"] for step in steps) == (case == "fp16")
     expected = {layer: torch.zeros(8, dtype=torch.float32) for layer in (1, 2)}
     for step in steps:
         for layer, bias in expected.items():
@@ -91,9 +84,9 @@ def test_after_many_steps_and_a_reload_the_bias_has_the_bits_of_the_counts(gloo,
                 bias += torch.sign(counts.sum() - counts * 8).to(torch.float32) * 1e-3
     assert all(bias.abs().max() > 0.5e-3 for bias in expected.values())
     # loaded on one rank, without the expert parallelism that trained it
-    alone = {**flags, "expert_model_parallel_size": 1, "load": str(tmp_path / "c")}
-    for biases in (gloo.run(2, loaded_biases, flags={**flags, "load": str(tmp_path / "c")})[1],
-                   gloo.run(1, loaded_biases, flags=alone)[0]):  # fmt: skip
+    alone = {**flags, "load": root, "expert_model_parallel_size": 1}
+    for ranks, more in ((2, {**flags, "load": root}), (1, alone)):
+        biases = gloo.run(ranks, loaded_biases, flags=more)[-1]
         assert set(biases) == set(expected)
         for layer, (bias_dtype, counts_dtype, bias) in biases.items():
             assert (bias_dtype, counts_dtype) == ("torch.float32", "torch.float32")

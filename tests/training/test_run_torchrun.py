@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_moe.report.run_info import read_info
 from tests.helpers import kills
 from tests.helpers.launchers import Forked
 from tests.helpers.ranks import ROOT, Child, RankParent, alive
+from tests.helpers.rows import rows
+
+PATIENCE = 600.0
 
 
 class Torchrun:
@@ -27,35 +30,35 @@ class Torchrun:
             Child("torch.distributed.run:main", argv, str(log), str(folder), own_session=True)
         ])  # fmt: skip
 
-    def ranks(self) -> list[int]:
-        """Process ids of the ranks."""
-        listing = Path(f"/proc/{self.pid}/task/{self.pid}/children")
-        return [int(pid) for pid in listing.read_text().split()] if listing.exists() else []
-
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def until(self, condition: Callable[[], bool], seconds: float = 600.0) -> None:
-        """Wait for what happens while the job runs."""
-        deadline = time.monotonic() + seconds
-        while not condition():
+    def until_lines(self, metrics: Path, number: int) -> None:
+        """Wait until a metrics file has so many lines."""
+        deadline = time.monotonic() + PATIENCE
+        while len(kills.raw_lines(metrics)) < number:
             if time.monotonic() > deadline or self._parent.statuses([self.pid]) != [None]:
                 os.killpg(self.pid, signal.SIGKILL)
                 raise AssertionError(f"it never happened:\n{self.output()}")
             time.sleep(0.05)
 
-    def wait_until_gone(self, ranks: list[int], seconds: float = 300.0) -> None:
-        """Wait for the end of torchrun and of its ranks."""
-        assert self._parent.statuses([self.pid], seconds) != [None], self.output()
-        deadline = time.monotonic() + seconds
+    def stop(self, how: signal.Signals) -> None:
+        """Send torchrun a signal; wait for its end and that of its two ranks."""
+        ranks = [rank.pid for rank in psutil.Process(self.pid).children()]
+        assert len(ranks) == 2
+        os.kill(self.pid, how)
+        assert self._parent.statuses([self.pid], PATIENCE) != [None], self.output()
+        deadline = time.monotonic() + PATIENCE
         while left := [pid for pid in ranks if alive(pid)]:
             assert time.monotonic() < deadline, f"ranks were left behind: {left}\n{self.output()}"
             time.sleep(0.05)
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_one(
-    rank_parent: RankParent, tmp_path: Path
+# A run that Ctrl-C ends leaves what a killed one does; launch/test_start.py has the signal's way to the ranks.
+@pytest.mark.parametrize("ways", rows(["TERM INT KILL", "TERM KILL"], test=["TERM KILL"]))
+def test_a_run_that_is_stopped_in_several_ways_repeats_every_bit_of_an_undisturbed_one(
+    rank_parent: RankParent, tmp_path: Path, ways: str
 ) -> None:
     folder, whole = tmp_path / "parts", tmp_path / "whole"
     folder.mkdir()
@@ -63,13 +66,10 @@ def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_on
     flags = kills.flags(10**6, *layout, "--lr-decay-iters", "40", "--save-interval", "4", eval_interval=3)
     flags.append("--exit-signal-handler")
     reached = 0
-    for how in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+    for how in (signal.Signals[f"SIG{way}"] for way in ways.split()):
         torchrun = Torchrun(rank_parent, flags, folder, tmp_path / f"{how.name}.log")
-        torchrun.until(lambda before=reached: len(kills.raw_lines(metrics)) > before + 2)
-        ranks = torchrun.ranks()
-        assert len(ranks) == world_size
-        os.kill(torchrun.pid, how)
-        torchrun.wait_until_gone(ranks)
+        torchrun.until_lines(metrics, reached + 3)
+        torchrun.stop(how)
         reached = len(kills.raw_lines(metrics))
         newest = max(path.name for path in (folder / "checkpoints").glob("iter_*"))
         if how is signal.SIGTERM:
@@ -85,8 +85,8 @@ def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_on
     assert kills.differences(again, oracle, interval=0) == []
     assert len(oracle.lines) == last
     endings = [one.get("ending") for one in read_info(metrics)["attempts"]]
-    assert endings[:3] == ["stopped by SIGTERM", "stopped by SIGINT", None], "nobody records a SIGKILL"
-    assert endings[3] == f"stopped (--exit-interval {last})"
+    said = {"TERM": "stopped by SIGTERM", "INT": "stopped by SIGINT", "KILL": None}  # nobody records a SIGKILL
+    assert endings == [*(said[way] for way in ways.split()), f"stopped (--exit-interval {last})"]
 
 
 def test_a_mistake_is_told_once_and_every_rank_exits_with_status_2(rank_parent: RankParent, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.training.fault_cases import SITES
 
 def injected(flags: dict[str, Any]) -> dict[str, Any]:
     """At each site: was the step applied, and what has changed; one rank spoils, with an infinity or a NaN."""
-    trainer = Trainer({**SMALL, "micro_batch_size": 4, **flags})
+    trainer = Trainer({**SMALL, "seq_length": 32, **flags})
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     good = [trainer.step().committed]
     seen: dict[str, Any] = {}
@@ -31,10 +31,11 @@ def injected(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 FP16 = {"fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 1024.0}
+# One micro-batch for each data-parallel rank.
 CASES = {
-    "fp32": (1, {}),
-    "fp16, EP2, distributed optimizer": (2, {**FP16, **EP2, **DISTRIBUTED}),
-    "bf16, TP2, ETP1": (2, {"bf16": True, **TP2, **EP2, "expert_tensor_parallel_size": 1}),
+    "fp32": (1, {"micro_batch_size": 8}),
+    "fp16, EP2, distributed optimizer": (2, {**FP16, **EP2, **DISTRIBUTED, "micro_batch_size": 4}),
+    "bf16, TP2, ETP1": (2, {"bf16": True, **TP2, **EP2, "expert_tensor_parallel_size": 1, "micro_batch_size": 8}),
 }
 
 
