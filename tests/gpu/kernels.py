@@ -6,13 +6,26 @@ torch on the CPU: integers bit for bit, others with that form in fp64.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_moe.kernels import choice
+from megatron_moe.model.rotary import _JoinPositions
+from megatron_moe.moe import dispatch, load_balance
+from megatron_moe.moe import routing as own
+from megatron_moe.platform.adam import Adam
+from megatron_moe.platform.moved_storage import HostPool, Lane, MovedStorage
+from megatron_moe.precision.packed_state import AdamStep
+from megatron_moe.training.orthogonalization import orthogonalized, steps_of
+from megatron_moe.training.precision_aware_adam import adam_update
+from tests.gpu.operators import compare, draw, error_of, poison, rotary_tables, turned
 from tests.gpu.stage import Stage
+from tests.numbers import reference_muon
+from tests.precision import packed_cases
 
 # (experts, options of a router): those of DeepSeek-V3, DeepSeek-V2, megatron-core and Qwen3.
 ROUTERS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -26,8 +39,6 @@ ROUTERS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def which(stage: Stage) -> None:
     """Record which form of the operations computes here: without kernels the rest of the stage says nothing of them."""
-    from megatron_moe.kernels import choice
-
     if stage.dry:
         stage.impossible("kernels in Triton compute", "a CPU computes with torch's operations")
         return
@@ -43,10 +54,6 @@ def _options(**changes: Any) -> Any:
 
 def routing(stage: Stage, size: int) -> None:
     """Compare choice, counts, weights and their gradients: the first two of equal scores are equal bit for bit."""
-    from megatron_moe.moe import load_balance
-    from megatron_moe.moe import routing as own
-    from tests.gpu.operators import error_of, poison
-
     for name, (experts, changes) in ROUTERS.items():
         with stage.attempt(f"router, {name}"):
             how = _options(**changes)
@@ -66,26 +73,22 @@ def routing(stage: Stage, size: int) -> None:
                 right = load_balance.count_tokens(wanted, experts, padding, sequences)
                 stage.holds(f"router, {name}: counts of {sequences}", torch.equal(counts, right), "counts differ")
             exact, found = (
-                _weights(own.weigh_experts, *tensors, how, generator.manual_seed(1))
+                _weights(*tensors, how, generator.manual_seed(1))
                 for tensors in ((logits.double(), wanted, padding), (there[3], ids, there[2]))
             )
             errors = {part: error_of(found[part].cpu(), exact[part]) for part in exact}
             stage.within(f"router, {name}: weights", max(errors.values()), 4e-6, **errors)
 
 
-def _weights(weigh: Any, logits: Tensor, ids: Tensor, padding: Tensor, how: Any, generator: Any) -> dict[str, Tensor]:
-    from megatron_moe.moe.routing import scores_from_logits
-
+def _weights(logits: Tensor, ids: Tensor, padding: Tensor, how: Any, generator: Any) -> dict[str, Tensor]:
     leaf = logits.detach().clone().requires_grad_()
-    weights = weigh(leaf, scores_from_logits(leaf, how), ids, how, padding)
+    weights = own.weigh_experts(leaf, own.scores_from_logits(leaf, how), ids, how, padding)
     upstream = torch.randn(weights.shape, generator=generator).to(weights)
     return {"result": weights.detach(), "gradient": torch.autograd.grad(weights, leaf, upstream)[0]}
 
 
 def sorting(stage: Stage, size: int) -> None:
     """Compare the sort by expert: order, inverse and ends are equal bit for bit."""
-    from megatron_moe.moe import dispatch
-
     generator = torch.Generator().manual_seed(7)
     tokens = 129 * size
     cases = {
@@ -104,31 +107,21 @@ def sorting(stage: Stage, size: int) -> None:
 
 def positions(stage: Stage, dtype: torch.dtype, size: int) -> None:
     """Compare latent attention's heads: both parts joined and the second rotated, one each or one for all heads."""
-    from megatron_moe.model.rotary import _JoinPositions
-    from tests.gpu.operators import _draw, compare
-
-    angles = torch.outer(torch.arange(31.0), 10000.0 ** -torch.arange(0, 1, 1 / 32))[:, None, None, :]
-    tables = (angles.cos(), angles.sin())
+    tables = rotary_tables()
 
     def truth(rest: Tensor, positional: Tensor) -> Tensor:
-        turned = torch.view_as_complex(positional.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(*tables).to(
-            torch.complex128
-        )
-        return torch.cat((rest, torch.view_as_real(turned).flatten(-2).expand(*rest.shape[:-1], -1)), dim=-1)
+        return torch.cat((rest, turned(positional, *tables).expand(*rest.shape[:-1], -1)), dim=-1)
 
     def ours(rest: Tensor, positional: Tensor) -> Tensor:
         return _JoinPositions.apply(rest, positional, *(one.to(rest.device) for one in tables))
 
-    for name, own in (("one for all heads", 1), ("of each head", 4 * size)):
-        inputs = [_draw(31, 2, 4 * size, 128, dtype=dtype), _draw(31, 2, own, 64, dtype=dtype, seed=1)]
+    for name, heads in (("one for all heads", 1), ("of each head", 4 * size)):
+        inputs = [draw(31, 2, 4 * size, 128, dtype=dtype), draw(31, 2, heads, 64, dtype=dtype, seed=1)]
         compare(stage, f"heads with positions, {name}", ours, inputs, truth)
 
 
 def adam(stage: Stage, size: int) -> None:
-    """Compare our Adam, torch's fused kernel over all tensors, with its formula in fp64, after ten steps."""
-    from megatron_moe.platform.adam import Adam
-    from tests.gpu.operators import error_of
-
+    """Compare our Adam, torch's fused kernel over all tensors, with AdamW over each in fp64, after ten steps."""
     if stage.dry:
         stage.impossible("Adam over all tensors", "torch's optimizers ask the driver whether a graph is captured")
         return
@@ -138,37 +131,24 @@ def adam(stage: Stage, size: int) -> None:
     start = [torch.randn(shape, generator=generator) for shape in shapes]
     gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(10)]
 
-    def ours() -> list[Tensor]:
-        params = [torch.nn.Parameter(one.to(stage.device)) for one in start]
-        optimizer = Adam(params, **options)
+    def updated(kind: Any, **where: Any) -> list[Tensor]:
+        params = [torch.nn.Parameter(one.to(**where)) for one in start]
+        optimizer = kind(params, **options)
         for step in gradients:
             for param, gradient in zip(params, step):
-                param.grad = gradient.to(stage.device)
+                param.grad = gradient.to(**where)
             optimizer.step()
         return [param.detach().cpu() for param in params]
 
-    def exactly(weight: Tensor, own: list[Tensor]) -> Tensor:
-        found, first, second = weight.double(), torch.zeros(()).double(), torch.zeros(()).double()
-        for number, gradient in enumerate(own, start=1):
-            first = first * 0.9 + gradient.double() * 0.1
-            second = second * 0.95 + gradient.double().square() * 0.05
-            slope = (first / (1 - 0.9**number)) / ((second / (1 - 0.95**number)).sqrt() + 1e-8)
-            found = found * (1 - 1e-2 * 0.1) - 1e-2 * slope
-        return found
-
     with stage.attempt("Adam over all tensors"):
-        found = ours()
-        exact = [exactly(one, [step[number] for step in gradients]) for number, one in enumerate(start)]
+        found = updated(Adam, device=stage.device)
+        exact = updated(partial(torch.optim.AdamW, foreach=False), dtype=torch.float64)
         errors = {str(shape): error_of(one, other) for shape, one, other in zip(shapes, found, exact)}
         stage.within("Adam over all tensors", max(errors.values()), 2e-6, **errors)
 
 
 def packed_adam(stage: Stage, size: int) -> None:
     """Compare one update of packed state, in every form, with torch's operations on the CPU."""
-    from megatron_moe.precision.packed_state import AdamStep
-    from megatron_moe.training.precision_aware_adam import adam_update
-    from tests.precision import packed_cases
-
     step = AdamStep(3e-3, (0.9, 0.95), 1e-8, 0.1, 7)
     sizes = (1000 * size + 5, 17, 4096)  # updated at once
     for name in packed_cases.FORMATS:
@@ -200,9 +180,6 @@ def packed_adam(stage: Stage, size: int) -> None:
 
 def orthogonalization(stage: Stage, size: int) -> None:
     """Compare Muon's iteration with singular values in fp64, over the error that docs/optimizers.md expects."""
-    from megatron_moe.training.orthogonalization import orthogonalized, steps_of
-    from tests.numbers import reference_muon
-
     for dtype, unit, most in ((torch.float32, 2.0**-24, 10.0), (torch.bfloat16, 2.0**-9, 3.0)):
         what = f"orthogonalization, {str(dtype).removeprefix('torch.')}"
         with stage.attempt(what):
@@ -221,8 +198,6 @@ def orthogonalization(stage: Stage, size: int) -> None:
 
 def moved_storage(stage: Stage, size: int) -> None:
     """Move layers of activations to host memory and back while products run; compare their bits, and the memory."""
-    from megatron_moe.platform.moved_storage import HostPool, Lane, MovedStorage
-
     what = "activations on the host and back"
     with stage.attempt(what):
         pool, there, back = HostPool(), Lane(), Lane()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 
+import torch
+
+from megatron_moe.apps.preflight.checks import run_checks
+from megatron_moe.config import cli
+from megatron_moe.report.run_info import versions
+from tests.gpu import ranks
 from tests.gpu.processes import RanksFailed, run_ranks
 from tests.gpu.stage import FAIL, IMPOSSIBLE, PASS, Stage
 
 
 def preflight(stage: Stage) -> None:
     """Stage 1: versions, and what tools/preflight.py finds of a model like DeepSeek-V2-Lite."""
-    from megatron_moe.apps.preflight.checks import run_checks
-    from megatron_moe.config import cli
-    from megatron_moe.report.run_info import versions
-
     stage.figure("versions", **versions(), **_device(stage))
     run = cli.parse(["--preset", "deepseek-v2-lite", "--mock-data", "--vocab-size", "1000", "--bf16"])
     findings = run_checks(run, started=stage.doing)
@@ -25,8 +27,6 @@ def preflight(stage: Stage) -> None:
 
 
 def _device(stage: Stage) -> dict[str, object]:
-    import torch
-
     properties = torch.cuda.get_device_properties(0)
     return {
         "device": torch.cuda.get_device_name(0),
@@ -42,10 +42,6 @@ def _device(stage: Stage) -> dict[str, object]:
 
 def collectives(stage: Stage) -> None:
     """Stage 2: every collective that is used, over NCCL with all cards, and over the staged backend of stage 6."""
-    import torch
-
-    from tests.gpu import ranks
-
     cards = 1 if stage.dry else torch.cuda.device_count()
     for backend, number, one_device in (("nccl", cards, False), ("staged", 2, True)):
         where = f"{'gloo for nccl' if stage.dry and backend == 'nccl' else backend}, {number} ranks"

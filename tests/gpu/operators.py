@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.gpu import kernels
+from megatron_moe import platform
+from megatron_moe.config.schema import Run
+from megatron_moe.model import attention as attentions
+from megatron_moe.model.build import _Lookup
+from megatron_moe.model.cross_entropy import cross_entropy, linear_cross_entropy
+from megatron_moe.model.norm import RMSNorm
+from megatron_moe.model.rotary import rotated
+from megatron_moe.moe import dispatch, experts
+from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
+from megatron_moe.moe.grouped_gemm_fp8 import TransformerEngineFp8
+from megatron_moe.moe.grouped_gemm_fp8 import fp8_products as kernels_of
+from megatron_moe.parallel import groups
 from tests.gpu.stage import Stage
 from tests.helpers.errors import worst
 
 Operator = Callable[..., Tensor]
-ROUNDINGS = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}
+ROUNDINGS = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Allowed error of a result, in norm over the norm of the fp64 result: a few roundings to the dtype."""
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = tuple(NAMES)
 _SEED = 20
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """Build the groups of one process for the block."""
+    groups.initialize(Run())
+    try:
+        yield
+    finally:
+        groups.destroy()
 
 
 def poison(device: torch.device) -> None:
@@ -39,14 +62,9 @@ def error_of(got: Tensor, truth: Tensor) -> float:
 
 
 def compare(
-    stage: Stage,
-    name: str,
-    operator: Operator,
-    inputs: Sequence[Tensor],
-    truth: Operator | None = None,
-    bound: float | None = None,
+    stage: Stage, name: str, operator: Operator, inputs: Sequence[Tensor], truth: Operator, bound: float | None = None
 ) -> None:
-    """Record the largest error of an operator's result and gradients against `truth`, by default itself, in fp64.
+    """Record the largest error of an operator's result and gradients against `truth` in fp64.
 
     Args:
         inputs: tensors on the CPU in the dtype of the check; gradients are compared of the floating ones.
@@ -56,7 +74,7 @@ def compare(
     with stage.attempt(f"{name}, {NAMES[dtype]}"):
         grad_seed = torch.Generator().manual_seed(_SEED)
         exact = _leaves([one.double() if one.is_floating_point() else one for one in inputs])
-        wanted = (truth or operator)(*exact)
+        wanted = truth(*exact)
         upper = torch.randn(wanted.shape, generator=grad_seed, dtype=torch.float64).to(dtype)
         if wanted.numel():
             wanted.backward(upper.double())
@@ -79,50 +97,31 @@ def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [one.detach().clone().requires_grad_(one.is_floating_point()) for one in tensors]
 
 
-def _draw(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:
+def draw(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(sum((k + 1) * n for k, n in enumerate(shape)) + seed)
     return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
 
 def operators(stage: Stage) -> None:
     """Run stage 3, with the switches of sums and products that a run computes with."""
-    from megatron_moe.config.schema import Run
-    from megatron_moe.parallel import groups
+    from tests.gpu import kernels  # which compares by what is here
 
-    groups.initialize(Run())
-    try:
-        _all(stage, 1 if stage.dry else 8)
-    finally:
-        groups.destroy()
-
-
-def _all(stage: Stage, size: int) -> None:
-    kernels.which(stage)
-    kernels.routing(stage, size)
-    kernels.sorting(stage, size)
-    kernels.adam(stage, size)
-    kernels.packed_adam(stage, size)
-    kernels.orthogonalization(stage, size)
-    kernels.moved_storage(stage, size)
-    fp8_products(stage, size)
-    for dtype in DTYPES:
-        activation(stage, dtype, size)
-        permutation(stage, dtype, size)
-        grouped_products(stage, dtype, size)
-        norm(stage, dtype, size)
-        attention(stage, dtype, size)
-        attention_logits(stage, dtype, size)
-        rotary(stage, dtype)
-        kernels.positions(stage, dtype, size)
-    for dtype in DTYPES[:2]:
-        loss(stage, dtype, size)
-        embedding(stage, dtype, size)
-        gate(stage, dtype, size)
+    once = (kernels.routing, kernels.sorting, kernels.adam, kernels.packed_adam, kernels.orthogonalization)
+    by_dtype = (activation, permutation, grouped_products, norm, attention, attention_logits, rotary, kernels.positions)
+    size = 1 if stage.dry else 8
+    with one_rank():
+        kernels.which(stage)
+        for check in (*once, kernels.moved_storage, fp8_products):
+            check(stage, size)
+        for dtype in DTYPES:
+            for compared in by_dtype:
+                compared(stage, dtype, size)
+        for dtype in DTYPES[:2]:
+            for compared in (loss, embedding, gate):
+                compared(stage, dtype, size)
 
 
 def activation(stage: Stage, dtype: torch.dtype, size: int) -> None:
-    from megatron_moe.moe import experts
-
     rows, width = 67 * size, 48 * size
     probs = torch.rand(rows, generator=torch.Generator().manual_seed(1))
 
@@ -130,14 +129,12 @@ def activation(stage: Stage, dtype: torch.dtype, size: int) -> None:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up * weight.unsqueeze(-1)
 
-    inputs = [_draw(rows, 2 * width, dtype=dtype), probs]
-    compare(stage, "weighted SwiGLU", lambda a, b: experts.weighted_swiglu(a, b), inputs, truth)
+    inputs = [draw(rows, 2 * width, dtype=dtype), probs]
+    compare(stage, "weighted SwiGLU", experts.weighted_swiglu, inputs, truth)
     compare(stage, "weighted SwiGLU without rows", experts.weighted_swiglu, [inputs[0][:0], probs[:0]], truth)
 
 
 def permutation(stage: Stage, dtype: torch.dtype, size: int) -> None:
-    from megatron_moe.moe import dispatch
-
     tokens, topk, width = 40 * size, 4, 64 * size
     generator = torch.Generator().manual_seed(2)
     order = torch.randperm(tokens * topk, generator=generator)
@@ -150,19 +147,17 @@ def permutation(stage: Stage, dtype: torch.dtype, size: int) -> None:
     def sums(rows: Tensor, source: Tensor, slots: Tensor) -> Tensor:
         return rows.new_zeros(tokens, width).index_add(0, source, rows)
 
-    rows = _draw(tokens * topk, width, dtype=dtype)
+    rows = draw(tokens * topk, width, dtype=dtype)
     compare(stage, "gather_and_sum", lambda r, s: dispatch.sum_copies(r, s // topk, slots.to(r.device)), [rows, order],
             lambda r, s: sums(r, s // topk, s))  # fmt: skip
     compare(stage, "gather_and_sum with missing copies",
             lambda r, s, p: dispatch.sum_copies(r, s, p, partial=True), [rows[: len(kept)], kept // topk, partial],
             sums)  # fmt: skip
     compare(stage, "copy_rows", lambda t, s, p: dispatch.copy_rows(t, s, p),
-            [_draw(tokens, width, dtype=dtype), source, slots], lambda t, s, p: t[s])  # fmt: skip
+            [draw(tokens, width, dtype=dtype), source, slots], lambda t, s, p: t[s])  # fmt: skip
 
 
 def grouped_products(stage: Stage, dtype: torch.dtype, size: int) -> None:
-    from megatron_moe.moe import grouped_gemm
-
     experts, width, out = 8, 32 * size, 48 * size
     groups = {
         "even": [16 * size] * experts,
@@ -172,19 +167,15 @@ def grouped_products(stage: Stage, dtype: torch.dtype, size: int) -> None:
         "uneven": [1, 0, 37, 128 * size, 3, 0, 61, 5],
         "no rows": [0] * experts,
     }
-    weights = _draw(experts, out, width, dtype=dtype, scale=width**-0.5)
+    weights = draw(experts, out, width, dtype=dtype, scale=width**-0.5)
     for name, counts in groups.items():
         offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
-        rows = _draw(sum(counts), width, dtype=dtype)
-        compare(stage, f"grouped product, {name}", grouped_gemm.TorchProduct(), [rows, weights, offsets], _loop)
+        rows = draw(sum(counts), width, dtype=dtype)
+        compare(stage, f"grouped product, {name}", TorchProduct(), [rows, weights, offsets], _loop)
 
 
 def fp8_products(stage: Stage, size: int) -> None:
     """Compare each form of the products in FP8 with the emulation on the CPU, from the same tiles."""
-    from megatron_moe import platform
-    from megatron_moe.moe.grouped_gemm_fp8 import TransformerEngineFp8
-    from megatron_moe.moe.grouped_gemm_fp8 import fp8_products as kernels_of
-
     width, out = 128 * size, 128
     inputs = {"experts": [1, 0, 37, 128 * size, 3, 200], "a linear layer": [130 * size]}
     why, no_te = platform.why_no_fp8_products(), platform.why_no_transformer_engine()
@@ -202,8 +193,8 @@ def fp8_products(stage: Stage, size: int) -> None:
                     stage.impossible(check, reason)
                     continue
                 offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
-                weights = _draw(len(counts), out, width, dtype=torch.bfloat16, scale=width**-0.5)
-                rows = _draw(sum(counts), width, dtype=torch.bfloat16)
+                weights = draw(len(counts), out, width, dtype=torch.bfloat16, scale=width**-0.5)
+                rows = draw(sum(counts), width, dtype=torch.bfloat16)
                 # The emulation reads offsets where its rows are, the others on the host.
                 host = form != "emulated"
                 compare(stage, check, lambda r, w, o, k=kernel, h=host: k(r, w, o.cpu() if h else o),
@@ -216,93 +207,83 @@ def _loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 def norm(stage: Stage, dtype: torch.dtype, size: int) -> None:
-    from megatron_moe.model.norm import RMSNorm
-
     width = 96 * size
 
     def normed(x: Tensor, weight: Tensor) -> Tensor:
-        class Config:
-            params_dtype, sequence_parallel, fp32_residual_connection = dtype, False, False
-
-        module = RMSNorm(Config, width)
-        return module._kernel(x, weight, 1e-6, x.dtype)
+        config = SimpleNamespace(params_dtype=dtype, sequence_parallel=False, fp32_residual_connection=False)
+        return RMSNorm(config, width)._kernel(x, weight, 1e-6, x.dtype)
 
     def truth(x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
 
-    inputs = [_draw(33 * size, 2, width, dtype=dtype), 1 + _draw(width, dtype=dtype, scale=0.1)]
+    inputs = [draw(33 * size, 2, width, dtype=dtype), 1 + draw(width, dtype=dtype, scale=0.1)]
     # In half precision the weight's gradient is a sum of many rows, of which some kernels keep partial sums.
     compare(stage, "RMSNorm", normed, inputs, truth)
 
 
 def attention(stage: Stage, dtype: torch.dtype, size: int) -> None:
-    from megatron_moe.model import attention as own
-
     # (heads, groups, key width, value width): MLA's widths, grouped queries, plain.
     cases = {"192/128": (4, 4, 192, 128), "GQA 128": (8, 2, 128, 128), "64": (4, 4, 64, 64)}
     length = 24 * size
-    for name, (heads, groups, key, value) in cases.items():
+    for name, (heads, key_heads, key, value) in cases.items():
         scale = key**-0.5
 
-        def truth(q: Tensor, k: Tensor, v: Tensor, repeats: int = heads // groups, scale: float = scale) -> Tensor:
+        def truth(q: Tensor, k: Tensor, v: Tensor, repeats: int = heads // key_heads, scale: float = scale) -> Tensor:
             k, v = (one.repeat_interleave(repeats, dim=1) for one in (k, v))
             scores = (q @ k.transpose(-2, -1)) * scale
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
             return scores.masked_fill(mask, -torch.inf).softmax(-1) @ v
 
         def ours(q: Tensor, k: Tensor, v: Tensor, scale: float = scale) -> Tensor:
-            return own._attend_cuda(q, k, v, scale, 0.0)
+            return attentions._attend_cuda(q, k, v, scale, 0.0)
 
-        shapes = [(2, heads, length, key), (2, groups, length, key), (2, groups, length, value)]
+        shapes = [(2, heads, length, key), (2, key_heads, length, key), (2, key_heads, length, value)]
         # Equal queries and keys would attend to themselves alone, and their gradients would be differences of nothing.
-        inputs = [_draw(*shape, dtype=dtype, seed=1000 * number) for number, shape in enumerate(shapes)]
+        inputs = [draw(*shape, dtype=dtype, seed=1000 * number) for number, shape in enumerate(shapes)]
         # Probabilities are rounded to the dtype before the second product, and again on the way back.
         compare(stage, f"attention {name}", ours, inputs, truth, bound=4 * ROUNDINGS[dtype])
 
 
 def attention_logits(stage: Stage, dtype: torch.dtype, size: int) -> None:
-    from megatron_moe.model.attention import largest_logits
-
-    for heads, groups, width in ((4, 4, 192), (8, 2, 128)):
-        name, length = f"largest attention logits {heads}/{groups}, {NAMES[dtype]}", 24 * size
+    for heads, key_heads, width in ((4, 4, 192), (8, 2, 128)):
+        name, length = f"largest attention logits {heads}/{key_heads}, {NAMES[dtype]}", 24 * size
         with stage.attempt(name):
             query, key = (
-                _draw(length, 2, heads, width, dtype=dtype),
-                _draw(length, 2, groups, width, dtype=dtype, seed=1),
+                draw(length, 2, heads, width, dtype=dtype),
+                draw(length, 2, key_heads, width, dtype=dtype, seed=1),
             )
-            of_heads = key.double().repeat_interleave(heads // groups, 2)
+            of_heads = key.double().repeat_interleave(heads // key_heads, 2)
             scores = torch.einsum("sbnd,tbnd->nbst", query.double(), of_heads) / width**0.5
             truth = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf).amax((1, 2, 3))
             poison(stage.device)
-            found = largest_logits(query.to(stage.device), key.to(stage.device), None, at_a_time=5000 * size)
+            found = attentions.largest_logits(query.to(stage.device), key.to(stage.device), None, at_a_time=5000 * size)
             # Products of half-precision numbers are exact in fp32, and so are the sums to fp32's rounding.
             stage.within(name, error_of(found.cpu(), truth), ROUNDINGS[torch.float32])
 
 
-def rotary(stage: Stage, dtype: torch.dtype) -> None:
-    from megatron_moe.model.rotary import rotated
-
+def rotary_tables() -> tuple[Tensor, Tensor]:
+    """Return cosines and sines for 31 positions and 32 pairs of channels, [31, 1, 1, 32]."""
     angles = torch.outer(torch.arange(31.0), 10000.0 ** -torch.arange(0, 1, 1 / 32))[:, None, None, :]
-    cos, sin = angles.cos(), angles.sin()
+    return angles.cos(), angles.sin()
 
-    def truth(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(cos, sin)
-        return torch.view_as_real(turned).flatten(-2)
 
-    def ours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotated(x, cos.detach(), sin.detach())
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x [..., 64] in fp64, each pair of neighbours rotated as a complex number."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.complex(cos.double(), sin.double())).flatten(-2)
 
-    inputs = [_draw(31, 2, 4, 64, dtype=dtype), cos, sin]
-    fixed: Any = lambda x, c, s: truth(x, c.detach(), s.detach())  # noqa: E731 (the tables have no gradient)
-    compare(stage, "rotary", ours, inputs, fixed)
+
+def rotary(stage: Stage, dtype: torch.dtype, _size: int) -> None:
+    def ours(x: Tensor) -> Tensor:
+        return rotated(x, *(one.to(x.device) for one in rotary_tables()))
+
+    compare(stage, "rotary", ours, [draw(31, 2, 4, 64, dtype=dtype)], lambda x: turned(x, *rotary_tables()))
 
 
 def loss(stage: Stage, dtype: torch.dtype, size: int) -> None:
-    from megatron_moe.model.cross_entropy import cross_entropy, linear_cross_entropy
-
     tokens, width, vocabulary = 50 * size, 64 * size, 401 * size
     labels = torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(4))
-    inputs = [_draw(tokens, width, dtype=dtype), _draw(vocabulary, width, dtype=dtype, scale=width**-0.5), labels]
+    inputs = [draw(tokens, width, dtype=dtype), draw(vocabulary, width, dtype=dtype, scale=width**-0.5), labels]
 
     def ours(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return linear_cross_entropy(hidden, weight, labels, chunk_tokens=16 * size)
@@ -313,25 +294,21 @@ def loss(stage: Stage, dtype: torch.dtype, size: int) -> None:
     compare(stage, "fused loss", ours, inputs, truth)
     of_logits: Any = lambda logits, labels: cross_entropy(logits.clone(), labels)  # noqa: E731
     plain: Any = lambda logits, labels: F.cross_entropy(logits, labels, reduction="none")  # noqa: E731
-    compare(stage, "loss of logits", of_logits, [_draw(tokens, vocabulary, dtype=dtype), labels], plain)
+    compare(stage, "loss of logits", of_logits, [draw(tokens, vocabulary, dtype=dtype), labels], plain)
 
 
 def gate(stage: Stage, dtype: torch.dtype, size: int) -> None:
-    from megatron_moe.moe.grouped_gemm import gate_product
-
-    inputs = [_draw(60 * size, 64 * size, dtype=dtype), _draw(16, 64 * size, dtype=dtype)]
+    inputs = [draw(60 * size, 64 * size, dtype=dtype), draw(16, 64 * size, dtype=dtype)]
     # The logits are fp32 in any dtype; the gradients are rounded once.
     compare(stage, "the gate's product", lambda h, w: gate_product(h, w, torch.float32), inputs, lambda h, w: h @ w.t())
 
 
 def embedding(stage: Stage, dtype: torch.dtype, size: int) -> None:
     """The engine's embedding with our gradient, whose sums of many tokens of one id are in fp32."""
-    from megatron_moe.model.build import _Lookup
-
     rows, width, tokens = 50, 32 * size, 4000 * size
     # One id is every second token: where each addition is rounded to bf16, its gradient is far off.
     ids = torch.randint(0, rows, (tokens,), generator=torch.Generator().manual_seed(5))
     ids[::2] = 7
     compare(
-        stage, "embedding", lambda w, i: _Lookup.apply(i, w), [_draw(rows, width, dtype=dtype), ids], lambda w, i: w[i]
+        stage, "embedding", lambda w, i: _Lookup.apply(i, w), [draw(rows, width, dtype=dtype), ids], lambda w, i: w[i]
     )

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import traceback
 from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+import megatron_moe  # noqa: F401  (before the engine)
+from megatron_moe import platform
+from megatron_moe.apps.doctor.measure import Request, measure
+from megatron_moe.config.schema import build
+from tests.gpu import staged_backend
+
 
 def join(rank: int, ranks: int, store: str, backend: str, seconds: float = 60.0) -> Any:
     """Join the default group and return this rank's device."""
-    import torch
-    import torch.distributed as dist
-
-    import megatron_moe  # noqa: F401
-    from megatron_moe import platform
-    from tests.gpu import staged_backend
-
     staged_backend.register()
     device = platform.device()
     if device.type == "cuda":
@@ -38,11 +41,6 @@ def measure_layouts(rank: int, ranks: int, store: str, folder: str, jobs: list[d
     Args:
         jobs: name, ranks, backend, flags of the run, options of the request; ranks beyond a job's wait for the next.
     """
-    import torch
-
-    from megatron_moe.apps.doctor.measure import Request, measure
-    from megatron_moe.config.schema import build
-
     for number, job in enumerate(jobs):
         if rank >= job["ranks"]:
             continue
@@ -60,10 +58,6 @@ def measure_layouts(rank: int, ranks: int, store: str, folder: str, jobs: list[d
 
 def collectives(rank: int, ranks: int, store: str, folder: str, backend: str) -> None:
     """Call each collective that is used; leave name -> what was wrong ("" for nothing) in `folder`/RANK.json."""
-    import json
-
-    import torch.distributed as dist
-
     device = join(rank, ranks, store, backend)
     found: dict[str, str] = {}
     for name, look in COLLECTIVES.items():
@@ -81,16 +75,11 @@ def collectives(rank: int, ranks: int, store: str, folder: str, backend: str) ->
 
 
 def _same(got: Any, wanted: Any) -> str:
-    import torch
-
     got, wanted = got.double().cpu(), torch.as_tensor(wanted, dtype=torch.float64).expand(got.shape)
     return "" if torch.equal(got, wanted) else f"{got.flatten()[:8].tolist()}, not {wanted.flatten()[:8].tolist()}"
 
 
 def _all_reduce(rank: int, ranks: int, device: Any) -> str:
-    import torch
-    import torch.distributed as dist
-
     wrong = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.float64):
         for op, wanted in ((dist.ReduceOp.SUM, sum(range(1, ranks + 1))), (dist.ReduceOp.MAX, ranks)):
@@ -102,9 +91,6 @@ def _all_reduce(rank: int, ranks: int, device: Any) -> str:
 
 
 def _all_gather(rank: int, ranks: int, device: Any) -> str:
-    import torch
-    import torch.distributed as dist
-
     own = torch.full((3, 2), rank, dtype=torch.bfloat16, device=device)
     together = torch.full((3 * ranks, 2), torch.nan, dtype=own.dtype, device=device)
     dist.all_gather_into_tensor(together, own)
@@ -115,9 +101,6 @@ def _all_gather(rank: int, ranks: int, device: Any) -> str:
 
 
 def _reduce_scatter(rank: int, ranks: int, device: Any) -> str:
-    import torch
-    import torch.distributed as dist
-
     whole = torch.arange(ranks, dtype=torch.float32, device=device).repeat_interleave(5) + rank
     share = torch.full((5,), torch.nan, device=device)
     dist.reduce_scatter_tensor(share, whole)
@@ -125,9 +108,6 @@ def _reduce_scatter(rank: int, ranks: int, device: Any) -> str:
 
 
 def _all_to_all(rank: int, ranks: int, device: Any) -> str:
-    import torch
-    import torch.distributed as dist
-
     # Rank r sends r + s rows to rank s: an uneven exchange in which some send nothing.
     send = [rank + other for other in range(ranks)]
     rows = torch.full((sum(send), 7), rank, dtype=torch.bfloat16, device=device)
@@ -141,18 +121,12 @@ def _all_to_all(rank: int, ranks: int, device: Any) -> str:
 
 
 def _broadcast(rank: int, ranks: int, device: Any) -> str:
-    import torch
-    import torch.distributed as dist
-
     tensor = torch.full((11,), float(rank), device=device)
     dist.broadcast(tensor, src=ranks - 1)
     return _same(tensor, ranks - 1)
 
 
 def _point_to_point(rank: int, ranks: int, device: Any) -> str:
-    import torch
-    import torch.distributed as dist
-
     if ranks == 1:
         return "not possible: one rank has no neighbour"
     sent = torch.full((6,), float(rank), device=device)
@@ -167,8 +141,6 @@ def _point_to_point(rank: int, ranks: int, device: Any) -> str:
 
 
 def _objects(rank: int, ranks: int, device: Any) -> str:
-    import torch.distributed as dist
-
     together: list[Any] = [None] * ranks
     dist.all_gather_object(together, {"rank": rank, "text": "x" * (100 * rank)})
     sent = [{"from": rank}]
@@ -181,9 +153,6 @@ def _objects(rank: int, ranks: int, device: Any) -> str:
 
 
 def _groups(rank: int, ranks: int, device: Any) -> str:
-    import torch
-    import torch.distributed as dist
-
     wrong = ""
     for first in range(0, ranks, 2):
         members = list(range(first, min(first + 2, ranks)))

@@ -46,11 +46,8 @@ def memcheck(stage: Stage) -> None:
 
 def run_operators(stage: Stage) -> None:
     """Call the operators of the MoE layer once, in bf16 and without comparing."""
-    for dtype in (torch.bfloat16,):
-        operators.activation(stage, dtype, 1)
-        operators.permutation(stage, dtype, 1)
-        operators.grouped_products(stage, dtype, 1)
-        kernels.positions(stage, dtype, 1)
+    for check in (operators.activation, operators.permutation, operators.grouped_products, kernels.positions):
+        check(stage, torch.bfloat16, 1)
     kernels.routing(stage, 1)
     kernels.sorting(stage, 1)
 

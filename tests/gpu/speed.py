@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import statistics
 import subprocess
 import sys
 import warnings
@@ -12,9 +11,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.operators import error_of
+import torch
+
+from benchmarks.contestants import Bound, engine_config, ours
+from benchmarks.problem import Problem, Shape, make_problem, oracle, relative_error
+from megatron_moe import platform
+from megatron_moe.moe.dispatch import copy_rows, sum_copies
+from megatron_moe.moe.experts import weighted_swiglu
+from megatron_moe.moe.grouped_gemm import TorchProduct
+from megatron_moe.moe.grouped_gemm_fp8 import fp8_products
+from megatron_moe.moe.layer import MoELayer
+from tests.gpu.operators import error_of, one_rank
 from tests.gpu.processes import ROOT
-from tests.gpu.stage import Stage, milliseconds, sync
+from tests.gpu.stage import NoReading, Stage, milliseconds, sync
+from tests.helpers import te_stub
 from tests.helpers.errors import worst
 
 BASELINES = Path(__file__).with_name("baselines")
@@ -35,12 +45,6 @@ DRY_SHAPES = {"dry": (64, 32, 8, 2, 16)}
 
 def layer_of(stage: Stage, shape: tuple[int, ...], dtype: Any, balanced: bool = True) -> Any:
     """Return a MoE layer of these sizes with random weights, without a shared expert."""
-    import torch
-
-    from benchmarks.contestants import engine_config
-    from benchmarks.problem import Shape
-    from megatron_moe.moe.layer import MoELayer
-
     tokens, hidden, experts, topk, width = shape
     changes = {"moe_shared_expert_intermediate_size": None, "moe_router_force_load_balancing": balanced}
     config = engine_config(Shape(tokens, hidden, experts, topk, width, 0), dtype, **changes)
@@ -52,26 +56,11 @@ def layer_of(stage: Stage, shape: tuple[int, ...], dtype: Any, balanced: bool = 
     return layer
 
 
-@contextlib.contextmanager
-def one_rank() -> Iterator[None]:
-    """Build the groups of one process for the block."""
-    from megatron_moe.config import schema
-    from megatron_moe.parallel import groups
-
-    groups.initialize(schema.Run())
-    try:
-        yield
-    finally:
-        groups.destroy()
-
-
 # ---- stage 7
 
 
 def waits(stage: Stage) -> None:
     """Stage 7: no host sync in the layer of one rank, a known number in a step, and the layer as a CUDA graph."""
-    import torch
-
     shape = DRY_SHAPES["dry"] if stage.dry else (2048, 1024, 32, 4, 512)
     with one_rank():
         layer = layer_of(stage, shape, torch.bfloat16, balanced=False)
@@ -84,7 +73,7 @@ def waits(stage: Stage) -> None:
         with stage.attempt("the layer of one rank, forward and backward, makes the host wait nowhere"):
             forward_backward()
             sync(stage)
-            with _no_waiting(stage):
+            with NoReading() if stage.dry else _waiting_is("error"):
                 forward_backward()
             stage.holds("the layer of one rank, forward and backward, makes the host wait nowhere", True)
         if stage.dry:
@@ -97,43 +86,17 @@ def waits(stage: Stage) -> None:
 
 
 @contextlib.contextmanager
-def _no_waiting(stage: Stage) -> Iterator[None]:
-    """Raise in the block where the host waits for the device: torch's own guard, or in a dry run what stands for it."""
-    import torch
-
-    if stage.dry:
-        with _no_reading():
-            yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
+def _waiting_is(mode: str) -> Iterator[None]:
+    """Let torch answer with "error" or "warn" in the block where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode(mode)
     try:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _no_reading() -> Any:
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    reads = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero", "unique"}
-
-    class NoReading(TorchFunctionMode):
-        """A mode in which a tensor's numbers cannot be read by the host."""
-
-        def __torch_function__(self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            name = getattr(function, "__name__", "")
-            if name in reads and args and isinstance(args[0], torch.Tensor):
-                raise RuntimeError(f"the host reads from the device: {name}")
-            return function(*args, **(kwargs or {}))
-
-    return NoReading()
-
-
 def _captured(stage: Stage, layer: Any, shape: tuple[int, ...]) -> None:
     """Capture forward and backward in a graph, replay it on other tokens, and compare with the layer called eagerly."""
-    import torch
-
     static = torch.randn(shape[0], 1, shape[1], device=stage.device, dtype=torch.bfloat16, requires_grad=True)
 
     def pass_() -> tuple[Any, Any, Any]:
@@ -160,32 +123,23 @@ def _captured(stage: Stage, layer: Any, shape: tuple[int, ...]) -> None:
     errors = {name: error_of(a, b) for name, a, b in zip(("output", "gradient"), replayed, eager)}
     stage.within("the layer as a CUDA graph, replayed on other tokens", errors[worst(errors)], 1e-2, **errors)
     stage.holds("token counts of a replay", torch.equal(replayed[2], eager[2]), f"{replayed[2]}, not {eager[2]}")
-    times = {
-        "eager_ms": statistics.median(milliseconds(stage, lambda _: pass_(), 20)),
-        "graph_ms": statistics.median(milliseconds(stage, lambda _: graph.replay(), 20)),
-    }
-    stage.figure("time of the layer, eager and as a graph", **times)
+    eager_ms, graph_ms = (milliseconds(stage, lambda _, call=call: call(), 20) for call in (pass_, graph.replay))
+    stage.figure("time of the layer, eager and as a graph", eager_ms=eager_ms, graph_ms=graph_ms)
 
 
 def _step_waits(stage: Stage) -> None:
-    import torch
-
     if stage.dry:
         stage.impossible("host syncs per step", "torch counts them on CUDA alone; the suite counts them on its own")
         return
-    from tests.helpers.stepped_trainer import Trainer
+    from tests.helpers.stepped_trainer import Trainer  # which needs pytest
 
     trainer = Trainer({"bf16": True})
     for _ in range(3):
         trainer.step()
     torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, _waiting_is("warn"):
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            trainer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        trainer.step()
     places = [f"{Path(one.filename).name}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)]
     said = ", ".join(f"{place} x{places.count(place)}" for place in dict.fromkeys(places))
     stage.within("host syncs per step", len(places), SYNCS_PER_STEP, said)
@@ -196,8 +150,6 @@ def _step_waits(stage: Stage) -> None:
 
 def benchmark(stage: Stage) -> None:
     """Stage 8: times of whole layers and of their operators, against bounds that are measured in the same run."""
-    import torch
-
     figures: dict[str, dict[str, float]] = {}
     with one_rank():
         bounds(stage, figures)
@@ -222,24 +174,20 @@ def benchmark(stage: Stage) -> None:
 
 def bounds(stage: Stage, figures: dict[str, dict[str, float]]) -> None:
     """Measure what no layer can beat here: a dense product, and a copy."""
-    import torch
-
     size, length = (64, 1 << 16) if stage.dry else (8192, 1 << 28)
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         a, b = (torch.randn(size, size, device=stage.device, dtype=dtype) for _ in range(2))
-        ms = statistics.median(milliseconds(stage, lambda _, a=a, b=b: torch.mm(a, b), 3 if stage.dry else 20))
+        ms = milliseconds(stage, lambda _, a=a, b=b: torch.mm(a, b), 3 if stage.dry else 20)
         figures[f"dense product {name}"] = {"ms": ms, "tflops": 2 * size**3 / ms / 1e9}
     source = torch.empty(length, dtype=torch.float32, device=stage.device).normal_()
     target = torch.empty_like(source)
-    ms = statistics.median(milliseconds(stage, lambda _: target.copy_(source), 3 if stage.dry else 20))
+    ms = milliseconds(stage, lambda _: target.copy_(source), 3 if stage.dry else 20)
     figures["copy"] = {"ms": ms, "gb_per_s": 8 * length / ms / 1e6}
     for name, measured in figures.items():
         stage.figure(f"bound: {name}", **measured)
 
 
 def _layer_times(stage: Stage, name: str, shape: tuple[int, ...], figures: dict[str, dict[str, float]]) -> None:
-    import torch
-
     tokens, hidden, experts, topk, width = shape
     layer = layer_of(stage, shape, torch.bfloat16)
     fresh = [torch.randn(tokens, 1, hidden, device=stage.device, dtype=torch.bfloat16) for _ in range(4)]
@@ -256,11 +204,11 @@ def _layer_times(stage: Stage, name: str, shape: tuple[int, ...], figures: dict[
 
     if not stage.dry:
         torch.cuda.reset_peak_memory_stats()
-    whole = statistics.median(milliseconds(stage, both, repeats, warmup=3))
+    whole = milliseconds(stage, both, repeats, warmup=3)
     peak = torch.cuda.max_memory_allocated() / 2**30
     layer.zero_grad(set_to_none=True)
     with torch.no_grad():  # what autograd keeps is freed at once; the kernels are the same
-        first = statistics.median(milliseconds(stage, forward, repeats))
+        first = milliseconds(stage, forward, repeats)
     tflop = 18 * tokens * topk * hidden * width / 1e12
     dense = _dense_times(stage, shape, repeats)
     figures[name] = {
@@ -275,27 +223,14 @@ def _layer_times(stage: Stage, name: str, shape: tuple[int, ...], figures: dict[
 
 def _dense_times(stage: Stage, shape: tuple[int, ...], repeats: int) -> float:
     """Return the milliseconds of the layer's six products as dense ones."""
-    import torch
-
-    from benchmarks.contestants import Bound
-    from benchmarks.problem import Problem, Shape
-
     tokens, hidden, experts, topk, width = shape
     like = torch.empty(0, device=stage.device, dtype=torch.bfloat16)
     bound = Bound(Problem(Shape(tokens, hidden, experts, topk, width, 0), *[like] * 7))
-    return statistics.median(milliseconds(stage, lambda _: bound.step(), repeats))
+    return milliseconds(stage, lambda _: bound.step(), repeats)
 
 
 def _operator_times(stage: Stage, shape: tuple[int, ...], figures: dict[str, dict[str, float]]) -> None:
     """Time each operator of the layer on the first shape: its bytes by what it has to read and write once."""
-    import torch
-
-    from megatron_moe import platform
-    from megatron_moe.moe.dispatch import copy_rows, sum_copies
-    from megatron_moe.moe.experts import weighted_swiglu
-    from megatron_moe.moe.grouped_gemm import TorchProduct
-    from megatron_moe.moe.grouped_gemm_fp8 import fp8_products
-
     tokens, hidden, experts, topk, width = shape
     rows, like = tokens * topk, {"device": stage.device, "dtype": torch.bfloat16}
     order = torch.randperm(rows, device=stage.device)
@@ -325,22 +260,18 @@ def _operator_times(stage: Stage, shape: tuple[int, ...], figures: dict[str, dic
     else:
         stage.impossible("operator grouped product, FP8 scaled", why)
     for name, (call, moved, flops) in calls.items():
-        ms = statistics.median(milliseconds(stage, call, 2 if stage.dry else 10))
-        measured = {"ms": ms}
+        ms = milliseconds(stage, call, 2 if stage.dry else 10)
+        figures[name] = {"ms": ms}
         if moved:
-            measured |= {"gb_per_s": moved / ms / 1e6, "of_copy": moved / ms / 1e6 / figures["copy"]["gb_per_s"]}
+            rate = moved / ms / 1e6
+            figures[name] |= {"gb_per_s": rate, "of_copy": rate / figures["copy"]["gb_per_s"]}
         if flops:
-            measured |= {
-                "tflops": flops / ms / 1e9,
-                "of_dense": flops / ms / 1e9 / figures["dense product bf16"]["tflops"],
-            }
-        figures[name] = measured
-        stage.figure(f"operator {name}", **measured)
+            rate = flops / ms / 1e9
+            figures[name] |= {"tflops": rate, "of_dense": rate / figures["dense product bf16"]["tflops"]}
+        stage.figure(f"operator {name}", **figures[name])
 
 
 def _against_baseline(stage: Stage, figures: dict[str, dict[str, float]]) -> None:
-    import torch
-
     device = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name(0))
     measured = stage.folder / f"{device}.json"
     measured.write_text(json.dumps(figures, indent=1) + "\n")
@@ -361,13 +292,6 @@ def _against_baseline(stage: Stage, figures: dict[str, dict[str, float]]) -> Non
 
 def transformer_engine(stage: Stage) -> None:
     """Stage 9: Transformer Engine's grouped product against ours, in value and in time."""
-    import torch
-
-    from benchmarks.contestants import ours
-    from benchmarks.problem import Shape, make_problem, oracle, relative_error
-    from megatron_moe import platform
-    from tests.helpers import te_stub
-
     why = platform.why_no_transformer_engine()
     if why is not None and stage.dry and te_stub.FOLDER.is_dir():
         _over_the_stub(stage)
@@ -385,8 +309,8 @@ def transformer_engine(stage: Stage) -> None:
             errors = {key: relative_error(value, truth[key]) for key, value in layer.results().items()}
             stage.within(f"--moe-expert-backend {backend} against fp32", errors[worst(errors)], 1e-2, **errors)
             layer.clear()
-            times = milliseconds(stage, lambda _, layer=layer: layer.step(), 10)
-            stage.figure(f"--moe-expert-backend {backend}, forward and backward", ms=statistics.median(times))
+            ms = milliseconds(stage, lambda _, layer=layer: layer.step(), 10)
+            stage.figure(f"--moe-expert-backend {backend}, forward and backward", ms=ms)
 
 
 def _over_the_stub(stage: Stage) -> None:

@@ -10,11 +10,15 @@ import itertools
 import json
 import math
 import os
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 PASS, FAIL, IMPOSSIBLE = "pass", "fail", "not possible here"
 STATUSES = (PASS, FAIL, IMPOSSIBLE)
@@ -43,8 +47,6 @@ class Stage:
     @property
     def device(self) -> Any:
         """The first CUDA device; with `dry` the CPU that stands for it."""
-        import torch
-
         return torch.device("cpu" if self.dry else "cuda:0")
 
     def doing(self, what: str) -> None:
@@ -102,21 +104,29 @@ def _plain(value: Any) -> Any:
     return value
 
 
+class NoReading(TorchFunctionMode):
+    """A mode in which a tensor's numbers cannot be read by the host."""
+
+    READS = frozenset("item tolist cpu numpy __bool__ __float__ __int__ __index__ nonzero unique".split())
+
+    def __torch_function__(self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in self.READS and args and isinstance(args[0], torch.Tensor):
+            raise RuntimeError(f"the host reads from the device: {name}")
+        return function(*args, **(kwargs or {}))
+
+
 def sync(stage: Stage) -> None:
     """Wait for the device."""
-    import torch
-
     if not stage.dry:
         torch.cuda.synchronize()
 
 
-def milliseconds(stage: Stage, run: Callable[[int], object], repeats: int, warmup: int = 2) -> list[float]:
-    """Return the milliseconds of each call of `run(number)`, by CUDA events; in a dry run by the host's clock.
+def milliseconds(stage: Stage, run: Callable[[int], object], repeats: int, warmup: int = 2) -> float:
+    """Return the median milliseconds of a call of `run(number)`, by CUDA events; in a dry run by the host's clock.
 
     The host queues all calls before it waits, as a training step does.
     """
-    import torch
-
     for number in range(warmup):
         run(number)
     sync(stage)
@@ -126,11 +136,11 @@ def milliseconds(stage: Stage, run: Callable[[int], object], repeats: int, warmu
             began = time.perf_counter()
             run(warmup + number)
             times.append(1e3 * (time.perf_counter() - began))
-        return times
+        return statistics.median(times)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()
     for number in range(repeats):
         run(warmup + number)
         events[number + 1].record()
     torch.cuda.synchronize()
-    return [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
+    return statistics.median(begin.elapsed_time(end) for begin, end in itertools.pairwise(events))

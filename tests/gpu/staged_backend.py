@@ -16,30 +16,12 @@ import torch.distributed as dist
 BACKEND = "staged"
 _CPU = torch.device("cpu")
 # Of the first argument of a collective gloo writes the tensors; torch 2.13 has other names for some than 2.11.
-RECEIVING = (
-    "allgather",
-    "_allgather_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "all_to_all_single",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-)
+RECEIVING = """
+    allgather _allgather_base all_gather_single all_gather_single_coalesced allgather_coalesced
+    allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall alltoall_base all_to_all_single broadcast
+    gather recv recv_anysource reduce reduce_scatter _reduce_scatter_base reduce_scatter_single
+    reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced scatter
+""".split()
 SENDING = ("send", "barrier")
 
 

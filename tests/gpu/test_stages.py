@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.gpu import report, stages, wheels
-from tests.gpu.stage import STATUSES, Stage
+from tests.gpu.stage import STATUSES, NoReading, Stage
 from tests.helpers.ranks import ROOT, Child, RankParent, rank_environment
 
 # ---- in a process with a pretended device, forked for each run
@@ -34,15 +34,14 @@ def run_stages(argv: list[str]) -> int:
 
 def leave_the_smallest() -> None:
     """Let stages 3 to 6 do only so much that each of their functions runs."""
-    from megatron_moe.apps.doctor import measure
     from tests.gpu import layouts, operators, training
 
     @contextlib.contextmanager
     def this_process(_ranks: int, _seconds: float) -> Iterator[Any]:
-        yield SimpleNamespace(measure=lambda request, _ranks: [measure.measure(request)])
+        yield SimpleNamespace(measure=lambda request, _ranks: [layouts.measure(request)])
 
     operators.DTYPES = (torch.bfloat16,)
-    measure.MeasuringRanks = this_process
+    layouts.MeasuringRanks = this_process
     few = "--global-batch-size 2 --num-layers 2 --moe-layer-freq [0]+[1]*1"
     training.FLAGS = training.FLAGS.replace("--global-batch-size 8", few)
     training.PRECISIONS = {name: training.PRECISIONS[name] for name in ("bf16", "bf16, activations on the host")}
@@ -52,11 +51,10 @@ def leave_the_smallest() -> None:
 
 def plant_errors() -> None:
     """Leave of stages 3 and 4 an activation that is wrong, and a layer with a gradient of NaN behind right ones."""
-    import benchmarks.problem as problem
     from megatron_moe.moe import experts
     from tests.gpu import layouts, operators
 
-    swiglu, error, asked = experts.weighted_swiglu, problem.relative_error, list[Any]()
+    swiglu, error, asked = experts.weighted_swiglu, layouts.relative_error, list[Any]()
 
     def last_is_nan(result: Any, truth: Any) -> float:
         asked.append(result)
@@ -68,7 +66,7 @@ def plant_errors() -> None:
             operators.activation(stage, dtype, 1)
 
     def layer_alone(stage: Stage) -> None:
-        problem.relative_error = last_is_nan
+        layouts.relative_error = last_is_nan
         for dtype in (torch.float32, torch.bfloat16):
             layouts._layer(stage, dtype, 1e-2)
 
@@ -207,7 +205,5 @@ def test_what_is_missing_and_has_no_wheel_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("read", ["item", "tolist", "cpu", "nonzero", "__bool__"])
 def test_a_read_by_the_host_is_seen_in_a_dry_run(read):
-    from tests.gpu.speed import _no_reading
-
-    with pytest.raises(RuntimeError, match=read), _no_reading():
+    with pytest.raises(RuntimeError, match=read), NoReading():
         getattr(torch.ones(1), read)()
