@@ -28,10 +28,12 @@ def there_and_back(hf: Path, *flags: str) -> tuple[dict[str, Any], Path]:
     return content, hf.parent / "back"
 
 
-def edit(folder: Path, change: Any) -> None:
-    """Change the tensors of a folder of one file."""
-    values = load_file(folder / "model.safetensors")
-    save_file(change(values) or values, folder / "model.safetensors", {"format": "pt"})
+def made(case: str, folder: Path, change: Any = dict) -> Path:
+    """A model of `tiny_models` with changed tensors, in one file."""
+    tiny_models.make(case, 1, folder / "hf")
+    values = load_file(folder / "hf" / "model.safetensors")
+    save_file(change(values), folder / "hf" / "model.safetensors", {"format": "pt"})
+    return folder / "hf"
 
 
 CASES = ["deepseek-v2-grouped", "deepseek-v3", "mixtral", "qwen2-moe", "qwen3-moe-tied"]
@@ -88,8 +90,7 @@ def test_the_certificate_names_both_sides_with_their_hashes(tmp_path):
 
 
 def test_the_bias_stays_fp32_whatever_the_dtype(tmp_path):
-    hf = tmp_path / "hf"
-    tiny_models.make("deepseek-v3", 1, hf)
+    hf = made("deepseek-v3", tmp_path)
     certificate = convert("hf", "native", hf, tmp_path / "native", "--dtype", "bf16")
     step = tensors(tmp_path / "native" / "iter_0000000")
     was, bias = held(hf), step["decoder.layers.1.mlp.router.expert_bias"]
@@ -105,9 +106,7 @@ def test_the_bias_stays_fp32_whatever_the_dtype(tmp_path):
 
 
 def test_a_bias_that_was_rounded_before_is_a_loud_warning_on_record(tmp_path, capsys):
-    hf = tmp_path / "hf"
-    tiny_models.make("deepseek-v3", 1, hf)
-    edit(hf, lambda values: {**values, BIAS: values[BIAS].bfloat16()})
+    hf = made("deepseek-v3", tmp_path, lambda values: {**values, BIAS: values[BIAS].bfloat16()})
     certificate, back = there_and_back(hf)
     assert capsys.readouterr().err.count(f"PRECISION WARNING: {BIAS} is bfloat16") == 1
     assert certificate["warnings"][0].startswith("PRECISION WARNING") and len(certificate["warnings"]) == 1
@@ -117,10 +116,8 @@ def test_a_bias_that_was_rounded_before_is_a_loud_warning_on_record(tmp_path, ca
 
 
 def test_weights_of_two_dtypes_are_refused_until_one_is_chosen(tmp_path, capsys):
-    hf = tmp_path / "hf"
-    tiny_models.make("mixtral", 1, hf)
     name = "model.layers.2.block_sparse_moe.gate.weight"
-    edit(hf, lambda values: {**values, name: values[name].bfloat16()})
+    hf = made("mixtral", tmp_path, lambda values: {**values, name: values[name].bfloat16()})
     line = words("hf", "native", hf, tmp_path / "native")
     assert main(line) == 2
     message = capsys.readouterr().err
@@ -165,18 +162,14 @@ def test_layers_of_multi_token_prediction_come_back_with_their_copies_or_are_dro
 
 
 def test_a_tied_output_layer_that_a_folder_holds_all_the_same_is_kept(tmp_path):
-    hf = tmp_path / "hf"
-    tiny_models.make("qwen3-moe-tied", 1, hf)
     table = "model.embed_tokens.weight"
-    edit(hf, lambda values: {**values, "lm_head.weight": values[table].clone()})
+    hf = made("qwen3-moe-tied", tmp_path, lambda values: {**values, "lm_head.weight": values[table].clone()})
     _, back = there_and_back(hf)
     assert unequal(held(hf), held(back)) == []
 
 
 def test_frequencies_that_follow_from_the_configuration_are_left_out_and_noted(tmp_path):
-    hf = tmp_path / "hf"
-    tiny_models.make("mixtral", 1, hf)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    edit(hf, lambda values: {**values, name: torch.ones(8)})
+    hf = made("mixtral", tmp_path, lambda values: {**values, name: torch.ones(8)})
     certificate, back = there_and_back(hf)
     assert certificate["ignored"] == [name] and unequal(held(hf), held(back)) == [name]

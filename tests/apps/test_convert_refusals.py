@@ -9,6 +9,7 @@ import shutil
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def words(load: Path, save: Path, *flags: str, origin: str = "hf", target: str =
 
 
 @pytest.fixture
-def hf(tmp_path: Path) -> Path:
+def hf(tmp_path):
     return small_folders.sound(tmp_path / "hf", tmp_path / "sentinel")
 
 
@@ -51,16 +52,10 @@ def refused(capsys: Any, line: list[str]) -> str:
 
 
 def edit(hf: Path, change: Any) -> None:
-    """Change the tensors of the second shard; the index is made to fit."""
+    """Change tensors of the second shard."""
     values = load_file(hf / SHARD)
-    values = change(values) or values
+    change(values)
     save_file(values, hf / SHARD, {"format": "pt"})
-    index = json.loads((hf / small_folders.INDEX).read_text())
-    kept = {name: file for name, file in index["weight_map"].items() if file != SHARD}
-    small_folders.write_json(hf / small_folders.INDEX, {"weight_map": kept | dict.fromkeys(values, SHARD)})
-
-
-# ---- arguments
 
 
 def test_an_output_that_is_there_or_is_the_source_is_refused(tmp_path, capsys, hf):
@@ -115,40 +110,29 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys, hf):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_too_little_room_is_told_before_anything_is_written(tmp_path, capsys, hf, monkeypatch):
-    monkeypatch.setattr(convert, "free_bytes", lambda folder: 1000)
-    message = refused(capsys, words(hf, tmp_path / "native"))
-    assert "not enough room" in message and "1.0 kB (1000 bytes) are free" in message and "are needed" in message
-
-
-def test_a_disk_that_fills_up_is_told_with_what_is_needed_and_nothing_is_left(tmp_path, capsys, hf, monkeypatch):
-    def full(self: DataFile, key: str, start: Any, block: torch.Tensor) -> None:
+def test_too_little_room_is_told_before_anything_is_written_and_where_the_disk_fills_up(
+    tmp_path, capsys, hf, monkeypatch
+):
+    def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "free_bytes", lambda folder: 1000)
+        message = refused(capsys, words(hf, tmp_path / "native"))
+    assert "not enough room" in message and "1.0 kB (1000 bytes) are free" in message and "are needed" in message
     monkeypatch.setattr(DataFile, "add", full)
     message = refused(capsys, words(hf, tmp_path / "native"))
     assert "the disk is full: 82.1 kB (82128 bytes) are needed in all" in message and "were left" in message
 
 
-# ---- tensors
-
-
-def test_numbers_that_are_not_finite_are_counted_and_nothing_is_left(tmp_path, capsys, hf):
-    def damage(values: dict[str, torch.Tensor]) -> None:
-        values[small_folders.ATTENTION][1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-
-    edit(hf, damage)
-    message = refused(capsys, words(hf, tmp_path / "native"))
-    assert f"tensor {small_folders.ATTENTION} holds 3 of 192 numbers that are not finite" in message
-
-
-def test_numbers_that_the_new_dtype_cannot_hold_are_refused(tmp_path, capsys, hf):
-    edit(hf, lambda values: {**values, small_folders.ATTENTION: values[small_folders.ATTENTION].fill_(1e5)})
+def test_numbers_that_are_not_finite_or_that_the_new_dtype_cannot_hold_are_refused(tmp_path, capsys, hf):
+    edit(hf, lambda values: values[small_folders.ATTENTION].fill_(1e5))
     message = refused(capsys, words(hf, tmp_path / "native", "--dtype", "fp16"))
     assert small_folders.ATTENTION in message and "too large for float16" in message
-
-
-# ---- what the certificate vouches for; test_convert_file_errors.py plants what it has to notice
+    wrong = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    edit(hf, lambda values: values[small_folders.ATTENTION][1, :3].copy_(wrong))
+    message = refused(capsys, words(hf, tmp_path / "native"))
+    assert f"tensor {small_folders.ATTENTION} holds 3 of 192 numbers that are not finite" in message
 
 
 def test_every_element_is_covered_once_or_it_is_told():
@@ -173,43 +157,28 @@ def test_a_step_with_one_wrong_bit_in_one_number_is_not_exported(tmp_path, capsy
     assert main(words(hf, tmp_path / "native")) == 0
     step, key = tmp_path / "native" / "iter_0000000", "decoder.layers.0.mlp.linear_fc1.weight"
     before = StepReader(step).read(key)
-    at = (step / "__0_1.distcp").read_bytes().find(before.view(torch.uint8).numpy().tobytes())
-    with open(step / "__0_1.distcp", "r+b") as file:
-        file.seek(at)
-        bits = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([bits ^ 1]))
+    content = bytearray((step / "__0_1.distcp").read_bytes())
+    content[content.find(before.view(torch.uint8).numpy().tobytes())] ^= 1
+    (step / "__0_1.distcp").write_bytes(content)
     assert (StepReader(step).read(key) != before).sum() == 1
     message = refused(capsys, words(tmp_path / "native", tmp_path / "x", origin="native", target="hf"))
     assert "is damaged: __0_1.distcp does not hold what was saved" in message
 
 
-# ---- verification
-
-
 def test_what_fails_verification_is_not_published(tmp_path, capsys, hf, monkeypatch):
-    class Result:
-        passed = False
-
-        def as_dict(self) -> dict[str, Any]:
-            return {"passed": self.passed, "logit_difference": 3.5}
-
-        def lines(self) -> list[str]:
-            return ["FAILED"]
-
-    monkeypatch.setattr(parity, "compare", lambda *args, **kwargs: Result())
+    result = mock.Mock(passed=False)
+    result.as_dict.side_effect = lambda: {"passed": result.passed, "logit_difference": 3.5}
+    result.lines.return_value = ["FAILED"]
+    monkeypatch.setattr(parity, "compare", lambda *args, **kwargs: result)
     assert main(words(hf, tmp_path / "native", "--verify")) == 1
     beside = tmp_path / "native.conversion_certificate.json"
     assert sorted(tmp_path.iterdir()) == [hf, beside] and str(beside) in capsys.readouterr().err
     assert json.loads(beside.read_text())["verification"] == {"passed": False, "logit_difference": 3.5}
-    Result.passed = True
+    result.passed = True
     assert main(words(hf, tmp_path / "native", "--verify", "--certificate", str(tmp_path / "c.json"))) == 0
     kept = json.loads((tmp_path / "native" / "conversion_certificate.json").read_text())
     assert kept["verification"]["passed"] and kept == json.loads((tmp_path / "c.json").read_text())
     assert main(words(hf, tmp_path / "native", "--verify-only")) == 0
-
-
-# ---- killed, and started again
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -220,16 +189,10 @@ class Killed(BaseException):
     """As SIGKILL: no clean-up runs that handles errors."""
 
 
-def dies(monkeypatch: pytest.MonkeyPatch, line: list[str], moment: str) -> None:
+def dies(line: list[str], moment: str) -> None:
     """A start that dies in a method of its workspace."""
-
-    def die(*args: Any, **kwargs: Any) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Workspace, moment, die)
-        with pytest.raises(Killed):
-            main(line)
+    with mock.patch.object(Workspace, moment, side_effect=Killed), pytest.raises(Killed):
+        main(line)
 
 
 def convert_and_die(argument: list[str]) -> None:
@@ -263,27 +226,26 @@ def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(rank
 
 
 @pytest.mark.parametrize("moment", ["record", "publish", "discard"])
-def test_wherever_it_dies_the_next_start_ends_the_same(tmp_path, capsys, hf, monkeypatch, moment):
+def test_wherever_it_dies_the_next_start_ends_the_same(tmp_path, capsys, hf, moment):
     whole, save = tmp_path / "whole", tmp_path / "native"
     assert main(words(hf, whole)) == 0
-
-    dies(monkeypatch, words(hf, save), moment)
+    dies(words(hf, save), moment)
     assert main(words(hf, save)) == 0
     assert contents(save) == contents(whole) and not hidden_folder(save).exists()
     assert "was complete already" in capsys.readouterr().out or moment != "discard"
 
 
-def test_other_options_or_another_source_start_over(tmp_path, capsys, hf, monkeypatch):
+def test_other_options_or_another_source_start_over(tmp_path, capsys, hf):
     save, whole = tmp_path / "native", tmp_path / "whole"
-    dies(monkeypatch, words(hf, save), "publish")
+    dies(words(hf, save), "publish")
     assert main(words(hf, whole, "--dtype", "fp32")) == 0
     capsys.readouterr()
     assert main(words(hf, save, "--dtype", "fp32")) == 0
     assert "continuing" not in capsys.readouterr().err
     assert contents(save) == contents(whole)
     shutil.rmtree(save)
-    dies(monkeypatch, words(hf, save), "publish")
-    edit(hf, lambda values: {**values, small_folders.ATTENTION: values[small_folders.ATTENTION] * 2})
+    dies(words(hf, save), "publish")
+    edit(hf, lambda values: values[small_folders.ATTENTION].mul_(2))
     assert main(words(hf, save)) == 0
     assert "continuing" not in capsys.readouterr().err
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,12 +36,17 @@ def run_of(**settings: object) -> Run:
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def path(tmp_path, monkeypatch):
     """Return a folder that is first on PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     return folder
+
+
+def says(finding: Finding, status: str, *words: str) -> bool:
+    """Whether a finding has that status and all those words."""
+    return finding.status == status and all(word in f"{finding.found} {finding.advice}" for word in words)
 
 
 def program(path: Path, text: str) -> None:
@@ -57,44 +63,31 @@ def smi(folder: Path, *rows: str, status: int = 0) -> None:
 WELL = "0, 0x0000000000000001, 1980, 31, 0, 4"
 
 
-# ---- software
-
-
-def test_a_driver_that_torch_cannot_use_fails_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise MachineError("/dev/nvidia0: torch cannot use the NVIDIA devices: the driver is too old (found 11040)")
-
+def test_a_driver_that_torch_cannot_use_fails_with_its_reason(monkeypatch):
     assert software.driver(place()).status == IMPOSSIBLE
-    monkeypatch.setattr("megatron_moe.platform.devices.check", refuse)
-    finding = software.driver(place())
-    assert finding.status == FAIL and "driver is too old" in finding.found
+    refused = MachineError("/dev/nvidia0: torch cannot use the NVIDIA devices: the driver is too old (found 11040)")
+    monkeypatch.setattr("megatron_moe.platform.devices.check", Mock(side_effect=refused))
+    assert says(software.driver(place()), FAIL, "driver is too old")
 
 
-def test_a_torch_without_the_grouped_product_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_the_grouped_product_fails(monkeypatch):
     assert software.torch_build(place()).status == PASS
     build = probes.TorchBuild("2.8.0", "12.8", (9, 10, 2), "2.27.3", grouped_product=False)
     monkeypatch.setattr(probes, "torch_build", lambda: build)
-    finding = software.torch_build(place())
-    assert finding.status == FAIL and "grouped_mm" in finding.found and "torch" in finding.advice
-    assert "cuDNN 9.10.2" in finding.found and "NCCL 2.27.3" in finding.found
+    assert says(software.torch_build(place()), FAIL, "grouped_mm", "cuDNN 9.10.2", "NCCL 2.27.3")
 
 
 @pytest.mark.engine
-def test_an_engine_that_was_not_tested_or_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_was_not_tested_or_cannot_be_loaded_is_named(monkeypatch):
     assert software.engine(place()).status == PASS
     monkeypatch.setattr(advisories, "engine_version", lambda: (0, 17, 0))
     assert software.engine(place()).status == WARN
-
-    def broken(name: str) -> None:
-        raise OSError(f"{name}: undefined symbol")
-
-    monkeypatch.setattr(software.importlib, "import_module", broken)
-    finding = software.engine(place())
-    assert finding.status == FAIL and "undefined symbol" in finding.found
+    monkeypatch.setattr(software.importlib, "import_module", Mock(side_effect=OSError("undefined symbol")))
+    assert says(software.engine(place()), FAIL, "undefined symbol")
 
 
 @pytest.mark.engine
-def test_a_library_that_cannot_be_loaded_is_named_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_cannot_be_loaded_is_named_with_what_it_said(monkeypatch):
     look = software.transformer_engine
     needs = build({"transformer_impl": "transformer_engine"})
     assert look(place()).status == PASS  # not installed, not needed
@@ -104,8 +97,7 @@ def test_a_library_that_cannot_be_loaded_is_named_with_what_it_said(monkeypatch:
     assert look(place()).status == IMPOSSIBLE  # no device
     monkeypatch.setattr("megatron_moe.platform.has_cuda", lambda: True, raising=False)
     monkeypatch.setattr(optional_libraries, "why_not_loaded", lambda name: "OSError: undefined symbol: _ZN3c10")
-    finding = look(place())
-    assert finding.status == WARN and "_ZN3c10" in finding.found and "--no-build-isolation" in finding.advice
+    assert says(look(place()), WARN, "_ZN3c10", "--no-build-isolation")
     assert look(place(run=needs)).status == FAIL
     assert software.apex(place()).status == WARN
     monkeypatch.setattr(optional_libraries, "why_not_loaded", lambda name: None)
@@ -118,14 +110,13 @@ def test_a_library_that_cannot_be_loaded_is_named_with_what_it_said(monkeypatch:
     ]
     monkeypatch.setattr(software.importlib.metadata, "requires", lambda name: required)
     old = look(place())
-    assert old.status == WARN and "1.13.0" in old.found and ">=2.14" in old.found and ">=2.14" in old.advice
+    assert says(old, WARN, "1.13.0") and ">=2.14" in old.found and ">=2.14" in old.advice
 
 
-def test_a_node_without_a_compiler_or_its_headers_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_a_compiler_or_its_headers_is_found(path, monkeypatch):
     assert software.compiler(place()).status == PASS
     program(path / "gcc", "#!/bin/sh\necho 'check.c:1: fatal error: Python.h: No such file' >&2\nexit 1\n")
-    finding = software.compiler(place())
-    assert finding.status == WARN and "Python.h: No such file" in finding.found
+    assert says(software.compiler(place()), WARN, "Python.h: No such file")
     monkeypatch.setattr("megatron_moe.platform.has_cuda", lambda: True, raising=False)
     assert software.compiler(place()).status == FAIL
     monkeypatch.setenv("CC", "no-such-compiler -O2")
@@ -134,26 +125,22 @@ def test_a_node_without_a_compiler_or_its_headers_is_found(path: Path, monkeypat
     assert software.triton(place()).status == FAIL
 
 
-# ---- kernels
-
-
-def test_the_attention_kernel_is_judged_by_what_the_widths_allow() -> None:
+def test_the_attention_kernel_is_judged_by_what_the_widths_allow():
     judged = kernels.judged_attention
     latent = run_of()
     assert kernels.attention_sizes(latent) == (128, 128, (192, 128))
     assert judged(latent, "cudnn", (9, 11, 0)).status == PASS
-    old = judged(latent, "efficient", (9, 10, 2))
-    assert old.status == WARN and "9.11" in old.advice and "192/128" in old.found
-    over_ranks = judged(run_of(context_parallel_size=2), "efficient", (9, 13, 0))
-    assert over_ranks.status == WARN and "--context-parallel-size" in over_ranks.advice
+    assert says(judged(latent, "efficient", (9, 10, 2)), WARN, "9.11", "192/128")
+    assert says(judged(run_of(context_parallel_size=2), "efficient", (9, 13, 0)), WARN, "--context-parallel-size")
     grouped = build(PRESETS["qwen3-30b-a3b"])
     assert kernels.attention_sizes(grouped) == (32, 4, (128, 128))
     assert judged(grouped, "flash", None).status == PASS
     assert judged(grouped, "math", None).status == FAIL
     assert "--bf16" in judged(run_of(bf16=False), "efficient", None).advice
+    assert [probes.cudnn_version(number) for number in (91100, 91302, 8902)] == [(9, 11, 0), (9, 13, 2), (8, 9, 2)]
 
 
-def test_the_grouped_product_says_where_it_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grouped_product_says_where_it_falls_back(monkeypatch):
     run = run_of()
     assert kernels.grouped_product(place(run=run, has_model=True)).status == IMPOSSIBLE
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100-SXM4-80GB")
@@ -162,26 +149,18 @@ def test_the_grouped_product_says_where_it_falls_back(monkeypatch: pytest.Monkey
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, one=capability: one)
             assert kernels.grouped_product(place(run=run, has_model=True)).status == status, (capability, dtype)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        fp16 = kernels.grouped_product(place(run=run_of(bf16=False, fp16=True), has_model=True))
-        assert fp16.status == WARN and "host" in fp16.found
+        fp16 = place(run=run_of(bf16=False, fp16=True), has_model=True)
+        assert says(kernels.grouped_product(fp16), WARN, "host")
         assert kernels.grouped_product(place()).status == IMPOSSIBLE  # no model
 
 
-def test_a_switch_that_cannot_be_set_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_that_cannot_be_set_fails(monkeypatch):
     before = probes.numerics.present()
     assert kernels.reductions(place()).status == PASS
     assert probes.numerics.present() == before
     stuck = probes.numerics.Switch("allow_bf16_reduced_precision_reduction", False, lambda: True, lambda value: None)
     monkeypatch.setattr(probes.numerics, "ARITHMETIC", (stuck,))
-    finding = kernels.reductions(place())
-    assert finding.status == FAIL and "allow_bf16_reduced_precision_reduction" in finding.found
-
-
-def test_versions_of_cudnn_are_read_as_it_numbers_them() -> None:
-    assert [probes.cudnn_version(number) for number in (91100, 91302, 8902)] == [(9, 11, 0), (9, 13, 2), (8, 9, 2)]
-
-
-# ---- the node
+    assert says(kernels.reductions(place()), FAIL, "allow_bf16_reduced_precision_reduction")
 
 
 @pytest.mark.parametrize(
@@ -195,19 +174,18 @@ def test_versions_of_cudnn_are_read_as_it_numbers_them() -> None:
         (node.gpu_in_use, "1, 0x0, 1980, 40, 0, 40960", WARN, "40960 MiB"),
     ],
 )
-def test_a_gpu_that_is_not_well_is_named(look, row: str, status: str, word: str, path: Path) -> None:
+def test_a_gpu_that_is_not_well_is_named(look, row, status, word, path):
     assert look(place()).status == IMPOSSIBLE  # no nvidia-smi
     smi(path, WELL)
     assert look(place()).status == PASS
     smi(path, WELL, row)
     finding = look(place())
-    assert finding.status == status and word in finding.found and finding.advice
+    assert says(finding, status, word) and finding.advice
 
 
-def test_an_nvidia_smi_that_fails_or_does_not_answer_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nvidia_smi_that_fails_or_does_not_answer_fails(path, monkeypatch):
     smi(path, "Failed to initialize NVML: Driver/library version mismatch", status=18)
-    finding = node.gpu_clocks(place())
-    assert finding.status == FAIL and "version mismatch" in finding.found and "18" in finding.found
+    assert says(node.gpu_clocks(place()), FAIL, "version mismatch", "18")
     program(path / "nvidia-smi", "#!/bin/sh\nexec sleep 5\n")
     monkeypatch.setattr(node, "_SMI_SECONDS", 0.2)
     assert node.gpu_clocks(place()).status == FAIL
@@ -216,37 +194,33 @@ def test_an_nvidia_smi_that_fails_or_does_not_answer_fails(path: Path, monkeypat
     assert node.gpu_temperature(place()).status == IMPOSSIBLE
 
 
-def test_fewer_cores_than_ranks_fail_and_name_sruns_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_cores_than_ranks_fail_and_name_sruns_flag(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert node.cpu_cores(place()).status == PASS
-    finding = node.cpu_cores(place(local_world_size=8))
-    assert finding.status == FAIL and "--cpus-per-task" in finding.advice
+    assert says(node.cpu_cores(place(local_world_size=8)), FAIL, "--cpus-per-task")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     assert node.cpu_cores(place(local_world_size=8)).status == WARN
 
 
-def test_limits_of_a_container_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_a_container_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64 << 10, 64 << 10))
     assert node.memlock(place()).status == PASS  # a CPU
     monkeypatch.setattr("megatron_moe.platform.has_cuda", lambda: True, raising=False)
     assert node.memlock(place()).status == WARN
-    several = node.memlock(place(world_size=16, local_world_size=8))
-    assert several.status == FAIL and "memlock=-1" in several.advice
+    assert says(node.memlock(place(world_size=16, local_world_size=8)), FAIL, "memlock=-1")
     monkeypatch.setattr(node, "free_bytes", lambda folder: 64 << 20)
     assert node.shared_memory(place()).status == WARN
-    shared = node.shared_memory(place(world_size=8, local_world_size=8))
-    assert shared.status == FAIL and "--ipc=host" in shared.advice
+    assert says(node.shared_memory(place(world_size=8, local_world_size=8)), FAIL, "--ipc=host")
     monkeypatch.setattr(node, "_SHARED_MEMORY", tmp_path / "none")
     assert node.shared_memory(place()).status == WARN
 
 
-def test_a_disk_without_room_or_speed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_or_speed_is_found(tmp_path, monkeypatch):
     assert node.disk_space(place()).status == node.disk_speed(place()).status == IMPOSSIBLE
     here = place(run=run_of(save=str(tmp_path / "not" / "yet")), has_model=True)
-    finding = node.disk_space(here)
-    assert finding.status == FAIL and "18.8 TB" in finding.found  # 671 B parameters, 14 bytes each, twice
+    assert says(node.disk_space(here), FAIL, "18.8 TB")  # 671 B parameters, 14 bytes each, twice
     assert node.disk_space(dataclasses.replace(here, has_model=False)).status == PASS
     monkeypatch.setattr(node, "_WRITTEN", 1 << 20)
     assert node.disk_speed(dataclasses.replace(here, has_model=False)).found.endswith(str(tmp_path))
@@ -254,18 +228,12 @@ def test_a_disk_without_room_or_speed_is_found(tmp_path: Path, monkeypatch: pyte
     assert node.judged_speed(here, tmp_path, 50e6).status == WARN
     assert node.judged_speed(here, tmp_path, 500e6).status == PASS
 
-    def full(self: object, data: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr("megatron_moe.io.hashing.HashingFile.write", full)
-    failed = node.disk_speed(here)
-    assert failed.status == FAIL and "No space left" in failed.found
+    assert says(node.disk_speed(here), FAIL, "No space left")
 
 
-# ---- all ranks together
-
-
-def test_the_node_whose_packages_differ_is_named() -> None:
+def test_the_node_whose_packages_differ_is_named():
     usual = {"package torch": "2.12.0", "code of megatron_moe": "aaaa", "$NCCL_ALGO": "Ring"}
     other = {**usual, "code of megatron_moe": "bbbb"}
     del other["$NCCL_ALGO"]
@@ -276,7 +244,7 @@ def test_the_node_whose_packages_differ_is_named() -> None:
     assert network.differing([("node1", usual)] * 3) == []
 
 
-def test_the_code_of_a_package_is_hashed_as_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_a_package_is_hashed_as_it_is_on_the_disk(tmp_path, monkeypatch):
     folder = tmp_path / "made_up_package"
     folder.mkdir()
     (folder / "__init__.py").write_text("A = 1\n")
@@ -287,32 +255,27 @@ def test_the_code_of_a_package_is_hashed_as_it_is_on_the_disk(tmp_path: Path, mo
     assert network.code_hash("no_such_package") == "none"
 
 
-def test_a_clock_that_is_wrong_is_named() -> None:
+def test_a_clock_that_is_wrong_and_a_slow_gpu_are_named():
     moments = [("node1", 100.0), ("node2", 100.2), ("node3", 107.0)]
-    finding = network.judged_clocks(moments)
-    assert finding.status == FAIL and "node3" in finding.found and "ahead" in finding.found
+    assert says(network.judged_clocks(moments), FAIL, "node3", "ahead")
     assert network.judged_clocks(moments[:2]).status == PASS
-
-
-def test_a_slow_gpu_is_named() -> None:
     speeds = [("node1", 700.0), ("node1", 690.0), ("node2", 710.0), ("node2", 430.0)]
-    finding = network.judged_speeds(speeds)
-    assert finding.status == FAIL and "rank 3 on node2: 430" in finding.found
+    assert says(network.judged_speeds(speeds), FAIL, "rank 3 on node2: 430")
     assert network.judged_speeds(speeds[:3]).status == PASS
 
 
-def test_the_slowest_group_decides_about_the_bandwidth() -> None:
+def test_the_slowest_group_decides_about_the_bandwidth():
     groups, hosts = [[0, 1], [2, 3]], ["node1", "node1", "node2", "node2"]
     fast, slow = {"all_reduce": 360.0, "all_to_all": 300.0}, {"all_reduce": 90.0, "all_to_all": 300.0}
     finding = network.judged_bandwidth([fast, fast, slow, slow], groups, hosts, 450.0, 0.5)
-    assert finding.status == FAIL and "ranks 2, 3 on node2" in finding.found and "node1" not in finding.found
+    assert says(finding, FAIL, "ranks 2, 3 on node2") and "node1" not in finding.found
     assert finding.figures == {"all_reduce_gb_per_s": 90.0, "all_to_all_gb_per_s": 300.0}
     assert network.judged_bandwidth([fast, fast, slow, slow], groups, hosts, 450.0, 0.2).status == PASS
     unknown = network.judged_bandwidth([fast, fast, None, None], groups, hosts, None, 0.5)
     assert unknown.status == IMPOSSIBLE and unknown.figures["all_reduce_gb_per_s"] == 360.0
 
 
-def test_the_longest_name_of_a_device_decides_what_is_expected() -> None:
+def test_the_longest_name_of_a_device_decides_what_is_expected():
     expected = network.expected_bandwidth
     assert expected("NVIDIA H200", network.INSIDE) == 450 and expected("NVIDIA H20", network.INSIDE) == 450
     assert expected("NVIDIA GB300", network.ACROSS) == 100 and expected("NVIDIA B200", network.ACROSS) == 50
@@ -322,22 +285,17 @@ def test_the_longest_name_of_a_device_decides_what_is_expected() -> None:
     assert not [name for at, name in enumerate(names) if any(one in name for one in names[:at])]
 
 
-# ---- the runner and the report
-
-
-def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(place: Place) -> Finding:
-        raise ZeroDivisionError("division by zero")
-
+def test_a_check_that_raises_is_a_finding(monkeypatch):
+    broken = Mock(side_effect=ZeroDivisionError("division by zero"))
     monkeypatch.setattr(checks, "CHECKS", (checks.Check("broken", checks.RANK, broken), checks.CHECKS[1]))
     found = checks.run_checks(Run())
     assert [one.check for one in found] == ["broken", "torch"]
-    assert found[0].status == FAIL and "ZeroDivisionError" in found[0].found
+    assert says(found[0], FAIL, "ZeroDivisionError")
     with pytest.raises(ConfigError, match="nothing.*broken, torch"):
         checks.run_checks(Run(), only=["nothing"])
 
 
-def test_ranks_that_do_not_meet_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_meet_are_a_finding(monkeypatch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -346,20 +304,17 @@ def test_ranks_that_do_not_meet_are_a_finding(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(checks, "_MEETING", timedelta(seconds=1))
     found = checks.run_checks(Run(), only=["torch", "clock_skew"])
-    assert [(one.check, one.status) for one in found] == [
-        ("ranks_meet", FAIL),
-        ("torch", PASS),
-        ("clock_skew", IMPOSSIBLE),
-    ]
+    statuses = {one.check: one.status for one in found}
+    assert statuses == {"ranks_meet": FAIL, "torch": PASS, "clock_skew": IMPOSSIBLE}
     assert "MASTER_ADDR" in found[0].advice and not torch.distributed.is_initialized()
 
 
-def test_flags_without_a_model_leave_its_kernels_out(tmp_path: Path) -> None:
+def test_flags_without_a_model_leave_its_kernels_out(tmp_path):
     assert not checks._place(build({"save": str(tmp_path)}), DEFAULTS, connected=False).has_model
     assert checks._place(build({"hidden_size": 64}), DEFAULTS, connected=False).has_model
 
 
-def test_equal_findings_of_ranks_are_one_and_the_others_name_theirs() -> None:
+def test_equal_findings_of_ranks_are_one_and_the_others_name_theirs():
     def of(rank: int, status: str, found: str) -> Finding:
         return Finding(status, found, check="driver", ranks=(rank,), hosts=(f"node{rank // 2}",))
 
@@ -372,7 +327,7 @@ def test_equal_findings_of_ranks_are_one_and_the_others_name_theirs() -> None:
     assert "[rank 3 on node1]" in lines[1] and lines[-1].startswith("FAIL: 1 pass")
 
 
-def test_help_and_mistakes_load_no_torch() -> None:
+def test_help_and_mistakes_load_no_torch():
     code = (
         "import sys\nfrom megatron_moe.apps.preflight.cli import main\n"
         "status = main(['--preset', 'none'])\nprint(status, 'torch' in sys.modules)"
