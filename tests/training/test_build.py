@@ -40,20 +40,16 @@ def test_the_notes_of_a_deepspeed_file_are_reported_once_and_first(tmp_path):
     assert "overlap_comm" in sink.seen[2] and "--clip-grad 0.25" in sink.seen[1]
 
 
-def test_a_dry_run_shows_the_notes_too(tmp_path, capsys):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"seed": 7, "aio": {}}))
-    pretrain(cli.parse([*TINY, "--deepspeed-config", str(path), "--dry-run"], world_size=1))
-    assert "ds.json sets --seed 7" in capsys.readouterr().out
-
-
-def test_a_dry_run_shows_what_the_letters_give_each_rank(capsys, monkeypatch):
+def test_a_dry_run_shows_the_notes_too_and_what_the_letters_give_each_rank(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"seed": 7, "aio": {}}))
+    flags = f"--deepspeed-config {path} --dry-run --micro-batch-size 1 --global-batch-size 4"
     letters = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|t||t|||L"
-    batch = "--micro-batch-size 1 --global-batch-size 4"
-    pretrain(cli.parse([*TINY, *letters.split(), *batch.split(), "--dry-run"], world_size=4))
-    assert "0: Et | t, 1-2: t | -, 3: - | L" in capsys.readouterr().out
+    pretrain(cli.parse([*TINY, *flags.split(), *letters.split()], world_size=4))
+    shown = capsys.readouterr().out
+    assert "ds.json sets --seed 7" in shown and "0: Et | t, 1-2: t | -, 3: - | L" in shown
 
 
 @pytest.mark.parametrize(
@@ -88,19 +84,19 @@ def test_gradients_that_are_summed_in_half_precision_are_told_in_one_line():
 
 
 def test_a_run_with_fp8_says_which_form_computes(monkeypatch):
-    (note,) = notes(bf16=True, fp8_format="e4m3")
+    fp8 = {"bf16": True, "fp8_format": "e4m3"}
+    (note,) = notes(**fp8)
     # 5 linear layers of attention in each layer, 2 of the dense layer, 2 of each shared expert, 3 layers of experts
     assert all(words in note for words in ("--fp8-format e4m3", "31 modules emulated", "slower than bf16", "verified"))
-    (note,) = notes(bf16=True, fp8_format="e4m3", fp8_modules=("experts",), first_last_layers_bf16=True)
+    (note,) = notes(**fp8, fp8_modules=("experts",), first_last_layers_bf16=True)
     assert "--fp8-modules experts" in note and "of 2 modules emulated" in note
-    (note,) = notes(bf16=True, fp8_format="e4m3", transformer_impl="transformer_engine", moe_expert_backend="te")
+    (note,) = notes(**fp8, transformer_impl="transformer_engine", moe_expert_backend="te")
     assert "8 modules emulated" in note and "23 modules by Transformer Engine" in note
     monkeypatch.setattr(platform, "why_no_fp8_products", lambda: None)
-    (note,) = notes(bf16=True, fp8_format="e4m3")
+    (note,) = notes(**fp8)
     assert "31 modules by torch's scaled product" in note and "emulated" not in note
     monkeypatch.setenv(switches.FP8, "emulated")
-    (note,) = notes(bf16=True, fp8_format="e4m3")
-    assert "31 modules emulated" in note
+    assert "31 modules emulated" in notes(**fp8)[0]
 
 
 def test_kept_modules_are_named_a_few_of_them():

@@ -15,7 +15,7 @@ from tests.helpers import stepped_trainer as steps
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, PP2, TP2, ZERO_3
 
-SMALL = {"seq_length": 16, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, "num_layers": 4}
+SMALL = {"seq_length": 16, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, **steps.SMALL}
 EXPERTS = {**PRESETS["tiny"], **SMALL, "init_method_std": 0.1}
 TABLE = {"padded_vocab_size": 256}  # the padding has zeros, and else depends on TP
 
@@ -36,9 +36,7 @@ def norms(run: Run) -> dict[str, Any]:
     optimizer = build_optimizer(run, chunks, pg_collection)
     cases.forward_backward(run, chunks, pg_collection)
     squares = {True: 0.0, False: 0.0, "weights": 0.0, "zeros": 0}
-    for parameter in (
-        chunks[0].parameters() if pg_collection.dp.size() == torch.distributed.get_world_size() == 1 else ()
-    ):
+    for parameter in chunks[0].parameters() if torch.distributed.get_world_size() == 1 else ():
         squares[not getattr(parameter, "allreduce", True)] += float(parameter.main_grad.double().square().sum())
         squares["weights"] += float(parameter.detach().double().square().sum())
         squares["zeros"] += int((parameter.main_grad == 0).sum())
@@ -74,9 +72,7 @@ def one_rank_norms(gloo: Any) -> dict[Any, float]:
     rows(LAYOUTS, test=LAYOUTS[-4:]),
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
-def test_norms_and_zeros_are_those_of_one_rank(
-    gloo: Any, one_rank_norms: dict[Any, float], ranks: int, layout: dict[str, Any]
-) -> None:
+def test_norms_and_zeros_are_those_of_one_rank(gloo, one_rank_norms, ranks, layout):
     for rank in gloo.run(ranks, norms, run=replace(Run(), **{**EXPERTS, **TABLE, **layout})):
         assert rank["split"] == pytest.approx((one_rank_norms[False], one_rank_norms[True]), rel=2e-5)
         assert math.hypot(*rank["split"]) == pytest.approx(rank["joint"], rel=1e-6)
@@ -102,7 +98,8 @@ def measured(flags: dict[str, Any], measure: bool, taken: int = 2) -> dict[str, 
     from megatron_moe.training.health import HealthProbe
     from megatron_moe.training.metrics import expert_load
 
-    trainer = steps.Trainer({**steps.SMALL, "moe_layer_freq": "[1,1]", "seq_length": 32, **flags})
+    sizes = {**steps.SMALL, "moe_layer_freq": "[1,1]", "seq_length": 32, "micro_batch_size": 4}
+    trainer = steps.Trainer({**sizes, **flags})
     count = 8 // (trainer.run.training.micro_batch_size * trainer.groups.dp.size())
     health = load = None
     losses = []
@@ -174,14 +171,11 @@ def test_the_rounding_of_stored_moments_is_that_of_one_rank(gloo: Any) -> None:
     assert coarse[0] > 2 * one[0] and coarse[1] is None and coarse[2] > one[2]
 
 
-def test_gradients_in_fp32_lose_nothing_and_nothing_else_is_watched(gloo: Any) -> None:
+def test_bf16_gradient_buffers_lose_additions_and_say_so_and_fp32_ones_lose_none(gloo: Any) -> None:
     health = gloo.run(1, measured, flags={"bf16": True}, measure=True, taken=1)[0]["health"]
     assert (health.gradient_additions, health.gradient_swallowed) == (0, 0)
     assert (health.other_additions, health.other_swallowed) == (None, None)
     assert (health.first_moment_rounding, health.second_moment_rounding, health.update_rounding) == (None,) * 3
-
-
-def test_bf16_gradient_buffers_lose_additions_and_say_so(gloo: Any) -> None:
     found = gloo.run(1, measured, flags={**HALF, "micro_batch_size": 1}, measure=True, taken=1)[0]
     health, additions = found["health"], 8 * found["parameters"]
     # Eight micro-batches; rows of the embedding whose tokens do not occur, and experts without a token, add zeros.

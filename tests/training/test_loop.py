@@ -8,26 +8,18 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_moe.checkpoint.state import TrainingProgress
 from megatron_moe.config.errors import RunFault
-from megatron_moe.config.presets import PRESETS
-from megatron_moe.config.schema import Run, build, replace
+from megatron_moe.config.schema import Run, replace
 from megatron_moe.report.jsonl import read_evaluations, read_steps
 from megatron_moe.training.loop import exit_reason
-from megatron_moe.training.run import pretrain
+from tests.helpers import trained_steps
 
-TINY = {
-    **PRESETS["tiny"],
-    "num_layers": 1,
-    "moe_layer_freq": "[1]",
-    "seq_length": 16,
-    "mock_data": True,
-    "tokenizer_type": "ByteTokenizer",
-    "log_interval": 1000,
-}
+SMALL = {**trained_steps.SMALL, "num_layers": 1, "moe_layer_freq": "[1]", "log_interval": 1000}
 
 
 def trainer(iteration: int, **flags: Any) -> Any:
@@ -38,10 +30,8 @@ QUIET = SimpleNamespace(stop_signal=0)
 
 
 def test_an_exit_interval_stops_after_the_iteration_it_divides():
-    reasons = [
-        exit_reason(trainer(iteration, exit_interval=5), QUIET, time.monotonic()) for iteration in (4, 5, 6, 100)
-    ]
-    assert reasons == [None, "(--exit-interval 5)", None, None]
+    for iteration, reason in ((4, None), (5, "(--exit-interval 5)"), (6, None), (100, None)):
+        assert exit_reason(trainer(iteration, exit_interval=5), QUIET, time.monotonic()) == reason
 
 
 def agreed(flags: dict[str, Any], asked: int | None, late: int | None) -> str | None:
@@ -76,20 +66,16 @@ def evaluations_of(flags: dict[str, Any], stopped_at: int | None) -> None:
             stop.stop_signal = int(signal.SIGTERM)
         return decide(trainer, stop, started)
 
-    loop.exit_reason = asked
-    try:
-        pretrain(build({**TINY, **flags}))
-    finally:
-        loop.exit_reason = decide
+    with mock.patch.object(loop, "exit_reason", asked):
+        trained_steps.trained({**SMALL, **flags})
 
 
 def test_an_evaluation_that_a_signal_has_left_out_is_made_up_for(gloo, tmp_path):
     flags = {"eval_interval": 2, "eval_iters": 1, "train_iters": 4, "exit_signal_handler": True}
-    for name, stops in {"whole": (None,), "parts": (2, None)}.items():
+    for name, stopped_at in (("whole", None), ("parts", 2), ("parts", None)):
         files = {"metrics_file": str(tmp_path / f"{name}.jsonl"), "save": str(tmp_path / name)}
-        for stopped_at in stops:
-            more = {"load": files["save"]} if stopped_at is None and len(stops) > 1 else {}
-            gloo.run(1, evaluations_of, flags={**flags, **files, **more}, stopped_at=stopped_at)
+        more = {"load": files["save"]} if (name, stopped_at) == ("parts", None) else {}
+        gloo.run(1, evaluations_of, flags={**flags, **files, **more}, stopped_at=stopped_at)
     whole, parts = (
         [(one.iteration, one.split, one.loss) for one in read_evaluations(tmp_path / f"{name}.jsonl")]
         for name in ("whole", "parts")
@@ -102,7 +88,7 @@ def run_without_a_token(flags: dict[str, Any], first: int) -> tuple[list[str], s
     from megatron_moe.data.batches import BatchIterator
     from megatron_moe.report.reporter import Reporter
 
-    take, event, told, taken = BatchIterator.__next__, Reporter.event, [], []
+    take, told, taken = BatchIterator.__next__, [], []
 
     def masked(iterator: Any) -> Any:
         batch = take(iterator)
@@ -111,20 +97,19 @@ def run_without_a_token(flags: dict[str, Any], first: int) -> tuple[list[str], s
             batch["loss_mask"] *= 0
         return batch
 
-    BatchIterator.__next__, Reporter.event = masked, lambda self, kind, text, **_: told.append(text)
-    try:
-        pretrain(build({**TINY, **flags}))
-    except RunFault as fault:
-        return told, str(fault)
-    finally:
-        BatchIterator.__next__, Reporter.event = take, event
-    return told, ""
+    with (
+        mock.patch.object(BatchIterator, "__next__", masked),
+        mock.patch.object(Reporter, "event", lambda self, kind, text, **_: told.append(text)),
+        pytest.raises(RunFault) as fault,
+    ):
+        trained_steps.trained({**SMALL, **flags})
+    return told, str(fault.value)
 
 
 def test_a_batch_without_a_token_that_counts_is_said_and_fifty_of_them_end_the_run(gloo, tmp_path):
-    flags = {"eval_iters": 0, "on_nan": "stop", "micro_batch_size": 8, "global_batch_size": 8, "train_iters": 60}
-    files = {"metrics_file": str(tmp_path / "metrics.jsonl")}
-    ((told, error),) = gloo.run(1, run_without_a_token, flags={**flags, **files}, first=3)
+    flags = {"on_nan": "stop", "micro_batch_size": 2, "train_iters": 60}
+    flags["metrics_file"] = str(tmp_path / "metrics.jsonl")
+    ((told, error),) = gloo.run(1, run_without_a_token, flags=flags, first=3)
     said = [text.split(":")[0] for text in told if "no token of the global batch counts" in text]
     assert said == [f"iteration {number}" for number in range(4, 54)]
     assert "50 steps in a row up to iteration 53" in error and "not finite" not in error and "--eod-mask-loss" in error
@@ -133,22 +118,15 @@ def test_a_batch_without_a_token_that_counts_is_said_and_fifty_of_them_end_the_r
     assert len({step.learning_rate for step in steps[3:]}) == 1
 
 
-# The scale starts so high that the first steps overflow.
-FP16 = {"eval_iters": 0, "fp16": True, "initial_loss_scale": 2.0**40, "hysteresis": 1, "health_interval": 1}
-
-
-def trained(flags: dict[str, Any]) -> str:
-    """A whole run; where it saved."""
-    return pretrain(build({**TINY, **FP16, **flags}))["checkpoint"]
-
-
 def test_skips_are_counted_on_after_a_resume(gloo: Any, tmp_path: Path) -> None:
     metrics, root = tmp_path / "metrics.jsonl", str(tmp_path / "run")
-    flags = {"metrics_file": str(metrics), "save": root}
-    step = gloo.run(1, trained, flags={**flags, "train_iters": 3})[0]
-    saved = json.loads((Path(step) / "state.json").read_text())
+    # The scale starts so high that the first steps overflow.
+    flags = {**SMALL, "fp16": True, "initial_loss_scale": 2.0**40, "hysteresis": 1, "health_interval": 1}
+    flags |= {"metrics_file": str(metrics), "save": root}
+    (summary,) = gloo.run(1, trained_steps.trained, flags={**flags, "train_iters": 3})
+    saved = json.loads((Path(summary["checkpoint"]) / "state.json").read_text())
     assert (saved["skipped_iterations"], saved["loss_scale_lowered"], saved["loss_scale_raised"]) == (3, 3, 0)
-    gloo.run(1, trained, flags={**flags, "train_iters": 5, "load": root})
+    gloo.run(1, trained_steps.trained, flags={**flags, "train_iters": 5, "load": root})
     told = [step.health for step in read_steps(metrics)]
     assert [health.skipped_iterations for health in told] == [1, 2, 3, 4, 5]
     assert [health.loss_scale_lowered for health in told] == [1, 2, 3, 4, 5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,23 +25,14 @@ ONE_STAGE = SimpleNamespace(pp=SimpleNamespace(size=lambda: 1))
 RUN = build({**PRESETS["tiny"], "train_iters": 100, "peak_tflops": 2.0})
 
 
-def result() -> StepResult:
-    return StepResult(
-        committed=True,
-        loss=2.5,
-        tokens=512,
-        grad_norm=1.5,
-        learning_rate=1e-3,
-        loss_scale=1.0,
-        next_loss_scale=1.0,
-        router_update=UPDATE,
-    )
+NUMBERS: dict[str, Any] = {"loss": 2.5, "grad_norm": 1.5, "learning_rate": 1e-3}
+NUMBERS |= {"loss_scale": 1.0, "next_loss_scale": 1.0}
+RESULT = StepResult(committed=True, tokens=512, router_update=UPDATE, **NUMBERS)
 
 
 def record(meter: Meter, iteration: int, seconds: float):
-    return meter.record(
-        result(), NO_EXPERT_LOAD, iteration=iteration, consumed_samples=8, global_batch_size=8, seconds=seconds
-    )
+    samples = {"consumed_samples": 8, "global_batch_size": 8}
+    return meter.record(RESULT, NO_EXPERT_LOAD, iteration=iteration, seconds=seconds, **samples)
 
 
 def test_expert_load_tells_the_worst_layer_the_empty_experts_and_the_largest_bias():

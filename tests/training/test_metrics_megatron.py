@@ -11,46 +11,21 @@ from unittest import mock
 import pytest
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.presets import PRESETS
-from megatron_moe.config.schema import build
 from megatron_moe.report.jsonl import read_evaluations, read_steps
+from tests.helpers.trained_steps import SMALL, trained
 
-FLAGS = {
-    **PRESETS["tiny"],
-    "num_layers": 1,
-    "moe_layer_freq": "[1]",
-    "seq_length": 16,
-    "mock_data": True,
-    "tokenizer_type": "ByteTokenizer",
-    "train_iters": 4,
-    "log_interval": 2,
-    "eval_interval": 3,
-    "eval_iters": 1,
-}
-REPORTS = {
-    "tensorboard_log_interval": 2,
-    "log_timers_to_tensorboard": True,
-    "log_memory_to_tensorboard": True,
-    "log_validation_ppl_to_tensorboard": True,
-    "log_world_size_to_tensorboard": True,
-    "log_params_norm": True,
-    "log_num_zeros_in_grad": True,
-    "log_max_attention_logit": True,
-    "timing_log_level": 1,
-}
-PROFILE = {
-    "profile": True,
-    "use_pytorch_profiler": True,
-    "profile_step_start": 1,
-    "profile_step_end": 3,
-    "profile_ranks": (1,),
-}
+FLAGS = {**SMALL, "num_layers": 1, "moe_layer_freq": "[1]", "train_iters": 4, "log_interval": 2}
+FLAGS |= {"eval_interval": 3, "eval_iters": 1}
+TO_TENSORBOARD = [f"log_{what}_to_tensorboard" for what in ("timers", "memory", "validation_ppl", "world_size")]
+MEASURED = ["log_params_norm", "log_num_zeros_in_grad", "log_max_attention_logit"]
+REPORTS = {"tensorboard_log_interval": 2, "timing_log_level": 1, **dict.fromkeys(TO_TENSORBOARD + MEASURED, True)}
+PROFILE = {"profile": True, "use_pytorch_profiler": True, "profile_step_start": 1, "profile_step_end": 3}
+PROFILE |= {"profile_ranks": (1,)}
 
 
 def run(flags: dict[str, Any]) -> dict[str, Any]:
     """A whole run on this rank: its collections as (steps done, generation), and whether Python's collector is on."""
     from megatron_moe.training import loop
-    from megatron_moe.training.run import pretrain
 
     collections: list[tuple[int, Any]] = []
     steps, on = [], []
@@ -66,7 +41,7 @@ def run(flags: dict[str, Any]) -> dict[str, Any]:
         mock.patch.object(loop, "train_step", counted),
         mock.patch.object(gc, "collect", lambda generation=2: collections.append((len(steps), generation)) or 0),
     ):
-        pretrain(build({**FLAGS, **flags}))
+        trained({**FLAGS, **flags})
     return {"collections": collections, "on": on, "after": gc.isenabled()}
 
 
@@ -110,7 +85,7 @@ def test_heads_that_qk_clip_scales_are_counted_where_it_is_on(gloo: Any, tmp_pat
     gloo.run(1, run, flags={**clip, "metrics_file": str(tmp_path / "m.jsonl")})
     steps = list(read_steps(tmp_path / "m.jsonl"))
     counted = {one.iteration: one.clipped_heads for one in steps}
-    assert counted[1] == PRESETS["tiny"]["num_attention_heads"] and len(counted) == 4
+    assert counted[1] == 4 and len(counted) == 4
     assert scalars(tmp_path)["optimizer/clipped_heads"] == counted
     assert all((one.max_attention_logit > 1e-6) == (one.clipped_heads > 0) for one in steps)
 
@@ -125,10 +100,7 @@ def test_without_the_flags_there_is_none_of_it(gloo: Any, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("flags", "collections"),
-    [
-        ({"manual_gc_interval": 3}, [(0, 2), (3, 2), (3, 2), (3, 0)]),
-        ({"manual_gc_eval": False}, [(0, 2)]),
-    ],
+    [({"manual_gc_interval": 3}, [(0, 2), (3, 2), (3, 2), (3, 0)]), ({"manual_gc_eval": False}, [(0, 2)])],
 )
 def test_python_collects_where_the_flags_say(gloo: Any, flags: dict[str, Any], collections: list[Any]) -> None:
     (ran,) = gloo.run(1, run, flags={"manual_gc": True, **flags})
@@ -138,7 +110,5 @@ def test_python_collects_where_the_flags_say(gloo: Any, flags: dict[str, Any], c
 
 
 def test_cudas_profiler_is_refused_without_cuda() -> None:
-    from megatron_moe.training.run import pretrain
-
     with pytest.raises(ConfigError, match="--use-pytorch-profiler"):
-        pretrain(build({**FLAGS, "profile": True}))
+        trained({**FLAGS, "profile": True})

@@ -63,20 +63,11 @@ def test_lengths_in_sequences_are_those_of_a_schedule_that_counts_sequences(styl
     flags = {"lr_decay_samples": 150, "lr_warmup_samples": 20, "lr_decay_style": style, "global_batch_size": 8}
     flags |= {"lr_wsd_decay_samples": 30, "lr_wsd_decay_style": "linear"} if style == "WSD" else {}
     group = {"wd_mult": 1.0, "max_lr": 1.0, "min_lr": 0.1}
+    decay: dict[str, Any] = {"start_wd": 0.5, "end_wd": 0.5, "wd_incr_steps": 150, "wd_incr_style": "constant"}
+    steps: dict[str, Any] = {"lr_warmup_steps": 20, "lr_decay_steps": 150, "wsd_decay_steps": 30}
+    styles: dict[str, Any] = {"lr_decay_style": style, "lr_wsd_decay_style": "linear"}
     theirs = OptimizerParamScheduler(
-        SimpleNamespace(param_groups=[group]),
-        init_lr=0.0,
-        max_lr=1.0,
-        min_lr=0.1,
-        lr_warmup_steps=20,
-        lr_decay_steps=150,
-        lr_decay_style=style,
-        start_wd=0.5,
-        end_wd=0.5,
-        wd_incr_steps=150,
-        wd_incr_style="constant",
-        wsd_decay_steps=30,
-        lr_wsd_decay_style="linear",
+        SimpleNamespace(param_groups=[group]), init_lr=0.0, max_lr=1.0, min_lr=0.1, **decay, **steps, **styles
     )
     expected = []
     for _ in range(21):

@@ -43,21 +43,16 @@ PLACES += [OwnedPart(0, begin, end) for begin in range(6) for end in range(begin
 PLACES += [OwnedPart(1, begin, end) for begin in range(3) for end in range(begin, 4)]
 
 
+PLACES_OF_A_BIAS = [OwnedPart(None, 2, 6), OwnedPart(0, 1, 5), OwnedPart(None, 0, 6)]
+
+
 @pytest.mark.parametrize("layer", [0, 1])
-def test_each_part_of_a_weight_is_multiplied_as_the_whole_is(layer: int) -> None:
-    whole = weight(ROWS, WIDTH)
-    for own in PLACES:
-        main = own.of(whole.detach()).clone()
-        clip().scale(ClippedWeight(whole, layer, PARTS), own, main)
-        assert torch.equal(main, own.of(wanted(whole, layer))), own
-
-
-def test_a_bias_is_multiplied_by_its_rows() -> None:
-    whole = weight(ROWS)
-    for own in (OwnedPart(None, 2, 6), OwnedPart(0, 1, 5), OwnedPart(None, 0, 6)):
-        main = own.of(whole.detach()).clone()
-        clip().scale(ClippedWeight(whole, 1, PARTS), own, main)
-        assert torch.equal(main, own.of(wanted(whole, 1))), own
+def test_each_part_of_a_weight_or_bias_is_multiplied_as_the_whole_is(layer: int) -> None:
+    for whole, places in ((weight(ROWS, WIDTH), PLACES), (weight(ROWS), PLACES_OF_A_BIAS)):
+        for own in places:
+            main = own.of(whole.detach()).clone()
+            clip().scale(ClippedWeight(whole, layer, PARTS), own, main)
+            assert torch.equal(main, own.of(wanted(whole, layer))), own
 
 
 @pytest.mark.parametrize(

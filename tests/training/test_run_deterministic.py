@@ -11,33 +11,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
+from tests.helpers import trained_steps
 from tests.helpers.rows import rows
-from tests.helpers.stepped_trainer import SMALL
+from tests.helpers.stepped_trainer import DISTRIBUTED, EP2
 
-TINY = {**PRESETS["tiny"], **SMALL, "mock_data": True, "vocab_size": 100, "seq_length": 32, "train_iters": 3}
-TINY["eval_iters"] = 0
-LOSSES = {
-    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
-    "moe_aux_loss_coeff": (1e-2, 1e-2),
-    "moe_z_loss_coeff": 1e-3,
-}
+TINY = {**trained_steps.TINY, **trained_steps.SMALL, "global_batch_size": 4}
+LOSSES = {"moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"), "moe_aux_loss_coeff": (1e-2, 1e-2)}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True, "hidden_dropout": 0.1, "health_interval": 1},
-    "fp16, capacity, fused loss": {
-        "fp16": True,
-        "moe_expert_capacity_factor": 1.0,
-        "cross_entropy_loss_fusion": True,
-        "use_distributed_optimizer": True,
-    },
-    "fp32, auxiliary losses, recomputed": {
-        **LOSSES,
-        "mtp_num_layers": 1,
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
+    "fp16, capacity, fused loss": {"fp16": True, **DISTRIBUTED, "moe_expert_capacity_factor": 1.0}
+    | {"cross_entropy_loss_fusion": True},
+    "fp32, auxiliary losses, recomputed": {**LOSSES, "moe_z_loss_coeff": 1e-3, "mtp_num_layers": 1, **RECOMPUTED},
 }
 
 
@@ -58,9 +44,7 @@ def records(flags: dict[str, Any], poisoned: bool = False) -> list[dict[str, Any
 
 @pytest.mark.parametrize("name", rows(VARIANTS, test=["bf16"]))
 def test_the_mode_changes_no_bit_on_a_cpu_and_nothing_reads_memory_unwritten(gloo, name):
-    layout = {"expert_model_parallel_size": 2, "micro_batch_size": 1} if name == "bf16" else {}
-    ranks = 2 if layout else 1
-    flags = {**VARIANTS[name], **layout}
+    ranks, flags = (2, {**VARIANTS[name], **EP2}) if name == "bf16" else (1, VARIANTS[name])
     plain, *_ = gloo.run(ranks, records, flags=flags)
     mode = {**flags, "deterministic_mode": True}
     assert gloo.run(ranks, records, flags=mode, poisoned=True)[0] == plain
@@ -82,12 +66,10 @@ def test_a_process_has_the_switches_while_it_is_in_its_groups(gloo):
     assert gloo.run(1, switches_of_a_process, mode=False) == [[[True] * 6, False, [], False]]
 
 
-def test_a_variable_against_the_mode_is_refused_before_a_run_starts(tmp_path, monkeypatch):
-    from megatron_moe.training.run import pretrain
-
+def test_a_variable_against_the_mode_is_refused_before_a_run_starts(monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "NVLS")
     with pytest.raises(ConfigError, match="NCCL_ALGO=NVLS"):
-        pretrain(build({**TINY, "deterministic_mode": True, "dry_run": True}))
+        trained_steps.trained({"deterministic_mode": True, "dry_run": True})
 
 
 # What adds, or writes, through an index: each is in the table of docs/gpu.md, or not in a step.
@@ -95,25 +77,13 @@ INDEXED = re.compile(
     "index_add|index_copy|index_fill|index_put|index_reduce|scatter|bincount|histc|cumsum|cumprod|put_|embedding_dense"
     "|embedding_bag|kthvalue|median|nll_loss|masked_scatter|repeat_interleave|unique|gather|sort|topk|searchsorted"
 )
+# index_add_: the embedding's gradient. gather: weights of the chosen experts, and its backward. scatter: the gradient
+# of the routing weights; the experts of a token are different ones.
 DECIDED = {
-    "index_add_ float32",  # the embedding's gradient
-    "index_copy_ float32",
-    "index_copy_ bfloat16",
-    "index_copy_ float16",
-    "gather float32",  # weights of the chosen experts, and its backward
-    "gather float64",
-    "scatter float32",  # the gradient of the routing weights: the experts of a token are different ones
-    "scatter_add_ int64",
-    "scatter_ bool",
-    "index_put_ bool",
-    "index_put_ int64",
-    "index_put_ float32",
-    "bincount int64",
-    "sort float32",
-    "sort int64",
-    "topk float32",
-    "topk float64",
-    "searchsorted int64",
+    *("index_add_ float32", "index_copy_ float32", "index_copy_ bfloat16", "index_copy_ float16"),
+    *("gather float32", "gather float64", "scatter float32", "scatter_add_ int64", "scatter_ bool"),
+    *("index_put_ bool", "index_put_ int64", "index_put_ float32"),
+    *("bincount int64", "sort float32", "sort int64", "topk float32", "topk float64", "searchsorted int64"),
 }
 ON_A_CPU_ALONE = ("_embedding_bag",)  # moe/dispatch.py's sum of a token's copies
 
@@ -135,10 +105,8 @@ class _Indexed(TorchDispatchMode):
 
 
 def indexed(flags: dict[str, Any]) -> set[str]:
-    from megatron_moe.training.run import pretrain
-
     with _Indexed() as mode:
-        pretrain(build({**TINY, "train_iters": 1, **flags}))
+        trained_steps.trained({**TINY, "train_iters": 1, **flags})
     return mode.seen
 
 

@@ -34,29 +34,20 @@ def terminated(_: Any) -> None:
         time.sleep(600)
 
 
-def test_sigterm_ends_the_process_without_the_flag_after_its_last_words(
-    rank_parent: RankParent, tmp_path: Path
-) -> None:
+def test_sigterm_ends_the_process_without_the_flag_after_its_last_words(rank_parent, tmp_path):
     pids = rank_parent.fork([Child("tests.training.test_signals:terminated", None, str(tmp_path / "log"))])
     assert rank_parent.statuses(pids, 300.0) == [-signal.SIGTERM]
     assert (tmp_path / "log").read_text() == "SIGTERM"
 
 
-def test_ctrl_c_raises_in_the_main_thread():
-    with pytest.raises(KeyboardInterrupt):
-        with StopSignals(save=False) as stop:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(60)
-    assert stop.interrupted
-
-
-def test_a_second_ctrl_c_does_not_disturb_the_way_out():
-    with StopSignals(save=False):
+def test_ctrl_c_raises_in_the_main_thread_and_a_second_one_does_not_disturb_the_way_out():
+    with StopSignals(save=False) as stop:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(60)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.1)
+    assert stop.interrupted
 
 
 def wait_until_asleep(pid: int) -> None:

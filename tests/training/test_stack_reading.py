@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -28,71 +29,49 @@ class Blocked:
         type(self).__float__ = lock.acquire  # type: ignore[attr-defined]
 
 
-def item(x: Any) -> None:
-    print(str(abs(-1)), x.item(), max(1, 2), end="")
-
-
-def several_lines(x: Any) -> None:
-    dict(
-        a=1,
-        b=x.tolist(),
-    )
-
-
 def condition(x: Any) -> None:
     if x:
         time.sleep(0)
-
-
-def negation(x: Any) -> bool:
-    return not x
-
-
-def number(x: Any) -> None:
-    float(x)
-
-
-def stream(x: Any) -> None:
-    x.synchronize()
 
 
 def work(x: Any) -> None:
     x.wait()
 
 
-def other(x: Any) -> None:
-    x.other(True), "x.item()"
-
-
-CASES: dict[Callable[[Any], Any], tuple[str | None, str | None]] = {
-    # What is said on a device, and without one.
-    item: ("item, for the device", None),
-    several_lines: ("tolist, for the device", None),
-    condition: ("a condition, for the device", None),
-    negation: ("a condition, for the device", None),
-    number: ("float, for the device", None),
-    stream: ("synchronize, for the device", "synchronize, for the device"),
-    work: ("a wait in work", "a wait in work"),
-    other: (None, None),
+CASES: dict[str, tuple[Callable[[Any], Any], str | None, str | None]] = {
+    # What reads; what is said of it on a device, and without one.
+    "item": (lambda x: print(str(abs(-1)), x.item(), max(1, 2), end=""), "item, for the device", None),
+    "condition": (condition, "a condition, for the device", None),
+    "negation": (lambda x: not x, "a condition, for the device", None),
+    "number": (lambda x: float(x), "float, for the device", None),
+    "stream": (lambda x: x.synchronize(), "synchronize, for the device", "synchronize, for the device"),
+    "work": (work, "a wait in work", "a wait in work"),
+    "other": (lambda x: (x.other(True), "x.item()"), None, None),
+    "several lines": (
+        lambda x: dict(
+            a=1,
+            b=x.tolist(),
+        ),
+        "tolist, for the device",
+        None,
+    ),
 }
 
 
-@pytest.mark.parametrize("read", CASES, ids=lambda read: read.__name__)
-def test_a_thread_that_reads_from_the_device_waits_for_it(read):
-    blocked = Blocked()
+@pytest.mark.parametrize("case", CASES)
+def test_a_thread_that_reads_from_the_device_waits_for_it(case):
+    (read, *wanted), blocked = CASES[case], Blocked()
 
     def quietly() -> None:
-        try:
+        with contextlib.suppress(TypeError):  # what a lock returns is no float
             read(blocked)
-        except TypeError:  # what a lock returns is no float
-            pass
 
     thread = threading.Thread(target=quietly)
     thread.start()
     said: list[str | None] = []
     deadline = time.monotonic() + 60
     try:
-        while tuple(said) != CASES[read] and time.monotonic() < deadline:
+        while said != wanted and time.monotonic() < deadline:
             time.sleep(0.01)
             frame = sys._current_frames()[thread.ident]
             if frame.f_code is read.__code__:  # and then it still has to come to the instruction
@@ -101,17 +80,16 @@ def test_a_thread_that_reads_from_the_device_waits_for_it(read):
     finally:
         blocked.release()
         thread.join()
-    assert tuple(said) == CASES[read]
+    assert said == wanted
 
 
 def test_an_error_that_is_raised_where_the_device_is_read_is_the_ranks_own():
     class Broken:
         item = iter(()).__next__
 
-    try:
+    with pytest.raises(StopIteration) as error:
         Broken().item()
-    except StopIteration as error:
-        assert hang_report.of_error(error).waits_in is None
+    assert hang_report.of_error(error.value).waits_in is None
 
 
 def test_ranks_that_all_wait_for_their_devices_are_not_blamed_for_the_place():

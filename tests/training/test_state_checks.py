@@ -8,23 +8,16 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_moe.config.presets import PRESETS
-from megatron_moe.config.schema import build
 from megatron_moe.precision.packed_state import NOT_FINITE
 from megatron_moe.training.state_checks import is_finite, non_finite_text
 from tests.helpers.rows import rows
-from tests.helpers.stepped_trainer import SMALL
+from tests.helpers.trained_steps import SMALL, trained
 
-TINY = {**PRESETS["tiny"], **SMALL, "seq_length": 16, "mock_data": True, "vocab_size": 100, "eval_iters": 0}
-TINY |= {"train_iters": 6, "check_precision_interval": 2}
+_MATMUL = "torch.backends.cuda.matmul"
+_REDUCED = [f"{_MATMUL}.allow_{half}_reduced_precision_reduction" for half in ("bf16", "fp16")]
 SWITCHES = {
-    "torch.backends.{cuda,mkldnn}.matmul.fp32_precision (TF32)": "torch.backends.cuda.matmul.allow_tf32 = True",
-    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
-        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True"
-    ),
-    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": (
-        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True"
-    ),
+    "torch.backends.{cuda,mkldnn}.matmul.fp32_precision (TF32)": f"{_MATMUL}.allow_tf32 = True",
+    **{name: f"{name} = True" for name in _REDUCED},
     "torch.use_deterministic_algorithms": "torch.use_deterministic_algorithms(False)",
 }
 """Switch -> what somebody's code may say in the middle of a run."""
@@ -52,7 +45,6 @@ def stopped(what: str, at: int, flags: dict[str, Any]) -> str:
     """The message that a run ends with in which something is changed after step `at`."""
     from megatron_moe.precision.contract import PrecisionError
     from megatron_moe.training import loop
-    from megatron_moe.training.run import pretrain
 
     steps, train_step = [], loop.train_step
 
@@ -64,23 +56,24 @@ def stopped(what: str, at: int, flags: dict[str, Any]) -> str:
         return result
 
     with mock.patch.object(loop, "train_step", spoiling), pytest.raises(PrecisionError) as error:
-        pretrain(build({**TINY, **flags}))
+        trained({**SMALL, "train_iters": 6, "check_precision_interval": 2, **flags})
     return f"after {len(steps)} steps: {error.value}"
 
 
 SINCE = "changed between training (iteration 2) and training (iteration 4)"
 
 
-def test_a_moment_that_turned_bf16_stops_the_run_by_name(gloo):
-    (told,) = gloo.run(1, stopped, what="moment", at=4, flags={"bf16": True})
+@pytest.mark.parametrize(
+    ("what", "at", "precision", "named"),
+    [
+        ("moment", 4, "bf16", "weight (exp_avg)"),
+        ("gradient", 3, "fp16", "final_layernorm.weight (accumulated gradient)"),
+    ],
+)
+def test_a_tensor_that_turned_bf16_stops_the_run_by_name(gloo, what, at, precision, named):
+    (told,) = gloo.run(1, stopped, what=what, at=at, flags={precision: True})
     assert told.startswith("after 4 steps: precision contract broken at training (iteration 4): ")
-    assert told.endswith(f"weight (exp_avg) is torch.bfloat16, must be torch.float32: {SINCE}")
-
-
-def test_a_gradient_buffer_that_turned_bf16_stops_the_run_by_name(gloo):
-    (told,) = gloo.run(1, stopped, what="gradient", at=3, flags={"fp16": True})
-    wanted = "decoder.final_layernorm.weight (accumulated gradient) is torch.bfloat16, must be torch.float32: " + SINCE
-    assert told == f"after 4 steps: precision contract broken at training (iteration 4): {wanted}"
+    assert told.endswith(f"{named} is torch.bfloat16, must be torch.float32: {SINCE}")
 
 
 @pytest.mark.parametrize("switch", rows(SWITCHES, test=[*SWITCHES][::3]))

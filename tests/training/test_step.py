@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ import torch
 from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, PP2, SMALL, Trainer, digest
 
 
-def overflows() -> dict[str, Any]:
-    """fp16 with gradients of the dense weights alone overflowing, three times."""
+def overflows() -> list[list[float]]:
+    """The loss scales in fp16 with gradients of the dense weights alone overflowing, three times."""
     from megatron_moe.training.optimizer import parts
 
-    trainer = Trainer({**SMALL, **EP2, "fp16": True, "initial_loss_scale": 1024.0, "hysteresis": 2})
+    flags = {**EP2, "fp16": True, "initial_loss_scale": 1024.0, "hysteresis": 2}
+    trainer = Trainer({**SMALL, "seq_length": 32, "micro_batch_size": 4, **flags})
     param = next(p for name, p in trainer.model[0].named_parameters() if "final_layernorm" in name)
     hook = param.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
     seen = []
@@ -23,14 +25,13 @@ def overflows() -> dict[str, Any]:
         seen.append([part.get_loss_scale().item() for part in parts(trainer.optimizer)])
     hook.remove()
     assert trainer.step().committed
-    return {"scales": seen}
+    return seen
 
 
 @pytest.mark.engine
 def test_dense_and_expert_optimizers_keep_one_loss_scale(gloo):
-    for rank in gloo.run(2, overflows):
-        # hysteresis 2: the first overflow is forgiven
-        assert rank["scales"] == [[1024.0, 1024.0], [512.0, 512.0], [256.0, 256.0]]
+    # hysteresis 2: the first overflow is forgiven
+    assert gloo.run(2, overflows) == [[[1024.0] * 2, [512.0] * 2, [256.0] * 2]] * 2
 
 
 def evaluated() -> dict[str, Any]:
@@ -60,14 +61,9 @@ def evaluated() -> dict[str, Any]:
     with torch.no_grad():
         losses = [trainer.model[0](b["tokens"], b["position_ids"], None, labels=b["labels"]) for b in seen[:2]]
     sums = [float((loss.double() * b["loss_mask"].double()).sum()) for loss, b in zip(losses, seen)]
-    return {
-        "loss": record.loss,
-        "tokens": record.tokens,
-        "sum": sum(sums),
-        "kept": int(sum(b["loss_mask"].sum() for b in seen[:2])),
-        "unchanged": unchanged,
-        "training": training,
-    }
+    kept = int(sum(b["loss_mask"].sum() for b in seen[:2]))
+    told = {"loss": record.loss, "tokens": record.tokens, "sum": sum(sums), "kept": kept}
+    return {**told, "unchanged": unchanged, "training": training}
 
 
 def test_evaluation_weighs_every_token_alike_and_leaves_no_trace(gloo):
@@ -89,7 +85,7 @@ def masked_steps(flags: dict[str, Any]) -> dict[str, Any]:
         return {**trainer.state(), "loss scale": digest(None if scale is None else scale.state_dict())}
 
     losses = {"moe_aux_loss_coeff": (0.1,), "moe_router_load_balancing_type": ("seq_aux_loss",)}
-    trainer = Trainer({**SMALL, "seq_length": 32, **losses, **flags})
+    trainer = Trainer({**SMALL, "seq_length": 32, "micro_batch_size": 4, **losses, **flags})
     take, taken, masked = type(trainer.batches[0]).__next__, [0], range(0)
 
     def next_batch(iterator: Any) -> Any:
@@ -99,9 +95,8 @@ def masked_steps(flags: dict[str, Any]) -> dict[str, Any]:
         taken[0] += 1
         return batch
 
-    type(trainer.batches[0]).__next__ = next_batch
-    try:
-        seen = {}
+    seen = {}
+    with mock.patch.object(type(trainer.batches[0]), "__next__", next_batch):
         for name, number in (("none", 0), ("all", 100), ("the first", 1), ("none again", 0)):
             taken[0], masked = 0, range(number)
             before = state()
@@ -109,8 +104,6 @@ def masked_steps(flags: dict[str, Any]) -> dict[str, Any]:
             after = state()
             changed = sorted(kind for kind in before if before[kind] != after[kind])
             seen[name] = (result.committed, result.empty, result.overflow, result.tokens > 0, changed)
-    finally:
-        type(trainer.batches[0]).__next__ = take
     return seen
 
 
@@ -118,7 +111,7 @@ def masked_steps(flags: dict[str, Any]) -> dict[str, Any]:
     ("ranks", "flags"),
     [
         (1, {"fp16": True, "initial_loss_scale": 1024.0, "loss_scale_window": 2}),
-        (2, {**EP2, **DISTRIBUTED, "bf16": True, "calculate_per_token_loss": True}),
+        (2, {**EP2, **DISTRIBUTED, "bf16": True, "calculate_per_token_loss": True, "micro_batch_size": 2}),
         (2, {**PP2, "moe_layer_freq": "[1,1]", "mtp_num_layers": 1}),
         (2, {"context_parallel_size": 2, "cross_entropy_loss_fusion": True}),
     ],

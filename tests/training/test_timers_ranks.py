@@ -8,31 +8,17 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.config.presets import PRESETS
-from megatron_moe.config.schema import build
-from tests.helpers.stepped_trainer import PP2, SMALL
+from tests.helpers.stepped_trainer import PP2
+from tests.helpers.trained_steps import SMALL, trained
 
-FLAGS = {
-    **PRESETS["tiny"],
-    **SMALL,
-    "seq_length": 16,
-    "mock_data": True,
-    "tokenizer_type": "ByteTokenizer",
-    "train_iters": 4,
-    "eval_interval": 1,
-    "eval_iters": 1,
-    "log_interval": 2,
-}
 PARTS = ("forward-backward", "all-grads-sync", "optimizer")
 PASSES = ("forward-compute", "backward-compute")
 
 
 def printed(flags: dict[str, Any]) -> str:
     """What rank 0 of a whole run prints."""
-    from megatron_moe.training.run import pretrain
-
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        pretrain(build({**FLAGS, **flags}))
+        trained({**SMALL, "train_iters": 4, "eval_interval": 1, "eval_iters": 1, "log_interval": 2, **flags})
     return out.getvalue()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from dataclasses import dataclass
@@ -49,32 +48,25 @@ class Ended:
         return sorted(int(path.stem.rpartition("_")[2]) for path in self.folder.glob("stacks_rank_*.txt"))
 
 
-def run_jobs(rank_parent: RankParent, jobs: dict[str, dict[str, Any]], folder: Path) -> dict[str, Ended]:
-    """Run jobs beside each other: name -> what `watched_job.rank_of_job` reads of it."""
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in jobs]
-    given = [
-        {
-            **{"timeout": TIMEOUT, "world": WORLD, "device": False, "also": None, "slow": 0.0},
-            **{"folder": str(folder / name), "port": store.port, **job},
-        }
-        for store, (name, job) in zip(stores, jobs.items())
-    ]
-    work = {"jobs": given, "patience": PATIENCE, "statuses": str(folder / "statuses.json")}
-    pids = rank_parent.fork([Child("tests.training.watched_job:run_jobs", work, str(folder / "log"))])
-    assert rank_parent.statuses(pids, 2 * PATIENCE) == [0], (folder / "log").read_text()
-    statuses = json.loads((folder / "statuses.json").read_text())
-    return {name: Ended(of_job, folder / name) for name, of_job in zip(jobs, statuses)}
-
-
 @pytest.fixture(scope="module")
 def ended(rank_parent: RankParent, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """One job for each fault."""
-    jobs = {fault: {"fault": fault, "faulty": FAULTY} for fault in (*BLAMED, UNEVEN)}
-    jobs["slow"] = {"fault": "STOP", "faulty": FAULTY, "slow": 2.0}
-    jobs["shared"] = {"fault": "shared", "faulty": 0}
-    jobs["sleep on device"] = {"fault": "sleep", "faulty": FAULTY, "device": True}
-    jobs["kernel on device"] = {"fault": "kernel", "faulty": 0, "also": 1, "world": 2, "device": True}
-    return run_jobs(rank_parent, jobs, tmp_path_factory.mktemp("jobs"))
+    """One job for each fault, all of them beside each other."""
+    jobs: dict[str, dict[str, Any]] = {fault: {"fault": fault} for fault in (*BLAMED, UNEVEN, "shared")}
+    jobs["slow"] = {"fault": "STOP", "slow": 2.0}
+    jobs["sleep on device"] = {"fault": "sleep", "device": True}
+    jobs["kernel on device"] = {"fault": "kernel", "faulty": (0, 1), "world": 2, "device": True}
+    usual = {"timeout": TIMEOUT, "world": WORLD, "faulty": (FAULTY,), "device": False, "slow": 0.0}
+    stores, pids, folders = [], {}, {}
+    for name, job in jobs.items():
+        stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        folders[name] = tmp_path_factory.mktemp("job")
+        given = {**usual, "folder": str(folders[name]), "port": stores[-1].port, **job}
+        ranks = [{**given, "rank": rank} for rank in range(given["world"])]
+        target, log = "tests.training.watched_job:rank_of_job", str(folders[name] / "log")
+        pids[name] = rank_parent.fork([Child(target, rank, log) for rank in ranks])
+    return {
+        name: Ended([rank_parent.statuses([pid], PATIENCE)[0] for pid in pids[name]], folders[name]) for name in jobs
+    }
 
 
 @pytest.mark.parametrize("fault", BLAMED)
@@ -110,12 +102,9 @@ def test_a_rank_asked_while_it_reads_its_own_error_tells_of_the_error_and_not_of
     assert "ranks 0, 2: waiting in all_reduce of float32[8]" in job.verdict and "iteration 3" in job.verdict
 
 
-def test_an_exception_is_told_with_its_traceback(ended):
+def test_an_exception_is_told_with_its_traceback_and_one_that_all_ranks_share_is_no_broken_job(ended):
     assert "ValueError: layer 3 is upside down" in ended["exception"].verdict
     assert "Traceback" in ended["exception"].said
-
-
-def test_an_error_that_all_ranks_share_is_no_broken_job(ended):
     assert ended["shared"].statuses == [1, 1, 1]
     assert [path.name for path in ended["shared"].folder.iterdir()] == ["log"]
 

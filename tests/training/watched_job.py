@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import threading
@@ -111,12 +110,12 @@ def recorded() -> dict[str, Any]:
     return dump
 
 
-def rank_of_job(rank: int, job: dict[str, Any]) -> None:
+def rank_of_job(job: dict[str, Any]) -> None:
     """What a rank does; its errors are its exit status, as in a program."""
     read_errors_slowly(job["slow"])
-    fault, faulty, world, timeout = job["fault"], job["faulty"], job["world"], job["timeout"]
-    store: Any = dist.TCPStore("127.0.0.1", job["port"], is_master=False, wait_for_workers=False)
-    group = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", job["port"], is_master=False, wait_for_workers=False))
+    fault, rank, world, timeout = job["fault"], job["rank"], job["world"], job["timeout"]
+    store, of_group = (dist.TCPStore("127.0.0.1", job["port"], wait_for_workers=False) for _ in range(2))
+    group = dist.PrefixStore("group", of_group)
     # NCCL's timeout is behind ours.
     patience = timedelta(seconds=timeout + 60 * job["device"])
     dist.init_process_group("gloo", store=group, rank=rank, world_size=world, timeout=patience)
@@ -126,40 +125,5 @@ def rank_of_job(rank: int, job: dict[str, Any]) -> None:
             watchdog.at(f"iteration {number}", limited=True)
             if fault == "shared" and number == FAULTY_STEP:
                 raise RunFault("all ranks found the same")
-            (step_on_device if job["device"] else step)(
-                fault if rank in (faulty, job["also"]) and number == FAULTY_STEP else None
-            )
-
-
-def forked(rank: int, job: dict[str, Any]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    folder = Path(job["folder"])
-    folder.mkdir(parents=True, exist_ok=True)
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 2)
-    try:
-        rank_of_job(rank, job)
-    except BaseException as error:
-        os.write(2, f"{type(error).__name__}: {error}\n".encode())
-        os._exit(1)
-    os._exit(0)
-
-
-def run_jobs(work: dict[str, Any]) -> None:
-    """Fork all ranks of work["jobs"] and wait for them; writes the ranks' exit statuses to work["statuses"] as JSON."""
-    jobs = work["jobs"]
-    deadline = time.monotonic() + work["patience"]
-    ranks = {forked(rank, job): (number, rank) for number, job in enumerate(jobs) for rank in range(job["world"])}
-    ended: list[list[int | None]] = [[None] * job["world"] for job in jobs]
-    while ranks and time.monotonic() < deadline:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            number, rank = ranks.pop(pid)
-            ended[number][rank] = os.waitstatus_to_exitcode(status)
-        else:
-            time.sleep(0.05)
-    for pid in ranks:
-        os.kill(pid, signal.SIGKILL)
-    Path(work["statuses"]).write_text(json.dumps(ended))
+            is_faulty = rank in job["faulty"] and number == FAULTY_STEP
+            (step_on_device if job["device"] else step)(fault if is_faulty else None)
