@@ -22,19 +22,15 @@ def test_the_rank_that_a_signal_killed_is_the_first_and_gives_the_status(tmp_pat
     assert text.startswith("rank 1 on ") and "(process 109) was killed by SIGKILL" in text
     assert "rank 0 ended with status 1" in text and "\n" not in text
 
-
-def test_of_ranks_that_ended_by_themselves_the_earliest_is_the_first():
+    # Of ranks that ended by themselves the earliest is the first.
     assert of_failures({0: failure(1, timestamp=7), 1: failure(3, timestamp=2)}).status == 3
 
 
-def test_the_conclusion_of_the_ranks_is_part_of_the_paragraph(tmp_path):
+def test_the_conclusion_of_the_ranks_is_part_of_the_paragraph_and_what_was_said_is_not_said_again(tmp_path):
     (tmp_path / launched.CONCLUSION).write_text("the job of 2 ranks is ended: rank 1 is gone")
     (tmp_path / "stacks_rank_00000.txt").write_text("")
     text = Ending((RankEnd(1, 7, -9),)).text(tmp_path)
     assert "The job of 2 ranks is ended: rank 1 is gone" in text and str(tmp_path) in text
-
-
-def test_what_a_rank_has_said_is_not_said_again(tmp_path):
     (tmp_path / launched.REPORTED).write_text("error: x")
     ending = Ending((RankEnd(0, 7, 2),))
     assert ending.text(tmp_path) == "" and ending.status == 2

@@ -33,10 +33,6 @@ def test_every_option_of_torchrun_is_taken_or_refused_with_a_reason():
             assert (options.TAKEN[name] != options.SWITCH) == takes_value, name
 
 
-def test_without_launch_options_there_is_one_rank():
-    assert options.split(["--preset", "tiny"], {}) == (None, ["--preset", "tiny"])
-
-
 @pytest.mark.parametrize(
     ("words", "environment", "world_size"),
     [
@@ -46,23 +42,21 @@ def test_without_launch_options_there_is_one_rank():
         ("--nnodes 2:2 --preset tiny", {}, 2),
         ("--preset tiny", {"PET_NPROC_PER_NODE": "4"}, 4),
         ("--nproc-per-node 2 --preset tiny", {"PET_NPROC_PER_NODE": "4", "PET_NNODES": "2"}, 4),
+        ("--preset tiny", {}, None),
     ],
 )
 def test_the_ranks_are_counted_and_the_flags_left(words, environment, world_size):
     launch, flags = options.split(words.split(), environment)
-    assert launch is not None and launch.world_size == world_size and flags == ["--preset", "tiny"]
+    assert (launch and launch.world_size, flags) == (world_size, ["--preset", "tiny"])
 
 
-def test_gpu_and_cpu_are_counted_here(monkeypatch):
-    monkeypatch.setattr(host, "visible_devices", lambda: 8)
-    for word in ("gpu", "auto"):
-        launch, _ = options.split(["--nproc-per-node", word], {})
-        assert launch is not None and launch.world_size == 8 and "--nproc-per-node=8" in launch.words
-    monkeypatch.setattr(host, "visible_devices", lambda: 0)
-    with pytest.raises(ConfigError, match="gpu"):
-        options.split(["--nproc-per-node", "gpu"], {})
-    launch, _ = options.split(["--nproc-per-node", "auto"], {})
-    assert launch is not None and launch.world_size == len(os.sched_getaffinity(0))
+@pytest.mark.parametrize(
+    ("word", "devices", "ranks"), [("gpu", 8, 8), ("auto", 8, 8), ("auto", 0, len(os.sched_getaffinity(0)))]
+)
+def test_gpu_and_cpu_are_counted_here(monkeypatch, word, devices, ranks):
+    monkeypatch.setattr(host, "visible_devices", lambda: devices)
+    launch, _ = options.split(["--nproc-per-node", word], {})
+    assert launch is not None and launch.world_size == ranks and f"--nproc-per-node={ranks}" in launch.words
 
 
 @pytest.mark.parametrize(
@@ -80,6 +74,7 @@ def test_gpu_and_cpu_are_counted_here(monkeypatch):
         ("--nproc-per-node 2 --monitor-interval soon", "--monitor-interval soon"),
         ("--nproc-per-node 2 --max-restarts 3", "--load"),
         ("--nproc-per-node 2 -m thing", "torchrun"),
+        ("--nproc-per-node gpu", "gpu"),  # there is none here
     ],
 )
 def test_a_mistake_is_named(words, names):

@@ -103,6 +103,9 @@ def test_a_time_limit_is_read_as_sbatch_does(limit, seconds):
 
 
 def test_srun_gets_the_cores_of_the_job_and_their_binding(folder):
+    assert run(write(folder, "--no-preflight")).returncode == 0
+    (words,) = called(folder, "srun")
+    assert "--cpus-per-task" not in words and "--cpu-bind" not in words
     script = write(folder, "--nodes", "2", "--cpus-per-task", "8", "--cpu-bind", "cores")
     assert "#SBATCH --cpus-per-task=8" in script.read_text()
     done = run(script, SLURM_CPUS_PER_TASK="8")
@@ -115,13 +118,6 @@ def test_srun_gets_the_cores_of_the_job_and_their_binding(folder):
     # Both get the flags of the run.
     assert preflight[-len(FLAGS) - 3 :] == training[-len(FLAGS) - 3 :]
     assert training[-3:] == ["--exit-signal-handler", "--load", "runs/a/checkpoints"]
-
-
-def test_a_job_without_cores_gives_srun_none(folder):
-    done = run(write(folder, "--no-preflight"))
-    assert done.returncode == 0, done.stderr
-    (words,) = called(folder, "srun")
-    assert "--cpus-per-task" not in words and "--cpu-bind" not in words
 
 
 def test_pyxis_starts_the_ranks_in_its_container(folder):
@@ -151,19 +147,15 @@ def test_what_is_in_a_container_is_not_looked_for_here(folder):
     assert slurm.main([*OPTIONS, "--", *flags]) == 2
 
 
-def test_the_settings_of_the_network_reach_the_ranks(folder):
-    script = write(folder, "--env", "NCCL_SOCKET_IFNAME=eth0,ib0", "A=b 'c'", "--no-preflight")
-    text = script.read_text()
-    assert shlex.split(next(line for line in text.splitlines() if line.startswith("export N"))) == [
-        "export", "NCCL_SOCKET_IFNAME=eth0,ib0",
-    ]  # fmt: skip
-    assert shlex.split(next(line for line in text.splitlines() if line.startswith("export A"))) == ["export", "A=b 'c'"]
-
-
-def test_no_word_of_the_command_line_is_run(folder):
+def test_no_word_of_the_command_line_is_run_and_settings_reach_the_ranks(folder):
     words = [";touch planted;", "a' ;touch planted; '", "(touch planted)"]
     flags = [*FLAGS[:-1], f"runs/{words[0]}/c"]
-    script = write(folder, "--no-preflight", "--env", f"A={words[1]}", "--cpu-bind", words[2], flags=flags)
+    settings = ["NCCL_SOCKET_IFNAME=eth0,ib0", f"A={words[1]}"]
+    script = write(folder, "--no-preflight", "--env", *settings, "--cpu-bind", words[2], flags=flags)
+    exported = [
+        shlex.split(line) for line in script.read_text().splitlines() if line.startswith(("export N", "export A"))
+    ]
+    assert exported == [["export", setting] for setting in settings]
     done = run(script)
     assert done.returncode == 0 and not (folder / "planted").exists(), done.stderr
     (srun,) = called(folder, "srun")
