@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_moe.platform.adam import Adam, AdamWithMomentsOnHost
+from tests.helpers.called import Called
 
 SHAPES = [(3, 5), (17,), (0,), (64, 33)]
 
@@ -87,15 +85,6 @@ def test_capturable_is_refused():
 
 
 def test_a_step_calls_as_many_operations_for_many_tensors_as_for_a_few() -> None:
-    class Called(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            self.names.append(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
     found = []
     for number in (2, 40):
         params = [torch.nn.Parameter(torch.randn(5)) for _ in range(number)]

@@ -8,30 +8,23 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_moe.config.schema import Run
-from megatron_moe.parallel import groups
 from megatron_moe.platform import cpu_adaptor
+from tests.helpers.called import Called
 from tests.helpers.ranks import rank_environment
 
 pytestmark = pytest.mark.engine
 
 
-def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
+def python(code: str) -> subprocess.CompletedProcess[str]:
     """Run `code` in a fresh interpreter without CUDA."""
-    return subprocess.run(
-        [sys.executable, *flags, "-c", textwrap.dedent(code)],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=600)
 
 
 def test_constants_are_mapped_in_nested_functions_and_tuples_and_nowhere_else():
@@ -144,35 +137,21 @@ def test_the_engine_imported_first_is_no_error_with_cuda_and_gets_adam(monkeypat
     monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if type(f) is not cpu_adaptor._EngineFinder])
     monkeypatch.setattr(cpu_adaptor, "_has_cuda", lambda: True)
     monkeypatch.setattr(cpu_adaptor, "_ALWAYS", dict.fromkeys(("megatron.core.optimizer", "absent"), adjusted.append))
-    cpu_adaptor.install()
-    assert adjusted == [optimizer]
-    assert type(sys.meta_path[0]) is cpu_adaptor._EngineFinder
+    for _ in range(2):
+        cpu_adaptor.install()
+        assert adjusted == [optimizer]
+        assert [type(finder) for finder in sys.meta_path].count(cpu_adaptor._EngineFinder) == 1
+        assert type(sys.meta_path[0]) is cpu_adaptor._EngineFinder
 
 
-def test_installing_twice_registers_one_hook():
-    cpu_adaptor.install()
-    assert sum(isinstance(finder, cpu_adaptor._EngineFinder) for finder in sys.meta_path) == 1
-
-
-@pytest.mark.parametrize("cp_size", [1, 2])
-def test_the_rotary_table_of_a_context_parallel_rank_is_its_two_chunks(cp_size):
+@pytest.mark.parametrize(("cp_size", "wanted"), [(1, [[0, 1, 2, 3, 4, 5, 6, 7]]), (2, [[0, 1, 6, 7], [2, 3, 4, 5]])])
+def test_the_rotary_table_of_a_context_parallel_rank_is_its_two_chunks(cp_size, wanted):
     from megatron.core.models.common.embeddings import rope_utils
 
-    class Group:
-        def __init__(self, rank: int) -> None:
-            self._rank = rank
-
-        def rank(self) -> int:
-            return self._rank
-
-        def size(self) -> int:
-            return cp_size
-
     table = torch.arange(8.0).view(8, 1, 1, 1)
-    expected = {1: [[0, 1, 2, 3, 4, 5, 6, 7]], 2: [[0, 1, 6, 7], [2, 3, 4, 5]]}[cp_size]
-    for rank in range(cp_size):
-        part = rope_utils.get_pos_emb_on_this_cp_rank(table, 0, Group(rank))
-        assert part.flatten().tolist() == expected[rank]
+    for rank, chunks in enumerate(wanted):
+        group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: cp_size)
+        assert rope_utils.get_pos_emb_on_this_cp_rank(table, 0, group).flatten().tolist() == chunks
 
 
 def test_recomputation_without_output_works_without_transformer_engine():
@@ -198,31 +177,13 @@ def test_the_engines_gate_multiplies_without_transformer_engine():
     torch.testing.assert_close(weight.grad, x.detach().sum(0).expand(3, 8))
 
 
-class Called(TorchDispatchMode):
-    """Notes the collectives that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.collectives: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == "c10d":
-            self.collectives.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.usefixtures("one_process")
-def test_a_bucket_is_copied_by_no_collective_of_one_rank_and_any_other_tensor_is():
+def test_a_bucket_is_copied_by_no_collective_of_one_rank_and_any_other_tensor_is(pg):
     from megatron.core.distributed import param_and_grad_buffer as engine
 
-    groups.initialize(Run())
     bucket = torch.arange(8.0)
     for collective in (engine.dist_all_gather_func, engine.dist_reduce_scatter_func):
-        with Called() as called:
-            assert collective(bucket[:], bucket, group=dist.group.WORLD) is None
-        assert not called.collectives
-        elsewhere = torch.zeros(8)
-        with Called() as called:
-            collective(elsewhere, bucket, group=dist.group.WORLD)
-        assert called.collectives
-        assert torch.equal(elsewhere, bucket) and torch.equal(bucket, torch.arange(8.0))
+        for target, called in ((bucket[:], False), (torch.zeros(8), True)):
+            with Called() as seen:
+                collective(target, bucket, group=dist.group.WORLD)
+            assert any("c10d" in str(operation) for operation, _ in seen.calls) == called
+            assert torch.equal(target, bucket) and torch.equal(bucket, torch.arange(8.0))

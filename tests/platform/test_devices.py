@@ -49,12 +49,7 @@ def machine(monkeypatch, tmp_path):
     ("environment", "files", "reason", "says"),
     [
         ({}, ("nvidia0", "nvidiactl"), TOO_OLD, ["nvidia0", TOO_OLD]),
-        (
-            {"CUDA_VISIBLE_DEVICES": "0,1"},
-            (),
-            "No CUDA GPUs are available",
-            ["CUDA_VISIBLE_DEVICES=0,1", "No CUDA GPUs"],
-        ),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, (), "No CUDA GPUs", ["CUDA_VISIBLE_DEVICES=0,1", "No CUDA GPUs"]),
         ({}, ("nvidia0",), AssertionError("Torch not compiled with CUDA enabled"), ["Torch not compiled with CUDA"]),
         ({"CUDA_VISIBLE_DEVICES": "GPU-1f"}, (), TOO_OLD, ["CUDA_VISIBLE_DEVICES=GPU-1f", "found version 11040"]),
     ],
@@ -94,26 +89,22 @@ def test_a_machine_without_devices_or_with_hidden_ones_runs_on_the_cpu(machine, 
     assert platform.device() == torch.device("cpu") and platform.backend() == "gloo"
 
 
+EIGHT = {"WORLD_SIZE": "8", "LOCAL_RANK": "0"}
+
+
 @pytest.mark.parametrize(
     ("refused", "accepted", "says"),
     [
-        (
-            {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "0"},
-            {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"},
-            ["LOCAL_WORLD_SIZE=8", "4 CUDA devices", "--nproc-per-node 4"],
-        ),
-        (
-            {"WORLD_SIZE": "8", "LOCAL_RANK": "4"},
-            {"WORLD_SIZE": "8", "LOCAL_RANK": "3"},
-            ["LOCAL_RANK=4", "4 CUDA devices"],
-        ),
+        ({**EIGHT, "LOCAL_WORLD_SIZE": "8"}, {**EIGHT, "LOCAL_WORLD_SIZE": "4"}, ["LOCAL_WORLD_SIZE=8", "node 4"]),
+        ({**EIGHT, "LOCAL_RANK": "4"}, {**EIGHT, "LOCAL_RANK": "3"}, ["LOCAL_RANK=4", "4 CUDA devices"]),
         ({"WORLD_SIZE": "2", "RANK": "1"}, {"WORLD_SIZE": "1"}, ["WORLD_SIZE=2", "LOCAL_RANK", "torchrun"]),
     ],
     ids=["too many ranks", "a rank too many", "ranks without a number"],
 )
 def test_ranks_without_a_device_of_their_own_are_refused(machine, refused, accepted, says):
     machine(accepted, reason=None)
-    assert platform.backend() == "nccl" and platform.device().type == "cuda"
+    assert platform.backend() == "nccl"
+    assert platform.device() == torch.device("cuda", int(accepted.get("LOCAL_RANK", "0")))
     machine(refused, reason=None)
     with pytest.raises(MachineError) as error:
         platform.device()

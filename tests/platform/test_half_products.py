@@ -6,15 +6,14 @@ import ctypes
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from megatron.core.tensor_parallel import layers
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_moe.moe.grouped_gemm import TorchProduct
 from megatron_moe.platform import half_products, hardware, switches
+from tests.helpers.called import Called
 from tests.helpers.ranks import Child, RankParent
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -59,27 +58,15 @@ def test_grouped_products_are_rounded_once(way: str, dtype: torch.dtype) -> None
     assert_rounded_once(weights.grad[0], rows[:5].detach().double().sum(0).expand(24, -1), 5)
 
 
-class _Products(TorchDispatchMode):
-    """Notes the dtypes of the operands of matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten._grouped_mm):
-            self.dtypes.add(args[0].dtype)
-        return func(*args, **(kwargs or {}))
+def multiplied_dtypes(called: Called) -> set[torch.dtype]:
+    """The dtypes of the first operands of matrix products."""
+    products = (torch.ops.aten.mm, torch.ops.aten._grouped_mm)
+    return {arguments[0].dtype for operation, arguments in called.calls if operation in products}
 
 
 def engine_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return layers.linear_with_grad_accumulation_and_async_allreduce(
-        input=x,
-        weight=weight,
-        bias=None,
-        gradient_accumulation_fusion=False,
-        allreduce_dgrad=False,
-        sequence_parallel=False,
+        x, weight, None, gradient_accumulation_fusion=False, allreduce_dgrad=False, sequence_parallel=False
     )
 
 
@@ -94,9 +81,9 @@ def test_the_switch_decides_what_is_multiplied_forward_and_backward(
     way: str, product: Callable[..., torch.Tensor], dtype: torch.dtype
 ) -> None:
     x, weight = (torch.ones(8, 8, dtype=dtype, requires_grad=True) for _ in range(2))
-    with _Products() as products:
+    with Called() as called:
         product(x, weight).sum().backward()
-    assert products.dtypes == {torch.float32 if way == "fp32" else dtype}
+    assert multiplied_dtypes(called) == {torch.float32 if way == "fp32" else dtype}
 
 
 def test_a_device_on_paper_multiplies_as_such_a_device_does(way: str) -> None:
@@ -148,9 +135,10 @@ def test_groups_of_any_size_have_the_bits_of_torchs_grouped_product(way: str, dt
         weights = torch.randn(len(counts), 64, 96, generator=generator).to(dtype)
         for left, right in ((rows, weights.transpose(-2, -1)), (grad, weights), (grad.t(), rows)):
             ours = half_products.grouped_product(left, right, offsets)
-            with _Products() as products:
+            with Called() as called:
                 theirs = half_products.grouped_product(left, right, offsets)
-            assert torch.equal(ours, theirs) and products.dtypes == {torch.float32 if way == "fp32" else dtype}
+            assert torch.equal(ours, theirs)
+            assert multiplied_dtypes(called) == {torch.float32 if way == "fp32" else dtype}
 
 
 def test_copies_in_fp32_are_of_one_group_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
