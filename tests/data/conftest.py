@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_moe.data import preprocess
+from megatron_moe.data.inputs import plan_shards
 from tests.data.prepared import ids
 
 
@@ -22,6 +24,12 @@ def write_jsonl(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def shards_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """`shards_of(number)`: from now on a worker reads so many bytes at a time."""
+    return lambda size: monkeypatch.setattr(preprocess, "plan_shards", lambda files: plan_shards(files, size))
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ BAD_LINES: dict[bytes, str] = {
     b'{"text": "a"} {"text": "b"}': "invalid JSON",
     b"no JSON at all": "invalid JSON",
     b"{'text': 'a'}": "invalid JSON",
-    b"[" * 100_000: "invalid JSON",
+    b"[" * 20_000: "invalid JSON",
     b"\0\0\0\0": "invalid JSON",
     b'{"text": "caf\xe9"}': "invalid UTF-8",
     b'{"text": "a \xff b"}': "invalid UTF-8",
@@ -73,13 +73,11 @@ class OddTexts:
         self.documents += texts
         return [line(text) for text in texts]
 
-    def write(self, name: str, content: bytes) -> None:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-
-    def reject(self, reason: str, count: int = 1) -> None:
-        self.rejected[reason] += count
+    def write(self, name: str, content: bytes, rejected: str | None = None) -> None:
+        """Write a file; `rejected` is why one record of it is no document."""
+        (self.folder / name).write_bytes(content)
+        if rejected is not None:
+            self.rejected[rejected] += 1
 
     def clean(self, path: Path) -> Path:
         """Write a file of the clean lines alone."""
@@ -89,37 +87,27 @@ class OddTexts:
 
 def write_odd_texts(folder: Path, *, large: int = 0) -> OddTexts:
     """Write more than thirty files. With `large`, one of them has as many lines that are documents."""
+    folder.mkdir()
     odd = OddTexts(folder)
     for i, (bad, reason) in enumerate(BAD_LINES.items()):
         before, after = odd.good(3), odd.good(2)
         end = b"\r\n" if i % 5 == 1 else b"\n"
-        odd.write(f"a{i:02}.jsonl", end.join([*before, bad, *after]) + (end if i % 2 else b""))
-        odd.reject(reason)
+        odd.write(f"a{i:02}.jsonl", end.join([*before, bad, *after]) + (end if i % 2 else b""), reason)
     odd.write("b0-bom.jsonl", b"\xef\xbb\xbf" + b"\n".join(odd.good(3)) + b"\n")
-    odd.write("b1-cut.jsonl", b"\n".join(odd.good(3)) + b'\n{"text": "cu')
-    odd.reject("cut line")
-    odd.write("b2-empty.jsonl", b"")
-    odd.reject("empty file")
-    odd.write("b3-utf16.jsonl", '{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"))
-    odd.reject("UTF-16")
-    odd.write("b5.jsonl.gz", gzip.compress(b"\n".join([*odd.good(3), b"", *odd.good(2)])))
-    odd.reject("empty line")
-    odd.write("b6-cut.jsonl.gz", gzip.compress(b"\n".join(odd.good(3)) + b"\n")[:-3])
-    odd.reject("cut file")
-    odd.write("b7.json.zst", packed_by_zstd(b"\n".join([*odd.good(60), b"null", *odd.good(2)])))
-    odd.reject("not an object")
-    odd.write("c1-damaged.parquet", b"PAR1 and no more")
-    odd.reject("damaged file")
-    odd.write("c1-in-zstd.txt", zstandard.compress(b"a text"))
-    odd.reject("other format")
+    odd.write("b1-cut.jsonl", b"\n".join(odd.good(3)) + b'\n{"text": "cu', "cut line")
+    odd.write("b2-empty.jsonl", b"", "empty file")
+    odd.write("b3-utf16.jsonl", '{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"), "UTF-16")
+    odd.write("b5.jsonl.gz", gzip.compress(b"\n".join([*odd.good(3), b"", *odd.good(2)])), "empty line")
+    odd.write("b6-cut.jsonl.gz", gzip.compress(b"\n".join(odd.good(3)) + b"\n")[:-3], "cut file")
+    odd.write("b7.json.zst", packed_by_zstd(b"\n".join([*odd.good(60), b"null", *odd.good(2)])), "not an object")
+    odd.write("c1-damaged.parquet", b"PAR1 and no more", "damaged file")
+    odd.write("c1-in-zstd.txt", zstandard.compress(b"a text"), "other format")
     rows = [json.loads(row)["text"] for row in odd.good(2)]
     pyarrow.parquet.write_table(pyarrow.table({"text": [rows[0], None, rows[1]]}), folder / "c2.parquet")
-    odd.reject("not a text")
+    odd.rejected["not a text"] += 1
     odd.write("d0.txt", b"\xef\xbb\xbf" + b"a text\r\nof two lines")
     odd.documents.append("a text\r\nof two lines")
-    odd.write("d2.txt", b"one\ntwo \xff\n")
-    odd.reject("invalid UTF-8")
+    odd.write("d2.txt", b"one\ntwo \xff\n", "invalid UTF-8")
     if large:
-        odd.write("e.jsonl", b"\n".join([*odd.good(large, 400), b"", *odd.good(1)]) + b"\n")
-        odd.reject("empty line")
+        odd.write("e.jsonl", b"\n".join([*odd.good(large, 400), b"", *odd.good(1)]) + b"\n", "empty line")
     return odd

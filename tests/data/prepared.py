@@ -1,11 +1,28 @@
-"""Datasets that the project's own preprocessing makes of files of text."""
+"""Datasets that the project's own preprocessing makes of files of text, and a tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import tokenizers
+
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
+
+
+def byte_level_bpe(texts: Sequence[str]) -> tokenizers.Tokenizer:
+    """A tokenizer of GPT-2's kind with 400 ids."""
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    return model
 
 
 def run(inputs: Sequence[str | Path] | Path, prefix: str | Path, **changes: object) -> str:
@@ -14,6 +31,11 @@ def run(inputs: Sequence[str | Path] | Path, prefix: str | Path, **changes: obje
     settings = {"tokenizer_type": "ByteTokenizer", "append_eod": True, "workers": 1, **changes}
     options = PreprocessOptions(tuple(map(str, names)), str(prefix), **settings)  # type: ignore[arg-type]
     return next(iter(preprocess(options, show_progress=False)))
+
+
+def dataset_bytes(prefix: str | Path, *suffixes: str) -> list[bytes]:
+    """The files of a dataset, .bin and .idx unless told otherwise."""
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in suffixes or (".bin", ".idx")]
 
 
 def ids(folder: Path, name: str, documents: list[list[int]], vocab_size: int) -> str:

@@ -12,9 +12,7 @@ from megatron_moe.apps.merge import main
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.index_file import open_index, read_sidecar
 from megatron_moe.data.merge import merge
-from tests.data.prepared import run
-
-KEYS = ("text", "more")
+from tests.data.prepared import dataset_bytes, run
 
 
 def write(folder: Path, name: str, first: int, count: int, **changes: object) -> str:
@@ -24,11 +22,12 @@ def write(folder: Path, name: str, first: int, count: int, **changes: object) ->
     ]
     source = folder / f"{name}.jsonl"
     source.write_text("\n".join([*lines, "bad", ""]) + "\n")
-    return of_more(run(source, folder / name, json_keys=KEYS, on_bad_line="skip", **changes))
+    return dataset(source, folder / name, **changes)
 
 
-def of_more(prefix: str) -> str:
-    return prefix.replace("_text_document", "_more_document")
+def dataset(source: Path, prefix: Path, **changes: object) -> str:
+    run(source, prefix, json_keys=("text", "more"), on_bad_line="skip", **changes)
+    return f"{prefix}_more_document"
 
 
 @pytest.fixture
@@ -36,20 +35,19 @@ def three(tmp_path: Path) -> list[str]:
     return [write(tmp_path, name, first, count) for name, first, count in (("a", 0, 5), ("c", 5, 9), ("b", 14, 1))]
 
 
-def test_the_bytes_are_those_of_preprocessing_all(three: list[str], tmp_path: Path) -> None:
+def test_the_bytes_are_those_of_preprocessing_all(three, tmp_path):
     joined = tmp_path / "all.jsonl"
     joined.write_bytes(b"".join((tmp_path / f"{name}.jsonl").read_bytes() for name in "acb"))
-    expected = of_more(run(joined, tmp_path / "all", json_keys=KEYS, on_bad_line="skip"))
+    expected = dataset(joined, tmp_path / "all")
     assert main(["--input", *three, "--output-prefix", f"{tmp_path}/merged"]) == 0
-    for suffix in (".bin", ".idx", ".json"):
-        assert Path(f"{tmp_path}/merged{suffix}").read_bytes() == Path(expected + suffix).read_bytes(), suffix
-    facts = read_sidecar(f"{tmp_path}/merged")
-    assert facts is not None and facts.rejected == {"invalid JSON": 3, "empty line": 3}
+    suffixes = (".bin", ".idx", ".json")
+    assert dataset_bytes(tmp_path / "merged", *suffixes) == dataset_bytes(expected, *suffixes)
+    assert read_sidecar(f"{tmp_path}/merged").rejected == {"invalid JSON": 3, "empty line": 3}
     assert not list(tmp_path.glob(".merged*"))
 
 
 @pytest.mark.engine
-def test_a_folder_is_merged_as_megatrons_tool_does(three: list[str], tmp_path: Path) -> None:
+def test_a_folder_is_merged_as_megatrons_tool_does(three, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     for prefix in three:
@@ -61,10 +59,7 @@ def test_a_folder_is_merged_as_megatrons_tool_does(three: list[str], tmp_path: P
     builder.finalize(f"{tmp_path}/theirs.idx")
     for number, given in enumerate(([str(folder)], [f"{folder}/*_more_document"], [f"{folder}/*.idx"])):
         merge(given, f"{tmp_path}/ours{number}")
-        for suffix in (".bin", ".idx"):
-            assert (
-                Path(f"{tmp_path}/ours{number}{suffix}").read_bytes() == Path(f"{tmp_path}/theirs{suffix}").read_bytes()
-            )
+        assert dataset_bytes(f"{tmp_path}/ours{number}") == dataset_bytes(tmp_path / "theirs")
         assert read_sidecar(f"{tmp_path}/ours{number}") is None  # as theirs have none
 
 
@@ -76,7 +71,7 @@ def test_a_folder_is_merged_as_megatrons_tool_does(three: list[str], tmp_path: P
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 70_000}, "int32"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(changes: dict, words: str, three: list[str], tmp_path: Path) -> None:
+def test_what_does_not_fit_together_is_refused(changes, words, three, tmp_path):
     if "vocab_size" in changes:
         (tmp_path / "ids").mkdir()
         (tmp_path / "ids" / "x.jsonl").write_text('{"text": "1 2"}\n')
@@ -89,7 +84,7 @@ def test_what_does_not_fit_together_is_refused(changes: dict, words: str, three:
     assert not list(tmp_path.glob("merged*"))
 
 
-def test_mistakes_are_refused(three: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_refused(three, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     output = f"{tmp_path}/merged"
     for given, to, words in (
@@ -111,9 +106,7 @@ def test_mistakes_are_refused(three: list[str], tmp_path: Path, capsys: pytest.C
     assert merge(three, output, overwrite=True).num_documents == 15
 
 
-def test_a_dataset_that_changed_after_it_was_written_is_refused(
-    three: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dataset_that_changed_after_it_was_written_is_refused(three, tmp_path, capsys):
     content = Path(f"{three[1]}.bin").read_bytes()
     Path(f"{three[1]}.bin").write_bytes(content[:10] + bytes([content[10] ^ 1]) + content[11:])
     assert main(["--input", *three, "--output-prefix", f"{tmp_path}/merged"]) == 1
@@ -121,15 +114,13 @@ def test_a_dataset_that_changed_after_it_was_written_is_refused(
     assert not list(tmp_path.glob("*merged*"))
 
 
-def test_a_full_disk_is_refused_before_the_copy(
-    three: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_refused_before_the_copy(three, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_moe.data.dataset_writer.free_bytes", lambda folder: 10)
     with pytest.raises(ConfigError, match="needs .* more, 10 bytes are free"):
         merge(three, f"{tmp_path}/merged")
 
 
-def test_multimodal_data_are_refused(three: list[str], tmp_path: Path) -> None:
+def test_multimodal_data_are_refused(three, tmp_path):
     with open(f"{three[0]}.idx", "ab") as file:
         file.write(b"\0" * len(open_index(three[0]).lengths))
     Path(f"{three[0]}.json").unlink()

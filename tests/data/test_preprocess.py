@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -13,14 +13,13 @@ import pytest
 
 from megatron_moe.apps.prepare import main
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.data import preprocess as preprocess_module
 from megatron_moe.data.datasets import open_dataset
 from megatron_moe.data.documents import read_span
 from megatron_moe.data.index_file import open_index, read_sidecar
 from megatron_moe.data.inputs import find_inputs, plan_shards
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 from megatron_moe.data.tokenizers import SentencePieceTokenizer
-from tests.data.prepared import run
+from tests.data.prepared import dataset_bytes, run
 
 TEXTS = [f"document {i}: " + "päyload \n" * (i % 17) for i in range(200)]
 
@@ -30,7 +29,7 @@ def documents(prefix: str) -> list[list[int]]:
     return [dataset[i].tolist() for i in range(len(dataset))]
 
 
-def test_the_engine_reads_back_every_document_in_order(write_jsonl: Callable[..., str], tmp_path: Path) -> None:
+def test_the_engine_reads_back_every_document_in_order(write_jsonl, tmp_path):
     prefix = run([write_jsonl(TEXTS)], tmp_path / "out")
     assert prefix == str(tmp_path / "out_text_document")
     assert documents(prefix) == [[*text.encode(), 256] for text in TEXTS]
@@ -39,23 +38,18 @@ def test_the_engine_reads_back_every_document_in_order(write_jsonl: Callable[...
     assert documents(prefix) == [list(text.encode()) for text in TEXTS]
 
 
-def test_many_workers_and_small_units_write_the_same_bytes(
-    write_jsonl: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_workers_and_small_units_write_the_same_bytes(write_jsonl, tmp_path, shards_of):
     source = write_jsonl(TEXTS)
     alone = run([source], tmp_path / "alone")
-    monkeypatch.setattr(preprocess_module, "plan_shards", lambda files: plan_shards(files, 500))
+    shards_of(500)
     assert len(plan_shards([source], 500)) > 30  # more shards than the window of submitted ones holds
     together = run([source], tmp_path / "together", workers=2)
-    for suffix in (".bin", ".idx", ".json"):
-        assert Path(alone + suffix).read_bytes() == Path(together + suffix).read_bytes()
+    assert dataset_bytes(alone, ".bin", ".idx", ".json") == dataset_bytes(together, ".bin", ".idx", ".json")
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 7, 1000, 10**6])
 @pytest.mark.parametrize("last_newline", [True, False])
-def test_every_line_belongs_to_exactly_one_shard(
-    write_jsonl: Callable[..., str], shard_bytes: int, last_newline: bool
-) -> None:
+def test_every_line_belongs_to_exactly_one_shard(write_jsonl, shard_bytes, last_newline):
     texts = TEXTS[:20] if shard_bytes < 10 else TEXTS
     path = write_jsonl(texts)
     if not last_newline:
@@ -66,7 +60,7 @@ def test_every_line_belongs_to_exactly_one_shard(
     assert found == texts
 
 
-def test_folders_and_text_files_are_one_document_a_file_in_sorted_order(tmp_path: Path) -> None:
+def test_folders_and_text_files_are_one_document_a_file_in_sorted_order(tmp_path):
     folder = tmp_path / "texts"
     (folder / "sub").mkdir(parents=True)
     (folder / ".hidden").mkdir()
@@ -77,7 +71,7 @@ def test_folders_and_text_files_are_one_document_a_file_in_sorted_order(tmp_path
     assert [bytes(d) for d in documents(prefix)] == [b"a.py\r\n", b"b.txt\r\n", b"sub/c.md\r\n", b"json"]
 
 
-def test_each_json_key_becomes_a_dataset(tmp_path: Path) -> None:
+def test_each_json_key_becomes_a_dataset(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"q": "a", "a": "bb", "n": 1}\n{"q": "ccc", "a": "d"}\n')
     run([str(tmp_path / "in.jsonl")], tmp_path / "out", json_keys=("q", "a"), append_eod=False)
     assert [bytes(d) for d in documents(str(tmp_path / "out_q_document"))] == [b"a", b"ccc"]
@@ -87,18 +81,17 @@ def test_each_json_key_becomes_a_dataset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "vocab_size, dtype", [(300, "uint16"), (65_499, "uint16"), (65_500, "int32"), (200_000, "int32")]
 )
-def test_the_vocabulary_chooses_the_dtype(write_ids: Callable[..., str], vocab_size: int, dtype: str) -> None:
+def test_the_vocabulary_chooses_the_dtype(write_ids, vocab_size, dtype):
     ids = [[0, 1, vocab_size - 2], [5]]
     prefix = write_ids(ids, vocab_size=vocab_size)
     assert open_index(prefix).dtype == numpy.dtype(dtype)
     assert documents(prefix) == ids
 
 
-def test_the_sidecar_says_what_the_files_are(write_jsonl: Callable[..., str], tmp_path: Path) -> None:
+def test_the_sidecar_says_what_the_files_are(write_jsonl, tmp_path):
     prefix = run([write_jsonl(TEXTS)], tmp_path / "out")
     facts = read_sidecar(prefix)
     ids = [i for document in documents(prefix) for i in document]
-    assert facts is not None
     assert (facts.tokens, facts.documents, facts.min_id, facts.max_id) == (len(ids), len(TEXTS), min(ids), 256)
     assert (facts.eod, facts.append_eod, facts.vocab_size) == (256, True, 257)
     for name in ("bin", "idx"):
@@ -109,23 +102,16 @@ def test_the_sidecar_says_what_the_files_are(write_jsonl: Callable[..., str], tm
 
 LINES = ['{"text": "one"}', '{"text": "two"}', '{"text": "three"}']
 BAD = [
-    (b'{"text": "one", }', "no valid JSON"),
     (b'{"text": "cut', "no valid JSON"),
     (b'{"text": "caf\xe9"}', "invalid UTF-8, byte 0xe9"),
-    (b'["text"]', "JSON object"),
     (b'{"content": "x"}', "'text' is missing"),
-    (b'{"text": ""}', "empty"),
-    (b'{"text": null}', "NoneType"),
-    (b'{"text": "\\ud800"}', "surrogate"),
     (b"", "the line is empty"),
 ]
 
 
 @pytest.mark.parametrize("bad, words", BAD)
-def test_a_bad_line_is_named_and_nothing_is_written(
-    bad: bytes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preprocess_module, "plan_shards", lambda files: plan_shards(files, 20))
+def test_a_bad_line_is_named_and_nothing_is_written(bad, words, tmp_path, shards_of):
+    shards_of(20)
     source = tmp_path / "in.jsonl"
     source.write_bytes("\n".join(LINES).encode() + b"\n" + bad + b"\n" + LINES[0].encode() + b"\n")
     (tmp_path / "good.jsonl").write_text(LINES[0] + "\n")
@@ -137,8 +123,8 @@ def test_a_bad_line_is_named_and_nothing_is_written(
     assert not [file for file in still_open if file.startswith(str(tmp_path))]
 
 
-def test_workers_that_are_ended_leave_nothing_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocess_module, "plan_shards", lambda files: plan_shards(files, 3000))
+def test_workers_that_are_ended_leave_nothing_unfinished(tmp_path, shards_of):
+    shards_of(3000)
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"bad\n" + b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS * 20))
     with pytest.raises(ConfigError, match=r"in\.jsonl, line 1: "):
@@ -147,22 +133,16 @@ def test_workers_that_are_ended_leave_nothing_unfinished(tmp_path: Path, monkeyp
     assert not [path.name for path in (parts.iterdir() if parts.exists() else ()) if "." in path.name]
 
 
-def test_invalid_utf8_in_a_text_file_is_named_with_its_line(tmp_path: Path) -> None:
+def test_bytes_that_are_no_text_and_a_text_that_gives_no_ids_are_named_with_their_line(write_jsonl, tmp_path):
     (tmp_path / "t.txt").write_bytes(b"one\ntwo\nthr\xffee\n")
     with pytest.raises(ConfigError, match=r"t\.txt, line 3: invalid UTF-8, byte 0xff at offset 11"):
         run([str(tmp_path / "t.txt")], tmp_path / "out")
+    for texts, words in ((["1 2", "3 99"], "line 2: .*99"), ([" "], "line 1: the text gives no tokens")):
+        with pytest.raises(ConfigError, match=rf"input\.jsonl, {words}"):
+            run([write_jsonl(texts)], tmp_path / "out", tokenizer_type="NullTokenizer", vocab_size=10)
 
 
-def test_an_id_that_is_none_is_named_with_its_line(write_jsonl: Callable[..., str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"input\.jsonl, line 2: .*99"):
-        run([write_jsonl(["1 2", "3 99"])], tmp_path / "out", tokenizer_type="NullTokenizer", vocab_size=10)
-    with pytest.raises(ConfigError, match=r"input\.jsonl, line 1: the text gives no tokens"):
-        run([write_jsonl([" "])], tmp_path / "out", tokenizer_type="NullTokenizer", vocab_size=10, append_eod=True)
-
-
-def test_existing_outputs_are_kept_unless_overwriting_is_asked_and_succeeds(
-    write_jsonl: Callable[..., str], tmp_path: Path
-) -> None:
+def test_existing_outputs_are_kept_unless_overwriting_is_asked_and_succeeds(write_jsonl, tmp_path):
     def outputs() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")}
 
@@ -177,16 +157,14 @@ def test_existing_outputs_are_kept_unless_overwriting_is_asked_and_succeeds(
     assert documents(prefix) == [[*b"new", 256]]
 
 
-def test_a_crash_between_the_renames_leaves_no_dataset_that_opens(
-    write_jsonl: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_between_the_renames_leaves_no_dataset_that_opens(write_jsonl, tmp_path, monkeypatch):
     prefix = run([write_jsonl(TEXTS)], tmp_path / "out")
     rename = os.replace
     for survivors in (0, 1, 2):
         left = iter(range(survivors))
 
-        def crash(source: str, target: str, left: object = left) -> None:
-            if Path(target).name.startswith("out_") and next(left, None) is None:  # type: ignore[call-overload]
+        def crash(source: str, target: str, left: Iterator[int] = left) -> None:
+            if Path(target).name.startswith("out_") and next(left, None) is None:
                 raise OSError("power cut")
             rename(source, target)
 
@@ -203,17 +181,16 @@ def test_a_crash_between_the_renames_leaves_no_dataset_that_opens(
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"input": ("/nowhere.jsonl",)}, "--input /nowhere.jsonl does not exist"),
         ({"json_keys": ("a", "a")}, "named twice"),
         ({"json_keys": ("a/b",)}, "file name"),
-        ({"workers": 0}, "--workers 0"),
         ({"train_tokenizer": True}, "--tokenizer-model"),
         ({"train_tokenizer": True, "tokenizer_type": "ByteTokenizer", "tokenizer_model": "m"}, "ByteTokenizer"),
-        ({"tokenizer_type": None}, "--tokenizer-type"),
         ({"output_prefix": "somewhere/"}, "--output-prefix somewhere/"),
+        ({"max_bad_lines": 0.1}, "--max-bad-lines 0.1"),
+        ({"on_bad_line": "skip", "max_bad_lines": 2.0}, "--max-bad-lines 2.0"),
     ],
 )
-def test_wrong_options_are_refused_by_flag(changes: dict, words: str, tmp_path: Path) -> None:
+def test_wrong_options_are_refused_by_flag(changes, words, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"text": "x"}\n')
     settings = {"input": (str(tmp_path / "in.jsonl"),), "output_prefix": str(tmp_path / "out"), "workers": 1}
     kind = {} if changes.get("train_tokenizer") else {"tokenizer_type": "ByteTokenizer"}
@@ -222,7 +199,7 @@ def test_wrong_options_are_refused_by_flag(changes: dict, words: str, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 
 
-def test_empty_inputs_are_refused(tmp_path: Path) -> None:
+def test_empty_inputs_are_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match="without files"):
         find_inputs([str(tmp_path / "folder")])
@@ -231,9 +208,7 @@ def test_empty_inputs_are_refused(tmp_path: Path) -> None:
         find_inputs([str(tmp_path / "folder")])
 
 
-def test_the_command_trains_a_tokenizer_and_uses_it(
-    write_jsonl: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_trains_a_tokenizer_and_uses_it(write_jsonl, tmp_path, capsys):
     source, model, prefix = write_jsonl(TEXTS), str(tmp_path / "m.model"), str(tmp_path / "out")
     flags = ["--input", source, "--output-prefix", prefix, "--append-eod", "--workers", "1"]
     assert main([*flags, "--train-tokenizer", "--tokenizer-vocab-size", "300", "--tokenizer-model", model]) == 0
@@ -242,21 +217,10 @@ def test_the_command_trains_a_tokenizer_and_uses_it(
     assert tokenizer.vocab_size == 300
     assert [tokenizer.detokenize(ids) for ids in documents(prefix + "_text_document")] == TEXTS
     assert all(ids[-1] == tokenizer.eod for ids in documents(prefix + "_text_document"))
-    facts = read_sidecar(prefix + "_text_document")
-    assert facts is not None and facts.tokenizer_sha256 == tokenizer.sha256
+    assert read_sidecar(prefix + "_text_document").tokenizer_sha256 == tokenizer.sha256
 
 
-def test_the_tool_exits_2_with_one_line_and_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "in.jsonl").write_text('{"text": "x"}\n{"text": \n')
-    flags = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out")]
-    assert main([*flags, "--tokenizer-type", "ByteTokenizer"]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert "in.jsonl, line 2" in line
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-    assert main(["--input", "x", "--output-pre", str(tmp_path / "out")]) == 2  # no abbreviated flags
-
-
-def test_a_broken_sidecar_is_refused_by_name(write_jsonl: Callable[..., str], tmp_path: Path) -> None:
+def test_a_broken_sidecar_is_refused_by_name(write_jsonl, tmp_path):
     prefix = run([write_jsonl(TEXTS)], tmp_path / "out")
     path = Path(prefix + ".json")
     good = json.loads(path.read_text())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -23,7 +21,7 @@ from megatron_moe.data.index_file import open_index
 from megatron_moe.data.inputs import plan_shards
 from megatron_moe.data.merge import merge
 from tests.data.odd_texts import line, write_odd_texts
-from tests.data.prepared import run
+from tests.data.prepared import dataset_bytes, run
 from tests.helpers.rows import rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -37,25 +35,19 @@ def contents(folder: Path, name: str = "out") -> dict[str, bytes]:
 
 
 @pytest.fixture
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocess_module, "plan_shards", lambda files: plan_shards(files, 150))
-
-
-@pytest.fixture
-def sources(tmp_path: Path) -> list[Path]:
+def sources(tmp_path: Path, shards_of: Callable[[int], None]) -> list[Path]:
     """Three files that make four shards, with a bad line."""
-    texts = {"a": [b"1", b"22"], "b": [b"333" * i for i in range(9)], "c": [b"4444"]}
-    paths = []
+    shards_of(150)
+    texts = {"a": ["1", "22"], "b": ["333" * i for i in range(9)], "c": ["4444"]}
     for name, parts in texts.items():
-        paths.append(tmp_path / f"{name}.jsonl")
-        paths[-1].write_bytes(b"".join(line(part.decode()) + b"\n" for part in parts))
-    return paths
+        (tmp_path / f"{name}.jsonl").write_bytes(b"".join(line(part) + b"\n" for part in parts))
+    return [tmp_path / f"{name}.jsonl" for name in texts]
 
 
 # ---- real processes
 
 
-def test_a_folder_of_odd_files_survives_a_kill(tmp_path: Path) -> None:
+def test_a_folder_of_odd_files_survives_a_kill(tmp_path):
     odd = write_odd_texts(tmp_path / "odd", large=4000)
     expected = run([odd.clean(tmp_path / "clean.jsonl")], tmp_path / "clean")
     command = [sys.executable, "tools/preprocess_data.py", "--input", str(odd.folder), "--append-eod", "--workers", "2"]
@@ -67,18 +59,10 @@ def test_a_folder_of_odd_files_survives_a_kill(tmp_path: Path) -> None:
         time.sleep(0.005)
     process.kill()
     process.wait()
-    with open(work / "workers", "a") as lock:
-        for _ in range(3000):  # its workers end with it
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(0.1)
-        else:
-            raise AssertionError("workers outlive their parent")
+    subprocess.run(["flock", "--timeout", "300", work / "workers", "true"], check=True)  # its workers end with it
     assert finished(work / "parts") and not (tmp_path / "out_text_document.idx").exists()
     subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-    for suffix in (".bin", ".idx"):
-        assert Path(f"{tmp_path}/out_text_document{suffix}").read_bytes() == Path(expected + suffix).read_bytes()
+    assert dataset_bytes(tmp_path / "out_text_document") == dataset_bytes(expected)
     rejects = [json.loads(text) for text in (tmp_path / "out_rejects.jsonl").read_text().splitlines()]
     assert Counter(reject["reason"] for reject in rejects) == odd.rejected
     assert not list(tmp_path.glob(".out*"))
@@ -117,11 +101,10 @@ def dying(step: Callable[..., object], left: Iterator[int]) -> Callable[..., obj
     return one
 
 
-@pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize(
     ("overwrite", "stride"), rows([(False, 13), (True, 19), (False, 2), (True, 4)], test=[(False, 13), (True, 19)])
 )
-def test_a_kill_at_any_step_changes_nothing(overwrite: bool, stride: int, tmp_path: Path, sources: list[Path]) -> None:
+def test_a_kill_at_any_step_changes_nothing(overwrite, stride, tmp_path, sources):
     changes = {"partitions": 2, "on_bad_line": "skip", "overwrite": overwrite}
     run(sources, tmp_path / "expected", **changes)
     expected = contents(tmp_path, "expected")
@@ -144,8 +127,7 @@ def test_a_kill_at_any_step_changes_nothing(overwrite: bool, stride: int, tmp_pa
     assert steps > 2
 
 
-@pytest.mark.usefixtures("small_shards")
-def test_a_merge_that_is_killed_is_done_again(tmp_path: Path, sources: list[Path]) -> None:
+def test_a_merge_that_is_killed_is_done_again(tmp_path, sources):
     inputs = [run([path], tmp_path / path.stem, on_bad_line="skip") for path in sources]
     merge(inputs, str(tmp_path / "expected"))
     for number in range(0, 100, 3):
@@ -178,10 +160,7 @@ def clean_sources(sources: list[Path]) -> list[Path]:
     return sources
 
 
-@pytest.mark.usefixtures("small_shards")
-def test_a_line_that_is_repaired_costs_its_own_part_alone(
-    tmp_path: Path, clean_sources: list[Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_that_is_repaired_costs_its_own_part_alone(tmp_path, clean_sources, capsys):
     work = stopped_in_the_last_file(clean_sources, tmp_path / "out")
     assert not contents(tmp_path) and finished(work / "parts")
     inode = {path.name: path.stat().st_ino for path in (work / "parts").iterdir()}
@@ -201,7 +180,6 @@ def test_a_line_that_is_repaired_costs_its_own_part_alone(
     assert contents(tmp_path) == contents(tmp_path, "expected")
 
 
-@pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -210,9 +188,7 @@ def test_a_line_that_is_repaired_costs_its_own_part_alone(
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 9}, "NullTokenizer"),
     ],
 )
-def test_parts_of_another_command_are_neither_used_nor_lost(
-    changes: dict, words: str, tmp_path: Path, clean_sources: list[Path]
-) -> None:
+def test_parts_of_another_command_are_neither_used_nor_lost(changes, words, tmp_path, clean_sources):
     work = stopped_in_the_last_file(clean_sources, tmp_path / "out")
     before = finished(work / "parts")
     with pytest.raises(ConfigError, match="parts of another command") as caught:
@@ -225,8 +201,7 @@ def test_parts_of_another_command_are_neither_used_nor_lost(
         assert contents(tmp_path) == contents(tmp_path, "expected")
 
 
-@pytest.mark.usefixtures("small_shards")
-def test_a_command_that_stopped_goes_on_when_it_may_skip(tmp_path: Path, clean_sources: list[Path]) -> None:
+def test_a_command_that_stopped_goes_on_when_it_may_skip(tmp_path, clean_sources):
     work = stopped_in_the_last_file(clean_sources, tmp_path / "out")
     clean_sources[-1].write_bytes(b"bad\n" + line("c") + b"\n")
     kept = finished(work / "parts")
@@ -241,8 +216,7 @@ def test_a_command_that_stopped_goes_on_when_it_may_skip(tmp_path: Path, clean_s
     assert open_index(str(tmp_path / "out_text_document")).num_documents == 2 + 8 + 1
 
 
-@pytest.mark.usefixtures("small_shards")
-def test_parts_with_rejects_do_not_serve_a_command_that_stops(tmp_path: Path, clean_sources: list[Path]) -> None:
+def test_parts_with_rejects_do_not_serve_a_command_that_stops(tmp_path, clean_sources):
     clean_sources[0].write_bytes(b"bad\n" + clean_sources[0].read_bytes())
     with pytest.raises(ConfigError, match="--max-bad-lines"):
         run(clean_sources, tmp_path / "out", on_bad_line="skip", max_bad_lines=0.0)
@@ -251,8 +225,7 @@ def test_parts_with_rejects_do_not_serve_a_command_that_stops(tmp_path: Path, cl
     assert not contents(tmp_path)
 
 
-@pytest.mark.usefixtures("small_shards")
-def test_a_damaged_part_is_done_again_or_named(tmp_path: Path, clean_sources: list[Path]) -> None:
+def test_a_damaged_part_is_done_again_or_named(tmp_path, clean_sources):
     work = stopped_in_the_last_file(clean_sources, tmp_path / "out")
     first, second = [path for path in (work / "parts").glob("*/0.0.bin") if path.stat().st_size][:2]
     first.write_bytes(first.read_bytes()[:-1])  # its length gives it away
@@ -263,7 +236,7 @@ def test_a_damaged_part_is_done_again_or_named(tmp_path: Path, clean_sources: li
     assert not contents(tmp_path)
 
 
-def test_two_commands_do_not_write_one_output(tmp_path: Path, clean_sources: list[Path]) -> None:
+def test_two_commands_do_not_write_one_output(tmp_path, clean_sources):
     with (
         work_folder.WorkFolder(str(tmp_path / "out")),
         pytest.raises(ConfigError, match="another process is writing this output"),
@@ -272,9 +245,7 @@ def test_two_commands_do_not_write_one_output(tmp_path: Path, clean_sources: lis
     run(clean_sources, tmp_path / "out")
 
 
-def test_an_input_that_grows_while_it_is_read_is_refused(
-    tmp_path: Path, clean_sources: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_input_that_grows_while_it_is_read_is_refused(tmp_path, clean_sources, monkeypatch):
     planned = plan_shards(list(map(str, clean_sources)))
     with open(clean_sources[0], "ab") as file:
         file.write(line("more") + b"\n")
@@ -283,9 +254,7 @@ def test_an_input_that_grows_while_it_is_read_is_refused(
         run(clean_sources, tmp_path / "out")
 
 
-def test_a_full_disk_is_named_and_parts_are_kept(
-    tmp_path: Path, clean_sources: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named_and_parts_are_kept(tmp_path, clean_sources, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("megatron_moe.data.dataset_writer.free_bytes", lambda folder: 10)
         with pytest.raises(ConfigError, match="needs .* more, 10 bytes are free"):
@@ -295,7 +264,7 @@ def test_a_full_disk_is_named_and_parts_are_kept(
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_a_tokenizer_that_was_trained_before_a_kill_is_used(tmp_path: Path) -> None:
+def test_a_tokenizer_that_was_trained_before_a_kill_is_used(tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"".join(line(f"text number {i} " * 3) + b"\n" for i in range(50)))
 

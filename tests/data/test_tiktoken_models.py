@@ -118,7 +118,7 @@ def random_texts(number: int) -> list[str]:
 
 
 @pytest.mark.parametrize("pattern", [KIMI_PATTERN, *MEGATRON_PATTERNS.values()], ids=["kimi", *MEGATRON_PATTERNS])
-def test_ids_are_those_of_the_published_algorithm(pattern: str) -> None:
+def test_ids_are_those_of_the_published_algorithm(pattern):
     special = {"<|im_end|>": BASE, "[EOS]": BASE + 1}
     tokenizer = RankedTokenizer("any", RANKS, pattern, special, BASE + 2)
     for text in [*TEXTS, *random_texts(20), "§¶zq", " qzqz qzqzqz", "a<|im_end|>[EOS] <|im_end|", "[EOS"]:
@@ -128,7 +128,7 @@ def test_ids_are_those_of_the_published_algorithm(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_any_order_of_ranks_is_joined_like_the_published_algorithm(seed: int) -> None:
+def test_any_order_of_ranks_is_joined_like_the_published_algorithm(seed):
     """Ranks that no training would give: longer tokens before their parts, parts that are missing, many ties."""
     rng = random.Random(seed)
     letters = "ab" if seed % 2 else "abc"
@@ -141,7 +141,7 @@ def test_any_order_of_ranks_is_joined_like_the_published_algorithm(seed: int) ->
         assert tokenizer.tokenize(text) == encoded(text, ranks, r"\p{L}+|.", {})
 
 
-def test_bytes_that_are_no_text_become_replacement_characters() -> None:
+def test_bytes_that_are_no_text_become_replacement_characters():
     tokenizer = RankedTokenizer("any", RANKS, KIMI_PATTERN, {"[EOS]": BASE}, BASE + 1)
     assert tokenizer.detokenize([0xE6, BASE, 0x41, BASE + 5, -1, 0xFF]) == "\ufffdA\ufffd\ufffd\ufffd"
     euro = list("€".encode())
@@ -149,7 +149,7 @@ def test_bytes_that_are_no_text_become_replacement_characters() -> None:
     assert tokenizer.detokenize(euro) == "€"
 
 
-def test_a_kimi_folder_has_its_special_tokens_and_vocabulary(tmp_path: Path) -> None:
+def test_a_kimi_folder_has_its_special_tokens_and_vocabulary(tmp_path):
     folder = kimi_folder(tmp_path / "kimi")
     tokenizer = of_folder(folder)
     assert (tokenizer.name, tokenizer.vocab_size) == ("HuggingFaceTokenizer", BASE + 256)
@@ -176,13 +176,13 @@ def test_a_kimi_folder_has_its_special_tokens_and_vocabulary(tmp_path: Path) -> 
         ({"added_tokens_decoder": {str(BASE): "x"}}, "added_tokens_decoder"),
     ],
 )
-def test_a_kimi_folder_that_cannot_be_right_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_kimi_folder_that_cannot_be_right_is_refused(changes, words, tmp_path):
     folder = kimi_folder(tmp_path / "kimi", **changes)
     with pytest.raises(ConfigError, match=words):
         of_folder(folder)
 
 
-def test_megatrons_special_tokens_come_first(tmp_path: Path) -> None:
+def test_megatrons_special_tokens_come_first(tmp_path):
     tokenizer = of_megatron(megatron_file(tmp_path / "v.json"), tiktoken_num_special_tokens=10)
     shifted = {token: rank + 10 for token, rank in RANKS.items()}
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == ("TikTokenizer", BASE + 10, 1, 2)
@@ -197,7 +197,7 @@ def test_megatrons_special_tokens_come_first(tmp_path: Path) -> None:
     assert of_megatron(tmp_path / "v.json", tiktoken_special_tokens=names).eod == 3
 
 
-def test_megatrons_tokenizer_gives_the_ids_of_megatron_core(tmp_path: Path) -> None:
+def test_megatrons_tokenizer_gives_the_ids_of_megatron_core(tmp_path):
     from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
 
     file = megatron_file(tmp_path / "v.json")
@@ -222,9 +222,7 @@ def test_megatrons_tokenizer_gives_the_ids_of_megatron_core(tmp_path: Path) -> N
         (None, {"tiktoken_num_special_tokens": 10}, 265, "--vocab-size"),
     ],
 )
-def test_a_vocabulary_that_megatron_could_not_have_is_refused(
-    content: str | None, changes: dict[str, Any], vocab_size: int | None, words: str, tmp_path: Path
-) -> None:
+def test_a_vocabulary_that_megatron_could_not_have_is_refused(content, changes, vocab_size, words, tmp_path):
     file = megatron_file(tmp_path / "v.json")
     if content is not None:
         file.write_text(content)
@@ -232,7 +230,7 @@ def test_a_vocabulary_that_megatron_could_not_have_is_refused(
         of_megatron(file, vocab_size, **changes)
 
 
-def test_a_vocabulary_without_a_byte_or_with_a_token_twice_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_without_a_byte_or_with_a_token_twice_is_refused(tmp_path):
     without = {token: rank for rank, token in enumerate(token for token in RANKS if token != b"x")}
     with pytest.raises(ConfigError, match="byte 120"):
         of_megatron(megatron_file(tmp_path / "v.json", without))
@@ -243,7 +241,7 @@ def test_a_vocabulary_without_a_byte_or_with_a_token_twice_is_refused(tmp_path: 
             of_folder(folder)
 
 
-def test_preprocessing_takes_both(tmp_path: Path) -> None:
+def test_preprocessing_takes_both(tmp_path):
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS if text))
     kimi = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(kimi_folder(tmp_path / "kimi"))}

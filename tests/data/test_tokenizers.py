@@ -22,6 +22,7 @@ from megatron_moe.data.tokenizers import (
     SentencePieceTokenizer,
 )
 from megatron_moe.data.train_tokenizer import sample_texts, train_sentencepiece
+from tests.data.prepared import byte_level_bpe
 
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 AWKWARD = [
@@ -46,16 +47,7 @@ def trained(request: pytest.FixtureRequest, sources: list[str], tmp_path_factory
 
 @pytest.fixture(scope="module")
 def huggingface_file(tmp_path_factory: pytest.TempPathFactory, sources: list[str]) -> Path:
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    model.train_from_iterator(sources[:10], trainer)
+    model = byte_level_bpe(sources[:10])
     model.enable_truncation(5)
     model.enable_padding(length=7)
     file = tmp_path_factory.mktemp("hf") / "tokenizer.json"
@@ -74,8 +66,10 @@ def gpt2_files(huggingface_file: Path) -> tuple[Path, Path]:
     return vocab, merges
 
 
-def test_source_text_comes_back_exactly_from_sentencepiece(trained: Path, sources: list[str]) -> None:
+def test_source_text_comes_back_exactly_from_sentencepiece(trained, sources):
     tokenizer = SentencePieceTokenizer(trained)
+    assert len(tokenizer.tokenize("        return")) <= 4
+    assert len(tokenizer.tokenize("\n")) == 1
     for text in sources[:40] + AWKWARD:
         ids = tokenizer.tokenize(text)
         assert tokenizer.detokenize(ids) == text
@@ -83,23 +77,10 @@ def test_source_text_comes_back_exactly_from_sentencepiece(trained: Path, source
         assert tokenizer.eod not in ids and tokenizer.bos not in ids
 
 
-def test_indentation_and_words_are_pieces(trained: Path) -> None:
-    tokenizer = SentencePieceTokenizer(trained)
-    assert len(tokenizer.tokenize("        return")) <= 4
-    assert len(tokenizer.tokenize("\n")) == 1
-
-
-def test_every_tokenizer_turns_any_ids_into_text(
-    trained: Path, huggingface_file: Path, gpt2_files: tuple[Path, Path]
-) -> None:
+def test_every_tokenizer_turns_any_ids_into_text(trained, huggingface_file, gpt2_files):
     rng = random.Random(0)
-    for tokenizer in (
-        SentencePieceTokenizer(trained),
-        HuggingFaceTokenizer(huggingface_file),
-        GPT2BPETokenizer(*gpt2_files),
-        ByteTokenizer(),
-        NullTokenizer(50),
-    ):
+    others = [HuggingFaceTokenizer(huggingface_file), GPT2BPETokenizer(*gpt2_files), ByteTokenizer(), NullTokenizer(50)]
+    for tokenizer in (SentencePieceTokenizer(trained), *others):
         for _ in range(50):
             text = tokenizer.detokenize([rng.randrange(-2, tokenizer.vocab_size + 50) for _ in range(20)])
             text.encode("utf-8")
@@ -108,20 +89,18 @@ def test_every_tokenizer_turns_any_ids_into_text(
         assert tokenizer.detokenize([]) == ""
 
 
-def test_awkward_text_comes_back_from_bytes_and_from_byte_level_bpe(huggingface_file: Path, sources: list[str]) -> None:
+def test_awkward_text_comes_back_from_bytes_and_from_byte_level_bpe(huggingface_file, sources):
     for tokenizer in (ByteTokenizer(), HuggingFaceTokenizer(huggingface_file)):
         for text in AWKWARD + sources[:20]:
             assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
-def test_gpt2_gives_the_ids_of_transformers(gpt2_files: tuple[Path, Path], sources: list[str]) -> None:
+def test_gpt2_gives_the_ids_of_transformers(gpt2_files, sources):
     from transformers import GPT2TokenizerFast
 
-    vocab, merges = gpt2_files
-    expected = GPT2TokenizerFast(str(vocab), str(merges))
-    tokenizer = build_tokenizer(
-        DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
-    )
+    vocab, merges = map(str, gpt2_files)
+    expected = GPT2TokenizerFast(vocab, merges)
+    tokenizer = build_tokenizer(DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges))
     for text in [*AWKWARD, *sources[:20], "a<|endoftext|>b", "it's we'll  1234 <|endoftext|>\n\n x"]:
         ids = tokenizer.tokenize(text)
         assert ids == expected(text)["input_ids"]
@@ -130,18 +109,13 @@ def test_gpt2_gives_the_ids_of_transformers(gpt2_files: tuple[Path, Path], sourc
     assert tokenizer.eod == tokenizer.bos == tokenizer.vocab_size - 1
 
 
-def test_gpt2_files_that_do_not_fit_are_refused_by_flag(gpt2_files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_gpt2_files_that_do_not_fit_are_refused_by_flag(gpt2_files, tmp_path):
     vocab, merges = gpt2_files
     tokens = json.loads(vocab.read_text())
     bad = tmp_path / "bad"
-    for content in (
-        "[]",
-        "{",
-        json.dumps({**tokens, "a": "7"}),
-        json.dumps({**tokens, "a": tokens["b"]}),
-        json.dumps({token: i for token, i in tokens.items() if token != "<|endoftext|>"}),
-        json.dumps({token: i for token, i in tokens.items() if token != "a"}),
-    ):
+    without = ({token: i for token, i in tokens.items() if token != missing} for missing in ("<|endoftext|>", "a"))
+    vocabularies = ([], {**tokens, "a": "7"}, {**tokens, "a": tokens["b"]}, *without)
+    for content in ("{", *map(json.dumps, vocabularies)):
         bad.write_text(content)
         with pytest.raises(ConfigError, match=f"--vocab-file {bad}"):
             GPT2BPETokenizer(bad, merges)
@@ -149,25 +123,21 @@ def test_gpt2_files_that_do_not_fit_are_refused_by_flag(gpt2_files: tuple[Path, 
         bad.write_text(content)
         with pytest.raises(ConfigError, match=f"--merge-file {bad}"):
             GPT2BPETokenizer(vocab, bad)
-    assert (
-        len({GPT2BPETokenizer(vocab, merges).sha256, HuggingFaceTokenizer(vocab.with_name("tokenizer.json")).sha256})
-        == 2
-    )
+    assert GPT2BPETokenizer(vocab, merges).sha256 != HuggingFaceTokenizer(vocab.with_name("tokenizer.json")).sha256
 
 
-def test_truncation_and_padding_of_a_tokenizer_file_are_off(huggingface_file: Path) -> None:
+def test_truncation_and_padding_of_a_tokenizer_file_are_off(huggingface_file):
     tokenizer = HuggingFaceTokenizer(huggingface_file)
     assert len(tokenizer.tokenize("x y z " * 50)) > 7
     assert len(tokenizer.tokenize("x")) == 1
 
 
-def test_a_folder_of_tokenizer_files_names_the_end_of_document(huggingface_file: Path, tmp_path: Path) -> None:
+def test_a_folder_of_tokenizer_files_names_the_end_of_document(huggingface_file, tmp_path):
     model = tokenizers.Tokenizer.from_file(str(huggingface_file))
     model.add_special_tokens(["<end>", "<begin>"])
     model.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": {"content": "<end>"}, "bos_token": "<begin>"})
-    )
+    said = {"eos_token": {"content": "<end>"}, "bos_token": "<begin>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
     tokenizer = HuggingFaceTokenizer(tmp_path)
     assert (tokenizer.eod, tokenizer.bos) == (model.token_to_id("<end>"), model.token_to_id("<begin>"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<nowhere>"}))
@@ -175,34 +145,34 @@ def test_a_folder_of_tokenizer_files_names_the_end_of_document(huggingface_file:
         HuggingFaceTokenizer(tmp_path)
 
 
-def test_ids_with_holes_still_lie_below_the_vocabulary_size(tmp_path: Path) -> None:
+def test_ids_with_holes_still_lie_below_the_vocabulary_size(tmp_path):
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 41, "</s>": 7}, unk_token="a"))
     model.save(str(tmp_path / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.tokenize("b")) == (42, 7, [41])
 
 
-def test_sha256_is_of_the_content_not_the_path(trained: Path, tmp_path: Path) -> None:
+def test_sha256_is_of_the_content_not_the_path(trained, tmp_path):
     copy = tmp_path / "copy.model"
     copy.write_bytes(trained.read_bytes())
     assert SentencePieceTokenizer(copy).sha256 == SentencePieceTokenizer(trained).sha256
     assert len({ByteTokenizer().sha256, NullTokenizer(5).sha256, NullTokenizer(6).sha256}) == 3
 
 
-def test_training_is_deterministic_and_blind_to_the_order_of_the_texts(sources: list[str], tmp_path: Path) -> None:
+def test_training_is_deterministic_and_blind_to_the_order_of_the_texts(sources, tmp_path):
     for number, texts in enumerate((sources, sources[::-1])):
         train_sentencepiece(texts, tmp_path / str(number), 500, limit_bytes=50_000)
     assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
 
 
-def test_the_sample_keeps_its_limit_and_drops_repeats(sources: list[str]) -> None:
+def test_the_sample_keeps_its_limit_and_drops_repeats(sources):
     sample = sample_texts(sources * 2, 100_000)
     assert 0 < sum(len(text.encode()) for text in sample) <= 100_000
     assert len(set(sample)) == len(sample)
     assert sample_texts(["x" * 100], 10) == ["x" * 10]
 
 
-def test_the_sample_does_not_depend_on_order_where_large_texts_do_not_fit() -> None:
+def test_the_sample_does_not_depend_on_order_where_large_texts_do_not_fit():
     for seed in range(20):
         rng = random.Random(seed)
         texts = [f"{i} " * rng.randrange(1, 60) for i in range(30)]
@@ -211,19 +181,16 @@ def test_the_sample_does_not_depend_on_order_where_large_texts_do_not_fit() -> N
         assert sample_texts(texts, 300) == expected
 
 
-def test_a_vocabulary_that_does_not_fit_the_text_is_refused_with_one_that_does(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--tokenizer-vocab-size 5000 .* at most \d+"):
-        train_sentencepiece(["def f(x): return x"], tmp_path / "m", 5000)
-    with pytest.raises(ConfigError, match=r"--tokenizer-vocab-size 262 .* at least \d+"):
-        train_sentencepiece(["def f(x): return x"], tmp_path / "m", 262)
-    with pytest.raises(ConfigError, match="--tokenizer-vocab-size 100 "):
-        train_sentencepiece(["def f(x): return x"], tmp_path / "m", 100)
+def test_a_vocabulary_that_does_not_fit_the_text_is_refused_with_one_that_does(tmp_path):
+    for size, words in ((5000, r".* at most \d+"), (262, r".* at least \d+"), (100, "")):
+        with pytest.raises(ConfigError, match=f"--tokenizer-vocab-size {size} {words}"):
+            train_sentencepiece(["def f(x): return x"], tmp_path / "m", size)
     with pytest.raises(ConfigError, match="no text"):
         train_sentencepiece([], tmp_path / "m", 500)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_training_does_not_replace_a_model_unasked(sources: list[str], tmp_path: Path) -> None:
+def test_training_does_not_replace_a_model_unasked(sources, tmp_path):
     (tmp_path / "m").write_text("mine")
     with pytest.raises(ConfigError, match="exists"):
         train_sentencepiece(sources[:3], tmp_path / "m", 400)
@@ -252,28 +219,26 @@ def test_training_does_not_replace_a_model_unasked(sources: list[str], tmp_path:
         (DataConfig(mock_data=True), None, "--vocab-size"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_built_is_refused_by_flag(
-    data: DataConfig, vocab_size: int | None, words: str
-) -> None:
+def test_a_tokenizer_that_cannot_be_built_is_refused_by_flag(data, vocab_size, words):
     with pytest.raises(ConfigError, match=words):
         build_tokenizer(data, vocab_size)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\x00" * 1000])
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
-def test_a_file_that_is_no_model_is_refused_by_name(kind: str, content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_no_model_is_refused_by_name(kind, content, tmp_path):
     file = tmp_path / "broken"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match="broken"):
         build_tokenizer(DataConfig(tokenizer_type=kind, tokenizer_model=str(file)))
 
 
-def test_mock_data_needs_a_vocabulary_only() -> None:
+def test_mock_data_needs_a_vocabulary_only():
     tokenizer = build_tokenizer(DataConfig(mock_data=True), 64)
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eod) == ("NullTokenizer", 64, 63)
 
 
-def test_null_tokenizer_reads_ids_and_refuses_others() -> None:
+def test_null_tokenizer_reads_ids_and_refuses_others():
     tokenizer = NullTokenizer(10)
     assert tokenizer.tokenize(" 0 8\n3 ") == [0, 8, 3]
     assert tokenizer.detokenize([0, 8, 3, 9]) == "0 8 3"

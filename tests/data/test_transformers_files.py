@@ -14,16 +14,22 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import DataConfig
 from megatron_moe.data.sentencepiece_file import SentencePieceModel
 from megatron_moe.data.tokenizer_choice import build_tokenizer
+from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.data.train_tokenizer import train_sentencepiece
-from megatron_moe.data.transformers_files import transformers_files
+from megatron_moe.data.transformers_files import TransformersFiles, transformers_files
+from tests.data.prepared import byte_level_bpe
 from tests.data.test_tiktoken_models import TEXTS, kimi_folder, megatron_file
 
 WORDS = [f"def f_{i}(x):\n    return x ** {i} / 3.5  # the {i}th\n" for i in range(80)] + TEXTS
 
 
+def of(kind: str, file: Path) -> DataConfig:
+    return DataConfig(tokenizer_type=f"{kind}Tokenizer", tokenizer_model=str(file))
+
+
 def own_pieces(folder: Path, kind: str) -> DataConfig:
     train_sentencepiece(WORDS, folder / "own.model", 410, model_type=kind)
-    return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / "own.model"))
+    return of("SentencePiece", folder / "own.model")
 
 
 def usual_pieces(folder: Path, kind: str) -> DataConfig:
@@ -33,19 +39,11 @@ def usual_pieces(folder: Path, kind: str) -> DataConfig:
         input=str(folder / "words"), model_prefix=str(folder / "usual"), vocab_size=450, byte_fallback=True,
         model_type=kind, minloglevel=2, num_threads=1, hard_vocab_limit=False,
     )  # fmt: skip
-    return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / "usual.model"))
+    return of("SentencePiece", folder / "usual.model")
 
 
 def gpt2(folder: Path) -> DataConfig:
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|endoftext|>"]
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False
-    )
-    model.train_from_iterator(WORDS, trainer)
-    vocabulary, merges = model.model.save(str(folder))
+    vocabulary, merges = byte_level_bpe(WORDS).model.save(str(folder))
     return DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges)
 
 
@@ -55,24 +53,23 @@ MADE: dict[str, Callable[[Path], DataConfig]] = {
     "bpe with a prefix": lambda folder: usual_pieces(folder, "bpe"),
     "unigram with a prefix": lambda folder: usual_pieces(folder, "unigram"),
     "gpt2": gpt2,
-    "kimi": lambda folder: DataConfig(
-        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(kimi_folder(folder / "kimi"))
-    ),
-    "tiktoken": lambda folder: DataConfig(
-        tokenizer_type="TikTokenizer", tokenizer_model=str(megatron_file(folder / "vocabulary.json"))
-    ),
+    "kimi": lambda folder: of("HuggingFace", kimi_folder(folder / "kimi")),
+    "tiktoken": lambda folder: of("Tik", megatron_file(folder / "vocabulary.json")),
     "bytes": lambda folder: DataConfig(tokenizer_type="ByteTokenizer"),
 }
+
+
+def files_of(data: DataConfig, vocab_size: int | None = None) -> tuple[Tokenizer, TransformersFiles | None]:
+    tokenizer = build_tokenizer(data, vocab_size)
+    return tokenizer, transformers_files(tokenizer, data.tokenizer_model and Path(data.tokenizer_model), length=64)
 
 
 @pytest.mark.parametrize("kind", MADE)
 def test_transformers_gives_the_ids_of_the_run(tmp_path, kind):
     import transformers
 
-    data = MADE[kind](tmp_path)
-    tokenizer = build_tokenizer(data)
-    made = transformers_files(tokenizer, None if data.tokenizer_model is None else Path(data.tokenizer_model), 64)
-    assert made is not None and made.texts > 10
+    tokenizer, made = files_of(MADE[kind](tmp_path))
+    assert made.texts > 10
     out = tmp_path / "out"
     out.mkdir()
     for name, content in made.contents.items():
@@ -96,9 +93,8 @@ def test_a_tokenizer_json_that_adds_nothing_is_copied_byte_for_byte(tmp_path):
     said = {"pad_token": "<p>", "chat_template": "x", "tokenizer_class": "LlamaTokenizer", "auto_map": {"a": "b"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<e>"}}))
-    data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
-    made = transformers_files(build_tokenizer(data), tmp_path, 64)
-    assert made is not None and made.contents["tokenizer.json"] == (tmp_path / "tokenizer.json").read_bytes()
+    _, made = files_of(of("HuggingFace", tmp_path))
+    assert made.contents["tokenizer.json"] == (tmp_path / "tokenizer.json").read_bytes()
     settings = json.loads(made.contents["tokenizer_config.json"])
     assert settings["eos_token"] == "<e>" and settings["chat_template"] == "x"
     # A token that is not in the vocabulary would get an id beyond the model's.
@@ -107,22 +103,20 @@ def test_a_tokenizer_json_that_adds_nothing_is_copied_byte_for_byte(tmp_path):
 
 
 def test_ids_that_stand_for_no_text_have_no_files():
-    assert transformers_files(build_tokenizer(DataConfig(mock_data=True), 99), None, 64) is None
+    assert files_of(DataConfig(mock_data=True), 99)[1] is None
 
 
 @pytest.mark.parametrize("kind", ["char", "word"])
 def test_a_kind_that_the_library_has_not_is_refused(tmp_path, kind):
-    data = usual_pieces(tmp_path, kind)
     with pytest.raises(ConfigError, match="unigram and bpe"):
-        transformers_files(build_tokenizer(data), Path(data.tokenizer_model or ""), 64)
+        files_of(usual_pieces(tmp_path, kind))
 
 
 def test_a_tokenizer_that_would_give_other_ids_is_refused(tmp_path, monkeypatch):
-    data = own_pieces(tmp_path, "bpe")
     merges = SentencePieceModel._merges
     monkeypatch.setattr(SentencePieceModel, "_merges", lambda self: merges(self)[:-40])
     with pytest.raises(ConfigError, match="--no-tokenizer"):
-        transformers_files(build_tokenizer(data), Path(data.tokenizer_model or ""), 64)
+        files_of(own_pieces(tmp_path, "bpe"))
 
 
 @pytest.mark.parametrize("content", [b"\x0a\xff", b"\x0a\x05ab", b"\xff" * 12, b"\x08"])
