@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from megatron_moe.config import cli
+from megatron_moe.config import cli, schema
+from tests.config.deepspeed_files import parsed
 
 
 @functools.cache
@@ -20,3 +23,9 @@ def one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     """Build the parser once for all command lines, which takes longer than to read one."""
     built = parser()
     monkeypatch.setattr(cli, "_build_parser", lambda: built)
+
+
+@pytest.fixture
+def deepspeed(tmp_path: Path) -> Callable[..., schema.Run]:
+    """`deepspeed(content, *flags, world=4)`: the run of these flags and a DeepSpeed file, ds.json, of this content."""
+    return functools.partial(parsed, tmp_path / "ds.json")

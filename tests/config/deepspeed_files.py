@@ -8,6 +8,10 @@ from typing import Any
 
 from megatron_moe.config import cli, schema
 
+ADAMW: dict[str, Any] = {"type": "AdamW", "params": {}}
+FP16 = {"fp16": {"enabled": True}}
+BF16 = {"bf16": {"enabled": True}}
+
 
 def parsed(path: Path, content: dict[str, Any] | str, *flags: str, world: int | None = 4) -> schema.Run:
     """Parse flags with a DeepSpeed file of this content, on so many ranks."""

@@ -5,20 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megatron_moe.config import cli, schema
-from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.rules import ignored
 from megatron_moe.config.run_flags import TIKTOKEN_FIELDS
+from tests.config.refused import refused
 
 pytestmark = pytest.mark.usefixtures("one_parser")
-
-
-def message_of(*argv: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        cli.parse(argv)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def typed(field) -> list[str]:
@@ -116,17 +109,10 @@ def test_words_of_a_flag_become_its_value(words, name, value):
 @pytest.mark.parametrize(
     ("argv", "fragments"),
     [
-        (["--moe-router-tpok", "2"], ["--moe-router-tpok", "did you mean --moe-router-topk?"]),
-        (["--moe_router_topk", "2"], ["--moe_router_topk", "did you mean --moe-router-topk?"]),
         (["--moe-router-tpok=2"], ["--moe-router-tpok", "did you mean --moe-router-topk?"]),
         (["--num-layer", "2"], ["--num-layer ", "did you mean --num-layers?"]),
-        (["--zzzz"], ["--zzzz", "--help"]),
         (["4"], ["'4'"]),
-        (["--num-layers", "four"], ["--num-layers", "four", "whole number"]),
-        (["--num-layers", "4.0"], ["--num-layers", "4.0", "whole number"]),
-        (["--num-layers"], ["--num-layers: needs a value"]),
         (["--num-layers", "none"], ["--num-layers", "none"]),
-        (["--lr", "fast"], ["--lr", "fast", "not a number"]),
         (["--moe-router-dtype", "bf16"], ["--moe-router-dtype", "bf16", "fp32, fp64"]),
         (["--moe-router-score-function", "sigmoyd"], ["sigmoyd", "did you mean sigmoid?"]),
         (["--moe-router-load-balancing-type", "aux_loss", "foo"], ["--moe-router-load-balancing-type", "foo"]),
@@ -136,14 +122,12 @@ def test_words_of_a_flag_become_its_value(words, name, value):
     ],
 )
 def test_a_wrong_word_is_refused_with_flag_and_value(argv, fragments):
-    message = message_of(*argv)
-    for fragment in fragments:
-        assert fragment in message
+    refused(lambda: cli.parse(argv), *fragments)
 
 
 def test_no_flag_may_be_shortened():
-    for flag in ("--num-experts", "--preset", "--lr", "--data-path"):
-        assert f"unknown flag {flag[:-1]} " in message_of(flag[:-1], "4")
+    for flag in ("--num-expert", "--prese", "--l", "--data-pat"):
+        refused(lambda flag=flag: cli.parse([flag, "4"]), f"unknown flag {flag} ")
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
@@ -172,15 +156,12 @@ def help_text(capsys, *topic: str) -> str:
 def test_help_shows_every_flag_in_the_group_of_its_section_with_its_default(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     text = help_text(capsys, "all")
-    lines = text.splitlines()
-    group = None
-    found: dict[str, str] = {}
-    for line in lines:
-        if line and not line.startswith(" ") and line.endswith(":"):
+    group, found = "", {}
+    for line in text.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
             group = line[:-1]
-        for word in line.replace(",", " ").split():
-            if word.startswith("--") and line.startswith("  --"):
-                found.setdefault(word, group)
+        if line.startswith("  --"):
+            found.setdefault(line.replace(",", " ").split()[0], group)
     for field in all_fields().values():
         assert found[field.flag] == field.section
     assert "--hidden-size" in text and "(default: 256)" in text

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_moe.training.optimizer import build_scheduler
-from tests.config.deepspeed_files import parsed, scheduler
+from tests.config.deepspeed_files import scheduler
 
 pytestmark = pytest.mark.engine
 
@@ -16,8 +16,7 @@ pytestmark = pytest.mark.engine
 
 
 def warmup(t: int, p: dict[str, Any]) -> float:
-    steps = max(2, p["warmup_num_steps"])
-    share = t / steps if t < steps else 1.0
+    share = min(1.0, t / max(2, p["warmup_num_steps"]))
     return p["warmup_min_lr"] + (p["warmup_max_lr"] - p["warmup_min_lr"]) * share
 
 
@@ -48,8 +47,8 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize(("kind", "formula", "params"), SCHEDULES)
-def test_a_schedule_that_is_taken_has_deepspeeds_rates(tmp_path, kind, formula, params):
-    run = parsed(tmp_path / "ds.json", scheduler(kind, **params), "--preset", "demo", "--train-iters", "40")
+def test_a_schedule_that_is_taken_has_deepspeeds_rates(deepspeed, kind, formula, params):
+    run = deepspeed(scheduler(kind, **params), "--preset", "demo", "--train-iters", "40")
     group = {"lr": None, "weight_decay": None, "default_config": True}
     schedule = build_scheduler(run, SimpleNamespace(param_groups=[group]))
     for done in range(40):
