@@ -174,12 +174,10 @@ def test_all_errors_of_a_command_come_at_once():
     [
         (["--moe-grouped-gem"], "did you mean --moe-grouped-gemm?"),
         (["--num_layers", "2"], "did you mean --num-layers?"),
-        (["--batch-size", "2"], "--micro-batch-size"),
         (["--ep", "2"], "--expert-model-parallel-size"),
         (["--max_steps", "2"], "--train-iters"),
         (["--learning-rate", "2"], "use --lr"),
         (["--output-dir", "x"], "use --save"),
-        (["--epochs", "2"], "--train-iters (in optimizer steps)"),
         (["--app-tag-run-name"], "takes 1"),
         (["--yarn-beta-fast", "--bf16"], "takes 1"),
         (["--moe-grouped-gemm", "--moe-expert-backend", "loop"], "--moe-expert-backend loop"),

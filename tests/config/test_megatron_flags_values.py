@@ -31,8 +31,9 @@ REFUSED = {
 
 
 @pytest.fixture(autouse=True)
-def machine_with_everything(monkeypatch, one_parser):
+def machine_with_everything(monkeypatch, one_parser, tmp_path):
     """A machine of these scripts has Transformer Engine and DeepEP."""
+    monkeypatch.chdir(tmp_path)
     found = importlib.util.find_spec
     there = importlib.util.spec_from_loader("there", None)
     monkeypatch.setattr(
@@ -93,8 +94,7 @@ def unread(name: str) -> Iterator[str]:
             yield flag
 
 
-def test_most_scripts_pass_with_their_values_and_say_what_differs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_most_scripts_pass_with_their_values_and_say_what_differs():
     found = {number: checked(number) for number in NUMBERS}
     refused = {number: one.error for number, one in found.items() if one.error}
     assert sorted(refused) == sorted(number for numbers in REFUSED.values() for number in numbers), refused
@@ -108,14 +108,8 @@ def test_every_flag_of_a_script_has_its_values():
     assert {number: list(unread(number)) for number in NUMBERS if list(unread(number))} == {}
 
 
-@pytest.mark.parametrize("name", ["1", "deepseek_v3_fp8", "qwen3_30b_a3b"])
-def test_a_whole_argument_list_passes(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert checked(name).error == ""
-
-
-def test_what_fp8_flags_become_is_reported(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_whole_argument_lists_pass_and_what_their_fp8_flags_become_is_reported():
+    assert checked("qwen3_30b_a3b").error == ""
     said = "\n".join(checked("deepseek_v3_fp8").notes)
     for flag in ("--fp8-param-gather: NOT STORED", "--delay-wgrad-compute: left out", "--moe-router-padding-for-fp8"):
         assert flag in said

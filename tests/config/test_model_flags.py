@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from pathlib import Path
 
-import megatron_moe
 from megatron_moe.config.schema import sections
+from tests.helpers.sources import name_of, nodes, sources
 
-PACKAGE = Path(megatron_moe.__file__).parent
 # What declares a setting, checks it or sets it, and does not act on it.
 DECLARES = (
     "config/model_flags.py",
@@ -34,13 +32,13 @@ NOT_READ = {
 }
 
 
-def test_every_setting_is_read_by_the_code_that_it_is_for() -> None:
+def test_every_setting_is_read_by_the_code_that_it_is_for():
     """A flag that is declared, checked and read by nobody would change nothing."""
     read = {
         node.attr
-        for path in PACKAGE.rglob("*.py")
-        if not str(path.relative_to(PACKAGE)).startswith(DECLARES)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for path in sources("megatron_moe")
+        if not name_of(path).startswith(DECLARES)
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and getattr(node.value, "id", "") != "run"
     }
     fields = {field.name for section in sections().values() for field in dataclasses.fields(section)}

@@ -143,21 +143,13 @@ def kept(*patterns, **changes):
     return module_names.kept_in_fp32(replace(Run(), **{**TINY, "bf16": True, "keep_fp32": patterns, **changes}))
 
 
-def test_layers_count_from_zero_and_a_pattern_is_no_prefix():
+def test_a_pattern_is_no_prefix_and_a_parameter_stands_for_its_module_and_a_module_for_what_is_in_it():
     assert kept("decoder.layers.1", num_layers=12, moe_layer_freq=1) == ("decoder.layers.1",)
     assert kept("first_layer", "last_layer") == ("decoder.layers.0", "decoder.layers.3")
-
-
-def test_a_parameter_stands_for_the_module_that_holds_it():
     assert kept("decoder.layers.2.mlp.experts.weight1") == ("decoder.layers.2.mlp.experts",)
     assert kept("*.router.weight") == tuple(f"decoder.layers.{layer}.mlp.router" for layer in (1, 2, 3))
-
-
-def test_what_lies_inside_a_kept_module_is_not_named_again():
-    assert kept("decoder.layers.0.*", "decoder.layers.0", "*.core_attention") == (
-        "decoder.layers.0",
-        *(f"decoder.layers.{layer}.self_attention.core_attention" for layer in (1, 2, 3)),
-    )
+    inside = tuple(f"decoder.layers.{layer}.self_attention.core_attention" for layer in (1, 2, 3))
+    assert kept("decoder.layers.0.*", "decoder.layers.0", "*.core_attention") == ("decoder.layers.0", *inside)
 
 
 # The patterns that the words of `--keep-fp32` have always stood for.
@@ -181,7 +173,7 @@ def test_every_word_names_the_modules_of_its_kind_in_a_model_that_has_all_parts(
     assert all(module_names.aliases(run).values())
 
 
-def test_products_in_fp8_are_those_of_linear_layers_and_experts() -> None:
+def test_products_in_fp8_are_those_of_linear_layers_and_experts():
     flags = {**TINY, "bf16": True, "fp8_format": "e4m3", "mtp_num_layers": 1}
 
     def of(**more: object) -> set[str]:

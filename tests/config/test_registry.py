@@ -39,7 +39,7 @@ def registered(registry: Registry, name: str, entry: Any) -> Iterator[None]:
         (DISPATCHERS, "--moe-token-dispatcher-type", "counted"),
     ],
 )
-def test_a_registered_name_is_a_value_of_its_flag(registry: Registry, flag: str, name: str) -> None:
+def test_a_registered_name_is_a_value_of_its_flag(registry, flag, name):
     words = ["--preset", "tiny", "--mock-data", "--vocab-size", "100", flag, name]
     with pytest.raises(ConfigError, match=f"{flag} {name}: not one of {', '.join(registry)}"):
         cli.parse(words)
@@ -53,7 +53,7 @@ def test_a_registered_name_is_a_value_of_its_flag(registry: Registry, flag: str,
         registry.register(next(iter(registry)), object())
 
 
-def test_a_score_function_from_outside_weighs_and_is_normalised() -> None:
+def test_a_score_function_from_outside_weighs_and_is_normalised():
     run = replace(Run(), num_experts=8, moe_router_score_function="softplus")
     logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     with registered(SCORE_FUNCTIONS, "softplus", SOFTPLUS):
@@ -102,7 +102,7 @@ def steps(flags: dict[str, Any]) -> dict[str, Any]:
 LOSSES = {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.1,)}
 
 
-def test_a_step_trains_with_a_score_function_from_outside(gloo: Any) -> None:
+def test_a_step_trains_with_a_score_function_from_outside(gloo):
     (toy,) = gloo.run(1, steps, flags={**LOSSES, "moe_router_score_function": "softplus"})
     (sigmoid,) = gloo.run(1, steps, flags=LOSSES)
     assert toy["asked"]["scores"] > 0 == sigmoid["asked"]["scores"]
@@ -110,7 +110,7 @@ def test_a_step_trains_with_a_score_function_from_outside(gloo: Any) -> None:
     assert all(max(map(abs, bias)) == pytest.approx(2e-3) for bias in toy["bias"])
 
 
-def test_a_step_trains_with_a_backend_and_a_dispatcher_from_outside(gloo: Any) -> None:
+def test_a_step_trains_with_a_backend_and_a_dispatcher_from_outside(gloo):
     spread = {"expert_model_parallel_size": 2}
     toys = {"moe_expert_backend": "counted", "moe_token_dispatcher_type": "counted"}
     for own, other in zip(gloo.run(2, steps, flags=spread), gloo.run(2, steps, flags={**spread, **toys})):

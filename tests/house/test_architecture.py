@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from megatron_moe.config import cli
@@ -135,6 +136,11 @@ WRITING_BY_HAND = {
 LONGEST_TOOL = 30
 
 
+def imports(*folders: str) -> Iterator[tuple[Path, str, int]]:
+    """(file, what it imports, line) for every import."""
+    return ((path, *found) for path in sources(*folders) for found in imported(path))
+
+
 # ---- rooms
 
 
@@ -145,15 +151,10 @@ def test_every_folder_of_the_package_is_a_room():
 
 def test_a_room_imports_only_rooms_before_it():
     wrong = []
-    for path in sources("megatron_moe"):
-        if path.parent == PACKAGE:
-            continue
-        room = path.relative_to(PACKAGE).parts[0]
-        allowed = ROOMS[: ROOMS.index(room) + 1]
-        for name, line in imported(path):
-            parts = name.split(".")
-            if parts[0] == "megatron_moe" and len(parts) > 1 and parts[1] in ROOMS and parts[1] not in allowed:
-                wrong.append(f"{name_of(path)}:{line}: {room} imports {name}")
+    for path, name, line in imports("megatron_moe"):
+        room, imported_room = path.relative_to(PACKAGE).parts[0], f"{name}.".split(".")[1]
+        if room in ROOMS and name.startswith("megatron_moe.") and imported_room in ROOMS[ROOMS.index(room) + 1 :]:
+            wrong.append(f"{name_of(path)}:{line}: {room} imports {name}")
     assert wrong == []
 
 
@@ -171,50 +172,31 @@ def imports_within_the_package() -> dict[str, set[str]]:
 
 
 def test_files_do_not_import_one_another_in_a_circle():
-    imports = imports_within_the_package()
-
-    def reached(start: str) -> set[str]:
-        seen, pending = set(), [start]
-        while pending:
-            new = imports[pending.pop()] - seen
-            seen |= new
-            pending += new
-        return seen
-
-    reach = {name: reached(name) for name in imports}
-    circles = {tuple(sorted(other for other in reach[name] if name in reach[other])) for name in reach}
-    assert sorted(circle for circle in circles if circle) == []
+    TopologicalSorter(imports_within_the_package()).prepare()
 
 
 def test_no_app_imports_another():
     """A program stands on the library: what two of them need belongs there."""
     wrong = []
-    for path in sources("megatron_moe/apps"):
+    for path, name, line in imports("megatron_moe/apps"):
         app = path.relative_to(PACKAGE / "apps").with_suffix("").parts[0]
-        for name, line in imported(path):
-            parts = name.split(".")
-            if parts[:2] == ["megatron_moe", "apps"] and len(parts) > 2 and parts[2] != app:
-                wrong.append(f"{name_of(path)}:{line}: imports {name}")
+        if name.startswith("megatron_moe.apps.") and name.split(".")[2] != app:
+            wrong.append(f"{name_of(path)}:{line}: imports {name}")
     assert wrong == []
 
 
 def test_every_app_has_a_door_in_tools_that_only_calls_it():
     apps = {path.stem for path in (PACKAGE / "apps").iterdir() if path.stem not in ("__init__", "__pycache__")}
-    doors = {}
-    for path in sources("tools"):
-        entered = {name.split(".")[2] for name, _ in imported(path) if name.startswith("megatron_moe.apps.")}
-        for app in entered:
-            assert len(path.read_text().splitlines()) < LONGEST_TOOL, path
-            doors[app] = path.name
-    assert set(doors) == apps
+    doors = [(name.split(".")[2], path) for path, name, _ in imports("tools") if name.startswith("megatron_moe.apps.")]
+    assert {app for app, _ in doors} == apps
+    assert [path for _, path in doors if len(path.read_text().splitlines()) >= LONGEST_TOOL] == []
 
 
 def test_nothing_in_the_package_imports_scripts_or_tests():
     outside = {"tools", "tests", "benchmarks", "pretrain_moe", "examples"}
     wrong = [
         f"{name_of(path)}:{line}: imports {name}"
-        for path in sources("megatron_moe")
-        for name, line in imported(path)
+        for path, name, line in imports("megatron_moe")
         if name.split(".")[0] in outside
     ]
     assert wrong == []

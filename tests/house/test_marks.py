@@ -16,7 +16,7 @@ def row(name: str, mark: Any = None) -> Any:
     return SimpleNamespace(nodeid=f"tests/moe/test_x.py::{name}", get_closest_marker=lambda _: mark)
 
 
-def test_a_mark_leaves_a_row_of_each_test_or_names_what_stands_for_it() -> None:
+def test_a_mark_leaves_a_row_of_each_test_or_names_what_stands_for_it():
     marked, instead = pytest.mark.test_all.mark, pytest.mark.test_all(instead="tests/moe/test_x.py::test_b").mark
     require_a_row_of_each([row("test_a[1]"), row("test_a[2]", marked)])
     require_a_row_of_each([row("test_a", instead), row("test_b")])
@@ -29,7 +29,7 @@ def test_a_mark_leaves_a_row_of_each_test_or_names_what_stands_for_it() -> None:
             require_a_row_of_each(rows)
 
 
-def test_no_test_is_expected_to_fail_or_skipped_without_a_condition() -> None:
+def test_no_test_is_expected_to_fail_or_skipped_without_a_condition():
     hidden = re.compile(r"pytest\.mark\.(xfail|skip)\b")
     found = [str(path.relative_to(ROOT)) for path in sources("tests") if hidden.search(path.read_text())]
     assert found == []

@@ -8,7 +8,7 @@ from tests.helpers.sources import ROOT, tree
 from tests.soak.mutations import LISTED, PACKAGE, place, sites
 
 
-def test_every_mutation_has_a_place_and_names_a_test() -> None:
+def test_every_mutation_has_a_place_and_names_a_test():
     assert [str(mutation) for mutation in LISTED if str(mutation) not in _places(mutation.file)] == []
     tests = [by for by in LISTED.values() if not by.startswith("doctor ")]
     assert [by for by in tests if by.partition("::")[2] not in _tests(by.partition("::")[0])] == []
@@ -26,7 +26,7 @@ def _tests(path: str) -> set[str]:
     return {"", *(getattr(node, "name", "") for node in tree(file).body)} if file.is_file() else set()
 
 
-def test_a_mutation_changes_one_expression(tmp_path) -> None:
+def test_a_mutation_changes_one_expression(tmp_path):
     file = tmp_path / PACKAGE / "moe" / "sums.py"
     file.parent.mkdir(parents=True)
     file.write_text("def total(a, b=1):\n    if a > b:\n        a = a.float()\n    return a - b\n")

@@ -70,19 +70,17 @@ def test_what_a_killed_sole_writer_left_is_overwritten(tmp_path):
 
 
 def test_json_has_no_word_for_numbers_that_are_not_finite(tmp_path):
-    files.replace_json(
-        tmp_path / "x", {"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": -float("inf")}, 3: None}
-    )
+    content = {"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": -float("inf")}, 3: None}
+    files.replace_json(tmp_path / "x", content)
     assert json.loads((tmp_path / "x").read_text()) == {"a": None, "b": [None, 1.5], "c": {"d": None}, "3": None}
 
 
 def test_files_that_belong_together_are_on_the_disk_before_the_first_appears_and_appear_in_order(tmp_path, calls):
-    aside = tmp_path / "aside"
-    aside.mkdir()
-    for name in ("bin", "json", "idx"):
-        (aside / name).write_text("new")
+    (tmp_path / "aside").mkdir()
     (tmp_path / "idx").write_text("old")
-    pairs = [(aside / name, tmp_path / name) for name in ("bin", "json", "idx")]
+    pairs = [(tmp_path / "aside" / name, tmp_path / name) for name in ("bin", "json", "idx")]
+    for source, _ in pairs:
+        source.write_text("new")
     files.publish_files(pairs, [tmp_path / "idx"])
     assert calls == [
         *(("fsync", str(source)) for source, _ in pairs),
@@ -90,9 +88,7 @@ def test_files_that_belong_together_are_on_the_disk_before_the_first_appears_and
         *(("rename", str(place)) for _, place in pairs),
         ("fsync", str(tmp_path)),
     ]
-    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()} == dict.fromkeys(
-        ("bin", "json", "idx"), "new"
-    )
+    assert [place.read_text() for _, place in pairs] == ["new"] * 3 and not os.listdir(tmp_path / "aside")
 
 
 def test_a_file_that_cannot_be_written_is_refused_with_its_flag(tmp_path):

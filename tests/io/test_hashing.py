@@ -7,6 +7,7 @@ import hashlib
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,19 +28,14 @@ def test_a_file_is_hashed_while_it_is_written_in_pieces_small_and_large(tmp_path
 
 def test_a_piece_may_change_as_soon_as_it_is_written(tmp_path):
     piece = bytearray(os.urandom(8 << 20))
-    before = hashlib.sha256(piece).hexdigest()
+    before, digest = hashlib.sha256(piece).hexdigest(), hashlib.sha256()
 
-    class Slow:
-        def __init__(self) -> None:
-            self._digest = hashlib.sha256()
-            self.hexdigest = self._digest.hexdigest
-
-        def update(self, data: memoryview) -> None:
-            time.sleep(0.2)
-            self._digest.update(data)
+    def update_slowly(data: memoryview) -> None:
+        time.sleep(0.2)
+        digest.update(data)
 
     with new_file(tmp_path / "x") as file:
-        file._digest = Slow()
+        file._digest = SimpleNamespace(update=update_slowly, hexdigest=digest.hexdigest)
         file.write(piece)
         piece[:] = bytes(len(piece))
     assert file.entry()["sha256"] == before

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,9 +14,8 @@ import pytest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.local_ranks import LocalRanks, RankFailure
 from tests.helpers.rows import rows
+from tests.helpers.sources import ROOT
 from tests.io.rank_functions import act
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def pids(ranks: LocalRanks) -> list[int]:
