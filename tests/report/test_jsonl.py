@@ -48,7 +48,7 @@ def test_a_resume_copies_nothing(tmp_path):
     assert path.read_bytes() == before and path.stat().st_ino == inode
 
 
-def test_a_line_that_a_kill_tore_apart_is_taken_back(tmp_path):
+def test_a_line_that_a_kill_tore_apart_is_taken_back_and_a_fresh_run_keeps_the_file_of_the_one_before(tmp_path):
     path = tmp_path / "m.jsonl"
     write(path, 0, 4)
     with open(path, "a") as file:
@@ -56,14 +56,8 @@ def test_a_line_that_a_kill_tore_apart_is_taken_back(tmp_path):
     assert iterations(path) == [1, 2, 3, 4]
     write(path, 4, 6)
     assert iterations(path) == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_fresh_run_keeps_the_file_of_the_run_before_it(tmp_path):
-    path = tmp_path / "m.jsonl"
-    write(path, 0, 4)
     write(path, 0, 2)
-    assert iterations(path) == [1, 2]
-    assert iterations(tmp_path / "m.jsonl.previous") == [1, 2, 3, 4]
+    assert iterations(path) == [1, 2] and iterations(tmp_path / "m.jsonl.previous") == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("content", ["# Notes\n", "[1, 2]\n", '{"step": 1}\n', '{"iteration": "3"}\n'])
@@ -174,31 +168,15 @@ def test_the_summary_tells_all_incarnations_and_the_run_has_the_last_word(tmp_pa
     sink.step(STEP.replace(iteration=2, seconds=1.5))
     sink.close({"valid_loss": 2.5, "train_seconds": 9.0, "perplexity": float("inf")})
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["iterations"] == 2
-    assert summary["tokens_per_second"] == 2000 / 2.0
-    assert summary["train_seconds"] == 9.0
-    assert summary["valid_loss"] == 2.5
-    assert summary["perplexity"] is None
+    expected = {"iterations": 2, "tokens_per_second": 1000.0, "train_seconds": 9.0, "valid_loss": 2.5}
+    assert summary.items() >= {**expected, "perplexity": None}.items()
     assert "torch" in summary["versions"] and "python" in summary["versions"]
 
 
-def test_an_interrupted_run_leaves_the_summary_of_an_earlier_one_as_it_was(tmp_path):
-    path = tmp_path / "summary.json"
-    path.write_text("{}")
-    SummarySink(path, Totals(), RunInfo(Run(), 0)).close(None)
-    assert path.read_text() == "{}"
-
-
-def test_lines_that_a_resumed_run_should_find_and_does_not_are_counted(tmp_path):
-    write(tmp_path / "m.jsonl", 0, 4)
-    assert JsonlSink(tmp_path / "m.jsonl", 4).missing == 0
-    assert JsonlSink(tmp_path / "m.jsonl", 7).missing == 3
-    assert JsonlSink(tmp_path / "other.jsonl", 7).missing == 7
-
-
-def test_lines_are_on_the_disk_before_a_step_is_published(tmp_path, monkeypatch):
-    sink = write(tmp_path / "m.jsonl", 0, 2)
-    synced = []
+def test_lines_are_on_the_disk_before_a_step_is_published_and_missing_ones_are_counted(tmp_path, monkeypatch):
+    sink, synced = write(tmp_path / "m.jsonl", 0, 4), []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
     sink.flush()
     assert synced == [str(tmp_path / "m.jsonl"), str(tmp_path / "m.eval.jsonl")]
+    found = [JsonlSink(tmp_path / name, start).missing for name, start in (("m.jsonl", 4), ("m.jsonl", 7), ("o", 7))]
+    assert found == [0, 3, 7]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from megatron_moe.report.page import files as page_files
 from megatron_moe.report.page.course import Course
 from megatron_moe.report.page.files import RunState
 from megatron_moe.report.reporter import Reporter
-from tests.report import chromium, page_cost, page_pictures
+from tests.report import chromium, page_cost, page_pictures, steps
 
 EVIL = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>'
 LAYERS, EXPERTS = (3, 4, 5), 8
@@ -74,17 +73,8 @@ def test_a_peak_of_one_step_stays_however_long_the_run_is() -> None:
 
 
 def test_torn_odd_and_repeated_lines_are_read_for_what_they_are(tmp_path: Path) -> None:
-    lines = [
-        line(1),
-        line(2),
-        line(3, loss=None),
-        line(4, loss=None, skipped=True),
-        line(2, loss=6.0),
-        line(3, loss=7.0),
-        line(4),
-        line(5),
-    ]
-    run = write(tmp_path / "run", lines)
+    abandoned = [line(1), line(2), line(3, loss=None), line(4, loss=None, skipped=True)]
+    run = write(tmp_path / "run", [*abandoned, line(2, loss=6.0), line(3, loss=7.0), line(4), line(5)])
     with open(run / "metrics.jsonl", "a") as file:
         file.write('[]\n{"iteration": 6, "lo')
     state = RunState(run / "metrics.jsonl")
@@ -98,24 +88,26 @@ def test_torn_odd_and_repeated_lines_are_read_for_what_they_are(tmp_path: Path) 
     assert state.course.rows()["iteration"]["mean"][-1] == 6
 
 
-def test_the_verdict_says_how_a_run_ended(tmp_path: Path) -> None:
-    states = {"finished": "finished", "stopped by SIGTERM": "stopped", "failed: out": "failed"}
-    for ending, expected in states.items():
-        run = write(tmp_path / expected, [line(1), line(2)], attempts=[{"attempt": 1, "ending": ending}])
-        assert made(run)["runs"][0]["status"]["state"] == expected
-
-
-def test_a_run_without_an_ending_is_running_while_it_writes_and_killed_once_it_is_silent(tmp_path: Path) -> None:
-    times = {"now": "2999-01-01T00:00:00.000+00:00", "long ago": "2001-01-01T00:00:00.000+00:00"}
-    now = write(tmp_path / "now", [line(1, time=times["now"])], attempts=[{"attempt": 1}])
-    old = write(tmp_path / "old", [line(1, time=times["long ago"])], attempts=[{"attempt": 1}])
-    os.utime(old / "metrics.jsonl", (1e9, 1e9))
-    assert [made(run)["runs"][0]["status"]["state"] for run in (now, old)] == ["running", "killed"]
+@pytest.mark.parametrize(
+    ("year", "ending", "state"),
+    [
+        (2999, {"ending": "finished"}, "finished"),
+        (2999, {"ending": "stopped by SIGTERM"}, "stopped"),
+        (2999, {"ending": "failed: out"}, "failed"),
+        (2999, {}, "running"),
+        (2001, {}, "killed"),  # it has been silent for long
+    ],
+)
+def test_the_verdict_says_how_a_run_ended(tmp_path: Path, year: int, ending: dict[str, str], state: str) -> None:
+    lines = [line(1, time=f"{year}-01-01T00:00:00.000+00:00")]
+    run = write(tmp_path / "run", lines, attempts=[{"attempt": 1, **ending}])
+    os.utime(run / "metrics.jsonl", (1e9, 1e9))
+    assert made(run)["runs"][0]["status"]["state"] == state
 
 
 def test_runs_of_every_shape_have_a_page(tmp_path: Path) -> None:
     dense = write(tmp_path / "a" / "run", [line(1, tokens_per_expert={}, expert_load=None)])
-    one_layer = write(tmp_path / "b" / "run", [line(1, tokens_per_expert={"1": [3, 0, 9]}) for _ in range(1)])
+    one_layer = write(tmp_path / "b" / "run", [line(1, tokens_per_expert={"1": [3, 0, 9]})])
     empty = write(tmp_path / "c" / "run", [])
     runs = made(dense, one_layer, empty)["runs"]
     assert [run["name"] for run in runs] == ["run", "run (2)", "run (3)"]
@@ -183,18 +175,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def reporter(folder: Path, page: Path) -> Reporter:
-    run = schema.replace(schema.Run(), train_iters=4, metrics_file=str(folder / "metrics.jsonl"), report_file=str(page))
-    return Reporter(run, is_writer=True, start_iteration=0, stream=io.StringIO())
+    files = {"metrics_file": str(folder / "metrics.jsonl"), "report_file": str(page)}
+    return steps.reporter(schema.replace(schema.Run(), train_iters=4, **files))
 
 
 def record(iteration: int) -> StepRecord:
-    values = {name: value for name, value in line(iteration).items() if name != "tokens_per_expert"}
-    rest = {"consumed_samples": 8 * iteration, "loss_scale": 1.0, "global_batch_size": 8, "seconds_left": 1.0}
-    return StepRecord(**{**values, **rest, "tokens_per_expert": {3: [1, 2]}})
+    return steps.STEP.replace(iteration=iteration, tokens_per_expert={3: [1, 2]})
 
 
 def test_a_run_writes_its_page_at_its_start_every_30_seconds_and_when_its_ending_is_known(
-    tmp_path: Path, clock: SimpleNamespace
+    tmp_path: Path, clock: Any
 ) -> None:
     page = tmp_path / "new" / "page.html"
     with reporter(tmp_path, page) as running:
@@ -211,9 +201,7 @@ def test_a_run_writes_its_page_at_its_start_every_30_seconds_and_when_its_ending
     assert data_of(page)["every"] == 30 and last["events"][-1]["kind"] == "end"
 
 
-def test_a_page_that_took_long_is_written_more_rarely(
-    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_took_long_is_written_more_rarely(tmp_path: Path, clock: Any, monkeypatch: Any) -> None:
     pages = []
 
     def slow(*given: Any, every: float) -> None:
@@ -245,7 +233,7 @@ def test_what_a_page_has_read_once_it_does_not_read_again(tmp_path: Path, clock:
 
 
 def test_after_a_restart_the_steps_before_it_are_read_a_second_at_a_time(
-    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: Any, monkeypatch: Any
 ) -> None:
     def slowly() -> float:
         clock.now += 0.4  # of each look at the clock, of which a step takes one
@@ -255,21 +243,17 @@ def test_after_a_restart_the_steps_before_it_are_read_a_second_at_a_time(
     metrics.write_text("".join(json.dumps(line(iteration)) + "\n" for iteration in range(1, 9)))
     running = build.PageSink(page, metrics, pytest.fail)
     monkeypatch.setattr(page_files, "time", SimpleNamespace(monotonic=slowly))
-    for steps in (None, None, 8):
+    for number in (None, None, 8):
         running.step(record(9))
-        assert (data_of(page)["runs"][0]["steps"] if page.exists() else None) == steps
+        assert (data_of(page)["runs"][0]["steps"] if page.exists() else None) == number
         clock.now += 20.0
         running.step(record(9))  # which is too early
         clock.now += 31.0
 
 
-def test_a_page_that_cannot_be_written_is_one_warning_and_the_run_goes_on(
-    tmp_path: Path, clock: SimpleNamespace
-) -> None:
-    page = tmp_path / "taken"
-    page.mkdir()
-    (page / "file").touch()
-    with reporter(tmp_path, page) as running:
+def test_a_page_that_cannot_be_written_is_one_warning_and_the_run_goes_on(tmp_path: Path, clock: Any) -> None:
+    (tmp_path / "taken" / "folder").mkdir(parents=True)
+    with reporter(tmp_path, tmp_path / "taken") as running:
         running.start({})
         for iteration in (1, 2, 3):
             clock.now += 60.0
@@ -310,19 +294,17 @@ def wait_for(browser: chromium.Page, chart: str) -> None:
     )
 
 
-def over(browser: chromium.Page, chart: str, x: float, y: float) -> str:
-    """Put the cursor on values of a chart's axes and return what the chart says."""
+def put_cursor(browser: chromium.Page, chart: str, x: float, y: float) -> tuple[float, float]:
+    """Put the cursor on values of a chart's axes and return its place in the window."""
     browser.evaluate(f"document.getElementById('chart-{chart}').scrollIntoView({{ block: 'center' }})")
     wait_for(browser, chart)
-    place = (
+    left, top = browser.evaluate(
         f"(() => {{ const u = document.querySelector('#chart-{chart} .plot').chart, b = u.over.getBoundingClientRect();"
         f" return [b.left + u.valToPos({x}, 'x'), b.top + u.valToPos({y}, 'y')]; }})()"
     )
-    left, top = browser.evaluate(place)
     browser.mouse("mouseMoved", left - 1, top)
     browser.mouse("mouseMoved", left, top)
-    text: str = browser.evaluate(f"document.querySelector('#chart-{chart} .readout').textContent")
-    return text
+    return left, top
 
 
 def test_the_page_is_what_the_metrics_say(browser: chromium.Page, tmp_path: Path) -> None:
@@ -336,12 +318,7 @@ def test_the_page_is_what_the_metrics_say(browser: chromium.Page, tmp_path: Path
     assert EVIL in browser.evaluate("document.getElementById('flags').textContent")
     wait_for(browser, "grad_norm")
     # the cursor on one step shows that step's value, in every chart
-    x, y = browser.evaluate(
-        "(() => { const u = document.querySelector('#chart-loss .plot').chart, box = u.over.getBoundingClientRect();"
-        " return [box.left + u.valToPos(20, 'x'), box.top + 50]; })()"
-    )
-    browser.mouse("mouseMoved", x - 1, y)
-    browser.mouse("mouseMoved", x, y)
+    x, y = put_cursor(browser, "loss", 20, 5)
     for chart, value in (("loss", lines[19]["loss"]), ("grad_norm", lines[19]["grad_norm"])):
         text = browser.evaluate(f"document.querySelector('#chart-{chart} .readout b').textContent")
         assert float(text) == pytest.approx(value, rel=1e-5)
@@ -418,9 +395,9 @@ def test_a_page_of_58_layers_and_256_experts_is_small_and_draws_what_is_in_sight
     wait_for(browser, "loss")
     drawn, charts, _ = browser.evaluate(DRAWN)
     assert drawn < charts / 2
-    assert over(browser, "experts", 255, 57) == (
-        "layer 60, expert 255: 0 of the mean, none in the last 20 counted steps"
-    )
+    put_cursor(browser, "experts", 255, 57)
+    said = browser.evaluate("document.querySelector('#chart-experts .readout').textContent")
+    assert said == "layer 60, expert 255: 0 of the mean, none in the last 20 counted steps"
     assert browser.errors == []
 
 

@@ -85,8 +85,7 @@ def test_a_curve_that_is_flat_or_empty_can_be_drawn():
     assert curve.drawn(10) == ""
     curve.add(2.0)
     curve.add(2.0)
-    assert curve.drawn(10) == "\u2581\u2581"
-    assert curve.drawn(10, from_zero=True) == "\u2588\u2588"
+    assert (curve.drawn(10), curve.drawn(10, from_zero=True)) == ("\u2581\u2581", "\u2588\u2588")
 
 
 def test_every_word_of_a_line_is_in_the_legend_in_its_order():

@@ -28,52 +28,29 @@ def through_json(record):
     return json.loads(json.dumps(to_json(record), allow_nan=False))
 
 
-def test_a_step_comes_back_equal_from_its_json_line():
-    assert step_from_json(through_json(STEP)) == STEP
-
-
-def test_losses_of_further_predictions_come_back_and_older_lines_have_none():
+def test_steps_and_evaluations_come_back_equal_from_their_json_lines_which_have_the_bits():
     further = STEP.replace(mtp_losses=[0.1 + 0.2, 3.0])
     line = through_json(further)
+    assert (line["loss_hex"], line["grad_norm_hex"]) == ((0.1 + 0.2).hex(), (1.0 / 3).hex())
     assert step_from_json(line) == further
-    del line["mtp_losses"]
-    assert step_from_json(line) == STEP
+    del line["mtp_losses"]  # as in older lines
+    assert step_from_json(line) == step_from_json(through_json(STEP)) == STEP
     no_number = step_from_json(through_json(STEP.replace(mtp_losses=[math.nan])))
     assert math.isnan(no_number.mtp_losses[0])
-
-
-def test_an_evaluation_comes_back_equal_from_its_json_line():
-    record = EvalRecord(7, "valid", 2.0 / 3, 4096, 1.5)
-    assert eval_from_json(through_json(record)) == record
-
-
-def test_a_json_line_carries_the_exact_bits_of_loss_and_grad_norm():
-    line = through_json(STEP)
-    assert line["loss_hex"] == (0.1 + 0.2).hex()
-    assert line["grad_norm_hex"] == (1.0 / 3).hex()
+    evaluation = EvalRecord(7, "valid", 2.0 / 3, 4096, 1.5)
+    assert eval_from_json(through_json(evaluation)) == evaluation
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_no_number_is_null_in_json_and_comes_back_as_it_was(value):
-    line = through_json(STEP.replace(loss=value, skipped=True))
-    assert line["loss"] is None
-    back = step_from_json(line).loss
-    assert math.isnan(back) if math.isnan(value) else back == value
+def test_a_loss_that_is_no_number_is_null_in_json_and_comes_back_as_it_was_and_no_grad_norm_has_no_bits(value):
+    line = through_json(STEP.replace(loss=value, skipped=True, grad_norm=None))
+    assert line["loss"] is None and "grad_norm_hex" not in line
+    back = step_from_json(line)
+    assert (math.isnan(back.loss) if math.isnan(value) else back.loss == value) and back.grad_norm is None
 
 
-def test_a_step_without_a_grad_norm_has_no_bits_of_one():
-    line = through_json(STEP.replace(grad_norm=None))
-    assert "grad_norm_hex" not in line
-    assert step_from_json(line).grad_norm is None
-
-
-def test_load_is_max_over_mean_and_unknown_for_a_layer_without_tokens():
-    assert load_max_over_mean([3, 0, 5, 0]) == 2.5
-    assert load_max_over_mean([4, 4]) == 1.0
-    assert load_max_over_mean([0, 0]) is None
-
-
-def test_the_share_of_dropped_choices_is_of_the_layers_that_drop():
+def test_load_is_max_over_mean_and_the_share_of_dropped_choices_is_of_the_layers_that_drop():
+    assert [load_max_over_mean(counts) for counts in ([3, 0, 5, 0], [4, 4], [0, 0])] == [2.5, 1.0, None]
     assert dropped_share(STEP) == 2 / 10  # layer 2 has no capacity
     assert dropped_share(STEP.replace(dropped_per_expert={})) is None
 

@@ -15,6 +15,7 @@ from megatron_moe.report.jsonl import read_steps
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.reporter import Reporter
 from tests.report import steps
+from tests.report.steps import reporter, scalars
 
 STEP = steps.STEP.replace(
     tokens_per_expert={2: [4, 0, 2, 2], 3: [2, 2, 2, 2]},
@@ -25,35 +26,29 @@ STEP = steps.STEP.replace(
 )
 
 
+FILES = {
+    "metrics_file": "metrics.jsonl",
+    "summary_file": "summary.json",
+    "plot_file": "plot.png",
+    "tensorboard_dir": "tensorboard",
+}
+
+
 def run_with(folder, *flags, train_iters=6):
-    names = {
-        "metrics_file": "metrics.jsonl",
-        "tensorboard_dir": "tensorboard",
-        "plot_file": "plot.png",
-        "summary_file": "summary.json",
-    }
-    wanted = {flag: str(folder / names[flag]) for flag in flags}
+    wanted = {flag: str(folder / FILES[flag]) for flag in flags}
     return schema.replace(schema.Run(), train_iters=train_iters, log_interval=2, **wanted)
 
 
 def tell(run, start, stop, summary=None):
     stream = io.StringIO()
-    with Reporter(run, is_writer=True, start_iteration=start, stream=stream) as reporter:
-        reporter.start({"device": "cpu", "unigram_entropy": 5.0})
+    with reporter(run, start, stream) as running:
+        running.start({"device": "cpu", "unigram_entropy": 5.0})
         for iteration in range(start + 1, stop + 1):
-            reporter.step(STEP.replace(iteration=iteration, loss=3.0 - 0.1 * iteration))
+            running.step(STEP.replace(iteration=iteration, loss=3.0 - 0.1 * iteration))
             if iteration % 2 == 0:
-                reporter.evaluation(EvalRecord(iteration, "valid", 3.1 - 0.1 * iteration, 100, 0.1))
-        reporter.close(summary)
+                running.evaluation(EvalRecord(iteration, "valid", 3.1 - 0.1 * iteration, 100, 0.1))
+        running.close(summary)
     return stream.getvalue()
-
-
-def scalars(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 @pytest.fixture
@@ -65,18 +60,17 @@ def figures(monkeypatch):
 
 
 def test_a_rank_that_is_not_the_writer_writes_and_prints_nothing(tmp_path, capsys):
-    run = run_with(tmp_path, "metrics_file", "summary_file", "plot_file", "tensorboard_dir")
-    reporter = Reporter(run, is_writer=False, start_iteration=0)
-    reporter.start({"device": "cpu"})
-    reporter.step(STEP)
-    reporter.message("hello")
-    reporter.close({"valid_loss": 1.0})
+    silent = Reporter(run_with(tmp_path, *FILES), is_writer=False, start_iteration=0)
+    silent.start({"device": "cpu"})
+    silent.step(STEP)
+    silent.message("hello")
+    silent.close({"valid_loss": 1.0})
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
 
 
 def test_a_run_that_is_killed_and_resumed_leaves_the_same_files_as_one_that_was_not(tmp_path):
-    run = run_with(tmp_path, "metrics_file", "summary_file", "plot_file", "tensorboard_dir")
+    run = run_with(tmp_path, *FILES)
     tell(run, 0, 5)
     output = tell(run, 4, 6, {"valid_loss": 2.5})
     assert [record.iteration for record in read_steps(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
@@ -85,7 +79,7 @@ def test_a_run_that_is_killed_and_resumed_leaves_the_same_files_as_one_that_was_
     assert (summary["iterations"], summary["train_seconds"], summary["tokens_per_second"]) == (6, 3.0, 2000.0)
     assert [step for step, _ in scalars(tmp_path / "tensorboard")["loss/train"]] == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    for name in ("metrics.jsonl", "tensorboard", "summary.json", "plot.png"):
+    for name in FILES.values():
         assert f"wrote {tmp_path / name}" in output
 
 
@@ -109,10 +103,10 @@ def test_tensorboard_gets_the_loss_the_load_of_each_layer_and_the_auxiliary_loss
 def test_megatrons_names_are_over_iterations_and_samples_and_one_line_after_a_restart(tmp_path):
     run = schema.replace(run_with(tmp_path, "tensorboard_dir"), tensorboard_names="megatron")
     for start, stop in ((0, 5), (4, 6)):
-        with Reporter(run, is_writer=True, start_iteration=start, stream=io.StringIO()) as reporter:
+        with reporter(run, start) as running:
             for iteration in range(start + 1, stop + 1):
-                reporter.step(STEP.replace(iteration=iteration, consumed_samples=8 * iteration, skipped=iteration == 2))
-            reporter.evaluation(EvalRecord(stop, "valid", 3.0, 100, 0.1))
+                running.step(STEP.replace(iteration=iteration, consumed_samples=8 * iteration, skipped=iteration == 2))
+            running.evaluation(EvalRecord(stop, "valid", 3.0, 100, 0.1))
     found, over = scalars(tmp_path / "tensorboard"), scalars(tmp_path / "tensorboard" / "vs_samples")
     assert [step for step, _ in found["lm loss"]] == [1, 3, 4, 5, 6], "of a skipped step there is no loss"
     assert [step for step, _ in over["lm loss vs samples"]] == [8, 24, 32, 40, 48]
@@ -123,27 +117,21 @@ def test_megatrons_names_are_over_iterations_and_samples_and_one_line_after_a_re
     assert "experts/load_max_over_mean" in found and "load_balancing_loss vs samples" not in over
 
 
-def test_a_run_that_had_nothing_left_to_do_still_tells_its_totals(tmp_path):
-    run = run_with(tmp_path, "metrics_file", "summary_file")
+def test_a_run_that_had_nothing_left_to_do_still_tells_its_totals_once(tmp_path):
+    run, stream = run_with(tmp_path, "metrics_file", "summary_file"), io.StringIO()
     tell(run, 0, 6)
-    tell(run, 6, 6, {"valid_loss": 2.5})
+    running = reporter(run, 6, stream)
+    running.close({"valid_loss": 1.0})
+    running.close({"valid_loss": 2.0})
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["iterations"], summary["train_seconds"]) == (6, 3.0)
-
-
-def test_the_end_is_told_once(tmp_path):
-    stream = io.StringIO()
-    reporter = Reporter(run_with(tmp_path, "summary_file"), is_writer=True, start_iteration=0, stream=stream)
-    reporter.close({"valid_loss": 1.0})
-    reporter.close({"valid_loss": 2.0})
-    assert stream.getvalue().count("wrote") == 1
-    assert json.loads((tmp_path / "summary.json").read_text())["valid_loss"] == 1.0
+    assert (summary["iterations"], summary["train_seconds"], summary["valid_loss"]) == (6, 3.0, 1.0)
+    assert stream.getvalue().count("summary.json") == 1
 
 
 def test_a_path_that_cannot_be_written_is_named_with_its_flag(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ConfigError, match=r"--metrics-file .*metrics\.jsonl cannot be written"):
-        Reporter(run_with(tmp_path, "metrics_file"), is_writer=True, start_iteration=0)
+        reporter(run_with(tmp_path, "metrics_file"))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +140,7 @@ def test_a_path_that_cannot_be_written_is_named_with_its_flag(tmp_path):
 def test_a_missing_package_is_told_at_the_start(tmp_path, monkeypatch, flag, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match="pip install"):
-        Reporter(run_with(tmp_path, "metrics_file", flag), is_writer=True, start_iteration=0)
+        reporter(run_with(tmp_path, "metrics_file", flag))
 
 
 def test_the_picture_shows_the_losses_the_entropy_and_the_load_of_every_expert(tmp_path, figures):
@@ -178,11 +166,10 @@ def test_a_picture_of_many_experts_and_steps_has_a_row_per_layer_and_bounded_col
 
 
 def test_a_picture_of_a_run_that_counts_every_second_step_shows_those(tmp_path, figures):
-    run = run_with(tmp_path, "metrics_file")
-    with Reporter(run, is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter:
+    with reporter(run_with(tmp_path, "metrics_file")) as running:
         for iteration in range(1, 7):
             counts = STEP.tokens_per_expert if iteration % 2 == 0 else {}
-            reporter.step(STEP.replace(iteration=iteration, tokens_per_expert=counts))
+            running.step(STEP.replace(iteration=iteration, tokens_per_expert=counts))
     plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
     _, balance, load = figures[0].axes[:3]
     assert list(balance.lines[0].get_xdata()) == [2, 4, 6]
@@ -192,11 +179,10 @@ def test_a_picture_of_a_run_that_counts_every_second_step_shows_those(tmp_path, 
 
 
 def test_a_dense_run_with_a_skipped_step_is_drawn_too(tmp_path):
-    run = run_with(tmp_path, "metrics_file")
-    with Reporter(run, is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter:
+    with reporter(run_with(tmp_path, "metrics_file")) as running:
         for iteration in range(1, 41):
             odd = {"loss": 99.0, "skipped": True} if iteration == 5 else {}
-            reporter.step(STEP.replace(iteration=iteration, tokens_per_expert={}, **odd))
+            running.step(STEP.replace(iteration=iteration, tokens_per_expert={}, **odd))
     history = plot.History.read(tmp_path / "metrics.jsonl")
     assert math.isnan(history.losses[4]) and history.losses[5] == 3.0
     plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png")

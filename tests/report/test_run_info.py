@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -18,9 +17,8 @@ from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.report.jsonl import events_path, read_events, read_steps
 from megatron_moe.report.records import EVENTS
-from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.run_info import ATTEMPT_FIELDS, FIELDS, info_path
-from tests.report.steps import STEP
+from tests.report.steps import STEP, reporter
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
@@ -33,12 +31,12 @@ def run_of(folder: Path) -> Run:
 
 def report(folder: Path, start: int, last: int, ending: str | None = "finished") -> None:
     """Report the steps after `start`; without an ending, stop as a process does that is killed."""
-    reporter = Reporter(run_of(folder), is_writer=True, start_iteration=start, stream=io.StringIO())
-    reporter.start({"device": "cpu"})
+    running = reporter(run_of(folder), start)
+    running.start({"device": "cpu"})
     for iteration in range(start + 1, last + 1):
-        reporter.step(STEP.replace(iteration=iteration))
+        running.step(STEP.replace(iteration=iteration))
     if ending is not None:
-        reporter.close({}, ending)
+        running.close({}, ending)
 
 
 def info(folder: Path) -> dict[str, Any]:
@@ -76,11 +74,10 @@ def test_a_start_from_zero_is_another_run_and_keeps_the_files_of_the_one_before(
 
 
 def test_events_of_a_killed_attempt_stay(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    reporter = Reporter(run_of(tmp_path), is_writer=True, start_iteration=0, stream=io.StringIO())
+    metrics, running = tmp_path / "metrics.jsonl", reporter(run_of(tmp_path))
     for iteration in range(1, 4):
-        reporter.step(STEP.replace(iteration=iteration))
-    reporter.event("fault", "iteration 3: a NaN", path="faults/3")
+        running.step(STEP.replace(iteration=iteration))
+    running.event("fault", "iteration 3: a NaN", path="faults/3")
     with open(events_path(metrics), "a") as torn:
         torn.write('{"time": "20')
     report(tmp_path, 2, 3)
@@ -100,11 +97,8 @@ def test_events_of_a_killed_attempt_stay(tmp_path: Path) -> None:
     ],
 )
 def test_an_attempt_that_an_error_ends_says_so(tmp_path: Path, error: BaseException, ending: str) -> None:
-    with (
-        pytest.raises(type(error)),
-        Reporter(run_of(tmp_path), is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter,
-    ):
-        reporter.step(STEP.replace(iteration=1))
+    with pytest.raises(type(error)), reporter(run_of(tmp_path)) as running:
+        running.step(STEP.replace(iteration=1))
         raise error
     assert info(tmp_path)["attempts"][-1]["ending"] == ending
     events = list(read_events(tmp_path / "metrics.jsonl"))
@@ -115,11 +109,10 @@ def test_an_attempt_that_an_error_ends_says_so(tmp_path: Path, error: BaseExcept
 def test_last_words_are_kept_where_the_process_ends_at_once(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
-        run = schema.replace(run_of(tmp_path), report_file=str(tmp_path / "report.html"))
-        reporter = Reporter(run, is_writer=True, start_iteration=0, stream=io.StringIO())
-        reporter.start({"device": "cpu"})
-        reporter.step(STEP.replace(iteration=1))
-        reporter.last_words("failed: rank 1 is gone", "rank 1 is gone")
+        running = reporter(schema.replace(run_of(tmp_path), report_file=str(tmp_path / "report.html")))
+        running.start({"device": "cpu"})
+        running.step(STEP.replace(iteration=1))
+        running.last_words("failed: rank 1 is gone", "rank 1 is gone")
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert info(tmp_path)["attempts"][-1]["ending"] == "failed: rank 1 is gone"
@@ -137,19 +130,14 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
     assert info_path(tmp_path / "metrics.jsonl").read_text() == "[]"
 
 
-def test_what_the_run_is_has_the_documented_keys(tmp_path: Path) -> None:
+def test_what_the_run_is_has_the_documented_keys_and_the_page_has_those_of_all_files(tmp_path: Path) -> None:
     report(tmp_path, 0, 1)
     found = info(tmp_path)
     assert list(found) == list(FIELDS)
     assert list(found["attempts"][0]) == list(ATTEMPT_FIELDS)
     assert found["flags"]["metrics_file"] == str(tmp_path / "metrics.jsonl") and found["ranks"] == 1
     assert set(FIELDS) < set(json.loads((tmp_path / "summary.json").read_text()))
-
-
-def test_the_page_has_the_keys_of_all_files() -> None:
     page = PAGE.read_text(encoding="utf-8")
     rows = [f"| {kind} | {text} |" for kind, text in EVENTS.items()]
-    rows += [
-        f"| {key} | {kind} | {text} |" for fields in (FIELDS, ATTEMPT_FIELDS) for key, (kind, text) in fields.items()
-    ]
+    rows += [f"| {key} | {kind} | {text} |" for key, (kind, text) in [*FIELDS.items(), *ATTEMPT_FIELDS.items()]]
     assert [row for row in rows if row not in page] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -21,14 +20,8 @@ from megatron_moe.report import tracker
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.training.plan import plan_run
 from tests.report import wandb_stand_in
-from tests.report.tracked_runs import SECRET, about, events, of_wandb, report, step
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for a process as long as a slow machine takes."""
-    monkeypatch.setattr(tracker, "SECONDS_TO_CLOSE", 300.0)
-    monkeypatch.setattr(tracker, "SECONDS_TO_CLOSE_INTERRUPTED", 300.0)
+from tests.report.steps import reporter
+from tests.report.tracked_runs import SECRET, about, events, of_wandb, patience, report, step  # noqa: F401 (autouse)
 
 
 @pytest.fixture
@@ -43,6 +36,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def state(server: Path) -> dict[str, Any]:
     return json.loads(server.read_text())
+
+
+def started(folder: Path) -> Reporter:
+    running = reporter(of_wandb(folder))
+    running.start({})
+    return running
 
 
 # ---- Weights & Biases, by a stand-in
@@ -79,12 +78,8 @@ def test_wandb_gets_megatrons_tags_and_the_steps_of_the_interval(server: Path, t
 
 
 def test_a_fault_is_an_alert(server: Path, tmp_path: Path):
-    with (
-        pytest.raises(RunFault),
-        Reporter(of_wandb(tmp_path), is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter,
-    ):
-        reporter.start({})
-        reporter.step(step(1, 3.0))
+    with pytest.raises(RunFault), started(tmp_path) as running:
+        running.step(step(1, 3.0))
         raise RunFault("iteration 2: a NaN")
     found = state(server)
     assert found["alerts"] == [["fault at iteration 1", "iteration 2: a NaN", "ERROR"]]
@@ -96,11 +91,10 @@ def test_a_fault_is_an_alert(server: Path, tmp_path: Path):
 def test_the_last_steps_of_a_killed_run_arrive(server: Path, tmp_path: Path, says: bool):
     child = os.fork()
     if child == 0:
-        reporter = Reporter(of_wandb(tmp_path), is_writer=True, start_iteration=0, stream=io.StringIO())
-        reporter.start({})
-        reporter.step(step(1, 3.0))
+        running = started(tmp_path)
+        running.step(step(1, 3.0))
         if says:
-            reporter.last_words("failed: rank 1 is gone", "rank 1 is gone")
+            running.last_words("failed: rank 1 is gone", "rank 1 is gone")
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     await_file(server)
@@ -119,29 +113,26 @@ def await_file(path: Path) -> None:
 
 
 def test_a_signal_for_the_training_does_not_end_the_process_that_hands_it_over(server: Path, tmp_path: Path):
-    stream = io.StringIO()
-    with Reporter(of_wandb(tmp_path), is_writer=True, start_iteration=0, stream=stream) as reporter:
-        reporter.start({})
+    with started(tmp_path) as running:
         pid = Path(f"{server}.pid")
         await_file(pid)
         assert os.getpgid(int(pid.read_text())) != os.getpgrp()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # as Slurm sends it to every process
             os.kill(int(pid.read_text()), number)
-        reporter.step(step(1, 3.0))
-        reporter.close({}, "stopped by SIGTERM")
+        running.step(step(1, 3.0))
+        running.close({}, "stopped by SIGTERM")
     found = state(server)
     assert (found["summary"]["ending"], found["exit_code"], found["preempting"]) == ("stopped by SIGTERM", 1, True)
 
 
 def test_a_process_that_the_trainer_has_forked_does_not_hold_up_the_end(server: Path, tmp_path: Path):
-    with Reporter(of_wandb(tmp_path), is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter:
-        reporter.start({})
-        reporter.step(step(1, 3.0))
+    with started(tmp_path) as running:
+        running.step(step(1, 3.0))
         worker = os.fork()  # with the pipe, as a worker of the data has it
         if worker == 0:
             signal.pause()
         try:
-            reporter.close({})
+            running.close({})
         finally:
             os.kill(worker, signal.SIGKILL)
             os.waitpid(worker, 0)
@@ -180,12 +171,11 @@ def test_values_that_nobody_takes_are_dropped_before_they_fill_the_memory(
     deaf.write_text(f"#!/bin/sh\necho $$ > {pid}.new && mv {pid}.new {pid}\nexec sleep 600\n")
     deaf.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(deaf))
-    with Reporter(of_wandb(tmp_path), is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter:
-        reporter.start({})
+    with started(tmp_path) as running:
         for iteration in range(1, 13):
-            reporter.step(step(iteration, 3.0))
-            reporter.event("fault", "x" * 2**17, shown=False)
-        reporter.close({})
+            running.step(step(iteration, 3.0))
+            running.event("fault", "x" * 2**17, shown=False)
+        running.close({})
     await_file(pid)
     os.kill(int(pid.read_text()), signal.SIGKILL)
     (warning,) = events(tmp_path, "warning")
@@ -208,9 +198,9 @@ def test_a_process_that_cannot_be_started_is_one_warning(server: Path, tmp_path:
 
 
 def test_a_rank_that_does_not_write_starts_nothing(server: Path, tmp_path: Path):
-    with Reporter(of_wandb(tmp_path), is_writer=False, start_iteration=0) as reporter:
-        reporter.start({})
-        reporter.step(step(1, 3.0))
+    with Reporter(of_wandb(tmp_path), is_writer=False, start_iteration=0) as silent:
+        silent.start({})
+        silent.step(step(1, 3.0))
     assert not server.exists() and not Path(f"{server}.pid").exists()
 
 

@@ -15,17 +15,8 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.config import schema
-from megatron_moe.report import tracker, tracker_process
-from tests.report.tracked_runs import SECRET, about, events, of_mlflow, of_wandb, report
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for a process as long as a slow machine takes."""
-    monkeypatch.setattr(tracker, "SECONDS_TO_CLOSE", 300.0)
-    monkeypatch.setattr(tracker, "SECONDS_TO_CLOSE_INTERRUPTED", 300.0)
-
+from megatron_moe.report import tracker_process
+from tests.report.tracked_runs import SECRET, about, events, of_wandb, patience, report, run_of  # noqa: F401 (autouse)
 
 # ---- MLflow whose server fails for a while
 
@@ -97,17 +88,12 @@ def test_mlflow_is_tried_again_at_the_end_of_a_run(away: None, monkeypatch: pyte
     assert [name for name, *_ in Away.last.logged] == (["loss/train", "iteration"] if failures == 1 else [])
 
 
-@pytest.mark.parametrize(
-    ("ending", "status"), [("finished", "FINISHED"), ("failed: x", "FAILED"), ("killed", "KILLED")]
-)
-def test_mlflow_gets_flags_layout_and_how_a_run_ends(
-    away: None, monkeypatch: pytest.MonkeyPatch, ending: str, status: str
-):
+def test_mlflow_gets_flags_layout_and_how_a_run_ends(away: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Away, "failures", 0)
-    assert [reply["kind"] for reply in tracked(VALUES, {"ending": ending}, flags={"lr": 1}, layout={"TP": 2})] == [
-        "done"
-    ]
-    assert Away.last.kept == {"lr": "1", "layout.TP": "2", "megatron_moe.ending": ending, "status": status}
+    for ending, status in (("finished", "FINISHED"), ("failed: x", "FAILED"), ("killed", "KILLED")):
+        replies = tracked(VALUES, {"ending": ending}, flags={"lr": 1}, layout={"TP": 2})
+        assert [reply["kind"] for reply in replies] == ["done"]
+        assert Away.last.kept == {"lr": "1", "layout.TP": "2", "megatron_moe.ending": ending, "status": status}
 
 
 def test_mlflow_goes_on_in_the_run_that_is_there_after_its_last_step(away: None, monkeypatch: pytest.MonkeyPatch):
@@ -149,7 +135,7 @@ def test_mlflow_has_each_step_once_over_a_restart(tmp_path: Path, monkeypatch: p
     from mlflow.tracking import MlflowClient
 
     uri = f"file:{tmp_path / 'runs'}" if place == "file" else f"sqlite:///{tmp_path / 'runs.db'}"
-    run = schema.replace(of_mlflow(tmp_path), mlflow_tracking_uri=uri)
+    run = run_of(tmp_path, mlflow_experiment="moe", mlflow_tracking_uri=uri, mlflow_run_name="first")
     for start, last, ending, status in ((0, 4, "stopped by SIGTERM", "KILLED"), (2, 6, "finished", "FINISHED")):
         report(run, start, last, ending, opened="MLflow run: ")
         client = MlflowClient(uri)

@@ -8,15 +8,24 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron_moe.config import schema
 from megatron_moe.config.schema import Run
+from megatron_moe.report import tracker
 from megatron_moe.report.jsonl import read_events
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EvalRecord
-from megatron_moe.report.reporter import Reporter
-from tests.report.steps import STEP
+from tests.report.steps import STEP, reporter
 
 SECRET = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a process as long as a slow machine takes."""
+    monkeypatch.setattr(tracker, "SECONDS_TO_CLOSE", 300.0)
+    monkeypatch.setattr(tracker, "SECONDS_TO_CLOSE_INTERRUPTED", 300.0)
 
 
 def step(iteration: int, loss: float) -> StepRecord:
@@ -31,27 +40,22 @@ def of_wandb(folder: Path, **flags: Any) -> Run:
     return run_of(folder, wandb_project="moe", wandb_save_dir=str(folder / "w"), **flags)
 
 
-def of_mlflow(folder: Path, **flags: Any) -> Run:
-    uri = f"file:{folder / 'runs'}"
-    return run_of(folder, mlflow_experiment="moe", mlflow_tracking_uri=uri, mlflow_run_name="first", **flags)
-
-
 def report(run: Run, start: int, last: int, ending: str = "finished", changed: int = 99, opened: str = "") -> str:
     """Report steps after `start`; the losses of those from `changed` on are other ones than a repeated step's.
 
     The run goes on until `opened` is said: a service's process has a minute to finish, which may import for longer.
     """
     stream = io.StringIO()
-    with Reporter(run, is_writer=True, start_iteration=start, stream=stream) as reporter:
-        reporter.start({"device": "cpu"})
+    with reporter(run, start, stream) as running:
+        running.start({"device": "cpu"})
         for iteration in range(start + 1, last + 1):
-            reporter.step(step(iteration, 9.0 - iteration + (0.5 if iteration >= changed else 0.0)))
-        reporter.evaluation(EvalRecord(last, "valid", 3.0, 100, 0.1))
+            running.step(step(iteration, 9.0 - iteration + (0.5 if iteration >= changed else 0.0)))
+        running.evaluation(EvalRecord(last, "valid", 3.0, 100, 0.1))
         while opened not in stream.getvalue():
             assert " gets no more of this run" not in stream.getvalue(), stream.getvalue()
             time.sleep(0.05)
-            reporter.flush()
-        reporter.close({}, ending)
+            running.flush()
+        running.close({}, ending)
     return stream.getvalue()
 
 
