@@ -36,15 +36,8 @@ class Stages:
         self.commands = commands or {}
 
     def __call__(self, folder, extra):
-        summary = {
-            "valid_loss": self.valid_loss,
-            "unigram_entropy": 5.0,
-            "iterations": 3,
-            "train_seconds": 1.0,
-            "tokens_per_second": 10.0,
-            "sample": "def f():\n\x1b[2J",
-            "checkpoint": "iter_3",
-        }
+        summary = {"valid_loss": self.valid_loss, "unigram_entropy": 5.0, "iterations": 3, "train_seconds": 1.0}
+        summary |= {"tokens_per_second": 10.0, "sample": "def f():\n\x1b[2J", "checkpoint": "iter_3"}
         return [self.stage("corpus", "text", extra), self.stage("train", json.dumps(summary), extra)]
 
     def stage(self, name, content, extra):
@@ -75,34 +68,25 @@ def run(monkeypatch, stages, *flags):
     return demo.main(["--folder", str(stages.folder), *flags])
 
 
-def test_a_complete_stage_is_skipped_and_the_result_is_told_again(folder, monkeypatch, capfd):
+def test_a_stage_runs_again_only_when_its_output_is_gone_or_its_flags_change_and_so_do_those_after_it(
+    folder, monkeypatch, capfd
+):
     stages = Stages(folder)
     assert run(monkeypatch, stages) == 0
     assert run(monkeypatch, stages) == 0
     assert stages.names() == ["corpus", "train"]
     output = capfd.readouterr().out
-    assert output.count("validation loss  2.000") == 2
-    assert "done before" in output
-
-
-def test_a_stage_runs_again_when_its_output_is_gone_or_its_flags_change_and_so_do_those_after_it(folder, monkeypatch):
-    stages = Stages(folder)
-    run(monkeypatch, stages)
+    assert output.count("validation loss  2.000") == 2 and "done before" in output
     (folder / "corpus").unlink()
     assert run(monkeypatch, stages) == 0
     assert run(monkeypatch, stages, "--train-iters", "5") == 0
     assert stages.names() == ["corpus", "train"] * 3
-
-
-def test_data_is_not_made_anew_under_a_trained_model(folder, monkeypatch, capfd):
-    stages = Stages(folder)
-    run(monkeypatch, stages)
+    # Data is not made anew under a trained model.
     (folder / "checkpoints").mkdir()
     (folder / "corpus").unlink()
-    assert run(monkeypatch, stages) == 2
-    assert "start over with --fresh" in capfd.readouterr().out
-    assert stages.names() == ["corpus", "train"]
-    assert run(monkeypatch, stages, "--fresh") == 0
+    assert run(monkeypatch, stages, "--train-iters", "5") == 2
+    assert "start over with --fresh" in capfd.readouterr().out and stages.names() == ["corpus", "train"] * 3
+    assert run(monkeypatch, stages, "--train-iters", "5", "--fresh") == 0
     assert not (folder / "checkpoints").exists()
 
 
@@ -114,17 +98,13 @@ def test_fresh_never_removes_a_folder_that_is_not_the_demos(folder, monkeypatch)
     assert (folder / "thesis.tex").exists()
 
 
-def test_a_stage_that_fails_ends_the_demo_with_its_status_and_runs_again(folder, monkeypatch):
+def test_a_stage_that_fails_or_leaves_no_output_ends_the_demo_and_runs_again(folder, monkeypatch, capfd):
     stages = Stages(folder, commands={"corpus": "import sys; sys.exit(7)"})
     assert run(monkeypatch, stages) == 7
+    stages.commands = {"corpus": "pass"}
+    assert run(monkeypatch, stages) == 1 and "did not write" in capfd.readouterr().out
     stages.commands = {}
-    assert run(monkeypatch, stages) == 0
-    assert stages.names() == ["corpus", "train"]
-
-
-def test_a_stage_that_leaves_no_output_is_not_complete(folder, monkeypatch, capfd):
-    assert run(monkeypatch, Stages(folder, commands={"corpus": "pass"})) == 1
-    assert "did not write" in capfd.readouterr().out
+    assert run(monkeypatch, stages) == 0 and stages.names() == ["corpus", "train"]
 
 
 @pytest.mark.parametrize(("loss", "status"), [(3.9, 0), (4.1, 1), (float("nan"), 1)])
@@ -169,11 +149,10 @@ def test_the_demos_own_stages_are_commands_that_the_programs_accept(tmp_path, mo
     configuration = cli.parse(words[words.index("pretrain_moe.py") + 1 :])
     rules.check(configuration, demo.RANKS)
     assert configuration.training.train_iters == 400
-    written = {str(path) for stage in stages.values() for path in stage.outputs}
-    for prefix in (configuration.data.train_data_path, configuration.data.valid_data_path):
-        assert f"{prefix[0]}.bin" in written
-    assert configuration.data.tokenizer_model in written
-    assert configuration.logging.summary_file in written
+    data = configuration.data
+    needed = {f"{prefix[0]}.bin" for prefix in (data.train_data_path, data.valid_data_path)}
+    needed |= {data.tokenizer_model, configuration.logging.summary_file}
+    assert needed <= {str(path) for stage in stages.values() for path in stage.outputs}
     shown = demo.shown(words)
     assert shown.startswith("torchrun --standalone --nproc-per-node 2 pretrain_moe.py --preset demo")
     assert "'    def __init__(self, name'" in shown

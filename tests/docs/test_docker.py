@@ -35,11 +35,8 @@ def sources(path: Path) -> list[str]:
 
 def ignored(name: str, patterns: list[str]) -> bool:
     """Return whether .dockerignore leaves out a path: a pattern fits it or a folder above it."""
-    for pattern in patterns:
-        body = re.escape(pattern).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
-        if re.fullmatch(f"{body}(/.*)?", name):
-            return True
-    return False
+    bodies = (re.escape(one).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*") for one in patterns)
+    return any(re.fullmatch(f"{body}(/.*)?", name) for body in bodies)
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -50,10 +47,7 @@ def test_what_is_copied_is_there_and_not_ignored(path: Path) -> None:
         assert (ROOT / source).exists(), source
         below = [source, *(str(one.relative_to(ROOT)) for one in (ROOT / source).rglob("*") if one.is_file())]
         assert [name for name in below if ignored(name, patterns) and "__pycache__" not in name] == []
-
-
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_a_container_does_not_run_as_root(path: Path) -> None:
+    # A container does not run as root.
     user = [rest.strip() for word, rest in instructions(path) if word == "USER"][-1]
     made = " ".join(rest for word, rest in instructions(path) if word == "RUN")
     assert user not in ("root", "0") and f"useradd --create-home --shell /bin/bash {user}" in made
@@ -70,26 +64,16 @@ def test_the_gpu_build_compares_the_images_libraries_before_and_after_pip() -> N
 # ---- the proof that pip replaced nothing
 
 
-def install(folder: Path, module: str, name: str, version: str) -> None:
+def install(folder: Path, name: str, version: str) -> None:
     """Put a stub of a library and its metadata into a folder of the path."""
-    (folder / module).mkdir(parents=True, exist_ok=True)
-    (folder / module / "__init__.py").write_text("raise RuntimeError('not to be imported: no GPU')\n")
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / name / "__init__.py").write_text("raise RuntimeError('not to be imported: no GPU')\n")
     for old in folder.glob(f"{name}-*.dist-info"):
         (old / "METADATA").unlink()
         old.rmdir()
     (folder / f"{name}-{version}.dist-info").mkdir()
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     (folder / f"{name}-{version}.dist-info" / "METADATA").write_text(metadata)
-
-
-@pytest.fixture
-def image(tmp_path: Path) -> Path:
-    """Return the site-packages of a stub image."""
-    site = tmp_path / "site"
-    install(site, "torch", "torch", "2.12.0a0+nv26.05")
-    install(site, "transformer_engine", "transformer_engine", "2.16.0")
-    install(site, "apex", "apex", "0.1")
-    return site
 
 
 def proof(site: Path, verb: str) -> subprocess.CompletedProcess[str]:
@@ -100,12 +84,15 @@ def proof(site: Path, verb: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def test_a_library_that_pip_replaced_or_moved_ends_the_build(image: Path) -> None:
+def test_a_library_that_pip_replaced_or_moved_ends_the_build(tmp_path: Path) -> None:
+    image = tmp_path / "site"
+    for name, version in (("torch", "2.12.0a0+nv26.05"), ("transformer_engine", "2.16.0"), ("apex", "0.1")):
+        install(image, name, version)
     assert proof(image, "record").returncode == 0
     done = proof(image, "compare")
     assert done.returncode == 0, done.stderr
     assert "torch, transformer_engine, apex" in done.stdout
-    install(image, "torch", "torch", "2.13.0")
+    install(image, "torch", "2.13.0")
     (image / "apex" / "__init__.py").unlink()
     (image / "apex").rename(image / "other")
     done = proof(image, "compare")
@@ -115,8 +102,7 @@ def test_a_library_that_pip_replaced_or_moved_ends_the_build(image: Path) -> Non
 
 def test_an_image_without_torch_is_refused(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
-    assert proof(tmp_path / "site", "record").returncode == 1
-    assert proof(tmp_path / "site", "other").returncode == 2
+    assert [proof(tmp_path / "site", verb).returncode for verb in ("record", "other")] == [1, 2]
 
 
 # ---- Transformer Engine's source distribution is built against the torch that is there while it is built

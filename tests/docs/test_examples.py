@@ -25,14 +25,8 @@ REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(REPO.glob("examples/*.sh"))
 JOBS = sorted(REPO.glob("examples/slurm/*.sbatch"))
 PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md")])
-PROGRAMS = (
-    "pretrain_moe.py",
-    "preprocess_data.py",
-    "tools/plan.py",
-    "tools/doctor.py",
-    " tools/preflight.py",
-    "megatron-moe slurm",
-)
+TOOLS = ("preprocess_data.py", "tools/plan.py", "tools/doctor.py", "tools/preflight.py")
+PROGRAMS = ("pretrain_moe.py", *TOOLS[:3], " tools/preflight.py", "megatron-moe slurm")
 
 
 @dataclass(frozen=True)
@@ -63,25 +57,26 @@ def training_command(words):
 
 def check(command, folder, monkeypatch):
     """Parse and check a training command where it would run: a repository with configs and the pages' ds.json."""
+    folder.mkdir()
     (folder / "examples").symlink_to(REPO / "examples", target_is_directory=True)
     (folder / "ds.json").symlink_to(REPO / "tests" / "config" / "deepspeed" / "zeropp_bf16_failing_in_deepspeed.json")
     monkeypatch.chdir(folder)
-    run = cli.parse([*command.flags, "--dry-run"], lambda given: {**_imported(given), **given}, command.world_size)
+    run = cli.parse([*command.flags, "--dry-run"], imported, command.world_size)
     if run.precision.print_precision or run.logging.list_advisories:
         rules.check_model(run, command.world_size)
     else:
         rules.check(run, command.world_size)
 
 
-def _imported(given):
-    """The architecture that the folder of a page would have."""
-    return PRESETS["deepseek-v2-lite"] if "load_hf" in given else {}
+def imported(given):
+    """What is given, over the architecture that the folder of a page would have."""
+    return {**(PRESETS["deepseek-v2-lite"] if "load_hf" in given else {}), **given}
 
 
 def recorded(script, folder, status=0):
     """Run a script in a copy of the examples, with stand-ins that write down their arguments and end with `status`."""
     stand_ins, record = folder / "bin", folder / "record"
-    stand_ins.mkdir()
+    stand_ins.mkdir(parents=True)
     for name in ("torchrun", "python"):
         program = stand_ins / name
         program.write_text(
@@ -109,20 +104,22 @@ def page_commands(page):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_the_commands_of_an_example_are_accepted(script, tmp_path, monkeypatch):
-    commands = recorded(script, tmp_path)
+def test_the_commands_of_an_example_are_accepted_and_it_ends_with_the_status_of_what_failed(
+    script, tmp_path, monkeypatch
+):
+    commands = recorded(script, tmp_path / "works")
+    assert recorded(script, tmp_path / "fails", status=3)
     (training,) = filter(None, map(training_command, commands))
     for words in commands:
         if "tools/preprocess_data.py" in words:
             options = prepare.parser().parse_args(words[2:])
             assert f"{options.output_prefix}_{options.json_keys[0]}_document" in training.flags
-    (tmp_path / "elsewhere").mkdir()
     check(training, tmp_path / "elsewhere", monkeypatch)
 
 
 def run_of(flags, world_size, _=None):
     """The run of a job's flags, without its data and tokenizer, which are not here."""
-    run = cli.parse(flags, lambda given: {**_imported(given), **given}, world_size)
+    run = cli.parse(flags, imported, world_size)
     rules.check(run, world_size)
     return run
 
@@ -138,40 +135,29 @@ def test_a_slurm_script_is_what_the_program_writes(job, tmp_path, monkeypatch):
     assert (tmp_path / job.relative_to(REPO)).read_text() == job.read_text(), "write it again by its second line"
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_an_example_ends_with_the_status_of_what_failed(script, tmp_path):
-    assert recorded(script, tmp_path, status=3)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
     for number, words in enumerate(page_commands(page)):
-        if any(word.endswith("preprocess_data.py") for word in words):
-            at = next(i for i, word in enumerate(words) if word.endswith("preprocess_data.py"))
-            prepare.parser().parse_args([word for word in words[at + 1 :] if word != "..."])
-            continue
-        if words[:2] == ["megatron-moe", "slurm"]:
+        tool = next((Path(word).name for word in words if word.endswith(TOOLS)), None)
+        rest = words[[Path(word).name for word in words].index(tool) + 1 :] if tool else []
+        if tool == "preprocess_data.py":
+            prepare.parser().parse_args([word for word in rest if word != "..."])
+        elif tool == "plan.py":
+            own, flags = planning_cli.parser().parse_known_args(rest)
+            rules.check_layout(cli.parse(flags), own.world_size)
+        elif tool == "preflight.py":
+            own, flags = preflight_cli.parser().parse_known_args(rest)
+            assert own.least_share <= 1
+            rules.check_model(cli.parse(flags), 1)
+        elif tool == "doctor.py":
+            # run.yaml is the reader's own file.
+            assert "run.yaml" in rest or doctor_cli.main([*rest, "--list"]) == 0, words
+        elif words[:2] == ["megatron-moe", "slurm"]:
             if "--" in words:
                 own, flags = slurm.parser().parse_args(words[2 : words.index("--")]), words[words.index("--") + 1 :]
                 run_of(flags, own.nodes * (own.nproc_per_node or own.gpus_per_node or 1))
-            continue
-        if "tools/plan.py" in words:
-            flags, rest = planning_cli.parser().parse_known_args(words[words.index("tools/plan.py") + 1 :])
-            rules.check_layout(cli.parse(rest), flags.world_size)
-            continue
-        if "tools/preflight.py" in words:
-            own, rest = preflight_cli.parser().parse_known_args(words[words.index("tools/preflight.py") + 1 :])
-            assert own.least_share <= 1
-            rules.check_model(cli.parse(rest), 1)
-            continue
-        if "tools/doctor.py" in words:
-            arguments = words[words.index("tools/doctor.py") + 1 :]
-            if "run.yaml" not in arguments:  # the reader's own file
-                assert doctor_cli.main([*arguments, "--list"]) == 0, words
-            continue
-        command = training_command(words)
-        assert command is not None, words
-        if "--help" in command.flags:
-            continue
-        (tmp_path / str(number)).mkdir()
-        check(command, tmp_path / str(number), monkeypatch)
+        else:
+            command = training_command(words)
+            assert command is not None, words
+            if "--help" not in command.flags:
+                check(command, tmp_path / str(number), monkeypatch)

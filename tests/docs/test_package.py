@@ -85,16 +85,13 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- what is in them
 
 
-def test_the_distributions_have_every_file_and_no_other(built: Built) -> None:
+def test_the_distributions_have_every_file_and_no_other_and_name_the_license_and_the_pythons(built: Built) -> None:
     made = {name for name in built.in_sdist if "megatron_moe.egg-info" in name} | GENERATED
     assert built.repository - built.in_sdist == set()
     assert built.in_sdist - built.repository - made == set()
     of_package = {name for name in built.repository if name.startswith("megatron_moe/")}
     assert {name for name in built.in_wheel if ".dist-info/" not in name} == of_package
     assert "megatron_moe/py.typed" in of_package and f"{PACKAGE.name}/kernels/cpu.c" in of_package
-
-
-def test_the_metadata_names_the_license_and_the_pythons(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         metadata = archive.read(f"megatron_moe-{megatron_moe.__version__}.dist-info/METADATA").decode()
     assert any(name.endswith("LICENSE") for name in built.in_wheel)
