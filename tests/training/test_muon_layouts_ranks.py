@@ -10,29 +10,12 @@ import pytest
 import torch
 
 from megatron_moe.config.errors import ConfigError
+from tests.helpers import stepped_trainer as steps
 from tests.helpers.rows import rows
-from tests.helpers.stepped_trainer import (
-    DISTRIBUTED,
-    LAYOUTS,
-    STORED,
-    TP2,
-    ZERO_2,
-    ZERO_3,
-    require_loaded_to_the_bit,
-    require_resumed_to_the_bit,
-    require_rounded_alike,
-    require_same_bits,
-    resumed,
-    stopped,
-    trained,
-    whole,
-)
+from tests.helpers.stepped_trainer import DISTRIBUTED, STORED, TP2, ZERO_2, ZERO_3, resumed, stopped, trained
+from tests.training.layout_cases import BF16_MOMENTS, CODES, EVERY, FEW, OF_DP4, OFFLOAD, PACKED, require_close
 
-MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
-PACKED = {"use_precision_aware_optimizer": True}
-BF16_MOMENTS = {**PACKED, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-CODES = {**PACKED, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "fp8"}
-OFFLOAD = {"optimizer_cpu_offload": True}
+MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest", **FEW}
 # Parts of a matrix that several ranks have, in odd shares or along two axes.
 GROUPED: dict[str, Any] = {"multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": None}
 GROUPED |= {"group_query_attention": True, "num_attention_heads": 4, "num_query_groups": 2}
@@ -40,8 +23,8 @@ EACH_HEAD = {"muon_split_qkv_per_head": True}
 ODD_EXPERTS = {"num_experts": 7, "moe_router_num_groups": None, "moe_router_group_topk": None}
 OF_MODEL = (*GROUPED, *EACH_HEAD, *ODD_EXPERTS)
 ALL: dict[str, tuple[int, dict[str, Any]]] = {
-    **LAYOUTS,
-    "DP4, distributed optimizer": (4, DISTRIBUTED),
+    **EVERY,
+    "DP4, distributed optimizer": (4, {**DISTRIBUTED, **OF_DP4}),
     "TP2 x DP2, ZeRO 3": (4, {**TP2, **ZERO_3}),
     "TP2 x DP2, distributed optimizer": (4, {**TP2, **DISTRIBUTED}),
     "DP2, ZeRO 3, odd experts": (2, {**ZERO_3, **ODD_EXPERTS}),
@@ -59,7 +42,7 @@ def trained_in_rounds(flags: dict[str, Any]) -> Any:
 
 
 # With the distributed optimizer on two ranks, test_muon_ranks.py compares with fp64.
-EITHER = ["DP2", "DP2, ZeRO 3", "DP2, ZeRO 3, odd experts", "TP2, query groups", "TP2, ETP1", "PP2"]
+EITHER = ["DP2", "DP2, ZeRO 3, odd experts", "TP2, query groups", "TP2, ETP1", "PP2"]
 
 
 @pytest.mark.engine
@@ -69,13 +52,9 @@ def test_a_layout_trains_as_one_rank_does(gloo: Any, once: Any, layout: str) -> 
     one = once(1, trained, flags={**MUON, **{name: changes[name] for name in OF_MODEL if name in changes}})
     many = gloo.run(ranks, trained_in_rounds if layout == "DP2" else trained, flags={**MUON, **changes})
     assert many[0][0] == pytest.approx(one[0][0], rel=1e-5)
-    wanted, found = whole(one), whole(many)
-    assert found.keys() == wanted.keys()
+    # An update is a hundredth (the rate) of 0.2; small singular values make sums in another order show.
+    wanted = require_close(one, many, rtol=1e-4, atol=2e-5)
     assert 0 < sum(".exp_avg_sq." in key for key in wanted) < sum(".exp_avg." in key for key in wanted)
-    for key in wanted:
-        assert found[key].isfinite().all(), key
-        # An update is a hundredth (the rate) of 0.2; small singular values make sums in another order show.
-        torch.testing.assert_close(found[key], wanted[key], rtol=1e-4, atol=2e-5, msg=key)
 
 
 ROUNDED = ["DP2, distributed optimizer", "DP2, ZeRO 2", "TP2 x DP2, ZeRO 3"]
@@ -85,7 +64,7 @@ ROUNDED = ["DP2, distributed optimizer", "DP2, ZeRO 2", "TP2 x DP2, ZeRO 3"]
 def test_a_layout_rounds_momenta_as_one_rank_does(gloo: Any, once: Any, layout: str) -> None:
     ranks, changes = ALL[layout]
     one = once(1, trained, flags={**MUON, **BF16_MOMENTS})
-    require_rounded_alike(one, gloo.run(ranks, trained, flags={**MUON, **BF16_MOMENTS, **changes}))
+    steps.require_rounded_alike(one, gloo.run(ranks, trained, flags={**MUON, **BF16_MOMENTS, **changes}))
 
 
 CLIPPED = {"qk_clip": True, "qk_clip_threshold": 0.02}
@@ -103,9 +82,9 @@ def test_how_state_is_stored_changes_no_bit(gloo: Any, name: str) -> None:
     plain = gloo.run(ranks, trained, flags=flags)
     found = gloo.run(ranks, trained, flags={**flags, **stored})
     assert found[0][0] == plain[0][0]
-    require_same_bits(plain, found)
+    steps.require_same_bits(plain, found)
     if "qk_clip" in flags:  # the threshold is below some logits
-        assert gloo.run(ranks, trained, flags={**flags, "qk_clip": False})[0][0] != plain[0][0]
+        assert gloo.run(ranks, trained, flags={**flags, "qk_clip": False}, steps=2)[0][0] != plain[0][0][:2]
 
 
 RESUMED = {
@@ -121,7 +100,7 @@ RESUMED = {
 @pytest.mark.parametrize("name", rows(RESUMED, test=["bf16", "distributed optimizer, codes", "ZeRO 3, bf16, average"]))
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(gloo: Any, tmp_path: Path, name: str) -> None:
     ranks, flags = RESUMED[name]
-    require_resumed_to_the_bit(gloo, tmp_path / "run", ranks, {**MUON, **flags})
+    steps.require_resumed_to_the_bit(gloo, tmp_path / "run", ranks, {**MUON, **flags})
 
 
 SAVED = ["DP2, distributed optimizer", "DP2, ZeRO 2", "TP2", "PP2", "DP4 x EP2, ZeRO 3", "TP2 x DP2, ZeRO 3"]
@@ -129,7 +108,7 @@ SAVED = ["DP2, distributed optimizer", "DP2, ZeRO 2", "TP2", "PP2", "DP4 x EP2, 
 
 @pytest.mark.parametrize("layout", rows(SAVED, test=["TP2"]))
 def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(gloo: Any, once: Any, folder: Path, layout: str) -> None:
-    require_loaded_to_the_bit(gloo, once, folder, {"bf16": True, **MUON, **BF16_MOMENTS}, ALL[layout])
+    steps.require_loaded_to_the_bit(gloo, once, folder, {"bf16": True, **MUON, **BF16_MOMENTS}, ALL[layout])
 
 
 def refusal(flags: dict[str, Any], folder: str) -> str:
@@ -155,12 +134,11 @@ def test_muons_state_is_not_converted_to_megatrons(gloo: Any, tmp_path: Path, ca
 
 @pytest.mark.parametrize(("before", "after"), [("muon", "adam"), ("adam", "muon")])
 def test_the_state_of_another_optimizer_is_refused(gloo: Any, tmp_path: Path, before: str, after: str) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    gloo.run(1, stopped, flags={"optimizer": before}, folder=str(folder))
-    message = gloo.run(1, refusal, flags={"optimizer": after}, folder=str(folder))[0]
+    folder, flags = str(tmp_path), {"optimizer": after, "micro_batch_size": 8}
+    gloo.run(1, stopped, flags={**flags, "optimizer": before}, folder=folder)
+    message = gloo.run(1, refusal, flags=flags, folder=folder)[0]
     assert f"--optimizer {after}" in message and f"--optimizer {before}" in message and "--no-load-optim" in message
-    gloo.run(1, resumed, flags={"optimizer": after, "no_load_optim": True}, folder=str(folder))
+    gloo.run(1, resumed, flags={**flags, "no_load_optim": True}, folder=folder)
 
 
 def counted(flags: dict[str, Any]) -> tuple[int, int]:
@@ -169,9 +147,8 @@ def counted(flags: dict[str, Any]) -> tuple[int, int]:
 
     from megatron_moe.training import matrix_exchange
     from megatron_moe.training.muon import orthogonalize_gradients
-    from tests.helpers.stepped_trainer import Trainer
 
-    trainer, sent = Trainer({**STORED, **flags}), [0]
+    trainer, sent = steps.Trainer({**STORED, **flags}), [0]
     trainer.step()
     exchange = matrix_exchange.all_to_all_rows
 
@@ -186,7 +163,7 @@ def counted(flags: dict[str, Any]) -> tuple[int, int]:
 
 PLANNED = {
     "one rank": (1, {}),
-    "DP4": (4, {}),
+    "DP4": (4, OF_DP4),
     **{name: ALL[name] for name in ("DP4, distributed optimizer", "DP4 x EP2, ZeRO 3", "TP2", "TP2, ETP1")},
     "TP2 x DP2, distributed optimizer": ALL["TP2 x DP2, distributed optimizer"],
 }
@@ -198,12 +175,12 @@ def test_a_plan_has_what_muon_computes_and_sends(gloo: Any, layout: str) -> None
     from megatron_moe.apps.plan.tracing import trace_ranks
     from megatron_moe.apps.plan.traffic import rank_traffic
     from megatron_moe.config.schema import build
-    from tests.helpers.stepped_trainer import TINY
 
     ranks, changes = PLANNED[layout]
     flags = {**STORED, **MUON, **changes}
-    run = build({**TINY, **flags})
-    (trace,) = trace_ranks(run, ranks, run.derived.padded_vocab_size(TINY["vocab_size"]), device="cpu", imbalance=1.0)
+    run = build({**steps.TINY, **flags})
+    vocabulary = run.derived.padded_vocab_size(steps.TINY["vocab_size"])
+    (trace,) = trace_ranks(run, ranks, vocabulary, device="cpu", imbalance=1.0)
     found = gloo.run(ranks, counted, flags=flags)
     assert orthogonalization.flops(run, trace) * ranks == pytest.approx(sum(flops for flops, _ in found), rel=1e-9)
     sent = sum(sent for _, sent in found) / ranks

@@ -15,17 +15,11 @@ import pytest
 import torch
 
 from megatron_moe.config.schema import Run, replace
+from tests.helpers.errors import relative
 from tests.numbers import reference_muon
-from tests.numbers.reference_adamw import AdamW, clipped, learning_rate
-from tests.training.test_optimizer_ranks import (
-    BIASED,
-    DISTRIBUTED,
-    EXPERTS,
-    FLAGS,
-    error,
-    require_same_on_all_ranks,
-    trained,
-)
+from tests.numbers.reference_adamw import AdamW, clipped
+from tests.training import test_optimizer_ranks as adam_steps
+from tests.training.test_optimizer_ranks import BIASED, DISTRIBUTED, EXPERTS, FLAGS
 
 MUON = {**FLAGS, "optimizer": "muon", "muon_momentum": 0.7, "muon_fp32_matmul_prec": "highest"}
 GROUPED = {**EXPERTS, "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": None, "kv_channels": 12}
@@ -35,30 +29,27 @@ BY_NAME = {
     "weight_decay_mult": ("*.linear_qkv.weight=0", "*.experts.weight2=3"),
 }
 EACH_HEAD = {"muon_split_qkv_per_head": True}
-# model, ranks, flags: each of Muon's options once
-CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
-    "experts, latent heads, DP2, distributed optimizer": (
-        {**EXPERTS, "mtp_num_layers": 1},
+OF_EXPERTS, OF_GROUPS = {**EXPERTS, **MUON}, {**GROUPED, **MUON}
+# ranks, flags: each of Muon's options once
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "latent heads, DP2, distributed optimizer": (
         2,
-        {**EACH_HEAD, "qk_head_dim": 10, "v_head_dim": 6, **DISTRIBUTED},
+        {**OF_EXPERTS, "mtp_num_layers": 1, **EACH_HEAD, "qk_head_dim": 10, "v_head_dim": 6, **DISTRIBUTED},
     ),
-    "experts, heads without a query's latent, fp16": (
-        {**EXPERTS, "q_lora_rank": None},
+    "heads without a query's latent, fp16": (
         1,
-        {"fp16": True, **EACH_HEAD, "muon_scale_mode": "unit_rms_norm"},
+        {**OF_EXPERTS, "q_lora_rank": None, "fp16": True, **EACH_HEAD, "muon_scale_mode": "unit_rms_norm"},
     ),
     "query groups, each head, bf16, distributed optimizer": (
-        GROUPED,
         1,
-        {"bf16": True, "muon_fp32_matmul_prec": "medium", **EACH_HEAD, **DISTRIBUTED},
+        {**OF_GROUPS, "bf16": True, "muon_fp32_matmul_prec": "medium", **EACH_HEAD, **DISTRIBUTED},
     ),
-    "query groups, DP2, rates and decays by name": (GROUPED, 2, {"muon_nesterov": True, **BY_NAME}),
+    "query groups, DP2, rates and decays by name": (2, {**OF_GROUPS, "muon_nesterov": True, **BY_NAME}),
     "query groups, one matrix": (
-        GROUPED,
         1,
-        {"muon_split_qkv": False, "muon_scale_mode": "shape_scaling", "muon_extra_scale_factor": 1.0},
+        {**OF_GROUPS, "muon_split_qkv": False, "muon_scale_mode": "shape_scaling", "muon_extra_scale_factor": 1.0},
     ),
-    "biases and norms": (BIASED, 1, {"muon_coefficient_type": "simple", "muon_num_ns_steps": 4}),
+    "biases and norms": (1, {**BIASED, **MUON, "muon_coefficient_type": "simple", "muon_num_ns_steps": 4}),
 }
 # The second step has a momentum; fp16's scale has doubled in the third. The schedule: test_optimizer_ranks.py.
 STEPS, FP16_STEPS = 2, 3
@@ -81,8 +72,8 @@ def multiple(words: Sequence[str] | None, name: str) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 def test_steps_are_those_of_singular_values(gloo: Any, case: str) -> None:
-    model, ranks, flags = CASES[case]
-    run = replace(Run(), **{**model, **MUON, **flags})
+    ranks, flags = CASES[case]
+    run = replace(Run(), **flags)
     options = run.optimizer
     tolerance = next((TOLERANCE[flag] for flag in TOLERANCE if flag in flags), 2e-5)
     unit = 2.0**-9 if options.muon_fp32_matmul_prec == "medium" else 2.0**-24
@@ -92,8 +83,8 @@ def test_steps_are_those_of_singular_values(gloo: Any, case: str) -> None:
     sizes["split_qkv"] = options.muon_split_qkv
     if options.muon_split_qkv_per_head:
         sizes["of_heads"] = rows_of_heads(run)
-    results = gloo.run(ranks, trained, run=run, steps=FP16_STEPS if run.precision.fp16 else STEPS)
-    require_same_on_all_ranks(results)
+    results = gloo.run(ranks, adam_steps.trained, run=run, steps=FP16_STEPS if run.precision.fp16 else STEPS)
+    adam_steps.require_same_on_all_ranks(results)
     start = {name: weight.double() for name, weight in results[0]["start"].items()}
     adam = AdamW(start, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.3)
     muons = {name for name in start if reference_muon.matrices(name, start[name], **sizes)}
@@ -101,7 +92,7 @@ def test_steps_are_those_of_singular_values(gloo: Any, case: str) -> None:
     momenta = {name: torch.zeros_like(start[name]) for name in muons}
     before = start
     for number, step in enumerate(results[0]["steps"]):
-        rate = learning_rate(number, first=2e-3, peak=1e-2, least=1e-3, warm_up_steps=2, decay_steps=4)
+        rate = adam_steps.rate_of(number)
         gradients = clipped(step["gradients"], 0.2)
         adam.step(gradients, rate)
         for name, main in step["master weight"].items():
@@ -112,7 +103,7 @@ def test_steps_are_those_of_singular_values(gloo: Any, case: str) -> None:
                 assert (main.double() - adam.weights[name]).norm() < limit, told
                 continue
             momenta[name] = 0.7 * momenta[name] + 0.3 * gradients[name]
-            assert error(step["exp_avg"][name], momenta[name]) < tolerance, told
+            assert relative(step["exp_avg"][name], momenta[name]) < tolerance, told
             value = step["exp_avg"][name].double()
             blur = 0.0
             if options.muon_nesterov:
@@ -126,9 +117,8 @@ def test_steps_are_those_of_singular_values(gloo: Any, case: str) -> None:
             for matrix, after, earlier in zip(of_value, of_main, of_before):
                 rows = (matrix.shape[:-1].numel(), matrix.shape[-1])
                 matrix, after, earlier = (one.reshape(rows) for one in (matrix, after, earlier))
-                factor = own_rate * reference_muon.scale(
-                    *rows, options.muon_scale_mode, options.muon_extra_scale_factor
-                )
+                scales = options.muon_scale_mode, options.muon_extra_scale_factor
+                factor = own_rate * reference_muon.scale(*rows, *scales)
                 wanted = earlier * (1 - own_rate * 0.3 * decay)
                 wanted -= factor * reference_muon.orthogonalized(matrix, steps)
                 most = 3.0 if unit > 1e-3 else 10.0

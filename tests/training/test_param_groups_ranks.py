@@ -11,19 +11,8 @@ import torch
 from megatron_moe.config import param_groups
 from megatron_moe.config.schema import build
 from tests.helpers.rows import rows
-from tests.helpers.stepped_trainer import (
-    DISTRIBUTED,
-    LAYOUTS,
-    PP2,
-    STORED,
-    TINY,
-    ZERO_3,
-    Saved,
-    Trainer,
-    stopped,
-    trained,
-    whole,
-)
+from tests.helpers.stepped_trainer import DISTRIBUTED, PP2, STORED, TINY, ZERO_3, Trainer, stopped, trained, whole
+from tests.training.layout_cases import EVERY, FEW, OFFLOAD, PACKED, require_close
 
 pytestmark = pytest.mark.engine
 
@@ -35,15 +24,16 @@ APART = {
     "decoupled_min_lr": 2e-3,
 }
 RATES = {"lr": 1e-2, "min_lr": 1e-3, "lr_warmup_init": 1e-3, "lr_warmup_iters": 2, "lr_decay_iters": 6}
-FLAGS = {**APART, **RATES, "weight_decay": 0.5, "lr_decay_style": "linear"}
+PLAIN = {**RATES, "weight_decay": 0.5, "lr_decay_style": "linear", **FEW}
+FLAGS = {**PLAIN, **APART}
 TIED = {"untie_embeddings_and_output_weights": False}
 FURTHER = {"mtp_num_layers": 1}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    **{name: LAYOUTS[name] for name in LAYOUTS if name != "CP2"},
-    "offload": (1, {"optimizer_cpu_offload": True}),
+    **{name: EVERY[name] for name in EVERY if name != "CP2"},
+    "offload": (1, OFFLOAD),
     "PP2, tied tables, further predictions": (2, {**PP2, **TIED, **FURTHER}),
-    "DP2, ZeRO 3, offload": (2, {**ZERO_3, "optimizer_cpu_offload": True}),
-    "packed, offload": (1, {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}),
+    "DP2, ZeRO 3, offload": (2, {**ZERO_3, **OFFLOAD}),
+    "packed, offload": (1, {**PACKED, **OFFLOAD}),
 }
 
 
@@ -81,35 +71,23 @@ def expected(name: str, shape: torch.Size, step: int) -> tuple[float, float]:
     """Rate and decay of a parameter by APART, without the patterns' reader: later lines replace earlier ones."""
     table = name in ("embedding.word_embeddings.weight", "output_layer.weight")
     rate = schedule(step, peak=3e-3, least=2e-3) if table else schedule(step, peak=1e-2, least=1e-3)
-    multiple, decay = 1.0, 0.0 if len(shape) == 1 else 1.0
-    in_layers, norm = name.startswith("decoder.layers."), "norm" in name
-    for applies, value in (
-        (in_layers, 2.0),
-        (".router." in name, 0.25),
-        (name.endswith(".experts.weight2"), 0.5),
-        (name.startswith("embedding."), 4.0),
-        (name.startswith("decoder.") and norm, 3.0),
-    ):
-        multiple = value if applies else multiple
-    for applies, value in (
-        ("self_attention" in name, 0.0),
-        (norm, 2.0),
-        (".experts." in name, 3.0),
-        (name.startswith("decoder.layers.0."), 0.5),
-    ):
-        decay = value if applies else decay
-    return rate * multiple, 0.5 * decay
+    multiples = [(True, 1.0), (name.startswith("decoder.layers."), 2.0), (".router." in name, 0.25)]
+    multiples += [(name.endswith(".experts.weight2"), 0.5), (name.startswith("embedding."), 4.0)]
+    multiples += [(name.startswith("decoder.") and "norm" in name, 3.0)]
+    decays = [(True, 0.0 if len(shape) == 1 else 1.0), ("self_attention" in name, 0.0), ("norm" in name, 2.0)]
+    decays += [(".experts." in name, 3.0), (name.startswith("decoder.layers.0."), 0.5)]
+    last_multiple, last_decay = ([value for applies, value in words if applies][-1] for words in (multiples, decays))
+    return rate * last_multiple, 0.5 * last_decay
 
 
-def against_torch() -> list[str]:
-    """Compare steps with torch's AdamW, a group for each parameter; return the names of what differs."""
+def compare_with_torch() -> None:
+    """Compare steps with torch's AdamW, a group for each parameter."""
     trainer = Trainer({**STORED, **FLAGS, "clip_grad": 0.0, "adam_eps": 1e-3})
     ours = dict(parameters(trainer))
     clones = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in ours.items()}
     theirs = torch.optim.AdamW(
         [{"params": [clone], "name": name} for name, clone in clones.items()], betas=(0.9, 0.95), eps=1e-3, fused=True
     )
-    wrong: list[str] = []
     for step in range(5):
         result = trainer.step()
         assert result.committed
@@ -118,17 +96,14 @@ def against_torch() -> list[str]:
             group["lr"], group["weight_decay"] = expected(group["name"], clone.shape, step)
             clone.grad = ours[group["name"]].main_grad.clone()
         theirs.step()
-        if result.learning_rate != pytest.approx(schedule(step, peak=1e-2, least=1e-3)):
-            wrong.append(f"step {step}: logged {result.learning_rate}")
+        assert result.learning_rate == pytest.approx(schedule(step, peak=1e-2, least=1e-3))
         for name, clone in clones.items():
-            if not torch.allclose(ours[name], clone, rtol=1e-6, atol=1e-9):
-                wrong.append(f"step {step}: {name}")
+            assert torch.allclose(ours[name], clone, rtol=1e-6, atol=1e-9), f"step {step}: {name}"
     assert {value[0] for value in settings(trainer).values()} != {trainer.scheduler.base_rate}
-    return wrong
 
 
 def test_each_parameter_is_updated_as_by_torchs_adamw_with_its_own_group(gloo: Any) -> None:
-    assert gloo.run(1, against_torch) == [[]]
+    gloo.run(1, compare_with_torch)
 
 
 @pytest.mark.parametrize("layout", rows(CASES, test=["DP2, ZeRO 3", "PP2, tied tables, further predictions"]))
@@ -136,11 +111,7 @@ def test_a_layout_trains_its_groups_as_one_rank_does(gloo: Any, once: Any, layou
     ranks, changes = CASES[layout]
     model = {name: value for name, value in changes.items() if name in {**TIED, **FURTHER}}
     one = once(1, trained, flags={**FLAGS, **model})
-    many = gloo.run(ranks, trained, flags={**FLAGS, **changes})
-    wanted, found = whole(one), whole(many)
-    assert found.keys() == wanted.keys()
-    for key in wanted:
-        torch.testing.assert_close(found[key], wanted[key], rtol=0, atol=2e-5, msg=key)
+    require_close(one, gloo.run(ranks, trained, flags={**FLAGS, **changes}))
 
 
 def copies_apart(flags: dict[str, Any]) -> list[str]:
@@ -158,14 +129,13 @@ def test_a_copy_of_a_table_has_the_rate_of_the_table(gloo: Any) -> None:
         assert gloo.run(2, copies_apart, flags={**FLAGS, **PP2, **model}) == [[], []]
 
 
-def loaded(flags: dict[str, Any], folder: str) -> tuple[dict[str, tuple[float, float, int]], tuple[None, Saved]]:
+def loaded(flags: dict[str, Any], folder: str) -> tuple[dict[str, tuple[float, float, int]], tuple[None, Any]]:
     """The settings of each parameter after a checkpoint was loaded, and the state."""
     trainer = Trainer({**STORED, **flags, "load": folder})
     trainer.load()
     return settings(trainer), (None, trainer.tensors())
 
 
-PLAIN = {**RATES, "weight_decay": 0.5, "lr_decay_style": "linear"}
 OTHER = {**PLAIN, "lr_mult": ("router=0.5", "norms=3", "experts=2"), "weight_decay_mult": ("*=0", "output_layer=2")}
 BF16 = {"bf16": True, **DISTRIBUTED}
 FROZEN_NORMS = {**PLAIN, **PP2, "bf16": True, "freeze": ("decoder.layers.0.*norm*", "decoder.layers.1.*norm*")}
@@ -176,10 +146,7 @@ MOVES = {
     # Groups of which the first or the last stage has no parameter.
     "changed, PP2 in bf16": ((2, {**OTHER, **PP2, "bf16": True}), (2, {**FLAGS, **PP2, "bf16": True})),
     "no norm of the first stage, PP2 in bf16": ((2, FROZEN_NORMS), (2, FROZEN_NORMS)),
-    "changed, ZeRO 3 to packed ZeRO 1": (
-        (2, {**FLAGS, **ZERO_3, "bf16": True}),
-        (2, {**OTHER, **BF16, "use_precision_aware_optimizer": True}),
-    ),
+    "changed, ZeRO 3 to packed ZeRO 1": ((2, {**FLAGS, **ZERO_3, "bf16": True}), (2, {**OTHER, **BF16, **PACKED})),
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.engine
 
-STEPS, BATCH, SEQUENCE, VOCABULARY = 10, 4, 24, 200
+STEPS, BATCH, SEQUENCE, VOCABULARY = 6, 4, 24, 200
 
 # No rows of padding: there the two differ on purpose (docs/from_megatron.md).
 _SHARED = f"""--make-vocab-size-divisible-by 8
@@ -67,7 +67,11 @@ def both(words: list[str]) -> dict[str, Any]:
         "parameters": [sum(p.numel() for p in one.parameters()) for one in (theirs, ours)],
         "deviations": [deviations(named_weights(one)) for one in (theirs, ours)],
     }
-    copy_weights(theirs, ours)
+    given, taken = named_weights(theirs), named_weights(ours)
+    assert given.keys() == taken.keys()
+    with torch.no_grad():
+        for name, weight in taken.items():
+            weight.copy_(given[name])
     optimizer = build_optimizer(run, model, pg)
     scheduler = build_scheduler(run, optimizer)
     connect(model, optimizer)
@@ -75,17 +79,10 @@ def both(words: list[str]) -> dict[str, Any]:
     found["steps"] = []
     for step in range(STEPS):
         tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
-        micro_batches = [micro_batch(rows) for rows in tokens.split(run.training.micro_batch_size)]
-        result = train_step(
-            model,
-            optimizer,
-            scheduler,
-            [iter(micro_batches)],
-            num_micro_batches=len(micro_batches),
-            micro_batch_size=run.training.micro_batch_size,
-            seq_length=SEQUENCE,
-            pg_collection=pg,
-        )
+        size = run.training.micro_batch_size
+        micro_batches = [micro_batch(rows) for rows in tokens.split(size)]
+        sizes = {"num_micro_batches": len(micro_batches), "micro_batch_size": size, "seq_length": SEQUENCE}
+        result = train_step(model, optimizer, scheduler, [iter(micro_batches)], **sizes, pg_collection=pg)
         found["steps"].append((engine.step(tokens), (result.loss, result.grad_norm, result.learning_rate)))
     found["biases"] = [
         [buffer.tolist() for name, buffer in one.named_buffers() if name.endswith("expert_bias")]
@@ -103,25 +100,12 @@ def micro_batch(rows: Tensor) -> dict[str, Tensor]:
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return every weight under the engine's name; of experts one entry each."""
-    weights: dict[str, Tensor] = {}
-    for name, weight in model.named_parameters():
-        if name.endswith("experts.weight1"):
-            for index, expert in enumerate(weight):
-                weights[name.replace("weight1", f"local_experts.{index}.linear_fc1.weight")] = expert.flatten(0, 1)
-        elif name.endswith("experts.weight2"):
-            for index, expert in enumerate(weight):
-                weights[name.replace("weight2", f"local_experts.{index}.linear_fc2.weight")] = expert
-        else:
-            weights[name] = weight
+    weights = dict(model.named_parameters())
+    for name in [name for name in weights if name.endswith(("experts.weight1", "experts.weight2"))]:
+        for index, expert in enumerate(weights.pop(name)):
+            own = f"{name[:-7]}local_experts.{index}.linear_fc{name[-1]}.weight"
+            weights[own] = expert.flatten(0, -2)
     return weights
-
-
-def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
-    given, taken = named_weights(source), named_weights(target)
-    assert given.keys() == taken.keys()
-    with torch.no_grad():
-        for name, weight in taken.items():
-            weight.copy_(given[name])
 
 
 def deviations(weights: dict[str, Tensor]) -> dict[str, tuple[float, float, int]]:
@@ -140,13 +124,9 @@ def optimizer_settings(model: Any, optimizer: Any) -> dict[str, tuple[float, ...
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = re.sub(r"\.local_experts\.\d+\.linear_fc|\.weight(?=[12]$)", ".", names[id(parameter)])
-            found[name.removesuffix(".weight")] = (
-                *group["betas"],
-                group["eps"],
-                group["weight_decay"] * group["wd_mult"],
-                group["max_lr"],
-                group["min_lr"],
-            )
+            decay = group["weight_decay"] * group["wd_mult"]
+            own = (*group["betas"], group["eps"], decay, group["max_lr"], group["min_lr"])
+            found[name.removesuffix(".weight")] = own
     return found
 
 

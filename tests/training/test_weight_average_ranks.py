@@ -10,30 +10,16 @@ import pytest
 import torch
 
 from tests.helpers.rows import rows
-from tests.helpers.stepped_trainer import (
-    DISTRIBUTED,
-    EP2,
-    LAYOUTS,
-    PP2,
-    STORED,
-    TP2,
-    ZERO_3,
-    Saved,
-    Trainer,
-    stopped,
-    whole,
-)
+from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, PP2, STORED, TP2, ZERO_3, Saved, Trainer, stopped, whole
+from tests.training.layout_cases import CODES, EVERY, FEW, OFFLOAD, PACKED
 
 DECAY = 0.75
-BF16 = {"bf16": True}
+BF16 = {"bf16": True, **FEW}
 ZERO_1 = {**BF16, **DISTRIBUTED}
-OFFLOAD = {"optimizer_cpu_offload": True}
-PACKED = {"use_precision_aware_optimizer": True}
-CODES = {**PACKED, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "fp8"}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, BF16),
-    **{name: (ranks, {**BF16, **flags}) for name, (ranks, flags) in LAYOUTS.items()},
-    "fp16": (1, {"fp16": True, "initial_loss_scale": 256.0}),
+    **{name: (ranks, {**BF16, **flags}) for name, (ranks, flags) in EVERY.items()},
+    "fp16": (1, {**FEW, "fp16": True, "initial_loss_scale": 256.0}),
     # Shards begin and end within rows, and buffers of two dtypes have another order than the optimizer.
     "odd widths, modules in fp32, frozen": (
         2,
@@ -150,7 +136,7 @@ MOVES = {
     "ZeRO 1 to 3": ((2, ZERO_1), (2, {**BF16, **ZERO_3})),
     "ZeRO 3 to packed ZeRO 1": ((2, {**BF16, **ZERO_3}), (2, {**ZERO_1, **CODES})),
     "packed ZeRO 1 to offload": ((2, {**ZERO_1, **PACKED}), (1, {**BF16, **OFFLOAD})),
-    "fp32 to bf16": ((1, {}), (2, ZERO_1)),
+    "fp32 to bf16": ((1, FEW), (2, ZERO_1)),
 }
 
 
