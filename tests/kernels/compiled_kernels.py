@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,15 +49,9 @@ def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         name = f"{kernel.fn.__module__.rpartition('.')[2]}{kernel.fn.__name__}"
         found.setdefault(name, (kernel, arguments, constants))
 
-    def bf16(*shape: int) -> Any:
-        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-
-    def fp32(*shape: int) -> Any:
-        return torch.empty(shape, device="meta")
-
-    def int64(*shape: int) -> Any:
-        return torch.empty(shape, dtype=torch.int64, device="meta")
-
+    bf16, fp32, int64 = (
+        partial(torch.empty, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.float32, torch.int64)
+    )
     with launches_seen_by(see):
         options = SimpleNamespace(topk=8, num_groups=8, group_topk=4, group_score="top2")
         fused.choose_experts(fp32(4096, 256), fp32(256), options)
@@ -132,26 +127,23 @@ def _type(value: Any) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def measured() -> dict[str, dict[str, dict[str, int]]]:
-    """Return what each kernel takes on each architecture."""
-    return {name: {f"sm_{one}": compiled(*launch, one) for one in ARCHITECTURES} for name, launch in launched().items()}
-
-
 def main() -> int:
     """Print and write the table; with --check compare with what is written, and say what takes more."""
     os.environ.pop("TRITON_INTERPRET", None)
-    found = measured()
+    found = {}
+    for name, launch in launched().items():
+        found[name] = {f"sm_{one}": compiled(*launch, one) for one in ARCHITECTURES}
     if "--check" not in sys.argv:
         lines = [f" {json.dumps(name)}: {json.dumps(taken)}" for name, taken in found.items()]
         BUDGET.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     wanted = json.loads(BUDGET.read_text(encoding="utf-8"))
     print(json.dumps(found))
     over = [
-        f"{name}, {one}: {kind} {found[name][one][kind]}, at most {wanted[name][one][kind]}"
-        for name in found
-        for one in found[name]
-        for kind in found[name][one]
-        if found[name][one][kind] > wanted[name][one][kind]
+        f"{name}, {one}: {kind} {size}, at most {wanted[name][one][kind]}"
+        for name, taken in found.items()
+        for one, sizes in taken.items()
+        for kind, size in sizes.items()
+        if size > wanted[name][one][kind]
     ]
     print("\n".join(over), file=sys.stderr)
     return 1 if over or found.keys() != wanted.keys() else 0

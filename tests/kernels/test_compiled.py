@@ -55,8 +55,7 @@ def in_turn(shapes):
 def both_forms(gate_up, probs, grad):
     """(hidden, grad_gate_up, grad_probs) of the kernels, and of torch's form."""
     ours = (compiled.weighted_swiglu_forward(gate_up, probs), *compiled.weighted_swiglu_backward(grad, gate_up, probs))
-    forward, backward = weighted_swiglu_forward.eager, weighted_swiglu_backward.eager
-    return ours, (forward(gate_up, probs), *backward(grad, gate_up, probs))
+    return ours, (weighted_swiglu_forward.eager(gate_up, probs), *weighted_swiglu_backward.eager(grad, gate_up, probs))
 
 
 def draw(rows, width, dtype, spread=3.0):
