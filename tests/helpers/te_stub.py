@@ -45,14 +45,11 @@ class DType(enum.IntEnum):
 
 _TORCH_DTYPES = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
 
-FP8FwdTensors = enum.IntEnum(
-    "FP8FwdTensors",
-    "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
-    start=0,
-)
-FP8BwdTensors = enum.IntEnum(
-    "FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3", start=0
-)
+
+_FORWARD = [f"GEMM{number}_{what}" for number in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")]
+_BACKWARD = [f"GRAD_{what}{number}" for number in (1, 2, 3) for what in ("OUTPUT", "INPUT")]
+FP8FwdTensors = enum.IntEnum("FP8FwdTensors", _FORWARD, start=0)
+FP8BwdTensors = enum.IntEnum("FP8BwdTensors", _BACKWARD, start=0)
 
 
 class _Members(type):
@@ -227,32 +224,18 @@ def _into(out: Tensor | None, result: Tensor, dtype: DType) -> Tensor:
     return out.copy_(result)
 
 
-# ---- softmax of unfused attention, [batch, heads, queries, keys] or [batch x heads, queries, keys]
+# ---- softmax of unfused attention, [batch, heads, queries, keys], under a mask
 
 
-def _causal_softmax(inputs: Tensor, scale: float) -> Tensor:
-    queries, keys = inputs.shape[-2:]
-    allowed = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-    return torch.softmax((_wide(inputs) * scale).masked_fill(~allowed, -torch.inf), -1).to(inputs.dtype)
-
-
-def _masked_softmax(inputs: Tensor, mask: Tensor, scale: float) -> Tensor:
+def scaled_masked_softmax_forward(inputs: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Return the probabilities; True masks a score."""
     return torch.softmax((_wide(inputs) * scale).masked_fill(mask.bool(), -10000.0), -1).to(inputs.dtype)
 
 
-def _softmax(inputs: Tensor, scale: float) -> Tensor:
-    return torch.softmax(_wide(inputs) * scale, -1).to(inputs.dtype)
-
-
-def _softmax_backward(grad: Tensor, result: Tensor, scale: float) -> Tensor:
+def scaled_masked_softmax_backward(grad: Tensor, result: Tensor, scale: float) -> Tensor:
+    """Return the gradient of the scores."""
     weighted = _wide(grad) * _wide(result)
     return ((weighted - _wide(result) * weighted.sum(-1, keepdim=True)) * scale).to(grad.dtype)
-
-
-scaled_upper_triang_masked_softmax_forward = scaled_aligned_causal_masked_softmax_forward = _causal_softmax
-scaled_upper_triang_masked_softmax_backward = scaled_aligned_causal_masked_softmax_backward = _softmax_backward
-scaled_masked_softmax_forward, scaled_masked_softmax_backward = _masked_softmax, _softmax_backward
-scaled_softmax_forward, scaled_softmax_backward = _softmax, _softmax_backward
 
 
 # ---- operations over lists of tensors
@@ -266,17 +249,6 @@ def multi_tensor_scale(
         target.copy_(_wide(source) * scale)
         if not source.isfinite().all():
             is_infinite.fill_(1)
-
-
-multi_tensor_scale_tensor = multi_tensor_scale  # the scale is a tensor
-
-
-def multi_tensor_l2norm(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], per_tensor_python: bool | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the norm of all tensors [1], and of each."""
-    norms = torch.stack([_wide(tensor).norm() for tensor in tensor_lists[0]])
-    return norms.norm().view(1), norms if per_tensor_python else norms.new_empty(0)
 
 
 def multi_tensor_adam(
@@ -306,19 +278,9 @@ def get_num_cublas_streams() -> int:
     return 4
 
 
-def get_cublasLt_version() -> int:
-    """Return a version that no feature is refused for."""
-    return 130200
-
-
 def get_cudnn_version() -> int:
     """Return a version that no feature is refused for."""
     return 91300
-
-
-def device_supports_multicast(device_id: int = 0) -> bool:
-    """Return whether ranks share memory by NVLink's multicast: no."""
-    return False
 
 
 def get_fused_attn_backend(*_: Any) -> int:
@@ -331,11 +293,7 @@ def get_fused_attn_backend(*_: Any) -> int:
 
 def _class(name: str) -> Any:
     if name not in _CLASSES:
-
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise NotImplementedError(f"{EXTENSION}.{name}: the stub of tests/helpers/te_stub.py does not have it")
-
-        _CLASSES[name] = _Members(name, (), {"__new__": refuse})
+        _CLASSES[name] = _Members(name, (), {"__new__": _refusing(f"{EXTENSION}.{name}")})
     return _CLASSES[name]
 
 
@@ -403,6 +361,6 @@ def _refusing(name: str) -> Callable[..., Any]:
         raise AttributeError(name)
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"{name}: a stand-in of tests/helpers/te_stub.py")
+        raise NotImplementedError(f"{name}: the stub of tests/helpers/te_stub.py does not have it")
 
     return refuse

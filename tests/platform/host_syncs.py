@@ -1,3 +1,4 @@
+# mypy: disable-error-code="method-assign,assignment"
 """Count what makes the host wait for the device, on the pretended CUDA machine of `tests/helpers/cuda_on_cpu.py`.
 
 `counts_of_step` trains with given flags and returns what the last step met: kind, file, line and function, in the
@@ -22,9 +23,9 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,15 +41,13 @@ SHAPES = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"
 OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
 
 
-@dataclass(frozen=True)
-class Wait:
-    """A place that makes the host wait. kind: see the module; what: the function; where: file:line; owner: function."""
+class Wait(NamedTuple):
+    """A place that makes the host wait. kind: see the module; what: the function; where: file:line and function."""
 
     phase: str
     kind: str
     what: str
     where: str
-    owner: str
 
 
 _PINNED = "pretended_pinned"
@@ -70,20 +69,18 @@ class HostSyncs:
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Count within the block."""
-        before, self.on = self.on, True
-        try:
-            yield
-        finally:
-            self.on = before
+        self.on = True
+        yield
+        self.on = False
 
     def add(self, kind: str, what: str) -> None:
         """Count a wait of the code that runs now."""
         if self.on:
             self.found[_located(kind, what)] += 1
 
-    def is_host(self, value: Any) -> bool:
+    def is_host(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor would be in the host's memory."""
-        return _PINNED in getattr(value, "__dict__", ())
+        return _PINNED in tensor.__dict__
 
     def mark_host(self, tensor: torch.Tensor, pinned: bool = False) -> None:
         """Remember a tensor as one in the host's memory."""
@@ -115,34 +112,27 @@ class HostSyncs:
             raise AssertionError(f"pinned memory is read before its copy was waited for: {_located('', '').where}")
 
 
-def _frames() -> Iterator[Any]:
-    frame = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _located(kind: str, what: str) -> Wait:
-    where, owner, phase, names = None, "", "", []
-    for frame in _frames():
-        path = frame.f_code.co_filename
-        if "/megatron_moe/" not in path and "/megatron/core/" not in path:
-            continue
-        root = "megatron_moe/" if "/megatron_moe/" in path else "megatron/core/"
-        short = root + path.rsplit(root, 1)[1]
-        if where is None:
-            where, owner = f"{short}:{frame.f_lineno}", frame.f_code.co_name
-        names.append((short, frame.f_code.co_name))
-    phase = _phase(where or "?", names)
-    return Wait(phase, kind, what, where or "?", owner)
+    """Return a wait of the code that runs now, at its innermost line of the package or the engine."""
+    where, functions, files = "?", set(), set()
+    frame = sys._getframe(1)
+    while frame is not None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        for root in ("/megatron_moe/", "/megatron/core/"):
+            if root in path:
+                file = root.removeprefix("/") + path.rsplit(root, 1)[1]
+                where = f"{file}:{frame.f_lineno} {name}" if where == "?" else where
+                functions.add(name)
+                files.add((file, name))
+        frame = frame.f_back
+    return Wait(_phase(where, functions, files), kind, what, where)
 
 
-def _phase(where: str, frames: list[tuple[str, str]]) -> str:
-    functions = {name for _, name in frames}
+def _phase(where: str, functions: set[str], files: set[tuple[str, str]]) -> str:
     if "finalize_model_grads" in functions:
         return "finalize"
     if "run_micro_batches" in functions:
-        in_layer = ("megatron_moe/moe/layer.py", "_mixture") in frames
+        in_layer = ("megatron_moe/moe/layer.py", "_mixture") in files
         of_layer = where.startswith("megatron_moe/moe/") and not where.startswith("megatron_moe/moe/state.py")
         return "layer" if in_layer or of_layer else "micro-batches"
     if "train_step" in functions:
@@ -292,18 +282,17 @@ def installed() -> HostSyncs:
     syncs = HostSyncs()
     cuda_on_cpu.Mode = mode_of(syncs)  # type: ignore[misc]
     cuda_on_cpu.install()
-    _replace(torch.cuda, "synchronize", lambda *_: syncs.add("wait", "cuda.synchronize"))
-    _replace(cuda_on_cpu._Stream, "synchronize", lambda *_: syncs.add("wait", "Stream.synchronize"))
-    _replace(cuda_on_cpu._Event, "record", lambda event, *_: setattr(event, "calls", syncs.calls))
-    _replace(cuda_on_cpu._Event, "synchronize", lambda event: syncs.waited(event))
-    for name in OBJECTS:
-        stock = getattr(dist, name)
-        _replace(dist, name, _noted(stock, lambda name=name: syncs.add("object", name)))
-    _replace(dist, "barrier", _noted(dist.barrier, lambda: syncs.add("wait", "barrier")))
-    _replace(torch.utils.data.DataLoader, "__iter__", _pinning(torch.utils.data.DataLoader.__iter__, syncs))
+    loader: Any = torch.utils.data.DataLoader
+    torch.cuda.synchronize = lambda *_: syncs.add("wait", "cuda.synchronize")
+    cuda_on_cpu._Stream.synchronize = lambda *_: syncs.add("wait", "Stream.synchronize")
+    cuda_on_cpu._Event.record = lambda event, *_: setattr(event, "calls", syncs.calls)
+    cuda_on_cpu._Event.synchronize = lambda event: syncs.waited(event)
+    for name, kind in (*((name, "object") for name in OBJECTS), ("barrier", "wait")):
+        setattr(dist, name, _counted(getattr(dist, name), syncs, kind, name))
+    loader.__iter__ = _pinning(loader.__iter__, syncs)
     pin = torch.Tensor.pin_memory
     for name in ("from_numpy", "get_rng_state"):  # of a CUDA generator too
-        _replace(torch, name, _of_host(getattr(torch, name), syncs))
+        setattr(torch, name, _of_host(getattr(torch, name), syncs))
 
     def pinned(self: torch.Tensor, *_: Any) -> torch.Tensor:
         tensor = pin(self).detach()
@@ -318,8 +307,7 @@ def installed() -> HostSyncs:
             syncs.mark_device(tensor)
         return self
 
-    torch.Tensor.pin_memory = pinned  # type: ignore[method-assign]
-    torch.Tensor.cuda, torch.nn.Module.cuda = tensor_cuda, module_cuda  # type: ignore[assignment,method-assign]
+    torch.Tensor.pin_memory, torch.Tensor.cuda, torch.nn.Module.cuda = pinned, tensor_cuda, module_cuda
     return syncs
 
 
@@ -346,18 +334,14 @@ def _pinning(stock: Callable[..., Any], syncs: HostSyncs) -> Callable[..., Any]:
     return pinned_batches
 
 
-def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    setattr(owner, name, function)
-
-
-def _noted(stock: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
-    def noted(*args: Any, **options: Any) -> Any:
-        note()
+def _counted(stock: Callable[..., Any], syncs: HostSyncs, kind: str, name: str) -> Callable[..., Any]:
+    def counted(*args: Any, **options: Any) -> Any:
+        syncs.add(kind, name)
         switched = torch._C.DisableTorchFunction  # what it is made of is not counted again
         with switched():
             return stock(*args, **options)
 
-    return noted
+    return counted
 
 
 DEFAULTS = (
@@ -379,12 +363,8 @@ def counts_of_step(syncs: HostSyncs, argv: list[str]) -> Counter[Wait]:
         with syncs.counting():
             return stock(self)
 
-    loop.StepRunner.run_next = run_next  # type: ignore[method-assign]
-    try:
-        with cuda_on_cpu.Mode():
-            pretrain(cli.parse([*DEFAULTS, *argv]))
-    finally:
-        loop.StepRunner.run_next = stock  # type: ignore[method-assign]
+    with mock.patch.object(loop.StepRunner, "run_next", run_next), cuda_on_cpu.Mode():
+        pretrain(cli.parse([*DEFAULTS, *argv]))
     return Counter(syncs.found)
 
 

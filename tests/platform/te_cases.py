@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-EXPERTS, OUT, IN = 4, 24, 16
-
 
 def trained(argv: list[str]) -> int:
     """Run pretrain_moe.py; write how often Transformer Engine's parts were called into `calls.RANK.json`."""
@@ -43,13 +41,16 @@ def products(_: Any) -> None:
     """Compare the kernel with the loop over experts: results, gradients, in all dtypes, with experts without rows."""
     import transformer_engine_torch
 
-    from megatron_moe.moe.grouped_gemm import TransformerEngineProduct
+    from megatron_moe.moe.grouped_gemm import TransformerEngineProduct, grouped_linear_loop
 
     kernel = TransformerEngineProduct()
     for dtype, counts in itertools.product(
         (torch.float32, torch.bfloat16, torch.float16), ((3, 0, 8, 1), (0, 0, 0, 12), (5, 1, 2, 4), (0, 0, 0, 0))
     ):
-        _compare(kernel, dtype, counts)
+        case = _case(counts, (24, 16), dtype)
+        for ours, reference in zip(_results(kernel, *case), _results(grouped_linear_loop, *case), strict=True):
+            assert ours.dtype == dtype
+            torch.testing.assert_close(ours, reference)
     assert len(kernel._modules) == 1 and not list(next(iter(kernel._modules.values())).parameters())
     with pytest.raises(NotImplementedError, match="moe_permute_fwd"):
         transformer_engine_torch.moe_permute_fwd(torch.zeros(1))
@@ -59,40 +60,29 @@ def fp8_products(_: Any) -> None:
     """Compare the kernel in FP8 with the emulation of the same tiles, in both formats, with experts without rows."""
     from megatron_moe.moe.grouped_gemm_fp8 import E4M3, E5M2, Fp8Product, TransformerEngineFp8
 
-    generator = torch.Generator().manual_seed(3)
     for name, gradients in (("e4m3", E4M3), ("hybrid", E5M2)):
-        kernel = TransformerEngineFp8(name)
+        kernel, emulated = TransformerEngineFp8(name), Fp8Product(gradients, form="emulated")
         for counts in ((130, 0, 128, 3), (0, 0, 0, 0)):
-            rows, grad = (torch.randn(sum(counts), 128, generator=generator).bfloat16() for _ in range(2))
-            weights = torch.randn(EXPERTS, 128, 128, generator=generator).bfloat16()
-            offsets = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            found = []
-            for product in (kernel, Fp8Product(gradients, form="emulated")):
-                operands = rows.clone().requires_grad_(), weights.clone().requires_grad_()
-                output = product(*operands, offsets)
-                found.append([output, *torch.autograd.grad(output, operands, grad)])
-                with torch.no_grad():
-                    assert torch.equal(product(*operands, offsets), output)
-            for ours, reference in zip(*found):
+            case = _case(counts, (128, 128), torch.bfloat16)
+            for ours, reference in zip(_results(kernel, *case), _results(emulated, *case), strict=True):
                 torch.testing.assert_close(ours, reference, rtol=2**-7, atol=1e-3)
 
 
-def _compare(kernel: Any, dtype: torch.dtype, counts: tuple[int, ...]) -> None:
-    from megatron_moe.moe.grouped_gemm import grouped_linear_loop
-
+def _case(counts: tuple[int, ...], size: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Rows, weights, offsets and the gradient of the product; size: (out, in) of an expert's matrix."""
     generator = torch.Generator().manual_seed(sum(counts))
-    rows = torch.randn(sum(counts), IN, generator=generator).to(dtype)
-    weights = torch.randn(EXPERTS, OUT, IN, generator=generator).to(dtype)
-    grad = torch.randn(sum(counts), OUT, generator=generator).to(dtype)
-    offsets = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    found = []
-    for product in (kernel, grouped_linear_loop):
-        operands = rows.clone().requires_grad_(), weights.clone().requires_grad_()
-        output = product(*operands, offsets)
-        # The views of the stack are as good as its parameter for the gradient; a second use adds to the first.
-        found.append([output, *torch.autograd.grad(output, operands, grad)])
-        with torch.no_grad():
-            assert torch.equal(product(*operands, offsets), output)
-    for ours, reference in zip(*found):
-        assert ours.dtype == dtype
-        torch.testing.assert_close(ours, reference)
+    rows, weights, grad = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((sum(counts), size[1]), (len(counts), *size), (sum(counts), size[0]))
+    )
+    return rows, weights, torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32), grad
+
+
+def _results(product: Any, rows: Any, weights: Any, offsets: Any, grad: Any) -> list[torch.Tensor]:
+    operands = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+    output = product(*operands, offsets)
+    # The views of the stack are as good as its parameter for the gradient; a second use adds to the first.
+    gradients = torch.autograd.grad(output, operands, grad)
+    with torch.no_grad():
+        assert torch.equal(product(*operands, offsets), output)
+    return [output, *gradients]

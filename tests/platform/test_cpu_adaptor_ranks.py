@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
+import numpy
 import pytest
 import torch
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.parallel import groups
+from megatron_moe.parallel.groups import seed_everything
+from tests.helpers import routers
 
 pytestmark = pytest.mark.engine
 
@@ -13,8 +23,6 @@ MOE = replace(Run(), num_experts=8, expert_model_parallel_size=2)
 
 
 def group_sizes(run: Run) -> tuple[str, dict[str, int]]:
-    from megatron_moe.parallel import groups
-
     collection = groups.initialize(run)
     names = "tp pp cp dp dp_cp tp_cp tp_dp_cp mp ep expt_tp expt_dp tp_ep tp_ep_pp intra_dp_cp intra_expt_dp".split()
     return str(groups.rank_facts()), {name: getattr(collection, name).size() for name in names}
@@ -22,14 +30,6 @@ def group_sizes(run: Run) -> tuple[str, dict[str, int]]:
 
 def streams(run: Run) -> dict[str, float]:
     """The next number of each random stream of this rank."""
-    import random
-
-    import numpy
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    from megatron_moe.parallel import groups
-    from megatron_moe.parallel.groups import seed_everything
-
     groups.initialize(run)
     seed_everything(run)
     drawn = {"python": random.random(), "numpy": float(numpy.random.rand()), "torch": float(torch.rand(()))}
@@ -40,30 +40,15 @@ def streams(run: Run) -> dict[str, float]:
 
 def engine_moe(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     """How far the engine's all-to-all is from its all-gather: largest difference of outputs and of input gradients."""
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-
-    from megatron_moe.parallel import groups
-    from megatron_moe.parallel.groups import seed_everything
-
     collection = groups.initialize(run)
     seed_everything(run)
     seen, layers = [], []
     for dispatcher in ("allgather", "alltoall"):
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=16,
-            num_attention_heads=2,
-            num_moe_experts=8,
-            moe_router_topk=2,
+        config = routers.config(
+            moe_router_enable_expert_bias=False,
             moe_ffn_hidden_size=8,
-            moe_router_dtype="fp32",
             moe_token_dispatcher_type=dispatcher,
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
             expert_model_parallel_size=run.parallel.expert_model_parallel_size,
-            add_bias_linear=False,
             gradient_accumulation_fusion=False,
             bias_dropout_fusion=False,
         )
@@ -91,19 +76,21 @@ def test_every_group_has_its_size(gloo):
     }
 
 
-def test_data_parallel_ranks_draw_differently(gloo):
-    first, second = gloo.run(2, streams, run=Run())
-    assert all(first[name] != second[name] for name in first)
+STREAMS = ["python", "numpy", "torch", "tensor parallel"]
 
 
-def test_tensor_parallel_ranks_share_their_stream_but_for_the_split_activations(gloo):
-    first, second = gloo.run(2, streams, run=replace(Run(), tensor_model_parallel_size=2))
-    assert [name for name in first if first[name] != second[name]] == ["tensor parallel"]
-
-
-def test_pipeline_stages_draw_differently(gloo):
-    first, second = gloo.run(2, streams, run=replace(Run(), pipeline_model_parallel_size=2))
-    assert all(first[name] != second[name] for name in first)
+@pytest.mark.parametrize(
+    ("layout", "differing"),
+    [
+        ({}, STREAMS),
+        ({"tensor_model_parallel_size": 2}, ["tensor parallel"]),
+        ({"pipeline_model_parallel_size": 2}, STREAMS),
+    ],
+    ids=["DP2", "TP2", "PP2"],
+)
+def test_ranks_draw_differently_but_for_what_tensor_parallel_ranks_share(gloo, layout: Any, differing: list[str]):
+    first, second = gloo.run(2, streams, run=replace(Run(), **layout))
+    assert [name for name in first if first[name] != second[name]] == differing
 
 
 def test_the_engines_own_moe_layer_dispatches_on_gloo(gloo):

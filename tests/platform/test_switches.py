@@ -24,9 +24,7 @@ def test_a_program_ends_with_one_message_from_rank_0(program: str, rank: str) ->
     assert done.stderr.count("\n") == (rank == "0")
 
 
-@pytest.mark.parametrize(
-    ("value", "way"), [(None, "auto"), ("", "auto"), ("auto", "auto"), ("native", "native"), ("fp32", "fp32")]
-)
+@pytest.mark.parametrize(("value", "way"), [(None, "auto"), ("", "auto"), ("native", "native"), ("fp32", "fp32")])
 def test_the_way_of_half_products_is_that_of_the_variable(
     value: str | None, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,9 +32,6 @@ def test_the_way_of_half_products_is_that_of_the_variable(
     if value is not None:
         monkeypatch.setenv(switches.HALF_PRODUCTS, value)
     assert switches.half_products() == way
-
-
-def test_an_unknown_way_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(switches.HALF_PRODUCTS, "FP32")
     with pytest.raises(ConfigError, match=switches.HALF_PRODUCTS):
         switches.half_products()
