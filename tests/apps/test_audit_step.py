@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules import module as hooks
 
 from megatron_moe.apps.audit.findings import Audit
 from megatron_moe.apps.audit.report import html_report, json_report, text_report
@@ -50,9 +51,6 @@ def audited(function: Any, dtype: torch.dtype = torch.bfloat16, x: Tensor | None
     return audit_module(Module(function, dtype), (torch.ones(4, 4, dtype=dtype) if x is None else x,))
 
 
-# ---- the DeepSeek-Coder-V2 fault
-
-
 def test_a_layer_that_returns_fp32_is_named_with_its_first_promotion_when_the_next_product_raises():
     model, inputs = planted.crashing()
     report = audit_module(model, inputs).as_dict()
@@ -68,27 +66,22 @@ def test_a_layer_that_returns_fp32_is_named_with_its_first_promotion_when_the_ne
     assert report["error"]["module"] == "layers.1.attention" and "same dtype" in report["error"]["message"]
 
 
-# ---- promotions
-
-
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_a_promotion_is_found_in_forward_and_backward_with_its_line(half):
     wide = torch.ones(4, 4)
-    report = audited(lambda w, x: (w * wide).to(half) + x, half).as_dict()  # line A
-    assert {(one["operation"], one["phase"]) for one in report["unintended_promotion_list"]} >= {
-        ("aten.mul", "forward")
-    }
-    assert {one["where"] for one in report["unintended_promotion_list"]} == {here("# line A")}
+    found = audited(lambda w, x: (w * wide).to(half) + x, half).as_dict()["unintended_promotion_list"]  # line A
+    assert ("aten.mul", "forward") in {(one["operation"], one["phase"]) for one in found}
+    assert {one["where"] for one in found} == {here("# line A")}
 
 
-def test_scalars_and_zero_dim_tensors_that_do_not_decide_are_no_promotion():
-    audit = audited(lambda w, x: torch.where(x > 0, w * 2.0 + torch.tensor(0.5), w) / torch.tensor(3.0))
-    assert not audit.failed and audit.unintended_promotions.count == 0
-
-
-def test_a_concatenation_of_two_dtypes_is_a_promotion():
+def test_a_concatenation_of_two_dtypes_is_a_promotion_and_scalars_that_do_not_decide_are_none():
     audit = audited(lambda w, x: torch.cat([w, x.float()]))
     assert [one.operation for one in audit.unintended_promotions] == ["aten.cat"]
+    audit = audited(lambda w, x: torch.where(x > 0, w * 2.0 + torch.tensor(0.5), w) / torch.tensor(3.0))
+    assert not audit.failed and audit.unintended_promotions.count == 0
+    # nor are statistics that a kernel saved for its backward
+    model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.GroupNorm(2, 4)).bfloat16()
+    assert audit_module(model, (torch.ones(3, 4, dtype=torch.bfloat16),)).unintended_promotions.count == 0
 
 
 def test_adding_in_place_into_fp32_is_an_accumulation_and_into_bf16_a_promotion():
@@ -99,32 +92,18 @@ def test_adding_in_place_into_fp32_is_an_accumulation_and_into_bf16_a_promotion(
     assert found.detail == "rounded back into the written tensor"
 
 
-def test_statistics_that_a_kernel_saved_for_its_backward_are_no_promotion():
-    model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.GroupNorm(2, 4)).bfloat16()
-    assert audit_module(model, (torch.ones(3, 4, dtype=torch.bfloat16),)).unintended_promotions.count == 0
-
-
 def product(w: Tensor, x: Tensor) -> Tensor:
     return (w.float() * x).to(w.dtype)
 
 
-declared_product = mixes_dtypes("a test")(lambda w, x: (w.float() * x).to(w.dtype))
-
-
-def test_a_declaration_excuses_a_promotion_in_both_passes_and_nothing_else_does():
-    undeclared, excused = audited(product), audited(declared_product)
+def test_a_declaration_excuses_a_promotion_in_both_passes_but_not_in_the_modules_that_are_called():
+    undeclared, excused = audited(product), audited(mixes_dtypes("a test")(lambda w, x: (w.float() * x).to(w.dtype)))
     assert undeclared.unintended_promotions.count == 2 and undeclared.declared_promotions.count == 0
     assert excused.unintended_promotions.count == 0 and excused.declared_promotions.count == 2
     assert {one.reason for one in excused.declared_promotions} == {"a test"}
-
-
-def test_a_declaration_does_not_reach_into_the_modules_that_are_called():
     inner = Module(product)
     outer = audit_module(Module(mixes_dtypes("outer")(lambda w, x: inner(x) + w)), (torch.ones(4, 4).bfloat16(),))
     assert outer.unintended_promotions.count > 0
-
-
-# ---- products
 
 
 def attention(w: Tensor, x: Tensor) -> Tensor:
@@ -152,29 +131,22 @@ def test_a_product_of_mixed_dtypes_is_recorded_before_torch_refuses_it(name, fun
     assert found["where"].startswith(HERE) and report["error"]["type"] == "RuntimeError"
 
 
-# ---- modules that widen
-
-
 @returns_wider("its logits are compared in fp32")
 class Wider(Module):
     pass
 
 
-def test_a_declared_module_may_widen_and_its_caller_may_hand_that_on():
-    inner = Wider(lambda w, x: (x @ w).float())
-    outer = torch.nn.Sequential(inner)
-    report = audit_module(outer, (torch.ones(4, 4).bfloat16(),)).as_dict()
-    assert report["widened_modules"] == [] and set(report["declared_wider_modules"]) == {"", "0"}
+def test_a_module_that_widens_by_a_cast_is_listed_with_the_cast_unless_that_is_declared():
+    def wide(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ w).float()  # line B
 
-
-def test_a_module_that_widens_by_a_cast_is_listed_with_the_cast():
-    report = audited(lambda w, x: (x @ w).float()).as_dict()  # line B
+    report = audited(wide).as_dict()
     assert not report["failed"]
     (found,) = report["widened_modules"]
     assert (found["caused_by"], found["where"]) == ("cast", here("# line B"))
-
-
-# ---- fp32 state
+    # whoever calls a declared module may hand that on
+    report = audit_module(torch.nn.Sequential(Wider(wide)), (torch.ones(4, 4).bfloat16(),)).as_dict()
+    assert report["widened_modules"] == [] and set(report["declared_wider_modules"]) == {"", "0"}
 
 
 class Counter(Fp32State, torch.nn.Module):
@@ -209,10 +181,8 @@ def test_fp32_state_that_was_replaced_in_bf16_is_a_violation():
     model = torch.nn.Sequential(Counter(lambda self, x: x))
     model[0].counts = model[0].counts.bfloat16()
     found = audit_module(model, (torch.ones(4),)).as_dict()["fp32_state_violations"]
-    assert [(one["where"], one["detail"]) for one in found] == [
-        ("before the step", "0.counts"),
-        ("after the step", "0.counts"),
-    ]
+    assert [one["where"] for one in found] == ["before the step", "after the step"]
+    assert {one["detail"] for one in found} == {"0.counts"}
 
 
 @pytest.fixture
@@ -233,9 +203,6 @@ def test_a_model_that_is_not_a_runs_keeps_its_switches_and_the_report_says_which
     assert f"{sums_in_bf16} True" in text_report(report)
 
 
-# ---- reductions and casts
-
-
 @pytest.mark.parametrize(
     ("function", "how"),
     [
@@ -243,10 +210,7 @@ def test_a_model_that_is_not_a_runs_keeps_its_switches_and_the_report_says_which
         (lambda w, x: torch.softmax(w, -1), "result rounded"),
         (lambda w, x: w.cumsum(0), "result rounded"),
         (lambda w, x: x.index_add(0, torch.tensor([0, 0, 0, 0]), w), "may round every addition"),
-        (
-            lambda w, x: torch.index_put(x, (torch.tensor([0, 0, 0, 0]),), w, accumulate=True),
-            "may round every addition",
-        ),
+        (lambda w, x: x.index_put((torch.tensor([0, 0, 0, 0]),), w, accumulate=True), "may round every addition"),
     ],
 )
 def test_a_reduction_in_bf16_is_listed_and_says_what_is_rounded(function, how):
@@ -275,9 +239,6 @@ def test_every_cast_is_counted_with_direction_bytes_and_pass():
     assert casts == {("bfloat16->float32", "forward", 96, 1), ("float32->bfloat16", "backward", 96, 1)}
     assert report["casts"] == 2
     assert 0 < report["cast_share_of_time"] < 1 and 0 < report["cast_share_of_bytes"] < 1
-
-
-# ---- attribution
 
 
 class Twice(torch.autograd.Function):
@@ -311,21 +272,15 @@ def test_the_backward_of_a_custom_function_belongs_to_its_module_also_when_it_is
 def test_the_audits_own_sum_of_the_outputs_belongs_to_the_caller():
     model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
     audit = audit_module(model, (torch.ones(2, 4, dtype=torch.bfloat16),))  # line of the caller
-    assert {(one.where, one.phase) for one in audit.casts} == {
-        (here("# line of the caller"), phase) for phase in ("forward", "backward")
-    }
+    at = here("# line of the caller")
+    assert {(one.where, one.phase) for one in audit.casts} == {(at, "forward"), (at, "backward")}
 
 
 def test_nothing_is_hooked_when_the_audit_is_over():
-    from torch.nn.modules import module as hooks
-
     before = (len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks))
     audited(lambda w, x: x.float() @ w)
     assert (len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks)) == before
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-
-
-# ---- reports
 
 
 def test_the_reports_say_the_same_and_the_html_is_one_escaped_file():

@@ -40,6 +40,11 @@ def words(path: Path, *names: str) -> Path:
     return path
 
 
+def named(path: Path | str) -> dict[str, str]:
+    """The flags that name a tokenizer of Hugging Face's."""
+    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(path)}
+
+
 def facts(path: Path) -> dict[str, Any]:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return {"type": "HuggingFaceTokenizer", "sha256": digest, "eod": 0, "bos": None}
@@ -88,8 +93,7 @@ def test_what_came_with_a_model_goes_out_again_unless_it_was_trained_with_anothe
     step = a_step(tmp_path / "other", facts(other), files, imported=True, tokenizer_model=str(other))
     with pytest.raises(ConfigError, match=r"another tokenizer.*--tokenizer-model"):
         exported_tokenizer(step, {}, False)
-    given = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(other)}
-    found = exported_tokenizer(step, given, False)
+    found = exported_tokenizer(step, named(other), False)
     assert found.files["tokenizer.json"] == other.read_bytes()
     assert found.left_out == {"tokenizer.json", "tokenizer_config.json"}  # and not the licence
     assert exported_tokenizer(step, {}, True).left_out == found.left_out
@@ -100,8 +104,7 @@ def test_a_model_that_came_without_a_tokenizer_says_so_and_takes_one_that_is_nam
     step = a_step(tmp_path, {}, {"config.json": b"{}"}, imported=True)
     found = exported_tokenizer(step, {}, False)
     assert found.files == {} and found.ids is None and len(found.notes) == 1
-    given = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(file)}
-    assert exported_tokenizer(step, given, False).files["tokenizer.json"] == file.read_bytes()
+    assert exported_tokenizer(step, named(file), False).files["tokenizer.json"] == file.read_bytes()
 
 
 REFUSED = {
@@ -118,8 +121,7 @@ def test_files_that_are_gone_or_have_changed_are_refused(tmp_path, case):
     file = words(tmp_path / "own.json", "a", "b")
     trained_with = facts(file)
     words(file, "b", "a")
-    named = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(file), **config}
-    step = a_step(tmp_path, trained_with, {}, **named)
+    step = a_step(tmp_path, trained_with, {}, **{**named(file), **config})
     with pytest.raises(ConfigError) as error:
         exported_tokenizer(step, {name: value.replace("CHANGED", str(file)) for name, value in given.items()}, without)
     assert all(part in str(error.value) for part in parts), str(error.value)
@@ -130,14 +132,12 @@ def test_a_tokenizer_with_more_ids_than_the_model_and_none_at_all_are_refused(tm
     step = a_step(tmp_path, {}, {})
     with pytest.raises(ConfigError, match=r"--tokenizer-type is missing.*--no-tokenizer"):
         exported_tokenizer(step, {}, False)
-    given = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(file)}
     with pytest.raises(ConfigError, match="has 301 ids, the model 300"):
-        exported_tokenizer(step, given, False)
+        exported_tokenizer(step, named(file), False)
 
 
 def test_a_mistake_about_the_tokenizer_is_found_before_torch_is_loaded(tmp_path):
-    config = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "nowhere"}
-    a_step(tmp_path / "run", {"type": "HuggingFaceTokenizer", "sha256": "0" * 64}, {}, **config)
+    a_step(tmp_path / "run", {"type": "HuggingFaceTokenizer", "sha256": "0" * 64}, {}, **named("nowhere"))
     program = (
         "import sys\n"
         "from megatron_moe.apps.convert.cli import main\n"
@@ -158,15 +158,7 @@ def test_a_model_card_says_what_the_checkpoint_knows_and_no_place_of_this_machin
     card = model_card(run, family, "bfloat16", flatten(run), state, "none: x")
     assert card.startswith("---\nlibrary_name: transformers\n") and "\n---\n" in card[3:]
     count, used = run.derived.parameter_count(300), run.derived.active_parameter_count(300)
-    for fact in (
-        f"{count:,}",
-        f"{used:,}",
-        "| optimizer steps | 9 |",
-        f"| tokens | {80 * 64:,} |",
-        "bf16",
-        "`books`",
-        "ab12",
-    ):
-        assert fact in card
+    numbers = (f"{count:,}", f"{used:,}", "| optimizer steps | 9 |", f"| tokens | {80 * 64:,} |")
+    assert all(fact in card for fact in (*numbers, "bf16", "`books`", "ab12"))
     assert "/secret" not in card and "AutoTokenizer.from_pretrained" not in card
     assert "AutoTokenizer.from_pretrained" in model_card(run, family, "bfloat16", flatten(run), state, "ByteTokenizer")

@@ -26,15 +26,14 @@ def tensors(scale=1.0):
 def record(rank=0, tp=(0, 1), dp_rank=0, begin=0.0, end=1.0):
     """A rank's record: `tp` is (rank, size); gradients are known of the share [begin, end) of every tensor."""
     cuts = {EXPERTS: ((0, *tp, 1), (2, 0, 1, 1)), DENSE: ((0, *tp, 2),), WHOLE: (), ROUTER: ()}
-    place = {"rank": rank, **{f"{axis}_rank": 0 for axis in ("tp", "pp", "cp", "dp", "ep", "etp")}}
-    place |= {"tp_rank": tp[0], "dp_rank": dp_rank}
+    place = dict.fromkeys(("pp_rank", "cp_rank", "ep_rank", "etp_rank"), 0)
+    place |= {"rank": rank, "tp_rank": tp[0], "dp_rank": dp_rank}
 
     def mine(scale, known=False):
         held = {}
         for name, full in tensors(scale).items():
             local = full
-            for cut in cuts[name]:
-                axis, index, count, stride = cut
+            for axis, index, count, stride in cuts[name]:
                 local = torch.cat([block.chunk(count, axis)[index] for block in local.chunk(stride, axis)], axis)
             span = (int(begin * local.numel()), int(end * local.numel())) if known else (0, local.numel())
             held[name] = (cuts[name], local.clone(), (None, *span))
@@ -48,11 +47,7 @@ def record(rank=0, tp=(0, 1), dp_rank=0, begin=0.0, end=1.0):
         "loss": 5.0, "tokens": 4, "grad_norm": 2.0, "committed": True, "loss_scale": None, "mtp_losses": [],
         "layers": {"decoder.layers.0": layer},
     }  # fmt: skip
-    held = {
-        "initial weight": mine(1.0),
-        "gradient, step 1": mine(0.5, known=True),
-        "weight after step 1": mine(1.1),
-    }
+    held = {"initial weight": mine(1.0), "gradient, step 1": mine(0.5, known=True), "weight after step 1": mine(1.1)}
     return copy.deepcopy({"place": place, "steps": [step], "tensors": held})
 
 
@@ -103,13 +98,14 @@ def test_copies_with_other_bits_are_named_with_the_axis_between_them(oracle):
 
 def test_each_quantity_is_compared(oracle):
     got = assemble(two_ranks())
+    layer = got.steps[0]["layers"]["decoder.layers.0"]
     got.steps[0]["loss"] *= 1 + 3e-5
-    got.steps[0]["layers"]["decoder.layers.0"]["counts"] += torch.tensor([1, -1])
-    got.steps[0]["layers"]["decoder.layers.0"]["expert_bias"] += 1e-9
-    got.steps[0]["layers"]["decoder.layers.0"]["aux_losses"]["aux_loss"] *= 1.5
+    layer["counts"] += torch.tensor([1, -1])
+    layer["expert_bias"] += 1e-9
+    layer["aux_losses"]["aux_loss"] *= 1.5
+    layer["router_error"] = 2e-3
     got.tensors["gradient, step 1"][DENSE] *= 1.001
     got.tensors["weight after step 1"][WHOLE] *= 1.05
-    got.steps[0]["layers"]["decoder.layers.0"]["router_error"] = 2e-3
     got.steps[0]["loss_scale"], oracle.steps[0]["loss_scale"] = 2.0, 4.0
     comparison = compare(got, oracle)
     assert set(named(comparison)) == {
@@ -173,7 +169,11 @@ def test_a_scale_is_named_whichever_tensor_was_rounded(oracle, noisy, by, said):
     assert details == dict.fromkeys((EXPERTS, DENSE, WHOLE, ROUTER), f"{said} the oracle's")
 
 
-def test_a_norm_alone_is_traced_to_the_experts(oracle):
+def test_a_norm_alone_is_traced_to_the_experts_and_counts_over_a_wrong_group_told_from_a_choice_that_flipped(oracle):
+    for counts, said in (([6, 10], "sum to 2 times"), ([4, 4], "margin, 1.0e-02")):
+        got = assemble(two_ranks())
+        got.steps[0]["layers"]["decoder.layers.0"]["counts"] = torch.tensor(counts)
+        assert said in matching_patterns(got, oracle, compare(got, oracle))[0]
     gradients = tensors(0.5)
     squares = {name: float(tensor.double().square().sum()) for name, tensor in gradients.items()}
     oracle.steps[0]["grad_norm"] = sum(squares.values()) ** 0.5
@@ -183,22 +183,14 @@ def test_a_norm_alone_is_traced_to_the_experts(oracle):
     assert "the routed experts' squares are counted 0.5 times" in found[1]
 
 
-def test_counts_over_a_wrong_group_are_told_from_a_choice_that_flipped(oracle):
-    for counts, said in (([6, 10], "sum to 2 times"), ([4, 4], "margin, 1.0e-02")):
-        got = assemble(two_ranks())
-        got.steps[0]["layers"]["decoder.layers.0"]["counts"] = torch.tensor(counts)
-        assert said in matching_patterns(got, oracle, compare(got, oracle))[0]
-
-
 def test_the_report_is_json_and_ends_in_the_verdict(oracle):
     got = assemble(two_ranks())
     got.tensors["gradient, step 1"][DENSE] *= torch.nan
     comparison = compare(got, oracle)
     ep, dp = (Layout(name, 2, {}, frozenset({name.upper()})) for name in ("ep", "dp"))
     good = LayoutFinding(dp, 1.0, compare(assemble(two_ranks()), oracle))
-    report = DoctorReport(
-        {"steps": 1}, [good, LayoutFinding(ep, 2.0, comparison), LayoutFinding(ep, 3.0, error="rank 1 ended")]
-    )
+    findings = [good, LayoutFinding(ep, 2.0, comparison), LayoutFinding(ep, 3.0, error="rank 1 ended")]
+    report = DoctorReport({"steps": 1}, findings)
     told = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert told["failed"] and told["common_to_what_failed"] == ["EP"]
     assert told["layouts"][1]["differences"][0]["error"] == "nan"

@@ -77,24 +77,18 @@ def test_auxiliary_losses_of_the_small_copy_show_in_the_gradients():
 
 @pytest.mark.parametrize(
     ("freq", "layers", "wanted"),
-    [
-        ("[0]*3+[1]*58", 61, [0, 1, 1, 1]),
-        (2, 8, [1, 0, 1, 0]),
-        (1, 8, [1, 1, 1, 1]),
-        ("[1]*7+[0]", 8, [1, 0, 0, 0]),
-        ("[0]*8", 8, [0, 0, 0, 0]),
-    ],
+    [("[0]*3+[1]*58", 61, "0111"), (2, 8, "1010"), (1, 8, "1111"), ("[1]*7+[0]", 8, "1000"), ("[0]*8", 8, "0000")],
 )
 def test_the_small_copy_keeps_the_kinds_of_layers_in_their_order(freq, layers, wanted):
     run = replace(Run(), num_experts=8, num_layers=layers, moe_layer_freq=freq)
-    assert small_copy(run).derived.moe_layer_pattern == tuple(wanted)
+    assert "".join(map(str, small_copy(run).derived.moe_layer_pattern)) == wanted
     assert len(wanted) == LAYERS
 
 
-@pytest.mark.parametrize(("groups", "wanted"), [(1, 1), (8, 2), (16, HEADS)])
-def test_the_small_copy_shares_keys_as_the_model_does(groups, wanted):
-    run = replace(Run(), num_attention_heads=16, group_query_attention=True, num_query_groups=groups)
-    assert small_copy(run).model.num_query_groups == wanted
+def test_the_small_copy_shares_keys_as_the_model_does():
+    for groups, wanted in ((1, 1), (8, 2), (16, HEADS)):
+        run = replace(Run(), num_attention_heads=16, group_query_attention=True, num_query_groups=groups)
+        assert small_copy(run).model.num_query_groups == wanted
 
 
 def names(run: Run, ranks: int = 4, wanted: tuple[str, ...] = ()) -> list[str]:
@@ -113,10 +107,8 @@ def test_without_a_layout_every_kind_is_tried_alone_and_in_pairs():
         for other in ("TP", "PP", "CP", "DP", "EP"):
             assert kind == other or any({kind, other} <= one for one in kinds), (kind, other)
     assert max(layout.ranks for layout in found.layouts) == 4
-    assert any(layout.flags.get("expert_tensor_parallel_size") == 1 for layout in found.layouts)
-    assert any(
-        layout.flags.get("expert_tensor_parallel_size") == 2 and "EP" in layout.kinds for layout in found.layouts
-    )
+    etp = {(layout.flags.get("expert_tensor_parallel_size"), "EP" in layout.kinds) for layout in found.layouts}
+    assert etp & {(1, True), (1, False)} and (2, True) in etp
 
 
 def test_a_layout_in_use_is_reduced_to_its_kinds_and_keeps_its_extras():
@@ -150,8 +142,8 @@ def test_stages_by_letters_are_reduced_to_what_is_uneven_about_them(letters, sta
     own = replace(TINY, num_layers=61, moe_layer_freq=1, mtp_num_layers=1, **pipeline)
     found = choose(own, small_copy(own), 4, ["pp2*"])
     assert found.refused == []
-    found_letters = [layout.flags.get("pipeline_model_parallel_layout") for layout in found.layouts]
-    assert found_letters == [small, small, None]  # with the data parallel too, and without letters
+    # with the data parallel too, and without letters
+    assert [one.flags.get("pipeline_model_parallel_layout") for one in found.layouts] == [small, small, None]
 
 
 @pytest.mark.parametrize(
@@ -174,23 +166,17 @@ def test_eight_ranks_try_triples():
     assert "tp2-pp2-dp2+demo" in [layout.name for layout in default_choice(8).layouts]
 
 
-def test_the_default_layouts_have_every_feature_and_refuse_nothing():
+def test_the_default_layouts_have_every_feature_and_kind_of_parallelism_and_refuse_nothing():
     choice = default_choice(4)
     assert choice.refused == []
-    covered = frozenset[str]().union(*(layout.features for layout in choice.layouts))
+    covered = {feature for layout in choice.layouts for feature in layout.features}
     assert covered == set(FEATURES), "put what is missing into MODELS or DEFAULT_LAYOUTS of default_layouts.py"
     assert len({layout.name for layout in choice.layouts}) == len(choice.layouts)
-
-
-def test_a_default_layout_is_found_with_its_model_and_without():
+    for name in MODELS:
+        assert {kind for one in choice.layouts if one.model == name for kind in one.kinds} == EVERY_KIND, name
+    # a layout is found with its model's name and without
     assert [one.name for one in default_choice(4, ["tp2"]).layouts] == ["tp2+mtp"]
     assert {one.model for one in default_choice(4, ["*+fp16"]).layouts} == {"fp16"}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_each_model_of_the_default_layouts_meets_every_kind_of_parallelism(name):
-    layouts = [layout for layout in default_choice(4).layouts if layout.model == name]
-    assert frozenset[str]().union(*(layout.kinds for layout in layouts)) == EVERY_KIND
 
 
 def test_half_precision_is_held_against_fp32_on_one_process_and_then_against_itself():
@@ -202,10 +188,6 @@ def test_half_precision_is_held_against_fp32_on_one_process_and_then_against_its
         assert others and all(layout.copy.precision == layout.run.precision for layout in others)
 
 
-def test_a_dense_model_has_no_feature_of_experts():
-    assert features(Run()) == {"tied embeddings", "dense layers", "fp32"}
-
-
 def test_what_is_allowed_in_half_precision_follows_from_the_format_and_sees_a_factor_of_two():
     run = model("fp16")[1]
     half = {"fp16": tolerances_of(run), "bf16": tolerances_of(replace(run, fp16=False, bf16=True))}
@@ -214,15 +196,6 @@ def test_what_is_allowed_in_half_precision_follows_from_the_format_and_sees_a_fa
     for allowed in half.values():
         assert max(allowed.scalar, allowed.gradient, allowed.update) < 0.5 and allowed.flips == 0
     assert tolerances_of(replace(run, fp16=False)) == FP32
-
-
-def test_failures_are_narrowed_to_a_feature_that_not_all_layouts_have():
-    def layout(**flags: object) -> Layout:
-        return Layout("", 2, flags, frozenset({"DP"}), copy=small_copy(TINY))
-
-    gated, plain = layout(moe_shared_expert_gate=True), layout()
-    assert common_to([gated], [plain]) == ["shared gate"]
-    assert common_to([plain], [gated]) == []
 
 
 def test_layouts_are_chosen_by_pattern_and_an_unknown_one_is_refused_with_those_there_are():
@@ -247,10 +220,14 @@ def test_the_oracle_has_no_layout():
     assert not plain.optimizer.use_distributed_optimizer
 
 
-def test_what_failed_is_narrowed_to_the_fewest_kinds():
-    def layout(*kinds: str) -> Layout:
-        return Layout("-".join(kinds), 2, {}, frozenset(kinds))
+def test_what_failed_is_narrowed_to_the_fewest_kinds_and_to_a_feature_that_not_all_layouts_have():
+    def layout(*kinds: str, **flags: object) -> Layout:
+        return Layout("-".join(kinds), 2, flags, frozenset(kinds), copy=small_copy(TINY))
 
+    assert features(Run()) == {"tied embeddings", "dense layers", "fp32"}  # and none of experts
+    gated, plain = layout("DP", moe_shared_expert_gate=True), layout("DP")
+    assert common_to([gated], [plain]) == ["shared gate"]
+    assert common_to([plain], [gated]) == []
     assert common_to([layout("EP", "DP"), layout("EP", "TP")], [layout("DP"), layout("TP")]) == ["EP"]
     assert common_to([layout("PP", "CP")], [layout("PP"), layout("CP")]) == ["CP+PP"]
     assert common_to([layout("TP")], [layout("TP", "DP")]) == []

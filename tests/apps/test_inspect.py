@@ -26,7 +26,7 @@ Inspect = Callable[..., tuple[int, str, dict[str, Any]]]
 
 
 @pytest.fixture
-def inspect(capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory) -> Inspect:
+def inspect(capsys, tmp_path_factory):
     """`inspect(command, ...)`: exit status, what was printed, and the JSON file."""
 
     def run(*argv: object) -> tuple[int, str, dict[str, Any]]:
@@ -39,7 +39,7 @@ def inspect(capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     for iteration in (50, 100, 150):
         make_step(tmp_path, iteration, seed=iteration)
     return tmp_path
@@ -51,7 +51,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_list_tells_of_each_step_what_it_is(inspect, root):
+def test_list_tells_of_each_step_what_it_is_and_of_one_that_is_being_written(inspect, root):
     status, text, result = inspect("list", root)
     assert status == 0 and text.count("complete") == 3 and "200 samples" in text and "torch" in text
     (found,) = result["folders"]
@@ -59,6 +59,11 @@ def test_list_tells_of_each_step_what_it_is(inspect, root):
     step = found["steps"][0]
     assert step["files"] == 9 and step["bytes"] == manifest.read(root / "iter_0000050").total_bytes
     assert step["defect"] is None and step["layout"] == {"world_size": 2} and "verified" not in step
+    folder.hidden_folder(root, 200).mkdir()
+    (root / "iter_0000050.bad").mkdir()
+    status, text, result = inspect("list", root)
+    assert status == 0 and ".iter_0000200.saving" in text and result["folders"][0]["hidden"] == [".iter_0000200.saving"]
+    assert "put aside" in text and result["folders"][0]["put_aside"] == ["iter_0000050.bad"]
 
 
 def test_list_is_not_well_where_a_step_is_damaged_or_the_pointer_is_wrong(inspect, root):
@@ -87,14 +92,6 @@ def test_only_verifying_finds_a_flipped_bit_and_a_file_that_is_not_listed(inspec
     assert status == 1 and "__1_0.distcp, which manifest.json does not list" in text
 
 
-def test_a_step_that_is_being_written_is_told_and_no_defect(inspect, root):
-    folder.hidden_folder(root, 200).mkdir()
-    (root / "iter_0000050.bad").mkdir()
-    status, text, result = inspect("list", root)
-    assert status == 0 and ".iter_0000200.saving" in text and result["folders"][0]["hidden"] == [".iter_0000200.saving"]
-    assert "put aside" in text and result["folders"][0]["put_aside"] == ["iter_0000050.bad"]
-
-
 def test_a_folder_without_a_step_is_not_well_and_one_of_something_else_is_a_mistake(inspect, tmp_path):
     (tmp_path / folder.OWNER).touch()
     assert inspect("list", tmp_path)[0] == 1 and inspect("verify", tmp_path)[0] == 1
@@ -119,7 +116,7 @@ def test_config_shows_the_flags_and_what_differs_between_two_steps(inspect, root
     assert inspect("config", step, step, step)[0] == 2
 
 
-def test_stats_are_those_of_the_tensors(inspect, root):
+def test_stats_are_those_of_the_tensors_and_a_damaged_step_is_read_only_on_demand(inspect, root):
     status, _, result = inspect("stats", root)
     expected = tensors_of(150)
     assert status == 0 and {row["key"] for row in result["tensors"]} == set(expected)
@@ -129,35 +126,21 @@ def test_stats_are_those_of_the_tensors(inspect, root):
         for name, value in (("min", tensor.min()), ("max", tensor.max()), ("mean", tensor.mean())):
             assert row[name] == pytest.approx(float(value), abs=1e-12)
         assert row["std"] == pytest.approx(float(tensor.std(correction=0)), abs=1e-12)
+    flip(root / "iter_0000150" / "__0_0.distcp")
+    status, text, result = inspect("stats", root)
+    assert status == 1 and "__0_0.distcp does not hold what was saved" in text and result == {}
+    assert "NOT VERIFIED" in inspect("stats", root, "--no-verify")[1]
 
 
 def test_a_number_that_is_not_finite_is_not_well(inspect, tmp_path):
     tensors = tensors_of(0)
-    tensors["embedding.word_embeddings.weight"][3, 3] = float("nan")
-    tensors["embedding.word_embeddings.weight"][9, :2] = float("-inf")
+    tensors["embedding.word_embeddings.weight"][3, 3] = torch.nan
+    tensors["embedding.word_embeddings.weight"][9, :2] = -torch.inf
     make_step(tmp_path, 50, tensors=tensors)
     status, text, result = inspect("stats", tmp_path, "--match", "embedding")
     assert status == 1 and "1 NaN, 2 INF" in text and len(result["tensors"]) == 1
     assert inspect("stats", tmp_path, "--match", "bias")[0] == 0
     assert inspect("stats", tmp_path, "--match", "(")[0] == 2
-
-
-def test_tensors_of_a_damaged_step_are_read_only_on_demand(inspect, root):
-    flip(root / "iter_0000150" / "__0_0.distcp")
-    status, text, result = inspect("stats", root)
-    assert status == 1 and "__0_0.distcp does not hold what was saved" in text and result == {}
-    status, text, _ = inspect("stats", root, "--no-verify")
-    assert "NOT VERIFIED" in text
-
-
-def test_steps_with_the_same_bits_are_equal_and_other_shapes_are_told(inspect, tmp_path):
-    tensors = {"a": torch.arange(24.0).reshape(6, 4), "b": torch.tensor([float("nan"), -0.0]), "c": torch.zeros(3, 0)}
-    make_step(tmp_path / "0", 50, tensors=tensors)
-    make_step(tmp_path / "1", 50, tensors=tensors)
-    assert inspect("diff", tmp_path / "0", tmp_path / "1")[0] == 0
-    make_step(tmp_path / "2", 50, tensors={**tensors, "a": tensors["a"][:5]})
-    status, text, _ = inspect("diff", tmp_path / "0", tmp_path / "2")
-    assert status == 1 and "a: shapes [[6, 4], [5, 4]]" in text
 
 
 def test_boxes_of_differently_split_tensors_meet(tmp_path):
@@ -167,16 +150,12 @@ def test_boxes_of_differently_split_tensors_meet(tmp_path):
     def step(name: str, content: torch.Tensor, dim: int) -> inspect_tensors.StepReader:
         target = tmp_path / name
         target.mkdir()
-        starts = [(0, 0), (2, 0)] if dim == 0 else [(0, 0), (0, 3)]
         with new_file(target / data_name(0)) as file:
             data = DataFile(file)
-            for start, piece in zip(starts, content.chunk(2, dim)):
+            for start, piece in zip([(0, 0), (2, 0) if dim == 0 else (0, 3)], content.chunk(2, dim)):
                 data.add("x", start, piece)
-        files = {
-            data_name(0): file.entry(),
-            ".metadata": write_index(target, {"x": ("float32", (4, 6))}, data.parts, ()),
-        }
-        manifest.write(target, 50, files)
+        index = write_index(target, {"x": ("float32", (4, 6))}, data.parts, ())
+        manifest.write(target, 50, {data_name(0): file.entry(), ".metadata": index})
         return inspect_tensors.opened(target)
 
     rows = step("rows", value, 0)
@@ -185,17 +164,19 @@ def test_boxes_of_differently_split_tensors_meet(tmp_path):
     assert (found["different"], found["max_difference"]) == (23, 23.0)
 
 
-def test_diff_tells_how_far_and_what_is_missing(inspect, tmp_path):
-    first = {"a": torch.zeros(4), "b": torch.ones(4), "c": torch.ones(4), "d": torch.ones(2), "e": torch.zeros(2)}
+def test_diff_tells_how_far_steps_differ_and_what_is_missing(inspect, tmp_path):
+    same = {"b": torch.tensor([torch.nan, -0.0]), "h": torch.zeros(3, 0)}
+    first = {"a": torch.zeros(4), "c": torch.ones(4), "d": torch.ones(2), "e": torch.zeros(2), "g": torch.ones(6, 4)}
     second = {
-        "a": torch.tensor([0.0, 0.25, 0.0, -1.5]), "b": torch.ones(4), "c": torch.ones(4).bfloat16(),
-        "e": torch.tensor([0.0, float("nan")]), "f": torch.ones(1),
+        "a": torch.tensor([0.0, 0.25, 0.0, -1.5]), "c": torch.ones(4).bfloat16(), "e": torch.tensor([0.0, torch.nan]),
+        "f": torch.ones(1), "g": torch.ones(5, 4),
     }  # fmt: skip
-    make_step(tmp_path / "0", 50, tensors=first)
-    make_step(tmp_path / "1", 50, tensors=second)
+    for name, tensors in {"0": first, "1": second, "2": first}.items():
+        make_step(tmp_path / name, 50, tensors={**same, **tensors})
+    assert inspect("diff", tmp_path / "0", tmp_path / "2")[0] == 0
     status, text, result = inspect("diff", tmp_path / "0", tmp_path / "1")
     rows = {row["key"]: row for row in result["tensors"]}
-    assert status == 1 and "1 tensors are equal to the bit, 5 are not" in text
+    assert status == 1 and "2 tensors are equal to the bit, 6 are not" in text and "g: shapes [[6, 4], [5, 4]]" in text
     assert (rows["a"]["different"], rows["a"]["max_difference"]) == (2, 1.5)
     assert rows["b"]["equal"] and rows["c"]["dtypes"] == ["float32", "bfloat16"] and rows["c"]["max_difference"] == 0
     assert rows["d"]["only_in"].endswith("0/iter_0000050") and rows["f"]["only_in"].endswith("1/iter_0000050")
@@ -230,14 +211,11 @@ def test_prune_never_takes_a_damaged_step_for_a_good_one(inspect, root):
     assert folder.steps(root) == [10, 50, 100, 150]
 
 
-def test_prune_stays_out_of_a_folder_that_a_job_writes_to(inspect, root):
+def test_mistakes_and_a_folder_that_a_job_writes_to_are_refused(inspect, root):
     lock, _ = writer_lock.acquire(root)
     with lock:
         status, text, _ = inspect("prune", root, "--keep-last", 1)
     assert status == 2 and "another job writes there" in text and folder.steps(root) == [50, 100, 150]
-
-
-def test_mistakes_are_refused(inspect, root):
     for argv in (["--keep-last", "0"], ["--keep-last", "1", "--keep-every", "0"]):
         assert inspect("prune", root, *argv)[0] == 2
     assert inspect("prune", root / "iter_0000050", "--keep-last", "1")[0] == 2

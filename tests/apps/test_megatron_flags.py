@@ -69,7 +69,7 @@ def answered(tmp_path, capsys):
     return run
 
 
-def test_arrays_that_the_command_names_are_read_and_nothing_else():
+def test_arrays_that_the_command_names_are_read_and_nothing_else(answered):
     assert dict(read(ARRAYS).flags) == {
         "--use-mcore-models": [], "--num-layers": ["4"], "--moe-layer-freq": ['"([0]*1+[1]*3)"'], "--lr": ["1e-4"],
         "--ckpt-format": ["$FMT"], "--dist-ckpt-format": ["torch_dist"], "--decoder-seq-length": ["1024"],
@@ -78,9 +78,12 @@ def test_arrays_that_the_command_names_are_read_and_nothing_else():
     }  # fmt: skip
     assert read(ARRAYS).sourced == ["common.sh"]
     assert read(ARRAYS).resolved('"$FMT"') == "torch_dist" and read(ARRAYS).resolved("${TP}") == "2"
+    # the value of a variable decides
+    assert json.loads(answered("--json", script=ARRAYS))["--ckpt-format"]["answer"] == "always"
+    assert answered(script=ARRAYS).splitlines()[-2] == "6 taken, 1 alias, 3 always, 1 refused"
 
 
-def test_strings_of_flags_are_read_through_the_commands_that_run_them():
+def test_strings_of_flags_are_read_through_the_commands_that_run_them_and_a_plain_list_is_a_script():
     assert read(STRINGS).flags == [
         ("--num-layers", ["4"]), ("--bf16", []), ("--split", ["99,1,0"]), ("--lr", ["${LR}"]),
         ("--save", ["'${CKPT}'"]),
@@ -89,16 +92,10 @@ def test_strings_of_flags_are_read_through_the_commands_that_run_them():
         ("--num-layers", ["$(expr 2 + 2)"]), ("--hidden-size", ["$((2*8))"]),
         ("--data-path", ["0.5", "a", "0.5", "b"]),
     ]  # fmt: skip
-
-
-def test_a_plain_list_is_a_script():
-    text = "--num-layers 61 --moe-layer-freq ([0]*3+[1]*58)\n--pipeline-model-parallel-layout Et|(tt|)*30mL --bf16"
-    assert read(text).flags == [
-        ("--num-layers", ["61"]),
-        ("--moe-layer-freq", ["([0]*3+[1]*58)"]),
-        ("--pipeline-model-parallel-layout", ["Et|(tt|)*30mL"]),
+    assert read("--moe-layer-freq ([0]*3+[1]*58)\n--pipeline-model-parallel-layout Et|(tt|)*30mL --bf16").flags == [
+        ("--moe-layer-freq", ["([0]*3+[1]*58)"]), ("--pipeline-model-parallel-layout", ["Et|(tt|)*30mL"]),
         ("--bf16", []),
-    ]
+    ]  # fmt: skip
 
 
 def test_a_rewritten_command_keeps_values_and_names_what_it_leaves_out(answered):
@@ -125,14 +122,6 @@ def test_the_answers_of_a_list_are_an_object_by_flag(answered):
         "--te-rng-tracker": "ignored",
     }  # fmt: skip
     assert all(set(entry) == {"answer", "reason"} and entry["reason"] for entry in said.values())
-
-
-def test_variables_that_the_script_sets_decide_by_their_value(answered):
-    assert json.loads(answered("--json", script=ARRAYS))["--ckpt-format"]["answer"] == "always"
-
-
-def test_a_table_of_answers_ends_with_their_counts(answered):
-    assert answered(script=ARRAYS).splitlines()[-2] == "6 taken, 1 alias, 3 always, 1 refused"
 
 
 @pytest.mark.parametrize("argv", [["--script"], ["moe-grouped-gemm"], ["--script", "no/such.sh"]])

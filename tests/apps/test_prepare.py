@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -15,14 +14,18 @@ from megatron_moe.apps.prepare import main
 from megatron_moe.data.datasets import open_dataset
 from megatron_moe.data.index_file import open_index, read_sidecar
 
-LINES: list[dict[str, str | list[str]]] = [
+LINES: list[dict] = [
     {"text": f"text {i} " * (i % 5 + 1), "more": [f"one {i}", "", "two", "three"][: i % 4 + 1]} for i in range(23)
 ]
 KEYS = ("text", "more")
 
 
+def in_bytes(text: str) -> list[int]:
+    return list(text.encode())
+
+
 @pytest.fixture
-def jsonl(tmp_path: Path) -> Callable[[list], Path]:
+def jsonl(tmp_path):
     def write(lines: list, name: str = "in.jsonl") -> Path:
         path = tmp_path / name
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -31,9 +34,7 @@ def jsonl(tmp_path: Path) -> Callable[[list], Path]:
     return write
 
 
-def megatron_writes(
-    prefix: Path, lines: list[dict], tokenize: Callable[[str], list[int]], eod: int | None, vocab_size: int, order: list
-) -> None:
+def megatron_writes(prefix, lines, tokenize, eod, vocab_size, order):
     """Write what Megatron-LM's tool writes: the engine's builder, a document a line, in the order of its partitions."""
     for key in KEYS:
         name = f"{prefix}_{key}_document"
@@ -62,11 +63,11 @@ def in_partitions(count: int, partitions: int) -> list[int]:
         ("--append-eod --workers 1 --partitions 4 --keep-sequential-samples", in_partitions(23, 1)),
     ],
 )
-def test_the_bytes_are_those_of_megatrons_tool(flags: str, order: list, jsonl: Callable, tmp_path: Path) -> None:
+def test_the_bytes_are_those_of_megatrons_tool(flags, order, jsonl, tmp_path):
     source = jsonl(LINES)
     eod = 256 if "--append-eod" in flags else None
     (tmp_path / "theirs").mkdir()
-    megatron_writes(tmp_path / "theirs" / "d", LINES, lambda text: list(text.encode()), eod, 257, order)
+    megatron_writes(tmp_path / "theirs" / "d", LINES, in_bytes, eod, 257, order)
     command = f"--input {source} --output-prefix {tmp_path}/ours/d --json-keys text more --tokenizer-type ByteTokenizer"
     assert main([*command.split(), *flags.split()]) == 0
     theirs = sorted((tmp_path / "theirs").iterdir())
@@ -75,7 +76,7 @@ def test_the_bytes_are_those_of_megatrons_tool(flags: str, order: list, jsonl: C
         assert (tmp_path / "ours" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_gpt2_data_has_the_bytes_of_transformers_ids(jsonl: Callable, tmp_path: Path) -> None:
+def test_gpt2_data_has_the_bytes_of_transformers_ids(jsonl, tmp_path):
     from transformers import GPT2TokenizerFast
 
     tokens = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "te", "xt", "text", "<|endoftext|>"]
@@ -83,9 +84,7 @@ def test_gpt2_data_has_the_bytes_of_transformers_ids(jsonl: Callable, tmp_path: 
     (tmp_path / "merges.txt").write_text("#version: 0.2\nt e\nx t\nte xt\n")
     expected = GPT2TokenizerFast(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
     (tmp_path / "theirs").mkdir()
-    megatron_writes(
-        tmp_path / "theirs" / "d", LINES, lambda text: expected(text)["input_ids"], 259, len(expected), list(range(23))
-    )
+    megatron_writes(tmp_path / "theirs" / "d", LINES, expected.encode, 259, len(expected), list(range(23)))
     command = f"--input {jsonl(LINES)} --output-prefix {tmp_path}/d --json-keys text more --append-eod --workers 1"
     files = f"--vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
     assert main(f"{command} --tokenizer-type GPT2BPETokenizer {files}".split()) == 0
@@ -97,9 +96,9 @@ def test_gpt2_data_has_the_bytes_of_transformers_ids(jsonl: Callable, tmp_path: 
 
 
 @pytest.mark.parametrize("vocab_size", [257, 70_000])
-def test_what_megatron_wrote_is_read(vocab_size: int, tmp_path: Path) -> None:
+def test_what_megatron_wrote_is_read(vocab_size, tmp_path):
     lines = [*LINES[:5], {"text": "", "more": []}, *LINES[5:]]
-    megatron_writes(tmp_path / "d", lines, lambda text: list(text.encode()), None, vocab_size, list(range(len(lines))))
+    megatron_writes(tmp_path / "d", lines, in_bytes, None, vocab_size, list(range(len(lines))))
     for key in KEYS:
         index = open_index(f"{tmp_path}/d_{key}_document")
         dataset = open_dataset(index.prefix)
@@ -110,9 +109,7 @@ def test_what_megatron_wrote_is_read(vocab_size: int, tmp_path: Path) -> None:
         assert index.documents.tolist() == dataset.document_indices.tolist()
 
 
-def test_special_tokens_of_a_tokenizer_file_are_added_only_where_that_is_asked_for(
-    jsonl: Callable, tmp_path: Path
-) -> None:
+def test_special_tokens_of_a_tokenizer_file_are_added_only_where_that_is_asked_for(jsonl, tmp_path):
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1, "</s>": 2}, unk_token="a"))
     model.add_special_tokens(["<s>", "</s>"])
     model.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -132,7 +129,7 @@ def test_special_tokens_of_a_tokenizer_file_are_added_only_where_that_is_asked_f
     assert main([*command[:-1], command[-1] + "x", "--tokenizer-type", "ByteTokenizer", extra]) == 2
 
 
-def test_a_pattern_of_inputs_is_its_files_in_sorted_order(jsonl: Callable, tmp_path: Path) -> None:
+def test_a_pattern_of_inputs_is_its_files_in_sorted_order(jsonl, tmp_path):
     for name in ("b.jsonl", "a.jsonl", "[c].jsonl"):
         jsonl([{"text": name}], name)
     inputs = ["--input", f"{tmp_path}/[ab].jsonl", f"{tmp_path}/[c].jsonl", "--output-prefix", f"{tmp_path}/o"]
@@ -141,9 +138,7 @@ def test_a_pattern_of_inputs_is_its_files_in_sorted_order(jsonl: Callable, tmp_p
     assert [bytes(dataset[i].tolist()) for i in range(3)] == [b"a.jsonl", b"b.jsonl", b"[c].jsonl"]
 
 
-def test_flags_of_megatrons_tool_that_change_nothing_here_are_named(
-    jsonl: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_of_megatrons_tool_that_change_nothing_here_are_named(jsonl, tmp_path, capsys):
     flags = "--workers 1 --lang german --dataset-impl mmap --trust-remote-code --tokenizer-type NullTokenizer"
     line = [{"text": "1 2"}]
     assert main(f"--input {jsonl(line)} --output-prefix {tmp_path}/o {flags} --vocab-size 9".split()) == 0
@@ -166,9 +161,7 @@ def test_flags_of_megatrons_tool_that_change_nothing_here_are_named(
         ("--tokenizer-type ByteTokenizer --log-interval 0", ["--log-interval 0"]),
     ],
 )
-def test_other_flags_of_megatron_are_answered(
-    flags: str, words: list[str], jsonl: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_flags_of_megatron_are_answered(flags, words, jsonl, tmp_path, capsys):
     assert main(f"--input {jsonl(LINES)} --output-prefix {tmp_path}/o {flags}".split()) == 2
     said = capsys.readouterr().err
     assert all(word in said for word in words), said
