@@ -107,19 +107,18 @@ def test_a_token_goes_from_the_loop_to_its_experts_and_back_through_few_files():
     layer, loop, files = MoELayer.forward.__code__, str(PACKAGE / "training/loop.py"), set[str]()
 
     def see(frame: FrameType, event: str, _: Any) -> None:
-        at: FrameType | None = frame
+        at: FrameType | None = frame if event == "call" else None
         while at is not None and at.f_code is not layer:
             at = at.f_back
-        if event != "call" or at is None:
+        if at is None:
             return
         files.add(frame.f_code.co_filename)  # called by the layer
         while at is not None and loop not in files:  # what has called the layer, once
             files.add(at.f_code.co_filename)
             at = at.f_back
 
-    run = build(
-        {**PRESETS["tiny"], "mock_data": True, "vocab_size": 256, "train_iters": 1, "eval_iters": 0, **EVERYTHING}
-    )
+    one_sequence = {"train_iters": 1, "eval_iters": 0, "micro_batch_size": 1, "global_batch_size": 1}
+    run = build({**PRESETS["tiny"], "mock_data": True, "vocab_size": 256, **one_sequence, **EVERYTHING})
     sys.setprofile(see)
     try:
         pretrain(run)
