@@ -5,19 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_moe.precision.packed_state import (
-    GROUP,
-    AdamState,
-    Chances,
-    chances_of,
-    has_codes,
-    pack_main,
-    pack_moment,
-    seeds_of,
-    stored_dtype,
-    unpacked_main,
-    unpacked_moment,
-)
+from megatron_moe.precision import packed_state
+from megatron_moe.precision.packed_state import AdamState, Chances
 
 FORMATS = ("fp32", "bf16", "int8", "fp8")
 
@@ -25,7 +14,7 @@ FORMATS = ("fp32", "bf16", "int8", "fp8")
 def chances(numel: int, width: int = 7, start: int = 3) -> Chances:
     """Chances of a weight whose rows are shorter than a group, and which begins within a row."""
     places = (torch.arange((numel + start) // width + 1) * 977 + (123456789 << 31)) * 31
-    return Chances(places, width, start, seeds_of(1, 1))
+    return Chances(places, width, start, packed_state.seeds_of(1, 1))
 
 
 def values(numel: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -39,21 +28,29 @@ def values(numel: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return normal() * torch.exp(2 * normal()) * 1e-2, normal(), first, first * first * torch.rand(numel)
 
 
+Moment = tuple[Tensor, Tensor | None]
+
+
+def packed_moment(name: str, wide: Tensor, second: bool, of: Chances | None = None) -> Moment:
+    """The stored moment and exponents of these values."""
+    numel, dtype = wide.numel(), packed_state.stored_dtype(name, second)
+    groups = torch.zeros(-(-numel // packed_state.GROUP), dtype=torch.int8)
+    moment, exponents = torch.zeros(numel, dtype=dtype), groups if packed_state.has_codes(dtype) else None
+    drawn = packed_state.chances_of(of or chances(numel), numel)
+    packed_state.pack_moment(wide, moment, exponents, drawn, second)
+    return moment, exponents
+
+
 def state(main: Tensor, first: Tensor, second: Tensor, formats: tuple[str, str], packed: bool) -> AdamState:
     """The state that stores these numbers."""
-    numel, drawn = main.numel(), chances_of(chances(main.numel()), main.numel())
-    moments, exponents = [], []
-    for number, (name, wide) in enumerate(zip(formats, (first, second))):
-        dtype = stored_dtype(name, second=number == 1)
-        moments.append(torch.zeros(numel, dtype=dtype))
-        exponents.append(torch.zeros(-(-numel // GROUP), dtype=torch.int8) if has_codes(dtype) else None)
-        pack_moment(wide, moments[-1], exponents[-1], drawn, second=number == 1)
-    stored = ((moments[0], moments[1]), (exponents[0], exponents[1]))
+    numel = main.numel()
+    moments = packed_moment(formats[0], first, False), packed_moment(formats[1], second, True)
+    stored = ((moments[0][0], moments[1][0]), (moments[0][1], moments[1][1]))
     if not packed:
         return AdamState(main.clone(), None, None, None, *stored)
     weight, rest = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
     made = AdamState(None, weight, rest, torch.empty(-(-numel // 8), dtype=torch.uint8), *stored)
-    pack_main(main, made)
+    packed_state.pack_main(main, made)
     return made
 
 
@@ -76,5 +73,5 @@ def tensors(of: AdamState) -> list[Tensor]:
 
 def unpacked(of: AdamState) -> list[Tensor]:
     """Main weights and moments in fp32."""
-    main = unpacked_main(of) if of.main is None else of.main
-    return [main, *(unpacked_moment(*stored) for stored in zip(of.moments, of.exponents))]
+    main = packed_state.unpacked_main(of) if of.main is None else of.main
+    return [main, *(packed_state.unpacked_moment(*stored) for stored in zip(of.moments, of.exponents))]

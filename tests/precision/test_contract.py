@@ -10,17 +10,9 @@ import pytest
 import torch
 
 from megatron_moe.precision.contract import Emits, declared_fp32_parameters, declared_fp32_state, make_island
+from tests.precision import test_fp32_state
 
-CASTS = {
-    "half": lambda m: m.half(),
-    "bfloat16": lambda m: m.bfloat16(),
-    "double": lambda m: m.double(),
-    "to": lambda m: m.to(torch.bfloat16),
-    "to, with the device": lambda m: m.to("cpu", torch.float16),
-    "type": lambda m: m.type(torch.bfloat16),
-    "float and back": lambda m: m.float().half(),
-    "deepcopy": lambda m: copy.deepcopy(m).half(),
-}
+CASTS = {**test_fp32_state.CASTS, "deepcopy": lambda m: copy.deepcopy(m).half()}
 
 
 class Pair(torch.nn.Module):
@@ -101,12 +93,8 @@ def test_nested_inputs_are_widened_and_nested_outputs_come_back_in_the_first_inp
     output, none, more = module(Record(half, torch.ones(2, dtype=torch.int32)), Named(half, [wide]), more={"a": half})
     assert module.seen == [torch.float32, torch.int32, torch.float32, torch.float64, torch.float32]
     assert none is None and isinstance(output, Named)
-    assert [output.x.dtype, output.y[0].dtype, output.y[1].dtype, more["b"].dtype] == [
-        torch.bfloat16,
-        torch.bfloat16,
-        torch.int32,
-        torch.bfloat16,
-    ]
+    assert output.x.dtype == output.y[0].dtype == more["b"].dtype == torch.bfloat16
+    assert output.y[1].dtype == torch.int32
 
 
 def test_an_island_computes_as_an_fp32_model_and_rounds_once():

@@ -19,7 +19,6 @@ from megatron_moe.platform.isolation import without_autocast
 from megatron_moe.precision.contract import PrecisionError
 from tests.helpers.routers import config
 
-HIDDEN = PRESETS["tiny"]["hidden_size"]
 HALVES = [torch.bfloat16, torch.float16]
 SOFTMAX = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
 ROUTING = {
@@ -42,8 +41,7 @@ Under = tuple[torch.dtype | None, torch.dtype | None]
 NONE: Under = (None, None)
 
 
-def places(dtype: torch.dtype) -> list[Under]:
-    return [(dtype, None), (None, dtype), (dtype, dtype)]
+IN_BF16, IN_FP16 = ([(dtype, None), (None, dtype), (dtype, dtype)] for dtype in HALVES)
 
 
 def autocast(dtype: torch.dtype | None) -> Any:
@@ -83,7 +81,7 @@ def routed(options: dict[str, Any], params: torch.dtype, under: Under) -> list[t
 def test_a_router_decides_weighs_and_learns_as_without_autocast(name: str) -> None:
     for params in (torch.float32, torch.bfloat16):
         plain = routed(ROUTING[name], params, NONE)
-        for under in (under for dtype in HALVES for under in places(dtype)):
+        for under in (*IN_BF16, *IN_FP16):
             require_same(plain, routed(ROUTING[name], params, under))
 
 
@@ -97,24 +95,19 @@ def passed(function: Any, inputs: list[torch.Tensor], under: Under) -> list[torc
 
 
 FUNCTIONS = {
-    "activation": (weighted_swiglu, lambda r: [r(64, 32), r(64).abs()]),
-    "activation in bf16": (weighted_swiglu, lambda r: [r(64, 32).bfloat16(), r(64).abs()]),
-    "gate": (lambda x, w: gate_product(x, w, torch.float32), lambda r: [r(64, 32), r(8, 32)]),
-    "gate in bf16": (lambda x, w: gate_product(x, w, torch.float32), lambda r: [r(64, 32).bfloat16(), r(8, 32)]),
-    "fused loss": (linear_cross_entropy, lambda r: [r(64, 32), r(48, 32), torch.arange(64) % 48]),
-    "fused loss in bf16": (
-        linear_cross_entropy,
-        lambda r: [r(64, 32).bfloat16(), r(48, 32).bfloat16(), torch.arange(64) % 48],
-    ),
+    "activation": (weighted_swiglu, lambda r, dtype: [r(64, 32).to(dtype), r(64).abs()]),
+    "gate": (lambda x, w: gate_product(x, w, torch.float32), lambda r, dtype: [r(64, 32).to(dtype), r(8, 32)]),
+    "loss": (linear_cross_entropy, lambda r, dtype: [r(64, 32).to(dtype), r(48, 32).to(dtype), torch.arange(64) % 48]),
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_of_ours_has_the_same_bits_under_autocast(name: str) -> None:
+def test_a_function_of_ours_has_the_same_bits_under_autocast(name: str, dtype: torch.dtype) -> None:
     function, make = FUNCTIONS[name]
     generator = torch.Generator().manual_seed(3)
-    inputs = make(lambda *shape: torch.randn(*shape, generator=generator))
-    for under in (under for dtype in HALVES for under in places(dtype)):
+    inputs = make(lambda *shape: torch.randn(*shape, generator=generator), dtype)
+    for under in (*IN_BF16, *IN_FP16):
         require_same(passed(function, inputs, NONE), passed(function, inputs, under))
 
 
@@ -133,19 +126,14 @@ def layer(**changes: Any) -> MoELayer:
 
 
 def hidden_states() -> torch.Tensor:
-    with the_same_numbers():
-        return torch.randn(12, 2, HIDDEN)
+    return torch.randn(12, 2, PRESETS["tiny"]["hidden_size"], generator=torch.Generator().manual_seed(7))
 
 
 def layer_pass(built: MoELayer, hidden: torch.Tensor, under: Under = NONE) -> list[torch.Tensor]:
-    own = hidden.clone().requires_grad_()
     built.zero_grad()
-    with autocast(under[0]):
-        output, _ = built(own)
-    assert output.dtype == own.dtype
-    with autocast(under[1]):
-        (output.double() * torch.arange(output.numel()).view_as(output).double().cos()).sum().backward()
-    return [output.detach(), own.grad, *(parameter.grad for parameter in built.parameters())]
+    found = passed(lambda own: built(own)[0], [hidden], under)
+    assert found[0].dtype == hidden.dtype
+    return [*found, *(parameter.grad for parameter in built.parameters())]
 
 
 RECOMPUTED = [
@@ -153,17 +141,14 @@ RECOMPUTED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, *RECOMPUTED, {"moe_expert_backend": "loop"}],
-    ids=["kept", "recomputed", "shared recomputed", "act recomputed", "loop"],
-)
+@pytest.mark.parametrize("changes", [{}, *RECOMPUTED, {"moe_expert_backend": "loop"}], ids=str)
 def test_a_layer_has_the_same_bits_under_autocast(changes: dict[str, Any], one_process: None) -> None:
     built, hidden = layer(**changes), hidden_states()
-    for params, dtypes in ((torch.float32, HALVES), (torch.bfloat16, HALVES[:1])):  # bf16 gradients under fp16: refused
+    # bf16 gradients under fp16 are refused
+    for params, places in ((torch.float32, [*IN_BF16, *IN_FP16]), (torch.bfloat16, IN_BF16)):
         built, hidden = built.to(params), hidden.to(params)
         plain = layer_pass(built, hidden)
-        for under in (under for dtype in dtypes for under in places(dtype)):
+        for under in places:
             require_same(plain, layer_pass(built, hidden, under))
 
 
@@ -189,37 +174,22 @@ def two_steps_and_an_evaluation(flags: dict[str, Any], dtype: torch.dtype | None
     from megatron_moe.training.evaluate import evaluate
     from tests.helpers.stepped_trainer import SMALL, Trainer
 
-    trainer = Trainer({**SMALL, "seq_length": 32, **flags})
+    sizes = {"seq_length": 32, "micro_batch_size": 4}
+    trainer = Trainer({**SMALL, **sizes, **flags})
     with autocast(dtype):
         results = [trainer.step() for _ in range(2)]
-        run = trainer.run.training
-        record = evaluate(
-            trainer.model,
-            trainer.batches,
-            split="valid",
-            iteration=2,
-            num_micro_batches=2,
-            micro_batch_size=run.micro_batch_size,
-            seq_length=trainer.run.model.seq_length,
-            pg_collection=trainer.groups,
-        )
+        more: dict[str, Any] = {"split": "valid", "iteration": 2, "num_micro_batches": 1, **sizes}
+        record = evaluate(trainer.model, trainer.batches, **more, pg_collection=trainer.groups)
     seen = [[r.committed, r.loss, r.grad_norm, r.expert_bias_hash] for r in results]
     return [seen, record.loss, trainer.state()]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"bf16": True, "moe_shared_expert_gate": True, "mtp_num_layers": 1},
-        {
-            "moe_router_num_groups": None,
-            "moe_router_group_topk": None,
-            "moe_router_load_balancing_type": ("global_aux_loss",),
-            "moe_aux_loss_coeff": (0.1,),
-        },
-    ],
-    ids=["bf16", "fp32, counted ahead"],
-)
+HALF = {"bf16": True, "moe_shared_expert_gate": True, "mtp_num_layers": 1}
+COUNTED_AHEAD = {"moe_router_num_groups": None, "moe_router_group_topk": None, "moe_aux_loss_coeff": (0.1,)}
+COUNTED_AHEAD |= {"moe_router_load_balancing_type": ("global_aux_loss",)}
+
+
+@pytest.mark.parametrize("flags", [HALF, COUNTED_AHEAD], ids=["bf16", "fp32, counted ahead"])
 def test_a_run_steps_and_evaluates_as_without_autocast(gloo: Any, flags: dict[str, Any]) -> None:
     plain, cast = (
         gloo.run(1, two_steps_and_an_evaluation, flags=flags, dtype=dtype) for dtype in (None, torch.bfloat16)

@@ -11,22 +11,19 @@ from megatron_moe.precision.contract import PrecisionError, PrecisionGuard, Tens
 from megatron_moe.precision.gates import install_gates, require_dtype
 
 FP32, BF16 = torch.float32, torch.bfloat16
+WEIGHT = TensorDtype("a.weight", "weight", BF16, BF16)
+
+
+def bias(dtype: torch.dtype) -> TensorDtype:
+    return TensorDtype("b.bias", "fp32 state", dtype, FP32)
 
 
 def test_a_violation_is_told_with_the_boundaries_between_which_it_came_about() -> None:
     guard = PrecisionGuard()
-    assert (
-        guard.check(
-            "building", [TensorDtype("a.weight", "weight", BF16, BF16), TensorDtype("b.bias", "fp32 state", FP32, FP32)]
-        )
-        == 2
-    )
-    guard.check("loading", [TensorDtype("b.bias", "fp32 state", FP32, FP32)])
+    assert guard.check("building", [WEIGHT, bias(FP32)]) == 2
+    guard.check("loading", [bias(FP32)])
     with pytest.raises(PrecisionError) as caught:
-        guard.check(
-            "iteration 20",
-            [TensorDtype("a.weight", "weight", BF16, BF16), TensorDtype("b.bias", "fp32 state", BF16, FP32)],
-        )
+        guard.check("iteration 20", [WEIGHT, bias(BF16)])
     assert str(caught.value) == (
         "precision contract broken at iteration 20: b.bias (fp32 state) is torch.bfloat16, must be torch.float32: "
         "changed between loading and iteration 20"
@@ -70,15 +67,8 @@ def chain(widens: bool) -> torch.nn.Sequential:
 def test_a_gate_names_the_module_its_input_came_from_and_what_to_do() -> None:
     with pytest.raises(PrecisionError) as caught:
         chain(widens=True)(torch.ones(2, 4, dtype=BF16))
-    message = str(caught.value)
-    for text in (
-        "2 (Linear) got torch.float32",
-        "weight is torch.bfloat16",
-        "came from 1",
-        "MulBackward0",
-        "--keep-fp32 2",
-    ):
-        assert text in message
+    told = ("2 (Linear) got torch.float32", "weight is torch.bfloat16", "came from 1", "MulBackward0", "--keep-fp32 2")
+    assert all(text in str(caught.value) for text in told), caught.value
 
 
 def test_gates_let_equal_dtypes_pass_and_survive_a_copy() -> None:

@@ -52,16 +52,17 @@ def assert_rounded_once(got: Tensor, exact: Tensor, terms: float) -> None:
     assert ((got.double() - exact).abs() <= limit).all(), float(((got.double() - exact).abs() / limit).max())
 
 
-def gradients(function: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
+Function = Callable[..., Tensor]
+
+
+def gradients(function: Function, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
     """The result and the gradient of every floating-point input."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
 
 
-def assert_as_in_fp64(
-    ours: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor, terms: float
-) -> None:
+def assert_as_in_fp64(ours: Function, plain: Function, inputs: list[Tensor], upstream: Tensor, terms: float) -> None:
     """Result and gradients of `ours`, in the inputs' dtypes, are those of `plain` in fp64, rounded once."""
     exact = gradients(plain, [x.double() for x in inputs], upstream.double())
     for got, wanted, dtype in zip(gradients(ours, inputs, upstream), exact, [None, *(x.dtype for x in inputs)]):
@@ -226,10 +227,8 @@ def test_the_router_in_bf16_with_its_losses() -> None:
 @pytest.mark.usefixtures("one_process")
 def test_the_shared_experts_gate() -> None:
     """From the rows that the expert gives, in the model's dtype, to the gate's weight: fp32, rounded once."""
-    run = replace(
-        Run(), bf16=True, num_experts=4, hidden_size=16, num_attention_heads=2, moe_ffn_hidden_size=8,
-        moe_shared_expert_intermediate_size=8, moe_shared_expert_gate=True,
-    )  # fmt: skip
+    sizes = {"num_experts": 4, "hidden_size": 16, "num_attention_heads": 2, "moe_ffn_hidden_size": 8}
+    run = replace(Run(), bf16=True, **sizes, moe_shared_expert_intermediate_size=8, moe_shared_expert_gate=True)
     pg = groups.initialize(run)
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     shared = SharedExperts(transformer_config(run), MoEOptions.from_run(run), linears, pg.tp)

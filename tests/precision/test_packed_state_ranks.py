@@ -6,79 +6,65 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import stepped_trainer as steps
 from tests.helpers.rows import rows
-from tests.helpers.stepped_trainer import (
-    DISTRIBUTED,
-    LAYOUTS,
-    PP2,
-    STEPS,
-    STORED,
-    TP2,
-    ZERO_2,
-    ZERO_3,
-    require_loaded_to_the_bit,
-    require_resumed_to_the_bit,
-    require_rounded_alike,
-    require_same_bits,
-    trained,
-    whole,
-)
+from tests.helpers.stepped_trainer import DISTRIBUTED, PP2, STORED, TP2, ZERO_2, ZERO_3, trained, whole
+from tests.training import layout_cases
+from tests.training.layout_cases import FEW, OFFLOAD, PACKED
 
-PACKED = {"use_precision_aware_optimizer": True}
-BF16_MOMENTS = {**PACKED, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-CODES = {**PACKED, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "fp8"}
-OFFLOAD = {"optimizer_cpu_offload": True}
-EVERY = {**LAYOUTS, "offload": (1, OFFLOAD)}
+BF16 = {"bf16": True, **FEW}
+BF16_MOMENTS = {**FEW, **layout_cases.BF16_MOMENTS}
+CODES = {**BF16, **layout_cases.CODES}
+EVERY = {**layout_cases.EVERY, "offload": (1, OFFLOAD)}
 
 
 @pytest.mark.parametrize("layout", rows(EVERY, test=["DP2, distributed optimizer", "DP2, ZeRO 3", "TP2", "PP2"]))
 def test_a_layout_rounds_as_one_rank_does(gloo: Any, once: Any, layout: str) -> None:
     ranks, changes = EVERY[layout]
     one = once(1, trained, flags=BF16_MOMENTS)
-    require_rounded_alike(one, gloo.run(ranks, trained, flags={**BF16_MOMENTS, **changes}))
+    steps.require_rounded_alike(one, gloo.run(ranks, trained, flags={**BF16_MOMENTS, **changes}))
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("ranks", "changes"), [(1, {}), (2, DISTRIBUTED)], ids=["plain", "distributed optimizer"])
 def test_packed_main_weights_train_as_fp32_ones_to_the_bit(gloo: Any, ranks: int, changes: dict[str, Any]) -> None:
-    flags = {"bf16": True, **changes}
-    plain = gloo.run(ranks, trained, flags=flags, steps=6)
-    packed = gloo.run(ranks, trained, flags={**flags, **PACKED}, steps=6)
+    flags = {**BF16, **changes}
+    plain = gloo.run(ranks, trained, flags=flags, steps=4)
+    packed = gloo.run(ranks, trained, flags={**flags, **PACKED}, steps=4)
     assert packed[0][0] == plain[0][0]
     assert any(".state.param." in key for key in whole(packed))
-    require_same_bits(plain, packed)
+    steps.require_same_bits(plain, packed)
 
 
 RESUMED = {
-    "one rank, codes": (1, {"bf16": True, **CODES}, {}),
-    "distributed optimizer, codes": (2, {"bf16": True, **CODES, **DISTRIBUTED}, {}),
-    "ZeRO 2, codes, average": (2, {"bf16": True, **CODES, **ZERO_2, "ema_decay": 0.75}, {}),
+    "one rank, codes": (1, CODES, {}),
+    "distributed optimizer, codes": (2, {**CODES, **DISTRIBUTED}, {}),
+    "ZeRO 2, codes, average": (2, {**CODES, **ZERO_2, "ema_decay": 0.75}, {}),
     "ZeRO 3, bf16": (2, {**BF16_MOMENTS, **ZERO_3}, {}),
-    "fp16, codes": (1, {"fp16": True, "initial_loss_scale": 256.0, **CODES}, {}),
-    "offload, codes": (1, {"bf16": True, **CODES, **OFFLOAD}, {}),
-    "from fp32 masters to packed ones": (1, {"bf16": True, "use_precision_aware_optimizer": False}, PACKED),
+    "fp16, codes": (1, {**CODES, "bf16": False, "fp16": True, "initial_loss_scale": 256.0}, {}),
+    "offload, codes": (1, {**CODES, **OFFLOAD}, {}),
+    "from fp32 masters to packed ones": (1, BF16, PACKED),
 }
 
 
 @pytest.mark.parametrize("name", rows(RESUMED, test=["ZeRO 2, codes, average", "from fp32 masters to packed ones"]))
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(gloo: Any, tmp_path: Any, name: str) -> None:
     ranks, flags, others = RESUMED[name]
-    require_resumed_to_the_bit(gloo, tmp_path / "run", ranks, flags, **others)
+    steps.require_resumed_to_the_bit(gloo, tmp_path / "run", ranks, flags, **others)
 
 
 @pytest.mark.parametrize("layout", rows(EVERY, test=["DP2, distributed optimizer"]))
 def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(gloo: Any, once: Any, folder: Any, layout: str) -> None:
-    require_loaded_to_the_bit(gloo, once, folder, {"bf16": True, **BF16_MOMENTS}, EVERY[layout])
+    steps.require_loaded_to_the_bit(gloo, once, folder, {**BF16, **BF16_MOMENTS}, EVERY[layout])
 
 
 def copies(flags: dict[str, Any]) -> list[str]:
     """The weights whose copies differ after a few steps: with other moments they would soon."""
     from megatron_moe.training.optimizer import mains_of, parts
     from megatron_moe.training.replicas import compare_replicas
-    from tests.helpers.stepped_trainer import Trainer
 
-    trainer = Trainer({**STORED, "lr": 1e-1, "lr_warmup_init": 1e-1, **flags})
-    for _ in range(STEPS):
+    trainer = steps.Trainer({**STORED, "lr": 1e-1, "lr_warmup_init": 1e-1, **flags})
+    for _ in range(steps.STEPS):
         trainer.step()
     adams = [part.optimizer for part in parts(trainer.optimizer)]
     for parameter, main in mains_of(trainer.model, trainer.optimizer):

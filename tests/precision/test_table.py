@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_moe.config import cli
 from megatron_moe.config.model_parts import SHORT
-from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.precision import table
 from megatron_moe.pretrain import main
 from tests.helpers.ranks import ROOT
-
-TINY = {**PRESETS["tiny"], "mock_data": True, "vocab_size": 100, "untie_embeddings_and_output_weights": True}
+from tests.helpers.stepped_trainer import SMALL, TINY, Trainer
 
 PACKED = {"use_precision_aware_optimizer": True}
 CASES: dict[str, dict[str, Any]] = {
@@ -38,10 +37,8 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
     from megatron_moe.checkpoint.state import model_state
     from megatron_moe.moe import router as router_file
     from megatron_moe.training.optimizer import parts
-    from tests.helpers.stepped_trainer import Trainer
 
-    sizes = {"num_layers": 2, "moe_layer_freq": "[0,1]", "seq_length": 32, "initial_loss_scale": 256.0}
-    trainer = Trainer({**sizes, **flags, "untie_embeddings_and_output_weights": True})
+    trainer = Trainer({**SMALL, "seq_length": 32, "micro_batch_size": 8, "initial_loss_scale": 256.0, **flags})
     model = trainer.model[0]
     seen: dict[str, str] = {}
 
@@ -71,17 +68,10 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
             note(f"{name} stored", tensor)
         return decision, scores
 
-    router_file.route = route
-    hooks = [
-        layer.register_forward_hook(lambda _m, _i, output: note("residual stream stored", output[0])),
-        model.register_forward_hook(lambda _m, _i, output: note("loss stored", output)),
-    ]
-    try:
+    layer.register_forward_hook(lambda _m, _i, output: note("residual stream stored", output[0]))
+    model.register_forward_hook(lambda _m, _i, output: note("loss stored", output))
+    with mock.patch.object(router_file, "route", route):
         assert trainer.step().committed
-    finally:
-        router_file.route = real_route
-        for hook in hooks:
-            hook.remove()
     for label, parameter in found.items():
         note(f"{label} stored", parameter)
     dense = found["attention weights"] if "attention" not in flags.get("keep_fp32", ()) else found["norms"]
@@ -110,34 +100,34 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_has_the_dtypes_of_the_table(gloo, name):
     (seen,) = gloo.run(1, measured, flags=CASES[name])
-    wanted = {}
-    for row in table.contract(build({**TINY, **CASES[name]})):
-        for column in ("stored", "reduced", "saved"):
-            if f"{row.name} {column}" in seen:
-                wanted[f"{row.name} {column}"] = getattr(row, column)
-    assert seen == wanted
+    rows = table.contract(build({**TINY, **CASES[name]}))
+    wanted = {f"{row.name} {column}": getattr(row, column) for row in rows for column in ("stored", "reduced", "saved")}
+    assert seen == {what: wanted[what] for what in seen}
     assert len(seen) > 25
 
 
+def rows_of(**flags: Any) -> dict[str, Any]:
+    return {row.name: row for row in table.contract(build({**TINY, **flags}))}
+
+
 def test_the_contract_says_what_is_multiplied_in_fp8() -> None:
-    flags = {**TINY, "bf16": True, "fp8_format": "hybrid"}
-    rows = {row.name: row for row in table.contract(build(flags))}
+    flags = {"bf16": True, "fp8_format": "hybrid"}
+    rows = rows_of(**flags)
     for name in ("expert weights", "shared expert weights", "dense MLP weights", "attention weights"):
         assert (rows[name].stored, rows[name].computed) == ("bf16", "e4m3")
     assert rows["rows of products in FP8"].computed == "e4m3"
     assert rows["gradients of products in FP8"].computed == "e5m2"
     assert rows["embedding"].computed == rows["output layer"].computed == "bf16"
     assert rows["router weight"].computed == "fp32"
-    rows = {row.name: row for row in table.contract(build({**flags, "fp8_modules": ("experts",)}))}
+    rows = rows_of(**flags, fp8_modules=("experts",))
     assert [rows[name].computed for name in ("expert weights", "attention weights")] == ["e4m3", "bf16"]
-    assert "layers 0, 3 multiply in bf16" in table.title(build({**flags, "first_last_layers_bf16": True}))
+    assert "layers 0, 3 multiply in bf16" in table.title(build({**TINY, **flags, "first_last_layers_bf16": True}))
     assert "--fp8-format e4m3" in table.title(build({**TINY, "bf16": True, "fp8_format": "e4m3"}))
 
 
 def test_the_contract_says_whose_gradients_are_rounded_before_they_are_added() -> None:
     def note(**flags: Any) -> str:
-        rows = {row.name: row for row in table.contract(build({**TINY, **flags}))}
-        return rows["weight gradients"].note
+        return rows_of(**flags)["weight gradients"].note
 
     rounded = "main_grad, a sum of what each micro-batch rounds to bf16"
     assert note() == "main_grad"
@@ -152,15 +142,12 @@ def test_docs_hold_the_table_of_the_demo() -> None:
     assert table.markdown(cli.parse(["--preset", "demo"])) in (ROOT / "docs" / "precision.md").read_text()
 
 
-def test_print_precision_needs_no_data_and_no_ranks(capsys: Any) -> None:
+def test_print_precision_needs_no_data_and_no_ranks_and_refuses_contradictions(capsys: Any) -> None:
     assert main(["--preset", "deepseek-v3", "--print-precision", "--keep-fp32", "norms", "decoder.layers.0"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("precision contract for --bf16 --keep-fp32 norms decoder.layers.0\n")
     rows = {line.split("  ")[0]: line.split() for line in said.splitlines()}
     assert rows["norms"][1] == "fp32" and rows["modules decoder.layers.0"][2] == "fp32"
     assert rows["expert weights"][2] == "bf16"
-
-
-def test_print_precision_refuses_flags_that_contradict_each_other(capsys: Any) -> None:
     assert main(["--preset", "tiny", "--bf16", "--fp16", "--print-precision"]) == 2
     assert "--bf16, --fp16: choose one" in capsys.readouterr().err
