@@ -21,7 +21,6 @@ FLAGS |= {"hidden_dropout": 0.1, "watchdog": False}
 
 
 def small(**flags: Any) -> Run:
-    """The run of these tests."""
     return build({**FLAGS, **flags})
 
 
@@ -167,13 +166,11 @@ def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> d
         def end(self, result: Any) -> None:
             said: list[str] = []
             raised = False
-            event = self._trainer.reporter.event
-            self._trainer.reporter.event = lambda _kind, text, **_: said.append(text)
-            try:
-                super().end(result)
-            except RunFault as fault:
-                said, raised = [str(fault)], True
-            self._trainer.reporter.event = event
+            with mock.patch.object(self._trainer.reporter, "event", lambda _kind, text, **_: said.append(text)):
+                try:
+                    super().end(result)
+                except RunFault as fault:
+                    said, raised = [str(fault)], True
             self.fault.__exit__(None, None, None)
             if not self.due:
                 sound.append(result.committed)

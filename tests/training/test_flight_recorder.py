@@ -66,7 +66,7 @@ def test_a_ranks_record_is_read():
     assert progress(dump((WORLD, 40, 30)))[0].open is None
 
 
-def said(*records: dict[str, Any]) -> tuple[tuple[int, ...], str] | None:
+def said(*records: dict[str, Any]) -> Any:
     return behind({rank: progress(record) for rank, record in enumerate(records)})
 
 
@@ -78,9 +78,8 @@ def test_the_rank_that_did_not_join_is_named_with_the_collective():
 
 def test_a_rank_that_waits_for_another_one_itself_is_not_to_blame():
     # 2 waits for 0 in dp; 0 waits for 1 in tp, where 1 left out one.
-    found = said(dump((TP, 12, 11), (DP, 4, 4)), dump((TP, 11, 11)), dump((DP, 5, 4)))
-    assert found is not None and found[0] == (1,)
-    assert "number 12 of process group 1 (TENSOR_MODEL_PARALLEL_GROUP), in which rank 0 wait" in found[1]
+    who, late = said(dump((TP, 12, 11), (DP, 4, 4)), dump((TP, 11, 11)), dump((DP, 5, 4)))
+    assert who == (1,) and "number 12 of process group 1 (TENSOR_MODEL_PARALLEL_GROUP), in which rank 0 wait" in late
 
 
 def test_with_the_recorder_off_numbers_tell_who_is_behind():
@@ -93,14 +92,12 @@ def test_with_the_recorder_off_numbers_tell_who_is_behind():
 
 def test_ranks_that_brought_different_collectives_are_shown():
     other = dump((WORLD, 37, 36), last={"profiling_name": "nccl:_all_gather_base"})
-    found = said(dump((WORLD, 37, 36)), other)
-    assert found is not None and found[0] == ()
-    assert "different collectives as number 37 of process group 0" in found[1]
-    assert found[1].endswith("rank 0: all_reduce of Float[8]; rank 1: _all_gather_base of Float[8]")
+    who, text = said(dump((WORLD, 37, 36)), other)
+    assert who == () and "different collectives as number 37 of process group 0" in text
+    assert text.endswith("rank 0: all_reduce of Float[8]; rank 1: _all_gather_base of Float[8]")
     # To an all-to-all each brings what it has.
     uneven = [dump((WORLD, 37, 36), last={"profiling_name": "nccl:all_to_all", "input_sizes": [[n]]}) for n in (3, 5)]
-    found = said(*uneven)
-    assert found is not None and found[1].startswith("all ranks have joined all_to_all of Float[3], number 37")
+    assert said(*uneven)[1].startswith("all ranks have joined all_to_all of Float[3], number 37")
 
 
 def test_the_conclusion_goes_by_the_recorder_and_survives_the_store():

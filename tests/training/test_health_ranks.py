@@ -46,39 +46,21 @@ def norms(run: Run) -> dict[str, Any]:
     return {"split": split, "joint": float(optimizer.get_grad_norm()), "squares": squares, **counted}
 
 
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    (1, DISTRIBUTED),
-    (2, DISTRIBUTED),
-    (2, EP2),
-    (4, {**EP2, **PP2}),
-    (4, {**TP2, **DISTRIBUTED}),
-    (2, {**TP2, **DISTRIBUTED}),
-    (2, {**EP2, **DISTRIBUTED}),
-    (2, PP2),
-    (2, ZERO_3),
-]
-
-
-@pytest.fixture(scope="module")
-def one_rank_norms(gloo: Any) -> dict[Any, float]:
-    """The oracle: per parameter, on one rank, in fp64."""
-    squares = gloo.run(1, norms, run=replace(Run(), **EXPERTS, **TABLE))[0]["squares"]
-    return {what: value if what == "zeros" else math.sqrt(value) for what, value in squares.items()}
+EVERY = {**steps.LAYOUTS, "TP2, distributed optimizer": (2, {**TP2, **DISTRIBUTED}), "EP2 x PP2": (4, {**EP2, **PP2})}
+TOLD = ["TP2, distributed optimizer", "EP2, distributed optimizer", "PP2", "DP2, ZeRO 3"]
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    rows(LAYOUTS, test=LAYOUTS[-4:]),
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
-)
-def test_norms_and_zeros_are_those_of_one_rank(gloo, one_rank_norms, ranks, layout):
-    for rank in gloo.run(ranks, norms, run=replace(Run(), **{**EXPERTS, **TABLE, **layout})):
-        assert rank["split"] == pytest.approx((one_rank_norms[False], one_rank_norms[True]), rel=2e-5)
+@pytest.mark.parametrize("layout", rows(EVERY, test=TOLD))
+def test_norms_and_zeros_are_those_of_one_rank(gloo: Any, once: Any, layout: str) -> None:
+    (ranks, flags), (oracle,) = EVERY[layout], once(1, norms, run=replace(Run(), **EXPERTS, **TABLE))
+    dense, experts, weights = (math.sqrt(oracle["squares"][what]) for what in (False, True, "weights"))
+    assert experts > 0.01 * dense
+    for rank in gloo.run(ranks, norms, run=replace(Run(), **{**EXPERTS, **TABLE, **flags})):
+        assert rank["split"] == pytest.approx((dense, experts), rel=2e-5)
         assert math.hypot(*rank["split"]) == pytest.approx(rank["joint"], rel=1e-6)
-        assert rank["weights"] == pytest.approx(one_rank_norms["weights"], rel=2e-6)
-        assert rank["zeros"] == one_rank_norms["zeros"] > 0
-    assert one_rank_norms[True] > 0.01 * one_rank_norms[False]
+        assert rank["weights"] == pytest.approx(weights, rel=2e-6)
+        assert rank["zeros"] == oracle["squares"]["zeros"] > 0
 
 
 def test_a_table_that_two_stages_share_counts_once(gloo: Any) -> None:

@@ -6,27 +6,16 @@ import contextlib
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
-from megatron_moe.report import EvalRecord, Metric, Sink, StepFacts, StepRecord, register_metric, unregister_metric
-
-TINY = {
-    **PRESETS["tiny"],
-    "num_layers": 2,
-    "moe_layer_freq": "[0,1]",
-    "seq_length": 16,
-    "mock_data": True,
-    "vocab_size": 100,
-    "train_iters": 4,
-    "eval_iters": 1,
-    "log_interval": 2,
-    "health_interval": 0,
-}
+from megatron_moe.report import Metric, Sink, StepFacts, register_metric, unregister_metric
+from tests.helpers.trained_steps import SMALL, TINY
 
 
 def top_share(facts: StepFacts) -> float | None:
@@ -46,48 +35,34 @@ def failing(facts: StepFacts) -> float:
 COMPUTED = {"top_share": top_share, "failing": failing, "not_a_number": lambda facts: float("nan")}
 
 
-class Events(Sink):
-    """Keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, Any]] = []
-
-    def start(self, facts: dict[str, Any]) -> None:
-        self.seen.append(("start", facts["train_iters"]))
-
-    def step(self, record: StepRecord) -> None:
-        self.seen.append(("step", (record.iteration, getattr(record, "top_share", None))))
-
-    def evaluation(self, record: EvalRecord) -> None:
-        self.seen.append(("evaluation", record.split))
-
-    def message(self, text: str) -> None:
-        self.seen.append(("message", text))
-
-    def flush(self) -> None:
-        self.seen.append(("flush", None))
-
-    def close(self, summary: dict[str, Any] | None) -> None:
-        self.seen.append(("close", None if summary is None else summary["iterations"]))
+KEPT: dict[str, Callable[..., Any]] = {
+    "start": lambda facts: facts["train_iters"],
+    "step": lambda record: (record.iteration, getattr(record, "top_share", None)),
+    "close": lambda summary: None if summary is None else summary["iterations"],
+}
+"""What is kept of an event of a sink, by its name."""
 
 
-def trained(name: str, flags: dict[str, Any]) -> tuple[list[tuple[str, Any]], str, str]:
-    """A run with one metric of its own and a sink: what the sink got, the error that ended it, and what it prints."""
+def trained(names: list[str], flags: dict[str, Any]) -> tuple[list[tuple[str, Any]], str, str]:
+    """A run with metrics of its own and a sink: what the sink got, the error that ended it, and what it prints."""
     from megatron_moe.config.errors import RunFault
     from megatron_moe.training.run import pretrain
 
-    register_metric(
-        Metric(name, unit="share", compute=COMPUTED[name], console=name + " {:.3f}", tensorboard=f"own/{name}")
-    )
-    sink, stream, error = Events(), io.StringIO(), ""
+    for name in names:
+        shown = {"console": name + " {:.3f}", "tensorboard": f"own/{name}"}
+        register_metric(Metric(name, unit="share", compute=COMPUTED[name], **shown))
+    sink, stream, error = mock.Mock(spec=Sink), io.StringIO(), ""
     try:
         with contextlib.redirect_stdout(stream):
-            pretrain(build({**TINY, **flags}), also=[sink])
+            short = {"train_iters": 4, "eval_iters": 1, "log_interval": 2}
+            pretrain(build({**TINY, **SMALL, **short, **flags}), also=[sink])
     except RunFault as fault:
         error = str(fault)
     finally:
-        unregister_metric(name)
-    return sink.seen, error, stream.getvalue()
+        for name in names:
+            unregister_metric(name)
+    seen = [(name, KEPT[name](*given) if name in KEPT else None) for name, given, _ in sink.mock_calls]
+    return seen, error, stream.getvalue()
 
 
 def test_a_metric_and_a_sink_of_a_program_get_what_a_run_does(gloo: Any, tmp_path: Path) -> None:
@@ -95,7 +70,8 @@ def test_a_metric_and_a_sink_of_a_program_get_what_a_run_does(gloo: Any, tmp_pat
 
     files = {"metrics_file": str(tmp_path / "metrics.jsonl"), "tensorboard_dir": str(tmp_path / "events")}
     flags = {**files, "save": str(tmp_path / "checkpoints")}
-    (seen, error, text), (nothing, other_error, _) = gloo.run(2, trained, name="top_share", flags=flags)
+    names = ["top_share", "not_a_number"]
+    (seen, error, text), (nothing, other_error, _) = gloo.run(2, trained, names=names, flags=flags)
     assert error == other_error == "" and nothing == [], "a sink gets the events on rank 0"
 
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -104,11 +80,12 @@ def test_a_metric_and_a_sink_of_a_program_get_what_a_run_does(gloo: Any, tmp_pat
     for line in lines:
         layers = line["tokens_per_expert"].values()
         assert line["top_share"] == max((max(counts) / sum(counts) for counts in layers), default=None)
+        assert line["not_a_number"] is None
 
     shares = [(line["iteration"], line["top_share"]) for line in lines]
     assert [what for kind, what in seen if kind == "step"] == shares
     kinds = [kind for kind, _ in seen]
-    assert kinds[0] == "start" and kinds[-1] == "close" and {"evaluation", "flush", "message"} <= set(kinds)
+    assert kinds[0] == "start" and kinds[-1] == "close" and {"evaluation", "flush"} <= set(kinds)
     assert seen[0] == ("start", 4) and seen[-1] == ("close", 4)
 
     logged = [line for line in text.splitlines() if " iteration " in line]
@@ -116,28 +93,16 @@ def test_a_metric_and_a_sink_of_a_program_get_what_a_run_does(gloo: Any, tmp_pat
     for of_step, line in zip(logged[1:], counted, strict=True):
         assert f"| top_share {line['top_share']:.3f} |" in of_step
 
-    events = EventAccumulator(str(tmp_path / "events"))
-    events.Reload()
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
     written = [(event.step, event.value) for event in events.Scalars("own/top_share")]
     assert written == [(line["iteration"], pytest.approx(line["top_share"])) for line in counted]
 
 
-def test_a_metric_that_fails_on_one_rank_ends_the_run_on_all_with_one_error_that_names_it(
-    gloo: Any, tmp_path: Path
-) -> None:
+def test_a_metric_that_fails_on_one_rank_ends_the_run_on_all_by_its_name(gloo: Any, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    results = gloo.run(2, trained, name="failing", flags={"metrics_file": str(path)})
-    errors = {error for _, error, _ in results}
-    assert len(errors) == 1
-    assert "metric failing failed at iteration 3: ZeroDivisionError" in errors.pop()
+    (_, error, _), (_, other, _) = gloo.run(2, trained, names=["failing"], flags={"metrics_file": str(path)})
+    assert error == other and "metric failing failed at iteration 3: ZeroDivisionError" in error
     assert len(path.read_text().splitlines()) == 2, "the steps before it are reported"
-
-
-def test_a_metric_that_is_not_a_number_is_null_and_the_run_goes_on(gloo: Any, tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    ((_, error, _),) = gloo.run(1, trained, name="not_a_number", flags={"metrics_file": str(path)})
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert error == "" and [line["not_a_number"] for line in lines] == [None] * 4
 
 
 def documented(line: str) -> str:

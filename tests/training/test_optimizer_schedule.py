@@ -51,9 +51,7 @@ def test_wsd_is_stable_and_then_decays(style, middle):
     assert used[:13] == [1.0] * 13
     assert used[16] == pytest.approx(middle)
     assert used[20] == pytest.approx(0.1)
-
-
-def test_wsd_decays_over_the_last_tenth_unless_told_otherwise():
+    # Over the last tenth, unless told otherwise.
     used = rates(21, lr_decay_style="WSD", lr_wsd_decay_style="linear")
     assert used[18] == 1.0 and used[19] == pytest.approx(0.55) and used[20] == pytest.approx(0.1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,11 +22,6 @@ SIZES: dict[str, Any] = {"num_layers": 2, "moe_layer_freq": 1, "seq_length": 32,
 STAGE_3 = {**SIZES, **ZERO_3}
 
 
-def refusing(*_: Any) -> Any:
-    """Stand in for a kernel of Transformer Engine or apex."""
-    raise AssertionError("apex's kernels want lists of tensors in a GPU's memory, with one tensor at least")
-
-
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_step_in_fp16_and_its_health_call_no_kernel_of_apex(monkeypatch: pytest.MonkeyPatch, offload: bool) -> None:
@@ -36,6 +32,8 @@ def test_a_step_in_fp16_and_its_health_call_no_kernel_of_apex(monkeypatch: pytes
 
     trainer = Trainer({**STAGE_3, "fp16": True, "initial_loss_scale": 256.0, "optimizer_cpu_offload": offload})
     wanted = float(trainer.optimizer.get_grad_norm())
+    # Kernels of Transformer Engine or apex want lists of tensors in a GPU's memory, with one tensor at least.
+    refusing = mock.Mock(side_effect=AssertionError)
     for module in (clip_grads, engine_optimizer):
         monkeypatch.setattr(module, "multi_tensor_applier", refusing)
     result = trainer.step()

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_moe.config.schema import build
 from megatron_moe.precision.packed_state import Chances
 from megatron_moe.training.precision_aware_adam import PrecisionAwareAdam
+from tests.helpers.stepped_trainer import TINY
+from tests.training.layout_cases import PACKED
 
 BF16 = {"moment_dtypes": ("bf16", "bf16")}
 
@@ -39,15 +42,11 @@ def test_a_packed_main_weight_reads_as_nan_and_cannot_be_written() -> None:
 
 
 def test_the_bytes_are_those_that_are_said() -> None:
-    from megatron_moe.config.presets import PRESETS
-    from megatron_moe.config.schema import build
-
     for moments in (("fp32", "fp32"), ("bf16", "bf16"), ("int8", "fp8"), ("fp8", "int8"), ("bf16", "int8")):
         made, main, _ = adam(1001, moment_dtypes=moments)
         held = sum(tensor.numel() * tensor.element_size() for tensor in made.state[main].values())
-        flags = {"bf16": True, "use_precision_aware_optimizer": True}
-        flags |= {"exp_avg_dtype": moments[0], "exp_avg_sq_dtype": moments[1]}
-        derived = build({**PRESETS["tiny"], "mock_data": True, "vocab_size": 100, **flags}).derived
+        flags = {"bf16": True, **PACKED, "exp_avg_dtype": moments[0], "exp_avg_sq_dtype": moments[1]}
+        derived = build({**TINY, **flags}).derived
         assert held == derived.main_weight_bytes(1001, 2) + derived.moment_bytes(1001)
 
 

@@ -132,9 +132,6 @@ def clipped_by_the_formula(run: Any, name: str, weight: torch.Tensor, eta: torch
     return parts.flatten(0, 1)
 
 
-PROJECTIONS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_qkv")
-
-
 @pytest.mark.parametrize(("model", "alpha"), list(zip(MODELS, [0.5, 0.2, 0.2, 0.5])))
 def test_clipped_weights_have_logits_at_the_threshold_and_are_those_of_the_formula(gloo, model, alpha):
     (measurement,) = gloo.run(1, measured_and_wanted, model=model)
@@ -160,11 +157,11 @@ def compare_clipped(run: Run, eta: torch.Tensor, before: list[Saved], after: lis
     plain, clipped = (whole([([], saved) for saved in ranks]) for ranks in (before, after))
     changed = set()
     for name, weight in plain.items():
-        wanted = weight
-        if name.split(".")[-2] in PROJECTIONS:
+        wanted, kind = weight, name.split(".")[-2]
+        if kind in ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_qkv"):
             layer = run.model.num_layers if name.startswith("mtp.") else int(name.split(".")[2])
             wanted = clipped_by_the_formula(run, name, weight, eta[layer], run.optimizer.qk_clip_alpha).to(weight.dtype)
-            changed |= set() if torch.equal(wanted, weight) else {name.split(".")[-2]}
+            changed |= set() if torch.equal(wanted, weight) else {kind}
         torch.testing.assert_close(clipped[name], wanted, rtol=rtol, atol=0, msg=name)
     return len(changed)
 

@@ -84,9 +84,9 @@ def test_after_many_steps_and_a_reload_the_bias_has_the_bits_of_the_counts(gloo,
                 bias += torch.sign(counts.sum() - counts * 8).to(torch.float32) * 1e-3
     assert all(bias.abs().max() > 0.5e-3 for bias in expected.values())
     # loaded on one rank, without the expert parallelism that trained it
-    alone = {**flags, "load": root, "expert_model_parallel_size": 1}
-    for ranks, more in ((2, {**flags, "load": root}), (1, alone)):
-        biases = gloo.run(ranks, loaded_biases, flags=more)[-1]
+    for ranks in (2, 1):
+        loading = {**flags, "load": root, "expert_model_parallel_size": ranks}
+        biases = gloo.run(ranks, loaded_biases, flags=loading)[-1]
         assert set(biases) == set(expected)
         for layer, (bias_dtype, counts_dtype, bias) in biases.items():
             assert (bias_dtype, counts_dtype) == ("torch.float32", "torch.float32")
