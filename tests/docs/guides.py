@@ -161,7 +161,6 @@ def _answer(listening: socket.socket, scratch: Path, parent: RankParent) -> None
 
 
 def script(argv: list[str]) -> int:
-    """Run a Python file as `python FILE ARGUMENTS` does."""
     sys.argv[:] = argv
     runpy.run_path(argv[0], run_name="__main__")
     return 0

@@ -27,11 +27,9 @@ def test_every_contestant_matches_the_oracle_or_says_why_it_cannot_race(tmp_path
     assert moe_layer.main([*flags, *written]) == 0
     result, output = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
     raced = {row["name"] for row in result["results"]}
-    assert {"bound", "ours", "ours_loop", "engine_alltoall", "engine_fused", "engine_allgather"} <= raced
-    assert raced | set(result["skipped"]) == {
-        *("bound", "ours", "ours_loop", "engine_alltoall", "engine_fused", "engine_allgather", "engine_grouped"),
-        *("hf_grouped_mm", "hf_eager", "torchtitan"),
-    }
+    always = set("bound ours ours_loop engine_alltoall engine_fused engine_allgather".split())
+    assert always <= raced
+    assert raced | set(result["skipped"]) == always | set("engine_grouped hf_grouped_mm hf_eager torchtitan".split())
     for name in raced - {"bound"}:
         assert set(result["errors"][name]) == {"y", "dx", "drouter", "dw1", "dw2", "dshared_w1", "dshared_w2"}
     for name, reason in result["skipped"].items():
@@ -70,8 +68,7 @@ def test_the_oracle_is_the_formula_for_one_token():
     x = p.x[0]
 
     def mlp(w1, w2):
-        gate, up = w1 @ x, w1 @ x
-        gate, up = gate[: len(gate) // 2], up[len(up) // 2 :]
+        gate, up = (w1 @ x).chunk(2)
         return w2 @ (gate * torch.sigmoid(gate) * up)
 
     scores = torch.sigmoid(p.router @ x)
@@ -83,15 +80,12 @@ def test_the_oracle_is_the_formula_for_one_token():
     assert relative_error(oracle(p)["y"][0], expected) < 1e-6
 
 
-def test_no_token_is_a_close_call_and_the_problem_is_the_same_every_time():
+def test_no_token_is_a_close_call_the_problem_is_the_same_every_time_and_shapes_have_to_agree():
     shape = Shape(tokens=512, hidden=16, experts=8, topk=2, ffn=4, shared=4)
     first, second = (make_problem(shape, torch.bfloat16, torch.device("cpu"), seed=3) for _ in range(2))
     assert torch.equal(first.x, second.x) and torch.equal(first.w1, second.w1)
     assert not problems._is_close_call(first.x, first.router, 2).any()
     assert Shape().flops == pytest.approx(48.7e9, rel=1e-3)  # as published
-
-
-def test_an_error_is_relative_to_the_truth_and_shapes_have_to_agree():
     truth = torch.ones(4)
     assert relative_error(torch.full((4,), 1.1), truth) == pytest.approx(0.1, rel=1e-5)
     with pytest.raises(AssertionError):

@@ -29,7 +29,6 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 
 
 def sources(path: Path) -> list[str]:
-    """Return what COPY takes from the folder of the build."""
     return [name for word, rest in instructions(path) if word == "COPY" for name in shlex.split(rest)[:-1]]
 
 

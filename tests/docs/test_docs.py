@@ -43,7 +43,6 @@ def test_what_a_page_names_and_links_exists(page: Path) -> None:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ +(.*)$", re.sub(r"^```.*?^```", "", text_of(page), flags=re.M | re.S), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
@@ -69,7 +68,6 @@ def test_every_flag_in_the_readme_is_one_of_a_program() -> None:
 
 
 def size(parameters: int) -> str:
-    """Return a number of parameters as README writes it."""
     return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -24,48 +26,19 @@ PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 # ---- the page's blocks of lines, applied to a copy of the package
 
 
-@dataclass(frozen=True)
-class Hunk:
-    """Lines of one file, before and after."""
-
-    file: str
-    before: str
-    after: str
-
-
-def hunks(kind: str) -> list[Hunk]:
-    """Return the changes of the page's block of a kind: "flag", "preset" or "family"."""
-    (block,) = re.findall(rf"^```diff {kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    found = []
-    for part in re.split(r"^@@ ", block, flags=re.MULTILINE)[1:]:
+def changed_files() -> dict[str, str]:
+    """Return the files that the page changes, each with its lines at the one place where they fit."""
+    blocks = dict(re.findall(r"^```diff (\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+    assert list(blocks) == ["flag", "preset", "family"]
+    texts: dict[str, str] = {}
+    for part in (part for block in blocks.values() for part in re.split(r"^@@ ", block, flags=re.MULTILINE)[1:]):
         file, *lines = part.splitlines()
         assert all(line[0] in " +-" for line in lines), part
         before, after = ("".join(f"{line[1:]}\n" for line in lines if line[0] != left_out) for left_out in "+-")
-        found.append(Hunk(file, before, after))
-    return found
-
-
-def changed_files() -> dict[str, str]:
-    """Return the files that the page changes, each with its lines at the one place where they fit."""
-    texts: dict[str, str] = {}
-    for change in (hunk for kind in ("flag", "preset", "family") for hunk in hunks(kind)):
-        text = texts.get(change.file) or (ROOT / change.file).read_text(encoding="utf-8")
-        assert text.count(change.before) == 1, f"{change.file}: not at one place:\n{change.before}"
-        texts[change.file] = text.replace(change.before, change.after)
+        text = texts.get(file) or (ROOT / file).read_text(encoding="utf-8")
+        assert text.count(before) == 1, f"{file}: not at one place:\n{before}"
+        texts[file] = text.replace(before, after)
     return texts
-
-
-def printed(folder: Path, code: str) -> Any:
-    """Apply the page's lines to a copy of the package, and return the JSON that a program prints with it."""
-    shutil.copytree(ROOT / "megatron_moe", folder / "megatron_moe")  # with its byte code: a start is faster
-    for file, text in changed_files().items():
-        if file.startswith("megatron_moe/"):
-            (folder / file).write_text(text, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 # ---- what is registered from outside
@@ -73,10 +46,6 @@ def printed(folder: Path, code: str) -> Any:
 
 def trained(words: list[str]) -> tuple[set[tuple[str, str]], str]:
     """Run the page's program with a command line: the entries that were looked up, and what it prints."""
-    import contextlib
-    import io
-    from unittest.mock import patch
-
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     looked_up, look_up = set(), Registry.__getitem__
 
@@ -101,11 +70,8 @@ def trained(words: list[str]) -> tuple[set[tuple[str, str]], str]:
 
 def test_the_program_trains_with_what_it_registers(gloo: Any) -> None:
     small = "--preset tiny --mock-data --vocab-size 100 --seq-length 16 --train-iters 2 --eval-iters 0 --log-interval 1"
-    choices = {
-        "--moe-router-score-function": "softplus",
-        "--moe-expert-backend": "mine",
-        "--moe-token-dispatcher-type": "mine",
-    }
+    choices = {"--moe-expert-backend": "mine", "--moe-token-dispatcher-type": "mine"}
+    choices["--moe-router-score-function"] = "softplus"
     words = [*small.split(), "--expert-model-parallel-size", "2", *(word for pair in choices.items() for word in pair)]
     results = gloo.run(2, trained, words=words)
     assert all(looked_up == set(choices.items()) for looked_up, _ in results)
@@ -177,7 +143,14 @@ def test_every_block_of_lines_fits_its_file() -> None:
 
 @pytest.mark.test_all(instead="tests/docs/test_extending.py::test_every_block_of_lines_fits_its_file")
 def test_what_the_page_adds_is_parsed_checked_stored_and_obeyed(tmp_path: Path) -> None:
-    found = printed(tmp_path, ADDED)
+    shutil.copytree(ROOT / "megatron_moe", tmp_path / "megatron_moe")  # with its byte code: a start is faster
+    for file, text in changed_files().items():
+        if file.startswith("megatron_moe/"):
+            (tmp_path / file).write_text(text, encoding="utf-8")
+    environment, command = {**os.environ, "PYTHONPATH": str(tmp_path)}, [sys.executable, "-c", ADDED]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
     refused = found.pop("refused")
     assert all(message is not None and "--moe-shared-expert-scale" in message for message in refused), refused
     matrices = [f"model.layers.0.ffn.experts.63.{matrix}_proj.weight" for matrix in ("down", "gate", "up")]
@@ -195,9 +168,8 @@ def test_what_the_page_adds_is_parsed_checked_stored_and_obeyed(tmp_path: Path) 
 def test_every_family_has_a_reader_a_writer_a_case_and_a_row() -> None:
     from tests.helpers import tiny_models
 
-    described = re.findall(
-        r"^\| ([\w-]+) \| `(?!model_type)", (ROOT / "docs" / "conversion.md").read_text(), re.MULTILINE
-    )
+    page = (ROOT / "docs" / "conversion.md").read_text()
+    described = re.findall(r"^\| ([\w-]+) \| `(?!model_type)", page, re.MULTILINE)
     cases = {f"{name}ForCausalLM" for name, _ in tiny_models.CASES.values()}
     assert list(FAMILIES) == list(hf_config._READ) == list(hf_config._WRITE) == described
     assert {family.architecture for family in FAMILIES.values()} == cases

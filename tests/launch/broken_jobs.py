@@ -80,7 +80,6 @@ class Broken:
         return lines[0].partition("is ended")[2] if lines else ""
 
     def defects(self, kind: str, rank: int, seconds: float) -> list[str]:
-        """What is not as it should be."""
         found = [] if self.status == 1 else [f"status {self.status}"]
         if self.seconds > seconds:
             found.append(f"it took {self.seconds:.1f} s, more than {seconds}")
@@ -92,7 +91,6 @@ class Broken:
 
 
 def break_job(launcher: Any, folder: Path, argv: list[str], world_size: int, fault: dict[str, Any]) -> Broken:
-    """Run a job with `fault` to its end."""
     folder.mkdir(exist_ok=True)
     (folder / "fault.json").write_text(json.dumps(fault))
     shared = set(os.listdir("/dev/shm"))

@@ -99,7 +99,6 @@ class Cluster:
         return {**own, **self.environment, **more}
 
     def submit(self, *words: str | Path, cwd: Path, **environment: str) -> int:
-        """`sbatch` with these words, in a folder; return the number of the job."""
         return int(self.run("sbatch", "--parsable", *words, cwd=cwd, **environment).split(";")[0])
 
     def job(self, number: int) -> dict[str, str]:

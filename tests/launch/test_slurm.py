@@ -99,8 +99,6 @@ class Job:
         self.until(lambda: int(self.cluster.job(self.number)["Restarts"]) == times, f"requeue {times}")
 
     def rank_on(self, node: str) -> psutil.Process:
-        """Wait for the rank on a node."""
-
         def ranks() -> list[psutil.Process]:
             return self.cluster.processes(having="RANK", SLURM_JOB_ID=str(self.number), SLURMD_NODENAME=node)
 
@@ -108,7 +106,6 @@ class Job:
         return ranks()[0]
 
     def cancelled(self) -> None:
-        """End the job as its user does, and wait until it has."""
         self.cluster.run("scancel", str(self.number))
         assert self.cluster.ended(self.number)["JobState"] == "CANCELLED", self.log()
 

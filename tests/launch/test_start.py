@@ -56,7 +56,6 @@ class Launch:
         return self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
 
     def until(self, holds: Callable[[], object]) -> None:
-        """Wait until something holds, while the launcher runs."""
         deadline = time.monotonic() + PATIENCE
         while not holds():
             status = self._parent.statuses([self.pid])[0]
@@ -64,7 +63,6 @@ class Launch:
             time.sleep(0.05)
 
     def ranks(self) -> list[psutil.Process]:
-        """Return the processes of the ranks, by rank."""
         return sorted(psutil.Process(self.pid).children(), key=lambda process: process.environ()["RANK"])
 
     def ends(self, ranks: list[psutil.Process]) -> int | None:
@@ -75,14 +73,12 @@ class Launch:
 
 
 def of_training(parent: RankParent, folder: Path, *flags: str) -> tuple[Launch, list[psutil.Process]]:
-    """Return a launch that trains, and its ranks."""
     launch = Launch(parent, folder, *flags, target="megatron_moe.train:main")
     launch.until(lambda: launch.steps() >= 2)
     return launch, launch.ranks()
 
 
 def of_light_ranks(parent: RankParent, folder: Path, **ends_with: int) -> tuple[Launch, list[psutil.Process]]:
-    """Return a launch whose ranks wait for signals, and these ranks."""
     target = "tests.launch.test_start:with_light_ranks"
     launch = Launch(parent, folder, target=target, ENDS_WITH=json.dumps(ends_with))
     launch.until(lambda: all((folder / f"ready{rank}").exists() for rank in (0, 1)))

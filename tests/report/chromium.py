@@ -27,7 +27,6 @@ class Navigated(Exception):
 
 
 def found() -> str | None:
-    """Return the program, None where there is none."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -66,7 +65,6 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send a command and return its result."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
@@ -119,29 +117,24 @@ class Page:
         return answer["result"].get("value")
 
     def size(self, width: int, height: int, *, dark: bool = False) -> None:
-        """Set the window's size and the system's colours."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         theme = "dark" if dark else "light"
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
 
     def mouse(self, kind: str, x: float, y: float, *, clicks: int = 0) -> None:
-        """Send a mouse event: mouseMoved, mousePressed, mouseReleased."""
         button = "none" if kind == "mouseMoved" and not clicks else "left"
         self.call(
             "Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=int(clicks > 0), clickCount=clicks
         )
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """Write a PNG of the window, or of the whole page."""
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def pdf(self, path: Path) -> None:
-        """Print the page."""
         path.write_bytes(base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"]))
 
     def close(self) -> None:
-        """End the browser."""
         os.close(self._write)
         os.close(self._read)
         try:

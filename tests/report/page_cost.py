@@ -63,7 +63,6 @@ def _cpu_seconds(group: int) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the run, its page, and what they cost."""
     steps, layers, experts, every = [int(word) for word in arguments] + [100_000, 58, 256, 100][len(arguments) :]
     with tempfile.TemporaryDirectory() as name:
         file, page = write_run(Path(name), steps, layers, experts, every), Path(name) / "report.html"

@@ -54,7 +54,6 @@ class _Terminal(Sink):
         self.view.event(text)
 
     def html(self) -> str:
-        """Return what is shown, as a page."""
         console = Console(record=True, file=io.StringIO(), width=110, height=40, force_terminal=True, highlight=False)
         for text in self._lines.getvalue().splitlines()[-4:]:
             console.print(text.partition(" ")[2][:110], markup=False)  # a terminal gets no date
@@ -63,7 +62,6 @@ class _Terminal(Sink):
 
 
 def step_of(iteration: int, random: Random) -> StepRecord:
-    """Return a step of the made-up run."""
     loss = 3.1 + 7.7 * math.exp(-iteration / 60) + random.gauss(0, 0.03) + 1.6 * (iteration == SPIKE)
     norm = 0.4 + 2.5 * math.exp(-iteration / 30) + abs(random.gauss(0, 0.06)) + 2 * (iteration == SPIKE)
     seconds, mean = 2.1 + abs(random.gauss(0, 0.04)), TOKENS * TOP_K / EXPERTS
@@ -118,7 +116,6 @@ def train(page: Path, upto: int) -> str:
 
 
 def draw(folder: Path, upto: int = STEPS) -> None:
-    """Write report.png and panel.png to `folder`."""
     with tempfile.TemporaryDirectory() as name:
         page, panel = Path(name) / "pretrain" / "report.html", Path(name) / "panel.html"
         panel.write_text(train(page, upto), encoding="utf-8")

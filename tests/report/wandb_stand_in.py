@@ -83,7 +83,6 @@ def teardown():
 
 
 def install(folder: Path) -> Path:
-    """Write the package into `folder`; return its server's file."""
     server = folder / "server.json"
     (folder / "wandb").mkdir(parents=True)
     (folder / "wandb" / "__init__.py").write_text(PROGRAM.format(server=str(server)))
@@ -91,5 +90,4 @@ def install(folder: Path) -> Path:
 
 
 def rows(server: Path) -> dict[int, dict[str, Any]]:
-    """Return what is logged, by W&B's step."""
     return {int(step): row for step, row in json.loads(server.read_text())["rows"].items()}
