@@ -14,6 +14,7 @@ from megatron_moe.model import norm
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.precision import contract
 from megatron_moe.training.precision_aware_adam import PrecisionAwareAdam
+from tests.helpers import tiny_models
 
 PLANTED = Path(__file__).parent / "planted_deepseek_fault.py"
 TINY = ["--num-layers", "2", "--moe-layer-freq", "[0,1]", "--seq-length", "16", "--global-batch-size", "2"]
@@ -49,11 +50,11 @@ PACKED = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtyp
     "flags",
     [
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --grad-reduce-in-bf16",
-        "--no-accumulate-allreduce-grads-in-fp32 --calculate-per-token-loss --moe-shared-expert-gate",
         "--moe-router-dtype fp64 --keep-fp32 router first_layer --use-distributed-optimizer",
         f"--fp8-format hybrid {PACKED}",
-        "--mtp-num-layers 2 --fp32-residual-connection --moe-z-loss-coeff 1e-3",
-        "--mtp-num-layers 1 --keep-fp32 norms output_layer mtp.layers.0.eh_proj",
+        "--mtp-num-layers 2 --fp32-residual-connection --moe-z-loss-coeff 1e-3 --no-accumulate-allreduce-grads-in-fp32",
+        "--mtp-num-layers 1 --keep-fp32 norms output_layer mtp.layers.0.eh_proj --calculate-per-token-loss"
+        " --moe-shared-expert-gate",
     ],
 )
 def test_our_model_is_clean_under_flags_that_move_dtypes(tmp_path, flags):
@@ -66,9 +67,10 @@ def test_our_norm_without_its_declaration_is_found(tmp_path, monkeypatch):
     monkeypatch.delitem(contract._CODE, norm._RMSNormFunction.backward.__code__)
     status, found = report(tmp_path, "--preset", "tiny", "--bf16", *TINY)
     assert status == 1
-    places = {(one["where"].rpartition(":")[0], one["phase"]) for one in found["unintended_promotion_list"]}
+    promotions = found["unintended_promotion_list"]
+    places = {(one["where"].rpartition(":")[0], one["phase"]) for one in promotions}
     assert places == {("megatron_moe/model/norm.py", "backward")}
-    assert "decoder.layers.0.input_layernorm" in {one["module"] for one in found["unintended_promotion_list"]}
+    assert "decoder.layers.0.input_layernorm" in {one["module"] for one in promotions}
 
 
 def test_a_router_whose_bias_is_cast_is_a_violation(tmp_path, monkeypatch):
@@ -118,9 +120,8 @@ def test_a_switch_that_is_set_in_the_step_is_a_violation(tmp_path, monkeypatch):
 
 
 def test_a_mixed_product_in_our_router_is_told_with_the_error_it_raises(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        TopKRouter, "gate", lambda self, hidden: torch.nn.functional.linear(hidden.float(), self.weight)
-    )
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(TopKRouter, "gate", lambda self, hidden: linear(hidden.float(), self.weight))
     status, found = report(tmp_path, "--preset", "tiny", "--bf16", *TINY)
     assert status == 1 and found["mixed_matmuls"] == 1
     assert found["mixed_matmul_list"][0]["module"] == "decoder.layers.1.mlp.router"
@@ -131,11 +132,8 @@ def test_a_module_from_a_file_is_audited_and_its_fault_found_where_nothing_raise
     status, found = report(tmp_path, "--module", f"{PLANTED}:silent")
     assert status == 1 and found["error"] is None and found["mixed_matmuls"] == 0
     assert [one["module"] for one in found["widened_modules"]] == ["layers.0.moe", "layers.0"]
-    promotions = found["unintended_promotion_list"]
-    assert {(one["module"], one["phase"]) for one in promotions} == {
-        ("layers.0.moe", "forward"),
-        ("layers.0.moe", "backward"),
-    }
+    places = {(one["module"], one["phase"]) for one in found["unintended_promotion_list"]}
+    assert places == {("layers.0.moe", "forward"), ("layers.0.moe", "backward")}
 
 
 @pytest.mark.parametrize(
@@ -155,35 +153,20 @@ def test_a_mistake_is_one_message_and_exit_status_2(capsys, flags, says):
     assert says in output.err and output.err.count("\n") == 1
 
 
-# ---- a model of transformers
+def test_a_hugging_face_folder_without_weights_is_audited_and_a_fault_in_transformers_own_moe_found(
+    tmp_path, monkeypatch
+):
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
 
-DEEPSEEK = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2,
-    "first_k_dense_replace": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4,
-    "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "kv_lora_rank": 8,
-    "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "max_position_embeddings": 64,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def deepseek_folder(folder: Path) -> Path:
-    import transformers
-
-    transformers.DeepseekV3Config(**DEEPSEEK).save_pretrained(folder)
-    return folder
-
-
-def test_a_hugging_face_folder_without_weights_is_audited(tmp_path, deepseek_folder):
-    status, found = report(tmp_path, "--hf", str(deepseek_folder), "--bf16")
+    small = tiny_models.config("deepseek-v3")
+    small.num_hidden_layers = 2
+    small.save_pretrained(tmp_path)
+    status, found = report(tmp_path, "--hf", str(tmp_path), "--bf16")
     assert found["error"] is None and found["mixed_matmuls"] == 0
     assert status == int(found["unintended_promotions"] > 0)
     assert "model.layers.1.mlp" in found["modules"]
     # What it multiplies by fp32 on purpose stays inside: every layer returns what it was given.
     assert found["modules"]["model.layers.1"]["outputs"] == ["bfloat16"]
-
-
-def test_the_fault_in_transformers_own_moe_is_found(tmp_path, monkeypatch, deepseek_folder):
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
 
     forward = modeling.DeepseekV3MoE.forward
 
@@ -192,8 +175,7 @@ def test_the_fault_in_transformers_own_moe_is_found(tmp_path, monkeypatch, deeps
         return forward(self, hidden_states) * weights
 
     monkeypatch.setattr(modeling.DeepseekV3MoE, "forward", faulty)
-    status, found = report(tmp_path, "--hf", str(deepseek_folder), "--bf16")
+    status, found = report(tmp_path, "--hf", str(tmp_path), "--bf16")
     assert status == 1 and found["error"] is not None
-    widened = {one["module"]: one for one in found["widened_modules"]}
-    assert "model.layers.1.mlp" in widened
-    assert widened["model.layers.1.mlp"]["where"].startswith("tests/apps/test_audit.py")
+    widened = {one["module"]: one["where"] for one in found["widened_modules"]}
+    assert widened["model.layers.1.mlp"].startswith("tests/apps/test_audit.py")
