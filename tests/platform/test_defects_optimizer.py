@@ -268,10 +268,10 @@ def test_all_parameters_share_the_step_of_a_resumed_torch_adam(pg: Any) -> None:
 def saved_in_buckets(folder: str, as_published: bool) -> list[str]:
     """Names of weights whose saved fp32 main weight is another's. Small buckets: their padding is in the middle."""
     from megatron_moe.checkpoint import optimizer as optimizer_state
-    from tests.helpers.trained_steps import tensors, trained
+    from tests.helpers.trained_steps import SMALL, tensors, trained
 
     flags = {
-        "bf16": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 3000,
+        **SMALL, "bf16": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 1000,
         "train_iters": 1, "save": folder,
     }  # fmt: skip
     with ExitStack() as stack:
@@ -279,7 +279,7 @@ def saved_in_buckets(folder: str, as_published: bool) -> list[str]:
             stack.enter_context(mock.patch.object(optimizer_state, "_compact_buckets", nullcontext))
         state = tensors(trained(flags)["checkpoint"])
     weights = {key: value for key, value in state.items() if not key.startswith("optimizer.") and "bias" not in key}
-    assert len(weights) > 40
+    assert len(weights) > 25
     mains = {key: state[f"optimizer.state.param.{key}"].to(torch.bfloat16) for key in weights}
     return [key for key, weight in weights.items() if not torch.equal(mains[key], weight)]
 
@@ -287,7 +287,7 @@ def saved_in_buckets(folder: str, as_published: bool) -> list[str]:
 def test_state_saved_from_padded_buckets_is_another_weights(gloo: Any, tmp_path: Path) -> None:
     """Both sides are the engine's; ours tells it where the parameters lie."""
     for rank in gloo.run(2, saved_in_buckets, folder=str(tmp_path / "stock"), as_published=True):
-        assert present("E16") == (len(rank) > 10)
+        assert present("E16") == (len(rank) > 5)
     for rank in gloo.run(2, saved_in_buckets, folder=str(tmp_path / "ours"), as_published=False):
         assert rank == []
 

@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.ranks import ROOT, Child, RankParent
+from tests.helpers.ranks import ROOT, RankParent
+from tests.platform.forked_runs import FLAGS, printed, steps_of
 
 CUDA = ("-m", "tests.helpers.cuda_on_cpu")
-FLAGS = (
-    "--preset tiny --mock-data --vocab-size 512 --seq-length 32 --max-position-embeddings 32 --bf16 --eval-iters 0 "
-    "--micro-batch-size 1 --global-batch-size 2 --lr-decay-iters 6 --hidden-dropout 0.1 --num-layers 2 "
-    "--moe-layer-freq [0]+[1]*1 --save steps --load steps"
-)
+RUN = f"{FLAGS} --bf16 --hidden-dropout 0.1"
+SAVED = f"{RUN} --save steps --load steps"
 
 
 @pytest.fixture(scope="module")
@@ -37,26 +35,15 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankParent]:
     parent.close()
 
 
-def printed(parent: RankParent, target: str, argv: list[str] | None, folder: Path, **environment: str) -> str:
-    """Run a program in `folder`, which has to succeed; return what it printed."""
-    log = folder / f"printed{len(list(folder.glob('printed*')))}"
-    pids = parent.fork([Child(target, argv, str(log), str(folder), environment)])
-    assert parent.statuses(pids, 300.0) == [0], log.read_text()
-    return log.read_text()
-
-
-def command(iterations: int, flags: str) -> list[str]:
-    return [*flags.split(), "--train-iters", str(iterations), "--metrics-file", "metrics.jsonl"]
-
-
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of all steps so far."""
-    return [step for step in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "loss" in step]
-
-
-def trained(parent: RankParent, folder: Path, iterations: int, flags: str = FLAGS) -> tuple[str, list[dict[str, Any]]]:
+def trained(parent: RankParent, folder: Path, iterations: int, flags: str, **environment: str) -> tuple[str, Any]:
     """Train up to this iteration; return what was printed, and the metrics of all steps so far."""
-    return printed(parent, "pretrain_moe:main", command(iterations, flags), folder), steps_of(folder)
+    command = f"{flags} --train-iters {iterations}".split()
+    return printed(parent, "pretrain_moe:main", command, folder, **environment), steps_of(folder)
+
+
+def assert_equal_bits(steps: Any, plain: Any) -> None:
+    for name in ("loss", "grad_norm"):
+        assert [step[name] for step in steps.values()] == [step[name] for step in plain.values()]
 
 
 def engine_is_as_published(_: Any) -> None:
@@ -83,41 +70,34 @@ def test_with_cuda_reported_nothing_is_changed_but_adam_and_recomputation(cuda, 
 
 
 @pytest.fixture(scope="module")
-def plain(cuda: RankParent, tmp_path_factory: Any) -> list[dict[str, Any]]:
+def plain(cuda: RankParent, folder: Path) -> Any:
     """Two steps with CUDA, which others are compared with."""
-    return trained(cuda, tmp_path_factory.mktemp("plain"), 2, FLAGS.partition(" --save")[0])[1]
+    return trained(cuda, folder, 2, RUN)[1]
 
 
 def test_a_run_goes_on_with_another_kind_of_device(rank_parent, cuda, tmp_path):
-    trained(rank_parent, tmp_path, 1)
-    with_cuda, _ = trained(cuda, tmp_path, 2)
-    on_cpu, steps = trained(rank_parent, tmp_path, 3)
+    trained(rank_parent, tmp_path, 1, SAVED)
+    with_cuda, _ = trained(cuda, tmp_path, 2, SAVED)
+    on_cpu, steps = trained(rank_parent, tmp_path, 3, SAVED)
     for output in (with_cuda, on_cpu):
         assert "random states of every rank are made anew" in output and "hidden_dropout" in output
-    assert [step["iteration"] for step in steps] == [1, 2, 3]
+    assert list(steps) == [1, 2, 3]
 
 
 def test_a_broken_transformer_engine_and_recomputation_leave_the_numbers_as_they_are(cuda, plain, tmp_path):
     compiled = tmp_path / "compiled"
-    flags = f"{FLAGS.partition(' --save')[0]} --recompute-granularity selective"
-    flags += " --recompute-modules layernorm moe_act mla_up_proj"
-    extensions = {"TORCH_EXTENSIONS_DIR": str(compiled)}
-    output = printed(cuda, "pretrain_moe:main", command(2, flags), tmp_path, **extensions)
+    flags = f"{RUN} --recompute-granularity selective --recompute-modules layernorm moe_act mla_up_proj"
+    output, steps = trained(cuda, tmp_path, 2, flags, TORCH_EXTENSIONS_DIR=str(compiled))
     assert "Transformer Engine is not used" in output and "AssertionError: built for another torch" in output
     assert not compiled.exists(), "neither an extension nor a lock"
-    steps = steps_of(tmp_path)
-    assert [step["loss"] for step in steps] == [step["loss"] for step in plain]
-    assert [step["grad_norm"] for step in steps] == [step["grad_norm"] for step in plain]
+    assert_equal_bits(steps, plain)
 
 
 def test_with_cuda_activations_are_offloaded_without_a_change_to_the_numbers(cuda, plain, tmp_path):
-    flags = FLAGS.partition(" --save")[0]
     offload = "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --offload-modules core_attn moe_act"
-    output, steps = trained(cuda, tmp_path, 2, f"{flags} {offload}")
+    output, steps = trained(cuda, tmp_path, 2, f"{RUN} {offload}")
     assert "has no effect" not in output
-    assert [(step["loss"], step["grad_norm"]) for step in steps] == [
-        (step["loss"], step["grad_norm"]) for step in plain
-    ]
+    assert_equal_bits(steps, plain)
 
 
 def verified(cuda: RankParent, folder: Path, *flags: str) -> str:
@@ -128,7 +108,7 @@ def verified(cuda: RankParent, folder: Path, *flags: str) -> str:
 
 
 def test_a_deterministic_run_records_its_settings_and_is_replayed_to_the_bit(cuda, tmp_path):
-    output, _ = trained(cuda, tmp_path, 2, f"{FLAGS} --deterministic-mode --save-interval 1")
+    output, _ = trained(cuda, tmp_path, 2, f"{SAVED} --deterministic-mode --save-interval 1")
     assert "deterministic mode: " in output and "NCCL_ALGO=Ring" in output
     arithmetic = json.loads((tmp_path / "steps" / "iter_0000002" / "state.json").read_text())["arithmetic"]
     assert (arithmetic["CUBLAS_WORKSPACE_CONFIG"], arithmetic["NCCL_ALGO"]) == (":4096:8", "Ring")

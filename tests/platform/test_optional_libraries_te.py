@@ -14,14 +14,11 @@ import pytest
 import torch
 
 from tests.helpers.launchers import Forked
-from tests.helpers.ranks import ROOT, Child, RankParent
+from tests.helpers.ranks import ROOT, RankParent
 from tests.helpers.rows import rows
 from tests.helpers.trained_steps import differing, tensors
+from tests.platform.forked_runs import FLAGS, printed, steps_of
 
-FLAGS = (
-    "--preset tiny --mock-data --vocab-size 512 --seq-length 32 --max-position-embeddings 32 --eval-iters 0 "
-    "--micro-batch-size 1 --global-batch-size 2 --lr-decay-iters 6 --num-layers 2 --moe-layer-freq [0]+[1]*1"
-)
 ENGINE = "--transformer-impl transformer_engine --moe-expert-backend te"
 LAYOUT = (
     "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
@@ -38,14 +35,12 @@ def te_parent() -> Iterator[RankParent]:
     parent.close()
 
 
-def steps_of(launcher: Forked, world_size: int, folder: Path, *flags: str) -> dict[int, dict[str, Any]]:
+def trained(launcher: Forked, world_size: int, folder: Path, *flags: str) -> dict[int, dict[str, Any]]:
     """Train in `folder`, which the flags name paths relative to; return the metrics of each iteration."""
     folder.mkdir(exist_ok=True)
-    argv = [*FLAGS.split(), *(word for some in flags for word in some.split()), "--metrics-file", "metrics.jsonl"]
-    launcher.start(argv, world_size, folder, folder / "log")
+    launcher.start(" ".join((FLAGS, *flags)).split(), world_size, folder, folder / "log")
     assert launcher.wait(300) == 0, (folder / "log").read_text()
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {line["iteration"]: line for line in lines if "loss" in line}
+    return steps_of(folder)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +52,7 @@ def with_te(te_parent) -> Forked:
 def local(rank_parent, tmp_path_factory) -> tuple[Path, dict[int, dict[str, Any]]]:
     """The oracle: four steps of the local implementation on one rank, without CUDA."""
     folder = tmp_path_factory.mktemp("local")
-    return folder, steps_of(
+    return folder, trained(
         Forked(rank_parent), 1, folder, "--train-iters 4 --save-interval 3 --save . --use-distributed-optimizer"
     )
 
@@ -66,7 +61,7 @@ def local(rank_parent, tmp_path_factory) -> tuple[Path, dict[int, dict[str, Any]
 def whole(with_te, tmp_path_factory) -> tuple[Path, dict[int, dict[str, Any]]]:
     """Three steps of Transformer Engine's modules on two ranks, saved after the second and the third."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, steps_of(with_te, 2, folder, ENGINE, LAYOUT, "--train-iters 3 --save-interval 2 --save .")
+    return folder, trained(with_te, 2, folder, ENGINE, LAYOUT, "--train-iters 3 --save-interval 2 --save .")
 
 
 def assert_equal_steps(ours: dict[int, dict[str, Any]], reference: dict[int, dict[str, Any]], rel: float) -> None:
@@ -75,35 +70,28 @@ def assert_equal_steps(ours: dict[int, dict[str, Any]], reference: dict[int, dic
             assert step[name] == pytest.approx(reference[iteration][name], rel=rel), (iteration, name)
 
 
-def forked(parent: RankParent, target: str, argument: Any, folder: Path) -> str:
-    """Run a function beside Transformer Engine; return what it printed."""
-    log = folder / "log"
-    assert parent.statuses(parent.fork([Child(target, argument, str(log))]), 300) == [0], log.read_text()
-    return log.read_text()
-
-
 def test_its_step_is_audited(te_parent, tmp_path):
-    said = forked(te_parent, "megatron_moe.apps.audit.cli:main", [*FLAGS.split(), *ENGINE.split(), "--bf16"], tmp_path)
+    said = printed(te_parent, "megatron_moe.apps.audit.cli:main", f"{FLAGS} {ENGINE} --bf16".split(), tmp_path)
     for words in ("unintended promotions  0", "mixed matmuls          0", "fp32 state violations  0", "GroupedExperts"):
         assert words in said
 
 
 def test_the_grouped_product_is_the_loop_over_experts(te_parent, tmp_path):
-    forked(te_parent, "tests.platform.te_cases:products", None, tmp_path)
+    printed(te_parent, "tests.platform.te_cases:products", None, tmp_path)
 
 
 def test_its_grouped_product_in_fp8_is_the_emulation_of_the_same_tiles(te_parent, tmp_path):
-    forked(te_parent, "tests.platform.te_cases:fp8_products", None, tmp_path)
+    printed(te_parent, "tests.platform.te_cases:fp8_products", None, tmp_path)
 
 
 def test_stage_9_of_make_gpu_compares_both_backends(te_parent, tmp_path):
-    forked(te_parent, "tests.gpu.over_stub:main", [str(tmp_path / "notes"), str(tmp_path), "300"], tmp_path)
+    printed(te_parent, "tests.gpu.over_stub:main", [str(tmp_path / "notes"), str(tmp_path), "300"], tmp_path)
     checks = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
     assert [check["status"] for check in checks if "status" in check] == ["pass"] * 4
 
 
 @pytest.mark.engine
-def test_its_modules_train_as_the_local_ones(local, whole):
+def test_its_modules_train_as_the_local_ones_and_save_the_same_keys(local, whole):
     folder, steps = whole
     assert sorted(steps) == [1, 2, 3]
     assert_equal_steps(steps, local[1], rel=1e-5)
@@ -117,29 +105,24 @@ def test_its_modules_train_as_the_local_ones(local, whole):
     for key in moments:  # sums of gradients
         scale = reference[key].abs().max().item()
         torch.testing.assert_close(ours[key], reference[key], rtol=0, atol=1e-4 * scale)
-
-
-@pytest.mark.engine
-def test_a_resumed_run_is_the_uninterrupted_one(with_te, whole, tmp_path):
-    flags = f"--train-iters 3 --load {whole[0]} --ckpt-step 2 --save {tmp_path}"
-    steps_of(with_te, 2, tmp_path, ENGINE, LAYOUT, flags)
-    expected, found = (tensors(folder / "iter_0000003") for folder in (whole[0], tmp_path))
-    assert found and differing(expected, found) == []
-
-
-@pytest.mark.engine
-def test_checkpoints_have_the_keys_of_the_local_implementation(local, whole):
-    ours, reference = (tensors(folder / "iter_0000003") for folder in (whole[0], local[0]))
     assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in reference.items()}
     assert not any("_extra_state" in key for key in ours)
     assert any(key.endswith("experts.weight1") for key in ours)
 
 
+@pytest.mark.engine
+def test_a_resumed_run_is_the_uninterrupted_one(with_te, whole, tmp_path):
+    flags = f"--train-iters 3 --load {whole[0]} --ckpt-step 2 --save {tmp_path}"
+    trained(with_te, 2, tmp_path, ENGINE, LAYOUT, flags)
+    expected, found = (tensors(folder / "iter_0000003") for folder in (whole[0], tmp_path))
+    assert found and differing(expected, found) == []
+
+
 def test_another_backend_and_layout_goes_on_and_back(local, whole, rank_parent, with_te, tmp_path):
     there, back = tmp_path / "there", tmp_path / "back"
     flags = f"--train-iters 3 --load {whole[0]} --ckpt-step 2 --save {there} --moe-expert-backend loop"
-    assert_equal_steps(steps_of(Forked(rank_parent), 1, there, flags), local[1], rel=1e-5)
-    steps = steps_of(with_te, 1, back, ENGINE, f"--train-iters 4 --load {there}")
+    assert_equal_steps(trained(Forked(rank_parent), 1, there, flags), local[1], rel=1e-5)
+    steps = trained(with_te, 1, back, ENGINE, f"--train-iters 4 --load {there}")
     assert list(steps) == [4]
     assert_equal_steps(steps, local[1], rel=1e-5)
 
@@ -148,16 +131,16 @@ def test_another_backend_and_layout_goes_on_and_back(local, whole, rank_parent, 
 def test_half_precision_trains_and_resumes(dtype, local, with_te, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     flags = f"--{dtype} --moe-expert-backend te --train-iters 2 --save-interval 1"
-    steps = steps_of(with_te, 1, first, flags, f"--save {first}")
+    steps = trained(with_te, 1, first, flags, f"--save {first}")
     assert_equal_steps(steps, local[1], rel=2e-2)
-    steps_of(with_te, 1, second, flags, f"--load {first} --ckpt-step 1 --save {second}")
+    trained(with_te, 1, second, flags, f"--load {first} --ckpt-step 1 --save {second}")
     expected, found = (tensors(folder / "iter_0000002") for folder in (first, second))
     assert found and differing(expected, found) == []
 
 
 def test_fp8_trains_and_is_near_the_emulation(rank_parent, with_te, tmp_path):
-    flags = "--bf16 --fp8-format e4m3 --hidden-size 128 --moe-ffn-hidden-size 128 --train-iters 2"
-    steps = steps_of(with_te, 1, tmp_path / "te", ENGINE, flags)
+    flags = "--bf16 --fp8-format e4m3 --hidden-size 128 --moe-ffn-hidden-size 128 --train-iters 1"
+    steps = trained(with_te, 1, tmp_path / "te", ENGINE, flags)
     assert "by Transformer Engine" in (tmp_path / "te" / "log").read_text()
-    emulated = steps_of(Forked(rank_parent), 1, tmp_path / "ours", flags)
+    emulated = trained(Forked(rank_parent), 1, tmp_path / "ours", flags)
     assert_equal_steps(steps, emulated, rel=1e-2)
