@@ -14,13 +14,15 @@ import platform
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.launchers import Forked
+from tests.helpers.ranks import ROOT, RankParent
+
 FOLDER = ROOT / "runs" / "soak"
+Scaled, Figure = Callable[..., int], Callable[..., None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,8 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def forked(rank_parent: RankParent) -> Forked:
+    return Forked(rank_parent)
+
+
 @pytest.fixture
-def scaled(request: pytest.FixtureRequest) -> Callable[..., int]:
+def scaled(request: pytest.FixtureRequest) -> Scaled:
     """`scaled(trials, at_least=1)`: a number of trials times `--soak-scale`, rounded up."""
     scale = request.config.getoption("--soak-scale")
 
@@ -44,7 +51,7 @@ def scaled(request: pytest.FixtureRequest) -> Callable[..., int]:
 
 
 @pytest.fixture
-def figure(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
+def figure(request: pytest.FixtureRequest) -> Iterator[Figure]:
     """`figure(name, trials=..., failures=..., **more)`: print a result at once and append it to runs/soak/.
 
     Call it before asserting that there were no failures, so that what failed is kept too. With no failure in n trials

@@ -67,7 +67,6 @@ def sample(pid: int, iteration: int) -> Sample:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the children of a process, theirs, and so on."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -106,13 +105,11 @@ def warm(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def growth(samples: Sequence[Sample]) -> float:
-    """Return the growth of the resident memory behind the warm-up, in KiB per 1,000 steps."""
     kept = warm(samples)
     return 1000 * slope([one.iteration for one in kept], [one.resident_kib for one in kept])
 
 
 def step_times(seconds: Sequence[float]) -> list[float]:
-    """Return the median step time of each window behind the warm-up."""
     kept = seconds[int(WARM_UP * len(seconds)) :]
     if len(kept) < WINDOWS:
         raise ValueError(f"{len(kept)} steps behind the warm-up; {WINDOWS} are needed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from tests.checkpoint.crash_points import (
     what_is_wrong,
 )
 from tests.helpers.ranks import RankParent
+from tests.soak.conftest import Figure
 
 MODES = {
     "first save": (2, {}),
@@ -69,34 +70,27 @@ def part(request: pytest.FixtureRequest) -> float:
     return min(1.0, request.config.getoption("--soak-scale"))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_after_a_crash_at_any_point_of_a_save_a_whole_step_loads(
-    trials: Trials, reference: dict[str, str], tmp_path: Path, mode: str, part: float, figure: Callable[..., None]
+FAULTS = {
+    "signal=KILL": ("R2 crash points", CALLS, MODES),
+    "error=EIO": ("R3 refused calls", ("fsync", "rename", "mkdir"), list(MODES)[2:]),
+    "error=ENOSPC": ("R3 refused calls", ("mkdir", "rename"), list(MODES)[2:]),
+}
+
+
+@pytest.mark.parametrize(("what", "mode"), [(what, mode) for what, (*_, modes) in FAULTS.items() for mode in modes])
+def test_after_a_crash_or_a_refusal_at_any_point_of_a_save_a_whole_step_loads(
+    trials: Trials, reference: dict[str, str], tmp_path: Path, what: str, mode: str, part: float, figure: Figure
 ) -> None:
     if reason := strace_is_missing():
         pytest.skip(reason)
-    number, wrong = every_point(trials, tmp_path, mode, "signal=KILL", CALLS, reference, part)
-    figure("R2 crash points", mode=mode, trials=number, failures=len(wrong))
-    assert wrong == []
-
-
-@pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
-@pytest.mark.parametrize("mode", ["with retention", "with retention, async"])
-def test_a_refusal_at_any_point_of_a_save_is_an_error_and_leaves_the_step_before(
-    trials: Trials, reference: dict[str, str], tmp_path: Path, mode: str, error: str, part: float,
-    figure: Callable[..., None],
-) -> None:  # fmt: skip
-    if reason := strace_is_missing():
-        pytest.skip(reason)
-    calls = ("fsync", "rename", "mkdir") if error == "EIO" else ("mkdir", "rename")
-    number, wrong = every_point(trials, tmp_path, mode, f"error={error}", calls, reference, part)
-    figure("R3 refused calls", mode=mode, error=error, trials=number, failures=len(wrong))
+    name, calls, _ = FAULTS[what]
+    number, wrong = every_point(trials, tmp_path, mode, what, calls, reference, part)
+    figure(name, mode=mode, fault=what, trials=number, failures=len(wrong))
     assert wrong == []
 
 
 @contextlib.contextmanager
 def disk(folder: Path, kilobytes: int) -> Iterator[Path]:
-    """A file system of this size."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -110,7 +104,7 @@ def disk(folder: Path, kilobytes: int) -> Iterator[Path]:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_on_a_disk_of_any_size_a_step_is_whole_or_refused_with_the_numbers(
-    trials: Trials, tmp_path: Path, background: bool, figure: Callable[..., None]
+    trials: Trials, tmp_path: Path, background: bool, figure: Figure
 ) -> None:
     measured = tmp_path / "measured"
     assert trials.run({"save": str(measured), "train_iters": 2}) == 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,11 @@ from tests.helpers.launchers import Forked
 from tests.helpers.ranks import RankParent
 from tests.helpers.stepped_trainer import EP2, PP2, TP2
 from tests.launch import broken_jobs
+from tests.soak.conftest import Figure, Scaled
 from tests.training import fault_cases, replica_cases
 from tests.training.test_faults_ranks import KINDS, check
 
-Scaled, Figure = Callable[..., int], Callable[..., None]
 TIMEOUT = 10.0
-
-
-@pytest.fixture(scope="module")
-def forked(rank_parent: RankParent) -> Forked:
-    return Forked(rank_parent)
 
 
 @pytest.fixture(scope="module", params=["agent", "rank 0"])
@@ -94,45 +89,31 @@ def test_sound_replicas_raise_no_alarm(gloo: Any, scaled: Scaled, figure: Figure
 # ---- R9, R10
 
 
-def broken(launcher: Any, folder: Path, faults: list[dict[str, Any]], layout: str) -> tuple[list[Any], list[float]]:
-    """One job for each fault, and its continuation; what is not as it should be, and the seconds to the end."""
-    world_size, flags = kills.LAYOUTS[layout]
-    argv = kills.flags(8, *flags, eval_interval=4)
-    hasty = ["--save-interval", "2", "--distributed-timeout-minutes", str(TIMEOUT / 60)]
-    oracle = kills.undisturbed_job(launcher, folder / "oracle", argv, world_size)
+DEATHS = list(itertools.product(range(4), broken_jobs.PHASES, broken_jobs.DEATHS))
+PHASES = random.Random(11).choices(broken_jobs.PHASES, k=4 * len(broken_jobs.HANGS))
+HANGS = [(r, phase, kind) for (r, kind), phase in zip(itertools.product(range(4), broken_jobs.HANGS), PHASES)]
+
+
+@pytest.mark.parametrize(("name", "places", "limit"), [("R9", DEATHS, 60.0), ("R10", HANGS, TIMEOUT + 35)])
+def test_ranks_that_die_or_hang(
+    breaking: Any, tmp_path: Path, scaled: Scaled, figure: Figure, request: Any, name: str, places: Any, limit: float
+) -> None:
+    """One job for each fault, and its continuation."""
+    world_size, flags = kills.LAYOUTS["TP2xEP2"]
+    argv, saving = kills.flags(8, *flags, eval_interval=4), ["--save-interval", "2"]
+    hasty = [*saving, "--distributed-timeout-minutes", str(TIMEOUT / 60)]
+    oracle = kills.undisturbed_job(breaking, tmp_path / "oracle", argv, world_size)
     found, seconds = [], []
-    for number, fault in enumerate(faults):
-        here = folder / str(number)
-        result = broken_jobs.break_job(launcher, here, [*argv, *hasty], world_size, fault)
+    for number, (rank, phase, kind) in enumerate(random.Random(9).sample(places, scaled(len(places)))):
+        here, fault = tmp_path / str(number), {"rank": rank, "phase": phase, "kind": kind, "iteration": 4}
+        result = broken_jobs.break_job(breaking, here, [*argv, *hasty], world_size, fault)
         seconds.append(result.seconds)
-        limit = 60.0 if fault["kind"] in broken_jobs.DEATHS else TIMEOUT + 35
-        defects = result.defects(fault["kind"], fault["rank"], limit)
-        job = kills.undisturbed_job(launcher, here, [*argv, "--save-interval", "2"], world_size)
+        defects = result.defects(kind, rank, limit)
+        job = kills.undisturbed_job(breaking, here, [*argv, *saving], world_size)
         defects += kills.differences(job, oracle, 8)
         found += [(fault, defects)] if defects else []
-    return found, seconds
-
-
-def test_ranks_that_die(breaking: Any, tmp_path: Path, scaled: Scaled, figure: Figure, request: Any) -> None:
-    places = [(rank, phase, kind) for rank in range(4) for phase in broken_jobs.PHASES for kind in broken_jobs.DEATHS]
-    chosen = random.Random(9).sample(places, scaled(len(places)))
-    faults = [{"rank": rank, "phase": phase, "kind": kind, "iteration": 4} for rank, phase, kind in chosen]
-    found, seconds = broken(breaking, tmp_path, faults, "TP2xEP2")
     about = {"store": request.node.name, "timeout": TIMEOUT, "longest_seconds": max(seconds)}
-    figure("R9", trials=len(faults), failures=len(found), **about, found=found)
-    assert found == []
-
-
-def test_ranks_that_hang(breaking: Any, tmp_path: Path, scaled: Scaled, figure: Figure, request: Any) -> None:
-    places = [(rank, kind) for rank in range(4) for kind in broken_jobs.HANGS]
-    chosen = random.Random(10).sample(places, scaled(len(places)))
-    phases = random.Random(11).choices(broken_jobs.PHASES, k=len(chosen))
-    faults = [
-        {"rank": rank, "phase": phase, "kind": kind, "iteration": 4} for (rank, kind), phase in zip(chosen, phases)
-    ]
-    found, seconds = broken(breaking, tmp_path, faults, "TP2xEP2")
-    about = {"store": request.node.name, "timeout": TIMEOUT, "longest_seconds": max(seconds)}
-    figure("R10", trials=len(faults), failures=len(found), **about, found=found)
+    figure(name, trials=len(seconds), failures=len(found), **about, found=found)
     assert found == []
 
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import kills
 from tests.helpers.launchers import Forked, Launcher, Torchrun
-from tests.helpers.ranks import RankParent
+from tests.soak.conftest import Figure, Scaled
 
 ITERATIONS = 30
 INTERVAL = 3
-
-
-@pytest.fixture(scope="module")
-def forked(rank_parent: RankParent) -> Forked:
-    return Forked(rank_parent)
+WAYS: dict[str, tuple[list[str], int]] = {"sync": ([], INTERVAL), "async": (["--async-save"], 2 * INTERVAL)}
+"""How a job is saved -> the flags, and the most iterations that a kill may cost."""
 
 
 def killed_until(
@@ -61,22 +57,20 @@ def killed_until(
     }
 
 
-@pytest.mark.parametrize("way", ["sync", "async"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", kills.LAYOUTS)
 def test_kills_of_all_ranks_or_of_one(
-    forked: Forked, tmp_path: Path, scaled: Callable[..., int], figure: Callable[..., None], layout: str, way: str
+    forked: Forked, tmp_path: Path, scaled: Scaled, figure: Figure, layout: str, way: str
 ) -> None:
-    saving, most_lost = (["--async-save"], 2 * INTERVAL) if way == "async" else ([], INTERVAL)
+    saving, most_lost = WAYS[way]
     result = killed_until(forked, tmp_path / "jobs", layout, saving, scaled(20), most_lost)
     figure("R1", **result, saving=way, launcher="forked")
     assert result["found"] == []
 
 
-@pytest.mark.parametrize("way", ["sync", "async"])
-def test_kills_under_torchrun(
-    tmp_path: Path, scaled: Callable[..., int], figure: Callable[..., None], way: str
-) -> None:
-    saving, most_lost = (["--async-save"], 2 * INTERVAL) if way == "async" else ([], INTERVAL)
+@pytest.mark.parametrize("way", WAYS)
+def test_kills_under_torchrun(tmp_path: Path, scaled: Scaled, figure: Figure, way: str) -> None:
+    saving, most_lost = WAYS[way]
     # Most of a short job's time is the start of its ranks: a longer one, killed until its end.
     result = killed_until(Torchrun(), tmp_path / "jobs", "EP2", saving, scaled(20), most_lost, 120, 0.95)
     figure("R1", **result, saving=way, launcher="torchrun")
@@ -84,12 +78,12 @@ def test_kills_under_torchrun(
 
 
 @pytest.mark.parametrize("keep", ["1", "2"])
-@pytest.mark.parametrize("way", ["sync", "async"])
+@pytest.mark.parametrize("way", WAYS)
 def test_retention_under_kills(
-    forked: Forked, tmp_path: Path, scaled: Callable[..., int], figure: Callable[..., None], way: str, keep: str
+    forked: Forked, tmp_path: Path, scaled: Scaled, figure: Figure, way: str, keep: str
 ) -> None:
-    saving = ["--keep-last-k", keep, "--save-retain-interval", "9", *(["--async-save"] if way == "async" else [])]
-    most_lost = 2 * INTERVAL if way == "async" else INTERVAL
+    saving, most_lost = WAYS[way]
+    saving = ["--keep-last-k", keep, "--save-retain-interval", "9", *saving]
     result = killed_until(forked, tmp_path / "jobs", "DP2", saving, scaled(25), most_lost)
     figure("R13", **result, saving=way, keep_last_k=int(keep))
     assert result["found"] == []

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 from megatron_moe.checkpoint.folder import steps
 from tests.helpers.launchers import Torchrun
+from tests.soak.conftest import Figure, Scaled
 from tests.soak.long_run import Bounds, Sample, growth, judged, sample, step_times, warm
 
 STEPS, SAMPLES, KEPT = 20_000, 200, 2
@@ -28,7 +28,6 @@ MOST_BYTES = {"metrics.jsonl": 1500, "metrics.eval.jsonl": 10, "log.txt": 60, "t
 
 
 def flags(iterations: int) -> list[str]:
-    """Return the flags of the run; all paths are relative."""
     return [
         "--preset", "tiny", "--mock-data", "--tokenizer-type", "ByteTokenizer", "--bf16", "--num-layers", "2",
         "--moe-layer-freq", "[0]+[1]", "--seq-length", "16", "--hidden-size", "32", "--global-batch-size", "2",
@@ -83,33 +82,22 @@ def sampled(launcher: Torchrun, folder: Path, iterations: int) -> tuple[dict[int
 
 
 def bytes_of(path: Path) -> int:
-    """Return the size of a file, or of all files of a folder."""
     return path.stat().st_size if path.is_file() else sum(one.stat().st_size for one in path.rglob("*"))
 
 
 def table(samples: dict[int, list[Sample]], times: list[float]) -> str:
-    """Return the table of docs/reliability.md."""
     rows = []
     for rank, of_rank in samples.items():
         kept = warm(of_rank)
-        first, last = kept[0], kept[-1]
-        ranges = [
-            f"{first.resident_kib / 1024:.0f} to {last.resident_kib / 1024:.0f} MiB, {growth(of_rank):+.0f} KiB",
-            *(
-                f"{min(values)} to {max(values)}"
-                for values in (
-                    [sum(one.handles.values()) for one in kept],
-                    [one.threads for one in kept],
-                    [one.children for one in kept],
-                )
-            ),
-        ]
-        rows.append(f"| {rank} | " + " | ".join(ranges) + " |")
+        first, last = (one.resident_kib / 1024 for one in (kept[0], kept[-1]))
+        counted = zip(*((sum(one.handles.values()), one.threads, one.children) for one in kept))
+        ranges = " | ".join(f"{min(values)} to {max(values)}" for values in counted)
+        rows.append(f"| {rank} | {first:.0f} to {last:.0f} MiB, {growth(of_rank):+.0f} KiB | {ranges} |")
     head = "| rank | resident, growth per 1,000 steps | handles | threads | children |\n|---|---|---|---|---|\n"
     return head + "\n".join(rows) + "\nstep time by window, ms: " + ", ".join(f"{1e3 * one:.1f}" for one in times)
 
 
-def test_a_long_run_is_flat(tmp_path: Path, scaled: Callable[..., int], figure: Callable[..., None]) -> None:
+def test_a_long_run_is_flat(tmp_path: Path, scaled: Scaled, figure: Figure) -> None:
     iterations = scaled(STEPS, at_least=500)
     samples, most_checkpoints = sampled(Torchrun(ARENAS), tmp_path, iterations)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -41,10 +41,6 @@ def times(slower: float = 1.0) -> list[float]:
     ]
 
 
-def test_a_noisy_run_that_keeps_nothing_is_flat() -> None:
-    assert judged(series(), times(), Bounds()) == []
-
-
 @pytest.mark.parametrize(
     ("leak", "found"),
     [
@@ -60,20 +56,17 @@ def test_each_leak_is_found_and_nothing_else(leak: dict[str, Any], found: str) -
     assert len(said) == 1 and said[0].startswith(found)
 
 
-def test_steps_that_become_slower_are_found() -> None:
+def test_a_noisy_run_that_keeps_nothing_is_flat_and_steps_that_become_slower_are_found() -> None:
+    assert judged(series(), times(), Bounds()) == []
     assert len(judged(series(), times(slower=2.0), Bounds())) == 1
 
 
-def test_too_few_samples_or_steps_are_no_judgement() -> None:
-    with pytest.raises(ValueError):
-        warm(series()[:10])
-    with pytest.raises(ValueError):
-        warm([])
+def test_too_few_samples_or_steps_are_no_judgement_and_a_slope_is_that_of_most_points() -> None:
+    for samples in (series()[:10], []):
+        with pytest.raises(ValueError):
+            warm(samples)
     with pytest.raises(ValueError):
         step_times([0.1] * 5)
-
-
-def test_a_slope_is_that_of_most_points() -> None:
     ys = [2.0 * x for x in range(20)]
     ys[3], ys[17] = 1e9, -1e9
     assert slope(range(20), ys) == pytest.approx(2.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,22 @@ import pytest
 
 from tests.checkpoint import reshard_cases as cases
 from tests.helpers.errors import largest
+from tests.soak.conftest import Figure, Scaled
 
+Flags = dict[str, Any]
+Layout = tuple[int, Flags]
+"""Ranks, and the flags that spread a model over them."""
 PAIRS = list(itertools.product(cases.LAYOUTS, repeat=2))
 
 
-def go(
-    gloo: Any, place: Path, flags: dict[str, Any], source: Path, layout: tuple[int, dict[str, Any]]
-) -> dict[str, Any]:
+def go(gloo: Any, place: Path, flags: Flags, source: Path, layout: Layout) -> Flags:
     """Load step 2 of `source` on a layout, save it at once into `place`, train step 3; the record of that."""
     ranks, sizes = layout
     here = {**flags, **sizes, "load": str(source), "ckpt_step": 2, "save": str(place), "train_iters": 3}
     return gloo.run(ranks, cases.moved, flags=here)[0][-1]
 
 
-def begin(gloo: Any, place: Path, flags: dict[str, Any], layout: tuple[int, dict[str, Any]]) -> dict[str, Any]:
+def begin(gloo: Any, place: Path, flags: Flags, layout: Layout) -> Flags:
     """Train three steps, saving step 2; the record of the third."""
     ranks, sizes = layout
     gloo.run(ranks, cases.trained, flags={**flags, **sizes, "train_iters": 3, "save_interval": 2, "save": str(place)})
@@ -33,9 +34,7 @@ def begin(gloo: Any, place: Path, flags: dict[str, Any], layout: tuple[int, dict
 
 
 @pytest.mark.parametrize("mode", cases.MODES)
-def test_every_pair_of_layouts(
-    gloo: Any, tmp_path: Path, mode: str, scaled: Callable[..., int], figure: Callable[..., None]
-) -> None:
+def test_every_pair_of_layouts(gloo: Any, tmp_path: Path, mode: str, scaled: Scaled, figure: Figure) -> None:
     flags = {**cases.MODES[mode], "data_path": (cases.corpus(tmp_path),)}
     chosen = random.Random(5).sample(PAIRS, scaled(len(PAIRS)))
     wrong, sources, furthest = [], {}, 0.0
@@ -55,36 +54,22 @@ def test_every_pair_of_layouts(
     assert wrong == []
 
 
-DENSE_FIRST = {"moe_layer_freq": "[0,1,1,1]", "num_layers": 4}
 FOUR = {"num_layers": 4, "moe_layer_freq": "[1,1,1,1]"}
+THREE = {"num_layers": 3, "moe_layer_freq": "[1,1,1]"}
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
+TIED = {"untie_embeddings_and_output_weights": False}
 DISTRIBUTED = {"use_distributed_optimizer": True}
-# Model, and two ways to train it with their ranks: from the first to the second and back.
-OTHERS: dict[str, tuple[dict[str, Any], tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]] = {
-    "interleaved stages": (
-        FOUR,
-        (2, cases.layout(pp=2, num_layers_per_virtual_pipeline_stage=1)),
-        (2, cases.layout(ep=2)),
-    ),
-    "experts not split by TP": (FOUR, (2, cases.layout(tp=2, expert_tensor_parallel_size=1)), (2, cases.layout(tp=2))),
-    "TP2 EP2 ETP1": (FOUR, (2, cases.layout(tp=2, ep=2, expert_tensor_parallel_size=1)), (1, cases.layout())),
-    "context parallel": (FOUR, (2, cases.layout(context_parallel_size=2)), (2, cases.layout(tp=2))),
-    "uneven stages": (
-        {**FOUR, "num_layers": 3, "moe_layer_freq": "[1,1,1]"},
-        (2, cases.layout(pp=2, decoder_first_pipeline_num_layers=1)),
-        (1, cases.layout()),
-    ),
-    "first stage without experts": (
-        {**DENSE_FIRST, "moe_layer_freq": "[0,0,1,1]"},
-        (2, cases.layout(pp=2)),
-        (1, cases.layout()),
-    ),
-    "multi-token prediction": ({**FOUR, **MTP}, (2, cases.layout(pp=2)), (2, cases.layout(tp=2))),
-    "one table for both ends": (
-        {**FOUR, "untie_embeddings_and_output_weights": False},
-        (2, cases.layout(pp=2)),
-        (2, cases.layout(tp=2)),
-    ),
+ALONE, TP2, PP2, EP2 = (1, cases.layout()), (2, cases.layout(tp=2)), (2, cases.layout(pp=2)), (2, cases.layout(ep=2))
+# Model, and two ways to train it: from the first to the second and back.
+OTHERS: dict[str, tuple[Flags, Layout, Layout]] = {
+    "interleaved stages": (FOUR, (2, cases.layout(pp=2, num_layers_per_virtual_pipeline_stage=1)), EP2),
+    "experts not split by TP": (FOUR, (2, cases.layout(tp=2, expert_tensor_parallel_size=1)), TP2),
+    "TP2 EP2 ETP1": (FOUR, (2, cases.layout(tp=2, ep=2, expert_tensor_parallel_size=1)), ALONE),
+    "context parallel": (FOUR, (2, cases.layout(context_parallel_size=2)), TP2),
+    "uneven stages": (THREE, (2, cases.layout(pp=2, decoder_first_pipeline_num_layers=1)), ALONE),
+    "first stage without experts": ({**FOUR, "moe_layer_freq": "[0,0,1,1]"}, PP2, ALONE),
+    "multi-token prediction": ({**FOUR, **MTP}, PP2, TP2),
+    "one table for both ends": ({**FOUR, **TIED}, PP2, TP2),
     "grouped products or a loop": (
         FOUR,
         (2, cases.layout(ep=2, moe_expert_backend="grouped_mm")),
@@ -97,7 +82,7 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[int, dict[str, Any]], tuple[int, d
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_axes_models_and_optimizers(
-    gloo: Any, tmp_path: Path, name: str, dtype: str, optimizers: str, figure: Callable[..., None]
+    gloo: Any, tmp_path: Path, name: str, dtype: str, optimizers: str, figure: Figure
 ) -> None:
     model, first, second = OTHERS[name]
     flags = {**model, "data_path": (cases.corpus(tmp_path),), "bf16": dtype == "bf16"}
@@ -114,9 +99,7 @@ def test_other_axes_models_and_optimizers(
     assert wrong == []
 
 
-def test_every_pair_of_data_parallel_sizes_reads_one_order(
-    gloo: Any, tmp_path: Path, figure: Callable[..., None]
-) -> None:
+def test_every_pair_of_data_parallel_sizes_reads_one_order(gloo: Any, tmp_path: Path, figure: Figure) -> None:
     """R6. The hash of a step covers the numbers and the content of its samples; the order in it is another matter,
     which tests/data/test_batches.py looks at."""
     ramp = {"rampup_batch_size": (4, 4, 24), "global_batch_size": 12}
@@ -139,7 +122,7 @@ def test_every_pair_of_data_parallel_sizes_reads_one_order(
     assert wrong == []
 
 
-RUNS: list[tuple[int, dict[str, Any]]] = [
+RUNS: list[Layout] = [
     (1, {"bf16": True}),
     (2, {**cases.layout(ep=2), "bf16": True, **DISTRIBUTED, "rampup_batch_size": (4, 2, 200)}),
     (2, {**cases.layout(tp=2), "fp16": True, "initial_loss_scale": 65536.0, "loss_scale_window": 5}),
@@ -149,9 +132,7 @@ RUNS: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)))
-def test_fifty_incarnations(
-    gloo: Any, tmp_path: Path, number: int, scaled: Callable[..., int], figure: Callable[..., None]
-) -> None:
+def test_fifty_incarnations(gloo: Any, tmp_path: Path, number: int, scaled: Scaled, figure: Figure) -> None:
     """R12."""
     ranks, flags = RUNS[number]
     draw = random.Random(number)
