@@ -29,18 +29,16 @@ HOW_TO_SAVE = ("save_interval", "async_save", "keep_last_k", "save_retain_interv
 BELONG = {".megatron_moe_checkpoints", "latest_checkpointed_iteration.txt", "faults"}
 """What lies in a folder of checkpoints beside its steps."""
 
+TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     # name -> ranks, flags
     "DP2": (2, ["--use-distributed-optimizer"]),
-    "TP2": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "TP2": (2, TP2),
     "EP2": (2, ["--expert-model-parallel-size", "2", "--use-distributed-optimizer"]),
     "PP2": (2, ["--pipeline-model-parallel-size", "2"]),
     "ZeRO 2": (2, ["--data-parallel-sharding-strategy", "optim_grads"]),
     "ZeRO 3 x EP2": (4, ["--use-torch-fsdp2", "--expert-model-parallel-size", "2", "--global-batch-size", "4"]),
-    "TP2xEP2": (
-        4,
-        ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2"],
-    ),
+    "TP2xEP2": (4, [*TP2, "--expert-model-parallel-size", "2"]),
 }
 
 
@@ -132,7 +130,7 @@ def killed_job(
             rank = rng.choice([None, rng.randrange(world_size)])
             launcher.kill(rank)
         lines = raw_lines(folder / "metrics.jsonl")
-        fresh = [json.loads(line) for line in lines[_shared(written, lines) :]]
+        fresh = [json.loads(line) for line in lines if line not in written]  # clocks make each one of a kind
         written = lines
         if fresh:
             for kill in job.kills:
@@ -251,14 +249,6 @@ def _without_clocks(line: dict[str, Any]) -> dict[str, Any]:
 def raw_lines(path: Path) -> list[bytes]:
     """The complete lines of a file; none where there is no file."""
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-
-
-def _shared(one: list[bytes], other: list[bytes]) -> int:
-    """How many lines two files begin with alike; clocks make every line one of a kind."""
-    number = 0
-    while number < min(len(one), len(other)) and one[number] == other[number]:
-        number += 1
-    return number
 
 
 def tail(folder: Path) -> str:

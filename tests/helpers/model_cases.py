@@ -1,4 +1,4 @@
-"""What the ranks do in test_build_ranks.py: one step of a model under a layout, and where its tensors come from."""
+"""A model under a layout, stepped on a global batch that is the same for all, and where its tensors come from."""
 
 from __future__ import annotations
 
@@ -22,6 +22,58 @@ def global_batch(length: int) -> dict[str, torch.Tensor]:
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask, "position_ids": positions}
 
 
+def share_of(
+    batch: dict[str, torch.Tensor], pg_collection: Any, micro_batch_size: int
+) -> list[dict[str, torch.Tensor]]:
+    """This rank's micro-batches of a global batch."""
+    from megatron_moe.parallel.sequence import context_parallel_slice
+
+    cp, dp = pg_collection.cp, pg_collection.dp
+    share = len(batch["tokens"]) // dp.size()
+    batch = {key: context_parallel_slice(tensor, cp.rank(), cp.size()) for key, tensor in batch.items()}
+    starts = range(dp.rank() * share, (dp.rank() + 1) * share, micro_batch_size)
+    return [{key: tensor[at : at + micro_batch_size] for key, tensor in batch.items()} for at in starts]
+
+
+class Trainer:
+    """A model with its optimizer, stepped by hand on the same global batch under every layout."""
+
+    def __init__(self, run: Run, pg_collection: Any = None, vocabulary: int = VOCAB) -> None:
+        from megatron_moe.model.build import build_model
+        from megatron_moe.parallel import groups
+        from megatron_moe.training.optimizer import build_optimizer, build_scheduler
+        from megatron_moe.training.step import connect
+
+        self.run, self.groups = run, pg_collection or groups.initialize(run)
+        groups.seed_everything(run)
+        self.model = build_model(run, self.groups, vocabulary)
+        self.optimizer = build_optimizer(run, self.model, self.groups)
+        self.scheduler = build_scheduler(run, self.optimizer)
+        connect(self.model, self.optimizer)
+
+    def step(self, **changes: torch.Tensor) -> Any:
+        """One step; `changes` replace parts of the global batch."""
+        batch = {**global_batch(self.run.model.seq_length), **changes}
+        micro_batches = share_of(batch, self.groups, self.run.training.micro_batch_size)
+        return self.step_of([iter(micro_batches) for _ in self.model], len(micro_batches))
+
+    def step_of(self, batches: list[Any], num_micro_batches: int, **options: Any) -> Any:
+        """One step of so many micro-batches of each chunk's iterator; `options` are those of `train_step`."""
+        from megatron_moe.training.step import train_step
+
+        return train_step(
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            batches,
+            num_micro_batches=num_micro_batches,
+            micro_batch_size=self.run.training.micro_batch_size,
+            seq_length=self.run.model.seq_length,
+            pg_collection=self.groups,
+            **options,
+        )
+
+
 def one_step(run: Run) -> dict[str, Any]:
     """Build the model, run one step up to the gradient norm, and ask for a token.
 
@@ -30,25 +82,15 @@ def one_step(run: Run) -> dict[str, Any]:
         tensors: global name -> (cut, weight, gradient); `cut` lists (axis, index, parts, stride) that lead from the
         full tensor to this rank's.
     """
-    from megatron_moe.model.build import build_model
     from megatron_moe.model.generate import next_token_logits
-    from megatron_moe.parallel import groups
-    from megatron_moe.parallel.groups import seed_everything
-    from megatron_moe.training.optimizer import build_optimizer
 
-    pg_collection = groups.initialize(run)
-    seed_everything(run)
-    chunks = build_model(run, pg_collection, VOCAB)
-    optimizer = build_optimizer(run, chunks, pg_collection)
-    weights = [{name: p.detach().clone() for name, p in chunk.named_parameters()} for chunk in chunks]
-    tokens = global_batch(run.model.seq_length)["tokens"][:1]
-    logits = next_token_logits(chunks, tokens, position=9)
-    loss = forward_backward(run, chunks, pg_collection)
-    optimizer.prepare_grads()
-    tensors: dict[str, Any] = {}
-    for chunk, kept in zip(chunks, weights):
-        tensors.update(_tensors(chunk, kept))
-    return {"loss": loss, "grad_norm": float(optimizer.get_grad_norm()), "logits": logits, "tensors": tensors}
+    trainer = Trainer(run)
+    chunks = trainer.model
+    logits = next_token_logits(chunks, global_batch(run.model.seq_length)["tokens"][:1], position=9)
+    loss = forward_backward(run, chunks, trainer.groups)
+    trainer.optimizer.prepare_grads()  # changes no weight
+    norm = float(trainer.optimizer.get_grad_norm())
+    return {"loss": loss, "grad_norm": norm, "logits": logits, "tensors": tensors_of(chunks)}
 
 
 def forward_backward(
@@ -58,20 +100,11 @@ def forward_backward(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
-    from megatron_moe.parallel.sequence import context_parallel_slice
     from megatron_moe.training.finalize_model_grads import finalize_model_grads
     from megatron_moe.training.step import forward_step
     from megatron_moe.training.step_sums import local_loss, sum_over_ranks
 
-    dp_rank, dp_size = pg_collection.dp.rank(), pg_collection.dp.size()
-    cp = pg_collection.cp
-    batch = {
-        key: context_parallel_slice(tensor, cp.rank(), cp.size())
-        for key, tensor in (samples or global_batch(run.model.seq_length)).items()
-    }
-    share = len(batch["tokens"]) // dp_size
-    rows = range(dp_rank * share, (dp_rank + 1) * share)
-    micro_batches = [{key: tensor[row : row + 1] for key, tensor in batch.items()} for row in rows]
+    micro_batches = share_of(samples or global_batch(run.model.seq_length), pg_collection, 1)
     for chunk in chunks:
         chunk.zero_grad_buffer()
         get_model_config(chunk).finalize_model_grads_func = finalize_model_grads
@@ -80,7 +113,7 @@ def forward_backward(
         forward_step_func=forward_step,
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=list(chunks),
-        num_microbatches=share,
+        num_microbatches=len(micro_batches),
         seq_length=run.model.seq_length,
         micro_batch_size=1,
         forward_only=False,
@@ -89,13 +122,14 @@ def forward_backward(
     return loss_sum / count
 
 
-def _tensors(ddp: torch.nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+def tensors_of(chunks: list[torch.nn.Module]) -> dict[str, Any]:
+    """By its name in the whole model, each tensor's cut, weight and gradient; see `one_step`."""
     from megatron_moe.apps.doctor.assemble import parameter_shards
 
-    names = {id(parameter): name for name, parameter in ddp.named_parameters()}
     return {
-        place.name: (place.cuts, weights[names[id(parameter)]], parameter.main_grad.detach().clone())
-        for place, parameter in parameter_shards(ddp)
+        place.name: (place.cuts, parameter.detach().clone(), parameter.main_grad.detach().clone())
+        for chunk in chunks
+        for place, parameter in parameter_shards(chunk)
     }
 
 
@@ -104,14 +138,13 @@ def continuation(run: Run, temperature: float) -> list[int]:
     from megatron_moe.model.build import build_model
     from megatron_moe.model.generate import generate
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.groups import seed_everything
 
-    pg_collection = groups.initialize(run)
-    seed_everything(run)
+    pg_collection, length = groups.initialize(run), run.model.seq_length
+    groups.seed_everything(run)
     chunks = build_model(run, pg_collection, VOCAB)
-    prompt = global_batch(run.model.seq_length)["tokens"].flatten().tolist()[: run.model.seq_length + 3]
+    prompt = global_batch(length)["tokens"].flatten().tolist()[: length + 3]
     counts = [buffer for chunk in chunks for name, buffer in chunk.named_buffers() if "local_tokens" in name]
-    new = generate(chunks, prompt, 5, run.model.seq_length, vocab_size=200, temperature=temperature, seed=3)
-    assert all(not count.any() for count in counts)
+    new = generate(chunks, prompt, 5, length, vocab_size=200, temperature=temperature, seed=3)
+    assert not any(count.any() for count in counts)
     assert all(chunk.training for chunk in chunks)
     return new

@@ -10,6 +10,7 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
+from tests.helpers import model_cases
 
 TINY = {**PRESETS["tiny"], "mock_data": True, "vocab_size": 100, "clip_grad": 1.0, "lr_decay_style": "cosine"}
 # A dense layer and one with experts.
@@ -80,49 +81,26 @@ def digests(trained: Any) -> dict[str, str]:
     }
 
 
-class Trainer:
-    """A tiny model with its optimizer, stepped by hand."""
+class Trainer(model_cases.Trainer):
+    """A tiny model with its optimizer, stepped by hand over made-up data."""
 
     def __init__(self, flags: dict[str, Any]) -> None:
         from megatron_moe.data.batches import batch_iterators
         from megatron_moe.data.datasets import build_datasets
         from megatron_moe.data.tokenizer_choice import build_tokenizer
-        from megatron_moe.model.build import build_model
-        from megatron_moe.parallel import groups
-        from megatron_moe.parallel.groups import seed_everything
-        from megatron_moe.training.optimizer import build_optimizer, build_scheduler
-        from megatron_moe.training.step import connect
         from megatron_moe.training.weight_average import build_average
 
-        self.run = run = build({**TINY, **flags})
-        self.groups = groups.initialize(run)
-        seed_everything(run)
-        self.model = build_model(run, self.groups, run.derived.padded_vocab_size(100))
-        self.optimizer = build_optimizer(run, self.model, self.groups)
-        self.scheduler = build_scheduler(run, self.optimizer)
+        run = build({**TINY, **flags})
+        super().__init__(run, vocabulary=run.derived.padded_vocab_size(100))
         self.average = build_average(run, self.model, self.optimizer)
-        connect(self.model, self.optimizer)
         tokenizer = build_tokenizer(run.data, 100)
         self.dataset, *_ = build_datasets(run, tokenizer, 80, 0, 0, pg_collection=self.groups)
         self.batches = batch_iterators(self.dataset, run, pg_collection=self.groups)
 
     def step(self, **options: Any) -> Any:
         """One step; `options` are those of `train_step`."""
-        from megatron_moe.training.step import train_step
-
-        size = self.run.training.micro_batch_size
-        return train_step(
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            self.batches,
-            num_micro_batches=8 // (size * self.groups.dp.size()),
-            micro_batch_size=size,
-            seq_length=self.run.model.seq_length,
-            pg_collection=self.groups,
-            average=self.average,
-            **options,
-        )
+        number = 8 // (self.run.training.micro_batch_size * self.groups.dp.size())
+        return self.step_of(self.batches, number, average=self.average, **options)
 
     def state(self) -> dict[str, str]:
         """Digest of everything that a step may change."""

@@ -9,6 +9,7 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build
+from tests.helpers import model_cases
 from tests.helpers.errors import largest
 
 SMALL = {
@@ -24,19 +25,16 @@ SMALL = {
     "mock_data": True,
     "vocab_size": 256,
     "train_iters": 20,
+    "micro_batch_size": 2,  # a second one accumulates gradients, and fills an interleaved pipeline
 }
-SEQUENCES = 2
-"""Micro-batches of one sequence: a second one accumulates gradients, and fills an interleaved pipeline."""
+OVERLAPPED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "TP2, SP": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "PP2": (2, {"pipeline_model_parallel_size": 2}),
     "EP2": (2, {"expert_model_parallel_size": 2}),
     "DP2": (2, {}),
-    "DP2, distributed optimizer": (
-        2,
-        {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
-    ),
+    "DP2, distributed optimizer": (2, OVERLAPPED),
 }
 
 
@@ -44,50 +42,17 @@ def run_of(**flags: Any) -> Run:
     return build({**SMALL, **flags})
 
 
-class Trainer:
-    """A small model with its optimizer, on a fixed global batch of SEQUENCES."""
-
-    def __init__(self, run: Run, pg_collection: Any = None) -> None:
-        from megatron_moe.model.build import build_model
-        from megatron_moe.parallel import groups
-        from megatron_moe.parallel.groups import seed_everything
-        from megatron_moe.training.optimizer import build_optimizer, build_scheduler
-        from megatron_moe.training.step import connect
-
-        self.run, self.groups = run, pg_collection or groups.initialize(run)
-        seed_everything(run)
-        self.model = build_model(run, self.groups, 256)
-        self.optimizer = build_optimizer(run, self.model, self.groups)
-        self.scheduler = build_scheduler(run, self.optimizer)
-        connect(self.model, self.optimizer)
-
-    def batches(self) -> list[Any]:
-        generator = torch.Generator().manual_seed(7)
-        length = self.run.model.seq_length
-        tokens = torch.randint(0, 256, (SEQUENCES, length + 1), generator=generator)
-        positions, mask = torch.arange(length).expand(SEQUENCES, length), torch.ones(SEQUENCES, length)
-        whole = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask, "position_ids": positions}
-        share = SEQUENCES // self.groups.dp.size()
-        rows = range(self.groups.dp.rank() * share, (self.groups.dp.rank() + 1) * share)
-        return [iter([{k: v[row : row + 1] for k, v in whole.items()} for row in rows]) for _ in self.model]
-
-    def step(self) -> Any:
-        from megatron_moe.training.step import train_step
-
-        return train_step(
-            self.model, self.optimizer, self.scheduler, self.batches(),
-            num_micro_batches=SEQUENCES // self.groups.dp.size(), micro_batch_size=1,
-            seq_length=self.run.model.seq_length,
-            pg_collection=self.groups,
-        )  # fmt: skip
+class Trainer(model_cases.Trainer):
+    """A small model with its optimizer, on a fixed global batch."""
 
     def evaluate(self) -> float:
         from megatron_moe.training.evaluate import evaluate
 
+        size, length = self.run.training.micro_batch_size, self.run.model.seq_length
+        micro_batches = model_cases.share_of(model_cases.global_batch(length), self.groups, size)
         return evaluate(
-            self.model, self.batches(), split="valid", iteration=1,
-            num_micro_batches=SEQUENCES // self.groups.dp.size(), micro_batch_size=1,
-            seq_length=self.run.model.seq_length, pg_collection=self.groups,
+            self.model, [iter(micro_batches) for _ in self.model], split="valid", iteration=1,
+            num_micro_batches=len(micro_batches), micro_batch_size=size, seq_length=length, pg_collection=self.groups,
             in_fp32=self.run.precision.eval_in_fp32,
         ).loss  # fmt: skip
 
@@ -295,10 +260,3 @@ def router_dtypes(run: Run) -> dict[str, Any]:
         "weights": {(str(p.dtype), str(p.main_grad.dtype)) for p in parameters.values()},
         "gradients": {name: p.main_grad.detach().clone() for name, p in parameters.items()},
     }
-
-
-def valid_loss(run: Run) -> float:
-    """Of a whole run, as its summary tells it."""
-    from megatron_moe.training.run import pretrain
-
-    return pretrain(run)["valid_loss"]

@@ -24,22 +24,19 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 # Megatron-LM's defaults of the flags that the lists may leave open.
+_WITHOUT_DEFAULT = """num-layers hidden-size ffn-hidden-size num-attention-heads seq-length max-position-embeddings
+    vocab-size q-lora-rank num-experts moe-ffn-hidden-size moe-shared-expert-intermediate-size moe-router-num-groups
+    moe-router-group-topk moe-router-topk-scaling-factor moe-z-loss-coeff micro-batch-size global-batch-size train-iters
+    lr lr-decay-iters""".split()
 _NUMBERS: dict[str, Any] = {
-    "--num-layers": None,
-    "--hidden-size": None,
-    "--ffn-hidden-size": None,
-    "--num-attention-heads": None,
+    **{f"--{name}": None for name in _WITHOUT_DEFAULT},
     "--num-query-groups": 1,
-    "--seq-length": None,
-    "--max-position-embeddings": None,
-    "--vocab-size": None,
     "--make-vocab-size-divisible-by": 128,
     "--rotary-base": 10000,
     "--norm-epsilon": 1e-5,
     "--init-method-std": 0.02,
     "--attention-dropout": 0.1,
     "--hidden-dropout": 0.1,
-    "--q-lora-rank": None,
     "--kv-lora-rank": 32,
     "--qk-head-dim": 128,
     "--qk-pos-emb-head-dim": 64,
@@ -47,24 +44,12 @@ _NUMBERS: dict[str, Any] = {
     "--rotary-scaling-factor": 1.0,
     "--mscale": 1.0,
     "--mscale-all-dim": 0.0,
-    "--num-experts": None,
-    "--moe-ffn-hidden-size": None,
-    "--moe-shared-expert-intermediate-size": None,
     "--moe-router-topk": 2,
-    "--moe-router-num-groups": None,
-    "--moe-router-group-topk": None,
-    "--moe-router-topk-scaling-factor": None,
     "--moe-router-bias-update-rate": 1e-3,
     "--expert-model-parallel-size": 1,
     "--moe-aux-loss-coeff": 0.0,
-    "--moe-z-loss-coeff": None,
-    "--micro-batch-size": None,
-    "--global-batch-size": None,
-    "--train-iters": None,
-    "--lr": None,
     "--min-lr": 0.0,
     "--lr-warmup-iters": 0,
-    "--lr-decay-iters": None,
     "--weight-decay": 0.01,
     "--adam-beta1": 0.9,
     "--adam-beta2": 0.999,
@@ -82,6 +67,12 @@ _TEXTS = {
     "--moe-token-dispatcher-type": "allgather",
     "--lr-decay-style": "linear",
 }
+# Arguments that the engine's settings are named after.
+_SAME_NAMES = """num_layers hidden_size ffn_hidden_size num_attention_heads normalization init_method_std
+    add_bias_linear attention_dropout hidden_dropout qk_layernorm moe_ffn_hidden_size moe_aux_loss_coeff
+    moe_shared_expert_intermediate_size moe_z_loss_coeff moe_token_dispatcher_type expert_model_parallel_size""".split()
+_LATENT_NAMES = """q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_base rotary_scaling_factor
+    mscale mscale_all_dim""".split()
 _SWITCHES = (
     "--swiglu",
     "--group-query-attention",
@@ -118,41 +109,26 @@ def engine_config(args: argparse.Namespace) -> TransformerConfig:
     """Return the engine's configuration as Megatron-LM makes it from its arguments."""
     freq = args.moe_layer_freq
     values: dict[str, Any] = {
-        "num_layers": args.num_layers,
-        "hidden_size": args.hidden_size,
-        "ffn_hidden_size": args.ffn_hidden_size,
-        "num_attention_heads": args.num_attention_heads,
+        **_named(args, _SAME_NAMES),
+        **{name: value for name, value in vars(args).items() if name.startswith("moe_router_")},
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
-        "normalization": args.normalization,
         "layernorm_epsilon": args.norm_epsilon,
-        "init_method_std": args.init_method_std,
-        "add_bias_linear": args.add_bias_linear,
-        "attention_dropout": args.attention_dropout,
-        "hidden_dropout": args.hidden_dropout,
-        "qk_layernorm": args.qk_layernorm,
         "num_moe_experts": args.num_experts,
         "moe_layer_freq": eval(freq, {}) if "[" in freq else int(freq),  # as Megatron-LM does
-        "moe_ffn_hidden_size": args.moe_ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
         "use_cpu_initialization": True,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
     }
-    for name in vars(args):
-        if name.startswith("moe_router_") or name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-            values[name] = getattr(args, name)
-    values["expert_model_parallel_size"] = args.expert_model_parallel_size
-    values["moe_token_dispatcher_type"] = args.moe_token_dispatcher_type
     if args.swiglu:
         values |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
     if not args.multi_latent_attention:
         return TransformerConfig(**values)
-    for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
-        values[name] = getattr(args, name)
-    for name in ("rotary_base", "rotary_scaling_factor", "mscale", "mscale_all_dim"):
-        values[name] = getattr(args, name)
-    return MLATransformerConfig(**values, multi_latent_attention=True, rope_type="yarn")
+    return MLATransformerConfig(**values, **_named(args, _LATENT_NAMES), multi_latent_attention=True, rope_type="yarn")
+
+
+def _named(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names}
 
 
 class PlainAttention(torch.nn.Module):
@@ -204,8 +180,7 @@ class EngineTrainer:
             pg_collection=pg_collection,
         )
         settings = OptimizerConfig(
-            **{name: getattr(args, name) for name in ("lr", "min_lr", "weight_decay", "clip_grad")},
-            **{name: getattr(args, name) for name in ("adam_beta1", "adam_beta2", "adam_eps")},
+            **_named(args, ("lr", "min_lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")),
             use_distributed_optimizer=distributed,
         )
         self.optimizer = get_megatron_optimizer(settings, [self.model], use_gloo_process_groups=False)

@@ -83,11 +83,6 @@ def sinkhorn(logits: list[list[float]], tolerance: float = 1e-4) -> list[list[fl
             return [[column_factor[e] * cost[t][e] * row_factor[t] for e in experts] for t in tokens]
 
 
-def weigh_sinkhorn(logits: Tensor, chosen: list[int]) -> Tensor:
-    scores = torch.sigmoid(logits) if len(chosen) == 1 else torch.softmax(logits, 0)
-    return scores[chosen]
-
-
 def route_all(
     logits: Tensor, bias: Tensor | None, routing: Routing, valid: list[int]
 ) -> dict[int, tuple[list[int], Tensor]]:
@@ -97,7 +92,8 @@ def route_all(
         balanced = sinkhorn([logits[t].tolist() for t in valid])
         for row, t in zip(balanced, valid):
             chosen = sorted(range(len(row)), key=lambda e: -row[e])[: routing.topk]
-            routes[t] = (chosen, weigh_sinkhorn(logits[t], chosen))
+            scores = torch.sigmoid(logits[t]) if len(chosen) == 1 else torch.softmax(logits[t], 0)
+            routes[t] = (chosen, scores[chosen])
     if routing.round_robin:
         for t in valid:
             chosen = [(t * routing.topk + k) % logits.shape[1] for k in range(routing.topk)]
@@ -208,14 +204,9 @@ def balance_loss(result: Result, topk: int, score_function: str, tokens: list[in
 
 def global_balance_loss(results: list[Result], topk: int, score_function: str) -> Tensor:
     """The same over all tokens of several micro-batches together."""
-    together = Result(
-        torch.cat([r.output for r in results]),
-        [],
-        torch.cat([r.logits for r in results]),
-        [chosen for r in results for chosen in r.chosen],
-        set(),
-    )
-    return balance_loss(together, topk, score_function)
+    outputs, logits = torch.cat([r.output for r in results]), torch.cat([r.logits for r in results])
+    chosen = [of_token for r in results for of_token in r.chosen]
+    return balance_loss(Result(outputs, [], logits, chosen, set()), topk, score_function)
 
 
 def z_loss(result: Result) -> Tensor:

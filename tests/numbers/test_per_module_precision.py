@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.helpers import trained_steps
 from tests.helpers.rows import rows
 from tests.numbers import precision_cases as cases
 
@@ -13,17 +14,13 @@ SOME = {"keep_fp32": ("norms", "router", "decoder.layers.1", "decoder.layers.2.m
 FP32, BF16 = ("torch.float32", "torch.float32"), ("torch.bfloat16", "torch.float32")
 
 
-@pytest.fixture(scope="module")
-def trained(gloo):
+@pytest.fixture
+def trained(once):
     """Two steps under flags and a layout, run once each: results of all ranks."""
-    known = {}
 
     def of(layout="one rank", **flags):
-        key = (layout, repr(sorted(flags.items())))
-        if key not in known:
-            ranks, sizes = cases.LAYOUTS[layout]
-            known[key] = gloo.run(ranks, cases.trained, run=cases.run_of(**{**flags, **sizes}))
-        return known[key]
+        ranks, sizes = cases.LAYOUTS[layout]
+        return once(ranks, cases.trained, run=cases.run_of(**{**flags, **sizes}))
 
     return of
 
@@ -41,21 +38,13 @@ def test_a_bf16_model_of_which_all_is_kept_trains_as_an_fp32_model_does(trained,
 
 
 TP2_SP, PP2 = cases.LAYOUTS["TP2, SP"][1], cases.LAYOUTS["PP2"][1]
+PARTS_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "core_attn", "moe")}
+TIED = {"untie_embeddings_and_output_weights": False}
 OTHERS = {
     "interleaved stages": (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 1}),
     "four ranks": (4, {**TP2_SP, **PP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
-    "fused loss, recomputed": (
-        1,
-        {
-            "cross_entropy_loss_fusion": True,
-            "recompute_granularity": "selective",
-            "recompute_modules": ("layernorm", "core_attn", "moe"),
-        },
-    ),
-    "further predictions, tied over stages": (
-        2,
-        {**PP2, "mtp_num_layers": 1, "untie_embeddings_and_output_weights": False},
-    ),
+    "fused loss, recomputed": (1, {**PARTS_AGAIN, "cross_entropy_loss_fusion": True}),
+    "further predictions, tied over stages": (2, {**PP2, **TIED, "mtp_num_layers": 1}),
 }
 
 
@@ -130,13 +119,7 @@ def test_the_measure_of_the_residual_sees_the_stream_of_a_bf16_run_being_rounded
     assert seen["error"] > 1e-4
 
 
-@pytest.mark.parametrize(
-    "layout",
-    rows(
-        ["one rank", "DP2", "DP2, distributed optimizer", "TP2, SP", "PP2", "EP2"],
-        test=["EP2"],
-    ),
-)
+@pytest.mark.parametrize("layout", rows(cases.LAYOUTS, test=["EP2"]))
 def test_gradients_accumulate_and_reduce_in_bf16_but_for_kept_weights(trained, layout):
     flags = {"bf16": True, "grad_reduce_in_bf16": True, "keep_fp32": ("norms", "decoder.layers.1", "output_layer")}
     kept = ("decoder.layers.1.", "output_layer")
@@ -179,8 +162,7 @@ def test_evaluation_in_fp32_has_the_loss_of_an_fp32_model_of_the_same_weights(gl
 
 
 def test_an_evaluation_that_fails_puts_the_weights_back(gloo):
-    tied = {"untie_embeddings_and_output_weights": False}
-    (seen,) = gloo.run(1, cases.failed_evaluation, run=cases.run_of(bf16=True, eval_in_fp32=True, **tied))
+    (seen,) = gloo.run(1, cases.failed_evaluation, run=cases.run_of(bf16=True, eval_in_fp32=True, **TIED))
     assert seen == {"raised": True, "same": True, "tied once": True, "pipeline": "torch.bfloat16"}
 
 
@@ -195,8 +177,9 @@ def test_an_fp64_router_in_a_bf16_run_leaks_no_dtype(gloo):
 
 
 def test_a_run_evaluates_in_fp32_if_it_is_told_to(gloo):
-    flags = {"bf16": True, "train_iters": 1, "eval_iters": 1, "global_batch_size": 2, "micro_batch_size": 2}
+    flags = {**trained_steps.SMALL, "bf16": True, "train_iters": 1, "eval_iters": 1}
     plain, told = (
-        gloo.run(1, cases.valid_loss, run=cases.run_of(**flags, eval_in_fp32=told))[0] for told in (False, True)
+        gloo.run(1, trained_steps.trained, flags={**flags, "eval_in_fp32": told})[0]["valid_loss"]
+        for told in (False, True)
     )
     assert plain != told and plain == pytest.approx(told, rel=1e-2)
