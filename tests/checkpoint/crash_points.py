@@ -108,7 +108,10 @@ class Trials:
         (pid,) = self._parent.fork([Child("tests.checkpoint.crash_points:run", spec, str(here / "said"))])
         while not select.select([ready], [], [], 0.2)[0] and self._parent.statuses([pid]) == [None]:
             continue
-        tracer = _attached(pid, here / "trace", tracing) if os.read(ready, 1) and tracing else None
+        tracer = None
+        if os.read(ready, 1) and tracing:
+            tracer, answer = _tracer(pid, "-f", "-o", str(here / "trace"), *tracing)
+            assert "attached" in answer, answer
         os.write(go, b"g")
         (status,) = self._parent.statuses([pid], 240)
         assert status is not None, "the run does not end"
@@ -121,13 +124,11 @@ class Trials:
         return status, (here / "trace").read_text() if tracer is not None else ""
 
 
-def _attached(pid: int, trace: Path, tracing: list[str]) -> subprocess.Popen[str]:
-    command = ["strace", "-f", "-o", str(trace), *tracing, "-p", str(pid)]
-    tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+def _tracer(pid: int, *flags: str) -> tuple[subprocess.Popen[str], str]:
+    """strace on a process, and the first line that it says."""
+    tracer = subprocess.Popen(["strace", *flags, "-p", str(pid)], stderr=subprocess.PIPE, text=True)
     assert tracer.stderr is not None
-    said = tracer.stderr.readline()
-    assert "attached" in said, said
-    return tracer
+    return tracer, tracer.stderr.readline()
 
 
 def strace_is_missing() -> str | None:
@@ -136,9 +137,7 @@ def strace_is_missing() -> str | None:
         return reason
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
-        tracer = subprocess.Popen(["strace", "-p", str(sleeper.pid)], stderr=subprocess.PIPE, text=True)
-        assert tracer.stderr is not None
-        line = tracer.stderr.readline()
+        tracer, line = _tracer(sleeper.pid)
         tracer.terminate()
         tracer.communicate()
         return None if "attached" in line else f"strace may not attach here: {line.strip()}"

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tests.helpers import trained_steps
-from tests.helpers.trained_steps import SMALL, VOCABULARY, differing, tensors
+from tests.helpers.trained_steps import OPTIMIZERS, SMALL, VOCABULARY, differing, tensors
 
 TINY = {
     **SMALL,
@@ -34,10 +35,7 @@ LAYOUTS: dict[tuple[int, int, int], tuple[int, dict[str, Any]]] = {
     for sizes in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4))
 }
 
-MODES: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16, distributed": {"bf16": True, "use_distributed_optimizer": True},
-}
+MODES: dict[str, dict[str, Any]] = {"fp32": {}, "bf16, distributed": OPTIMIZERS["bf16, distributed"]}
 
 
 def corpus(folder: Path, documents: int = 64, seed: int = 3) -> str:
@@ -77,22 +75,8 @@ def refusal(flags: dict[str, Any]) -> str:
 
 def plain_values(step: Path) -> dict[str, Any]:
     """What the optimizer keeps beside its tensors (steps, learning rates, loss scale), by its place."""
-    found: dict[str, Any] = {}
-
-    def walk(place: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key in value:
-                walk(f"{place}.{key}", value[key])
-        elif isinstance(value, (list, tuple)):
-            for index, inner in enumerate(value):
-                walk(f"{place}[{index}]", inner)
-        elif isinstance(value, torch.Tensor):
-            found[place] = value.tolist()
-        else:
-            found[place] = value
-
-    walk("", torch.load(step / "common.pt", weights_only=False))
-    return found
+    values, _ = tree_flatten_with_path(torch.load(step / "common.pt", weights_only=False))
+    return {keystr(place): value.tolist() if isinstance(value, torch.Tensor) else value for place, value in values}
 
 
 def state_of(step: Path) -> dict[str, Any]:
@@ -100,9 +84,6 @@ def state_of(step: Path) -> dict[str, Any]:
 
 
 COUNTERS = ("iteration", "consumed_samples", "skipped_iterations", "scheduler", "records", "data", "tokenizer")
-
-
-# ---- what is shown
 
 
 def compared(step: Path, copy: Path, known: dict[str, torch.Tensor] | None = None) -> list[str]:

@@ -34,12 +34,9 @@ SAVED: dict[str, dict[str, Any]] = {
 class Runtime:
     """CUDA's runtime, which locks pages or refuses to; `locked` has the size by address of what it has locked."""
 
-    def __init__(self, answer: int = 0) -> None:
-        self.answer = answer
+    def __init__(self) -> None:
+        self.answer = 0
         self.locked: dict[int, int] = {}
-
-    def __call__(self) -> Runtime:
-        return self
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         assert flags == 1 and not any(abs(address - other) < size for other in self.locked)
@@ -57,7 +54,7 @@ def runtime(monkeypatch) -> Runtime:
     """A pretended machine with CUDA."""
     pretended = Runtime()
     monkeypatch.setattr(page_locked, "has_cuda", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", pretended)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pretended)
     monkeypatch.setattr(page_locked, "_reported", False)
     return pretended
 
@@ -75,16 +72,12 @@ def test_what_is_page_locked_is_what_was_asked_for_and_is_given_back(runtime):
     assert list(runtime.locked.values()) == [33 * MIB // 16] and part.eq(3).all()
     del part
     gc.collect()
-    assert runtime.locked == {}
-
-
-def test_memory_that_is_not_asked_to_be_locked_is_not(runtime):
     platform.host_memory((8,), torch.float32, pinned=False)
     assert platform.host_memory((0, 8), torch.float32, pinned=True).shape == (0, 8)
     assert runtime.locked == {}
 
 
-def test_where_cuda_refuses_the_memory_is_pageable_and_that_is_reported_once(runtime, capsys):
+def test_where_cuda_refuses_the_memory_is_pageable_and_that_is_reported_once(runtime, capsys, monkeypatch):
     runtime.answer = 2
     tensors = [platform.host_memory((MIB,), torch.float32, pinned=True).fill_(number) for number in range(2)]
     assert [tensor.sum().item() / MIB for tensor in tensors] == [0, 1] and runtime.locked == {}
@@ -92,9 +85,7 @@ def test_where_cuda_refuses_the_memory_is_pageable_and_that_is_reported_once(run
     assert said.count("cannot be page-locked") == 1 and "4.2 MB" in said and "cudaHostRegister: error 2" in said
     del tensors
     gc.collect()  # what was not locked is not unlocked
-
-
-def test_torch_without_cudas_runtime_does_not_fail(runtime, monkeypatch):
+    # torch without CUDA's runtime
     monkeypatch.delattr(torch.cuda, "cudart")
     assert platform.host_memory((5,), torch.float32, pinned=True).fill_(1).sum() == 5
 
@@ -139,13 +130,8 @@ def allocated(flags: dict[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("optimizer", rows(SAVED, test=["bf16, distributed"]))
 def test_a_save_takes_the_host_memory_that_is_planned(gloo, tmp_path: Path, optimizer, background):
-    flags = {
-        **SAVED[optimizer],
-        "expert_model_parallel_size": 2,
-        "train_iters": 1,
-        "async_save": background,
-        "save": str(tmp_path),
-    }
+    flags = {**SAVED[optimizer], "expert_model_parallel_size": 2, "train_iters": 1}
+    flags |= {"async_save": background, "save": str(tmp_path)}
     run = build({**TINY, **SMALL, **flags})
     traces = trace_ranks(run, 2, run.derived.padded_vocab_size(257), device="cpu", imbalance=1.0)
     plan = saving_memory(run, traces, gpus_per_node=2)

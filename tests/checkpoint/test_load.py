@@ -57,6 +57,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_the_newest_sound_step_is_taken_and_the_damaged_one_named(alone, root):
+    none = str(root / "none")
+    assert found({"load": none, "save": none}) == (None, [], [])
     assert found({"load": str(root)}) == ("iter_0000150", [], [])
     flip(root / "iter_0000150" / "__1_0.distcp")
     step, (warning,), _ = found({"load": str(root)})
@@ -79,32 +81,27 @@ def test_a_step_that_was_asked_for_is_an_error_where_it_is_damaged(alone, root):
     assert found({"load": str(root), "ckpt_step": 150})[0] == "iter_0000150"
 
 
-def test_going_back_does_not_meet_the_damaged_step_when_saving(alone, root):
+def test_going_back_does_not_meet_the_damaged_step_when_saving_and_is_told(alone, root):
     flip(root / "iter_0000150" / "__0_0.distcp")
     run = replace(Run(), load=str(root), save=str(root))
     chosen = load.verified(run, plan(run), print)
     assert chosen.continues and chosen.start_iteration == 100
-
-
-def test_without_verification_damage_goes_unseen_but_that_is_said_loudly(alone, root):
-    flip(root / "iter_0000150" / "__1_0.distcp")
+    assert f"verified {root / 'iter_0000100'}: 9 files" in chosen.notes[-1] and len(chosen.warnings) == 1
+    # without verification damage goes unseen, and that is said loudly
     step, (warning,), _ = found({"load": str(root), "verify_checkpoint": False})
     assert step == "iter_0000150"
     assert "CHECKPOINT WARNING" in warning and "NOT VERIFIED (--no-verify-checkpoint)" in warning
 
 
-def test_every_rank_hashes_a_share_and_all_agree(gloo, root):
-    flip(root / "iter_0000150" / "__1_0.distcp")
-    results = gloo.run(2, found, flags={"load": str(root)})
-    assert results[0] == results[1]
-    assert results[0][0] == "iter_0000100" and "__1_0.distcp" in results[0][1][0]
-
-
-def test_ranks_that_finish_early_wait_for_the_others_in_rounds_and_progress_is_told(gloo, root):
+def test_every_rank_hashes_a_share_waits_for_the_others_in_rounds_and_all_agree(gloo, root):
     results = gloo.run(2, found, flags={"load": str(root)}, round_seconds=0.0)
     assert [step for step, *_ in results] == ["iter_0000150"] * 2
     assert [bool(told) for *_, told in results] == [True, False]
     assert f"verifying {root / 'iter_0000150'}: " in results[0][2][0]
+    flip(root / "iter_0000150" / "__1_0.distcp")
+    results = gloo.run(2, found, flags={"load": str(root)})
+    assert results[0] == results[1]
+    assert results[0][0] == "iter_0000100" and "__1_0.distcp" in results[0][1][0]
 
 
 def seen_by_rank(roots: list[str]) -> str:
@@ -142,17 +139,6 @@ def test_every_kind_of_damage_is_found_and_its_file_named(alone, root, trials):
     assert len(found_by_kind) == 7
     assert [one for answers in found_by_kind.values() for one in answers if one is not None] == []
     assert found({"load": str(root)}) == ("iter_0000150", [], [])
-
-
-def test_what_was_verified_is_told_and_is_no_warning(alone, root):
-    run = replace(Run(), load=str(root))
-    chosen = load.verified(run, plan(run), print)
-    assert f"verified {root / 'iter_0000150'}: 9 files" in chosen.notes[-1] and chosen.warnings == []
-
-
-def test_nothing_is_verified_where_there_is_nothing_to_load(alone, tmp_path):
-    none = str(tmp_path / "none")
-    assert found({"load": none, "save": none}) == (None, [], [])
 
 
 def test_a_run_goes_on_from_the_step_before_and_its_summary_says_so(gloo, alone, tmp_path):

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -168,22 +169,19 @@ def test_what_killed_jobs_left_beside_the_lock_is_removed_and_a_living_rival_tri
 
 
 def test_of_many_that_take_over_at_once_one_wins(tmp_path, me):
+    together = threading.Barrier(8)
+
+    def compete(_: int) -> writer_lock.WriterLock | None:
+        together.wait()
+        try:
+            return acquire(tmp_path)[0]
+        except ConfigError:
+            return None
+
     for _ in range(6):
         put(tmp_path, replace(me, started=1, token="dead"))
-        won, lost = [], []
-
-        def compete(won: list = won, lost: list = lost) -> None:
-            try:
-                won.append(acquire(tmp_path)[0])
-            except ConfigError as error:
-                lost.append(error)
-
-        rivals = [threading.Thread(target=compete) for _ in range(8)]
-        for rival in rivals:
-            rival.start()
-        for rival in rivals:
-            rival.join()
-        assert (len(won), len(lost)) == (1, 7)
-        won[0].check()
-        won[0].release()
+        with ThreadPoolExecutor(8) as rivals:
+            (won,) = filter(None, rivals.map(compete, range(8)))
+        won.check()
+        won.release()
         assert left(tmp_path) == []

@@ -21,14 +21,20 @@ def saved_by(run: Run, root: Path, iteration: int = 50, has_optimizer: bool = Tr
     return replace(run, load=str(root))
 
 
+CONVERTED = {"iteration": 0, "has_optimizer": False, "hf": {"family": "mixtral", "copies": [], "dropped": []}}
 RUN = replace(Run(), num_experts=8, bf16=True, use_distributed_optimizer=True, train_iters=100)
 
 
-def test_the_same_run_goes_on_from_its_latest_step(tmp_path):
+def test_the_same_run_goes_on_from_its_latest_step_and_is_told_what_has_changed(tmp_path):
     run = replace(saved_by(RUN, tmp_path), save=str(tmp_path))
     found = plan(run)
     assert found.source is not None and found.source.step == tmp_path / "iter_0000050"
     assert (found.start_iteration, found.continues, found.notes) == (50, True, ())
+    (note,) = plan(replace(run, lr=0.5, train_iters=200, moe_router_bias_update_rate=0.0)).notes
+    for words in ("lr: 0.001 -> 0.5", "train_iters: 100 -> 200", "moe_router_bias_update_rate: 0.001 -> 0.0"):
+        assert words in note
+    with pytest.raises(ConfigError, match="save to another folder"):
+        plan(replace(run, finetune=True))
 
 
 def test_every_differing_key_is_listed_with_both_values(tmp_path):
@@ -53,18 +59,15 @@ def test_another_precision_is_a_changed_setting_and_so_is_another_optimizer(tmp_
         plan(replace(run, no_load_optim=True))
 
 
-def test_settings_that_may_change_are_told(tmp_path):
-    run = replace(saved_by(RUN, tmp_path), lr=0.5, train_iters=200, moe_router_bias_update_rate=0.0)
-    (note,) = plan(run).notes
-    for words in ("lr: 0.001 -> 0.5", "train_iters: 100 -> 200", "moe_router_bias_update_rate: 0.001 -> 0.0"):
-        assert words in note
-
-
 def test_a_checkpoint_without_optimizer_is_not_continued_by_accident(tmp_path):
     run = saved_by(RUN, tmp_path, has_optimizer=False)
     with pytest.raises(ConfigError, match="without the optimizer; add --no-load-optim or --finetune"):
         plan(run)
     assert plan(replace(run, no_load_optim=True)).start_iteration == 50
+    # one of an imported model that was trained is not taken for a converted one
+    write_step(tmp_path, 60, config=flatten(RUN), state={**CONVERTED, "iteration": 60, "scheduler": {}})
+    with pytest.raises(ConfigError, match="without the optimizer"):
+        plan(run)
 
 
 def test_no_checkpoint_yet_is_a_fresh_start_unless_one_was_demanded(tmp_path):
@@ -86,32 +89,13 @@ def test_a_folder_without_a_step_is_an_error_unless_the_run_saves_there(tmp_path
         assert plan(replace(RUN, load=str(tmp_path / name), save=str(tmp_path / "." / name))).source is None
 
 
-def test_finetuning_does_not_save_into_the_folder_it_came_from(tmp_path):
-    run = replace(saved_by(RUN, tmp_path), finetune=True, save=str(tmp_path))
-    with pytest.raises(ConfigError, match="save to another folder"):
-        plan(run)
-
-
-CONVERTED = {"iteration": 0, "has_optimizer": False, "hf": {"family": "mixtral", "copies": [], "dropped": []}}
-
-
-def test_a_converted_step_is_weights_alone_and_may_be_trained_in_its_own_folder(tmp_path):
+def test_a_converted_step_is_weights_alone_and_may_be_trained_in_its_own_folder_and_dtype(tmp_path):
     write_step(tmp_path, 0, config=flatten(RUN), state=CONVERTED)
     found = plan(replace(RUN, load=str(tmp_path), save=str(tmp_path), lr=0.5))
     assert found.source is not None and found.source.weights_only
     assert (found.start_iteration, found.continues) == (0, True)
     (note,) = found.notes
     assert "was converted: weights alone; optimizer, schedule and random states start fresh" in note
-
-
-def test_a_step_that_was_trained_without_saving_its_optimizer_is_not_taken_for_a_converted_one(tmp_path):
-    write_step(tmp_path, 50, config=flatten(RUN), state={**CONVERTED, "iteration": 50, "scheduler": {}})
-    with pytest.raises(ConfigError, match="without the optimizer"):
-        plan(replace(RUN, load=str(tmp_path)))
-
-
-def test_a_converted_step_of_another_dtype_is_refused_with_what_works(tmp_path):
-    write_step(tmp_path, 0, config=flatten(RUN), state=CONVERTED)
     with pytest.raises(ConfigError, match=r"never cast silently(.|\n)* --dtype") as error:
         plan(replace(RUN, load=str(tmp_path), bf16=False))
     assert "--bf16: checkpoint True, this run False" in str(error.value)

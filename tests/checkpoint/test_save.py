@@ -28,6 +28,7 @@ from tests.helpers.rows import rows
 from tests.helpers.trained_steps import OPTIMIZERS, SMALL, differing, tensors
 
 EVERY = {**SMALL, "train_iters": 4, "save_interval": 2}
+THREE = {"train_iters": 3, "save_interval": 1}
 
 
 def trained(
@@ -76,8 +77,8 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step_and_not_of_a_l
     flags = {**OPTIMIZERS[optimizer], "expert_model_parallel_size": 2}
     gloo.run(2, trained, flags={**flags, "save": str(tmp_path / "at once")})
     # Step 3 is ready to be applied before step 2 is copied; the second rank writes step 2 while 3 and 4 are trained.
-    slow = {"slow_rank": 1, "delay": 2.0, "copying": 1.0}
-    (result, _) = gloo.run(2, trained, flags={**flags, "async_save": True, "save": str(tmp_path / "later")}, **slow)
+    later = {**flags, "async_save": True, "save": str(tmp_path / "later")}
+    result, _ = gloo.run(2, trained, flags=later, slow_rank=1, delay=2.0, copying=1.0)
     for number in (2, 4):
         there, here = (folder.step_folder(tmp_path / name, number) for name in ("at once", "later"))
         assert differing(tensors(there), tensors(here)) == []
@@ -96,8 +97,7 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step_and_not_of_a_l
 def holds_what_is_needed(step: Path) -> None:
     """A step has all to go on, and to know where it is from."""
     state = json.loads((step / folder.STATE).read_text())
-    for name in ("iteration", "consumed_samples", "skipped_iterations", "scheduler", "layout", "data"):
-        assert name in state, name
+    assert {"iteration", "consumed_samples", "skipped_iterations", "scheduler", "layout", "data"} <= state.keys()
     assert {"python", "torch", "megatron-core"} <= state["versions"].keys()
     assert state["tokenizer"]["type"] == "ByteTokenizer" and len(state["tokenizer"]["sha256"]) == 64
     assert json.loads((step / folder.CONFIG).read_text())["num_layers"] == 2
@@ -110,8 +110,7 @@ def holds_what_is_needed(step: Path) -> None:
 
 
 def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> dict[str, Any]:
-    """A run in which the system refuses the first write of step `number` on one rank, or its copy. Returns what became
-    of it."""
+    """What became of a run that saves each step; the system refuses one rank's first write of `number`, or its copy."""
     from megatron_moe.checkpoint import publish, writer
     from megatron_moe.checkpoint.errors import SaveError
 
@@ -130,7 +129,7 @@ def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> di
 
     def uncopied(staged: writer.Staged) -> None:
         copies.append(len(staged.rest))
-        if torch.distributed.get_rank() == bad_rank and len(copies) == number // 2:
+        if torch.distributed.get_rank() == bad_rank and len(copies) == number:
             raise OSError(errno.ENOMEM, "Cannot allocate memory", "copy")
         copy_rest(staged)
 
@@ -155,30 +154,33 @@ def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> di
     ),
 )
 def test_a_refused_step_stops_all_ranks_with_the_reason_and_leaves_the_step_before(gloo, tmp_path, where, background):
-    flags = {"train_iters": 6, "async_save": background, "save": str(tmp_path)}
-    first, second = gloo.run(2, refused, flags=flags, number=4, bad_rank=1, where=where)
-    assert first["error"] == second["error"] and "step 4 was not saved" in first["error"]
+    flags = {**THREE, "async_save": background, "save": str(tmp_path)}
+    first, second = gloo.run(2, refused, flags=flags, number=2, bad_rank=1, where=where)
+    assert first["error"] == second["error"] and "step 2 was not saved" in first["error"]
     if where == "write":
         for words in ("rank 1", "__0_0.distcp", "the step takes", "are free at"):
             assert words in first["error"]
-    assert folder.steps(tmp_path) == [2] and (tmp_path / folder.LATEST).read_text() == "2\n"
-    assert not folder.hidden_folder(tmp_path, 4).exists()
-    assert defect(tmp_path / "iter_0000002") is None
+    assert folder.steps(tmp_path) == [1] and (tmp_path / folder.LATEST).read_text() == "1\n"
+    assert not folder.hidden_folder(tmp_path, 2).exists()
+    assert defect(tmp_path / "iter_0000001") is None
 
 
-@pytest.mark.parametrize(("background", "where"), [(False, "write"), (True, "write"), (True, "copy")])
+@pytest.mark.parametrize(
+    ("background", "where"),
+    rows([(False, "write"), (True, "write"), (True, "copy")], test=[(False, "write"), (True, "copy")]),
+)
 def test_a_run_may_go_on_without_the_step_that_was_refused(gloo, tmp_path, background, where):
-    flags = {"train_iters": 6, "async_save": background, "on_save_error": "continue", "save": str(tmp_path)}
-    first, _ = gloo.run(2, refused, flags=flags, number=4, bad_rank=1, where=where)
+    flags = {**THREE, "async_save": background, "on_save_error": "continue", "save": str(tmp_path)}
+    first, _ = gloo.run(2, refused, flags=flags, number=2, bad_rank=1, where=where)
     reason = "No space left on device" if where == "write" else "Cannot allocate memory"
-    assert folder.steps(tmp_path) == [2, 6] and first["checkpoint"] == str(tmp_path / "iter_0000006")
-    assert any(text.startswith(f"CHECKPOINT ERROR: step 4 was not saved: rank 1: {reason}") for text in first["told"])
+    assert folder.steps(tmp_path) == [1, 3] and first["checkpoint"] == str(tmp_path / "iter_0000003")
+    assert any(text.startswith(f"CHECKPOINT ERROR: step 2 was not saved: rank 1: {reason}") for text in first["told"])
 
 
 def test_the_last_step_is_never_lost_without_an_error(gloo, tmp_path):
-    flags = {"on_save_error": "continue", "async_save": True, "save": str(tmp_path)}
-    for result in gloo.run(2, refused, flags=flags, number=4, bad_rank=0, where="write"):
-        assert "step 4 was not saved" in result["error"]
+    flags = {**THREE, "on_save_error": "continue", "async_save": True, "save": str(tmp_path)}
+    for result in gloo.run(2, refused, flags=flags, number=3, bad_rank=0, where="write"):
+        assert "step 3 was not saved" in result["error"]
 
 
 @contextmanager
@@ -223,21 +225,6 @@ def test_retention_keeps_what_the_flags_say_and_the_step_the_run_started_from(gl
     assert folder.steps(tmp_path) == [2, 4]
     gloo.run(1, trained, flags={**flags, "train_iters": 5, "load": str(tmp_path)})
     assert folder.steps(tmp_path) == [4, 5]
-
-
-def second_job(flags: dict[str, Any]) -> str:
-    """What a job is told that may not write to its folder."""
-    from megatron_moe.config.errors import ConfigError
-
-    with pytest.raises(ConfigError) as error:
-        trained(flags)
-    return str(error.value)
-
-
-def test_two_jobs_cannot_write_one_folder_and_all_ranks_of_the_second_are_told(gloo, tmp_path):
-    with writer_lock.acquire(tmp_path)[0]:
-        for message in gloo.run(2, second_job, flags={"save": str(tmp_path)}):
-            assert "another job writes there: process" in message and writer_lock.NAME in message
 
 
 def disturbed(flags: dict[str, Any], how: str) -> str:
@@ -290,7 +277,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def gathered_twice(flags: dict[str, Any], gathered_bytes: int | None = None) -> dict[str, Any]:
+def gathered_twice(flags: dict[str, Any], gathered_bytes: int | None) -> dict[str, Any]:
     """The optimizer's state as the engine gathers it and as we do: how many tensors, and which differ or are absent.
 
     `pieces` and `allocated` are of our gathers: how many, and the most bytes that those of one bucket allocated.
@@ -341,49 +328,41 @@ def gathered_twice(flags: dict[str, Any], gathered_bytes: int | None = None) -> 
     return found
 
 
-SMALL_BUCKETS = {
-    "bf16": True,
-    "use_distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "ddp_bucket_size": 3000,
-}
+SMALL_BUCKETS = {**OPTIMIZERS["bf16, distributed"], "overlap_grad_reduce": True, "ddp_bucket_size": 3000}
+# Pieces of 101 elements a rank: parts of the larger weights, several small ones, and an uneven one at each end.
+PIECE = 2 * 4 * 101
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_gathered_is_what_the_engine_gathers_and_only_its_writer_has_it(gloo, tmp_path, world_size):
-    results = gloo.run(world_size, gathered_twice, flags={**SMALL_BUCKETS, "save": str(tmp_path)})
-    for rank, found in enumerate(results):
+@pytest.mark.parametrize(("world_size", "limit"), [(1, None), (2, None), (2, PIECE)])
+def test_what_is_gathered_is_what_the_engine_gathers_in_bounded_memory(gloo, tmp_path, world_size, limit):
+    """Only its writer has it, and the memory is bounded whatever the size of a bucket."""
+    flags = {**SMALL_BUCKETS, "save": str(tmp_path)}
+    for rank, found in enumerate(gloo.run(world_size, gathered_twice, flags=flags, gathered_bytes=limit)):
         assert found["number"] > 60 and found["unequal"] == [] and found["written"] == []
         assert (found["absent"] > 0) == (rank > 0)
-
-
-@pytest.mark.engine
-def test_what_a_save_takes_on_the_device_is_bounded_whatever_the_size_of_a_bucket(gloo, tmp_path):
-    """Pieces of 101 elements a rank: parts of the larger weights, several small ones, and an uneven one at each end."""
-    limit = 2 * 4 * 101
-    results = gloo.run(2, gathered_twice, flags={**SMALL_BUCKETS, "save": str(tmp_path)}, gathered_bytes=limit)
-    for rank, found in enumerate(results):
-        assert found["number"] > 60 and found["unequal"] == [] and (found["absent"] > 0) == (rank > 0)
-        assert found["pieces"] > 500
-        received, sent = (limit, limit // 2) if rank == 0 else (0, limit // 2)
-        assert 0 < found["allocated"] <= 2 * (received + sent)
+        if limit is not None:
+            assert found["pieces"] > 500
+            received, sent = (limit, limit // 2) if rank == 0 else (0, limit // 2)
+            assert 0 < found["allocated"] <= 2 * (received + sent)
 
 
 def read_only(flags: dict[str, Any]) -> str:
     """What a job is told whose folder cannot be written, which only rank 0 tries."""
     from megatron_moe.checkpoint import publish
 
-    def refuse(root: Path) -> None:
-        raise OSError(errno.EROFS, "Read-only file system", str(root))
-
-    with mock.patch.object(publish, "claim_root", refuse):
-        return second_job(flags)
+    refusal = OSError(errno.EROFS, "Read-only file system", flags["save"])
+    with mock.patch.object(publish, "claim_root", side_effect=refusal):
+        return trained_steps.refusal(flags)
 
 
-def test_a_folder_that_cannot_be_written_is_told_on_all_ranks_before_anything_is_built(gloo, tmp_path):
-    for message in gloo.run(2, read_only, flags={"save": str(tmp_path / "c")}):
-        assert f"--save {tmp_path / 'c'}: cannot be written" in message and "Read-only file system" in message
+def test_a_folder_that_is_anothers_or_cannot_be_written_is_told_on_all_ranks_before_anything_is_built(gloo, tmp_path):
+    flags = {**EVERY, "save": str(tmp_path)}
+    for message in gloo.run(2, read_only, flags=flags):
+        assert f"--save {tmp_path}: cannot be written" in message and "Read-only file system" in message
+    with writer_lock.acquire(tmp_path)[0]:
+        for message in gloo.run(2, trained_steps.refusal, flags=flags):
+            assert "another job writes there: process" in message and writer_lock.NAME in message
 
 
 def test_what_changes_before_the_update_is_copied_at_once():
