@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from megatron_moe.kernels import compiled
 from megatron_moe.kernels.launching import launches_seen_by
-from megatron_moe.precision.packed_state import AdamState, AdamStep, Chances
+from megatron_moe.precision.packed_state import GROUP, AdamState, AdamStep
 from megatron_moe.training.precision_aware_adam import adam_update
 from tests.helpers.rows import rows
 from tests.kernels.compiled_kernels import all_kernels
@@ -31,16 +32,19 @@ TRITON = pytest.mark.parametrize(
 )
 
 
-def by_c_and_torch(
-    numbers: Sequence[Tensor], formats: tuple[str, str], packed: bool, step: AdamStep, drawn: Chances | None
+def both_forms(
+    kernel: Any, numbers: Sequence[Tensor], formats: tuple[str, str], packed: bool, step: AdamStep, drawn: Any
 ) -> tuple[AdamState, AdamState]:
-    """The state after a step from (gradient, main weight, first and second moment), by C and by torch."""
+    """The state after a step from (gradient, main weight, first and second moment), by a kernel and by torch."""
     grad, *before = numbers
     ours, theirs = (packed_cases.state(*before, formats, packed) for _ in range(2))
     drawn_of_all = None if drawn is None else [drawn]
-    assert compiled.adam_update([grad], [ours], step, drawn_of_all) is None
+    assert kernel([grad], [ours], step, drawn_of_all) is None
     adam_update.eager([grad], [theirs], step, drawn_of_all)  # type: ignore[attr-defined]
     return ours, theirs
+
+
+by_c_and_torch = functools.partial(both_forms, compiled.adam_update)
 
 
 def assert_same_bits(ours: AdamState, theirs: AdamState) -> None:
@@ -74,7 +78,7 @@ def test_the_kernel_in_c_has_torchs_exponent_for_every_size(formats: tuple[str, 
     for limit in (1.0, 127.0, 448.0, 65025.0**0.5):
         largest = (torch.ldexp(torch.tensor(limit / 256, dtype=torch.double), exponents)).float()
         largest = torch.stack([largest, largest.nextafter(largest * 2), largest.nextafter(largest * 0)]).flatten()
-        first = largest[:, None] * torch.rand(len(largest), packed_cases.GROUP, generator=generator)
+        first = largest[:, None] * torch.rand(len(largest), GROUP, generator=generator)
         first[:, 17] = largest
         first = first.flatten()
         drawn = packed_cases.chances(first.numel(), 4096)
@@ -155,10 +159,8 @@ def test_the_triton_kernel_packs_to_the_bit_what_needs_no_rounding_to_compute(fo
     first = torch.ldexp(torch.sign(first), torch.log2(first.abs()).round().clamp(-20, 6))
     drawn = packed_cases.chances(numel, 130)
     step = AdamStep(0.0, (0.5, 0.5), 1e-8, 0.0, 3)
-    ours, theirs = (packed_cases.state(main, first, first * first, formats, packed) for _ in range(2))
-    for state, update in ((ours, all_kernels().adam_update), (theirs, adam_update.eager)):  # type: ignore[attr-defined]
-        update([first], [state], step, [drawn])
-    assert_same_bits(ours, theirs)
+    numbers = (first, main, first, first * first)
+    assert_same_bits(*both_forms(all_kernels().adam_update, numbers, formats, packed, step, drawn))
 
 
 def assert_near(found: AdamState, wanted: AdamState, formats: tuple[str, str]) -> None:
@@ -173,21 +175,15 @@ def assert_near(found: AdamState, wanted: AdamState, formats: tuple[str, str]) -
 @in_triton
 @TRITON
 def test_the_triton_kernel_updates_as_torchs_form(formats: Any, packed: bool) -> None:
-    numel = 1300
-    grad, *numbers = packed_cases.values(numel, seed=3)
-    drawn = packed_cases.chances(numel, 4096)
-    ours, theirs = (packed_cases.state(*numbers, formats, packed) for _ in range(2))
-    all_kernels().adam_update([grad], [ours], STEP, [drawn])
-    adam_update.eager([grad], [theirs], STEP, [drawn])  # type: ignore[attr-defined]
-    assert_near(ours, theirs, formats)
+    numbers, drawn = packed_cases.values(1300, seed=3), packed_cases.chances(1300, 4096)
+    assert_near(*both_forms(all_kernels().adam_update, numbers, formats, packed, STEP, drawn), formats)
 
 
 @in_triton
 def test_the_triton_kernel_updates_many_weights_at_once() -> None:
     # Weights that vectors of 16 fit are apart from those they do not: by their size, or where they begin.
     sizes, shifts = (2560, 32, 2500, 17, 4096, 48), (0, 0, 0, 0, 1, 0)
-    grads, drawn = [], []
-    alone, together = [], []
+    grads, drawn, alone, together = [], [], [], []
     for number, (numel, shift) in enumerate(zip(sizes, shifts)):
         grad, *numbers = packed_cases.values(numel, number)
         grads.append(torch.cat([grad[:shift], grad])[shift:])

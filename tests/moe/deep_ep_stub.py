@@ -21,14 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class EventHandle:
-    """An event of DeepEP's."""
-
-
 class EventOverlap:
-    """An event that has happened."""
+    """An event that has happened, also in the place of `EventHandle`."""
 
-    def __init__(self, event: Any = None, extra_tensors: Any = None) -> None:
+    def __init__(self, event: Any = None) -> None:
         self.event = event
 
     def current_stream_wait(self) -> None: ...
@@ -77,23 +73,15 @@ class Buffer:
         return to_rank.sum(0).int(), None, to_expert.sum(0).int(), to_rank, EventOverlap()
 
     def dispatch(
-        self,
-        x: Tensor,
-        handle: Any = None,
-        num_tokens_per_rank: Tensor | None = None,
-        is_token_in_rank: Tensor | None = None,
-        num_tokens_per_expert: Tensor | None = None,
-        topk_idx: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, Any, Any, Any, Any, EventOverlap]:
+        self, x: Tensor, handle: Any = None, num_tokens_per_rank: Any = None, is_token_in_rank: Any = None,
+        num_tokens_per_expert: Any = None, topk_idx: Any = None, topk_weights: Any = None, **_: Any,
+    ) -> tuple[Tensor, Any, Any, Any, Any, EventOverlap]:  # fmt: skip
         assert x.is_contiguous()
         if handle is not None:
             assert topk_idx is None and topk_weights is None
             tokens, sent, received, _ = handle
             return _exchanged(x[tokens], sent, received, self.group), None, None, None, None, EventOverlap()
-        assert topk_idx is not None and topk_weights is not None and topk_weights.dtype == torch.float32
-        assert is_token_in_rank is not None and num_tokens_per_rank is not None and num_tokens_per_expert is not None
+        assert topk_weights.dtype == torch.float32
         tokens = is_token_in_rank.t().nonzero()[:, 1]  # by rank, then by token
         sent = num_tokens_per_rank.tolist()
         counts = num_tokens_per_rank.clone()
@@ -126,34 +114,20 @@ class HybridEPBuffer:
     """The buffer of a group of ranks that send equally many tokens, with the methods that the wrapper calls."""
 
     def __init__(
-        self,
-        group: Any,
-        hidden_dim: int,
-        max_num_of_tokens_per_rank: int,
-        num_local_experts: int,
-        use_fp8: bool = False,
-        num_sms_dispatch_api: int | None = None,
-        num_sms_combine_api: int | None = None,
-        **_: Any,
-    ) -> None:
+        self, group: Any, hidden_dim: int, max_num_of_tokens_per_rank: int, num_local_experts: int,
+        use_fp8: bool = False, num_sms_dispatch_api: Any = None, num_sms_combine_api: Any = None, **_: Any,
+    ) -> None:  # fmt: skip
         assert not use_fp8
         self.group, self.hidden_dim, self.num_local_experts = group, hidden_dim, num_local_experts
         self.num_sms = num_sms_dispatch_api, num_sms_combine_api
 
     def dispatch_with_permute(
-        self,
-        *,
-        hidden: Tensor,
-        routing_map: Tensor | None = None,
-        probs: Tensor | None = None,
-        num_permuted_tokens: int | None = None,
-        pad_multiple: int | None = None,
-        handle: Any = None,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None, None, Tensor, Any]:
+        self, *, hidden: Tensor, routing_map: Any = None, probs: Tensor | None = None, num_permuted_tokens: Any = None,
+        pad_multiple: Any = None, handle: Any = None, **_: Any,
+    ) -> tuple[Tensor, Tensor | None, None, Tensor, Any]:  # fmt: skip
         assert hidden.is_contiguous() and hidden.shape[1] == self.hidden_dim and not pad_multiple
         if handle is None:
-            assert routing_map is not None and routing_map.dtype == torch.bool and num_permuted_tokens is None
+            assert routing_map.dtype == torch.bool and num_permuted_tokens is None
             handle = self._handle(routing_map)
         (tokens, sent, received, order), counts = handle[:4], handle[5]
         weights = None
@@ -175,12 +149,7 @@ class HybridEPBuffer:
         return tokens, sent, by_rank.sum(1).tolist(), order, routing_map.shape, by_rank.sum(0).int(), experts
 
     def combine_with_unpermute(
-        self,
-        *,
-        hidden: Tensor,
-        probs: Tensor | None = None,
-        handle: Any = None,
-        pad_multiple: int | None = None,
+        self, *, hidden: Tensor, probs: Tensor | None = None, handle: Any = None, pad_multiple: int | None = None
     ) -> tuple[Tensor, Tensor | None]:
         assert hidden.is_contiguous() and not pad_multiple
         tokens, sent, received, order, shape, _, experts = handle
@@ -206,7 +175,7 @@ def installed() -> Iterator[None]:
 
     package, utils = types.ModuleType("deep_ep"), types.ModuleType("deep_ep.utils")
     vars(package).update(Buffer=Buffer, HybridEPBuffer=HybridEPBuffer, utils=utils)
-    vars(utils).update(EventHandle=EventHandle, EventOverlap=EventOverlap)
+    vars(utils).update(EventHandle=EventOverlap, EventOverlap=EventOverlap)
     here = {"deep_ep": package, "deep_ep.utils": utils}
     sys.modules.update(here)
     try:

@@ -155,10 +155,7 @@ def test_widths_that_the_kernel_cannot_take_are_refused_when_the_layer_is_built(
 @pytest.mark.parametrize("half", HALVES)
 def test_weights_cast_to_half_precision_are_refused_by_the_cast(half: str) -> None:
     """Four numbers of fp32 are 16 bytes, and four of half precision are not."""
-    for cast in (
-        lambda module: Float16Module(config(**{half: True}), module),
-        lambda module: module.to(HALVES[half]),
-    ):
+    for cast in (lambda module: Float16Module(config(**{half: True}), module), lambda module: module.to(HALVES[half])):
         with pytest.raises(ValueError, match="--moe-ffn-hidden-size 12.* multiples of 8"):
             cast(layer(16, 12))
         cast(layer(16, 8))

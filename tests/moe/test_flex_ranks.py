@@ -7,7 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer.moe import fused_a2a
 
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.moe.dispatch import DISPATCHERS
+from megatron_moe.moe.flex import DeepEPDispatcher, HybridEPDispatcher, flex_dispatcher
+from megatron_moe.moe.groups import moe_groups
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 from tests.helpers.rows import rows
 from tests.moe import deep_ep_stub
@@ -15,9 +20,7 @@ from tests.moe import deep_ep_stub
 pytestmark = pytest.mark.engine
 
 SEQUENCE, BATCH = 6, 2
-
-
-LIBRARIES = ("deepep", "hybridep")
+LIBRARIES = {"deepep": DeepEPDispatcher, "hybridep": HybridEPDispatcher}
 
 
 def passes(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -27,27 +30,17 @@ def passes(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         layer, pg = build_layer(case, dict(expert_model_parallel_size=torch.distributed.get_world_size()), pg)
         plain = layer.dispatcher
         results = {"alltoall": one_pass(layer, pg, case)}
-        for library in LIBRARIES:
+        for library, kind in LIBRARIES.items():
             with deep_ep_stub.installed():
-                layer.dispatcher = flex_of(plain, library)
+                layer.dispatcher = flex_dispatcher(plain.num_experts, plain.groups, plain.drops, library, num_sms=6)
+                assert type(layer.dispatcher) is kind
                 results[library] = one_pass(layer, pg, case)
-                assert sms_taken(library) == {"deepep": 6, "hybridep": (6, 6)}[library]
+                if library == "deepep":
+                    assert deep_ep_stub.Buffer.num_sms == 6
+                else:
+                    assert fused_a2a._hybrid_ep_buffer.num_sms == (6, 6)
         found.append(results)
     return found
-
-
-def flex_of(plain: Any, library: str) -> Any:
-    from megatron_moe.moe.flex import DeepEPDispatcher, HybridEPDispatcher, flex_dispatcher
-
-    flex = flex_dispatcher(plain.num_experts, plain.groups, plain.drops, library, num_sms=6)
-    assert type(flex) is {"deepep": DeepEPDispatcher, "hybridep": HybridEPDispatcher}[library]
-    return flex
-
-
-def sms_taken(library: str) -> Any:
-    from megatron.core.transformer.moe import fused_a2a
-
-    return deep_ep_stub.Buffer.num_sms if library == "deepep" else fused_a2a._hybrid_ep_buffer.num_sms
 
 
 def one_pass(layer: Any, pg: Any, case: dict[str, Any]) -> dict[str, Any]:
@@ -62,11 +55,10 @@ def one_pass(layer: Any, pg: Any, case: dict[str, Any]) -> dict[str, Any]:
     (output * torch.linspace(0.5, 1.5, output.shape[-1])).sum().backward()
     (expert_input,) = seen.call_args.args
     assert expert_input.host_offsets.tolist() == expert_input.offsets.tolist()
-    bits = [expert_input.rows, expert_input.probs, expert_input.offsets, layer.router.local_tokens_per_expert.clone()]
-    return {
-        "bits": [one.detach() for one in [*bits, *(weight.grad for weight in layer.experts.parameters())]],
-        "close": [output.detach(), given.grad, layer.router.weight.grad],
-    }
+    bits = [expert_input.rows, expert_input.probs, expert_input.offsets, layer.router.local_tokens_per_expert]
+    bits += [weight.grad for weight in layer.experts.parameters()]
+    close = [output.detach(), given.grad, layer.router.weight.grad]
+    return {"bits": [one.detach().clone() for one in bits], "close": close}
 
 
 def case_of(seed: int, drops: float | None) -> dict[str, Any]:
@@ -91,26 +83,10 @@ def test_a_layer_computes_what_it_does_with_the_all_to_all(gloo: Any, world: int
                     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # sums of a rank come first
 
 
-NAMED = {"deepep": "deep_ep", "hybridep": "HybridEPBuffer", "ncclep": "deepep"}
-
-
-def refusals() -> dict[str, str]:
-    """What the dispatcher says where its library cannot be loaded."""
-    from megatron_moe.config.errors import ConfigError
-    from megatron_moe.moe.dispatch import build_dispatcher
-    from megatron_moe.moe.layer import MoEGroups
-
-    world = torch.distributed.group.WORLD
-    groups = MoEGroups(world, world, world, world, world, world.size(), world.rank(), 1, 0)
-    said = {}
-    for library in NAMED:
-        with pytest.raises(ConfigError) as refused:
-            build_dispatcher("flex", 4, groups, library=library)
-        said[library] = str(refused.value)
-    return said
-
-
-def test_without_its_library_the_dispatcher_is_refused_by_name(gloo: Any) -> None:
-    for rank in gloo.run(2, refusals):
-        for library, said in rank.items():
-            assert f"--moe-flex-dispatcher-backend {library}" in said and NAMED[library] in said
+@pytest.mark.parametrize(
+    ("library", "named"), [("deepep", "deep_ep"), ("hybridep", "HybridEPBuffer"), ("ncclep", "deepep")]
+)
+def test_without_its_library_the_dispatcher_is_refused_by_name(library: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=f"--moe-flex-dispatcher-backend {library}") as refused:
+        DISPATCHERS["flex"](4, moe_groups(), library=library)
+    assert named in str(refused.value)

@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.parallel import groups
-from tests.helpers.moe_cases import build_layer, engine_config, tokens_and_padding
+from tests.helpers.moe_cases import build_layer, engine_config, random_case, tokens_and_padding
 from tests.helpers.rows import rows
 from tests.numbers.reference_moe import Routing
 
@@ -18,18 +18,9 @@ pytestmark = pytest.mark.engine
 
 SEQUENCE, SEQUENCES = 8, 4
 CASE: dict[str, Any] = {
-    "seed": 3,
-    "num_experts": 4,
-    "routing": Routing(2, "sigmoid"),
-    "bias": False,
-    "shared": False,
-    "padding": False,
-    "dispatcher": "alltoall",
-    "backend": "grouped_mm",
-    "per_token": False,
-    "aux": None,
-    "z": None,
-}
+    **random_case(3), "num_experts": 4, "routing": Routing(2, "sigmoid"), "bias": False, "shared": False, "aux": None,
+    "padding": False, "pad": False, "dispatcher": "alltoall", "backend": "grouped_mm", "per_token": False, "z": None,
+}  # fmt: skip
 EP2 = {"expert_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 # Blocks of 128 x 128 are those of one process where ETP cuts an expert at a multiple of 128, and others elsewhere.

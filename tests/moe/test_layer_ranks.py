@@ -16,7 +16,7 @@ from tests.numbers import reference_moe as reference
 
 pytestmark = pytest.mark.engine
 
-SEQUENCE, BATCH = 8, 2
+SEQUENCE, BATCH = 4, 2
 
 SP = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 EP2 = dict(expert_model_parallel_size=2)
@@ -76,22 +76,22 @@ def run_layer(case: dict[str, Any], layout: dict[str, Any], pg: Any) -> tuple[di
     output, bias = layer(part, padding_mask=mask)
     assert bias is None and output.dtype == part.dtype
     (output * torch.linspace(0.5, 1.5, output.shape[-1])).sum().backward()
-    experts = layer.experts
-    shared = layer.shared_experts
+    experts, shared, router = layer.experts, layer.shared_experts, layer.router
     found = dict(
         where=(dp.rank(), tp.rank(), experts.first_expert, experts.groups.etp_rank, experts.num_local_experts),
         output=output.detach(),
         grad_input=part.grad,
-        router=layer.router.weight.grad,
+        router=router.weight.grad,
         weight1=experts.weight1.grad,
         weight2=experts.weight2.grad,
-        shared1=None if shared is None else shared.linear_fc1.weight.grad.unflatten(0, (2, -1)),
-        shared2=None if shared is None else shared.linear_fc2.weight.grad,
-        shared_gate=None if shared is None or shared.gate_weight is None else shared.gate_weight.grad,
-        counts=layer.router.local_tokens_per_expert.clone(),
-        dropped=0 if (dropped := layer.router.local_dropped_per_expert) is None else dropped.clone(),
-        aux={} if layer.router.aux_losses is None else dict(layer.router.aux_losses.totals),
+        counts=router.local_tokens_per_expert.clone(),
+        dropped=0 if (dropped := router.local_dropped_per_expert) is None else dropped.clone(),
+        aux={} if router.aux_losses is None else dict(router.aux_losses.totals),
     )
+    if shared is not None:
+        found["shared1"] = shared.linear_fc1.weight.grad.unflatten(0, (2, -1))
+        found["shared2"] = shared.linear_fc2.weight.grad
+        found["shared_gate"] = None if shared.gate_weight is None else shared.gate_weight.grad
     return found, pg
 
 
@@ -132,24 +132,16 @@ def expected(case: dict[str, Any], world: int, dp_size: int) -> dict[str, Any]:
             total = total + scale * loss * (case["z"] if name == "z_loss" else 0.1)
             aux[name] = aux.get(name, 0.0) + valid * loss.item()
     total.backward()
-    return dict(
-        output=torch.cat(outputs, 1).detach(),
-        grad_input=hidden.grad,
-        weights=weights,
-        counts=counts,
-        dropped=dropped,
-        aux=aux,
-    )
+    output = torch.cat(outputs, 1).detach()
+    return dict(output=output, grad_input=hidden.grad, weights=weights, counts=counts, dropped=dropped, aux=aux)
 
 
 def assembled(ranks: list[dict[str, Any]], key: str) -> torch.Tensor:
     """Full activations [S, B, H] from the ranks' parts."""
-    dp_size = 1 + max(r["where"][0] for r in ranks)
-    columns = []
-    for d in range(dp_size):
-        parts = sorted((r for r in ranks if r["where"][0] == d), key=lambda r: r["where"][1])
-        columns.append(torch.cat([r[key] for r in parts], dim=0))
-    return torch.cat(columns, dim=1)
+    columns: dict[int, list[torch.Tensor]] = {}
+    for r in sorted(ranks, key=lambda r: r["where"][:2]):
+        columns.setdefault(r["where"][0], []).append(r[key])
+    return torch.cat([torch.cat(parts, dim=0) for parts in columns.values()], dim=1)
 
 
 def expert_gradient(ranks: list[dict[str, Any]], key: str, like: torch.Tensor) -> torch.Tensor:
@@ -157,9 +149,8 @@ def expert_gradient(ranks: list[dict[str, Any]], key: str, like: torch.Tensor) -
     full = torch.zeros(like.shape, dtype=torch.float64)
     for r in ranks:
         _, _, first, etp_rank, local = r["where"]
-        block = r[key].double()
-        width = block.shape[2]
-        full[first : first + local, :, etp_rank * width : (etp_rank + 1) * width] += block
+        width = r[key].shape[2]
+        full[first : first + local, :, etp_rank * width : (etp_rank + 1) * width] += r[key]
     return full
 
 

@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.model.build import build_model
+from megatron_moe.moe.load_balance import GlobalBatch
+from megatron_moe.moe.state import announce_global_batch, routers
+from megatron_moe.parallel import groups
+from megatron_moe.parallel.groups import seed_everything
+from megatron_moe.training.finalize_model_grads import finalize_model_grads
+from tests.helpers.errors import relative
 from tests.helpers.rows import rows
 from tests.model import mtp_cases
 
@@ -43,8 +51,7 @@ def assert_same(ranks: list[dict[str, Any]], wanted: dict[str, Any], tolerance: 
         assert rank["grad_norms"] == pytest.approx(wanted["grad_norms"], rel=tolerance)
         for name, (_, _, gradient) in rank["tensors"].items():
             if name.endswith("router.weight"):
-                full = wanted["tensors"][name][2]
-                assert (gradient - full).norm() < tolerance * full.norm(), name
+                assert relative(gradient, wanted["tensors"][name][2]) < tolerance, name
         assert rank["counts"] == wanted["counts"]
         for layer, losses in rank["aux"].items():
             assert losses == pytest.approx(wanted["aux"][layer], rel=1e-4)
@@ -85,7 +92,7 @@ def test_fp16s_loss_scale_is_taken_off_the_auxiliary_losses(gloo):
     )
     assert len(small) == 2
     for name, gradient in small.items():
-        assert (gradient - large[name]).norm() < 0.02 * gradient.norm()
+        assert relative(large[name], gradient) < 0.02
 
 
 def test_the_auxiliary_losses_weigh_the_same_however_the_loss_is_divided(once):
@@ -100,7 +107,7 @@ def test_the_auxiliary_losses_weigh_the_same_however_the_loss_is_divided(once):
         for name, full in wanted.items():  # no trifle: the other tests would not miss it
             assert parts[-1][name].norm() > 0.3 * full.norm()
     for name, part in parts[0].items():
-        assert (part - parts[1][name]).norm() < 1e-4 * part.norm()
+        assert relative(parts[1][name], part) < 1e-4
 
 
 POLICIES = [("position", {**EP2, "moe_pad_expert_input_to_capacity": True}), ("probs", SP2), ("position", CP2)]
@@ -117,19 +124,10 @@ def test_a_step_with_a_capacity_is_that_of_one_rank(gloo, once, policy, layout):
 
 def drawn(counts: str) -> dict[str, Any]:
     """Two steps with dropout and jitter, and global_aux_loss without weight enough to be seen in the loss."""
-    return stepped(
-        {
-            "hidden_dropout": 0.2,
-            "moe_input_jitter_eps": 0.1,
-            "moe_router_load_balancing_type": ("global_aux_loss",),
-            "moe_aux_loss_coeff": (1e-30,),
-            "moe_global_aux_loss_counts": counts,
-            "recompute_granularity": "selective",
-            "recompute_modules": ("moe",),
-            "micro_batch_size": 2,
-        },
-        steps=2,
-    )
+    noise = {"hidden_dropout": 0.2, "moe_input_jitter_eps": 0.1, "micro_batch_size": 2}
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
+    losses = {"moe_router_load_balancing_type": ("global_aux_loss",), "moe_aux_loss_coeff": (1e-30,)}
+    return stepped({**noise, **recomputed, **losses, "moe_global_aux_loss_counts": counts}, steps=2)
 
 
 def test_counting_ahead_leaves_no_trace(gloo):
@@ -142,15 +140,6 @@ def test_counting_ahead_leaves_no_trace(gloo):
 
 def padded_gradients(flags: dict[str, Any], length: int) -> dict[str, Any]:
     """Forward and backward of a model with padding of unequal lengths; counts and gate gradients of the whole job."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    from megatron_moe.model.build import build_model
-    from megatron_moe.moe.load_balance import GlobalBatch
-    from megatron_moe.moe.state import announce_global_batch, routers
-    from megatron_moe.parallel import groups
-    from megatron_moe.parallel.groups import seed_everything
-    from megatron_moe.training.finalize_model_grads import finalize_model_grads
-
     run = replace(Run(), **{**MODEL, **flags, "seq_length": length})
     pg = groups.initialize(run)
     seed_everything(run)
@@ -184,5 +173,5 @@ def test_padding_is_routed_nowhere_on_any_layout(gloo, length, layout):
     for rank in gloo.run(2, padded_gradients, flags={**flags, **layout}, length=length):
         assert rank["counts"] == wanted["counts"]
         for gradient, full, losses, all_losses in zip(rank["gates"], wanted["gates"], rank["aux"], wanted["aux"]):
-            assert (gradient - full).norm() < 2e-5 * full.norm()
+            assert relative(gradient, full) < 2e-5
             assert losses == pytest.approx(all_losses, rel=1e-5)

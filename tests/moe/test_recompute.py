@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
@@ -11,22 +12,16 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.build import build_model
 from megatron_moe.model.loss import loss_func
+from megatron_moe.moe.state import routers
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.training.finalize_model_grads import finalize_model_grads
 from tests.helpers.rows import rows
+from tests.helpers.trained_steps import SMALL
 
 pytestmark = pytest.mark.engine
 
 VOCAB = 128
-SMALL = {
-    "seq_length": 16,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "moe_ffn_hidden_size": 24,
-    "num_layers": 2,
-    "moe_layer_freq": "[0,1]",
-}
 LATENT = {**PRESETS["tiny"], **SMALL, "init_method_std": 0.1}
 GROUPED = {
     **LATENT,
@@ -48,6 +43,23 @@ def full(method, layers):
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
 
+@contextlib.contextmanager
+def model_of(run):
+    pg_collection = groups.initialize(run)
+    try:
+        seed_everything(run)
+        (chunk,) = build_model(run, pg_collection, VOCAB)
+        chunk.zero_grad_buffer()
+        yield chunk
+    finally:
+        groups.destroy()
+
+
+def losses_of(chunk, tokens):
+    positions = torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
+    return chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+
+
 def batch(run):
     generator = torch.Generator().manual_seed(7)
     return torch.randint(0, VOCAB, (4, run.model.seq_length + 1), generator=generator)
@@ -55,29 +67,22 @@ def batch(run):
 
 def one_step(run, micro_batch_size=4):
     """Losses, gradients, the counts before the bias step and the bias after it, bytes kept, of four sequences."""
-    pg_collection = groups.initialize(run)
-    try:
-        seed_everything(run)
-        (chunk,) = build_model(run, pg_collection, VOCAB)
-        chunk.zero_grad_buffer()
+    with model_of(run) as chunk:
         losses, kept = [], []
         for tokens in batch(run).split(micro_batch_size):
-            positions = torch.arange(run.model.seq_length).expand(len(tokens), -1)
             saved = []
             with torch.autograd.graph.saved_tensors_hooks(keeper(saved), lambda tensor: tensor):
-                output = chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+                output = losses_of(chunk, tokens)
             kept.append(held_bytes(saved, chunk.module))
             saved.clear()
             losses.append(output.detach())
             loss_func(torch.ones_like(output), output)[0].backward()
-        routers = [m for m in chunk.modules() if hasattr(m, "local_tokens_per_expert")]
-        counts = torch.stack([router.local_tokens_per_expert.clone() for router in routers])
+        found = list(routers([chunk]))
+        counts = torch.stack([router.local_tokens_per_expert.clone() for router in found])
         finalize_model_grads([chunk])
         gradients = {name: parameter.main_grad.clone() for name, parameter in chunk.named_parameters()}
-        biases = torch.stack([router.expert_bias.clone() for router in routers])
+        biases = torch.stack([router.expert_bias.clone() for router in found])
         return torch.cat(losses), gradients, counts, biases, max(kept)
-    finally:
-        groups.destroy()
 
 
 def keeper(saved):
@@ -160,18 +165,9 @@ def test_accumulated_micro_batches_agree_with_one(without, changes):
         assert (got[1][name] - gradient).norm() < 1e-5 * gradient.norm().clamp_min(1e-12), name
 
 
-def test_nothing_is_kept_or_counted_in_evaluation():
+def test_nothing_is_counted_in_evaluation():
     run = replace(Run(), **LATENT, **selective(*WITHOUT_MOE))
-    pg_collection = groups.initialize(run)
-    try:
-        seed_everything(run)
-        (chunk,) = build_model(run, pg_collection, VOCAB)
-        tokens = batch(run)
-        positions = torch.arange(run.model.seq_length).expand(len(tokens), -1)
+    with model_of(run) as chunk, torch.no_grad():
         chunk.eval()
-        with torch.no_grad():
-            first, again = (chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:]) for _ in range(2))
-        assert torch.equal(first, again)
-        assert all(not buffer.any() for name, buffer in chunk.named_buffers() if "local_tokens" in name)
-    finally:
-        groups.destroy()
+        assert torch.equal(losses_of(chunk, batch(run)), losses_of(chunk, batch(run)))
+        assert all(not router.local_tokens_per_expert.any() for router in routers([chunk]))

@@ -62,11 +62,8 @@ def train(ep_size: int, half: str) -> dict[str, Any]:
         update = finalize_model_grads([ddp], None, pg_collection=pg)
         counts.append([c.tolist() for c in update.tokens_per_expert])
     found = list(state.routers([ddp]))
-    return dict(
-        counts=counts,
-        bias=[r.expert_bias.clone() for r in found],
-        left=[r.local_tokens_per_expert.sum().item() for r in found],
-    )
+    left = [r.local_tokens_per_expert.sum().item() for r in found]
+    return dict(counts=counts, bias=[r.expert_bias.clone() for r in found], left=left)
 
 
 @pytest.mark.parametrize(("ranks", "half"), [(1, "bf16"), (2, "fp16")])

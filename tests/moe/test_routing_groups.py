@@ -16,7 +16,6 @@ from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import ByScore, MicroBatch, route
 from megatron_moe.moe.routing_probe import RoutingProbe
 from tests.helpers.routers import config, tokens
-from tests.numbers import reference_moe as reference
 
 pytestmark = pytest.mark.engine
 
@@ -92,41 +91,24 @@ def other_choices(group_score: str, draws: int) -> set[str]:
 
 
 def test_megatrons_rule_gives_the_engines_experts_weights_and_gradients() -> None:
-    assert other_choices("megatron", draws=300) == set()
+    assert other_choices("megatron", draws=150) == set()
 
 
 @pytest.mark.parametrize("rule", ["max", "top2"])
 def test_the_other_rules_choose_other_experts_than_the_engine(rule: str) -> None:
     """So the comparison can fail, for each kind of score."""
-    assert other_choices(rule, draws=60) == {"softmax", "pre_softmax", "sigmoid"}
+    assert other_choices(rule, draws=30) == {"softmax", "pre_softmax", "sigmoid"}
 
 
-def test_the_reference_knows_megatrons_rule() -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(30):
-        options, logits, bias = drawn(generator, "megatron")
-        logits = logits + torch.rand(logits.shape, generator=generator) / 8  # the reference breaks ties its own way
-        probs, routing_map = by_engine(logits, bias, options)
-        routing = reference.Routing(
-            options.topk,
-            options.score_function,
-            options.pre_softmax,
-            options.norm_topk_prob,
-            options.scaling_factor,
-            options.num_groups,
-            options.group_topk,
-            options.group_score,
-        )
-        for token in range(0, TOKENS, 8):
-            chosen, weights = reference.route_one(logits[token], bias, routing)
-            assert sorted(chosen) == routing_map[token].nonzero().flatten().tolist()
-            torch.testing.assert_close(weights, probs[token, chosen], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("changes", [{}, SOFTMAX, {**SOFTMAX, "moe_router_pre_softmax": True}])
-def test_a_plain_engine_configuration_means_the_engines_groups(changes: dict[str, Any]) -> None:
-    r = TopKRouter(config(num_moe_experts=16, moe_router_topk=4, **GROUPS, **changes)).eval()
-    assert r.options.group_score == "megatron"
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"moe_router_topk_scaling_factor": 2.5}, SOFTMAX, {**SOFTMAX, "moe_router_pre_softmax": True}],
+)
+@pytest.mark.parametrize("groups", [{}, GROUPS], ids=["no groups", "groups"])
+def test_a_stock_configuration_gives_megatrons_weights(changes: dict[str, Any], groups: dict[str, Any]) -> None:
+    """The engine's own routing function on the same logits."""
+    r = TopKRouter(config(num_moe_experts=16, moe_router_topk=4, **groups, **changes)).eval()
+    assert not groups or r.options.group_score == "megatron"
     hidden = tokens(64)
     probs, routing_map = by_engine(r.gate(hidden), r.expert_bias, r.options)
     ours, our_map = r(hidden)

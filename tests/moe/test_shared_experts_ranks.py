@@ -64,29 +64,21 @@ def noted_streams(notes: list[str], named: dict[int, str]) -> Iterator[None]:
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         notes.append(f"{named.get(tensor.data_ptr(), 'a gradient')} is kept for {stream.name}")
 
-    replaced = {
-        "Stream": lambda device=None, priority=0, **kwargs: NotedStream(notes, "side"),
-        "current_stream": lambda device=None: current[-1],
-        "current_device": lambda: 0,
-        "stream": stream,
-    }
+    replaced: Any = {"Stream": lambda *_, **__: NotedStream(notes, "side"), "stream": stream}
+    replaced |= {"current_stream": lambda *_: current[-1], "current_device": lambda: 0}
     streams._side.cache_clear()
-    with contextlib.ExitStack() as stack:
-        for name, function in replaced.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, function))
-        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", record_stream))
+    with mock.patch.multiple(torch.cuda, **replaced), mock.patch.object(torch.Tensor, "record_stream", record_stream):
         yield
     streams._side.cache_clear()
 
 
-def all_passes() -> list[dict[str, Any]]:
-    """`passes` without and with a gate."""
+def passes() -> list[dict[str, Any]]:
+    """A layer's output and gradients without and with the overlap, and its notes: without and with a gate."""
     pg = groups.initialize(replace(Run(), **EP2))
-    return [passes(gate, pg) for gate in (False, True)]
+    return [both_passes(pg, gate) for gate in (False, True)]
 
 
-def passes(gate: bool, pg: Any) -> dict[str, Any]:
-    """A layer's output and gradients without and with the overlap, and the notes of forward and backward."""
+def both_passes(pg: Any, gate: bool) -> dict[str, Any]:
     case = {**random_case(5), "shared_gate": gate, "shared": True, "dispatcher": "alltoall"}
     hidden, padding = tokens_and_padding(case, 6, 2)
     found: dict[str, Any] = {}
@@ -103,8 +95,7 @@ def passes(gate: bool, pg: Any) -> dict[str, Any]:
             forward = list(notes)
             named.clear()  # memory that is free by now has other tensors
             (output * torch.linspace(0.5, 1.5, output.shape[-1])).sum().backward()
-        grads = [given.grad, *(weight.grad for weight in layer.parameters())]
-        found[name] = [output.detach(), *grads]
+        found[name] = [output.detach(), given.grad, *(weight.grad for weight in layer.parameters())]
         found["forward"], found["backward"] = forward, notes[len(forward) :]
     return found
 
@@ -112,21 +103,23 @@ def passes(gate: bool, pg: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def noted_layer(layer: Any, notes: list[str], named: dict[int, str]) -> Iterator[None]:
     """The layer notes when it dispatches, combines, and computes the two kinds of experts."""
-    dispatch, combine = layer.dispatcher.dispatch, layer.dispatcher.combine
-    experts, shared = layer.experts.forward, layer.shared_experts.forward
+    dispatcher, shared_experts = layer.dispatcher, layer.shared_experts
+    dispatch, combine = dispatcher.dispatch, dispatcher.combine
+    experts, shared = layer.experts.forward, shared_experts.forward
+
+    def noted(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        return Noted.apply(tensor, notes, name)
 
     def noted_shared(hidden: torch.Tensor) -> torch.Tensor:
-        output = Noted.apply(shared(hidden), notes, "the shared expert")
+        output = noted(shared(hidden), "the shared expert")
         named[output.data_ptr()] = "its output"
         return output
 
     with (
-        mock.patch.object(
-            layer.dispatcher, "dispatch", lambda x, decision: dispatch(Noted.apply(x, notes, "dispatch"), decision)
-        ),
-        mock.patch.object(layer.experts, "forward", lambda given: Noted.apply(experts(given), notes, "the experts")),
-        mock.patch.object(layer.dispatcher, "combine", lambda x, plan: Noted.apply(combine(x, plan), notes, "combine")),
-        mock.patch.object(layer.shared_experts, "forward", noted_shared),
+        mock.patch.object(dispatcher, "dispatch", lambda x, decision: dispatch(noted(x, "dispatch"), decision)),
+        mock.patch.object(dispatcher, "combine", lambda x, plan: noted(combine(x, plan), "combine")),
+        mock.patch.object(layer.experts, "forward", lambda given: noted(experts(given), "the experts")),
+        mock.patch.object(shared_experts, "forward", noted_shared),
     ):
         yield
 
@@ -154,7 +147,7 @@ BACKWARD = [
 
 
 def test_streams_wait_for_each_other_in_both_passes_and_no_bit_changes(gloo: Any) -> None:
-    for found in [found for rank in gloo.run(2, all_passes) for found in rank]:
+    for found in [found for rank in gloo.run(2, passes) for found in rank]:
         assert found["forward"] == FORWARD
         assert found["backward"] == BACKWARD
         assert len(found["with"]) == len(found["without"]) >= 6
