@@ -112,7 +112,6 @@ def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(gloo: Any, once: An
 
 
 def refusal(flags: dict[str, Any], folder: str) -> str:
-    """The message of the error that a run which loads this folder ends with."""
     with pytest.raises(ConfigError) as error:
         resumed(flags, folder)
     return str(error.value)

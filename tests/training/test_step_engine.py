@@ -80,7 +80,11 @@ def both(words: list[str]) -> dict[str, Any]:
     for step in range(STEPS):
         tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
         size = run.training.micro_batch_size
-        micro_batches = [micro_batch(rows) for rows in tokens.split(size)]
+        alike = {"loss_mask": torch.ones(size, SEQUENCE), "position_ids": torch.arange(SEQUENCE).expand(size, SEQUENCE)}
+        micro_batches = [
+            {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous(), **alike}
+            for rows in tokens.split(size)
+        ]
         sizes = {"num_micro_batches": len(micro_batches), "micro_batch_size": size, "seq_length": SEQUENCE}
         result = train_step(model, optimizer, scheduler, [iter(micro_batches)], **sizes, pg_collection=pg)
         found["steps"].append((engine.step(tokens), (result.loss, result.grad_norm, result.learning_rate)))
@@ -91,20 +95,12 @@ def both(words: list[str]) -> dict[str, Any]:
     return found
 
 
-def micro_batch(rows: Tensor) -> dict[str, Tensor]:
-    """Return a micro-batch of ours of [B, S + 1] tokens."""
-    tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape), "position_ids": positions}
-
-
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return every weight under the engine's name; of experts one entry each."""
     weights = dict(model.named_parameters())
     for name in [name for name in weights if name.endswith(("experts.weight1", "experts.weight2"))]:
         for index, expert in enumerate(weights.pop(name)):
-            own = f"{name[:-7]}local_experts.{index}.linear_fc{name[-1]}.weight"
-            weights[own] = expert.flatten(0, -2)
+            weights[f"{name[:-7]}local_experts.{index}.linear_fc{name[-1]}.weight"] = expert.flatten(0, -2)
     return weights
 
 
@@ -133,19 +129,16 @@ def optimizer_settings(model: Any, optimizer: Any) -> dict[str, tuple[float, ...
 @pytest.mark.parametrize("model", LISTS)
 def test_both_have_the_same_weights_settings_losses_and_biases(gloo: Any, model: str) -> None:
     (found,) = gloo.run(1, both, words=shlex.split(LISTS[model]))
-    theirs, ours = found["parameters"]
-    assert theirs == ours
+    for alike in ("parameters", "settings"):
+        theirs, ours = found[alike]
+        assert theirs == ours
     require_same_spread(*found["deviations"])
-    theirs, ours = found["settings"]
-    assert theirs == ours
     theirs, ours = (list(zip(*steps)) for steps in zip(*found["steps"]))
     assert ours[0] == pytest.approx(theirs[0], abs=1e-5, rel=0), "losses"
     assert ours[1] == pytest.approx(theirs[1], rel=1e-3), "gradient norms"
     assert ours[2] == pytest.approx(theirs[2]), "rates"
     theirs, ours = found["biases"]
-    assert len(theirs) == len(ours)
-    for one, other in zip(theirs, ours):
-        assert one == pytest.approx(other, abs=1e-7)
+    assert ours == [pytest.approx(bias, abs=1e-7) for bias in theirs]
 
 
 def require_same_spread(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
