@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from megatron_moe.config.presets import PRESETS
+from megatron_moe.model.activation_offload import ActivationOffload
 from tests.helpers.rows import rows
+from tests.helpers.stepped_trainer import Trainer
 from tests.model.offloading import MODULES, offloading, on_a_cpu
 
 pytestmark = pytest.mark.engine
@@ -17,13 +19,16 @@ ALL = offloading(*MODULES)
 SELECTIVE = {"recompute_granularity": "selective"}
 FP8 = {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "blockwise"}
 GROUPED = {**PRESETS["tiny-gqa"], "moe_layer_freq": 1, "vocab_size": 100, "micro_batch_size": 4}
-PIPELINE = {"mtp_num_layers": 1, "pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Ett|tt|m|L"}
+THREE_LAYERS = {"num_layers": 3, "moe_layer_freq": "[0,1,1]"}
+FOUR_LAYERS = {"num_layers": 4, "moe_layer_freq": "[0,1,1,1]"}
+PP2 = {**FOUR_LAYERS, "pipeline_model_parallel_size": 2}
+PP4 = {**FOUR_LAYERS, "pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Ett|tt|m|L"}
 RECOMPUTED = {**SELECTIVE, "recompute_modules": ("layernorm", "moe_act", "mla_up_proj")}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "multi-token prediction": (1, {**ALL, "mtp_num_layers": 2}),
     "outputs recomputed": (1, {**offloading("attn_norm", "mlp_norm", "expert_fc1", "moe_act"), **RECOMPUTED}),
     "frozen first layers": (1, {**ALL, "freeze": ("embedding.*", "decoder.layers.0.*")}),
-    "PP2, interleaved": (2, {**ALL, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
+    "PP2, interleaved": (2, {**ALL, **PP2, "num_layers_per_virtual_pipeline_stage": 1}),
     "attention recomputed": (1, {**ALL, **SELECTIVE, "recompute_modules": ("core_attn", "moe_act", "shared_experts")}),
     "fp32, dropout": (1, {**ALL, "bf16": False, "hidden_dropout": 0.1, "attention_dropout": 0.1}),
     "grouped-query attention": (1, {**GROUPED, **ALL}),
@@ -32,7 +37,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "DP2, ZeRO 3": (2, {**ALL, "micro_batch_size": 2, "use_torch_fsdp2": True}),
     "TP2, sequence parallel": (2, {**ALL, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "CP2 x EP2": (4, {**ALL, "micro_batch_size": 2, "context_parallel_size": 2, "expert_model_parallel_size": 2}),
-    "PP4, predictions alone": (4, {**ALL, **PIPELINE, "micro_batch_size": 2}),
+    "PP4, predictions alone": (4, {**ALL, **PP4, "mtp_num_layers": 1, "micro_batch_size": 2}),
 }
 
 
@@ -41,9 +46,6 @@ def trained(flags: dict[str, Any]) -> tuple[list[Any], dict[str, str], list[str]
 
     A rank has two micro-batches, or more: its share of eight sequences.
     """
-    from megatron_moe.model.activation_offload import ActivationOffload
-    from tests.helpers.stepped_trainer import Trainer
-
     moved = []
     move = ActivationOffload._move
 
@@ -55,7 +57,7 @@ def trained(flags: dict[str, Any]) -> tuple[list[Any], dict[str, str], list[str]
 
     with on_a_cpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ActivationOffload, "_move", counted)
-        trainer = Trainer({"micro_batch_size": 4, "seq_length": 32, **flags})
+        trainer = Trainer({"micro_batch_size": 4, "seq_length": 32, **THREE_LAYERS, **flags})
         step = trainer.step()
     return [step.loss, step.grad_norm], trainer.state(), sorted(set(moved))
 

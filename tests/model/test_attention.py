@@ -9,7 +9,9 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_moe.config.schema import Run
 from megatron_moe.model.attention import MeasuredCoreAttention, SDPACoreAttention, largest_logits
+from megatron_moe.parallel import groups
 from tests.helpers.errors import relative
 
 # (query heads, key/value heads, key width, value width)
@@ -21,9 +23,10 @@ WIDTHS = {
 }
 
 
-def core_attention(scale=None, kind=SDPACoreAttention, **config):
-    config = {"context_parallel_size": 1, "attention_dropout": 0.0, "sequence_parallel": False, **config}
-    return kind(SimpleNamespace(**config), 1, AttnMaskType.causal, softmax_scale=scale)
+def core_attention(scale=None, kind=SDPACoreAttention, mask=AttnMaskType.causal, pg_collection=None, **config):
+    ranks = 1 if pg_collection is None else pg_collection.cp.size()
+    config = {"context_parallel_size": ranks, "attention_dropout": 0.0, "sequence_parallel": False, **config}
+    return kind(SimpleNamespace(**config), 1, mask, softmax_scale=scale, pg_collection=pg_collection)
 
 
 def inputs(widths, dtype, length=24, batch=2):
@@ -73,12 +76,8 @@ def test_no_score_matrix_is_held(widths, dtype):
 
 
 def test_dropout_acts_in_training_only(one_process):
-    from megatron_moe.config.schema import Run
-    from megatron_moe.parallel import groups
-    from megatron_moe.parallel.groups import seed_everything
-
     groups.initialize(Run())
-    seed_everything(Run())
+    groups.seed_everything(Run())
     tensors = [tensor.detach() for tensor in inputs(WIDTHS["latent"], torch.float32)]
     attention = core_attention(attention_dropout=0.5)
     assert not torch.equal(attention(*tensors), attention(*tensors))
@@ -92,9 +91,8 @@ def test_masks_and_context_parallelism_without_its_group_are_refused():
     tensors = inputs(WIDTHS["multi-head"], torch.float32)
     with pytest.raises(ValueError, match="attention_mask"):
         core_attention()(*tensors, torch.zeros(1, 1, 24, 24, dtype=torch.bool))
-    config = SimpleNamespace(context_parallel_size=1, attention_dropout=0.0, sequence_parallel=False)
     with pytest.raises(ValueError, match="causal only"):
-        SDPACoreAttention(config, 1, AttnMaskType.padding)
+        core_attention(mask=AttnMaskType.padding)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -125,9 +123,8 @@ def largest_scores(query, key, scale, first=0):
     """The largest entry of each head's whole score matrix, of queries that begin at a position."""
     query, key = query.detach().double(), key.detach().double().repeat_interleave(query.shape[2] // key.shape[2], 2)
     scores = torch.einsum("sbnd,tbnd->bnst", query, key) * scale
-    return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + first), -torch.inf).amax(
-        (0, 2, 3)
-    )
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + first)
+    return scores.masked_fill(later, -torch.inf).amax((0, 2, 3))
 
 
 @pytest.mark.parametrize("at_a_time", [1, 50, 300, 2000, 10**6])

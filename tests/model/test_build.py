@@ -19,43 +19,22 @@ from megatron_moe.parallel import groups
 
 pytestmark = pytest.mark.engine
 
-LATENT = [
-    "linear_q_down_proj",
-    "q_layernorm",
-    "linear_q_up_proj",
-    "linear_kv_down_proj",
-    "kv_layernorm",
-    "linear_kv_up_proj",
-    "linear_proj",
-]
-GROUPED = ["linear_qkv", "q_layernorm", "k_layernorm", "linear_proj"]
-DENSE = ["mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
-MOE = [
-    "mlp.router.weight",
-    "mlp.router.expert_bias",
-    "mlp.experts.weight1",
-    "mlp.experts.weight2",
-    "mlp.shared_experts.linear_fc1.weight",
-    "mlp.shared_experts.linear_fc2.weight",
-]
+QUERIES, KEYS = "linear_q_down_proj q_layernorm linear_q_up_proj", "linear_kv_down_proj kv_layernorm linear_kv_up_proj"
+LATENT = f"{QUERIES} {KEYS} linear_proj".split()
+GROUPED = "linear_qkv q_layernorm k_layernorm linear_proj".split()
+DENSE = "linear_fc1.weight linear_fc2.weight".split()
+EXPERTS = "router.weight router.expert_bias experts.weight1 experts.weight2".split()
+MOE = [*EXPERTS, *(f"shared_experts.{name}" for name in DENSE)]
 
 
 def keys(attention, mlps):
-    layers = [
-        [
-            "input_layernorm.weight",
-            *(f"self_attention.{module}.weight" for module in attention),
-            "pre_mlp_layernorm.weight",
-            *mlp,
-        ]
-        for mlp in mlps
-    ]
-    return {
-        "embedding.word_embeddings.weight",
-        *(f"decoder.layers.{index}.{name}" for index, layer in enumerate(layers) for name in layer),
-        "decoder.final_layernorm.weight",
-        "output_layer.weight",
-    }
+    """The keys of a model whose layers have the same attention, and each its own MLP."""
+    found = {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"}
+    for index, mlp in enumerate(mlps):
+        own = ["input_layernorm.weight", "pre_mlp_layernorm.weight"]
+        own += [f"self_attention.{module}.weight" for module in attention] + [f"mlp.{name}" for name in mlp]
+        found |= {f"decoder.layers.{index}.{name}" for name in own}
+    return found
 
 
 def build(wrap=False, **changes):
@@ -63,6 +42,7 @@ def build(wrap=False, **changes):
     return build_model(run, groups.initialize(run), vocab_size=256, wrap=wrap)
 
 
+ONE_LAYER = {**PRESETS["tiny"], "num_layers": 1, "moe_layer_freq": "[1]"}
 MODELS = {
     "latent, experts": ({**PRESETS["tiny"], "num_layers": 2, "moe_layer_freq": "[0,1]"}, keys(LATENT, [DENSE, MOE])),
     "grouped, dense": (
@@ -102,8 +82,8 @@ def test_a_state_dict_loads_into_another_model(one_process):
 
 def test_layers_norms_and_attention_are_ours_and_the_pattern_decides_which_are_moe(one_process):
     (chunk,) = build(**{**PRESETS["tiny"], "moe_layer_freq": "[0,1,0,1]"})
-    assert [isinstance(layer.mlp, MoELayer) for layer in chunk.decoder.layers] == [False, True, False, True]
-    assert [layer.mlp.layer_number for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)] == [2, 4]
+    numbers = [layer.mlp.layer_number for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)]
+    assert numbers == [2, 4]
     layer = chunk.decoder.layers[0]
     assert isinstance(layer.self_attention.core_attention, SDPACoreAttention)
     norms = (layer.input_layernorm, layer.pre_mlp_layernorm, chunk.decoder.final_layernorm)
@@ -138,23 +118,22 @@ def test_the_loss_counts_masked_tokens_only():
 
 
 def test_a_table_has_the_rows_of_the_flag(one_process):
-    run = replace(Run(), **{**PRESETS["tiny"], "num_layers": 1, "moe_layer_freq": "[1]", "padded_vocab_size": 140})
+    run = replace(Run(), **ONE_LAYER, padded_vocab_size=140)
     (chunk,) = build_model(run, groups.initialize(run), 131, wrap=False)
     tables = [p.shape[0] for name, p in chunk.named_parameters() if "word_embeddings" in name or "output_layer" in name]
     assert tables == [140, 140]
 
 
+OF_LOSS = {"plain": {}, "fused": {"cross_entropy_loss_fusion": True}, "further predictions": {"mtp_num_layers": 1}}
+
+
 @pytest.mark.parametrize(
-    ("model", "tied"),
-    [("plain loss", True), ("fused loss", False), ("fused loss", True), ("further predictions", False)],
+    ("model", "tied"), [("plain", True), ("fused", False), ("fused", True), ("further predictions", False)]
 )
 def test_what_pads_the_vocabulary_is_in_no_loss_no_gradient_and_no_logit(one_process, model, tied):
     """The loss would depend on the padding, which depends on the layout: ln 256 in place of ln 131 at the start."""
-    flags = {"cross_entropy_loss_fusion": model == "fused loss"}
-    if model == "further predictions":
-        flags["mtp_num_layers"] = 1
-    run = replace(Run(), **{**PRESETS["tiny"], "num_layers": 1, "moe_layer_freq": "[1]", **flags})
-    run = replace(run, untie_embeddings_and_output_weights=not tied)
+    run = replace(Run(), **ONE_LAYER)
+    run = replace(run, **OF_LOSS[model], untie_embeddings_and_output_weights=not tied)
     pg_collection, found = groups.initialize(run), []
     for rows in (131, 256):
         (chunk,) = build_model(run, pg_collection, 131, wrap=False, padded_vocab_size=rows)

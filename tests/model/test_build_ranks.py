@@ -22,9 +22,10 @@ DENSE = {
     "moe_ffn_hidden_size": None,
     "init_method_std": 0.2,
 }
+TIED = "dense mla, no query latent, tied"
 MODELS = {
     "dense mla": DENSE,
-    "dense mla, no query latent, tied": {**DENSE, "q_lora_rank": None, "untie_embeddings_and_output_weights": False},
+    TIED: {**DENSE, "q_lora_rank": None, "untie_embeddings_and_output_weights": False},
     "grouped, biased": {
         **SMALL,
         "moe_ffn_hidden_size": None,
@@ -42,7 +43,8 @@ SP2 = {**TP2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}
 EP2 = {"expert_model_parallel_size": 2}
-TIED = "dense mla, no query latent, tied"
+CP2 = {"context_parallel_size": 2}
+OVERLAPPED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 # What the layout matrix has not: a query norm without sequence parallelism, a tied table without a query latent, norms
 # of heads.
 LAYOUTS = [
@@ -50,7 +52,7 @@ LAYOUTS = [
     (TIED, 2, VPP2),
     ("grouped, biased", 2, SP2),
     ("experts", 2, {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
-    ("dense mla", 2, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+    ("dense mla", 2, OVERLAPPED),
     (TIED, 2, TP2),
     (TIED, 2, PP2),
     ("grouped, biased", 4, {**TP2, **PP2, "decoder_first_pipeline_num_layers": 1}),
@@ -64,11 +66,13 @@ def cut(full, recipe):
     return full
 
 
-@pytest.mark.parametrize(
-    ("model", "ranks", "layout"),
-    rows(LAYOUTS, test=LAYOUTS[:4]),
-    ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in LAYOUTS],
-)
+def over(layouts, test):
+    """Parametrize a test by rows of a model, a number of ranks and a layout."""
+    ids = [f"{model}-{ranks}-{'-'.join(layout)}" for model, ranks, layout in layouts]
+    return pytest.mark.parametrize(("model", "ranks", "layout"), rows(layouts, test=test), ids=ids)
+
+
+@over(LAYOUTS, test=LAYOUTS[:4])
 def test_a_layout_agrees_with_one_rank(once, model, ranks, layout):
     agrees(once, model, ranks, layout)
 
@@ -95,8 +99,8 @@ GENERATING = {
     "SP2": (2, SP2),
     "VPP2": (2, VPP2),
     "CP4": (4, {"context_parallel_size": 4}),
-    "CP2 SP2": (4, {"context_parallel_size": 2, **SP2}),
-    "CP2 VPP2": (4, {"context_parallel_size": 2, **VPP2}),
+    "CP2 SP2": (4, {**CP2, **SP2}),
+    "CP2 VPP2": (4, {**CP2, **VPP2}),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -32,8 +34,6 @@ def test_a_sequence_without_equal_chunks_is_refused():
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_latent_attention_rotates_a_rank_s_rows_for_their_positions_in_the_whole_sequence(rank):
-    from types import SimpleNamespace
-
     config = SimpleNamespace(qk_pos_emb_head_dim=8, rotary_percent=1.0, rotary_base=100.0, rope_type="rope")
     x = torch.randn(24, 2, 3, 8)
     wanted = context_parallel_slice(Rotary(config)(x), rank, 4, dim=0)

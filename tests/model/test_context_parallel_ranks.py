@@ -6,54 +6,46 @@ import contextlib
 import copy
 import io
 import json
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.enums import AttnMaskType
 
+from megatron_moe.apps.audit.step import auditing
 from megatron_moe.config.model_parts import SHORT
-from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
-from megatron_moe.model.attention import SDPACoreAttention
 from megatron_moe.model.build import build_model
 from megatron_moe.model.context_parallel import OverRanks, attend_lower_right
 from megatron_moe.model.generate import next_token_logits
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.parallel.sequence import context_parallel_slice, in_order
 from megatron_moe.precision import table
+from megatron_moe.training.run import pretrain
 from tests.helpers import model_cases as cases
+from tests.helpers import trained_steps
 from tests.helpers.errors import relative
 from tests.helpers.rows import rows
 from tests.model import mtp_cases
-from tests.model.test_attention import WIDTHS, inputs, reference
-from tests.model.test_build_ranks import MODELS, SP2, agrees
+from tests.model.test_attention import WIDTHS, core_attention, inputs, reference
+from tests.model.test_build_ranks import CP2, MODELS, OVERLAPPED, SP2, agrees, over
 
 HERE = "tests/model/test_context_parallel_ranks.py"
-CP2 = {"context_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 # What the layout matrix has not.
 LAYOUTS = [
     ("grouped, biased", 2, {**CP2, **CORE}),
     ("experts", 2, {**CP2, "cross_entropy_loss_fusion": True, "calculate_per_token_loss": True}),
-    ("dense mla", 2, {**CP2, **SHARDED}),
+    ("dense mla", 2, {**CP2, **OVERLAPPED}),
     ("dense mla", 2, {**CP2, **FULL}),
     ("grouped, biased", 4, {**CP2, **SP2}),
     ("experts", 4, CP2),  # and DP2
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "ranks", "layout"),
-    rows(LAYOUTS, test=LAYOUTS[:2]),
-    ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in LAYOUTS],
-)
+@over(LAYOUTS, test=LAYOUTS[:2])
 def test_a_layout_with_split_sequences_agrees_with_one_rank(once, model, ranks, layout):
     agrees(once, model, ranks, layout)
 
@@ -64,18 +56,11 @@ def test_a_layout_with_split_sequences_agrees_with_one_rank(once, model, ranks, 
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
 
-def core_attention(group_collection: Any, scale: float | None = None, dropout: float = 0.0) -> Any:
-    config = SimpleNamespace(
-        context_parallel_size=group_collection.cp.size(), attention_dropout=dropout, sequence_parallel=False
-    )
-    return SDPACoreAttention(config, 1, AttnMaskType.causal, softmax_scale=scale, pg_collection=group_collection)
-
-
 def attention_on_a_rank() -> dict[str, Any]:
     """What a rank computes, sends, keeps and drops of an attention over all ranks."""
     run = replace(Run(), context_parallel_size=torch.distributed.get_world_size())
     pg_collection = groups.initialize(run)
-    seed_everything(run)
+    groups.seed_everything(run)
     found = {"sent": dtypes_sent(pg_collection), "kept": kept_bytes(pg_collection), "dropped": dropped(pg_collection)}
     return {**found, "computed": computed(pg_collection)}
 
@@ -85,7 +70,7 @@ def computed(pg_collection: Any) -> dict[tuple, list[torch.Tensor]]:
     place = pg_collection.cp.rank(), pg_collection.cp.size()
     found = {}
     for path in ("this machine's", "torch's"):
-        attention = core_attention(pg_collection, 0.3)
+        attention = core_attention(0.3, pg_collection=pg_collection)
         if path == "torch's":
             attention._kernel = OverRanks(attend_lower_right, pg_collection.cp)
         for name, widths in WIDTHS.items():
@@ -118,7 +103,7 @@ def dtypes_sent(pg_collection: Any) -> dict[str, set[str]]:
 
     own = [tensor.detach().requires_grad_() for tensor in inputs(WIDTHS["latent"], torch.bfloat16)]
     with noting("all_gather_into_tensor"), noting("reduce_scatter_tensor"):
-        core_attention(pg_collection)(*own).sum().backward()
+        core_attention(pg_collection=pg_collection)(*own).sum().backward()
     return seen
 
 
@@ -133,12 +118,13 @@ def kept_bytes(pg_collection: Any) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        core_attention(pg_collection)(*own)
+        core_attention(pg_collection=pg_collection)(*own)
     return sum(kept.values())
 
 
 def dropped(pg_collection: Any) -> dict[str, torch.Tensor]:
-    attention = core_attention(pg_collection, dropout=0.5)
+    """What an attention of ones over ones returns, in training and in evaluation."""
+    attention = core_attention(pg_collection=pg_collection, attention_dropout=0.5)
     ones = [torch.ones(24, 1, 4, 16) for _ in range(3)]
     trained = attention(*ones)
     return {"trained": trained, "evaluated": attention.eval()(*ones)}
@@ -215,7 +201,7 @@ def test_ranks_with_unequally_many_loss_tokens_have_the_loss_and_gradients_of_on
 def copied(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of a model and of its copy."""
     pg_collection = groups.initialize(run)
-    seed_everything(run)
+    groups.seed_everything(run)
     chunks = build_model(run, pg_collection, cases.VOCAB, wrap=False)
     tokens = cases.global_batch(run.model.seq_length)["tokens"][:1]
     return tuple(next_token_logits(model, tokens, position=9) for model in (chunks, copy.deepcopy(chunks)))
@@ -227,13 +213,9 @@ def test_a_copied_model_shares_the_group(gloo):
 
 
 TINY = {
-    **PRESETS["tiny"],
-    "mock_data": True,
-    "tokenizer_type": "ByteTokenizer",
-    "make_vocab_size_divisible_by": 192,
+    **trained_steps.TINY,
     "train_iters": 2,
     "eval_iters": 1,
-    "global_batch_size": 4,
     "seq_length": 32,
     "health_interval": 1,
     "sample_prompt": "of the",
@@ -243,9 +225,6 @@ TINY = {
 
 def trained(flags: dict[str, object]) -> dict[str, object]:
     """A whole run; its summary, and what it printed."""
-    from megatron_moe.apps.audit.step import auditing
-    from megatron_moe.training.run import pretrain
-
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         return {**pretrain(build({**TINY, **flags}), audit=auditing), "printed": printed.getvalue()}
 

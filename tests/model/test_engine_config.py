@@ -41,12 +41,22 @@ def same(others: dict[str, Any], **fields: Any) -> dict[str, Row]:
     return {name: (value, others, {name: value}) for name, value in fields.items()}
 
 
+def without(prefix: str, others: dict[str, Any], **fields: Any) -> dict[str, Row]:
+    """Rows of fields that our options have under the same names without a prefix."""
+    return {name: (value, others, {name.removeprefix(prefix): value}) for name, value in fields.items()}
+
+
+def library(name: str, num_sms: int | None) -> dict[str, Any]:
+    return {"dispatcher_settings": {"library": name, "num_sms": num_sms}}
+
+
 def stages(text: str) -> list[list[str]]:
     """Return the layers of each pipeline stage: E an embedding, t a layer of the decoder, L the loss."""
     names = {"E": "embedding", "t": "decoder", "L": "loss"}
     return [[names[letter] for letter in stage] for stage in text.split("|")]
 
 
+LAYOUT = "pipeline_model_parallel_layout"
 VIRTUAL = {"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True}
 # field -> (a value that is not the default, what else has to be set, the engine's fields and their values)
 CONFIG: dict[str, Row] = {
@@ -61,13 +71,9 @@ CONFIG: dict[str, Row] = {
     "tensor_model_parallel_size": (2, {}, {**TP2, "expert_tensor_parallel_size": 2}),
     "pipeline_model_parallel_size": (2, {}, {**PP2, "deallocate_pipeline_outputs": True}),
     "num_layers_per_virtual_pipeline_stage": (1, PP2, {**VIRTUAL, "batch_p2p_comm": False}),
-    "decoder_first_pipeline_num_layers": (1, PP2, {"pipeline_model_parallel_layout": stages("Et|tttL")}),
-    "decoder_last_pipeline_num_layers": (1, PP2, {"pipeline_model_parallel_layout": stages("Ettt|tL")}),
-    "pipeline_model_parallel_layout": (
-        "Et|t|tt|L",
-        PP2,
-        {**VIRTUAL, "pipeline_model_parallel_layout": stages("Et|t|tt|L")},
-    ),
+    "decoder_first_pipeline_num_layers": (1, PP2, {LAYOUT: stages("Et|tttL")}),
+    "decoder_last_pipeline_num_layers": (1, PP2, {LAYOUT: stages("Ettt|tL")}),
+    "pipeline_model_parallel_layout": ("Et|t|tt|L", PP2, {**VIRTUAL, LAYOUT: stages("Et|t|tt|L")}),
     "bf16": (True, {}, {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}),
     "fp16": (True, {}, {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}),
     "recompute_modules": (
@@ -93,62 +99,43 @@ CONFIG: dict[str, Row] = {
     **same(FULL, recompute_method="block", recompute_num_layers=2),
 }
 # The same for the fields of MoEOptions, which every MoE layer is built with.
+BF16 = {**EXPERTS, "bf16": True}
+CAPACITY = {**EXPERTS, "moe_expert_capacity_factor": 1.5}
+HYBRID_EP = {**FLEX, "moe_flex_dispatcher_backend": "hybridep"}
+AUX_LOSS = {**EXPERTS, "moe_router_load_balancing_type": ("aux_loss",)}
 MOE = {
-    "num_experts": (8, {}, {"num_experts": 8}),
-    "hidden_size": (128, EXPERTS, {"hidden_size": 128}),
-    "ffn_hidden_size": (96, EXPERTS, {"ffn_hidden_size": 96}),
+    **same({}, num_experts=8),
+    **same(EXPERTS, hidden_size=128, ffn_hidden_size=96),
+    **same(BF16, fp8_format="hybrid"),
+    **without("moe_", EXPERTS, moe_input_jitter_eps=0.01, moe_z_loss_coeff=0.5),
+    **without("moe_router_", EXPERTS, moe_router_topk=3, moe_router_group_score="max", moe_router_bias_center=True),
+    **without("moe_router_", EXPERTS, moe_router_norm_topk_prob=False, moe_router_enable_expert_bias=True),
+    **without("moe_router_", EXPERTS, moe_router_bias_update_rate=0.5, moe_router_force_load_balancing=True),
+    **without("moe_router_", {**EXPERTS, "moe_router_group_topk": 2}, moe_router_num_groups=4),
+    **without("moe_router_", {**EXPERTS, "moe_router_num_groups": 4}, moe_router_group_topk=2),
+    **without("moe_token_", EXPERTS, moe_token_drop_policy="position"),
+    **without("moe_expert_", EXPERTS, moe_expert_capacity_factor=1.5, moe_expert_backend="loop"),
     "moe_ffn_hidden_size": (48, EXPERTS, {"ffn_hidden_size": 48}),
-    "moe_router_topk": (3, EXPERTS, {"topk": 3}),
     "moe_router_score_function": ("sigmoid", EXPERTS, {"score_function": "sigmoid", "norm_topk_prob": True}),
     "moe_router_pre_softmax": (True, EXPERTS, {"pre_softmax": True, "norm_topk_prob": False}),
-    "moe_router_norm_topk_prob": (False, EXPERTS, {"norm_topk_prob": False}),
-    "moe_router_num_groups": (4, {**EXPERTS, "moe_router_group_topk": 2}, {"num_groups": 4}),
-    "moe_router_group_topk": (2, {**EXPERTS, "moe_router_num_groups": 4}, {"group_topk": 2}),
-    "moe_router_group_score": ("max", EXPERTS, {"group_score": "max"}),
     "moe_router_topk_scaling_factor": (2.5, EXPERTS, {"scaling_factor": 2.5}),
-    "moe_router_enable_expert_bias": (True, EXPERTS, {"enable_expert_bias": True}),
-    "moe_router_bias_update_rate": (0.5, EXPERTS, {"bias_update_rate": 0.5}),
-    "moe_router_bias_center": (True, EXPERTS, {"bias_center": True}),
     "moe_router_dtype": ("fp64", EXPERTS, {"router_dtype": torch.float64}),
     "moe_router_load_balancing_type": (
         ("seq_aux_loss",),
         {**EXPERTS, "moe_aux_loss_coeff": (0.5,)},
         {"aux_losses": (("seq_aux_loss", 0.5),)},
     ),
-    "moe_aux_loss_coeff": (
-        (0.25,),
-        {**EXPERTS, "moe_router_load_balancing_type": ("aux_loss",)},
-        {"aux_losses": (("aux_loss", 0.25),)},
-    ),
+    "moe_aux_loss_coeff": ((0.25,), AUX_LOSS, {"aux_losses": (("aux_loss", 0.25),)}),
     "moe_global_aux_loss_counts": ("running", EXPERTS, {"global_counts": "running"}),
-    "moe_input_jitter_eps": (0.01, EXPERTS, {"input_jitter_eps": 0.01}),
-    "moe_expert_capacity_factor": (1.5, EXPERTS, {"capacity_factor": 1.5}),
-    "moe_token_drop_policy": ("position", EXPERTS, {"drop_policy": "position"}),
-    "moe_pad_expert_input_to_capacity": (
-        True,
-        {**EXPERTS, "moe_expert_capacity_factor": 1.5},
-        {"pad_to_capacity": True},
-    ),
+    "moe_pad_expert_input_to_capacity": (True, CAPACITY, {"pad_to_capacity": True}),
+    "moe_token_dispatcher_type": ("allgather", EXPERTS, {"dispatcher": "allgather"}),
     "moe_enable_deepep": (True, FLEX, {"dispatcher": "flex"}),
-    "moe_flex_dispatcher_backend": (
-        "hybridep",
-        FLEX,
-        {"dispatcher_settings": {"library": "hybridep", "num_sms": None}},
-    ),
-    "moe_deepep_num_sms": (24, FLEX, {"dispatcher_settings": {"library": "deepep", "num_sms": 24}}),
-    "moe_hybridep_num_sms": (
-        16,
-        {**FLEX, "moe_flex_dispatcher_backend": "hybridep"},
-        {"dispatcher_settings": {"library": "hybridep", "num_sms": 16}},
-    ),
+    "moe_flex_dispatcher_backend": ("hybridep", FLEX, library("hybridep", None)),
+    "moe_deepep_num_sms": (24, FLEX, library("deepep", 24)),
+    "moe_hybridep_num_sms": (16, HYBRID_EP, library("hybridep", 16)),
     "moe_shared_expert_overlap": (True, EXPERTS, {"shared_overlap": True}),
     "delay_wgrad_compute": (True, EXPERTS, {"delay_wgrad": True}),
-    "moe_router_force_load_balancing": (True, EXPERTS, {"force_load_balancing": True}),
-    "moe_z_loss_coeff": (0.5, EXPERTS, {"z_loss_coeff": 0.5}),
-    "moe_token_dispatcher_type": ("allgather", EXPERTS, {"dispatcher": "allgather"}),
-    "moe_expert_backend": ("loop", EXPERTS, {"backend": "loop"}),
-    "fp8_format": ("hybrid", {**EXPERTS, "bf16": True}, {"fp8_format": "hybrid"}),
-    "fp8_modules": (("attention",), {**EXPERTS, "bf16": True, "fp8_format": "e4m3"}, {"fp8_format": None}),
+    "fp8_modules": (("attention",), {**BF16, "fp8_format": "e4m3"}, {"fp8_format": None}),
     "gradient_accumulation_fusion": (True, EXPERTS, {"fuse_weight_gradients": True}),
     "moe_shared_expert_intermediate_size": (48, EXPERTS, {"shared_ffn_hidden_size": 48}),
     "moe_shared_expert_gate": (True, EXPERTS, {"shared_gate": True}),
@@ -156,7 +143,7 @@ MOE = {
     "recompute_granularity": ("selective", {**EXPERTS, "recompute_modules": ("moe",)}, {"recompute": True}),
     "recompute_modules": (
         ("moe_act", "shared_experts"),
-        {**EXPERTS, "recompute_granularity": "selective"},
+        {**EXPERTS, **SELECTIVE},
         {"recompute": False, "recompute_activation": True, "recompute_shared_experts": True},
     ),
 }
@@ -167,17 +154,15 @@ LAYER = {
     "num_layers_at_start_in_bf16": (2, {"first_last_layers_bf16": True}, {"bf16_layers": (0, 1, 3)}),
     "num_layers_at_end_in_bf16": (0, {"first_last_layers_bf16": True}, {"bf16_layers": (0,)}),
     "recompute_granularity": ("selective", {}, {"recomputed": ("core_attn",)}),
-    "recompute_modules": (("mlp",), {"recompute_granularity": "selective"}, {"recomputed": ("mlp",)}),
+    "recompute_modules": (("mlp",), SELECTIVE, {"recomputed": ("mlp",)}),
 }
 # Read together, where there are streams.
 OVERLAP = {"overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"}
 DDP = {
-    "overlap_grad_reduce": (True, {}, {"overlap_grad_reduce": True}),
-    "overlap_param_gather": (True, {}, {"overlap_param_gather": True}),
+    **same({}, overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True),
     "ddp_bucket_size": (77, {}, {"bucket_size": 77}),
     "accumulate_allreduce_grads_in_fp32": (False, {}, {"grad_reduce_in_fp32": False}),
     "grad_reduce_in_bf16": (True, {"bf16": True}, {"grad_reduce_in_fp32": False}),
-    "use_distributed_optimizer": (True, {}, {"use_distributed_optimizer": True}),
 }
 OPTIMIZER = {
     **same({}, optimizer="adam", lr=0.5, min_lr=0.25, weight_decay=0.75, adam_beta1=0.5, adam_beta2=0.6, adam_eps=0.25),
@@ -191,7 +176,6 @@ TABLES: dict[str, tuple[dict[str, Row], Callable[[Run], Any]]] = {
     "the engine's gradients": (DDP, ddp_config),
     "the engine's optimizer": (OPTIMIZER, optimizer_config),
 }
-
 
 SINGLE = ("normalization", "optimizer", "cp_comm_type", "moe_flex_dispatcher_backend")
 """Fields with a single value that can be tested here."""
@@ -223,10 +207,7 @@ def test_the_schedule_of_two_micro_batches_is_chosen_where_there_are_streams(mon
     assert not transformer_config(run).overlap_moe_expert_parallel_comm
     monkeypatch.setattr(engine_config.platform, "has_streams", lambda: True)
     config = transformer_config(run)
-    assert {name: getattr(config, name) for name in OVERLAP} == {
-        **flags,
-        "moe_flex_dispatcher_backend": "hybridep",
-    }
+    assert {name: getattr(config, name) for name in OVERLAP} == {**flags, "moe_flex_dispatcher_backend": "hybridep"}
     assert not config.delay_wgrad_compute, "Transformer Engine's layers would wait for a call"
     assert not transformer_config(replace(run, overlap_moe_expert_parallel_comm=False)).overlap_moe_expert_parallel_comm
 
@@ -263,11 +244,13 @@ def test_a_flag_reaches_what_it_is_about(kind, name):
     assert {key: getattr(one, "input_data", one) for key, one in got.items()} == wanted
 
 
-def test_every_preset_is_accepted_by_the_engine():
+def test_every_preset_is_accepted_by_the_engine_on_either_device():
     for preset in PRESETS.values():
-        config = transformer_config(replace(Run(), **preset))
-        assert config.num_layers == len(config.moe_layer_freq)
-        assert MoEOptions.from_run(replace(Run(), **preset)) is not None
+        run = replace(Run(), **preset)
+        assert transformer_config(run).num_layers == len(transformer_config(run).moe_layer_freq)
+        assert MoEOptions.from_run(run) is not None
+        with platform.imagining("cuda", {}):
+            transformer_config(run)
 
 
 def test_what_no_flag_says():

@@ -10,19 +10,20 @@ from typing import Any
 
 import pytest
 
+from megatron_moe.checkpoint.compare import check_frozen
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.module_names import frozen, modules
 from megatron_moe.config.schema import build
 from megatron_moe.training.build import _frozen_notes
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import Trainer
-from tests.helpers.trained_steps import TINY, differing, refusal, tensors, trained
+from tests.helpers.trained_steps import SMALL, TINY, differing, refusal, tensors, trained
 
 pytestmark = pytest.mark.engine
 
 SOME = ("embedding", "first_layer", "router", "*.input_layernorm")
 # Nothing is clipped: a norm without the frozen gradients would change every step.
-STEPS = {"seq_length": 32, "clip_grad": 0.0, "save_interval": 1, "lr": 1e-2, "weight_decay": 0.1}
+STEPS = {**SMALL, "clip_grad": 0.0, "save_interval": 1, "lr": 1e-2, "weight_decay": 0.1}
 SHARDED = {"bf16": True, "use_distributed_optimizer": True}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -41,7 +42,7 @@ def steps_of(save: Path, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def names_of(patterns: tuple[str, ...]) -> frozenset[str]:
-    return frozen(build({**TINY, "freeze": patterns}))
+    return frozen(build({**TINY, **SMALL, "freeze": patterns}))
 
 
 def changed(first: dict[str, Any], second: dict[str, Any]) -> set[str]:
@@ -72,12 +73,12 @@ def test_frozen_parameters_keep_their_bits_and_the_others_are_trained_as_without
 
 
 def test_the_gradient_norm_is_that_of_what_is_trained(gloo, tmp_path):
-    run = build(TINY)
+    run = build({**TINY, **SMALL})
     every = {f"{name}.{own}" for name, parameters in modules(run).items() for own in parameters}
     norms = []
     for number, patterns in enumerate((None, SOME, tuple(sorted(every - names_of(SOME))))):
         file = tmp_path / f"{number}.jsonl"
-        flags = {"train_iters": 1, "metrics_file": str(file), "freeze": patterns}
+        flags = {**SMALL, "train_iters": 1, "metrics_file": str(file), "freeze": patterns}
         gloo.run(1, trained, flags=flags)
         norms.append(next(found["grad_norm"] for line in file.open() if "grad_norm" in (found := json.loads(line))))
     assert norms[0] > norms[1] > 0 and norms[0] > norms[2] > 0
@@ -102,9 +103,7 @@ def frozen_here(layout: dict[str, Any]) -> tuple[str, int]:
     """What the start of a run says of frozen parameters, and how many this rank has."""
     freeze = ("embedding", "attention", "experts", "router")
     trainer = Trainer({**layout, "freeze": freeze, "make_vocab_size_divisible_by": 64})
-    run_of_it: Any = SimpleNamespace(
-        run=trainer.run, trained=SimpleNamespace(model=trainer.model), padded_vocab_size=128
-    )
+    run_of_it: Any = SimpleNamespace(run=trainer.run, trained=trainer.trained, padded_vocab_size=128)
     (note,) = _frozen_notes(run_of_it, trainer.groups)
     parameters = [one for chunk in trainer.model for one in chunk.parameters() if not one.requires_grad]
     return note, sum(one.numel() for one in parameters)
@@ -119,8 +118,6 @@ def test_the_start_says_how_many_parameters_are_frozen_each_counted_once(gloo):
 
 
 def test_a_checkpoint_with_the_flags_name_of_before_is_read() -> None:
-    from megatron_moe.checkpoint.compare import check_frozen
-
     run = build({**TINY, "freeze": ("router",)})
     check_frozen(run, {"freeze_parameters": ["router"]}, "step")
     with pytest.raises(ConfigError, match="--freeze embedding"):

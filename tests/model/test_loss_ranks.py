@@ -13,7 +13,6 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.model.loss import OutputLayerWithLoss
 from megatron_moe.parallel import groups
-from tests.helpers import model_cases as cases
 from tests.helpers.errors import relative
 from tests.helpers.rows import rows
 from tests.model import mtp_cases
@@ -100,7 +99,7 @@ def test_a_split_vocabulary_has_the_losses_and_gradients_of_a_whole_one(once, dt
         assert relative(fused[0], plain[0]) < 2e-2  # what no row stands for is the same in both
 
 
-UNTIED, TIED = "dense mla", "dense mla, no query latent, tied"
+UNTIED, TIED = "dense mla", layouts.TIED
 IN_A_MODEL = [
     (UNTIED, 1, {}),
     (TIED, 1, {}),
@@ -112,29 +111,14 @@ IN_A_MODEL = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "ranks", "layout"),
-    rows(IN_A_MODEL, test=[(TIED, 2, layouts.SP2), ("experts", 2, layouts.VPP2)]),
-    ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in IN_A_MODEL],
-)
-def test_a_model_has_the_same_loss_gradients_and_norm_with_it(gloo, model, ranks, layout):
-    run = replace(Run(), **{**layouts.MODELS[model], **layout})
-    plain = gloo.run(ranks, cases.one_step, run=run)
-    fused = gloo.run(
-        ranks, cases.one_step, run=replace(run, cross_entropy_loss_fusion=True, cross_entropy_chunk_tokens=5)
-    )
-    for got, wanted in zip(fused, plain):
-        assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
-        assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
-        assert torch.equal(got["logits"], wanted["logits"])
-        for name, (_, _, grad) in got["tensors"].items():
-            assert relative(grad, wanted["tensors"][name][2]) < 2e-5, name
+@layouts.over(IN_A_MODEL, test=[(TIED, 2, layouts.SP2), ("experts", 2, layouts.VPP2)])
+def test_a_model_has_the_loss_gradients_and_norm_of_one_rank_without_it(once, model, ranks, layout):
+    layouts.agrees(once, model, ranks, {**layout, "cross_entropy_loss_fusion": True, "cross_entropy_chunk_tokens": 5})
 
 
 @pytest.mark.parametrize("precision", rows(["fp32", "bf16"], test=["fp32"]))
 def test_a_run_learns_as_without_it_while_weights_are_gathered_in_the_background(gloo, precision):
-    overlap = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-    run = replace(Run(), **{**layouts.MODELS[UNTIED], **overlap, "lr": 5e-3, "init_method_std": 0.02})
+    run = replace(Run(), **{**layouts.MODELS[UNTIED], **layouts.OVERLAPPED, "lr": 5e-3, "init_method_std": 0.02})
     run = replace(run, bf16=precision == "bf16")
     plain, fused = (
         gloo.run(2, mtp_cases.steps, run=replace(run, cross_entropy_loss_fusion=fusion), count=3)[0]["losses"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.build import build_model
 from megatron_moe.model.generate import next_token_logits
 from megatron_moe.model.loss import loss_func
 from megatron_moe.moe.state import routers
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.groups import seed_everything
+from tests.helpers.errors import relative
+from tests.model.test_build_ranks import MODELS
 from tests.numbers import reference_mtp
 
 pytestmark = pytest.mark.engine
@@ -28,15 +28,7 @@ DENSE = {
     "init_method_std": 0.2,
     "untie_embeddings_and_output_weights": True,
 }
-EXPERTS = {
-    **PRESETS["tiny"],
-    "seq_length": 16,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "moe_ffn_hidden_size": 24,
-    "num_layers": 2,
-    "moe_layer_freq": "[0,1]",
-}
+EXPERTS = {**MODELS["experts"], "num_layers": 2, "moe_layer_freq": "[0,1]"}
 MTP = {"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": FACTOR}
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 
@@ -47,7 +39,7 @@ def model(one_process):
         groups.destroy()
         run = replace(Run(), **flags)
         pg_collection = groups.initialize(run)
-        seed_everything(run)
+        groups.seed_everything(run)
         return build_model(run, pg_collection, VOCAB, wrap=False)[0]
 
     return build
@@ -94,8 +86,7 @@ def test_losses_and_all_gradients_are_those_of_the_reference(model, tied, fused)
     assert further[:, 1].tolist() == [float(mask[:, depth:].sum()) for depth in (1, 2, 3)]
     assert set(gradients) == set(weights)
     for name, gradient in gradients.items():
-        error = (gradient - weights[name].grad).norm() / weights[name].grad.norm()
-        assert error < 2e-5, f"{name} is {error:.1e} off"
+        assert relative(gradient, weights[name].grad) < 2e-5, name
 
 
 def test_losses_evaluation_and_generation_are_the_next_tokens(model):

@@ -15,8 +15,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import utils
 
+from megatron_moe import platform
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.model import build, engine_config
+from megatron_moe.moe.grouped_gemm import LaterGradients
+from megatron_moe.training.build import _expert_notes
+from megatron_moe.training.replay import without_overlap
 from tests.helpers.rows import rows
 from tests.model import mtp_cases
 from tests.model.test_build_ranks import EP2, MODELS, SP2, VPP2
@@ -43,11 +49,6 @@ class _Event:
 @contextlib.contextmanager
 def noted(notes: list[str]) -> Iterator[None]:
     """Within the block there are streams; nodes of the schedule, exchanges of rows and later gradients are noted."""
-    from megatron.core.pipeline_parallel import utils
-
-    from megatron_moe import platform
-    from megatron_moe.moe.grouped_gemm import LaterGradients
-
     compute = LaterGradients.compute
 
     def computed(self: Any) -> None:
@@ -77,25 +78,23 @@ def noted(notes: list[str]) -> Iterator[None]:
 
         return mock.patch.object(utils.ScheduleNode, f"_{way}", run)
 
-    replaced = {"Stream": _Stream, "Event": _Event, "stream": stream, "current_stream": lambda device=None: current[-1]}
-    with contextlib.ExitStack() as stack:
-        for name, function in replaced.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, function))
-        for name in ("range_push", "range_pop"):
-            stack.enter_context(mock.patch.object(torch.cuda.nvtx, name, lambda *_: None))
-        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None))
-        stack.enter_context(mock.patch.object(platform, "has_streams", lambda: True))
-        stack.enter_context(mock.patch.object(dist, "all_to_all_single", exchanged))
-        stack.enter_context(mock.patch.object(LaterGradients, "compute", computed))
-        stack.enter_context(named("forward"))
-        stack.enter_context(named("backward"))
+    streams = {"Stream": _Stream, "Event": _Event, "stream": stream, "current_stream": lambda device=None: current[-1]}
+    with (
+        mock.patch.multiple(torch.cuda, **streams),
+        mock.patch.multiple(torch.cuda.nvtx, range_push=lambda *_: None, range_pop=lambda *_: None),
+        mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None),
+        mock.patch.object(platform, "has_streams", lambda: True),
+        mock.patch.object(dist, "all_to_all_single", exchanged),
+        mock.patch.object(LaterGradients, "compute", computed),
+        named("forward"),
+        named("backward"),
+    ):
         yield
 
 
 @contextlib.contextmanager
 def in_fp32() -> Iterator[None]:
     """Within the block the engine's configuration is not asked whether it likes the schedule in fp32: it does not."""
-    from megatron_moe.model import build, engine_config
 
     def unasked(run: Run) -> Any:
         config = engine_config.transformer_config(replace(run, overlap_moe_expert_parallel_comm=False))
@@ -180,8 +179,6 @@ def test_losses_gradients_and_counts_are_those_of_one_micro_batch_after_the_othe
 
 
 def test_a_replay_runs_micro_batches_one_after_the_other() -> None:
-    from megatron_moe.training.replay import without_overlap
-
     configs = [types.SimpleNamespace(overlap_moe_expert_parallel_comm=True) for _ in range(2)]
     chunks: Any = [types.SimpleNamespace(config=config) for config in configs]
     with without_overlap(chunks):
@@ -191,9 +188,6 @@ def test_a_replay_runs_micro_batches_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("flag", ["overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap"])
 def test_a_run_without_streams_says_that_nothing_overlaps(flag: str) -> None:
-    from megatron_moe import platform
-    from megatron_moe.training.build import _expert_notes
-
     run = replace(Run(), **{"num_experts": 4, "moe_shared_expert_intermediate_size": 8, flag: True})
     trainer: Any = types.SimpleNamespace(run=run)
     (note,) = _expert_notes(trainer)
