@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from megatron_moe import train
+from megatron_moe import pretrain, train
 from megatron_moe.io import launched
 from megatron_moe.launch import start
-from tests.helpers.ranks import Child, RankParent
+from tests.helpers.ranks import ROOT, Child, RankParent
 
 PATIENCE = 600.0
 TRAINING = "--preset tiny --mock-data --vocab-size 99 --train-iters 1000000 --log-interval 1000000".split()
@@ -37,6 +40,28 @@ def with_light_ranks(argv: list[str]) -> int:
     launched.FIRST_NOTE_SECONDS = 0.0
     tempfile.tempdir = None  # as TMPDIR says
     return train.main(argv)
+
+
+def with_forked_ranks(argv: list[str]) -> int:
+    """Launch ranks that are forks of the launcher, which has imported what they need."""
+    from torch.distributed import run as torchrun
+
+    of_interpreters = torchrun.config_from_args
+
+    def of_forks(args: Any) -> tuple[Any, Any, list[str]]:
+        config, _, words = of_interpreters(args)
+        assert words[:4] == ["-u", "-c", start._RANK, str(ROOT)]
+        config.start_method = "fork"
+        return config, forked_rank, words[4:]
+
+    torchrun.config_from_args = of_forks
+    return train.main(argv)
+
+
+def forked_rank(*flags: str) -> None:
+    for number in start.PASSED_ON:
+        signal.signal(number, signal.SIG_DFL)
+    sys.exit(pretrain.main(list(flags)))
 
 
 class Launch:
@@ -63,7 +88,8 @@ class Launch:
             time.sleep(0.05)
 
     def ranks(self) -> list[psutil.Process]:
-        return sorted(psutil.Process(self.pid).children(), key=lambda process: process.environ()["RANK"])
+        # A fork has the environment that the launcher was started with.
+        return sorted(psutil.Process(self.pid).children(), key=lambda one: (one.environ().get("RANK", ""), one.pid))
 
     def ends(self, ranks: list[psutil.Process]) -> int | None:
         """Wait for the end; return the exit status. No rank is left behind."""
@@ -72,8 +98,10 @@ class Launch:
         return status
 
 
-def of_training(parent: RankParent, folder: Path, *flags: str) -> tuple[Launch, list[psutil.Process]]:
-    launch = Launch(parent, folder, *flags, target="megatron_moe.train:main")
+def of_training(
+    parent: RankParent, folder: Path, *flags: str, target: str = "megatron_moe.train:main"
+) -> tuple[Launch, list[psutil.Process]]:
+    launch = Launch(parent, folder, *flags, target=target)
     launch.until(lambda: launch.steps() >= 2)
     return launch, launch.ranks()
 
@@ -87,7 +115,7 @@ def of_light_ranks(parent: RankParent, folder: Path, **ends_with: int) -> tuple[
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_told_of_in_one_paragraph(rank_parent, tmp_path):
-    launch, ranks = of_training(rank_parent, tmp_path)
+    launch, ranks = of_training(rank_parent, tmp_path, target="tests.launch.test_start:with_forked_ranks")
     ranks[1].kill()
     assert launch.ends(ranks) == 128 + signal.SIGKILL, launch.said()
     said = launch.said()
@@ -123,6 +151,11 @@ def test_a_launcher_that_waits_for_other_nodes_ends_at_a_signal(rank_parent, tmp
     os.kill(launch.pid, signal.SIGTERM)
     assert launch.ends([]) == 143
     assert "ended by SIGTERM before its ranks were started" in launch.said()
+
+
+def test_a_rank_is_a_process_that_trains():
+    program = [sys.executable, "-c", start._RANK, str(ROOT), "--help"]
+    assert "--num-experts" in subprocess.run(program, cwd="/", capture_output=True, text=True, check=True).stdout
 
 
 SIGNALLED = "tests/launch/test_start.py::test_a_signal_reaches_all_ranks_whose_end_is_the_launchers"
