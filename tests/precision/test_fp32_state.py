@@ -23,9 +23,8 @@ class Gate(Fp32State, torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.randn(4, 3))
         # Values that bf16 and fp16 cannot hold, among them one that fp16 turns into infinity.
         self.register_buffer("expert_bias", torch.tensor([1.0009766, -0.1234567, 3e38, 1e-40]))
-        self.register_buffer(
-            "local_tokens_per_expert", torch.tensor([16777215.0, 65505.0, 257.0, 0.0]), persistent=False
-        )
+        counts = torch.tensor([16777215.0, 65505.0, 257.0, 0.0])
+        self.register_buffer("local_tokens_per_expert", counts, persistent=False)
         self.register_buffer("table", torch.ones(3))
 
 

@@ -30,21 +30,16 @@ def test_a_violation_is_told_with_the_boundaries_between_which_it_came_about() -
     )
 
 
-def test_a_tensor_that_was_never_right_is_told_so() -> None:
-    with pytest.raises(PrecisionError, match="so from the start, building"):
-        PrecisionGuard().check("building", [TensorDtype("a", "weight", FP32, BF16)])
-
-
-def test_every_broken_tensor_is_named_up_to_ten() -> None:
-    with pytest.raises(PrecisionError, match=r"t0 .*t9 .*and 2 more"):
-        PrecisionGuard().check("x", [TensorDtype(f"t{i}", "weight", FP32, BF16) for i in range(12)])
+def test_every_tensor_that_was_never_right_is_named_up_to_ten() -> None:
+    with pytest.raises(PrecisionError, match=r"t0 .*so from the start, building.*t9 .*and 2 more"):
+        PrecisionGuard().check("building", [TensorDtype(f"t{i}", "weight", FP32, BF16) for i in range(12)])
 
 
 def test_one_tensor_may_be_held_to_two_things() -> None:
     guard = PrecisionGuard()
-    guard.check("a", [TensorDtype("w", "weight", BF16, BF16), TensorDtype("w", "accumulated gradient", FP32, FP32)])
-    with pytest.raises(PrecisionError, match=r"w \(accumulated gradient\).*between a and b"):
-        guard.check("b", [TensorDtype("w", "weight", BF16, BF16), TensorDtype("w", "accumulated gradient", BF16, FP32)])
+    guard.check("a", [WEIGHT, TensorDtype("a.weight", "accumulated gradient", FP32, FP32)])
+    with pytest.raises(PrecisionError, match=r"a.weight \(accumulated gradient\).*between a and b"):
+        guard.check("b", [WEIGHT, TensorDtype("a.weight", "accumulated gradient", BF16, FP32)])
 
 
 class Widens(torch.nn.Module):

@@ -20,9 +20,8 @@ MOST = {torch.float32: 10.0, torch.bfloat16: 3.0}
 def drawn(rows: int, columns: int, condition: float = 1.0) -> torch.Tensor:
     """A matrix with singular values from 1 down to 1 / condition, times a random size."""
     generator = torch.Generator().manual_seed(rows * 1000 + columns)
-    left, _, right = torch.linalg.svd(
-        torch.randn(rows, columns, generator=generator, dtype=torch.float64), full_matrices=False
-    )
+    matrix = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     values = torch.logspace(0, -math.log10(condition), min(rows, columns), dtype=torch.float64)
     return (left @ torch.diag(values) @ right * 0.37).float()
 
