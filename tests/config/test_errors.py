@@ -1,6 +1,6 @@
 """Every mistake of `mistakes.yaml` ends at once with one message that names it, and leaves nothing behind.
 
-The rows are run by `tests/config/mistakes.py`, by every function in RUN_BY of their program.
+The rows are run by `tests/config/mistakes.py`, by the module in RUN_BY of their program.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from tests.helpers.rows import rows
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = yaml.load(Path(__file__).with_name("mistakes.yaml").read_text(), Loader=yaml.CSafeLoader)
 RUN_BY = {
-    "train": ["pretrain_moe:main"],
-    "plan": ["megatron_moe.apps.plan.cli:main"],
-    "doctor": ["megatron_moe.apps.doctor.cli:main"],
-    "audit": ["megatron_moe.apps.audit.cli:main"],
-    "generate": ["megatron_moe.apps.generate:main"],
-    "trace": ["megatron_moe.apps.trace:main"],
-    "convert": ["megatron_moe.apps.convert.cli:main"],
-    "inspect": ["megatron_moe.apps.inspect.cli:main"],
-    "prepare": ["megatron_moe.apps.prepare:main"],
-    "verify_resume": ["megatron_moe.apps.verify_resume.cli:main"],
-    "preflight": ["megatron_moe.apps.preflight.cli:main"],
-    "profile_step": ["megatron_moe.apps.profile_step:main"],
-    "slurm": ["megatron_moe.slurm:main"],
-    "merge": ["megatron_moe.apps.merge:main"],
-    "megatron_flags": ["megatron_moe.apps.megatron_flags.cli:main"],
+    "train": "pretrain_moe",
+    "plan": "megatron_moe.apps.plan.cli",
+    "doctor": "megatron_moe.apps.doctor.cli",
+    "audit": "megatron_moe.apps.audit.cli",
+    "generate": "megatron_moe.apps.generate",
+    "trace": "megatron_moe.apps.trace",
+    "convert": "megatron_moe.apps.convert.cli",
+    "inspect": "megatron_moe.apps.inspect.cli",
+    "prepare": "megatron_moe.apps.prepare",
+    "verify_resume": "megatron_moe.apps.verify_resume.cli",
+    "preflight": "megatron_moe.apps.preflight.cli",
+    "profile_step": "megatron_moe.apps.profile_step",
+    "slurm": "megatron_moe.slurm",
+    "merge": "megatron_moe.apps.merge",
+    "megatron_flags": "megatron_moe.apps.megatron_flags.cli",
 }
-"""Program -> the functions that run it: a new door of a program is one more."""
+"""Program -> the module whose `main` runs it."""
 SCRIPTS = {"train": "pretrain_moe.py", "plan": "tools/plan.py", "generate": "tools/generate.py"}
 LAUNCHED_OF = 20
 """Of so many mistakes of a training command one is made under the launcher as well."""
@@ -57,9 +57,8 @@ def table_rows() -> list[dict[str, Any]]:
         for row in part["rows"]:
             typed, *names = row if isinstance(row, list) else [row["typed"], *row["names"]]
             env = row.get("env", {}) if isinstance(row, dict) else {}
-            for main in RUN_BY[part["program"]]:
-                words = " ".join([part.get("base", ""), typed])
-                found.append({"program": part["program"], "main": main, "typed": words, "env": env, "names": names})
+            words, main = f"{part.get('base', '')} {typed}", f"{RUN_BY[part['program']]}:main"
+            found.append({"program": part["program"], "main": main, "typed": words, "env": env, "names": names})
     launched = [row for row in found if row["program"] == "train" and not row["env"]][::LAUNCHED_OF]
     return found + [
         {**row, "main": "megatron_moe.train:main", "typed": f"--nproc-per-node 1 {row['typed']}"} for row in launched

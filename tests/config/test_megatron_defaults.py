@@ -106,19 +106,12 @@ def test_the_page_has_the_table():
 
 
 def test_what_a_command_leaves_open_becomes_megatrons():
-    always = {
-        "norm_epsilon": 1e-5,
-        "attention_dropout": 0.1,
-        "hidden_dropout": 0.1,
-        "lr_decay_style": "linear",
-        "adam_beta2": 0.999,
-        "eval_iters": 100,
-        "num_workers": 2,
-        "log_interval": 100,
-        "on_nan": "stop",
-    }
-    assert changed(EXPERTS) == {**always, "ffn_hidden_size": 256}
-    assert changed(MODEL) == {**always, "swiglu": False, "add_bias_linear": True}
+    always = (
+        "--norm-epsilon 1e-5 --attention-dropout 0.1 --hidden-dropout 0.1 --lr-decay-style linear --adam-beta2 0.999"
+        " --eval-iters 100 --num-workers 2 --log-interval 100 --on-nan stop"
+    )
+    assert parse(f"{EXPERTS} {MEGATRON}") == parse(f"{EXPERTS} {always} --ffn-hidden-size 256")
+    assert parse(f"{MODEL} {MEGATRON}") == parse(f"{MODEL} {always} --no-swiglu --add-bias-linear")
 
 
 GROUPS = "--moe-router-num-groups 4 --moe-router-group-topk 2"
