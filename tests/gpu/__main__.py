@@ -17,7 +17,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def main(argv: list[str]) -> int:
-    """Run the stages; return the exit status."""
     from tests.gpu.stages import STAGES
 
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__.splitlines()[0])

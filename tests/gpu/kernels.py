@@ -132,7 +132,7 @@ def adam(stage: Stage, size: int) -> None:
     gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(10)]
 
     def updated(kind: Any, **where: Any) -> list[Tensor]:
-        params = [torch.nn.Parameter(one.to(**where)) for one in start]
+        params = [torch.nn.Parameter(one.to(**where, copy=True)) for one in start]
         optimizer = kind(params, **options)
         for step in gradients:
             for param, gradient in zip(params, step):
@@ -165,15 +165,13 @@ def packed_adam(stage: Stage, size: int) -> None:
                 adam_update.eager(grads, wanted, step, drawn)  # type: ignore[attr-defined]
                 there = [one._replace(places=one.places.to(stage.device)) for one in drawn]
                 adam_update([grad.to(stage.device) for grad in grads], found, step, there)
-                own = zip(*(packed_cases.unpacked(packed_cases.on(one, torch.device("cpu"))) for one in found))
+                found = [packed_cases.on(one, torch.device("cpu")) for one in found]
                 shares = {}
-                for kind, ours, theirs in zip(
-                    ("main weights", "first moments", "second moments"),
-                    own,
-                    zip(*(packed_cases.unpacked(one) for one in wanted)),
-                ):
-                    close = torch.isclose(torch.cat(ours), torch.cat(theirs), rtol=4e-6, atol=1e-8)
-                    shares[kind] = float((~close).double().mean())
+                for part, kind in enumerate(("main weights", "first moments", "second moments")):
+                    ours, theirs = (
+                        torch.cat([packed_cases.unpacked(one)[part] for one in states]) for states in (found, wanted)
+                    )
+                    shares[kind] = float((~torch.isclose(ours, theirs, rtol=4e-6, atol=1e-8)).double().mean())
                 # The last bit of a product decides now and then which neighbour is taken.
                 stage.within(f"{what}: share of other numbers", max(shares.values()), 0.003, **shares)
 

@@ -43,7 +43,6 @@ def _request(of: str, steps: int, **changes: Any) -> Any:
 
 
 def _record(stage: Stage, name: str, got: Any, oracle: Any, tolerances: Any) -> None:
-    """Record a comparison: the largest error of each kind, and what differs."""
     result = compare(got, oracle, tolerances)
     said = "; ".join(
         f"{one.quantity} {one.name} {one.error:.2e} of {one.allowed:.0e} {one.detail}" for one in result.differences[:6]
@@ -204,7 +203,8 @@ def several_ranks(stage: Stage) -> None:
     stage.doing(f"{len(titles)} layouts on up to 4 ranks")
     folder, failure = stage.folder / "ranks", ""
     try:
-        run_ranks(measure_layouts, (str(folder), jobs), 4, folder, stage.left - 3, stage.dry, one_device=True)
+        most = max(job["ranks"] for job in jobs)
+        run_ranks(measure_layouts, (str(folder), jobs), most, folder, stage.left - 3, stage.dry, one_device=True)
     except RanksFailed as error:
         failure = str(error)
     oracles = {}

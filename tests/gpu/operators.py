@@ -36,7 +36,6 @@ _SEED = 20
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    """Build the groups of one process for the block."""
     groups.initialize(Run())
     try:
         yield

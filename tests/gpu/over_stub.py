@@ -11,7 +11,6 @@ from tests.gpu.stage import Stage
 
 
 def main(argv: list[str]) -> None:
-    """Run the stage in this process."""
     notes, folder, seconds = argv
     transformer_engine(Stage(Path(notes), Path(folder), True, float(seconds)))
 

@@ -38,11 +38,9 @@ class Child:
 
     @property
     def status(self) -> int | None:
-        """The exit status; None while it runs."""
         return self.process.exitcode
 
     def wait(self, seconds: float) -> int | None:
-        """Wait; return the exit status, or None if it still runs."""
         self.process.join(max(0.0, seconds))
         return self.process.exitcode
 
@@ -55,7 +53,6 @@ class Child:
         self.process.join(10)
 
     def last_output(self, characters: int = 2000) -> str:
-        """Return the end of what it printed."""
         try:
             return self.log.read_text(errors="replace")[-characters:].strip()
         except OSError:

@@ -19,7 +19,6 @@ _PACKAGES = ("torch", "megatron-core", "triton", "transformer-engine", "numpy", 
 
 
 def new(dry: bool) -> dict[str, Any]:
-    """Return a report without stages."""
     return {
         "schema": SCHEMA,
         "dry": dry,
@@ -40,7 +39,6 @@ def _version(name: str) -> str | None:
 
 
 def write(report: dict[str, Any], folder: Path, seconds: float) -> None:
-    """Write report.json at once."""
     report["seconds"] = round(seconds, 1)
     new_file = folder / "report.json.new"
     new_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -48,7 +46,6 @@ def write(report: dict[str, Any], folder: Path, seconds: float) -> None:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Return the stages' and checks' states in one line."""
     stages = Counter(one["status"] for one in report["stages"])
     checks = Counter(check["status"] for one in report["stages"] for check in one["checks"])
     said = "; ".join(

@@ -92,7 +92,6 @@ def _run_stage(plan: Plan, out: Path, dry: bool) -> dict[str, Any]:
 
 
 def perform(function: str, notes: str, folder: str, dry: bool, seconds: float) -> None:
-    """Run one stage in this process."""
     stage = Stage(Path(notes), Path(folder), dry, seconds)
     stage.doing("loading torch and the engine")
     import megatron_moe  # noqa: F401  (before the engine)

@@ -23,7 +23,6 @@ FOUND = 66
 
 
 def memcheck(stage: Stage) -> None:
-    """Run stage 10."""
     tool = shutil.which("compute-sanitizer")
     if stage.dry:
         with stage.attempt("the program that is sanitized"):

@@ -41,7 +41,6 @@ class Stage:
 
     @property
     def left(self) -> float:
-        """Seconds that are left."""
         return self._end - time.monotonic()
 
     @property
@@ -50,7 +49,6 @@ class Stage:
         return torch.device("cpu" if self.dry else "cuda:0")
 
     def doing(self, what: str) -> None:
-        """Say what happens now."""
         self._write({"doing": what})
 
     def check(self, name: str, status: str, reason: str = "", **figures: Any) -> None:
@@ -70,7 +68,6 @@ class Stage:
         self.check(name, PASS if fact else FAIL, "" if fact else reason, **figures)
 
     def impossible(self, name: str, reason: str) -> None:
-        """Record a check that this machine cannot make."""
         self.check(name, IMPOSSIBLE, reason)
 
     def figure(self, name: str, reason: str = "", **figures: Any) -> None:
@@ -117,7 +114,6 @@ class NoReading(TorchFunctionMode):
 
 
 def sync(stage: Stage) -> None:
-    """Wait for the device."""
     if not stage.dry:
         torch.cuda.synchronize()
 

@@ -32,7 +32,6 @@ class _Staged:
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def copy(self, value: Any) -> Any:
-        """Return the argument with a copy in the CPU's memory in place of each tensor."""
         if isinstance(value, (list, tuple)):
             return [self.copy(one) for one in value]
         if not isinstance(value, torch.Tensor):
@@ -44,7 +43,6 @@ class _Staged:
         return here
 
     def copy_back(self) -> None:
-        """Write the copies into the tensors that they were made of."""
         with torch.no_grad():
             for tensor, here in self.pairs:
                 tensor.detach().copy_(here)
@@ -59,27 +57,18 @@ class StagedWork(dist.Work):
         self._work, self._received, self._operands = work, received, operands
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for gloo, and copy what was received to the device."""
         if self._work is not None:
             self._work.wait() if timeout is None else self._work.wait(timeout)
         self._received.copy_back()
         self._work = self._operands = None
         return True
 
-    def synchronize(self) -> None:
-        """See `wait`."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """See `wait`."""
-        self.wait()
+    synchronize = block_current_stream = wait
 
     def is_completed(self) -> bool:
-        """Return whether `wait` would return at once."""
         return self._work is None or self._work.is_completed()
 
     def get_future(self) -> torch.futures.Future:
-        """Return a future that is done: of a collective that was waited for."""
         self.wait()
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(None)
@@ -99,7 +88,6 @@ class StagedGroup(dist.ProcessGroup):
         self._register_backend(_CPU, gloo, backend)  # object collectives ask the group for its devices
 
     def getBackendName(self) -> str:
-        """Return the name, as torch asks for it."""
         return BACKEND
 
     def abort(self) -> None:
@@ -124,6 +112,5 @@ for _name in (*RECEIVING, *SENDING):
 
 
 def register() -> None:
-    """Make the backend known to this process's torch.distributed."""
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, StagedGroup, devices=["cpu", "cuda"])

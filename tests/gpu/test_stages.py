@@ -74,7 +74,6 @@ def plant_errors() -> None:
 
 
 def plan_stages_that_break() -> None:
-    """Three stages: one dies, one hangs, and one ends."""
     from tests.gpu import machine, runner
 
     def dies(stage: Stage) -> None:
@@ -102,7 +101,6 @@ def plan_stages_that_break() -> None:
 
 @pytest.fixture(scope="module")
 def cuda() -> Iterator[RankParent]:
-    """A process with the pretended device, which forks others."""
     parent = RankParent(("-m", "tests.helpers.cuda_on_cpu", str(ROOT / "tests" / "helpers" / "ranks.py")))
     yield parent
     parent.close()
@@ -166,7 +164,8 @@ def test_a_stage_that_dies_or_hangs_is_failed_and_the_next_one_runs(cuda, tmp_pa
     assert hangs["cut"] and "the long part" in hangs["checks"][-1]["reason"]
 
 
-def test_a_stage_that_is_not_there_is_refused(capsys):
+def test_the_stages_take_less_than_ten_minutes_together_and_one_that_is_not_there_is_refused(capsys):
+    assert sum(plan.seconds for plan in stages.STAGES) < 600
     from tests.gpu.__main__ import main
 
     with pytest.raises(SystemExit, match="2"):
@@ -179,10 +178,6 @@ def test_nan_is_not_within_a_bound(tmp_path):
     stage.within("nan", float("nan"), 1.0)
     (line,) = (tmp_path / "notes").read_text().splitlines()
     assert json.loads(line)["status"] == "fail" and json.loads(line)["figures"]["measured"] == "nan"
-
-
-def test_the_stages_take_less_than_ten_minutes_together():
-    assert sum(plan.seconds for plan in stages.STAGES) < 600
 
 
 @pytest.mark.engine

@@ -80,18 +80,14 @@ class Training:
     def __init__(self, stage: Stage) -> None:
         self.stage, self.number = stage, 0
 
-    def run(self, steps: int, flags: list[str], folder: str, fault: str = "", at: int = 0) -> list[dict[str, Any]]:
-        """Train up to `steps`; return the metrics of every step that this folder's runs made.
-
-        Raises:
-            RuntimeError: the run failed, or did not end in time.
-        """
-        return self.run_all(steps, {folder: flags}, fault, at)(folder)
-
     def run_all(
         self, steps: int, flags: dict[str, list[str]], fault: str = "", at: int = 0
     ) -> Callable[[str], list[dict[str, Any]]]:
-        """Train once for each folder, one run after another in one process; return what `run` does, for a folder."""
+        """Train up to `steps` for each folder, one run after another in one process.
+
+        Returns:
+            A function: folder -> the metrics of each step that its runs made; RuntimeError where one failed.
+        """
         self.number += 1
         folders = {name: self.stage.folder / name.replace(" ", "-").replace(",", "") for name in flags}
         for folder in folders.values():
@@ -115,7 +111,6 @@ class Training:
 
 
 def training(stage: Stage) -> None:
-    """Run stage 5."""
     runs, steps = Training(stage), 4 if stage.dry else 20
     stage.doing(f"{steps} steps in {', '.join(PRECISIONS)}, one with a NaN")
     found = runs.run_all(steps, PRECISIONS, "nan", steps // 2)
@@ -154,12 +149,13 @@ def _resumed(runs: Training, steps: int) -> None:
     """A run that SIGTERM ends and that goes on against one that was never interrupted."""
     stage, middle = runs.stage, steps // 2
     flags = ["--bf16", "--use-distributed-optimizer", "--deterministic-mode"]
-    whole = runs.run(steps, [*flags, "--save", str(stage.folder / "whole" / "steps")], "whole")
     saving = ["--save", str(stage.folder / "parts" / "steps"), "--load", str(stage.folder / "parts" / "steps")]
     saving += ["--async-save", "--save-interval", "2", "--exit-signal-handler"]
-    first = runs.run(steps, [*flags, *saving], "parts", "term", middle)
+    first = runs.run_all(steps, {"parts": [*flags, *saving]}, "term", middle)("parts")
     stage.holds("SIGTERM saves and stops", first and first[-1]["iteration"] == middle, f"at {first[-1:]}, not {middle}")
-    parts = runs.run(steps, [*flags, *saving], "parts")
+    again = {"whole": [*flags, "--save", str(stage.folder / "whole" / "steps")], "parts": [*flags, *saving]}
+    found = runs.run_all(steps, again)
+    whole, parts = found("whole"), found("parts")
     stage.holds("the resumed run goes on where it stopped", [line["iteration"] for line in parts] ==
                 list(range(1, steps + 1)), str([line["iteration"] for line in parts]))  # fmt: skip
     keys = ("loss", "grad_norm")

@@ -37,7 +37,6 @@ _HAS_CUDA = "import torch, sys; sys.exit(not torch.cuda.is_available())"
 
 
 def constraints(python: str) -> Path:
-    """Return the file of the versions that are tested with this Python."""
     return ROOT / "constraints" / f"constraints-{'py311' if python in ('3.10', '3.11') else 'py312'}.txt"
 
 
@@ -80,7 +79,6 @@ def collect(folder: Path = WHEELS, pythons: tuple[str, ...] = ("3.12",)) -> int:
 
 
 def missing() -> list[str]:
-    """Return the needed distributions that this Python does not have."""
     lacking = []
     for name, module in NEEDED.items():
         try:
