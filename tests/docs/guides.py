@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,50 +94,33 @@ def missing(shown: str, printed: str) -> list[str]:
     return lost
 
 
-class Shell:
-    """Runs blocks in one folder, as somebody does who types them in.
-
-    Args:
-        folder: where they run.
-        programs: the folder of `megatron-moe` and `python`, first on PATH.
-    """
-
-    def __init__(self, folder: Path, programs: Path) -> None:
-        self._folder = folder
-        self._environment = {**rank_environment(), "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
-
-    def run(self, commands: str, verified: bool = True) -> tuple[int, str]:
-        """Return exit status and output of a block, which ends at the first command that fails.
-
-        Of a block that cannot be run here, only the syntax is checked.
-        """
-        done = subprocess.run(
-            ["bash", "-euo" if verified else "-neuo", "pipefail", "-c", commands],
-            cwd=self._folder,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=600,
-        )
-        return done.returncode, done.stdout
-
-
 @contextmanager
-def shell(folder: Path, scratch: Path, parent: RankParent) -> Iterator[Shell]:
-    """Give a shell whose `megatron-moe` and `python` are forks of `parent`."""
+def shell(folder: Path, scratch: Path, parent: RankParent) -> Iterator[Callable[[Step], tuple[int, str]]]:
+    """Give a function that runs a block in a folder, where `megatron-moe` and `python` are forks of `parent`.
+
+    It returns exit status and output of a block, which ends at the first command that fails. Of a block that cannot be
+    run here, only the syntax is checked.
+    """
     programs = scratch / "bin"
     programs.mkdir(parents=True)
     address = str(scratch / "asked")
     for name in ("megatron-moe", "python"):
         (programs / name).write_text(ASK.format(python=sys.executable, address=address))
         (programs / name).chmod(0o755)
+    environment = {**rank_environment(), "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+
+    def run(step: Step) -> tuple[int, str]:
+        command = ["bash", "-euo" if step.verified else "-neuo", "pipefail", "-c", step.commands]
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(command, cwd=folder, env=environment, timeout=600, **output)
+        return done.returncode, done.stdout
+
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
         listening.listen()
         answering = threading.Thread(target=_answer, args=(listening, scratch, parent), daemon=True)
         answering.start()
-        yield Shell(folder, programs)
+        yield run
         listening.shutdown(socket.SHUT_RDWR)
         answering.join()
 

@@ -43,9 +43,9 @@ def test_a_guide_does_what_it_shows(name: str, tmp_path: Path, rank_parent: Rank
         (folder / needed).parent.mkdir(parents=True, exist_ok=True)
         INPUTS[needed](folder / needed)
     before = set(os.listdir(folder))
-    with guides.shell(folder, tmp_path / "shell", rank_parent) as shell:
+    with guides.shell(folder, tmp_path / "shell", rank_parent) as run:
         for step in guides.steps(page):
-            status, printed = shell.run(step.commands, step.verified)
+            status, printed = run(step)
             assert status == 0, f"{step.commands}\n{printed[-3000:]}"
             lost = guides.missing(step.shown, printed)
             assert not (step.verified and lost), f"{step.commands}\nshown and not printed: {lost}\n{printed[-3000:]}"
