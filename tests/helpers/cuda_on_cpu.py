@@ -34,15 +34,13 @@ _CPU = torch.device("cpu")
 _IS_CUDA = torch.Tensor.is_cuda.__get__
 
 
+def _nothing(_self: Any, *_: Any, **__: Any) -> None: ...
+
+
 class _Stream(torch.cpu.Stream):
     """A stream without a queue, with the methods of CUDA's that are used."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def synchronize(self) -> None: ...
-
-    def wait_event(self, _event: Any) -> None: ...
+    __init__ = synchronize = wait_event = _nothing
 
     def record_event(self, _event: Any = None) -> _Event:
         return _Event()
@@ -51,14 +49,7 @@ class _Stream(torch.cpu.Stream):
 class _Event:
     """An event that has happened, and takes no time."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def record(self, _stream: Any = None) -> None: ...
-
-    def wait(self, _stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
+    __init__ = record = wait = synchronize = _nothing
 
     def query(self) -> bool:
         return True
@@ -70,11 +61,10 @@ class _Event:
 class _Runtime:
     """CUDA's runtime as far as it is called by name; 0 is success."""
 
-    def cudaHostRegister(self, _address: int, _size: int, _flags: int) -> int:
+    def cudaHostRegister(self, _address: int, _size: int = 0, _flags: int = 0) -> int:
         return 0
 
-    def cudaHostUnregister(self, _address: int) -> int:
-        return 0
+    cudaHostUnregister = cudaHostRegister
 
 
 def install() -> None:
@@ -99,18 +89,23 @@ def _replace_functions(cuda: Any) -> None:
     properties = types.SimpleNamespace(
         major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132, name="pretended", total_memory=MEMORY_BYTES
     )
+    of_a_device = {
+        "get_device_capability": CAPABILITY,
+        "get_device_name": properties.name,
+        "get_device_properties": properties,
+        "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES),
+        "memory_stats": {},
+        **dict.fromkeys(("max_memory_allocated", "memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
+        **dict.fromkeys(("set_device", "synchronize", "reset_peak_memory_stats"), None),
+    }
     replaced = {
+        **{name: lambda _device=None, value=value: value for name, value in of_a_device.items()},
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: DEVICES,
         "current_device": lambda: 0,
-        "set_device": lambda _device: None,
-        "synchronize": lambda _device=None: None,
         "cudart": _Runtime,
         "empty_cache": lambda: None,
-        "get_device_capability": lambda _device=None: CAPABILITY,
-        "get_device_name": lambda _device=None: properties.name,
-        "get_device_properties": lambda _device=None: properties,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
         "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
         "manual_seed": generator.manual_seed,
@@ -123,13 +118,6 @@ def _replace_functions(cuda: Any) -> None:
         "set_stream": lambda _stream: None,
         "stream": lambda _stream: contextlib.nullcontext(),
         "device": lambda _device: contextlib.nullcontext(),
-        "mem_get_info": lambda _device=None: (MEMORY_BYTES, MEMORY_BYTES),
-        "max_memory_allocated": lambda _device=None: 0,
-        "memory_allocated": lambda _device=None: 0,
-        "memory_reserved": lambda _device=None: 0,
-        "max_memory_reserved": lambda _device=None: 0,
-        "reset_peak_memory_stats": lambda _device=None: None,
-        "memory_stats": lambda _device=None: {},
         "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda including_emulation=True: True,
         "default_generators": (generator,) * DEVICES,

@@ -25,7 +25,7 @@ class Torchrun:
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         self._variables = variables or {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes]  # once started
 
     def start(self, argv: list[str], world_size: int, folder: Path, log: Path) -> None:
         """Start `pretrain_moe.py` with `argv` in `folder` on that many ranks."""
@@ -41,13 +41,11 @@ class Torchrun:
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks that were started last."""
-        assert self._process is not None
         listing = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
         return [int(pid) for pid in listing.read_text().split()] if listing.exists() else []
 
     def wait(self, seconds: float) -> int | None:
         """The job's exit status, or None where it goes on after that many seconds."""
-        assert self._process is not None
         try:
             return self._process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -55,15 +53,11 @@ class Torchrun:
 
     def kill(self, rank: int | None) -> None:
         """SIGKILL to one rank, or to all and what launched them. Returns when no process is left."""
-        assert self._process is not None
         ranks = self.ranks()
-        if rank is None or rank >= len(ranks):
-            for pid in (self._process.pid, *ranks):  # ranks may be in sessions of their own
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        else:
+        is_one = rank is not None and rank < len(ranks)
+        for pid in [ranks[rank]] if is_one else [self._process.pid, *ranks]:  # ranks may be in sessions of their own
             with contextlib.suppress(ProcessLookupError):
-                os.kill(ranks[rank], signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         status = self.wait(90)
         assert status is not None, "torchrun did not end within 90 s of a rank's death"
         deadline = time.monotonic() + 60

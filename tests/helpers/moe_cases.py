@@ -94,6 +94,7 @@ def tokens_and_padding(case: dict[str, Any], sequence: int, batch: int) -> tuple
 
 def engine_config(case: dict[str, Any], run: Run) -> TransformerConfig:
     routing: Routing = case["routing"]
+    same_names = ("topk", "score_function", "pre_softmax", "num_groups", "group_topk")
     names = ("tensor_model_parallel_size", "sequence_parallel", "expert_model_parallel_size")
     config = routers.config(
         hidden_size=H,
@@ -101,12 +102,7 @@ def engine_config(case: dict[str, Any], run: Run) -> TransformerConfig:
         ffn_hidden_size=F_WIDTH,
         moe_ffn_hidden_size=case.get("width", F_WIDTH),
         num_moe_experts=case["num_experts"],
-        moe_router_topk=routing.topk,
-        moe_router_score_function=routing.score_function,
         moe_router_enable_expert_bias=False,
-        moe_router_pre_softmax=routing.pre_softmax,
-        moe_router_num_groups=routing.num_groups,
-        moe_router_group_topk=routing.group_topk,
         moe_router_topk_scaling_factor=routing.scaling_factor,
         moe_router_load_balancing_type="sinkhorn" if routing.sinkhorn else case["aux"] or "none",
         moe_router_force_load_balancing=routing.round_robin,
@@ -125,6 +121,7 @@ def engine_config(case: dict[str, Any], run: Run) -> TransformerConfig:
         gradient_accumulation_fusion=False,
         expert_tensor_parallel_size=run.parallel.expert_tensor_parallel_size,
         **{name: getattr(run.parallel, name) for name in names},
+        **{f"moe_router_{name}": getattr(routing, name) for name in same_names},
     )
     config.moe_router_enable_expert_bias = case["bias"]  # with softmax scores the engine's checks would refuse it
     config.moe_router_group_score = routing.group_score
