@@ -248,17 +248,15 @@ def _packed(parts: dict[str, Tensor], experts: str) -> dict[str, Tensor]:
     matrices: dict[str, list[Tensor]] = {}
     for key, value in parts.items():
         prefix, found, rest = key.partition("local_experts.")
+        number, product = rest.split(".")[:2] if found else ("", "")
         if not found:
             result[key] = value
-            continue
-        number, product = rest.split(".")[:2]
-        result[f"{prefix}{product}.weight{number}"] = value
-        matrices.setdefault(f"{prefix}weight{product[-1]}", []).append(value)
-    if experts == "grouped":  # Transformer Engine's
-        return result
-    rows = {key: torch.stack([value.t() for value in values]) for key, values in matrices.items()}
-    kept = {key: value for key, value in result.items() if ".experts.linear_fc" not in key}
+        elif experts == "grouped":  # Transformer Engine's
+            result[f"{prefix}{product}.weight{number}"] = value
+        else:
+            matrices.setdefault(f"{prefix}weight{product[-1]}", []).append(value.t())
     # One matrix of all experts: [hidden, e x out] for the first product, [e x in, hidden] for the second.
-    for key, value in rows.items():
-        kept[key] = value.reshape(value.shape[1], -1) if key.endswith("1") else value.flatten(0, 1)
-    return kept
+    for key, values in matrices.items():
+        stacked = torch.stack(values)
+        result[key] = stacked.reshape(stacked.shape[1], -1) if key.endswith("1") else stacked.flatten(0, 1)
+    return result
