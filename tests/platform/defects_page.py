@@ -24,22 +24,13 @@ def page(text: str) -> str:
 
 def table() -> str:
     """Return the table in Markdown, one row per defect."""
-    rows = [COLUMNS, ("---",) * len(COLUMNS), *(row(defect) for defect in known_defects())]
+    rows = [COLUMNS, ("---",) * len(COLUMNS)]
+    for defect in known_defects():
+        here, where = f"{defect.treatment}: {defect.how}", _code(defect.where) or "-"
+        shown = _code(defect.tests) or f"no test: {defect.no_test}"
+        releases = defect.releases()
+        rows.append((defect.id, defect.title, met_with(defect), releases, defect.source, here, where, shown))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-
-
-def row(defect: Defect) -> tuple[str, ...]:
-    """Return the cells of one defect."""
-    return (
-        defect.id,
-        defect.title,
-        met_with(defect),
-        defect.releases(),
-        defect.source,
-        f"{defect.treatment}: {defect.how}",
-        _code(defect.where) or "-",
-        _code(defect.tests) or f"no test: {defect.no_test}",
-    )
 
 
 def met_with(defect: Defect) -> str:

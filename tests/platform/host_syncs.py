@@ -1,8 +1,8 @@
 # mypy: disable-error-code="method-assign,assignment"
 """Count what makes the host wait for the device, on the pretended CUDA machine of `tests/helpers/cuda_on_cpu.py`.
 
-`counts_of_step` trains with given flags and returns what the last step met: kind, file, line and function, in the
-phases of `PHASES`. The kinds:
+`write_counts` trains with given flags and prints what the last step met: kind, file, line and function, in the phases
+of `PHASES`. The kinds:
 
     read      a number or an array is taken from the device: .item(), .tolist(), float(), if, .cpu(), .numpy()
     shape     the size of a result depends on data: nonzero, indexing by a mask, unique, bincount, repeat_interleave
@@ -17,7 +17,6 @@ without a device, read from files or copied from the device, and what is compute
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -55,7 +54,7 @@ _PINNED = "pretended_pinned"
 
 
 class HostSyncs:
-    """The waits of the host in this process while `counting`.
+    """The waits of the host in this process while it is on.
 
     It has to be made before `cuda_on_cpu.install()`, and `Mode` has to be that of this class: see `installed`.
     """
@@ -65,13 +64,6 @@ class HostSyncs:
         self.on = False
         self.calls = 0  # of functions of torch
         self._arriving: list[torch.Tensor] = []  # pinned memory that a copy was queued to, and no event waited for
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count within the block."""
-        self.on = True
-        yield
-        self.on = False
 
     def add(self, kind: str, what: str) -> None:
         """Count a wait of the code that runs now."""
@@ -350,24 +342,6 @@ DEFAULTS = (
 ).split()
 
 
-def counts_of_step(syncs: HostSyncs, argv: list[str]) -> Counter[Wait]:
-    """Train with these flags on the pretended machine and return the waits of this rank's last step."""
-    from megatron_moe.config import cli
-    from megatron_moe.training import loop
-    from megatron_moe.training.run import pretrain
-
-    stock = loop.StepRunner.run_next
-
-    def run_next(self: Any) -> Any:
-        syncs.found.clear()
-        with syncs.counting():
-            return stock(self)
-
-    with mock.patch.object(loop.StepRunner, "run_next", run_next), cuda_on_cpu.Mode():
-        pretrain(cli.parse([*DEFAULTS, *argv]))
-    return Counter(syncs.found)
-
-
 SYNCS: HostSyncs
 
 
@@ -379,9 +353,24 @@ def serve_ranks() -> None:
 
 
 def write_counts(argv: list[str]) -> None:
-    """Train as a forked rank; rank 0 writes for each phase the waits that are not hidden, and those that are."""
+    """Train as a forked rank; rank 0 writes for each phase of the last step the waits, and those that are hidden."""
+    from megatron_moe.config import cli
+    from megatron_moe.training import loop
+    from megatron_moe.training.run import pretrain
+
+    stock = loop.StepRunner.run_next
+
+    def run_next(self: Any) -> Any:
+        SYNCS.found.clear()
+        SYNCS.on = True
+        result = stock(self)
+        SYNCS.on = False
+        return result
+
+    with mock.patch.object(loop.StepRunner, "run_next", run_next), cuda_on_cpu.Mode():
+        pretrain(cli.parse([*DEFAULTS, *argv]))
     by_phase: dict[str, list[int]] = {phase: [0, 0] for phase in PHASES}
-    for wait, count in counts_of_step(SYNCS, argv).items():
+    for wait, count in SYNCS.found.items():
         print(count, wait)
         by_phase[wait.phase][wait.kind == "hidden"] += count
     if os.environ["RANK"] == "0":

@@ -96,14 +96,12 @@ def test_a_device_on_paper_multiplies_as_such_a_device_does(way: str) -> None:
 def test_by_itself_the_processors_instructions_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(switches.HALF_PRODUCTS, raising=False)
     monkeypatch.setattr(half_products, "_has_instructions", half_products._has_instructions.__wrapped__)
-    for capabilities, bf16, fp16 in (
-        ({"avx512_f": True}, True, True),
-        ({"avx512_bf16": True}, False, True),
-        ({"amx_bf16": True, "amx_fp16": True}, False, False),
-    ):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
-        wide = [half_products.multiply_in_fp32(torch.empty(1, dtype=dtype)) for dtype in HALVES]
-        assert wide == [bf16, fp16]
+    wide = {"avx512_f": [True, True], "avx512_bf16": [False, True], "amx_bf16 amx_fp16": [False, False]}
+    for capabilities, wanted in wide.items():
+        monkeypatch.setattr(
+            torch.cpu, "get_capabilities", lambda found=capabilities: dict.fromkeys(found.split(), True)
+        )
+        assert [half_products.multiply_in_fp32(torch.empty(1, dtype=dtype)) for dtype in HALVES] == wanted
         assert not half_products.multiply_in_fp32(torch.empty(1))
 
 

@@ -30,8 +30,11 @@ def installed(monkeypatch, tmp_path):
     monkeypatch.setattr(
         optional_libraries, "why_not_loaded", functools.cache(optional_libraries.why_not_loaded.__wrapped__)
     )
-    mine = ("transformer_engine", "apex", "amp_C")
-    for name in [name for name in sys.modules if name.split(".")[0] in mine]:
+
+    def loaded() -> list[str]:
+        return [name for name in sys.modules if name.split(".")[0] in ("transformer_engine", "apex", "amp_C")]
+
+    for name in loaded():
         monkeypatch.delitem(sys.modules, name)
 
     def write(package: str, module: str, code: str) -> None:
@@ -41,7 +44,7 @@ def installed(monkeypatch, tmp_path):
         (tmp_path / package / f"{module}.py").write_text(code)
 
     yield write
-    for name in [name for name in sys.modules if name.split(".")[0] in mine]:
+    for name in loaded():
         del sys.modules[name]
 
 
@@ -68,20 +71,14 @@ def test_a_library_that_cannot_be_loaded_looks_missing_and_its_flags_are_refused
     assert all(failure in line for line in lines)
 
 
-def test_a_library_that_can_be_loaded_stays(installed):
+def test_a_library_that_can_be_loaded_stays_and_apex_without_its_extensions_looks_missing(installed):
     installed("transformer_engine", "pytorch", "")
+    installed("apex", "optimizers", "")
     optional_libraries.hide_unusable(cuda=True)
     import transformer_engine.pytorch
 
     with hardware.imagining("cuda", {}):
-        assert hardware.have_transformer_engine()
-        assert transformer_engine.pytorch and hardware.unusable_libraries() == []
-
-
-def test_apex_without_its_extensions_looks_missing(installed):
-    installed("apex", "optimizers", "")
-    optional_libraries.hide_unusable(cuda=True)
-    with hardware.imagining("cuda", {}):
+        assert hardware.have_transformer_engine() and transformer_engine.pytorch
         assert hardware.unusable_libraries() == [
             "apex is not used: it is installed and cannot be loaded: ModuleNotFoundError: No module named 'amp_C'"
         ]
