@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -78,21 +77,16 @@ def _value(name: str, flag: str) -> list[str]:
     return _value(_blocks()[name].like, flag)
 
 
-def _flags(name: str) -> Iterator[tuple[str, list[str]]]:
+def _flags(name: str) -> dict[str, list[str]]:
     block = _blocks()[name]
-    if block.extra is not None:
-        yield from _flags(block.extra)
     listed = names()[1][int(name)] if name.isdigit() else []
-    for flag in [*listed, *block.added]:
-        if flag not in block.dropped:
-            yield flag, _value(name, flag)
+    flags = {flag: _value(name, flag) for flag in [*listed, *block.added]}
+    if block.extra is not None:
+        flags = {**_flags(block.extra), **flags, **block.values}
+        flags = {flag: values or _value(name, flag) for flag, values in flags.items()}
+    return {flag: values for flag, values in flags.items() if flag not in block.dropped}
 
 
 def command(name: str) -> tuple[list[str], int]:
     """Return the words of the command of a script, by its number or name, and its number of ranks."""
-    block = _blocks()[name]
-    own = block.values if block.extra is not None else {}
-    flags = dict(_flags(name)) | {flag: values for flag, values in own.items() if flag not in block.dropped}
-    if block.extra is not None:
-        flags = {flag: values or _value(name, flag) for flag, values in flags.items() if flag not in block.dropped}
-    return [word for flag, values in flags.items() for word in (flag, *values)], block.ranks
+    return [word for flag, values in _flags(name).items() for word in (flag, *values)], _blocks()[name].ranks
