@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from benchmarks.convert_16b import hashes, make, model
 from megatron_moe.config.schema import replace
+from tests.helpers.conversions import convert
 from tests.helpers.ranks import Child, RankParent
+from tests.hf import small_folders
 
 MIB = 2**20
 
 
-def measured(argument: dict[str, Any]) -> None:
+def measured(argument: list[str]) -> None:
     """Convert in a process of its own, and write by how many bytes its memory grew at most.
 
     A small model is converted first, so that what is loaded for a conversion is loaded before.
     """
-    from tests.helpers.conversions import convert
-    from tests.hf import small_folders
-
-    small = Path(argument["told"]).with_suffix("")
+    origin, target, load, save, told = argument
+    small = Path(told).with_suffix("")
     small_folders.sound(small / "hf", small / "sentinel")
     convert("hf", "native", small / "hf", small / "native")
     convert("native", "hf", small / "native", small / "back")
     before = memory("VmHWM")
-    convert(argument["origin"], argument["target"], argument["load"], Path(argument["save"]))
-    Path(argument["told"]).write_text(json.dumps(memory("VmHWM") - before))
+    convert(origin, target, load, Path(save))
+    Path(told).write_text(str(memory("VmHWM") - before))
 
 
 def memory(name: str) -> int:
@@ -37,15 +35,14 @@ def memory(name: str) -> int:
 
 
 def grown(parent: RankParent, folder: Path, origin: str, target: str, load: str, save: str) -> int:
-    told = folder / f"{save}-told.json"
-    argument = {"origin": origin, "target": target, "load": str(folder / load), "save": str(folder / save)}
-    log = folder / f"{save}.log"
-    child = Child("tests.apps.test_convert_memory:measured", {**argument, "told": str(told)}, str(log))
+    told, log = folder / f"{save}-told.json", folder / f"{save}.log"
+    argument = [origin, target, str(folder / load), str(folder / save), str(told)]
+    child = Child("tests.apps.test_convert_memory:measured", argument, str(log))
     assert parent.statuses(parent.fork([child]), 600) == [0], log.read_text()
-    return int(json.loads(told.read_text()))
+    return int(told.read_text())
 
 
-def test_a_conversion_holds_at_most_two_layers_of_a_model_of_eight(rank_parent: RankParent, tmp_path: Path) -> None:
+def test_a_conversion_holds_at_most_two_layers_of_a_model_of_eight(rank_parent, tmp_path):
     run = replace(model(8), hidden_size=512, ffn_hidden_size=1024, vocab_size=4000, num_attention_heads=8)
     experts = {"num_experts": 12, "moe_router_topk": 4, "moe_ffn_hidden_size": 176}
     run = replace(run, **experts, moe_shared_expert_intermediate_size=352)

@@ -15,8 +15,7 @@ from megatron_moe.apps.verify_resume.replay import arithmetic_differences, compa
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten, replace
-from megatron_moe.io.files import replace_json
-from megatron_moe.io.hashing import sha256_of_file
+from megatron_moe.io.files import write_json
 from megatron_moe.io.program import USER_ERROR
 from tests.checkpoint import reshard_cases as cases
 
@@ -38,11 +37,8 @@ def save(root: Path, iteration: int, run: Run = RUN, ranks: int = 4, records: li
     step.mkdir(parents=True)
     kept = [record(number) for number in range(1, iteration + 1)] if records is None else records
     state = {"iteration": iteration, "layout": {"world_size": ranks}, "device": "cpu", "versions": {}, "records": kept}
-    replace_json(step / folder.CONFIG, flatten(run))
-    replace_json(step / folder.STATE, state)
     files = {
-        name: {"bytes": (step / name).stat().st_size, "sha256": sha256_of_file(step / name)}
-        for name in (folder.CONFIG, folder.STATE)
+        name: write_json(step / name, said) for name, said in ((folder.CONFIG, flatten(run)), (folder.STATE, state))
     }
     manifest.write(step, iteration, files)
     return step
@@ -72,23 +68,20 @@ def test_a_step_that_is_damaged_is_neither_replayed_nor_believed(tmp_path):
 
 
 def test_what_cannot_be_verified_is_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match="is no folder"):
-        plan_replay(tmp_path / "none")
-    with pytest.raises(ConfigError, match="no complete checkpoint"):
-        plan_replay(tmp_path)
+    def refused(match: str, root: Path = tmp_path, **asked: int) -> None:
+        with pytest.raises(ConfigError, match=match):
+            plan_replay(root, **asked)
+
+    refused("is no folder", tmp_path / "none")
+    refused("no complete checkpoint")
     save(tmp_path, 3)
-    with pytest.raises(ConfigError, match="--metrics-file"):
-        plan_replay(tmp_path)
+    refused("--metrics-file")
     save(tmp_path, 5)
-    with pytest.raises(ConfigError, match="no step after 5 is recorded"):
-        plan_replay(tmp_path, begin=5)
-    with pytest.raises(ConfigError, match="no complete step"):
-        plan_replay(tmp_path, begin=4)
-    with pytest.raises(ConfigError, match="only 2 steps after step 3"):
-        plan_replay(tmp_path, begin=3, steps=3)
+    refused("no step after 5 is recorded", begin=5)
+    refused("no complete step", begin=4)
+    refused("only 2 steps after step 3", begin=3, steps=3)
     save(tmp_path, 7, records=[record(5, loss_hex=(1.0).hex())])
-    with pytest.raises(ConfigError, match="record iteration 5 otherwise: loss_hex"):
-        plan_replay(tmp_path)
+    refused("record iteration 5 otherwise: loss_hex")
 
 
 def test_a_replay_ends_where_another_run_went_on(tmp_path):
@@ -134,12 +127,10 @@ def test_one_other_bit_in_any_value_is_found_on_the_same_layout(replay, name):
 
 
 def test_on_another_layout_sums_may_differ_by_rounding_and_data_may_not(replay):
-    near = record(
-        4, loss_hex=(4.6 * (1 + 1e-7)).hex(), grad_norm_hex=(1.5 * (1 + 1e-6)).hex(), expert_bias_hash="other"
-    )
-    assert not any(finding.wrong for finding in compare(replay, [near, record(5)], ["ranks"]))
-    said = report_lines(replay, compare(replay, [near, record(5)], ["ranks"]), ["ranks"])
-    assert "within tolerances, because of ranks: all agree" in said[-1]
+    rounded = {"loss_hex": (4.6 * (1 + 1e-7)).hex(), "grad_norm_hex": (1.5 * (1 + 1e-6)).hex()}
+    near = compare(replay, [record(4, **rounded, expert_bias_hash="other"), record(5)], ["ranks"])
+    assert not any(finding.wrong for finding in near)
+    assert "within tolerances, because of ranks: all agree" in report_lines(replay, near, ["ranks"])[-1]
     for far in ({"loss_hex": (4.6001).hex()}, {"grad_norm_hex": (1.51).hex()}, {"loss_hex": "nan"}, {"data_hash": "0"}):
         assert compare(replay, [record(4, **far), record(5)], ["ranks"])[0].wrong, far
     assert compare(replay, [record(4)], ["ranks"])[1].wrong == ["was not replayed"]
@@ -150,27 +141,21 @@ def test_not_a_number_is_equal_to_itself(tmp_path):
     save(tmp_path, 3)
     save(tmp_path, 4, records=[skipped])
     replay = plan_replay(tmp_path)
-    for difference in ([], ["ranks"]):
-        assert not compare(replay, [skipped], difference)[0].wrong
+    assert not any(compare(replay, [skipped], difference)[0].wrong for difference in ([], ["ranks"]))
     assert compare(replay, [record(4)], ["ranks"])[0].wrong
 
 
-def test_on_cuda_bits_are_compared_with_the_deterministic_mode_alone():
+def test_on_cuda_bits_are_compared_with_the_deterministic_mode_alone_and_other_versions_excuse_other_bits():
+    state = {"versions": {"torch": "2.1", "numpy": "2.0"}}
+    assert version_differences(state, {"torch": "2.2", "numpy": "2.0", "python": "3.11"}) == ["torch 2.1 -> 2.2"]
     settings = {"device": "H100", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     recorded = {"arithmetic": settings}
     assert arithmetic_differences(recorded, settings, deterministic=True) == []
     assert arithmetic_differences(recorded, settings, deterministic=False) == ["CUDA without --deterministic-mode"]
     other = {**settings, "device": "H200", "NCCL_ALGO": "Tree"}
-    assert arithmetic_differences(recorded, other, deterministic=True) == [
-        "device: H100 -> H200",
-        "NCCL_ALGO: Ring -> Tree",
-    ]
+    told = ["device: H100 -> H200", "NCCL_ALGO: Ring -> Tree"]
+    assert arithmetic_differences(recorded, other, deterministic=True) == told
     assert arithmetic_differences({}, settings, deterministic=True)[0] == "device: unknown -> H100"
-
-
-def test_other_versions_excuse_other_bits():
-    state = {"versions": {"torch": "2.1", "numpy": "2.0"}}
-    assert version_differences(state, {"torch": "2.2", "numpy": "2.0", "python": "3.11"}) == ["torch 2.1 -> 2.2"]
 
 
 @pytest.mark.engine
@@ -197,8 +182,6 @@ def test_recorded_steps_are_replayed_to_the_bit_and_a_wrong_bit_is_found(gloo, t
     monkeypatch.setattr(cli, "records_of", lambda *given: [replays[0][0], off])
     assert cli.main([str(save)]) == cli.DIFFERENT
     assert "WRONG: loss" in capsys.readouterr().out
-    assert cli.main([str(tmp_path / "none")]) == USER_ERROR
-    assert cli.main([str(save), "--steps", "0"]) == USER_ERROR
     # a flag that the run would refuse is refused before anything starts
-    assert cli.main([str(save), "--moe-router-topk", "99"]) == USER_ERROR
-    assert cli.main([str(save), "--no-such-flag"]) == USER_ERROR
+    for words in ([tmp_path / "none"], [save, "--steps", 0], [save, "--moe-router-topk", 99], [save, "--no-such-flag"]):
+        assert cli.main([*map(str, words)]) == USER_ERROR
