@@ -112,12 +112,11 @@ def masters_follow(chunks: Any, optimizer: Any) -> bool:
     """Whether every fp32 main weight is the model's weight."""
     from megatron_moe.training.optimizer import named_moments_and_masters, owned_part
 
-    good = True
-    for parameter, quantity, value in named_moments_and_masters(chunks, optimizer):
-        if quantity == "master weight":
-            mine = owned_part(optimizer, parameter).of(parameter.detach())
-            good = good and torch.equal(value.flatten(), mine.flatten().float())
-    return good
+    return all(
+        torch.equal(value.flatten(), owned_part(optimizer, parameter).of(parameter.detach()).flatten().float())
+        for parameter, quantity, value in named_moments_and_masters(chunks, optimizer)
+        if quantity == "master weight"
+    )
 
 
 class _Seen:

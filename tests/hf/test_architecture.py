@@ -46,11 +46,8 @@ def test_a_folder_gives_architecture_and_vocabulary_and_nothing_else(tmp_path):
     own = {"load_hf", "max_position_embeddings", "moe_router_dtype", *architecture_keys()}
     assert {name for name, value in flatten(run).items() if value != flatten(Run())[name]} <= own | {"seq_length"}
     assert run.model.seq_length == 32
-
-
-def test_a_setting_that_only_may_differ_is_the_users(tmp_path):
-    where = str(folder(tmp_path, "deepseek-v3"))
-    run = cli.parse(["--load-hf", where, "--max-position-embeddings", "512"], filled_in)
+    # a setting that may differ is the user's
+    run = cli.parse(["--load-hf", str(tmp_path), "--max-position-embeddings", "512"], filled_in)
     assert run.model.max_position_embeddings == 512
 
 
@@ -89,8 +86,9 @@ def test_the_same_in_other_words_is_no_contradiction(tmp_path, flags):
     assert cli.parse(["--load-hf", where, *flags.split()], filled_in) == plain
 
 
-def test_a_folder_that_is_none_is_refused_where_the_command_line_is_read(tmp_path):
+def test_a_folder_that_is_none_or_has_no_step_is_refused_where_the_command_line_is_read(tmp_path):
     assert f"--load-hf {tmp_path / 'none'}" in message_of("--load-hf", str(tmp_path / "none"))
+    assert "has no step yet" in message_of("--load", str(tmp_path), "--use-checkpoint-args")
 
 
 def test_a_step_gives_its_architecture_and_no_more(tmp_path):
@@ -113,10 +111,6 @@ def test_a_run_that_has_saved_goes_on_without_the_folder_that_it_was_imported_fr
     assert flatten(cli.parse(argv, filled_in)) == flatten(first)
     refused = message_of(*argv, "--hidden-size", "96")
     assert "--hidden-size 96 (there: 64)" in refused and "iter_0000005" in refused
-
-
-def test_without_a_step_there_is_nothing_to_take(tmp_path):
-    assert "has no step yet" in message_of("--load", str(tmp_path), "--use-checkpoint-args")
 
 
 def test_a_folder_that_gives_the_architecture_is_read_without_torch(tmp_path):
@@ -144,15 +138,7 @@ def test_a_pretrained_checkpoint_is_loaded_until_the_run_has_a_step_of_its_own(t
     assert (resumed.load, resumed.finetune) == (str(root), False)
     alone = cli.parse(argv[:2], filled_in).checkpoint
     assert (alone.load, alone.finetune) == (str(pretrained), True)
-
-
-def test_weights_come_from_one_folder(tmp_path):
-    argv = ["--pretrained-checkpoint", "weights", "--load-hf", str(folder(tmp_path, "mixtral"))]
-    refused = message_of(*argv)
-    assert "--pretrained-checkpoint weights" in refused and "--load-hf" in refused
-
-
-def test_a_pretrained_checkpoint_leaves_the_defaults_of_the_architecture_open(tmp_path):
-    write_step(tmp_path, 7, config=flatten(Run()))
-    argv = ["--pretrained-checkpoint", str(tmp_path), "--use-mcore-models"]
-    assert any("--norm-epsilon" in note for note in cli.parse(argv, filled_in).notes)
+    # the defaults of the architecture stay open, and weights come from one folder
+    assert any("--norm-epsilon" in note for note in cli.parse([*argv[:2], "--use-mcore-models"], filled_in).notes)
+    refused = message_of(*argv[:2], "--load-hf", str(folder(tmp_path / "hf", "mixtral")))
+    assert f"--pretrained-checkpoint {pretrained}" in refused and "--load-hf" in refused

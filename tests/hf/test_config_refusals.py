@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.hf import config as hf_config
-from tests.helpers import tiny_models
+from tests.hf.test_config import read, saved
 
 MISSING = "(the key is not there)"
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 40.0,
-    "original_max_position_embeddings": 4096,
-}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096}
+LENGTH = "rope_parameters.original_max_position_embeddings"
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 EVERY = "deepseek-v3"
 
@@ -26,27 +20,18 @@ ROWS: list[tuple[str, dict, list[str]]] = [
     (EVERY, {"model_type": MISSING}, ["model_type None", "deepseek_v3, kimi_k2, mixtral"]),
     (EVERY, {"model_type": ["mixtral"]}, ["model_type ['mixtral']", "qwen3_moe"]),
     (EVERY, {"model_type": "olmoe"}, ["'olmoe'", "over all heads", "qwen3_moe"]),
-    (EVERY, {"model_type": "gpt_oss"}, ["'gpt_oss'", "sinks", "qwen3_moe"]),
-    (EVERY, {"model_type": "qwen3_next"}, ["'qwen3_next'", "delta rule"]),
-    (EVERY, {"model_type": "llama4"}, ["'llama4'", "chunks"]),
-    (EVERY, {"model_type": "dbrx"}, ["'dbrx'", "clips"]),
-    (EVERY, {"model_type": "phimoe"}, ["'phimoe'", "sparsemixer"]),
-    (EVERY, {"model_type": "deepseek_v32"}, ["'deepseek_v32'", "selection of the keys"]),
-    (EVERY, {"model_type": "kimi_k25"}, ["'kimi_k25'", "several modalities"]),
     (EVERY, {"model_type": "llama"}, ["'llama'", "dense"]),
     (EVERY, {"model_type": "unheard_of"}, ["'unheard_of'", "not one of the families"]),
     (EVERY, {"architectures": ["DeepseekV3ForSequenceClassification"]}, ["architectures", "DeepseekV3ForCausalLM"]),
     (EVERY, {"architectures": ["DeepseekV2ForCausalLM"]}, ["architectures", "DeepseekV3ForCausalLM"]),
     # sizes
     (EVERY, {"hidden_size": MISSING}, ["hidden_size is missing", "integer of at least 1"]),
-    (EVERY, {"hidden_size": "64"}, ["hidden_size '64'", "integer"]),
     (EVERY, {"hidden_size": 64.0}, ["hidden_size 64.0", "integer"]),
     (EVERY, {"hidden_size": True}, ["hidden_size True", "integer"]),
     (EVERY, {"hidden_size": -64}, ["hidden_size -64", "integer of at least 1"]),
     (EVERY, {"vocab_size": 0}, ["vocab_size 0", "at least 2"]),
     (EVERY, {"num_hidden_layers": 10**9}, ["num_hidden_layers 1000000000", "from 1 to 10000"]),
     (EVERY, {"n_routed_experts": 10**9}, ["n_routed_experts 1000000000", "from 2 to"]),
-    ("qwen3-moe", {"num_local_experts": 10**9}, ["num_local_experts 1000000000", "from 2 to"]),
     (EVERY, {"kv_lora_rank": 2**31}, ["kv_lora_rank 2147483648"]),
     (EVERY, {"max_position_embeddings": MISSING}, ["max_position_embeddings is missing"]),
     (EVERY, {"rms_norm_eps": MISSING}, ["rms_norm_eps is missing", "above 0"]),
@@ -73,7 +58,6 @@ ROWS: list[tuple[str, dict, list[str]]] = [
     (EVERY, {"first_k_dense_replace": 4}, ["first_k_dense_replace 4", "none of the 4 layers"]),
     (EVERY, {"moe_layer_freq": 2}, ["moe_layer_freq 2", "works: 1"]),
     (EVERY, {"n_shared_experts": None}, ["n_shared_experts None", "at least 1"]),
-    (EVERY, {"n_shared_experts": 0}, ["n_shared_experts 0", "at least 1"]),
     (EVERY, {"num_experts_per_tok": 17}, ["num_experts_per_tok 17", "there are 16"]),
     ("mixtral", {"num_experts_per_tok": MISSING}, ["num_experts_per_tok is missing"]),
     (EVERY, {"routed_scaling_factor": MISSING}, ["routed_scaling_factor is missing"]),
@@ -120,25 +104,17 @@ ROWS: list[tuple[str, dict, list[str]]] = [
     (EVERY, {"rope_parameters": {**YARN, "rope_type": "linear"}}, ["rope_parameters.rope_type 'linear'", "'yarn'"]),
     (EVERY, {"rope_parameters": {**YARN, "factor": None}}, ["rope_parameters.factor None", "above 0"]),
     (EVERY, {"rope_parameters": {**YARN, "factor": 0.5}}, ["rope_parameters.factor 0.5", "at least 1"]),
-    (
-        EVERY,
-        {"rope_parameters": {**YARN, "original_max_position_embeddings": None}},
-        ["rope_parameters.original_max_position_embeddings None"],
-    ),
+    (EVERY, {"rope_parameters": {**YARN, "original_max_position_embeddings": None}}, [f"{LENGTH} None"]),
     (
         EVERY,
         {"rope_parameters": {**YARN, "original_max_position_embeddings": 4, "rope_theta": 2.0}},
-        ["rope_parameters.original_max_position_embeddings 4", "some thousand"],
+        [f"{LENGTH} 4", "some thousand"],
     ),
     (EVERY, {"rope_parameters": {**YARN, "truncate": False}}, ["rope_parameters.truncate False", "True"]),
     (EVERY, {"rope_parameters": {**YARN, "long_factor": [1.0]}}, ["rope_parameters.long_factor", "beta_fast"]),
     (EVERY, {"rope_parameters": {**YARN, "beta_fast": 1, "beta_slow": 2}}, ["rope_parameters.beta_fast 1", "2.0"]),
     (EVERY, {"rope_parameters": {**YARN, "attention_factor": 0.5}}, ["rope_parameters.attention_factor 0.5", "1.0"]),
-    (
-        EVERY,
-        {"rope_parameters": {**YARN, "factor": 1.0, "attention_factor": 1.2}},
-        ["rope_parameters.attention_factor 1.2", "drop it"],
-    ),
+    (EVERY, {"rope_parameters": {**YARN, "factor": 1.0, "attention_factor": 1.2}}, ["attention_factor 1.2", "drop it"]),
     (EVERY, {"rope_parameters": {"rope_theta": 1e4, "factor": 4.0}}, ["rope_parameters.factor 4.0", "not stretched"]),
     (EVERY, {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5", "1.0 works"]),
     ("mixtral", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5", "1.0 works"]),
@@ -148,18 +124,10 @@ ROWS: list[tuple[str, dict, list[str]]] = [
         for case in ("mixtral", "qwen2-moe", "qwen3-moe")
         for kind in ("yarn", "linear", "dynamic", "llama3", "longrope")
     ),
-    (
-        "glm4-moe",
-        {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
-        ["rope_parameters.rope_type 'yarn'", "grouped-query"],
-    ),
+    ("glm4-moe", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}, ["rope_type 'yarn'", "grouped-query"]),
     # quantisation
     (EVERY, {"quantization_config": "fp8"}, ["quantization_config 'fp8'", "dictionary"]),
-    (
-        EVERY,
-        {"quantization_config": {**FP8, "quant_method": "awq"}},
-        ["quant_method 'awq'", '"fp8"'],
-    ),
+    (EVERY, {"quantization_config": {**FP8, "quant_method": "awq"}}, ["quant_method 'awq'", '"fp8"']),
     (EVERY, {"quantization_config": {**FP8, "fmt": "e5m2"}}, ["quantization_config.fmt 'e5m2'", "e4m3"]),
     (EVERY, {"quantization_config": {**FP8, "weight_block_size": None}}, ["quantization_config.weight_block_size"]),
 ]
@@ -169,23 +137,17 @@ ROWS: list[tuple[str, dict, list[str]]] = [
     ("case", "changes", "says"), ROWS, ids=[f"{case}-{next(iter(changes))}" for case, changes, _ in ROWS]
 )
 def test_what_is_not_computed_here_or_contradicts_itself_is_refused_by_key(case, changes, says):
-    config = tiny_models.config(case)
-    config.architectures = [f"{tiny_models.CASES[case][0]}ForCausalLM"]
-    good = json.loads(config.to_json_string())
+    good = saved(case)
     bad = {key: value for key, value in {**good, **copy.deepcopy(changes)}.items() if value != MISSING}
-    hf_config.settings(good, has_prediction_layers=False, where="--load-hf folder")
+    read(good)
     with pytest.raises(ConfigError) as error:
-        hf_config.settings(bad, has_prediction_layers=False, where="--load-hf folder")
+        read(bad)
     message = str(error.value)
     assert message.startswith("--load-hf folder: config.json: ") and "\n" not in message
     assert not [text for text in says if text not in message], message
 
 
-@pytest.mark.parametrize(
-    ("case", "key"), [("deepseek-v3", "num_nextn_predict_layers"), ("mixtral", "num_nextn_predict_layers")]
-)
-def test_prediction_tensors_that_the_configuration_knows_nothing_of_are_refused(case, key):
-    config = json.loads(tiny_models.config(case).to_json_string())
-    config["architectures"] = [f"{tiny_models.CASES[case][0]}ForCausalLM"]
-    with pytest.raises(ConfigError, match=key):
-        hf_config.settings(config, has_prediction_layers=True, where="folder")
+@pytest.mark.parametrize("case", ["deepseek-v3", "mixtral"])
+def test_prediction_tensors_that_the_configuration_knows_nothing_of_are_refused(case):
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers"):
+        read(saved(case), prediction=True)

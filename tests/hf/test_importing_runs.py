@@ -18,7 +18,7 @@ from tests.hf import imported_cases as cases
 
 TRAINING = [
     "--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "4", "--eval-iters", "0",
-    "--lr", "1e-3", "--save-interval", "2", "--moe-router-bias-update-rate", "1e-3",
+    "--lr", "1e-3", "--moe-router-bias-update-rate", "1e-3",
 ]  # fmt: skip
 EP2 = ["--expert-model-parallel-size", "2", "--use-distributed-optimizer", "--bf16"]
 PP2 = ["--pipeline-model-parallel-size", "2", "--bf16"]
@@ -46,8 +46,8 @@ def test_a_folder_is_trained_restarted_with_the_same_command_and_exported(gloo, 
     root, there = tmp_path / "run", tmp_path / "there"
     shutil.copytree(source, there)
     argv = [
-        "--load-hf", str(there), "--load", str(root), "--save", str(root), *TRAINING, *EP2, "--train-iters", "4",
-        "--exit-interval", "2", "--metrics-file", str(tmp_path / "metrics.jsonl"),
+        "--load-hf", str(there), "--load", str(root), "--save", str(root), *TRAINING, *EP2, "--train-iters", "2",
+        "--exit-interval", "1", "--metrics-file", str(tmp_path / "metrics.jsonl"),
     ]  # fmt: skip
     job = Forked(rank_parent)
     job.start(argv, 2, tmp_path, tmp_path / "log")
@@ -57,8 +57,8 @@ def test_a_folder_is_trained_restarted_with_the_same_command_and_exported(gloo, 
         assert text in told
     shutil.rmtree(there)  # steps hold all that is needed from here on
     gloo.run(2, cases.trained, argv=argv)
-    assert len(losses(tmp_path / "metrics.jsonl")) == 4
-    for step in ("iter_0000002", "iter_0000004"):
+    assert len(losses(tmp_path / "metrics.jsonl")) == 2
+    for step in ("iter_0000001", "iter_0000002"):
         state = json.loads((root / step / "state.json").read_text())
         assert state["hf"]["family"] == "deepseek-v3" and len(state["hf"]["copies"]) == 2
         files = kept(root / step)
@@ -69,7 +69,7 @@ def test_a_folder_is_trained_restarted_with_the_same_command_and_exported(gloo, 
     before, after = held(source), held(tmp_path / "out")
     assert after.keys() == before.keys()
     assert {name: value.dtype for name, value in after.items()} == {name: value.dtype for name, value in before.items()}
-    # Four steps change every matrix, but those of experts that no token came to.
+    # Two steps change every matrix, but those of experts that no token came to.
     still = [name for name in before if torch.equal(before[name], after[name]) and "norm" not in name]
     assert all(".mlp.experts." in name for name in still) and len(still) < len(before) / 4
     loads_and_generates(tmp_path / "out")

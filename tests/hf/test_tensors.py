@@ -71,20 +71,13 @@ def test_a_block_has_its_scale_at_the_edges_too(tmp_path, rows, columns, high, w
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_scales_are_widened_without_loss(tmp_path, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_scales_are_widened_and_blocks_are_128_wide_where_the_configuration_says_nothing(tmp_path, dtype):
     values, scales = quantised(130, 20, (128, 128))
-    folder = opened(tmp_path, {"w": values, "w_scale_inv": scales.to(dtype)}, {"weight_block_size": [128, 128]})
-    with TensorReader(folder) as reader:
-        assert torch.equal(reader.read("w", torch.float32), slowly(values, scales.to(dtype), (128, 128)))
-
-
-def test_without_a_word_in_the_configuration_blocks_are_128_wide_and_a_note_says_so(tmp_path):
-    values, scales = quantised(130, 20, (128, 128))
-    folder = opened(tmp_path, {"w": values, "w_scale_inv": scales}, None)
+    folder = opened(tmp_path, {"w": values, "w_scale_inv": scales.to(dtype)}, None)
     assert len(folder.notes) == 1 and "128 x 128" in folder.notes[0]
     with TensorReader(folder) as reader:
-        assert torch.equal(reader.read("w", torch.float32), slowly(values, scales, (128, 128)))
+        assert torch.equal(reader.read("w", torch.float32), slowly(values, scales.to(dtype), (128, 128)))
 
 
 def test_a_number_that_is_none_stays_none(tmp_path):
