@@ -137,11 +137,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
     tiny = PRESETS["tiny"]
     assert (run.model.hidden_size, run.model.num_layers, run.model.seq_length) == (128, 8, tiny["seq_length"])
     assert run.moe.moe_router_group_score == schema.Run().moe.moe_router_group_score
-
-
-def test_a_file_can_set_back_a_preset_to_its_default(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("bf16: false\nq_lora_rank: null\n")
+    path.write_text("bf16: false\nq_lora_rank: null\n")  # a preset's settings, back to the defaults
     run = cli.parse(["--preset", "demo", "--config", str(path)])
     assert (run.precision.bf16, run.model.q_lora_rank) == (False, None)
 

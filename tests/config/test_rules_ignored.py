@@ -54,7 +54,7 @@ ROWS = [
     (TINY, "--recompute-method uniform --recompute-num-layers 1", "", ["--recompute-granularity"]),
     (TINY, "--recompute-modules moe", "", ["--recompute-modules moe", "selective"]),
     (TINY, "--save-interval 5 --no-save-optim --async-save", "", ["--save-interval 5", "NOTHING IS SAVED"]),
-    (f"{TINY} --use-torch-fsdp2", "--overlap-grad-reduce --overlap-param-gather", "", ["ZeRO stage 2"]),
+    (f"{TINY} --use-torch-fsdp2", "--overlap-grad-reduce --overlap-param-gather", "", ["param-gather", "ZeRO stage 2"]),
     (
         f"{TINY} --bf16 --data-parallel-sharding-strategy optim_grads",
         "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",

@@ -23,10 +23,11 @@ VOCABULARY = 1000
 S = 8
 
 
-@pytest.fixture(autouse=True)
-def process_group(one_process: None) -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
     groups.initialize(build({}))
     yield
+    groups.destroy()
 
 
 def make_run(**changes: object) -> Run:
