@@ -16,11 +16,9 @@ from megatron.core import parallel_state
 from megatron_moe.config.launch import launched_world
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.groups import seed_everything
 
 pytestmark = pytest.mark.engine
 
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 GROUPS = (
     "tp pp cp dp dp_cp tp_cp tp_dp_cp mp embd pos_embd ep expt_tp expt_dp tp_ep tp_ep_pp intra_dp_cp intra_expt_dp"
 ).split()
@@ -28,7 +26,7 @@ GROUPS = (
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, one_process):
-    for name in LAUNCHER:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -60,7 +58,7 @@ def test_a_seed_repeats_every_stream_and_another_changes_them():
     groups.initialize(Run())
     seen = []
     for seed in (1, 1, 2**32 + 5):
-        seed_everything(replace(Run(), seed=seed))
+        groups.seed_everything(replace(Run(), seed=seed))
         seen.append((random.random(), float(numpy.random.rand()), float(torch.rand(()))))
     assert seen[0] == seen[1]
     assert all(first != second for first, second in zip(seen[0], seen[2], strict=True))

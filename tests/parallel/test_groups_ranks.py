@@ -6,12 +6,11 @@ import torch.distributed as dist
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.parallel import groups
 
 
 def refusal(odd_rank: int) -> str:
     """One rank asks for fp16 where the others ask for bf16."""
-    from megatron_moe.parallel import groups
-
     mine = {"fp16": True} if dist.get_rank() == odd_rank else {"bf16": True}
     try:
         groups.initialize(replace(Run(), **mine))
