@@ -19,6 +19,7 @@ from megatron_moe.config.schema import build
 from megatron_moe.data.train_tokenizer import train_sentencepiece
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
+from megatron_moe.training.run import pretrain
 from tests.helpers.conversions import convert, words
 from tests.helpers.rows import rows
 from tests.helpers.tiny_tokenizers import TEXTS, byte_level, published
@@ -29,9 +30,9 @@ PROMPT = "def area_7(width"
 NEW = 12
 
 
-def pieces(folder: Path) -> Path:
-    train_sentencepiece(TEXTS, folder / "own.model", 330)
-    return folder / "own.model"
+def pieces(file: Path) -> Path:
+    train_sentencepiece(TEXTS, file, 330)
+    return file
 
 
 MADE = {
@@ -43,15 +44,8 @@ MADE = {
 
 def trained(preset: str, flags: dict[str, Any]) -> None:
     """Four steps of a preset on this case's rank, saved."""
-    from megatron_moe.training.run import pretrain
-
-    steps = {"mock_data": True, "global_batch_size": 4, "train_iters": 4, "eval_iters": 0, "lr": 5e-3}
+    steps = {"mock_data": True, "global_batch_size": 2, "train_iters": 4, "eval_iters": 0, "lr": 5e-3}
     pretrain(build({**PRESETS[preset], **steps, **flags}))
-
-
-def exported(source: Path, to: Path, *flags: str) -> Path:
-    convert("native", "hf", source, to, *flags)
-    return to
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -104,11 +98,11 @@ def same_loglikelihoods(run: Path, tokenizer: Any, model: Any) -> None:
 @pytest.mark.parametrize("kind", rows(MADE, test=["HuggingFaceTokenizer"]))
 def test_transformers_generates_from_an_exported_folder_what_we_do(gloo, capsys, tmp_path, kind):
     make, preset = MADE[kind]
-    file = None if make is None else make(tmp_path / "tokenizer" if make is byte_level else tmp_path)
+    file = None if make is None else make(tmp_path / "tokenizer.model")
     flags = {"tokenizer_type": kind, "tokenizer_model": None if file is None else str(file)}
     gloo.run(1, trained, preset=preset, flags={**flags, "save": str(tmp_path / "run")})
-    folder = exported(tmp_path / "run", tmp_path / "hf")
-
+    folder = tmp_path / "hf"
+    convert("native", "hf", tmp_path / "run", folder)
     text, tokenizer, model = theirs(folder)
     assert text == ours(capsys, tmp_path / "run") == ours(capsys, folder) and len(text) > len(PROMPT)
     eod = json.loads((tmp_path / "run" / "iter_0000004" / "state.json").read_text())["tokenizer"]["eod"]
@@ -137,23 +131,22 @@ def test_transformers_generates_from_an_exported_folder_what_we_do(gloo, capsys,
         assert not (tmp_path / "again").exists()
         message = capsys.readouterr().err
         assert "--tokenizer-model" in message and str(file) in message and "--no-tokenizer" in message
-        again = exported(tmp_path / "run", tmp_path / "again", "--tokenizer-model", str(tmp_path / "moved"))
-        assert files(folder) == files(again)
+        convert("native", "hf", tmp_path / "run", tmp_path / "again", "--tokenizer-model", str(tmp_path / "moved"))
+        assert files(folder) == files(tmp_path / "again")
 
 
 def test_an_imported_model_is_exported_with_what_it_came_with(capsys, tmp_path):
-    hf = tmp_path / "hf"
-    model = published("qwen3-moe", 3, hf)
-    native = tmp_path / "native"
-    convert("hf", "native", hf, native)
-    shutil.move(hf, tmp_path / "gone")
-    folder = exported(native, tmp_path / "back")
+    model = published("qwen3-moe", 3, tmp_path / "hf")
+    native, folder = tmp_path / "native", tmp_path / "back"
+    convert("hf", "native", tmp_path / "hf", native)
+    shutil.move(tmp_path / "hf", tmp_path / "gone")
+    convert("native", "hf", native, folder)
     for path in (tmp_path / "gone").iterdir():
         assert path.suffix == ".safetensors" or (folder / path.name).read_bytes() == path.read_bytes(), path.name
     # The folder's own post-processor begins a text.
-    text, tokenizer, _ = theirs(folder)
+    text, tokenizer, loaded = theirs(folder)
     assert tokenizer(PROMPT)["input_ids"][0] == tokenizer.bos_token_id
     assert text == ours(capsys, native) == ours(capsys, folder) != ours(capsys, folder, "--no-add-bos")
-    without = exported(native, tmp_path / "without", "--no-tokenizer")
-    assert not [path.name for path in without.iterdir() if "token" in path.name or "chat" in path.name]
-    assert torch.equal(theirs(folder)[2].lm_head.weight, model.lm_head.weight)
+    convert("native", "hf", native, tmp_path / "without", "--no-tokenizer")
+    assert not [path.name for path in (tmp_path / "without").iterdir() if "token" in path.name or "chat" in path.name]
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)

@@ -27,6 +27,7 @@ from tests.helpers import tiny_models
 from tests.helpers.conversions import convert
 from tests.helpers.rows import rows
 from tests.helpers.tiny_tokenizers import byte_level
+from tests.helpers.trained_steps import SMALL, trained
 
 PROMPTS = ([5], [3, 90, 17, 17, 64, 2, 101])
 NEW = 12
@@ -48,20 +49,16 @@ def test_greedy_tokens_are_those_of_transformers(case, tmp_path):
             assert got == continued(model, prompt)
 
 
-# ---- the tool
-
-
 WORDS = ["<s>", "</s>", *(f"w{number}" for number in range(2, tiny_models.VOCABULARY))]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model with a tokenizer of one token per word, as transformers saves both; and the model."""
-    path = tmp_path_factory.mktemp("hf")
+    path = tmp_path_factory.mktemp("made") / "hf"
     model = tiny_models.make("deepseek-v3", 2, path)
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w2")
-    )
+    by_word = {word: number for number, word in enumerate(WORDS)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(by_word, unk_token="w2"))
     words.add_special_tokens(["<s>", "</s>"])
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     words.save(str(path / "tokenizer.json"))
@@ -71,10 +68,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def native(folder, tmp_path_factory):
-    root = tmp_path_factory.mktemp("native") / "root"
-    convert("hf", "native", folder[0], root)
-    return root
+def native(folder):
+    convert("hf", "native", folder[0], folder[0].parent / "native")
+    return folder[0].parent / "native"
 
 
 def run(capsys, *flags):
@@ -93,15 +89,13 @@ def test_a_converted_checkpoint_speaks_with_the_tokenizer_it_came_with(native, f
     (tmp_path / "prompt").write_text(prompt)
     flags = ["--load", native, "--max-new-tokens", 8, "--no-stop-at-eod"]
     code, out, err = run(capsys, *flags, "--prompt", "w40", "--prompt-file", tmp_path / "prompt")
-    expected = [f"{words} {text(continued(folder[1], ids, 8))}\n" for words, ids in
-                (("w40", [0, 40]), (prompt, [0, 7, 11, 30]))]  # fmt: skip
+    asked = {"w40": [0, 40], prompt: [0, 7, 11, 30]}
     assert code == 0
-    assert out == "\n".join(expected)
+    assert out == "\n".join(f"{words} {text(continued(folder[1], ids, 8))}\n" for words, ids in asked.items())
     assert "prompt of 2 tokens" in err[-2] and "prompt of 4 tokens" in err[-1] and "7 tokens: " in err[-1]
     # Without the first token, and in bfloat16, other text comes.
-    assert run(capsys, *flags, "--prompt", prompt, "--no-add-bos")[1] == (
-        f"{prompt} {text(continued(folder[1], [7, 11, 30], 8))}\n"
-    )
+    other = f"{prompt} {text(continued(folder[1], [7, 11, 30], 8))}\n"
+    assert run(capsys, *flags, "--prompt", prompt, "--no-add-bos")[1] == other
     code, half, _ = run(capsys, *flags, "--prompt", prompt, "--dtype", "bf16")
     assert code == 0 and half.startswith(prompt) and len(half.split()) > 4
 
@@ -137,10 +131,7 @@ def test_an_imported_model_begins_and_ends_as_its_files_say(folder, capsys, tmp_
 REFUSED = {
     "no prompt": ([], "--prompt is missing"),
     "no tokens": (["--prompt", "w5", "--max-new-tokens", "0"], "--max-new-tokens 0: has to be 1 or more"),
-    "beyond the positions": (
-        ["--prompt", "w5 w6", "--max-new-tokens", "2558"],
-        "--max-new-tokens 2558: the prompt has 3 tokens and the model 2560 positions; 2557 is the most",
-    ),
+    "beyond the positions": (["--prompt", "w5 w6", "--max-new-tokens", "2558"], "2560 positions; 2557 is the most"),
     "a prompt beyond them": (["--prompt", "w5 " * 2600], "shorten the prompt"),
     "negative temperature": (["--prompt", "w5", "--temperature", "-1"], "--temperature -1.0: has to be from 0"),
     "temperature that is none": (["--prompt", "w5", "--temperature", "nan"], "--temperature nan: has to be"),
@@ -151,14 +142,11 @@ REFUSED = {
     "step that is not there": (["--prompt", "w5", "--ckpt-step", "7"], "--ckpt-step 7: there is no such step"),
     "file that is not there": (["--prompt-file", "nowhere.txt"], "--prompt-file nowhere.txt: cannot be read"),
     "not UTF-8": (["--prompt", os.fsdecode(b"\xff")], "--prompt: is not UTF-8"),
-    "another tokenizer": (
-        ["--prompt", "é", "--tokenizer-type", "ByteTokenizer"],
-        "--tokenizer-type ByteTokenizer: gives token 195 and the model has 131",
-    ),
+    "another tokenizer": (["--prompt", "é", "--tokenizer-type", "ByteTokenizer"], "gives token 195 and the model has"),
     "tokenizer without its kind": (["--prompt", "w5", "--tokenizer-model", "x"], "--tokenizer-type is missing"),
     "no begin": (
         ["--prompt", "5", "--tokenizer-type", "NullTokenizer", "--add-bos"],
-        "--add-bos: NullTokenizer has no begin-of-sequence token",
+        "--add-bos: NullTokenizer has no",
     ),
 }
 
@@ -175,16 +163,16 @@ def test_a_folder_without_a_tokenizer_says_how_to_name_one(folder, capsys, tmp_p
     shutil.copytree(folder[0], bare, ignore=shutil.ignore_patterns("tokenizer*"))
     code, _, err = run(capsys, "--load", bare, "--prompt", "5")
     assert code == 2 and "holds neither tokenizer.json nor tokenizer.model" in err[0]
-    code, out, _ = run(
-        capsys, "--load", bare, "--prompt", "5", "--tokenizer-type", "NullTokenizer", "--max-new-tokens", 3
-    )
+    null = ["--tokenizer-type", "NullTokenizer", "--max-new-tokens", 3]
+    code, out, _ = run(capsys, "--load", bare, "--prompt", "5", *null)
     assert code == 0 and [int(word) for word in out.split()] == [5, *continued(folder[1], [5], 3)]
 
 
 def test_a_run_that_was_trained_here_speaks_with_its_own_tokenizer_and_no_other(gloo, folder, capsys, tmp_path):
     shutil.copy(folder[0] / "tokenizer.json", tmp_path)
     save, tokenizer = str(tmp_path / "run"), tmp_path / "tokenizer.json"
-    gloo.run(1, _trained, save=save, tokenizer=str(tokenizer))
+    named = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tokenizer)}
+    gloo.run(1, trained, flags={**SMALL, "save": save, "train_iters": 1, **named})
     flags = ["--load", save, "--prompt", "w7 w8", "--max-new-tokens", 6]
     code, out, _ = run(capsys, *flags)
     assert code == 0 and out.startswith("w7 w8")
@@ -193,15 +181,6 @@ def test_a_run_that_was_trained_here_speaks_with_its_own_tokenizer_and_no_other(
     assert (code, out, len(err)) == (2, "", 1)
     assert "was trained with another tokenizer than" in err[0]
     assert run(capsys, *flags, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer)[0] == 0
-
-
-def _trained(save, tokenizer):
-    from tests.helpers.trained_steps import trained
-
-    trained({"save": save, "train_iters": 1, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer})
-
-
-# ---- text told token by token
 
 
 TEXT = "def total(x):\n    return x + 1  # Größe, 日本語, 🙂\n\n\tif x:\r\n  the the tower" * 2
@@ -231,12 +210,6 @@ def test_the_parts_are_the_whole(tokenizer):
         assert stream.rest() == ""
 
 
-def test_a_character_that_is_not_ended_is_told_at_the_end():
-    stream = TextStream(ByteTokenizer(), b"ab")
-    assert [stream.add(byte) for byte in "cé".encode()[:-1]] == ["c", ""]
-    assert stream.rest() == REPLACEMENT
-
-
 def test_the_end_of_a_document_has_no_text_and_text_goes_on_behind_it(tokenizer):
     ids = tokenizer.tokenize("the tower")
     stream = TextStream(tokenizer, ids)
@@ -245,6 +218,9 @@ def test_the_end_of_a_document_has_no_text_and_text_goes_on_behind_it(tokenizer)
     assert "".join(parts) + stream.rest() == tokenizer.detokenize([*ids, tokenizer.eod, *ids])[len("the tower") :]
 
 
-def test_numbers_are_told_with_the_space_between_them():
+def test_numbers_have_a_space_between_them_and_a_character_that_is_not_ended_is_told_at_the_end():
     stream = TextStream(NullTokenizer(50), [7])
     assert [stream.add(token) for token in (1, 22, 3)] == [" 1", " 22", " 3"]
+    stream = TextStream(ByteTokenizer(), b"ab")
+    assert [stream.add(byte) for byte in "cé".encode()[:-1]] == ["c", ""]
+    assert stream.rest() == REPLACEMENT

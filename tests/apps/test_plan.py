@@ -56,15 +56,13 @@ def test_frozen_parameters_have_weights_and_neither_gradients_nor_moments():
     _, _, every = traced(2, **pp2)
     _, _, some = traced(2, **pp2, freeze=("decoder.layers.3.mlp.experts", "embedding"))
     assert [(trace.weights, trace.whole) for trace in some] == [(trace.weights, trace.whole) for trace in every]
-    left_out = [
+    first, second = (
         sum(buffer.used for buffer in one.buffers) - sum(buffer.used for buffer in other.buffers)
         for one, other in zip(every, some)
-    ]
-    frozen = {name: size for trace in every for name, size in trace.whole.items()}
-    assert left_out == [
-        frozen["embedding.word_embeddings.weight"],
-        sum(size for name, size in frozen.items() if name.startswith("decoder.layers.3.mlp.experts.")),
-    ]
+    )
+    assert first == every[0].whole["embedding.word_embeddings.weight"]
+    experts = "decoder.layers.3.mlp.experts."
+    assert second == sum(size for name, size in every[1].whole.items() if name.startswith(experts))
 
 
 VIRTUAL_STAGES = {
@@ -100,15 +98,12 @@ def test_a_traced_stage_is_not_traced_again(monkeypatch):
     assert trace_ranks(run, 8, vocabulary, **options) == traces
 
 
-def test_behind_multi_token_prediction_the_hidden_states_of_every_depth_travel():
+def test_stages_by_letters_have_the_work_that_they_say_and_hidden_states_of_every_depth_travel():
     run, _, traces = traced(4, **FURTHER_ALONE)
     sent = [rank_traffic(run, trace, 4, 8)["PP"].sent for trace in traces]
     one = traces[0].boundary * run.derived.num_microbatches(4)
     # forward, and gradients back; m sends the states of the model and of two depths
     assert sent == [one, 2 * one, (3 + 1) * one, 3 * one]
-
-
-def test_stages_by_letters_have_the_work_that_they_say():
     _, _, traces = traced(2, num_layers=4, moe_layer_freq=1, **LOSS_ALONE)
     assert [trace.layers for trace in traces] == [(3,), (0, 1, 2)]
     assert [[chunk.flops > 0 for chunk in trace.chunks] for trace in traces] == [[False, True], [True, True]]
@@ -188,7 +183,7 @@ def test_passes_before_the_first_backward_pass_are_the_engines(stage, overlap):
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_after_a_plans_rounds_nothing_new_waits(chunks: int, ahead: bool) -> None:
+def test_after_a_plans_rounds_nothing_new_waits(chunks, ahead):
     def waiting(stage: int, rounds: int) -> set[tuple[int, ...]]:
         counts, found = [0] * chunks, set()
         for is_forward, chunk in schedule(chunks, 4, stage, 4 * rounds, ahead):
@@ -213,12 +208,9 @@ def test_planning_leaves_no_trace_in_the_process(monkeypatch):
 
 
 def test_layouts_nearby_are_legal_and_one_change_away():
-    run = build({**TINY, "expert_model_parallel_size": 2})
-    assert legal(run, 4)
+    run, stuck = (build({**TINY, "expert_model_parallel_size": size}) for size in (2, 3))
     near = [other for _, other in neighbours(run) if legal(other, 4)]
-    assert near
-    assert run not in near
-    stuck = build({**TINY, "expert_model_parallel_size": 3})
+    assert legal(run, 4) and near and run not in near
     assert not legal(stuck, 4)
     assert all(legal(other, 4) for _, other in nearest_legal(stuck, 4, 3))
 

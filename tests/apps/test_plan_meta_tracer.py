@@ -53,9 +53,6 @@ def test_values_and_views_are_not_looked_up():
                 assert view.untyped_storage()._cdata == base.untyped_storage()._cdata
 
 
-# ---- live bytes
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_is_made_counts_until_it_is_freed(device):
     with LiveBytes() as live:
@@ -105,8 +102,6 @@ def test_labels_have_peaks_of_their_own():
         assert (live.label_peaks["rows"], live.peak) == (100, 1000)
     assert storage_bytes([rest, rest[:3]]) == 900
 
-
-# ---- FLOPs
 
 # Keys as wide as values: torch's kernel for CPU would otherwise be given padded ones, which count.
 MLA = {**PRESETS["tiny"], "vocab_size": 1000, "v_head_dim": 24}

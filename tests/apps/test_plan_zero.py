@@ -10,12 +10,11 @@ from megatron_moe.apps.plan.alternatives import recommended_stage
 from megatron_moe.apps.plan.neighbours import Machine
 from megatron_moe.apps.plan.plan import GIB, make_plan, peak_gib
 from megatron_moe.apps.plan.report import comparison_report, text_report
-from megatron_moe.apps.plan.tracing import RankTrace
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
 
 STATE = {
-    **PRESETS["tiny"], "num_layers": 6, "moe_layer_freq": 1, "hidden_size": 256, "moe_ffn_hidden_size": 256,
+    **PRESETS["tiny"], "num_layers": 4, "moe_layer_freq": 1, "hidden_size": 256, "moe_ffn_hidden_size": 256,
     "seq_length": 32, "micro_batch_size": 1, "global_batch_size": 32, "vocab_size": 1000, "mock_data": True,
     "bf16": True,
 }  # fmt: skip
@@ -27,13 +26,13 @@ def run_of(**changes: Any) -> Run:
 
 
 @pytest.fixture(scope="module")
-def known() -> dict[Any, RankTrace]:
+def known():
     """What was traced so far."""
     return {}
 
 
 @pytest.fixture(scope="module")
-def peaks(known: dict[Any, RankTrace]) -> dict[str, float]:
+def peaks(known):
     """Strategy -> GiB of the largest of 16 ranks."""
     return {
         stage: peak_gib(run_of(data_parallel_sharding_strategy=stage), 16, Machine(), known)
@@ -42,9 +41,7 @@ def peaks(known: dict[Any, RankTrace]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_lowest_stage_that_fits_is_recommended(
-    peaks: dict[str, float], known: dict[Any, RankTrace], stage: str
-) -> None:
+def test_the_lowest_stage_that_fits_is_recommended(peaks, known, stage):
     assert [*peaks.values()] == sorted(peaks.values(), reverse=True), "each stage takes less than the one below"
     machine = Machine(memory_gib=peaks[stage] / 0.9 * 1.001)
     for asked in (
@@ -57,7 +54,7 @@ def test_the_lowest_stage_that_fits_is_recommended(
         assert stage != "optim" or not found["switches"], "ZeRO++ begins at stage 2"
 
 
-def test_where_none_fits_the_smallest_is_named(peaks: dict[str, float], known: dict[Any, RankTrace]) -> None:
+def test_where_none_fits_the_smallest_is_named(peaks, known):
     machine = Machine(memory_gib=peaks["optim_grads_params"] / 2)
     found = recommended_stage(run_of(), 16, machine, known)
     assert not found["fits"] and found["strategy"] == "optim_grads_params"
@@ -65,15 +62,15 @@ def test_where_none_fits_the_smallest_is_named(peaks: dict[str, float], known: d
     assert not piped["fits"] and piped["strategy"] == "optim", "pipelines have no stage above"
 
 
-def test_switches_are_for_ranks_on_several_machines(peaks: dict[str, float], known: dict[Any, RankTrace]) -> None:
-    machine = Machine(memory_gib=0.95 * peaks["optim_grads"] / 0.9, gpus_per_node=4)
+def test_switches_are_for_ranks_on_several_machines(peaks, known):
+    machine = Machine(memory_gib=0.99 * peaks["optim_grads"] / 0.9, gpus_per_node=4)
     run = run_of(data_parallel_sharding_strategy="optim_grads_params")
     found = recommended_stage(run, 16, machine, known)
     assert found["between_nodes_with_switches"] < 0.4 * found["between_nodes"]  # tables are much of so small a model
     assert found["max_memory_gib_with_switches"] <= 0.9 * machine.memory_gib
     whole = {"tensor_model_parallel_size": 4, "sequence_parallel": True}  # a machine has one rank of each DP group
     below = peak_gib(replace(run_of(data_parallel_sharding_strategy="optim_grads"), **whole), 16, machine, known)
-    tight = Machine(memory_gib=0.95 * below / 0.9, gpus_per_node=4)
+    tight = Machine(memory_gib=0.99 * below / 0.9, gpus_per_node=4)
     split = recommended_stage(replace(run, **whole), 16, tight, known)
     assert split["strategy"] == "optim_grads_params" and len(split["switches"]) == 2, split
     alone = recommended_stage(run, 4, Machine(memory_gib=1e-3), known)
@@ -82,7 +79,7 @@ def test_switches_are_for_ranks_on_several_machines(peaks: dict[str, float], kno
     assert "--zero-quantized-weights" in shown and "--data-parallel-sharding-strategy" in shown
 
 
-def test_offloaded_state_is_in_the_host_of_a_gpu() -> None:
+def test_offloaded_state_is_in_the_host_of_a_gpu():
     flags = {"data_parallel_sharding_strategy": "optim_grads_params"}
     here, away = (
         make_plan(run_of(**flags, optimizer_cpu_offload=offload), 4, Machine())["ranks"][0]["memory"]
@@ -98,7 +95,7 @@ def test_offloaded_state_is_in_the_host_of_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("stage", ["no_shard", "optim"])
-def test_below_stage_2_the_moments_alone_are_in_the_host_of_a_gpu(stage: str) -> None:
+def test_below_stage_2_the_moments_alone_are_in_the_host_of_a_gpu(stage):
     flags = {"data_parallel_sharding_strategy": stage, "bf16": True}
     here, away = (
         make_plan(run_of(**flags, optimizer_cpu_offload=offload), 4, Machine())["ranks"][0]["memory"]

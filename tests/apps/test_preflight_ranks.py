@@ -44,7 +44,7 @@ def of_check(report: dict[str, Any], name: str) -> dict[str, Any]:
     return finding
 
 
-def test_two_ranks_that_are_alike_pass_and_the_json_is_as_documented(rank_parent: RankParent, tmp_path: Path) -> None:
+def test_two_ranks_that_are_alike_pass_and_the_json_is_as_documented(rank_parent, tmp_path):
     checks = "driver cpu_cores disk_space same_software clock_skew bandwidth_inside bandwidth_across".split()
     flags = ["--preset", "tiny", "--save", str(tmp_path / "checkpoints"), "--inside", "1e-6"]
     status, printed, report = launched(rank_parent, tmp_path, "preflight", *flags, "--only", *checks)
@@ -63,7 +63,7 @@ def test_two_ranks_that_are_alike_pass_and_the_json_is_as_documented(rank_parent
     assert list(tmp_path.iterdir()) == [tmp_path / "report.json"]
 
 
-def test_a_rank_with_other_sources_and_a_link_that_is_slow_fail(rank_parent: RankParent, tmp_path: Path) -> None:
+def test_a_rank_with_other_sources_and_a_link_that_is_slow_fail(rank_parent, tmp_path):
     flags = ["--inside", "1e6", "--only", "same_software", "bandwidth_inside"]
     status, printed, report = launched(rank_parent, tmp_path, "preflight_with_other_sources", *flags)
     assert status == 1 and report["status"] == "fail", printed
@@ -84,7 +84,7 @@ for preset in ("tiny", "tiny-gqa"):
 """
 
 
-def test_the_checks_of_kernels_run_on_the_pretended_cuda_machine(tmp_path: Path) -> None:
+def test_the_checks_of_kernels_run_on_the_pretended_cuda_machine(tmp_path):
     (tmp_path / "program.py").write_text(EACH_PRESET)
     checks = "driver torch attention grouped_product reductions cpu_cores memlock".split()
     command = [sys.executable, "-m", "tests.helpers.cuda_on_cpu", tmp_path / "program.py", tmp_path, *checks]
