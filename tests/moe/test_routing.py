@@ -44,6 +44,14 @@ def test_scores_that_all_underflow_give_weights_of_zero() -> None:
     assert torch.equal(decision.probs, torch.zeros(3, 2))
 
 
+def test_weights_by_softmax_are_exact_where_the_chosen_scores_underflow() -> None:
+    stock = config(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
+    options = replace(MoEOptions.from_engine_config(stock), enable_expert_bias=True)
+    logits, bias = torch.tensor([[200.0] + [0.0] * 7]), torch.tensor([-9.0] * 6 + [0.5, 0.0])
+    decision, _ = route(logits, bias, options, MicroBatch(None, 1, True), ByScore(options))
+    assert decision.expert_ids.tolist() == [[6, 7]] and decision.probs.tolist() == [[0.5, 0.5]]
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_a_logit_that_is_not_finite_spoils_its_tokens_weights_and_no_others(value: float) -> None:
     logits = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
