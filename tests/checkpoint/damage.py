@@ -6,16 +6,15 @@ import random
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_moe.checkpoint import manifest
 
 PAGE = 512
 
 
-@dataclass(frozen=True)
-class Damage:
+class Damage(NamedTuple):
     """What to write or remove below a step's folder, and the files that may be named for it."""
 
     kind: str
@@ -83,10 +82,8 @@ def complaints(
     for damage in damages:
         before = {name: (step / name).read_bytes() if (step / name).exists() else None for name in damage.files}
         write(step, damage.files)
-        try:
-            found[damage.kind].append(complaint(damage))
-        finally:
-            write(step, before)
+        found[damage.kind].append(complaint(damage))
+        write(step, before)
     return found
 
 

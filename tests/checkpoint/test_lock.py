@@ -34,6 +34,15 @@ def left(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
+def taken_over(root: Path) -> str:
+    """What a job is told that takes a lock over, and gives it back."""
+    lock, (note,) = acquire(root)
+    lock.check()
+    lock.release()
+    assert left(root) == []
+    return note
+
+
 def test_a_second_job_is_refused_with_the_first_ones_name(tmp_path):
     with acquire(tmp_path)[0]:
         with pytest.raises(ConfigError) as error:
@@ -51,16 +60,11 @@ def test_a_lock_of_a_dead_process_of_this_host_is_taken_over_and_said(tmp_path, 
         os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert left(tmp_path) == [writer_lock.NAME]
-    lock, (note,) = acquire(tmp_path)
+    note = taken_over(tmp_path)
     assert "took over" in note and "that process is dead" in note
-    lock.check()
-    lock.release()
-    assert left(tmp_path) == []
     # a process number that was given again is another process
     put(tmp_path, replace(me, started=me.started - 1, token="other"))
-    lock, (note,) = acquire(tmp_path)
-    lock.release()
-    assert "dead" in note
+    assert "dead" in taken_over(tmp_path)
 
 
 def test_another_host_is_believed_alive_until_its_heart_has_stopped_for_long(tmp_path, me):
@@ -69,9 +73,7 @@ def test_another_host_is_believed_alive_until_its_heart_has_stopped_for_long(tmp
     with pytest.raises(ConfigError, match=r"on far.*lapses 5 minutes"):
         acquire(tmp_path)
     put(tmp_path, away, minutes_ago=writer_lock.STALE_MINUTES + 1)
-    lock, (note,) = acquire(tmp_path)
-    lock.release()
-    assert "no sign of life for 6 minutes" in note
+    assert "no sign of life for 6 minutes" in taken_over(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +94,7 @@ def test_who_is_taken_for_dead_without_waiting(tmp_path, me, monkeypatch, change
         with pytest.raises(ConfigError, match="another job writes there"):
             acquire(tmp_path)
     else:
-        lock, (note,) = acquire(tmp_path)
-        lock.release()
-        assert said in note
+        assert said in taken_over(tmp_path)
 
 
 def test_a_clock_that_goes_back_does_not_make_a_living_job_look_dead(tmp_path, me, monkeypatch):
@@ -125,9 +125,7 @@ def test_a_lock_that_is_no_lock_is_one_until_it_is_old(tmp_path):
     with pytest.raises(ConfigError, match="an unknown one"):
         acquire(tmp_path)
     os.utime(path, (1, 1))
-    lock, (note,) = acquire(tmp_path)
-    lock.release()
-    assert "unknown job" in note
+    assert "unknown job" in taken_over(tmp_path)
 
 
 def test_a_job_that_was_taken_over_or_whose_folder_is_gone_finds_out(tmp_path, me):
