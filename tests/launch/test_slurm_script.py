@@ -129,6 +129,10 @@ def test_pyxis_starts_the_ranks_in_its_container(folder):
         assert own[own.index("--container-image") + 1] == "a.sqsh"
         assert own[own.index("--container-mounts") + 1] == f"{folder},{folder / 'elsewhere'},/data,/tok"
         assert {"torchrun", "megatron-moe"} & set(words[words.index("bash") :])
+    # What is in a container is not looked for here.
+    flags = [*FLAGS[:2], "--data-path", "/data/text", "--tokenizer-type", "ByteTokenizer", *FLAGS[-2:]]
+    write(folder, "--container", "pyxis", "--image", "a.sqsh", flags=flags)
+    assert slurm.main([*OPTIONS, "--", *flags]) == 2
 
 
 def test_apptainer_starts_the_ranks_in_its_container(folder):
@@ -139,12 +143,6 @@ def test_apptainer_starts_the_ranks_in_its_container(folder):
     nv = ["--nv"] if Path("/dev/nvidiactl").exists() else []
     command = ["apptainer", "exec", *nv, "--bind", f"{folder},/data", "--pwd", str(folder), "a.sif", "megatron-moe"]
     assert words[at : at + len(command)] == command
-
-
-def test_what_is_in_a_container_is_not_looked_for_here(folder):
-    flags = ["--preset", "tiny", "--data-path", "/data/text", "--tokenizer-type", "ByteTokenizer", "--save", "runs/a/c"]
-    write(folder, "--container", "pyxis", "--image", "a.sqsh", flags=flags)
-    assert slurm.main([*OPTIONS, "--", *flags]) == 2
 
 
 def test_no_word_of_the_command_line_is_run_and_settings_reach_the_ranks(folder):
@@ -193,10 +191,15 @@ def test_an_attempt_that_slurm_ended_counts_and_a_node_that_is_down_has_failed(f
     assert ("failed=node1" in state.read_text()) == (ended == "running")
 
 
-def test_a_mistake_is_not_requeued(folder):
-    done = run(write(folder, "--nodes", "2", "--no-preflight"), STATUS_node1="1", STATUS_node2="2")
+def test_a_mistake_is_not_requeued_and_without_an_environment_the_job_says_what_to_do(folder):
+    script = write(folder, "--nodes", "2", "--no-preflight")
+    done = run(script, STATUS_node1="1", STATUS_node2="2")
     assert done.returncode == 2 and "is not requeued: the training ended with status 2, a mistake in" in done.stdout
     assert ["requeue", "4711"] not in called(folder, "scontrol")
+    (folder / "bin/megatron-moe").unlink()
+    done = run(script)
+    assert done.returncode == 2 and "no environment with megatron_moe and torch" in done.stdout
+    assert not called(folder, "srun")
 
 
 @pytest.mark.parametrize(
@@ -224,14 +227,6 @@ def test_nodes_that_go_on_without_one_that_failed_are_ended(folder):
     assert "node1 ended with status 1; the other nodes are ended" in done.stdout
     assert called(folder, "scancel") == [["--signal=INT", "4711"]]
     assert done.returncode == 0 and "back into the queue: the training ended with status 1" in done.stdout
-
-
-def test_without_an_environment_the_job_says_what_to_do(folder):
-    script = write(folder)
-    (folder / "bin/megatron-moe").unlink()
-    done = run(script)
-    assert done.returncode == 2 and "no environment with megatron_moe and torch" in done.stdout
-    assert not called(folder, "srun")
 
 
 def signalled(script: Path, number: int, ends: bool, **more: str) -> tuple[int, str]:
