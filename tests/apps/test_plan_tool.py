@@ -65,7 +65,8 @@ def test_speed_is_that_of_a_peak_that_somebody_gave_or_a_gpus_and_counts_muon(tm
 
 
 def test_a_config_json_is_planned_without_weights(tmp_path, capsys):
-    run = build({**PRESETS["tiny"], "vocab_size": 1000, "mtp_num_layers": 1})
+    layers = {"num_layers": 2, "moe_layer_freq": "[0,1]", "mtp_num_layers": 1}
+    run = build({**PRESETS["tiny"], **layers, "vocab_size": 1000})
     folder, plan = tmp_path / "model", tmp_path / "plan.json"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_of(run, FAMILIES["deepseek-v3"], "bfloat16")))
@@ -74,13 +75,12 @@ def test_a_config_json_is_planned_without_weights(tmp_path, capsys):
     parameters = run.derived.parameter_count(run.derived.padded_vocab_size(1000))
     assert json.loads(plan.read_text())["total_params"] == parameters
     (folder / "model.safetensors").write_text("half a download")
-    capsys.readouterr()
     assert cli.main(flags.split()) == 2
     assert "model.safetensors" in capsys.readouterr().err
 
 
 def test_parts_that_need_values_are_planned_by_ours_which_is_said(capsys):
-    ours = f"{TINY} --world-size 1 --alternatives 0"
+    ours = f"{TINY} --world-size 1 --alternatives 0 --train-iters none"  # no length of a run is wanted
     assert cli.main(ours.split()) == 0
     plan = capsys.readouterr().out
     te = "--transformer-impl transformer_engine --moe-expert-backend te --no-attention-softmax-in-fp32"
@@ -103,39 +103,39 @@ def test_parts_that_need_values_are_planned_by_ours_which_is_said(capsys):
         ("--world-size 2 --mfu 40", ("--mfu 40", "at most 1")),
         ("--world-size 2 --json missing/folder/plan.json", ("--json", "folder that exists")),
         ("--world-size 2 --trian-iters 3", ("unknown flag --trian-iters",)),
+        ("--world-size 2 --vocab-size none", ("--vocab-size",)),
         ("", ("--world-size",)),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_message(flags, words, capsys):
     assert cli.main(f"{TINY} {flags}".split()) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("plan.py: error: ")
-    assert all(word in err for word in words), err
+    assert out == "" and err.startswith("plan.py: error: ") and all(word in err for word in words), err
 
 
-def test_a_plan_wants_the_vocabulary_and_no_data_or_length(capsys):
-    assert cli.main("--preset tiny --world-size 2 --alternatives 0".split()) == 2
-    assert "--vocab-size" in capsys.readouterr().err
-    assert cli.main(f"{TINY} --world-size 2 --alternatives 0 --train-iters none".split()) == 0
-
-
-def v3_example(page):
-    """The command for DeepSeek-V3 on a page, and the lines that the page says it prints."""
-    pattern = r"```\npython tools/plan.py (--preset deepseek-v3 .*?)```\n\n```text\n(.*?)```"
+def example(page, start):
+    """A command on a page, and the lines that the page says it prints."""
+    pattern = rf"```\npython tools/plan.py ({start} .*?)```\n\n```text\n(.*?)```"
     command, printed = re.search(pattern, (ROOT / page).read_text(encoding="utf-8"), re.DOTALL).groups()
     return shlex.split(command.replace("\\\n", "")), [line for line in printed.splitlines() if line != "..."]
 
 
 @pytest.mark.test_all(instead="tests/apps/test_plan.py::test_deepseek_v3_on_2048_ranks")
 def test_the_example_of_the_readme_fits_and_prints_what_the_pages_say(capsys):
-    words, in_readme = v3_example("README.md")
-    same_words, in_docs = v3_example("docs/planning.md")
-    assert words == same_words
-    assert cli.main(words) == 0
+    words, in_readme = example("README.md", "--preset deepseek-v3")
+    same_words, in_docs = example("docs/planning.md", "--preset deepseek-v3")
+    assert words == same_words and cli.main(words) == 0
     out = capsys.readouterr().out.splitlines()
     assert any(re.fullmatch(r"largest rank .* GiB of 80: fits", line) for line in in_readme)
     assert [line for line in (*in_readme, *in_docs) if line not in out] == []
+
+
+@pytest.mark.test_all(instead="tests/apps/test_plan_fit.py::test_the_answer_is_that_of_planning_every_layout")
+def test_the_example_of_a_layout_that_is_searched_prints_what_the_page_says(capsys):
+    words, printed = example("docs/planning.md", "--fit")
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line not in out] == []
 
 
 def test_the_answer_comes_before_the_comparisons_and_progress_goes_to_stderr(monkeypatch, capsys):
