@@ -74,12 +74,10 @@ def test_the_tokenizer_of_the_run_is_written_with_its_ids(tmp_path):
     assert generation_ids(found.ids) == {"eos_token_id": 256, "pad_token_id": 256}
     without = exported_tokenizer(step, {}, True)
     assert without.files == {} and without.ids == found.ids and without.words.startswith("none")
-
-
-def test_made_up_tokens_have_an_end_and_no_tokenizer(tmp_path):
+    # tokens that were made up have an end and no tokenizer
     null = NullTokenizer(300)
-    step = a_step(tmp_path, {"type": null.name, "sha256": null.sha256}, {}, mock_data=True, vocab_size=300)
-    found = exported_tokenizer(step, {}, False)
+    trained_with = {"type": null.name, "sha256": null.sha256}
+    found = exported_tokenizer(a_step(tmp_path / "null", trained_with, {}, mock_data=True, vocab_size=300), {}, False)
     assert found.files == {} and found.ids is not None and found.ids["eos_token_id"] == 299
     assert len(found.notes) == 1 and "NullTokenizer" in found.notes[0]
 
