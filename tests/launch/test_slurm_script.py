@@ -24,9 +24,10 @@ srun*) # the ranks of two nodes
   until [[ $1 == bash ]]; do shift; done
   for node in 1 2; do
     SLURM_NODEID=$((node - 1)) SLURMD_NODENAME=node$node "$@" &
+    started+=($!) # `jobs` may have forgotten one that has ended
   done
   worst=0
-  for job in $(jobs -p); do
+  for job in "${started[@]}"; do
     wait "$job"
     status=$?
     if ((status > worst)); then worst=$status; fi
