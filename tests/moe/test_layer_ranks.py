@@ -16,7 +16,7 @@ from tests.numbers import reference_moe as reference
 
 pytestmark = pytest.mark.engine
 
-SEQUENCE, BATCH = 8, 2
+SEQUENCE, BATCH = 4, 2
 
 SP = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 EP2 = dict(expert_model_parallel_size=2)
