@@ -20,9 +20,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,11 +169,7 @@ class _Sites:
             for branch in (node.body, node.orelse):
                 yield self._site("branch", node, _text(branch), function, line)
         elif isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)):
-            value = node.value
-            other_value = (
-                not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value * 2 or 1.0
-            )
-            yield self._site("constant", node, repr(other_value), function, line)
+            yield self._site("constant", node, repr(_other(node.value)), function, line)
         elif isinstance(node, ast.Call):
             yield from self._of_call(node, function, line)
 
@@ -242,20 +240,33 @@ def draw(count: int, seed: int, root: Path = ROOT) -> list[Mutation]:
     return drawn
 
 
-def planted(folder: Path, mutation: Mutation | None, root: Path = ROOT) -> Path:
-    """Copy what tests need into `folder`, plant the mutation there and return `folder`."""
+def copied(folder: Path, root: Path = ROOT) -> Path:
+    """Copy what tests need into `folder` and return it."""
     listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True)
     for path in filter(lambda name: (root / name).is_file(), listed.stdout.split()):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root / path, folder / path)
-    if mutation is not None:
-        file = folder / PACKAGE / mutation.file
-        file.write_bytes(place(mutation, root).applied(file.read_bytes()))
     return folder
 
 
+@contextmanager
+def planted(folder: Path, mutation: Mutation) -> Iterator[None]:
+    """Plant a mutation in a copy, and take it out again at the end."""
+    file, site = folder / PACKAGE / mutation.file, place(mutation, folder)
+    right = file.read_bytes()
+    file.write_bytes(site.applied(right))
+    try:
+        yield
+    finally:
+        file.write_bytes(right)
+
+
 def notices(folder: Path, tests: list[str], python: str = sys.executable) -> str | None:
-    """Run tests of a planted copy against the copy. Return the first line of what fails, None where nothing does."""
+    """Run tests of a planted copy against the copy. Return the first line of what fails, None where nothing does.
+
+    Raises:
+        RuntimeError: where no test was run, or pytest refuses the command.
+    """
     command = [python, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     try:
@@ -267,12 +278,15 @@ def notices(folder: Path, tests: list[str], python: str = sys.executable) -> str
     if done.returncode == 0:
         return None
     lines = done.stdout.splitlines() or done.stderr.splitlines()
+    if done.returncode in (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.USAGE_ERROR):
+        raise RuntimeError(f"pytest {' '.join(tests)}: {done.stderr or lines[-1]}")
     return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1])
 
 
 def doctor_finds(folder: Path, command: str) -> str | None:
     """Run the copy's doctor with a line's flags. Return what it says where a layout differs, None where none does."""
     report = folder / "report.json"
+    report.unlink(missing_ok=True)
     words = ["tools/doctor.py", *command.split()[1:], "--steps", "1", "--json", str(report)]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
@@ -309,8 +323,10 @@ def main() -> None:
     elif given.command == "draw":
         print("\n".join(map(str, draw(given.count, given.seed))))
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            print(notices(planted(Path(folder), Mutation.named(given.mutation)), given.tests) or "nothing fails")
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = copied(Path(scratch))
+            with planted(folder, Mutation.named(given.mutation)):
+                print(notices(folder, given.tests) or "nothing fails")
 
 
 if __name__ == "__main__":

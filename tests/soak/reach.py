@@ -20,7 +20,7 @@ from collections import defaultdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.soak.mutations import PACKAGE, ROOT, Mutation, Site, notices, place, planted
+from tests.soak.mutations import PACKAGE, ROOT, Mutation, Site, copied, notices, place, planted
 
 NOTES = '''"""Notes which test reaches a place; written by tests/soak/reach.py into a copy."""
 import os
@@ -36,8 +36,8 @@ def at(number):
         os.write(file, note.encode())
         os.close(file)
 '''
-FIRST = 30
-"""So many of the tests that reach a place are run first, the quickest of each file before others."""
+FIRST = 12
+"""So many of the tests that reach a place are run first: most mutations are noticed by those of their own module."""
 
 
 def noted(folder: Path, places: list[Site]) -> None:
@@ -91,7 +91,7 @@ def _is_elif(node: ast.AST, block: list[ast.stmt]) -> bool:
 def mapped(places: list[Site], root: Path, python: str, options: list[str]) -> dict[str, dict[str, float]]:
     """Run the suite of `root` with notes. Return, for each mutation, the tests that reach it with their seconds."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = planted(Path(scratch) / "copy", None, root)
+        folder = copied(Path(scratch) / "copy", root)
         noted(folder, places)
         notes, report = Path(scratch) / "reached.txt", Path(scratch) / "report.xml"
         environment = {**os.environ, "PYTHONPATH": str(folder), "REACHED": str(notes)}
@@ -108,15 +108,26 @@ def mapped(places: list[Site], root: Path, python: str, options: list[str]) -> d
     return reached
 
 
-def judged(mutation: Mutation, tests: dict[str, float], root: Path, python: str) -> str | None:
-    """Return what fails first of the tests that reach a mutation, None where nothing does."""
-    by_file: dict[str, list[str]] = defaultdict(list)
+def in_order(file: str, tests: dict[str, float]) -> list[str]:
+    """Return the tests that reach a place of a file: some of its own module first, then some of its room."""
+    room, module, seen = f"tests/{file.partition('/')[0]}/", Path(file).stem, defaultdict(int)
+    places = {}
     for test in sorted(tests, key=lambda one: tests[one]):
-        by_file[test.partition("::")[0]].append(test)
-    rounds = sorted((number, tests[test], test) for of in by_file.values() for number, test in enumerate(of))
-    order = [test for _, _, test in rounds]
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = planted(Path(scratch) / "copy", mutation, root)
+        of_file = test.partition("::")[0]
+        number = seen[of_file] = seen[of_file] + 1
+        if of_file.startswith(f"{room}test_{module}") and number <= FIRST:
+            places[test] = (0, number)
+        elif of_file.startswith(room) and number <= 4:
+            places[test] = (1, number)
+        else:
+            places[test] = (2, number)
+    return sorted(places, key=lambda test: places[test])
+
+
+def judged(mutation: Mutation, tests: dict[str, float], folder: Path, python: str) -> str | None:
+    """Return what fails first of the tests that reach a mutation of a copy, None where nothing does."""
+    order = in_order(mutation.file, tests)
+    with planted(folder, mutation):
         for part in (order[:FIRST], order[FIRST:]):
             if part and (found := notices(folder, part, python)) is not None:
                 return found
@@ -141,11 +152,14 @@ def main() -> None:
     reached, done = json.loads(given.map.read_text()), set()
     if given.noticed.exists():
         done = {json.loads(line)["mutation"] for line in given.noticed.read_text().splitlines()}
-    for mutation in (one for one in mutations if str(one) not in done):
-        by = judged(mutation, reached[str(mutation)], given.root, given.python)
-        with given.noticed.open("a") as file:
-            file.write(json.dumps({"mutation": str(mutation), "reached": len(reached[str(mutation)]), "by": by}) + "\n")
-        print(f"{mutation}: {by or 'nothing fails'}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = copied(Path(scratch), given.root)
+        for mutation in (one for one in mutations if str(one) not in done):
+            tests = reached[str(mutation)]
+            by = judged(mutation, tests, folder, given.python)
+            with given.noticed.open("a") as file:
+                file.write(json.dumps({"mutation": str(mutation), "reached": len(tests), "by": by}) + "\n")
+            print(f"{mutation}: {by or 'nothing fails'}", flush=True)
 
 
 if __name__ == "__main__":
