@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_moe.model.cross_entropy import linear_cross_entropy
 from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
 from megatron_moe.platform import switches
+from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 
 COUNTS = (5, 0, 1, 18)
 ENDS = torch.tensor(COUNTS).cumsum(0).int()
@@ -175,3 +176,14 @@ def test_experts_without_a_row_leave_their_sums_as_they_are() -> None:
     rows = torch.zeros(0, 16, requires_grad=True)
     TorchProduct(True)(rows, trained.weight, torch.zeros(4, dtype=torch.int32)).sum().backward()
     assert torch.equal(trained.weight.main_grad, torch.full((4, 16, 16), 3.0))
+
+
+def test_a_layer_that_must_not_fuse_hands_every_gradient_on(one_process: None) -> None:
+    case = {**random_case(3), "shared": True, "shared_gate": True}
+    layer, _ = build_layer(case, {})
+    for weight in layer.parameters():
+        weight.main_grad = torch.zeros_like(weight)
+    hidden, _ = tokens_and_padding(case, 4, 1)
+    layer(hidden)[0].square().sum().backward()
+    assert [name for name, weight in layer.named_parameters() if weight.grad.layout is not torch.strided] == []
+    assert not any(weight.main_grad.any() for weight in layer.parameters())
