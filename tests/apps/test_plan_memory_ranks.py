@@ -207,6 +207,7 @@ MUON_LAYOUTS = {
     "TP2": (2, {**MUON, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "DP2, distributed optimizer, packed state": (2, {**MUON, **PACKED, **ZERO_1, "exp_avg_dtype": "bf16"}),
     "DP4, ZeRO 2": (4, {**MUON, **ZERO_2}),
+    "DP4": (4, MUON),  # each rank holds what all have orthogonalized
 }
 
 # Which copies in fp32 its products make does not depend on what data-parallel ranks share; fp32 weights need none.
@@ -214,7 +215,8 @@ MUON_COPIES = ["one rank", "EP2, distributed optimizer", "TP2"]
 
 
 @pytest.mark.parametrize(
-    ("layout", "half_products"), rows(cases(MUON_LAYOUTS, MUON_COPIES), test=[("EP2, distributed optimizer", "fp32")])
+    ("layout", "half_products"),
+    rows(cases(MUON_LAYOUTS, MUON_COPIES), test=[("EP2, distributed optimizer", "fp32"), ("DP4", "native")]),
 )
 def test_a_plan_holds_what_muon_holds(layout, half_products, gloo, monkeypatch):
     monkeypatch.setenv(switches.HALF_PRODUCTS, half_products)
