@@ -49,6 +49,12 @@ def test_every_cast_leaves_an_islands_bits_and_parameter_alone(cast):
     assert after is not model or (after.first.weight is weight and weight.sequence_parallel)
 
 
+def test_an_island_moves_with_its_model():
+    model = pair_with_island().to("meta")
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+    assert model.first.weight.dtype == torch.float32
+
+
 def test_an_islands_gradients_and_buffers_are_not_cast_either():
     model = Pair()
     make_island(model.norm, Emits())

@@ -76,6 +76,27 @@ def test_gates_let_equal_dtypes_pass_and_survive_a_copy() -> None:
         copied(x)
 
 
+class Handed(torch.nn.Module):
+    """Multiplies by a weight that is not its own, as an output layer that shares the embedding's table does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = torch.nn.Bilinear(4, 4, 4)  # has a weight, which is not asked for
+        self.output.forward = lambda x, weight: x @ weight  # type: ignore[method-assign]
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.output(x, weight=weight)
+
+
+def test_a_weight_that_is_handed_in_is_compared_instead_of_the_modules_own() -> None:
+    model = Handed()
+    install_gates(model, lambda module: isinstance(module, torch.nn.Bilinear))
+    x = torch.ones(2, 4, dtype=BF16)
+    assert model(x, torch.ones(4, 4, dtype=BF16)).dtype == BF16
+    with pytest.raises(PrecisionError, match=r"output \(Bilinear\) got torch.bfloat16"):
+        model(x, torch.ones(4, 4))
+
+
 def test_a_boundary_names_producer_tensor_dtypes_and_remedy() -> None:
     require_dtype(torch.ones(1), FP32, what="x", producer="y", remedy="z")
     with pytest.raises(PrecisionError, match=r"the loss from head is torch\.bfloat16, must be torch\.float32; cast it"):

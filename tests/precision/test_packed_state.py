@@ -97,12 +97,22 @@ def test_what_is_not_finite_does_not_become_finite(name: str, value: float) -> N
     assert exponents is None or (exponents == packed_state.NOT_FINITE).tolist() == [False, True, False]
 
 
+def test_a_state_takes_back_what_was_computed_on_another_device() -> None:
+    here, there = (
+        packed_cases.state(*packed_cases.values(300, seed)[1:], ("int8", "bf16"), packed=True) for seed in (1, 2)
+    )
+    here.copy_(there)
+    for name in ("rest", "ties", "moments", "exponents"):
+        torch.testing.assert_close(getattr(here, name), getattr(there, name), rtol=0, atol=0)
+
+
 def test_chances_are_uniform_and_of_the_place_and_step_alone() -> None:
     whole = chances_of(Chances(torch.arange(64) * 1000 + 17, 1000, 0, seeds_of(1, 2)), 64_000)
     part = chances_of(Chances(torch.arange(10, 20) * 1000 + 17, 1000, 250, seeds_of(1, 2)), 7_000)
     assert torch.equal(part, whole[10_250:17_250])
     later = chances_of(Chances(torch.arange(64) * 1000 + 17, 1000, 0, seeds_of(1, 3)), 64_000)
     assert float((later == whole).double().mean()) < 0.001
+    assert max(max(seeds_of(1, step)) for step in range(8)) < 2**32
     for half in (whole & 0xFFFF, whole >> 16):
         counts = torch.bincount(half >> 12, minlength=16).double()
         assert float(((counts - 4000) ** 2 / 4000).sum()) < 45  # chi-square, 15 degrees of freedom: 1 in 10,000

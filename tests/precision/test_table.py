@@ -125,6 +125,13 @@ def test_the_contract_says_what_is_multiplied_in_fp8() -> None:
     assert "--fp8-format e4m3" in table.title(build({**TINY, "bf16": True, "fp8_format": "e4m3"}))
 
 
+def test_the_contract_says_which_moments_are_rounded() -> None:
+    for flags, note in ((PACKED, ""), ({**PACKED, "exp_avg_sq_dtype": "bf16"}, "rounded at random")):
+        assert rows_of(bf16=True, **flags)["Adam moments"].note == note
+        assert "--exp-avg-dtype fp32" in table.title(build({**TINY, "bf16": True, **flags}))
+    assert "--exp-avg" not in table.title(build(TINY))
+
+
 def test_the_contract_says_whose_gradients_are_rounded_before_they_are_added() -> None:
     def note(**flags: Any) -> str:
         return rows_of(**flags)["weight gradients"].note
