@@ -6,17 +6,16 @@ torch and the engine already; everything else is bash.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 from tests.helpers.ranks import ROOT, Child, RankParent, rank_environment
@@ -25,17 +24,17 @@ GUIDES = ROOT / "docs" / "guides"
 BLOCK = re.compile(r"^```(\w+)( not-verified)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 ASK = """#!{python} -SE
-import json, os, socket, sys
-asked = socket.socket(socket.AF_UNIX)
-asked.connect({address!r})
-asked.sendall(json.dumps([os.path.basename(sys.argv[0]), os.getcwd(), sys.argv[1:]]).encode() + b"\\n")
-answer = json.loads(asked.makefile().readline())
-sys.stdout.write(open(answer["log"]).read())
-sys.exit(answer["status"])
+import os, sys
+from multiprocessing.connection import Client
+asked = Client({address!r})
+asked.send([os.path.basename(sys.argv[0]), os.getcwd(), sys.argv[1:]])
+printed, status = asked.recv()
+sys.stdout.write(printed)
+sys.exit(status)
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """A block of commands, whether it is run, and the output that the guide shows below it, if it does."""
 
@@ -51,7 +50,7 @@ def steps(text: str) -> list[Step]:
         if language == "bash":
             found.append(Step(body, not unverified, ""))
         elif language == "text" and found:
-            found[-1] = Step(found[-1].commands, found[-1].verified, body)
+            found[-1].shown = body
     return found
 
 
@@ -115,32 +114,26 @@ def shell(folder: Path, scratch: Path, parent: RankParent) -> Iterator[Callable[
         done = subprocess.run(command, cwd=folder, env=environment, timeout=600, **output)
         return done.returncode, done.stdout
 
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(address)
-        listening.listen()
-        answering = threading.Thread(target=_answer, args=(listening, scratch, parent), daemon=True)
+    with Listener(address) as listening:
+        answering = threading.Thread(target=_answer, args=(listening, scratch / "log", parent), daemon=True)
         answering.start()
         yield run
-        listening.shutdown(socket.SHUT_RDWR)
+        Client(address).send(None)
         answering.join()
 
 
-def _answer(listening: socket.socket, scratch: Path, parent: RankParent) -> None:
-    number = 0
+def _answer(listening: Listener, log: Path, parent: RankParent) -> None:
+    targets = {"megatron-moe": "megatron_moe.console:main", "python": "tests.docs.guides:script"}
     while True:
-        try:
-            asking, _ = listening.accept()
-        except OSError:  # the shell is closed
-            return
-        with asking:
-            program, folder, argv = json.loads(asking.makefile().readline())
-            number += 1
-            log = str(scratch / f"{number}.log")
-            target = {"megatron-moe": "megatron_moe.console:main", "python": "tests.docs.guides:script"}[program]
-            pids = parent.fork([Child(target, argv, log, folder)])
+        with listening.accept() as asking:
+            if (asked := asking.recv()) is None:  # the shell is closed
+                return
+            program, folder, argv = asked
+            log.unlink(missing_ok=True)
+            pids = parent.fork([Child(targets[program], argv, str(log), folder)])
             while (status := parent.statuses(pids, 10.0)[0]) is None:
                 pass
-            asking.sendall(json.dumps({"log": log, "status": status}).encode() + b"\n")
+            asking.send((log.read_text(), status))
 
 
 def script(argv: list[str]) -> int:

@@ -1,6 +1,5 @@
 """The demo's stages: each runs once, again when its command changes, and never over a trained model."""
 
-import importlib.util
 import json
 import signal
 import subprocess
@@ -12,20 +11,8 @@ import pytest
 
 from megatron_moe.apps import prepare
 from megatron_moe.config import cli, rules
-from tests.helpers.ranks import alive
-
-REPO = Path(__file__).resolve().parents[2]
-
-
-def load_demo():
-    spec = importlib.util.spec_from_file_location("demo_program", REPO / "tools" / "demo.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-demo = load_demo()
+from tests.helpers.ranks import ROOT, alive
+from tools import demo
 
 
 class Stages:
@@ -118,10 +105,7 @@ def test_the_loss_has_to_be_a_nat_below_the_unigram_entropy(folder, monkeypatch,
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
 def test_a_demo_that_is_stopped_or_killed_takes_its_command_along(tmp_path, number, status):
     program = (
-        "import importlib.util, sys, pathlib\n"
-        f"spec = importlib.util.spec_from_file_location('demo', {str(REPO / 'tools' / 'demo.py')!r})\n"
-        "demo = importlib.util.module_from_spec(spec); sys.modules['demo'] = demo; spec.loader.exec_module(demo)\n"
-        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        f"import sys, pathlib\nfrom tools import demo\nfolder = pathlib.Path({str(tmp_path)!r})\n"
         "child = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'\n"
         "stage = demo.Stage('corpus', 'corpus', (sys.executable, '-c', child), (folder / 'out',))\n"
         "demo.stages = lambda folder, extra: [stage]\n"
@@ -129,7 +113,8 @@ def test_a_demo_that_is_stopped_or_killed_takes_its_command_along(tmp_path, numb
     )
     # Whoever runs the tests in the background has told them, and with them the demo, to ignore Ctrl-C.
     heard = lambda: [signal.signal(one, signal.SIG_DFL) for one in (signal.SIGINT, signal.SIGTERM)]  # noqa: E731
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, preexec_fn=heard)
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=heard)
     child = next(int(line) for line in iter(process.stdout.readline, "") if line.strip().isdigit())
     process.send_signal(number)
     assert process.wait(300) == status

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -29,43 +28,33 @@ TOOLS = ("preprocess_data.py", "tools/plan.py", "tools/doctor.py", "tools/prefli
 PROGRAMS = ("pretrain_moe.py", *TOOLS[:3], " tools/preflight.py", "megatron-moe slurm")
 
 
-@dataclass(frozen=True)
-class Command:
-    """A training command: the flags after pretrain_moe.py and the world that its launcher starts."""
-
-    flags: list[str]
-    world_size: int
-
-
 def training_command(words):
-    """The command in the words of a command line, or None; raises where the launcher's options are not its own."""
+    """The flags of a training and the world that its launcher starts; None for other command lines."""
     if words[1:4] == ["-m", "megatron_moe", "train"]:
         options, flags = launch_options.split(words[4:], {})
-        return Command(flags, options.world_size)
+        return flags, options.world_size
     if "pretrain_moe.py" not in words:
         return None
     at = words.index("pretrain_moe.py")
     flags = [word for word in words[at + 1 :] if word not in ("$@", "...")]
     if "torchrun" not in words[:at]:
-        return Command(flags, 1)
+        return flags, 1
     launcher = words[words.index("torchrun") + 1 : at]
     from torch.distributed.run import get_args_parser
 
     options = get_args_parser().parse_args([*launcher, "pretrain_moe.py"])
-    return Command(flags, int(options.nnodes.split(":")[0]) * int(options.nproc_per_node))
+    return flags, int(options.nnodes.split(":")[0]) * int(options.nproc_per_node)
 
 
-def check(command, folder, monkeypatch):
+def check(flags, world_size, folder, monkeypatch):
     """Parse and check a training command where it would run: a repository with configs and the pages' ds.json."""
     folder.mkdir()
     (folder / "examples").symlink_to(REPO / "examples", target_is_directory=True)
     (folder / "ds.json").symlink_to(REPO / "tests" / "config" / "deepspeed" / "zeropp_bf16_failing_in_deepspeed.json")
     monkeypatch.chdir(folder)
-    run = cli.parse([*command.flags, "--dry-run"], imported, command.world_size)
-    if run.precision.print_precision or run.logging.list_advisories:
-        rules.check_model(run, command.world_size)
-    else:
-        rules.check(run, command.world_size)
+    run = cli.parse([*flags, "--dry-run"], imported, world_size)
+    checked = rules.check_model if run.precision.print_precision or run.logging.list_advisories else rules.check
+    checked(run, world_size)
 
 
 def imported(given):
@@ -109,12 +98,12 @@ def test_the_commands_of_an_example_are_accepted_and_it_ends_with_the_status_of_
 ):
     commands = recorded(script, tmp_path / "works")
     assert recorded(script, tmp_path / "fails", status=3)
-    (training,) = filter(None, map(training_command, commands))
+    ((flags, world_size),) = filter(None, map(training_command, commands))
     for words in commands:
         if "tools/preprocess_data.py" in words:
             options = prepare.parser().parse_args(words[2:])
-            assert f"{options.output_prefix}_{options.json_keys[0]}_document" in training.flags
-    check(training, tmp_path / "elsewhere", monkeypatch)
+            assert f"{options.output_prefix}_{options.json_keys[0]}_document" in flags
+    check(flags, world_size, tmp_path / "elsewhere", monkeypatch)
 
 
 def run_of(flags, world_size, _=None):
@@ -157,7 +146,6 @@ def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
                 own, flags = slurm.parser().parse_args(words[2 : words.index("--")]), words[words.index("--") + 1 :]
                 run_of(flags, own.nodes * (own.nproc_per_node or own.gpus_per_node or 1))
         else:
-            command = training_command(words)
-            assert command is not None, words
-            if "--help" not in command.flags:
-                check(command, tmp_path / str(number), monkeypatch)
+            flags, world_size = training_command(words)
+            if "--help" not in flags:
+                check(flags, world_size, tmp_path / str(number), monkeypatch)
