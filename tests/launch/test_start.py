@@ -98,10 +98,8 @@ class Launch:
         return status
 
 
-def of_training(
-    parent: RankParent, folder: Path, *flags: str, target: str = "megatron_moe.train:main"
-) -> tuple[Launch, list[psutil.Process]]:
-    launch = Launch(parent, folder, *flags, target=target)
+def of_training(parent: RankParent, folder: Path, target: str) -> tuple[Launch, list[psutil.Process]]:
+    launch = Launch(parent, folder, target=target)
     launch.until(lambda: launch.steps() >= 2)
     return launch, launch.ranks()
 
@@ -115,7 +113,7 @@ def of_light_ranks(parent: RankParent, folder: Path, **ends_with: int) -> tuple[
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_told_of_in_one_paragraph(rank_parent, tmp_path):
-    launch, ranks = of_training(rank_parent, tmp_path, target="tests.launch.test_start:with_forked_ranks")
+    launch, ranks = of_training(rank_parent, tmp_path, "tests.launch.test_start:with_forked_ranks")
     ranks[1].kill()
     assert launch.ends(ranks) == 128 + signal.SIGKILL, launch.said()
     said = launch.said()
@@ -159,24 +157,10 @@ def test_a_rank_is_a_process_that_trains():
     assert shown.startswith("usage: pretrain_moe.py")
 
 
-SIGNALLED = "tests/launch/test_start.py::test_a_signal_reaches_all_ranks_whose_end_is_the_launchers"
-
-
 @pytest.mark.slow
-@pytest.mark.test_all(instead=SIGNALLED)
-def test_sigterm_saves_and_is_a_good_end(rank_parent, tmp_path):
-    launch, ranks = of_training(rank_parent, tmp_path, "--save", str(tmp_path / "c"), "--exit-signal-handler")
-    os.kill(launch.pid, signal.SIGTERM)
-    assert launch.ends(ranks) == 0, launch.said()
-    said = launch.said()
-    assert "by SIGTERM" in said and "Traceback" not in said and "rank 0 on" not in said, said
-    assert [step.name for step in (tmp_path / "c").glob("iter_*")] == [f"iter_{launch.steps():07d}"]
-
-
-@pytest.mark.slow
-@pytest.mark.test_all(instead=SIGNALLED)
+@pytest.mark.test_all(instead="tests/launch/test_start.py::test_a_signal_reaches_all_ranks_whose_end_is_the_launchers")
 def test_ctrl_c_ends_a_training_with_a_word_however_slow_rank_0_is(rank_parent, tmp_path):
-    launch, ranks = of_training(rank_parent, tmp_path)
+    launch, ranks = of_training(rank_parent, tmp_path, "megatron_moe.train:main")
     ranks[0].suspend()
     os.killpg(launch.pid, signal.SIGINT)  # as a terminal does
     time.sleep(2.0)  # in which rank 1, if it did not wait, would end, and torch would end rank 0
