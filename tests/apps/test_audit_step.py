@@ -123,8 +123,11 @@ def attention(w: Tensor, x: Tensor) -> Tensor:
         ("scaled_dot_product_attention", attention),
     ],
 )
-def test_a_product_of_mixed_dtypes_is_recorded_before_torch_refuses_it(name, function):
+def test_a_product_of_mixed_dtypes_is_recorded_before_torch_refuses_it_and_nothing_stays_hooked(name, function):
+    before = (len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks))
     report = audited(function).as_dict()
+    assert (len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks)) == before
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert report["failed"] and report["mixed_matmuls"] == 1 and report["unintended_promotions"] == 0
     found = report["mixed_matmul_list"][0]
     assert found["operation"] == name and set(found["dtypes"].split(", ")) == {"float32", "bfloat16"}
@@ -185,22 +188,14 @@ def test_fp32_state_that_was_replaced_in_bf16_is_a_violation():
     assert {one["detail"] for one in found} == {"0.counts"}
 
 
-@pytest.fixture
-def sums_in_bf16():
-    """Let torch round the partial sums of bf16 products, with no run's switches: another test may have set them."""
-    numerics.restore()
-    products = torch.backends.cuda.matmul
-    before = products.allow_bf16_reduced_precision_reduction
-    products.allow_bf16_reduced_precision_reduction = True
-    yield "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction"
-    products.allow_bf16_reduced_precision_reduction = before
-
-
-def test_a_model_that_is_not_a_runs_keeps_its_switches_and_the_report_says_which(sums_in_bf16):
+def test_a_model_that_is_not_a_runs_keeps_its_switches_and_the_report_says_which():
+    numerics.restore()  # what a run of another test has set
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True  # torch's default
+    name = "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction"
     model = Counter(lambda self, x: x.float() + self.counts.double().float())
     report = audit_module(model, (torch.ones(4).bfloat16(),)).as_dict()
-    assert not report["failed"] and report["fp32_state_violations"] == [] and report["switches"][sums_in_bf16] is True
-    assert f"{sums_in_bf16} True" in text_report(report)
+    assert not report["failed"] and report["fp32_state_violations"] == []
+    assert report["switches"][name] is True and f"{name} True" in text_report(report)
 
 
 @pytest.mark.parametrize(
@@ -251,19 +246,17 @@ class Twice(torch.autograd.Function):
         return (grad * torch.full((4, 4), 2.0)).to(grad.dtype)  # line C
 
 
-class Block(Module):
-    def __init__(self, recompute: bool) -> None:
-        super().__init__(lambda w, x: Twice.apply(x @ w))
-        self.recompute = recompute
-
-    def forward(self, x: Tensor) -> Tensor:
-        inside = super().forward
-        return torch.utils.checkpoint.checkpoint(inside, x, use_reentrant=True) if self.recompute else inside(x)
+def doubled(w: Tensor, x: Tensor) -> Tensor:
+    return Twice.apply(x @ w)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_backward_of_a_custom_function_belongs_to_its_module_also_when_it_is_recomputed(recompute):
-    model = torch.nn.Sequential(Block(False), Block(recompute))
+def recomputed(w: Tensor, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda y: doubled(w, y), x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("function", [doubled, recomputed])
+def test_the_backward_of_a_custom_function_belongs_to_its_module_also_when_it_is_recomputed(function):
+    model = torch.nn.Sequential(Module(doubled), Module(function))
     x = torch.ones(4, 4, dtype=torch.bfloat16, requires_grad=True)
     found = {(one.module, one.where, one.phase) for one in audit_module(model, (x,)).unintended_promotions}
     assert found == {("0", here("# line C"), "backward"), ("1", here("# line C"), "backward")}
@@ -274,13 +267,6 @@ def test_the_audits_own_sum_of_the_outputs_belongs_to_the_caller():
     audit = audit_module(model, (torch.ones(2, 4, dtype=torch.bfloat16),))  # line of the caller
     at = here("# line of the caller")
     assert {(one.where, one.phase) for one in audit.casts} == {(at, "forward"), (at, "backward")}
-
-
-def test_nothing_is_hooked_when_the_audit_is_over():
-    before = (len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks))
-    audited(lambda w, x: x.float() @ w)
-    assert (len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks)) == before
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
 def test_the_reports_say_the_same_and_the_html_is_one_escaped_file():

@@ -56,6 +56,12 @@ def returning(owner: Any, name: str, change: Callable[[Any], Any]) -> Break:
     return replaced(owner, name, lambda *given: change(original(*given)))
 
 
+def given(owner: Any, name: str, change: Callable[..., tuple[Any, ...]]) -> Break:
+    """What a function is given, changed."""
+    original = getattr(owner, name)
+    return replaced(owner, name, lambda *given: original(*change(*given)))
+
+
 def last_bit(tensor: Tensor) -> Tensor:
     flat = tensor.clone().view(-1)
     flat[3] = torch.nextafter(flat[3], torch.tensor(torch.inf, dtype=tensor.dtype))
@@ -67,18 +73,13 @@ def without_last(units: list[Any]) -> list[Any]:
     return [*rest, dataclasses.replace(last, content=last.content[:-1])]
 
 
-def added(change: Callable[[str, Any, Tensor], tuple[str, Any, Tensor]]) -> Break:
-    """Blocks changed or moved between the certificate's row and the file."""
-    original = DataFile.add
-    return replaced(DataFile, "add", lambda self, *block: original(self, *change(*block)))
+# Blocks changed or moved between the certificate's row and the file.
+def one_bit(file: DataFile, key: str, start: Any, block: Tensor) -> tuple[Any, ...]:
+    return file, key, start, last_bit(block) if key.endswith("final_layernorm.weight") else block
 
 
-def one_bit(key: str, start: Any, block: Tensor) -> tuple[str, Any, Tensor]:
-    return key, start, last_bit(block) if key.endswith("final_layernorm.weight") else block
-
-
-def next_expert(key: str, start: Any, block: Tensor) -> tuple[str, Any, Tensor]:
-    return key, ((start[0] + 1) % 4, *start[1:]) if key.endswith("experts.weight2") else start, block
+def next_expert(file: DataFile, key: str, start: Any, block: Tensor) -> tuple[Any, ...]:
+    return file, key, ((start[0] + 1) % 4, *start[1:]) if key.endswith("experts.weight2") else start, block
 
 
 def read_otherwise(patch: pytest.MonkeyPatch) -> None:
@@ -104,22 +105,12 @@ def cut_file(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ToNative, "finish", finish)
 
 
-def forgetful_index(patch: pytest.MonkeyPatch) -> None:
-    original = to_native.write_index
-
-    def write_index(step: Path, tensors: Any, *rest: Any) -> Any:
-        return original(step, {k: v for k, v in tensors.items() if not k.endswith("final_layernorm.weight")}, *rest)
-
-    patch.setattr(to_native, "write_index", write_index)
+def without_norm(step: Path, tensors: Any, *rest: Any) -> tuple[Any, ...]:
+    return step, {key: v for key, v in tensors.items() if not key.endswith("final_layernorm.weight")}, *rest
 
 
-def written_otherwise(patch: pytest.MonkeyPatch) -> None:
-    original = to_hf.write_tensor
-
-    def write_tensor(file: Any, key: str, tensor: Tensor) -> str:
-        return original(file, key, last_bit(tensor) if "o_proj" in key else tensor)
-
-    patch.setattr(to_hf, "write_tensor", write_tensor)
+def other_projection(file: Any, key: str, tensor: Tensor) -> tuple[Any, ...]:
+    return file, key, last_bit(tensor) if "o_proj" in key else tensor
 
 
 def narrow_bias(patch: pytest.MonkeyPatch) -> None:
@@ -128,10 +119,10 @@ def narrow_bias(patch: pytest.MonkeyPatch) -> None:
 
 
 IMPORT: dict[str, tuple[Break, str]] = {
-    "one bit of a block written otherwise": (added(one_bit), READS),
-    "blocks in the next expert's place": (added(next_expert), READS),
+    "one bit of a block written otherwise": (given(DataFile, "add", one_bit), READS),
+    "blocks in the next expert's place": (given(DataFile, "add", next_expert), READS),
     "a file cut after it was written": (cut_file, "refused: decoder.* is damaged"),
-    "a tensor left out of the index": (forgetful_index, "its tensors are not those"),
+    "a tensor left out of the index": (given(to_native, "write_index", without_norm), "its tensors are not those"),
     "one bit changed behind the reader": (read_otherwise, GIVES),
     "the last block left out": (returning(ToNative, "_planned", without_last), r"down_proj.* is used 0 times"),
     "a transform right in one direction only": (
@@ -145,7 +136,7 @@ EXPORT: dict[str, tuple[Break, str]] = {
         replaced(Vocabulary, "to_hf", lambda self, block: [block]), r"\[128, 16\].* not .*\(33, 16\)",
     ),
     "gate and up of experts swapped": (returning(ExpertGateUp, "to_hf", lambda both: both[::-1]), BACK),
-    "one bit changed": (written_otherwise, BACK),
+    "one bit changed": (given(to_hf, "write_tensor", other_projection), BACK),
     "a tensor left out": (returning(ToHF, "_planned", without_last), r"experts\.3\.down_proj\.weight is used 0 times"),
 }  # fmt: skip
 WAYS = [*(("hf", "native", name) for name in IMPORT), *(("native", "hf", name) for name in EXPORT)]

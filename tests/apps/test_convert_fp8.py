@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 
-from megatron_moe.apps.convert.cli import main
 from megatron_moe.apps.convert.fp8_weights import rounded, uneven_blocks
 from megatron_moe.hf.mapping import Piece
 from megatron_moe.hf.transforms import Copy
@@ -115,16 +114,3 @@ def test_an_export_in_fp8_is_imported_as_exactly_the_rounded_numbers(tmp_path, c
         assert torch.equal(back[name], slowly(was[name])), name
     entries = {entry["name"]: entry for row in certificate["tensors"] for entry in row["hf"]}
     assert {name for name, entry in entries.items() if "rounding" in entry} == linear
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--from", "hf", "--to", "native", "--dtype", "fp8"], "--dtype fp8: is for --to hf"),
-        (["--from", "native", "--to", "hf", "--dtype", "fp8", "--verify"], "--dtype fp8, --verify"),
-        (["--from", "hf", "--to", "native", "--no-tokenizer"], "--no-tokenizer: is for --from native --to hf"),
-    ],
-)
-def test_where_it_has_no_meaning_it_is_refused(capsys, tmp_path, words, message):
-    assert main([*words, "--load", str(tmp_path), "--save", str(tmp_path / "x")]) == 2
-    assert message in capsys.readouterr().err

@@ -180,6 +180,7 @@ def test_what_has_no_average_is_refused(run, tmp_path, capsys):
         ("hf", other, ["--ema"], ["--ema-decay"]),
         ("native", run, ["--ema", average, "1", "2"], ["--ema"]),
         ("hf", run, ["--ema", "--verify"], ["--verify"]),
+        ("hf", run, ["--dtype", "fp8", "--verify"], ["--dtype fp8, --verify"]),
         ("megatron", run, ["--ema"], ["--from native --to native"]),
     ):
         assert main(words("native", target, load, there, *flags)) == 2 and not there.exists()

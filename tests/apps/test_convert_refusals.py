@@ -79,7 +79,8 @@ def test_an_output_that_is_there_or_is_the_source_is_refused(tmp_path, capsys, h
 @pytest.mark.parametrize(
     "flags, part",
     [
-        (["--max-shard-size", "much"], "--max-shard-size much: is no size; 5GB"),
+        (["--dtype", "fp8"], "--dtype fp8: is for --to hf"),
+        (["--no-tokenizer"], "--no-tokenizer: is for --from native --to hf"),
         (["--no-optim"], "--no-optim: is for --from native --to native"),
         (["--ckpt-step", "3"], "--ckpt-step 3: is for --from native"),
         (["--family", "mixtral"], "--family mixtral: is for --to hf"),

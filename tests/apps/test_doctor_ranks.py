@@ -63,20 +63,6 @@ def test_an_overflow_of_fp16_is_skipped_as_the_oracle_skips_it_and_samples_are_p
     assert 1e-7 < layout["largest_errors"]["gradient"] < layout["tolerances"]["gradient"]
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--preset", "tiny", "--layouts", "tp3"], "--layouts tp3"),
-        (["--preset", "tinny"], "--preset tinny"),
-        (["--preset", "tiny", "--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3"),
-        (["--preset", "tiny", "--json", "/no/such/folder/report.json"], "--json"),
-    ],
-)
-def test_a_mistake_in_the_flags_ends_in_two(words, named, capsys):
-    assert cli.main(words) == 2
-    assert named in capsys.readouterr().err
-
-
 class Plant(NamedTuple):
     """`right` in `file` becomes `wrong`. Then `layout` has a difference of each quantity in `named` and of none in
     `spared`, and the report contains each of `says`."""

@@ -122,9 +122,3 @@ def test_the_answers_of_a_list_are_an_object_by_flag(answered):
         "--te-rng-tracker": "ignored",
     }  # fmt: skip
     assert all(set(entry) == {"answer", "reason"} and entry["reason"] for entry in said.values())
-
-
-@pytest.mark.parametrize("argv", [["--script"], ["moe-grouped-gemm"], ["--script", "no/such.sh"]])
-def test_a_wrong_question_is_an_error_of_the_user(argv, capsys):
-    assert main(argv) == 2
-    assert argv[-1] in capsys.readouterr().err

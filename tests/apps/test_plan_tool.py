@@ -93,24 +93,10 @@ def test_parts_that_need_values_are_planned_by_ours_which_is_said(capsys):
         assert said.startswith(instead) and planned == plan
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--world-size 6 --expert-model-parallel-size 4 --global-batch-size 24", ("must divide the world size 6",)),
-        ("--world-size 4 --tensor-model-parallel-size 3 --sequence-parallel", ("heads must divide", "nearest legal")),
-        ("--world-size 4 --tensor-model-parallel-size 2", ("--sequence-parallel",)),
-        ("--world-size 0", ("--world-size", "above 0")),
-        ("--world-size 2 --mfu 40", ("--mfu 40", "at most 1")),
-        ("--world-size 2 --json missing/folder/plan.json", ("--json", "folder that exists")),
-        ("--world-size 2 --trian-iters 3", ("unknown flag --trian-iters",)),
-        ("--world-size 2 --vocab-size none", ("--vocab-size",)),
-        ("", ("--world-size",)),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_message(flags, words, capsys):
-    assert cli.main(f"{TINY} {flags}".split()) == 2
+def test_an_illegal_layout_is_refused_with_legal_ones_nearby(capsys):
+    assert cli.main(f"{TINY} --world-size 4 --tensor-model-parallel-size 3 --sequence-parallel".split()) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("plan.py: error: ") and all(word in err for word in words), err
+    assert out == "" and err.startswith("plan.py: error: ") and "heads must divide" in err and "nearest legal" in err
 
 
 def example(page, start):
