@@ -16,13 +16,9 @@ pytestmark = pytest.mark.engine
 
 
 def warmup(t: int, p: dict[str, Any]) -> float:
-    share = min(1.0, t / max(2, p["warmup_num_steps"]))
-    return p["warmup_min_lr"] + (p["warmup_max_lr"] - p["warmup_min_lr"]) * share
-
-
-def warmup_decay(t: int, p: dict[str, Any]) -> float:
-    steps, total = max(2, p["warmup_num_steps"]), p["total_num_steps"]
-    share = t / steps if t < steps else max(0.0, (total - t) / max(1.0, total - steps))
+    steps, total = max(2, p["warmup_num_steps"]), p.get("total_num_steps")
+    falling = 1.0 if total is None else max(0.0, (total - t) / max(1.0, total - steps))
+    share = t / steps if t < steps else falling
     return p["warmup_min_lr"] + (p["warmup_max_lr"] - p["warmup_min_lr"]) * share
 
 
@@ -39,8 +35,8 @@ SCHEDULES = [
     ("WarmupLR", warmup, {**LINEAR, "warmup_num_steps": 7}),
     ("WarmupLR", warmup, {**LINEAR, "warmup_num_steps": 1}),
     ("WarmupLR", warmup, {**LINEAR, "warmup_num_steps": 10, "warmup_min_lr": 0.0}),
-    ("WarmupDecayLR", warmup_decay, {**LINEAR, "warmup_num_steps": 7, "total_num_steps": 30}),
-    ("WarmupDecayLR", warmup_decay, {**LINEAR, "warmup_num_steps": 2, "total_num_steps": 3}),
+    ("WarmupDecayLR", warmup, {**LINEAR, "warmup_num_steps": 7, "total_num_steps": 30}),
+    ("WarmupDecayLR", warmup, {**LINEAR, "warmup_num_steps": 2, "total_num_steps": 3}),
     ("OneCycle", one_cycle, {**CYCLE, "cycle_first_step_size": 5, "cycle_second_step_size": 12}),
     ("OneCycle", one_cycle, {**CYCLE, "cycle_first_step_size": 6}),
 ]

@@ -20,20 +20,12 @@ def run_of(flags: str) -> schema.Run:
 
 
 @pytest.mark.parametrize(
-    ("preset", "billions", "active_billions"),
-    [
-        ("deepseek-v3", 671.03, 37.55),
-        ("deepseek-v2-lite", 15.71, 2.66),
-        ("mixtral-8x7b", 46.70, 12.88),
-        ("qwen3-30b-a3b", 30.53, 3.35),
-    ],
+    ("preset", "billions"),
+    [("deepseek-v3", 37.55), ("deepseek-v2-lite", 2.66), ("mixtral-8x7b", 12.88), ("qwen3-30b-a3b", 3.35)],
 )
-def test_a_published_models_preset_has_its_published_size(preset, billions, active_billions):
+def test_of_a_published_models_preset_as_many_parameters_as_published_are_active(preset, billions):
     run = run_of(f"--preset {preset}")
-    vocab = run.model.vocab_size
-    assert run.derived.padded_vocab_size(vocab) == vocab
-    assert round(run.derived.parameter_count(vocab) / 1e9, 2) == billions
-    assert round(run.derived.active_parameter_count(vocab) / 1e9, 2) == active_billions
+    assert round(run.derived.active_parameter_count(run.model.vocab_size) / 1e9, 2) == billions
 
 
 def test_flops_per_token_match_the_published_ratios():
@@ -43,13 +35,6 @@ def test_flops_per_token_match_the_published_ratios():
     # Published with one multi-token-prediction depth.
     run = run_of("--preset deepseek-v3 --mtp-num-layers 1")
     assert run.derived.flops_per_token(run.model.vocab_size) / 1e9 == pytest.approx(260.64, abs=0.05)
-
-
-def test_deepseek_v3_with_one_depth_has_its_published_size():
-    # 685B in the published files, in which the depth has its own copies of both tables.
-    run = run_of("--preset deepseek-v3 --mtp-num-layers 1")
-    vocab = run.model.vocab_size
-    assert round((run.derived.parameter_count(vocab) + 2 * vocab * run.model.hidden_size) / 1e9, 1) == 684.5
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -160,11 +145,6 @@ def test_training_in_sequences_is_whole_steps_and_its_schedule_is_not():
     assert (run.training.train_iters, run.derived.lr_decay_iters, run.derived.lr_warmup_iters) == (20, 20.875, 2.5)
     with pytest.raises(ConfigError, match=r"--train-samples 167, --train-iters 5"):
         run_of("--train-samples 167 --train-iters 5 --global-batch-size 8")
-
-
-@pytest.mark.parametrize(("flags", "name"), [("", "float32"), ("--bf16", "bfloat16"), ("--fp16", "float16")])
-def test_the_dtype_of_the_weights_has_torchs_name(flags, name):
-    assert run_of(flags).derived.params_dtype_name == name
 
 
 # ---- the counted parameters are those of the model that is built

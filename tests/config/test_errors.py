@@ -224,6 +224,7 @@ def test_a_folder_of_another_run_is_continued_or_left_alone(capsys, tmp_path):
 
 def test_a_dry_run_checks_and_makes_nothing(capsys, tmp_path):
     argv = [*MOCK, "--dry-run", "--save", str(tmp_path / "new"), "--metrics-file", str(tmp_path / "m.jsonl")]
+    argv += ["--tensorboard-dir", str(tmp_path / "tb")]
     assert pretrain_moe.main(argv) == 0
     assert "the configuration is sound" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

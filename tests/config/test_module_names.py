@@ -29,9 +29,7 @@ MODELS = {
     "grouped, experts": PRESETS["tiny-gqa"],
     "every second layer": {**TINY, "moe_layer_freq": 2},
     "capacity, no bias, no shared expert": {
-        **TINY,
-        "moe_expert_capacity_factor": 1.0,
-        "moe_router_enable_expert_bias": False,
+        **TINY, "moe_expert_capacity_factor": 1.0, "moe_router_enable_expert_bias": False,
         "moe_shared_expert_intermediate_size": None,
     },
     "dense, biased": {"num_layers": 2, "add_bias_linear": True, "qk_layernorm": True},
@@ -39,14 +37,10 @@ MODELS = {
     "further predictions, experts": {**TINY, "mtp_num_layers": 2},
     "further predictions, tied": {"num_layers": 1, "mtp_num_layers": 1},
     "further predictions, the last layer dense": {**TINY, "moe_layer_freq": 2, "mtp_num_layers": 1},
-}
+}  # fmt: skip
 # Published models with the layers that differ: names do not depend on how many there are.
 FEW_LAYERS = {
-    name: {
-        **flags,
-        "num_layers": 3,
-        "moe_layer_freq": "[0]+[1]*2" if isinstance(flags.get("moe_layer_freq"), str) else 1,
-    }
+    name: {**flags, "num_layers": 3, "moe_layer_freq": "[0]+[1]*2" if "[0]" in str(flags.get("moe_layer_freq")) else 1}
     for name, flags in PRESETS.items()
 }
 
@@ -72,10 +66,8 @@ def test_names_and_buffers_from_the_run_are_those_of_the_built_model(model, one_
     if not run.model.untie_embeddings_and_output_weights:
         known["output_layer"] = set()  # its weight is the embedding's
     assert known == seen
-    buffers_are_the_declared_fp32_state(run, chunk)
 
-
-def buffers_are_the_declared_fp32_state(run, chunk):
+    # Buffers are the declared fp32 state.
     declared, saved = {}, set()
     for name, part in module_names.parts(run).items():
         for buffer, tensor_class in part.state.items():

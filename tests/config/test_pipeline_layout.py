@@ -17,17 +17,11 @@ from megatron_moe.model.engine_config import transformer_config
 
 pytestmark = pytest.mark.engine
 
-READ = [
-    "Et*3|(tt|)*29,m|L",
-    "Et|(tt|)*30mL",
-    "Ettt|(t*2|)*3,t,m|L",
-    "E|t*3|(t|)*5L",
-    "Ett||tt|L",
-    "E,t|*2ttL",
-]
 
-
-@pytest.mark.parametrize("layout", READ)
+@pytest.mark.parametrize(
+    "layout",
+    ["Et*3|(tt|)*29,m|L", "Et|(tt|)*30mL", "Ettt|(t*2|)*3,t,m|L", "E|t*3|(t|)*5L", "Ett||tt|L", "E,t|*2ttL"],
+)
 def test_letters_are_read_as_the_engine_reads_them(layout):
     engine = PipelineParallelLayerLayout.parse_str_to_list(layout)
     assert [[LETTERS[letter] for letter in stage] for stage in spelled_out(layout)] == [

@@ -106,39 +106,6 @@ def test_an_unknown_choice_is_refused_also_without_a_command_line():
             assert str(field.choices[0]) in message
 
 
-def test_installed_transformer_engine_may_be_chosen(monkeypatch):
-    monkeypatch.setattr("megatron_moe.config.rules.model.importlib.util.find_spec", lambda name: object())
-    rules.check(run_of("TINY", "--transformer-impl transformer_engine --no-attention-softmax-in-fp32"), 1)
-
-
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-PP2 = "--pipeline-model-parallel-size 2"
-EP2 = "--expert-model-parallel-size 2"
-
-
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [
-        (1, ""),
-        (2, EP2),
-        (2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1"),
-        (4, f"{TP2} {PP2}"),
-        (4, f"{TP2} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1"),
-        (4, f"{TP2} {EP2}"),
-        (4, "--context-parallel-size 4"),
-        (8, f"{TP2} {PP2} {EP2} --context-parallel-size 2"),
-        (8, f"{TP2} {PP2} {EP2} --use-distributed-optimizer --bf16"),
-    ],
-)
-def test_supported_layouts_of_the_tiny_preset_pass(world, layout):
-    rules.check(run_of("TINY", f"--global-batch-size 16 {layout}"), world)
-
-
-def test_checking_leaves_the_folders_alone(tmp_path):
-    rules.check(run_of("TINY", f"--save {tmp_path}/a/b --tensorboard-dir {tmp_path}/tb"), 1)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("changes", "modules", "refused"),
     [

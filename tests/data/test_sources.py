@@ -9,9 +9,9 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import DataConfig
 from megatron_moe.data.sources import Blend, parse_split, read_sources
+from tests.config.refused import refused
 
 
 @pytest.mark.engine
@@ -54,12 +54,10 @@ def test_paths_per_split_keep_their_split():
 @pytest.mark.parametrize(
     "data, words",
     [
-        (DataConfig(), "no data: give --data-path"),
         (DataConfig(mock_data=True, data_path=("a",)), "--mock-data and --data-path"),
         (DataConfig(mock_data=True, valid_data_path=("a",)), "--mock-data and --valid-data-path"),
         (DataConfig(data_path=("a",), test_data_path=("b",)), "--data-path and --test-data-path"),
         (DataConfig(train_data_path=("a",), split="1,1,1"), "--split 1,1,1"),
-        (DataConfig(valid_data_path=("a",)), "without --train-data-path"),
         (DataConfig(data_path=("1", "a", "2")), "3 words; weights and prefixes come in pairs"),
         (DataConfig(data_path=("1", "a", "-2", "b")), "weight -2 of b"),
         (DataConfig(data_path=("1", "a", "0", "b")), "weight 0 of b"),
@@ -71,13 +69,10 @@ def test_paths_per_split_keep_their_split():
         (DataConfig(train_data_path=("1", "a", "-2", "b")), "--train-data-path 1 a -2 b: weight -2"),
         (DataConfig(data_path=("a",), split="0,0,0"), "--split 0,0,0: the shares sum to zero"),
         (DataConfig(data_path=("a",), split="90,-5,5"), "--split 90,-5,5"),
-        (DataConfig(data_path=("a",), split="90;5;5"), "--split 90;5;5"),
         (DataConfig(data_path=("a",), split="1,2,3,4"), "--split 1,2,3,4"),
         (DataConfig(data_path=("a",), split=""), "--split"),
         (DataConfig(data_path=("a",), split="1e3,1"), "--split 1e3,1"),
     ],
 )
 def test_malformed_data_flags_are_refused_by_name(data, words):
-    with pytest.raises(ConfigError) as caught:
-        read_sources(data)
-    assert words in str(caught.value)
+    refused(lambda: read_sources(data), words)
