@@ -52,7 +52,7 @@ class Page:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self.process_group = self._process.pid
+        self.pid = self._process.pid
         os.close(child_reads)
         os.close(child_writes)
         self._buffer, self._number, self._session = b"", 0, None
@@ -127,9 +127,8 @@ class Page:
             "Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=int(clicks > 0), clickCount=clicks
         )
 
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(shot["data"]))
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def pdf(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"]))

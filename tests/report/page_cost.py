@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 
+import psutil
+
 from megatron_moe.io.texts import size_text
 from megatron_moe.report.page.build import write_page
 from megatron_moe.report.page.files import RunState
@@ -49,17 +51,11 @@ def write_run(folder: Path, steps: int, layers: int, experts: int, every: int) -
     return file
 
 
-def _cpu_seconds(group: int) -> float:
-    """Return the CPU seconds of the processes of a group that are still there."""
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended
-        if int(fields[2]) == group:
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+def _cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process and of those it started that are still there."""
+    process = psutil.Process(pid)
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 def main(arguments: list[str]) -> None:
@@ -77,9 +73,9 @@ def main(arguments: list[str]) -> None:
         browser = chromium.Page(Path(name) / "profile")
         browser.size(1300, 1000)
         for _ in range(3):
-            before = _cpu_seconds(browser.process_group)
+            before = _cpu_seconds(browser.pid)
             took = browser.open(page)
-            used = _cpu_seconds(browser.process_group) - before
+            used = _cpu_seconds(browser.pid) - before
             print(f"opening: {took:.2f} s, {used:.2f} CPU s; load average {os.getloadavg()[0]:.1f}")
         browser.close()
 

@@ -18,12 +18,10 @@ from unittest.mock import patch
 from rich.console import Console
 
 from megatron_moe.config import schema
-from megatron_moe.report.console import ConsoleSink
+from megatron_moe.report.console import LiveConsoleSink
 from megatron_moe.report.metric import StepRecord
-from megatron_moe.report.panel import View
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.reporter import Reporter
-from megatron_moe.report.sink import Sink
 from tests.report import chromium
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -33,31 +31,24 @@ FORMAT = "<meta charset=utf-8><body style='margin:0;background:#11161d;color:#df
 STYLE = "font:14px/18px DejaVu Sans Mono,monospace;margin:12px"
 
 
-class _Terminal(Sink):
-    """What a terminal of 110 columns shows: the last log lines, and the panel below them."""
+class _Terminal(LiveConsoleSink):
+    """A terminal of 110 columns: the last lines, and the panel below them."""
 
     def __init__(self) -> None:
-        self.view, self._lines = View(True, STEPS, 0), io.StringIO()
-        self._console = ConsoleSink(self._lines, train_iters=STEPS, log_interval=10)
+        super().__init__(io.StringIO(), train_iters=STEPS, log_interval=10, start_iteration=0, panel=True)
+        self._lines: list[str] = []
 
-    def start(self, facts: dict[str, object]) -> None:
-        self.view.start(facts)
+    def _write(self, text: str) -> None:
+        self._lines.append(text)
 
-    def step(self, record: StepRecord) -> None:
-        self.view.step(record)
-        self._console.step(record)
-
-    def evaluation(self, record: EvalRecord) -> None:
-        self.view.evaluation(record)
-
-    def message(self, text: str) -> None:
-        self.view.event(text)
+    def _width(self) -> int | None:
+        return 110
 
     def html(self) -> str:
         console = Console(record=True, file=io.StringIO(), width=110, height=40, force_terminal=True, highlight=False)
-        for text in self._lines.getvalue().splitlines()[-4:]:
-            console.print(text.partition(" ")[2][:110], markup=False)  # a terminal gets no date
-        console.print(self.view)
+        for text in self._lines[-4:]:
+            console.print(text, markup=False)
+        console.print(self._view)
         return console.export_html(inline_styles=True, code_format=FORMAT.replace("{style}", STYLE))
 
 

@@ -86,16 +86,6 @@ def test_a_line_names_everything_a_reader_steers_by_and_of_a_dense_model_no_expe
     )
 
 
-def test_the_losses_of_further_predictions_stand_beside_the_loss_and_are_means_as_it_is():
-    stream, sink = plain(log_interval=2)
-    tell(sink, 2, 2, mtp_losses=[3.5, 4.0])
-    sink.step(STEP.replace(iteration=3, loss=2.0, mtp_losses=[3.0, 4.0]))
-    sink.step(STEP.replace(iteration=4, loss=1.0, mtp_losses=[2.0, 3.0]))
-    lines = text(stream).splitlines()
-    assert "| loss 3.0000 | mtp 3.5000 4.0000 | lr" in lines[0]
-    assert "| loss 1.5000 | mtp 2.5000 3.5000 | lr" in lines[1]
-
-
 def test_lines_come_at_the_first_step_then_every_interval_and_at_the_end():
     stream, sink = plain(log_interval=10, train_iters=25)
     tell(sink, 4, 25)
@@ -103,14 +93,14 @@ def test_lines_come_at_the_first_step_then_every_interval_and_at_the_end():
     assert [line.split("|")[0].split()[1] for line in lines] == ["4/25", "10/25", "20/25", "25/25"]
 
 
-def test_a_line_shows_the_mean_loss_and_speed_of_its_interval_and_counts_what_was_skipped():
+def test_a_line_shows_the_mean_losses_and_speed_of_its_interval_and_counts_what_was_skipped():
     stream, sink = plain(log_interval=4)
     tell(sink, 1, 1)
-    sink.step(STEP.replace(iteration=2, loss=2.0, seconds=1.5))
-    sink.step(STEP.replace(iteration=3, loss=float("nan"), skipped=True, seconds=0.5))
-    sink.step(STEP.replace(iteration=4, loss=4.0, seconds=1.0, model_tflops=0.5))
+    sink.step(STEP.replace(iteration=2, loss=2.0, seconds=1.5, mtp_losses=[3.0, 4.0]))
+    sink.step(STEP.replace(iteration=3, loss=float("nan"), skipped=True, seconds=0.5, mtp_losses=[9.0, 9.0]))
+    sink.step(STEP.replace(iteration=4, loss=4.0, seconds=1.0, model_tflops=0.5, mtp_losses=[2.0, 3.0]))
     line = text(stream).splitlines()[-1]
-    assert "loss 3.0000" in line
+    assert "| loss 3.0000 | mtp 2.5000 3.5000 |" in line
     assert "1,000 tok/s" in line  # 3000 tokens in 3 seconds
     assert "0.333 TFLOP/s" in line  # (0.25 x 2 s + 0.5 x 1 s) / 3 s
     assert "SKIPPED 1 (loss scale 4096)" in line

@@ -88,9 +88,7 @@ def test_a_step_with_health_comes_back_equal_from_metrics_jsonl_and_the_report_h
     charts = (Path(files.__file__).parent / "assets" / "report.js").read_text(encoding="utf-8")
     shown = set(re.findall(r'"(health\.\w+)"', charts))
     assert {"health.update_rounding", "health.flip_rate"} <= shown <= set(state.course.rows())
-
-
-def test_a_line_of_an_earlier_version_still_loads() -> None:
+    # A line of an earlier version.
     line = json.loads(json.dumps(to_json(STEP)))
     for figure in ("first_moment_rounding", "second_moment_rounding", "update_rounding"):
         del line["health"][figure]

@@ -38,7 +38,7 @@ def test_a_resume_takes_back_the_lines_of_the_abandoned_incarnation(tmp_path):
     assert [record.iteration for record in read_evaluations(path)] == [2, 4, 6, 8]
 
 
-def test_a_resume_copies_nothing(tmp_path):
+def test_a_resume_copies_nothing_and_a_bad_file_of_evaluations_leaves_the_steps_as_they_were(tmp_path):
     path = tmp_path / "m.jsonl"
     write(path, 0, 6)
     before, inode = path.read_bytes(), path.stat().st_ino
@@ -46,6 +46,10 @@ def test_a_resume_copies_nothing(tmp_path):
     assert path.read_bytes() == b"".join(before.splitlines(keepends=True)[:4])
     assert write(path, 4, 6).cut_lines == 0
     assert path.read_bytes() == before and path.stat().st_ino == inode
+    evaluations_path(path).write_text("nonsense\n")
+    with pytest.raises(ConfigError):
+        JsonlSink(path, 2)
+    assert path.read_bytes() == before
 
 
 def test_a_line_that_a_kill_tore_apart_is_taken_back_and_a_fresh_run_keeps_the_file_of_the_one_before(tmp_path):
@@ -69,16 +73,6 @@ def test_a_file_that_holds_no_metrics_is_refused_and_left_as_it_was(tmp_path, co
         JsonlSink(path, start)
     assert path.read_text() == content
     assert os.listdir(tmp_path) == ["README.md"]
-
-
-def test_a_bad_file_of_evaluations_leaves_the_steps_as_they_were(tmp_path):
-    path = tmp_path / "m.jsonl"
-    write(path, 0, 4)
-    evaluations_path(path).write_text("nonsense\n")
-    before = path.read_bytes()
-    with pytest.raises(ConfigError):
-        JsonlSink(path, 2)
-    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["m.jsonl", "m.eval.jsonl", "m.events.jsonl", "m.run.json"])

@@ -77,21 +77,14 @@ def test_two_metrics_of_a_program_cannot_have_one_name_or_one_tag() -> None:
             unregister_metric(name)
 
 
-@pytest.mark.parametrize("returned", ["much", [1.0], object()])
-def test_what_cannot_be_shown_as_a_number_is_an_error_that_names_the_metric(returned: Any) -> None:
+def test_what_raises_or_cannot_be_shown_as_a_number_is_an_error_that_names_the_metric() -> None:
     facts: Any = SimpleNamespace(iteration=7)
-    with pytest.raises(MetricError, match="metric top_share returned .* iteration 7"):
-        Metric("top_share", compute=lambda _: returned, console="{:.1f}").value(facts)
-    plain = Metric("top_share", compute=lambda _: returned)
-    if isinstance(returned, list):
-        assert plain.value(facts) == returned  # for metrics.jsonl alone any plain value will do
-    elif not isinstance(returned, str):
-        with pytest.raises(MetricError, match="object"):
-            plain.value(facts)
-
-
-def test_a_metric_that_raises_is_named_with_the_iteration_and_its_error() -> None:
-    facts: Any = SimpleNamespace(iteration=7)
+    for returned, kind in (("much", "str"), ([1.0], "list"), (object(), "object")):
+        with pytest.raises(MetricError, match=f"metric top_share returned a {kind} at iteration 7"):
+            Metric("top_share", compute=lambda _, value=returned: value, console="{:.1f}").value(facts)
+    with pytest.raises(MetricError, match="object"):
+        Metric("top_share", compute=lambda _: object()).value(facts)
+    assert Metric("top_share", compute=lambda _: [1.0]).value(facts) == [1.0], "metrics.jsonl takes any plain value"
     with pytest.raises(MetricError, match="metric top_share failed at iteration 7: ZeroDivisionError"):
         Metric("top_share", compute=lambda _: 1 / 0).value(facts)
     with pytest.raises(MetricError, match="metric top_share: its `console` failed: KeyError"):

@@ -36,9 +36,8 @@ def test_a_panel_shows_what_a_person_who_watches_wants_to_know():
     for words in ("cpu, TP 1, EP 2, bfloat16", "4/400", "left 1m12s", "valid 2.7500", "SKIPPED 1", "0.500", "2,000"):
         assert words in shown, words
     assert "0.25 TFLOP/s, MFU 12.5%" in shown and "saved iter_0000004" in shown and "and more" not in shown
-    rows = {
-        row.split()[2]: row for row in shown.splitlines() if "\u2502 layer " in row
-    }  # of the last step that counted
+    # Of the last step that counted.
+    rows = {row.split()[2]: row for row in shown.splitlines() if "\u2502 layer " in row}
     assert rows["2"].split()[-2] == "1.50" and rows["4"].split()[-2] == "1.00"
     assert rows["2"].count("\u2588") == pytest.approx(1.5 * rows["4"].count("\u2588"), abs=1)
 
@@ -70,7 +69,7 @@ def test_a_model_without_experts_has_no_rows_of_them():
     assert "load" not in shown and "grad" not in shown and "loss" in shown
 
 
-def test_a_curve_of_many_steps_stays_small_and_keeps_its_shape():
+def test_a_curve_of_any_number_of_steps_stays_small_and_keeps_its_shape():
     curve = Curve(room=16)
     for step in range(10_000):
         curve.add(10_000 - step)
@@ -78,9 +77,7 @@ def test_a_curve_of_many_steps_stays_small_and_keeps_its_shape():
     shape = curve.drawn(20)
     assert len(curve._means) < 32 and 10 <= len(shape) <= 20
     assert list(shape) == sorted(shape, reverse=True) and (shape[0], shape[-1]) == ("\u2588", "\u2581")
-
-
-def test_a_curve_that_is_flat_or_empty_can_be_drawn():
+    # One that is empty or flat can be drawn.
     curve = Curve()
     assert curve.drawn(10) == ""
     curve.add(2.0)

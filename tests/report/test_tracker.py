@@ -197,13 +197,6 @@ def test_a_process_that_cannot_be_started_is_one_warning(server: Path, tmp_path:
     assert "W&B" in warning and "gone" in warning
 
 
-def test_a_rank_that_does_not_write_starts_nothing(server: Path, tmp_path: Path):
-    with Reporter(of_wandb(tmp_path), is_writer=False, start_iteration=0) as silent:
-        silent.start({})
-        silent.step(step(1, 3.0))
-    assert not server.exists() and not Path(f"{server}.pid").exists()
-
-
 # ---- what is refused
 
 

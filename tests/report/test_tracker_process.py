@@ -53,15 +53,13 @@ Away.last = Away("")
 
 
 @pytest.fixture
-def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def away(monkeypatch: pytest.MonkeyPatch) -> None:
     entities = types.SimpleNamespace(Metric=lambda *of: of, Param=lambda *of: of, RunTag=lambda *of: of)
     for name, module in (("mlflow", None), ("mlflow.entities", entities), ("mlflow.tracking", None)):
         monkeypatch.setitem(sys.modules, name, module or types.SimpleNamespace(MlflowClient=Away))
     monkeypatch.setattr(tracker_process, "RETRY_SECONDS", (0.0, 0.0, 0.0, 0.0))
-    with pytest.MonkeyPatch.context() as environment:
-        for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
-            environment.setenv(name, "1")
-        yield
+    for name in ("ALLOW_FILE_STORE", "HTTP_REQUEST_TIMEOUT", "HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.setenv(f"MLFLOW_{name}", "1")
 
 
 def tracked(*messages: dict[str, Any], **about: Any) -> list[dict[str, str]]:
