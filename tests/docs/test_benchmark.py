@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import expert_parallel, moe_layer, whole_step
 from benchmarks import problem as problems
-from benchmarks.problem import Shape, make_problem, oracle, relative_error
+from benchmarks.problem import Shape, make_problem, relative_error
 from tests.helpers.rows import rows
 
 REPO = Path(__file__).resolve().parents[2]
@@ -60,24 +60,6 @@ def test_a_whole_step_trains_what_transformers_trains_or_does_not_race(capsys, m
     turned = lambda parameters, *_: [one.grad.neg_() for one in parameters]  # noqa: E731
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", turned)
     assert whole_step.main(flags) == 1
-
-
-def test_the_oracle_is_the_formula_for_one_token():
-    shape = Shape(tokens=1, hidden=8, experts=4, topk=2, ffn=4, shared=4)
-    p = make_problem(shape, torch.float32, torch.device("cpu"))
-    x = p.x[0]
-
-    def mlp(w1, w2):
-        gate, up = (w1 @ x).chunk(2)
-        return w2 @ (gate * torch.sigmoid(gate) * up)
-
-    scores = torch.sigmoid(p.router @ x)
-    ids = scores.argsort(descending=True)[:2].tolist()
-    total = sum(scores[i] for i in ids)
-    expected = mlp(p.shared_w1, p.shared_w2)
-    for i in ids:
-        expected = expected + shape.scaling_factor * scores[i] / total * mlp(p.w1[i], p.w2[i])
-    assert relative_error(oracle(p)["y"][0], expected) < 1e-6
 
 
 def test_no_token_is_a_close_call_the_problem_is_the_same_every_time_and_shapes_have_to_agree():
