@@ -21,7 +21,7 @@ from megatron_moe.apps.doctor.default_layouts import EVERY_KIND, combinations_of
 from megatron_moe.apps.doctor.measure import MeasuringRanks, Request, measure
 from megatron_moe.apps.doctor.small_copy import PADDED_VOCABULARY
 from megatron_moe.config import cli
-from megatron_moe.config.schema import flatten, replace
+from megatron_moe.config.schema import replace
 from megatron_moe.moe.load_balance import updated_expert_bias
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import MicroBatch, build_choice, route
@@ -208,34 +208,30 @@ def several_ranks(stage: Stage) -> None:
     except RanksFailed as error:
         failure = str(error)
     oracles = {}
-    for of in models:
+    for job, of in zip(jobs, models):
         with stage.attempt(f"one rank, {of}"):
-            oracles[of] = _assembled(folder, jobs, f"one-{of}", failure)
-    for title in titles:
-        name, of = LAYOUTS[title]
-        job = next(one for one in jobs if one["name"] == name)
+            oracles[of] = _assembled(folder, job, failure)
+    for job, title in zip(jobs[len(models) :], titles, strict=True):
         with stage.attempt(title):
-            got = _assembled(folder, jobs, name, failure)
+            got, of = _assembled(folder, job, failure), LAYOUTS[title][1]
             _record(stage, f"{title} ({job['ranks']} ranks, {job['backend']})", got, oracles[of], FP32)
 
 
 def _job(stage: Stage, name: str, of: str, ranks: int, flags: dict[str, Any], backend: str) -> dict[str, Any]:
     request = _request(of, 1 if stage.dry else 2)
-    options = {key: value for key, value in vars(request).items() if key != "run"}
-    run = flatten(replace(request.run, **flags))
-    return {"name": name, "ranks": ranks, "backend": backend, "flags": run, "options": options}
+    request = dataclasses.replace(request, run=replace(request.run, **flags))
+    return {"name": name, "ranks": ranks, "backend": backend, "request": request}
 
 
-def _assembled(folder: Path, jobs: list[dict[str, Any]], name: str, failure: str) -> Any:
+def _assembled(folder: Path, job: dict[str, Any], failure: str) -> Any:
     """Return the model that a job's ranks made.
 
     Raises:
         RuntimeError: some rank of it failed, or did not come to an end.
     """
-    ranks = next(job["ranks"] for job in jobs if job["name"] == name)
     records = []
-    for rank in range(ranks):
-        path = folder / f"{name}-{rank}.pt"
+    for rank in range(job["ranks"]):
+        path = folder / f"{job['name']}-{rank}.pt"
         if not path.exists():
             raise RuntimeError(f"rank {rank} did not come to its end: {failure}")
         records.append(torch.load(path, weights_only=True))

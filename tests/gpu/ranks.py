@@ -14,24 +14,18 @@ import torch.distributed as dist
 
 import megatron_moe  # noqa: F401  (before the engine)
 from megatron_moe import platform
-from megatron_moe.apps.doctor.measure import Request, measure
-from megatron_moe.config.schema import build
+from megatron_moe.apps.doctor.measure import measure
 from tests.gpu import staged_backend
 
 
-def join(rank: int, ranks: int, store: str, backend: str, seconds: float = 60.0) -> Any:
+def join(rank: int, ranks: int, store: str, backend: str) -> Any:
     """Join the default group and return this rank's device."""
     staged_backend.register()
     device = platform.device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        store=dist.FileStore(store, ranks),
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=seconds),
-    )
+    meeting = dist.FileStore(store, ranks)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     return device
 
 
@@ -39,7 +33,7 @@ def measure_layouts(rank: int, ranks: int, store: str, folder: str, jobs: list[d
     """Train layouts one after another as `tools/doctor.py` does; leave records in `folder`/NAME-RANK.pt.
 
     Args:
-        jobs: name, ranks, backend, flags of the run, options of the request; ranks beyond a job's wait for the next.
+        jobs: name, ranks, backend, request; ranks beyond a job's wait for the next.
     """
     for number, job in enumerate(jobs):
         if rank >= job["ranks"]:
@@ -48,7 +42,7 @@ def measure_layouts(rank: int, ranks: int, store: str, folder: str, jobs: list[d
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(job["ranks"]), LOCAL_RANK=str(local))
         try:
             join(rank, job["ranks"], f"{store}{number}", job["backend"])
-            record = measure(Request(build(job["flags"]), **job["options"]))
+            record = measure(job["request"])
         except Exception:
             record = {"error": traceback.format_exc()[-1500:]}
         path = f"{folder}/{job['name']}-{rank}.pt"
@@ -131,13 +125,10 @@ def _point_to_point(rank: int, ranks: int, device: Any) -> str:
         return "not possible: one rank has no neighbour"
     sent = torch.full((6,), float(rank), device=device)
     got = torch.full((6,), torch.nan, device=device)
-    operations = [
-        dist.P2POp(dist.isend, sent, (rank + 1) % ranks),
-        dist.P2POp(dist.irecv, got, (rank - 1) % ranks),
-    ]
-    for work in dist.batch_isend_irecv(operations):
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, got, before)]):
         work.wait()
-    return _same(got, (rank - 1) % ranks)
+    return _same(got, before)
 
 
 def _objects(rank: int, ranks: int, device: Any) -> str:

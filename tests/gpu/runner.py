@@ -5,36 +5,76 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
+import platform
 import shutil
+import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu import report
 from tests.gpu.processes import Child
-from tests.gpu.stage import FAIL, IMPOSSIBLE, PASS, Stage
+from tests.gpu.stage import FAIL, IMPOSSIBLE, PASS, STATUSES, Stage
 from tests.gpu.stages import DRY_SECONDS, Plan
 
-_POLL_SECONDS = 0.1
+SCHEMA = 1
 
 
 def run(plans: Sequence[Plan], out: Path, dry: bool) -> int:
     """Run the stages and return the exit status; `out` gets report.json, and a folder for each stage."""
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    whole = report.new(dry)
     with _imagined() if dry else contextlib.nullcontext():
+        whole = _new_report(dry)
         for plan in plans:
             result = _run_stage(plan, out, dry)
             whole["stages"].append(result)
-            report.write(whole, out, time.monotonic() - began)
+            whole["seconds"] = round(time.monotonic() - began, 1)
+            (out / "report.json.new").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+            os.replace(out / "report.json.new", out / "report.json")
             _say(f"stage {plan.number:>2} {plan.name}: {result['status']} ({result['seconds']:.0f} s)")
             for check in result["checks"]:
                 if check["status"] == FAIL:
-                    _say(f"         {check['name']}: {report.shown(check)}")
-    _say(f"{report.summary(whole)}; {out / 'report.json'}")
+                    _say(f"         {check['name']}: {_shown(check)}")
+    _say(f"{_summary(whole)}; {out / 'report.json'}")
     return 1 if any(one["status"] == FAIL for one in whole["stages"]) else 0
+
+
+def _new_report(dry: bool) -> dict[str, Any]:
+    from megatron_moe.report.run_info import versions
+
+    return {
+        "schema": SCHEMA,
+        "dry": dry,
+        "began": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "machine": {"interpreter": sys.executable, "kernel": platform.release()},
+        "versions": versions(),
+        "taken_from_wheels": os.environ.get("MEGATRON_MOE_GPU_WHEELS", "").split(),
+        "stages": [],
+    }
+
+
+def _summary(report: dict[str, Any]) -> str:
+    stages = Counter(one["status"] for one in report["stages"])
+    checks = Counter(check["status"] for one in report["stages"] for check in one["checks"])
+    said = "; ".join(
+        f"{what}: " + ", ".join(f"{count[status]} {status}" for status in STATUSES if count[status])
+        for what, count in (("stages", stages), ("checks", checks))
+    )
+    return f"{'a dry run, no GPU; ' if report['dry'] else ''}{said}; {report['seconds']:.0f} s"
+
+
+def _shown(check: dict[str, Any]) -> str:
+    """Return a check's figures, bound and reason in one text."""
+    figures = ", ".join(f"{key} {_number(value)}" for key, value in check["figures"].items())
+    bound = "" if check["bound"] is None else f" (at most {_number(check['bound'])})"
+    return "; ".join(filter(None, (figures + bound, check["reason"])))
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @contextlib.contextmanager
@@ -64,7 +104,7 @@ def _run_stage(plan: Plan, out: Path, dry: bool) -> dict[str, Any]:
     child = Child(perform, (plan.function, str(notes), str(folder), dry, limit - 3), folder / "log.txt", dry, {})
     doing, shown = "starting", ""
     try:
-        while child.wait(_POLL_SECONDS) is None and time.monotonic() - began < limit:
+        while child.wait(0.1) is None and time.monotonic() - began < limit:
             doing = _doing(notes) or doing
             if doing != shown:
                 _say(f"stage {plan.number:>2} {plan.name}, {time.monotonic() - began:3.0f} s: {doing}")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 PASS, FAIL, IMPOSSIBLE = "pass", "fail", "not possible here"
 STATUSES = (PASS, FAIL, IMPOSSIBLE)
@@ -99,18 +98,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-class NoReading(TorchFunctionMode):
-    """A mode in which a tensor's numbers cannot be read by the host."""
-
-    READS = frozenset("item tolist cpu numpy __bool__ __float__ __int__ __index__ nonzero unique".split())
-
-    def __torch_function__(self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = getattr(function, "__name__", "")
-        if name in self.READS and args and isinstance(args[0], torch.Tensor):
-            raise RuntimeError(f"the host reads from the device: {name}")
-        return function(*args, **(kwargs or {}))
 
 
 def sync(stage: Stage) -> None:

@@ -74,46 +74,37 @@ def train(runs: list[tuple[str, list[str]]], fault: str, at: int) -> None:
             Path(folder, "failed").write_text(traceback.format_exc()[-1500:])
 
 
-class Training:
-    """The runs of one stage; those that are asked for together share a process, loading takes most time."""
+def run_all(
+    stage: Stage, steps: int, flags: dict[str, list[str]], fault: str = "", at: int = 0
+) -> Callable[[str], list[dict[str, Any]]]:
+    """Train up to `steps` for each folder, one run after another in one process: loading takes most time.
 
-    def __init__(self, stage: Stage) -> None:
-        self.stage, self.number = stage, 0
+    Returns:
+        A function: folder -> the metrics of each step that its runs made; RuntimeError where one failed.
+    """
+    folders = {name: stage.folder / name.replace(" ", "-").replace(",", "") for name in flags}
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+    argv = [*FLAGS.split(), "--train-iters", str(steps), "--metrics-file"]
+    given = [(str(folders[name]), [*argv, str(folders[name] / "metrics.jsonl"), *flags[name]]) for name in flags]
+    child = Child(train, (given, fault, at), stage.folder / "runs.log", stage.dry, {})
+    status = child.wait(min(120.0, stage.left))
+    child.end()
 
-    def run_all(
-        self, steps: int, flags: dict[str, list[str]], fault: str = "", at: int = 0
-    ) -> Callable[[str], list[dict[str, Any]]]:
-        """Train up to `steps` for each folder, one run after another in one process.
+    def metrics(name: str) -> list[dict[str, Any]]:
+        failed, metrics = folders[name] / "failed", folders[name] / "metrics.jsonl"
+        if failed.exists() or status != 0 or not metrics.exists():
+            reason = failed.read_text() if failed.exists() else f"status {status}"
+            raise RuntimeError(f"{reason}: {child.last_output()}")
+        return [json.loads(line) for line in metrics.read_text().splitlines()]
 
-        Returns:
-            A function: folder -> the metrics of each step that its runs made; RuntimeError where one failed.
-        """
-        self.number += 1
-        folders = {name: self.stage.folder / name.replace(" ", "-").replace(",", "") for name in flags}
-        for folder in folders.values():
-            folder.mkdir(parents=True, exist_ok=True)
-        argv = [*FLAGS.split(), "--train-iters", str(steps), "--metrics-file"]
-        given = [(str(folders[name]), [*argv, str(folders[name] / "metrics.jsonl"), *flags[name]]) for name in flags]
-        log = self.stage.folder / f"run{self.number}.log"
-        child = Child(train, (given, fault, at), log, self.stage.dry, {})
-        status = child.wait(min(120.0, self.stage.left))
-        child.end()
-
-        def metrics(name: str) -> list[dict[str, Any]]:
-            failed, metrics = folders[name] / "failed", folders[name] / "metrics.jsonl"
-            if failed.exists() or status != 0 or not metrics.exists():
-                reason = failed.read_text() if failed.exists() else f"status {status}"
-                raise RuntimeError(f"{reason}: {child.last_output()}")
-            lines = map(json.loads, metrics.read_text().splitlines())
-            return [line for line in lines if "loss" in line]
-
-        return metrics
+    return metrics
 
 
 def training(stage: Stage) -> None:
-    runs, steps = Training(stage), 4 if stage.dry else 20
+    steps = 4 if stage.dry else 20
     stage.doing(f"{steps} steps in {', '.join(PRECISIONS)}, one with a NaN")
-    found = runs.run_all(steps, PRECISIONS, "nan", steps // 2)
+    found = run_all(stage, steps, PRECISIONS, "nan", steps // 2)
     for precision in PRECISIONS:
         with stage.attempt(f"{steps} steps in {precision}, one with a NaN"):
             _with_a_nan(stage, steps, precision, found(precision))
@@ -122,9 +113,9 @@ def training(stage: Stage) -> None:
         apart = max(abs(one - other) / one for one, other in zip(plain, moved, strict=True))
         stage.within("activations on the host: losses of those that stay", apart, SPREAD)
     with stage.attempt("interrupted and resumed"):
-        _resumed(runs, steps)
+        _resumed(stage, steps)
     with stage.attempt("the spread of equal runs"):
-        _spread(runs, steps)
+        _spread(stage, steps)
 
 
 def _with_a_nan(stage: Stage, steps: int, precision: str, metrics: list[dict[str, Any]]) -> None:
@@ -145,24 +136,23 @@ def _with_a_nan(stage: Stage, steps: int, precision: str, metrics: list[dict[str
                 (precision == "fp16" and at in skipped), f"skipped {skipped}, not [{at}]")  # fmt: skip
 
 
-def _resumed(runs: Training, steps: int) -> None:
+def _resumed(stage: Stage, steps: int) -> None:
     """A run that SIGTERM ends and that goes on against one that was never interrupted."""
-    stage, middle = runs.stage, steps // 2
+    middle = steps // 2
     flags = ["--bf16", "--use-distributed-optimizer", "--deterministic-mode"]
     saving = ["--save", str(stage.folder / "parts" / "steps"), "--load", str(stage.folder / "parts" / "steps")]
     saving += ["--async-save", "--save-interval", "2", "--exit-signal-handler"]
-    first = runs.run_all(steps, {"parts": [*flags, *saving]}, "term", middle)("parts")
+    first = run_all(stage, steps, {"parts": [*flags, *saving]}, "term", middle)("parts")
     stage.holds("SIGTERM saves and stops", first and first[-1]["iteration"] == middle, f"at {first[-1:]}, not {middle}")
     again = {"whole": [*flags, "--save", str(stage.folder / "whole" / "steps")], "parts": [*flags, *saving]}
-    found = runs.run_all(steps, again)
+    found = run_all(stage, steps, again)
     whole, parts = found("whole"), found("parts")
     stage.holds("the resumed run goes on where it stopped", [line["iteration"] for line in parts] ==
                 list(range(1, steps + 1)), str([line["iteration"] for line in parts]))  # fmt: skip
-    keys = ("loss", "grad_norm")
     apart = {
         f"{key} of step {a['iteration']}": abs(a[key] - b[key]) / max(abs(a[key]), 1e-30)
         for a, b in zip(whole, parts)
-        for key in keys
+        for key in ("loss", "grad_norm")
     }
     which = worst(apart)
     stage.within("interrupted and resumed: the bits of one run (--deterministic-mode)", apart[which], 0.0, which)
@@ -170,10 +160,10 @@ def _resumed(runs: Training, steps: int) -> None:
     stage.holds("background saves", len([name for name in saved if name.startswith("iter")]) >= 2, str(saved))
 
 
-def _spread(runs: Training, steps: int) -> None:
+def _spread(stage: Stage, steps: int) -> None:
     """Without the deterministic mode, what adding in another order does to five equal runs."""
-    stage, number = runs.stage, 2 if runs.stage.dry else 5
-    found = runs.run_all(steps, {f"equal{one}": [] for one in range(number)})
+    number = 2 if stage.dry else 5
+    found = run_all(stage, steps, {f"equal{one}": [] for one in range(number)})
     last = [found(f"equal{one}")[-1]["loss"] for one in range(number)]
     apart = {f"runs {i} and {k}": abs(a - b) / abs(a) for i, a in enumerate(last) for k, b in enumerate(last)}
     stage.within(f"spread of {number} equal runs in fp32", apart[worst(apart)], SPREAD, distinct=len(set(last)))

@@ -8,41 +8,27 @@ Loads neither torch nor the package: it runs before they can be there. torch, an
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / "wheels" / "gpu"
 MOST_BYTES = 40 * 10**6
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-# Distribution -> the module by which it is known to be there.
-NEEDED = {
-    "megatron-core": "megatron.core",
-    "numpy": "numpy",
-    "pyyaml": "yaml",
-    "psutil": "psutil",
-    "packaging": "packaging",
-    "rich": "rich",
-    "markdown-it-py": "markdown_it",
-    "mdurl": "mdurl",
-    "pygments": "pygments",
-}
+NEEDED = "megatron-core numpy pyyaml psutil packaging rich markdown-it-py mdurl pygments".split()
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 _HAS_CUDA = "import torch, sys; sys.exit(not torch.cuda.is_available())"
 
 
-def constraints(python: str) -> Path:
-    return ROOT / "constraints" / f"constraints-{'py311' if python in ('3.10', '3.11') else 'py312'}.txt"
-
-
 def pinned(python: str) -> dict[str, str]:
     """Return the version of each needed distribution; numpy's is the machine's own affair where it has one."""
-    text = constraints(python).read_text(encoding="utf-8")
+    file = f"constraints-{'py311' if python in ('3.10', '3.11') else 'py312'}.txt"
+    text = (ROOT / "constraints" / file).read_text(encoding="utf-8")
     lines = re.findall(r"^([A-Za-z0-9_.-]+)==([^;\s]+)(?:;\s*(.*))?$", text, re.MULTILINE)
     older = tuple(map(int, python.split("."))) < (3, 11)
     found = {}
@@ -69,25 +55,16 @@ def collect(folder: Path = WHEELS, pythons: tuple[str, ...] = ("3.12",)) -> int:
         if subprocess.run(command).returncode != 0:
             return 1
         size = sum(wheel.stat().st_size for wheel in target.iterdir())
-        for wheel in sorted(target.iterdir()):
-            print(f"{wheel.stat().st_size / 1e6:6.1f} MB  {target.name}/{wheel.name}")
-        print(f"{size / 1e6:6.1f} MB for Python {python}")
+        print(f"{size / 1e6:6.1f} MB for Python {python}: {', '.join(sorted(os.listdir(target)))}")
         if size > MOST_BYTES:
-            print(f"more than {MOST_BYTES / 1e6:g} MB for Python {python}", file=sys.stderr)
+            print(f"these are more than {MOST_BYTES / 1e6:g} MB", file=sys.stderr)
             return 1
     return 0
 
 
 def missing() -> list[str]:
-    lacking = []
-    for name, module in NEEDED.items():
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:  # of the package around it
-            found = None
-        if found is None:
-            lacking.append(name)
-    return lacking
+    there = {re.sub(r"[-_.]+", "-", one.metadata["Name"]).lower() for one in metadata.distributions()}
+    return [name for name in NEEDED if name not in there]
 
 
 def place(site: Path, wheels: Path = WHEELS) -> list[str]:
