@@ -20,6 +20,7 @@ import pytest
 
 from megatron_moe import slurm
 from tests.docs import guides
+from tests.helpers import kills
 from tests.helpers.launchers import Forked
 from tests.helpers.ranks import ROOT, RankParent
 from tests.launch import slurm_cluster
@@ -51,6 +52,11 @@ def environment(folder: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
+def losses(metrics: Path) -> dict[int, str]:
+    """Iteration -> the bits of its loss."""
+    return {row["iteration"]: row["loss_hex"] for row in map(json.loads, kills.raw_lines(metrics))}
+
+
 @dataclass
 class Job:
     """A job that was written by the program and submitted, with its log and its run's files."""
@@ -63,11 +69,7 @@ class Job:
         return "".join(path.read_text() for path in self.folder.glob("runs/*.log"))
 
     def steps(self) -> dict[int, str]:
-        """Iteration -> the bits of its loss."""
-        path = self.folder / "runs/metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]
-        return {row["iteration"]: row["loss_hex"] for row in rows}
+        return losses(self.folder / "runs/metrics.jsonl")
 
     def attempts(self) -> list[dict[str, object]]:
         found: list[dict[str, object]] = json.loads((self.folder / "runs/metrics.run.json").read_text())["attempts"]
@@ -128,8 +130,7 @@ def assert_same_bits(job: Job, last_start: int, rank_parent: RankParent) -> None
     argv = [*MODEL, "--train-iters", str(last_start + 4), "--metrics-file", "reference.jsonl"]
     launcher.start(argv, 2, job.folder, log)
     assert launcher.wait(slurm_cluster.PATIENCE) == 0, log.read_text()
-    rows = [json.loads(line) for line in (job.folder / "reference.jsonl").read_text().splitlines()]
-    expected, steps = {row["iteration"]: row["loss_hex"] for row in rows}, job.steps()
+    expected, steps = losses(job.folder / "reference.jsonl"), job.steps()
     assert sorted(steps)[: last_start + 4] == sorted(expected)
     assert {number: steps[number] for number in expected} == expected
 

@@ -13,12 +13,18 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 WARM_UP = 0.25
 """The part of a run that is not judged: buffers, caches and the allocator's arenas fill."""
 WINDOWS = 10
 """Spans of steps whose median times are compared."""
+MOST_GROWTH_KIB = 4500.0
+"""Growth of the resident memory behind the warm-up, whatever the number of steps: 3 MiB came and went there. Over
+20,000 steps that is a leak of 300 bytes a step."""
+MOST_STEP_TIME = 1.25
+"""The last window's median step time over the first's."""
 
 
 @dataclass(frozen=True)
@@ -33,48 +39,21 @@ class Sample:
     children: int
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """What still counts as flat.
-
-    A leak worth the name is in every step, save or evaluation, so that handles, threads and children may not grow at
-    all: what a save or an evaluation takes is given back, and the least of a window of samples is compared.
-    """
-
-    resident_kib: float = 4500.0
-    """Growth of the resident memory behind the warm-up, whatever the number of steps: 3 MiB came and went there. Over
-    20,000 steps that is a leak of 300 bytes a step."""
-    step_time: float = 1.25
-    """The last window's median step time over the first's."""
-
-
 def sample(pid: int, iteration: int) -> Sample:
     """Look at a process.
 
     Raises:
-        FileNotFoundError: the process has ended.
+        FileNotFoundError, psutil.NoSuchProcess: the process has ended.
     """
-    place = Path(f"/proc/{pid}")
-    status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
+    process = psutil.Process(pid)
     handles: Counter[str] = Counter()
-    for link in os.scandir(place / "fd"):
+    for link in os.scandir(f"/proc/{pid}/fd"):
         try:
             handles[_kind(os.readlink(link.path))] += 1
         except FileNotFoundError:  # closed since the folder was listed
             continue
-    resident, threads = int(status["VmRSS"].split()[0]), int(status["Threads"])
-    return Sample(iteration, resident, dict(handles), threads, len(descendants(pid)))
-
-
-def descendants(pid: int) -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            here = [int(child) for child in task.read_text().split()]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        found += [*here, *itertools.chain.from_iterable(map(descendants, here))]
-    return found
+    resident, children = process.memory_info().rss // 1024, process.children(recursive=True)
+    return Sample(iteration, resident, dict(handles), process.num_threads(), len(children))
 
 
 def _kind(target: str) -> str:
@@ -117,16 +96,15 @@ def step_times(seconds: Sequence[float]) -> list[float]:
     return [statistics.median(kept[a:b]) for a, b in itertools.pairwise(edges)]
 
 
-def judged(samples: Sequence[Sample], seconds: Sequence[float], bounds: Bounds) -> list[str]:
-    """Return what grows, in words; nothing where all is flat.
+def judged(samples: Sequence[Sample], seconds: Sequence[float]) -> list[str]:
+    """Return what grows, in words, by one rank's samples and the seconds of each step; nothing where all is flat.
 
-    Args:
-        samples: of one rank, in order.
-        seconds: of each step.
+    A leak worth the name is in every step, save or evaluation, so that handles, threads and children may not grow at
+    all: what a save or an evaluation takes is given back, and the least of a window of samples is compared.
     """
     kept, found = warm(samples), []
     grown = growth(samples)
-    if grown * (kept[-1].iteration - kept[0].iteration) / 1000 > bounds.resident_kib:
+    if grown * (kept[-1].iteration - kept[0].iteration) / 1000 > MOST_GROWTH_KIB:
         found.append(f"resident memory grows by {grown:.0f} KiB per 1,000 steps")
     kinds = sorted({kind for one in kept for kind in one.handles})
     counted: dict[str, Callable[[Sample], int]] = {
@@ -135,18 +113,13 @@ def judged(samples: Sequence[Sample], seconds: Sequence[float], bounds: Bounds) 
         "child processes": lambda one: one.children,
     }
     for name, count in counted.items():
-        before, after = _least(kept, count)
+        # The least of the first and of the last third of the samples.
+        before, after = (min(map(count, part)) for part in (kept[: len(kept) // 3], kept[-(len(kept) // 3) :]))
         if after > before:
             found.append(f"{name} grow from {before} to {after}")
     times = step_times(seconds)
     # Medians of three windows: the machine may be slower for one of them.
     before, after = statistics.median(times[:3]), statistics.median(times[-3:])
-    if after > bounds.step_time * before:
+    if after > MOST_STEP_TIME * before:
         found.append(f"a step takes {after / before:.2f} times as long at the end")
     return found
-
-
-def _least(kept: Sequence[Sample], count: Callable[[Sample], int]) -> tuple[int, int]:
-    """Return the least of the first and of the last third of the samples."""
-    third = len(kept) // 3
-    return min(map(count, kept[:third])), min(map(count, kept[-third:]))

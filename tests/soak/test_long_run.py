@@ -7,14 +7,18 @@ a leak is held by tests/soak/test_long_run_judgement.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from pathlib import Path
 
+import psutil
+
 from megatron_moe.checkpoint.folder import steps
+from tests.helpers import kills
 from tests.helpers.launchers import Torchrun
 from tests.soak.conftest import Figure, Scaled
-from tests.soak.long_run import Bounds, Sample, growth, judged, sample, step_times, warm
+from tests.soak.long_run import Sample, growth, judged, sample, step_times, warm
 
 STEPS, SAMPLES, KEPT = 20_000, 200, 2
 # Saves and evaluations are frequent, so that each happens as often as in months of a real run.
@@ -28,43 +32,23 @@ MOST_BYTES = {"metrics.jsonl": 1500, "metrics.eval.jsonl": 10, "log.txt": 60, "t
 
 
 def flags(iterations: int) -> list[str]:
-    return [
-        "--preset", "tiny", "--mock-data", "--tokenizer-type", "ByteTokenizer", "--bf16", "--num-layers", "2",
-        "--moe-layer-freq", "[0]+[1]", "--seq-length", "16", "--hidden-size", "32", "--global-batch-size", "2",
-        "--micro-batch-size", "1", "--lr-decay-style", "cosine", "--use-distributed-optimizer",
-        "--expert-model-parallel-size", "2", "--train-iters", str(iterations), "--log-interval", "10",
-        "--eval-interval", str(EVALUATE_EVERY), "--eval-iters", "1", "--health-interval", "20",
-        "--save", "checkpoints", "--save-interval", str(SAVE_EVERY), "--async-save", "--keep-last-k", str(KEPT),
-        "--metrics-file", "metrics.jsonl", "--tensorboard-dir", "tensorboard", "--plot-file", "plot.png",
-        "--summary-file", "summary.json", "--console", "plain",
-    ]  # fmt: skip
-
-
-class Lines:
-    """Counts the lines of a file that grows."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._read, self.number = path, 0, 0
-
-    def count(self) -> int:
-        """Return the whole lines so far; what was read before is not read again."""
-        if self._path.exists():
-            with open(self._path, "rb") as file:
-                file.seek(self._read)
-                new = file.read()
-            self._read += len(new)
-            self.number += new.count(b"\n")
-        return self.number
+    more = f"--log-interval 10 --save-interval {SAVE_EVERY} --async-save --keep-last-k {KEPT} "
+    more += "--tensorboard-dir tensorboard --plot-file plot.png --summary-file summary.json --console plain"
+    argv = kills.flags(iterations, *kills.LAYOUTS["EP2"][1], *more.split(), eval_interval=EVALUATE_EVERY)
+    argv[argv.index("--health-interval") + 1] = "20"
+    return argv
 
 
 def sampled(launcher: Torchrun, folder: Path, iterations: int) -> tuple[dict[int, list[Sample]], int]:
     """Run to the end; return the samples of each rank, and the most checkpoints that lay there at once."""
     launcher.start(flags(iterations), 2, folder, folder / "log.txt")
-    done, samples, most, waited = Lines(folder / "metrics.jsonl"), {0: [], 1: []}, 0, 0.0  # type: ignore[var-annotated]
-    every, next_at = max(1, iterations // SAMPLES), 1
+    assert kills.until_lines(launcher, folder / "metrics.jsonl", 1) is None, kills.tail(folder)
+    samples: dict[int, list[Sample]] = {0: [], 1: []}
+    every, next_at, iteration, most, waited = max(1, iterations // SAMPLES), 1, 0, 0, 0.0
+    lines = open(folder / "metrics.jsonl", "rb")  # noqa: SIM115 (what was read before is not read again)
     while (status := launcher.wait(0.02)) is None:
-        before, iteration = done.number, done.count()
-        waited = 0.0 if iteration > before else waited + 0.02
+        new = lines.read().count(b"\n")
+        iteration, waited = iteration + new, 0.0 if new else waited + 0.02
         if waited > STALLED:
             launcher.kill(None)
             raise AssertionError(f"no step for {STALLED:.0f} s after {iteration}")
@@ -73,11 +57,9 @@ def sampled(launcher: Torchrun, folder: Path, iterations: int) -> tuple[dict[int
         next_at = iteration + every
         most = max(most, len(steps(folder / "checkpoints")))
         for rank, pid in enumerate(launcher.ranks()):
-            try:
+            with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess):  # it has just ended
                 samples[rank].append(sample(pid, iteration))
-            except FileNotFoundError:
-                continue  # it has just ended
-    assert status == 0, (folder / "log.txt").read_text()[-4000:]
+    assert status == 0, kills.tail(folder)
     return samples, most
 
 
@@ -102,7 +84,7 @@ def test_a_long_run_is_flat(tmp_path: Path, scaled: Scaled, figure: Figure) -> N
     samples, most_checkpoints = sampled(Torchrun(ARENAS), tmp_path, iterations)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["seconds"] for line in lines]
-    wrong = [f"rank {rank}: {what}" for rank, of_rank in samples.items() for what in judged(of_rank, seconds, Bounds())]
+    wrong = [f"rank {rank}: {what}" for rank, of_rank in samples.items() for what in judged(of_rank, seconds)]
     per_step = {name: bytes_of(tmp_path / name) / iterations for name in MOST_BYTES}
     wrong += [
         f"{name}: {per_step[name]:.0f} bytes a step" for name, most in MOST_BYTES.items() if per_step[name] > most

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.soak.long_run import Bounds, Sample, judged, sample, slope, step_times, warm
+from tests.soak.long_run import Sample, judged, sample, slope, step_times, warm
 
 STEPS, EVERY, SAVE, EVALUATION = 20_000, 100, 500, 250
 
@@ -52,13 +52,13 @@ def times(slower: float = 1.0) -> list[float]:
     ],
 )
 def test_each_leak_is_found_and_nothing_else(leak: dict[str, Any], found: str) -> None:
-    said = judged(series(**leak), times(), Bounds())
+    said = judged(series(**leak), times())
     assert len(said) == 1 and said[0].startswith(found)
 
 
 def test_a_noisy_run_that_keeps_nothing_is_flat_and_steps_that_become_slower_are_found() -> None:
-    assert judged(series(), times(), Bounds()) == []
-    assert len(judged(series(), times(slower=2.0), Bounds())) == 1
+    assert judged(series(), times()) == []
+    assert len(judged(series(), times(slower=2.0))) == 1
 
 
 def test_too_few_samples_or_steps_are_no_judgement_and_a_slope_is_that_of_most_points() -> None:
@@ -89,9 +89,7 @@ def test_a_sample_sees_what_the_process_takes() -> None:
         thread.join()
         for file in held:
             file.close()
-    assert after.handles["file"] == before.handles.get("file", 0) + 1
-    assert after.handles["device"] == before.handles.get("device", 0) + 1
-    assert after.handles["pipe"] == before.handles.get("pipe", 0) + 1
-    assert after.threads == before.threads + 1
-    assert after.children == before.children + 1
+    for kind in ("file", "device", "pipe"):
+        assert after.handles[kind] == before.handles.get(kind, 0) + 1
+    assert (after.threads, after.children) == (before.threads + 1, before.children + 1)
     assert after.resident_kib > before.resident_kib + len(block) // 2048
