@@ -91,8 +91,6 @@ class Saving:
     _failure: Exception | None = None
     copied: threading.Event = field(default_factory=threading.Event)
     """Set when the step no longer uses memory that the training changes."""
-    _opened: bool = False
-    """Whether this save has made the hidden folder, and removes it after an error; on rank 0."""
 
     @property
     def step(self) -> Path:
@@ -177,7 +175,6 @@ class Saving:
         try:
             if self.target.lock is not None:
                 self.target.lock.check()
-            self._opened = True
             publish.open_hidden(self.target.root, self.iteration, self.num_bytes)
         except OSError as error:
             raise OSError(self._reason(error)) from error
@@ -191,7 +188,7 @@ class Saving:
         try:
             yield
         except Exception as error:
-            if self._opened and (self.target.lock is None or self.target.lock.is_held()):
+            if self.rank == 0 and (self.target.lock is None or self.target.lock.is_held()):
                 publish.discard(self.target.root, self.iteration)
             if isinstance(error, SaveError):
                 text = f"step {self.iteration} was not saved: {error}; earlier steps in {self.target.root} stay"

@@ -228,26 +228,36 @@ def test_retention_keeps_what_the_flags_say_and_the_step_the_run_started_from(gl
 
 
 def disturbed(flags: dict[str, Any], how: str) -> str:
-    """What a job is told that loses its folder after step 3: to another job, which writes step 4, or by a move."""
+    """What a job is told that loses its folder after step 3 or in the save of step 4: to another job, or by a move."""
+    from megatron_moe.checkpoint import writer
     from megatron_moe.checkpoint.errors import SaveError
 
-    root = Path(flags["save"])
+    root, finish = Path(flags["save"]), writer.finish
 
     def overtake() -> None:
         lock = root / ".writer.lock"
         lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "far", "token": "other"}))
-        folder.hidden_folder(root, 4).mkdir()
+        folder.hidden_folder(root, 4).mkdir(exist_ok=True)
 
-    act = overtake if how == "overtaken" else lambda: root.rename(root.with_name("elsewhere"))
-    with after_step(3, act), pytest.raises(SaveError) as error:
+    def finish_too_late(*args: Any) -> Any:
+        overtake()
+        return finish(*args)
+
+    if how == "while it writes":
+        disturbing = mock.patch.object(writer, "finish", finish_too_late)
+    else:
+        disturbing = after_step(3, overtake if how == "before" else lambda: root.rename(root.with_name("elsewhere")))
+    with disturbing, pytest.raises(SaveError) as error:
         trained(flags)
     return str(error.value)
 
 
-def test_a_job_that_lost_its_folder_leaves_alone_what_the_other_one_writes(gloo, tmp_path):
-    (message,) = gloo.run(1, disturbed, flags={"save": str(tmp_path)}, how="overtaken")
+@pytest.mark.parametrize("when", ["before", "while it writes"])
+def test_a_job_that_lost_its_folder_leaves_alone_what_the_other_one_writes(gloo, tmp_path, when):
+    (message,) = gloo.run(1, disturbed, flags={"save": str(tmp_path), "save_interval": 4}, how=when)
     assert "was taken over by process" in message and "on far" in message
     assert folder.hidden_folder(tmp_path, 4).is_dir() and (tmp_path / ".writer.lock").exists()
+    assert folder.steps(tmp_path) == []
 
 
 def test_a_folder_that_is_moved_is_not_made_anew_and_goes_on_where_it_is(gloo, tmp_path):
