@@ -7,15 +7,7 @@ import pytest
 from megatron_moe.apps.doctor.compare import FP32, tolerances_of
 from megatron_moe.apps.doctor.default_layouts import MODELS, default_choice, model
 from megatron_moe.apps.doctor.layouts import EVERY_KIND, FEATURES, Layout, choose, common_to, features, oracle_run
-from megatron_moe.apps.doctor.small_copy import (
-    AUX_LOSS_COEFF,
-    HEADS,
-    LAYERS,
-    PADDED_VOCABULARY,
-    Z_LOSS_COEFF,
-    changed_fields,
-    small_copy,
-)
+from megatron_moe.apps.doctor.small_copy import AUX_LOSS_COEFF, HEADS, Z_LOSS_COEFF, changed_fields, small_copy
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
@@ -48,7 +40,7 @@ def test_the_small_copy_has_the_features_of_the_model(preset, changed):
     rules.check(copy, 1)
     before, after = flatten(run), flatten(copy)
     assert {name: after[name] for name in KEPT} == {name: before[name] for name in KEPT}
-    assert copy.derived.parameter_count(PADDED_VOCABULARY) < 300_000
+    assert copy.derived.parameter_count(256) < 300_000
     for name in KEPT_OR_NOT:
         assert (after[name] is None) == (before[name] is None), name
     assert copy.derived.params_dtype_name == "float32"
@@ -82,7 +74,6 @@ def test_auxiliary_losses_of_the_small_copy_show_in_the_gradients():
 def test_the_small_copy_keeps_the_kinds_of_layers_in_their_order(freq, layers, wanted):
     run = replace(Run(), num_experts=8, num_layers=layers, moe_layer_freq=freq)
     assert "".join(map(str, small_copy(run).derived.moe_layer_pattern)) == wanted
-    assert len(wanted) == LAYERS
 
 
 def test_the_small_copy_shares_keys_as_the_model_does():

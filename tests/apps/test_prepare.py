@@ -15,7 +15,8 @@ from megatron_moe.data.datasets import open_dataset
 from megatron_moe.data.index_file import open_index, read_sidecar
 
 LINES: list[dict] = [
-    {"text": f"text {i} " * (i % 5 + 1), "more": [f"one {i}", "", "two", "three"][: i % 4 + 1]} for i in range(23)
+    {"text": f"text {i} " * (i % 5 + 1), "n": i, "more": [f"one {i}", "", "two", "three"][: i % 4 + 1]}
+    for i in range(23)
 ]
 KEYS = ("text", "more")
 

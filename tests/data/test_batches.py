@@ -23,7 +23,6 @@ from megatron_moe.data.batches import (
 from megatron_moe.data.datasets import build_datasets, reads_data
 from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.sequence import context_parallel_slice
 from megatron_moe.training.batch_size import BatchSchedule
 from tests.helpers.rows import rows
 
@@ -92,17 +91,6 @@ def test_an_id_outside_the_vocabulary_is_named_before_it_reaches_the_model():
 def test_a_rank_that_reads_needs_a_dataset():
     with pytest.raises(ValueError, match="dataset is None"):
         batch_iterator(None, make_run())
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_context_parallel_slices_pair_an_early_chunk_with_a_late_one(size):
-    whole = torch.arange(16).expand(3, 16)
-    parts = [context_parallel_slice(whole, rank, size) for rank in range(size)]
-    assert sorted(i for part in parts for i in part[0].tolist()) == list(range(16))
-    for rank, part in enumerate(parts):
-        assert part.shape == (3, 16 // size)
-        assert part[0, 0] == rank * 16 // (2 * size)
-        assert part[0, -1] == 15 - rank * 16 // (2 * size)
 
 
 # ---- on ranks

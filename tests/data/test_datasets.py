@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -138,26 +137,6 @@ def test_the_index_cache_lies_where_it_was_asked_to(counting, tmp_path):
     assert not (Path(counting).parent / "index_cache").exists()
     built(20, data_path=[counting])
     assert list((Path(counting).parent / "index_cache").rglob("*.npy"))
-
-
-def test_a_torn_or_unsafe_index_cache_is_built_again(counting, tmp_path):
-    flags = {"data_path": [counting], "data_cache_path": str(tmp_path / "cache")}
-    expected = rows(built(20, **flags), 20)
-    files = sorted((tmp_path / "cache").rglob("*.npy"))
-    assert len(files) == 3
-    sentinel = tmp_path / "executed"
-
-    class Payload:
-        def __reduce__(self) -> tuple:
-            return os.mkdir, (str(sentinel),)
-
-    for path in files:
-        content = path.read_bytes()
-        for damaged in (content[:-1], content[:20], b"", pickle.dumps(Payload())):
-            path.write_bytes(damaged)
-            assert rows(built(20, **flags), 20) == expected
-            assert path.read_bytes() == content
-    assert not sentinel.exists()
 
 
 def test_mock_data_is_the_same_every_time_and_within_the_vocabulary(caplog):

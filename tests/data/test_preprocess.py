@@ -71,13 +71,6 @@ def test_folders_and_text_files_are_one_document_a_file_in_sorted_order(tmp_path
     assert [bytes(d) for d in documents(prefix)] == [b"a.py\r\n", b"b.txt\r\n", b"sub/c.md\r\n", b"json"]
 
 
-def test_each_json_key_becomes_a_dataset(tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"q": "a", "a": "bb", "n": 1}\n{"q": "ccc", "a": "d"}\n')
-    run([str(tmp_path / "in.jsonl")], tmp_path / "out", json_keys=("q", "a"), append_eod=False)
-    assert [bytes(d) for d in documents(str(tmp_path / "out_q_document"))] == [b"a", b"ccc"]
-    assert [bytes(d) for d in documents(str(tmp_path / "out_a_document"))] == [b"bb", b"d"]
-
-
 @pytest.mark.parametrize(
     "vocab_size, dtype", [(300, "uint16"), (65_499, "uint16"), (65_500, "int32"), (200_000, "int32")]
 )

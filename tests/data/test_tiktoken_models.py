@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import DataConfig
@@ -21,7 +20,6 @@ from megatron_moe.data.tokenizers import Tokenizer
 from tests.data.prepared import run
 from tests.numbers.reference_tiktoken import encoded
 
-LETTERS = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 TEXTS = [
     "The quick brown fox's den; it'S what we'LL see, don't they'Ve I'D'RE 'ſ",
     "def total(x):\n    return x + 1  # sum\n\n\tif x:\r\n\t\ty  \n   ",
@@ -35,30 +33,17 @@ TEXTS = [
 ]
 
 
-def trained_ranks(size: int = 700) -> dict[bytes, int]:
-    """Return ranks in which bytes come first, as those of a BPE that was trained on TEXTS."""
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = LETTERS
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    model.train_from_iterator(TEXTS * 3, trainer)
-    letter = dict(zip(sorted(alphabet), _bytes_of_sorted_letters(alphabet)))
+def small_ranks() -> dict[bytes, int]:
+    """Return ranks as of a BPE that was trained on TEXTS: bytes, then pairs of what came before."""
     tokens = [bytes([byte]) for byte in range(256)]
-    for token in sorted(model.get_vocab(), key=model.get_vocab().__getitem__):
-        found = bytes(letter[character] for character in token)
-        tokens += [found] if len(found) > 1 else []
+    for length in (2, 3, 4, 6):
+        whole = "".join(TEXTS).encode()
+        tokens += sorted({whole[at : at + length] for at in range(0, len(whole) - length, length)})
     # A token that no joining arrives at, and that is taken as a whole piece.
-    tokens.append("§¶zq".encode())
-    tokens.append(b"qzqz")
-    return {token: rank for rank, token in enumerate(tokens)}
+    return {token: rank for rank, token in enumerate([*tokens, "§¶zq".encode(), b"qzqz"])}
 
 
-def _bytes_of_sorted_letters(alphabet: list[str]) -> list[int]:
-    own = sorted(ord(letter) for letter in alphabet if ord(letter) < 256)
-    return own + [byte for byte in range(256) if byte not in own]
-
-
-RANKS = trained_ranks()
+RANKS = small_ranks()
 BASE = len(RANKS)
 
 

@@ -311,6 +311,8 @@ FP8 = {
         fp8=True,
     ),
     "a scale that is not a number": wrong(changed(SCALE, number(torch.nan)), SCALE, "nan", opens=True, fp8=True),
+    "a scale that is infinite": wrong(changed(SCALE, number(torch.inf)), SCALE, "inf", opens=True, fp8=True),
+    "a scale of zero": wrong(changed(SCALE, number(0.0)), SCALE, "holds 0 ", opens=True, fp8=True),
     "a scale that is negative": wrong(changed(SCALE, number(-1.0)), SCALE, "-1.0", opens=True, fp8=True),
     "fp8 that is not a number": wrong(changed(GATE, number(torch.nan)), GATE, opens=True, fp8=True),
     "fp8 with a block of no rows": wrong(blocks([0, 8]), "weight_block_size", fp8=True),

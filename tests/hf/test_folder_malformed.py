@@ -191,14 +191,6 @@ def test_a_snapshot_of_the_hubs_cache_is_links_to_the_blobs_beside_it(folders, t
         HFFolder.open(snapshot)
 
 
-def test_one_file_needs_no_index(model):
-    for name in (*SHARDS, INDEX):
-        (model / name).unlink()
-    save_file(small_folders.weights(), model / "model.safetensors")
-    opened = HFFolder.open(model)
-    assert opened.notes == [] and {stored.file for stored in opened.tensors.values()} == {"model.safetensors"}
-
-
 @pytest.mark.parametrize(
     ("limit", "value", "says"),
     [

@@ -199,12 +199,8 @@ def given(**tensors: Tensor) -> Callable[[Path, Path], list[str]]:
 
 
 BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
-    "no such folder": (lambda hf, at: ["--load", str(at / "nowhere")], "nowhere: there is no such folder"),
-    "an empty folder": (lambda hf, at: ["--load", str(at)], "is no checkpoint"),
     "a step of a folder that has none": (lambda hf, at: ["--ckpt-step", "3"], "has no steps"),
     "a family for a folder that says it": (lambda hf, at: ["--family", "mixtral"], "whose config.json says which"),
-    "no tokens": (lambda hf, at: ["--tokens", str(at / "none")], "none: is no file; give a safetensors file"),
-    "tokens of another format": (lambda hf, at: ["--tokens", str(hf / "config.json")], "is no safetensors file"),
     "another name": (given(ids=tokens_of()), "holds ids, and no input_ids"),
     "floats": (given(input_ids=tokens_of().float()), "torch.float32; token ids are"),
     "one dimension": (given(input_ids=tokens_of()[0]), "has the shape [10]"),
