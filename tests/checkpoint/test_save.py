@@ -238,6 +238,7 @@ def disturbed(flags: dict[str, Any], how: str) -> str:
         lock = root / ".writer.lock"
         lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "far", "token": "other"}))
         folder.hidden_folder(root, 4).mkdir(exist_ok=True)
+        (folder.hidden_folder(root, 4) / "theirs").touch()
 
     def finish_too_late(*args: Any) -> Any:
         overtake()
@@ -256,7 +257,7 @@ def disturbed(flags: dict[str, Any], how: str) -> str:
 def test_a_job_that_lost_its_folder_leaves_alone_what_the_other_one_writes(gloo, tmp_path, when):
     (message,) = gloo.run(1, disturbed, flags={"save": str(tmp_path), "save_interval": 4}, how=when)
     assert "was taken over by process" in message and "on far" in message
-    assert folder.hidden_folder(tmp_path, 4).is_dir() and (tmp_path / ".writer.lock").exists()
+    assert (folder.hidden_folder(tmp_path, 4) / "theirs").exists() and (tmp_path / ".writer.lock").exists()
     assert folder.steps(tmp_path) == []
 
 
