@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.helpers import kills
 from tests.helpers.launchers import Forked
 from tests.helpers.ranks import RankParent, alive
@@ -67,7 +69,7 @@ class Breaking(Forked):
 
 @dataclass
 class Broken:
-    """How a job ended: status, seconds after the first rank had the fault, what it said, and what it left behind."""
+    """How a job ended: status, seconds after the fault, what it said, and what it left behind."""
 
     status: int | None
     seconds: float
@@ -95,31 +97,19 @@ def break_job(launcher: Any, folder: Path, argv: list[str], world_size: int, fau
     (folder / "fault.json").write_text(json.dumps(fault))
     shared = set(os.listdir("/dev/shm"))
     launcher.start(argv, world_size, folder, folder / "log.txt")
-    pids = launcher.ranks()
     status = launcher.wait(240)
     ended = time.time()
     (folder / "fault.json").unlink()
     began = folder / "fault_began"
     seconds = ended - float(began.read_text()) if began.exists() else -1.0
-    left = [f"process {pid} is there" for pid in pids if alive(pid)]
-    left += [f"process {pid} is there" for pid in _in_folder(folder)]
+    # What works in the folder: the ranks, and whatever they started.
+    cwds = {one.pid: one.info["cwd"] for one in psutil.process_iter(["cwd"])}
+    left = [f"process {pid} is there" for pid, cwd in cwds.items() if cwd == str(folder) and alive(pid)]
     left += [f"/dev/shm/{name} is there" for name in set(os.listdir("/dev/shm")) - shared if "torch" in name]
     if not began.exists():
         left.append("the fault did not happen")
     began.unlink(missing_ok=True)
     return Broken(status, seconds, (folder / "log.txt").read_text(errors="replace"), left)
-
-
-def _in_folder(folder: Path) -> list[int]:
-    """Processes that work in a folder: the ranks, and whatever they started."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and Path(os.readlink(entry / "cwd")) == folder and alive(int(entry.name)):
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
 
 
 # ---- signals
@@ -128,53 +118,33 @@ def _in_folder(folder: Path) -> list[int]:
 def signalled_jobs(
     launcher: Any, folder: Path, argv: list[str], world_size: int, draw: random.Random, trials: int
 ) -> dict[str, Any]:
-    """Jobs that get SIGTERM or SIGUSR1 at a random time, on one rank or all, once or twice, until there were `trials`.
+    """Jobs that get SIGTERM or SIGUSR1 at a random time, on one rank or all, once or twice.
 
-    Each time the job has to save where it is and end with 0 within 30 s and a few steps; the joined log and the last
-    step are held against an undisturbed job's.
+    Each has to save where it is and end with 0 within 30 s and a few steps, and then goes on as an undisturbed job.
     """
     oracle = kills.undisturbed_job(launcher, folder / "oracle", argv, world_size)
-    found: list[Any] = []
+    found: list[str] = []
     sent, jobs, longest = 0, 0, 0.0
     while sent < trials:
-        job = kills.Job(folder / f"signalled{jobs}")
+        here = folder / f"signalled{jobs}"
+        here.mkdir()
         jobs += 1
-        job.folder.mkdir()
-        metrics, reached = job.folder / "metrics.jsonl", 0
-        while reached < len(oracle.lines):
-            launcher.start(argv, world_size, job.folder, job.folder / "log.txt")
-            status = kills.until_lines(launcher, metrics, reached + 1)
+        launcher.start(argv, world_size, here, here / "log.txt")
+        assert kills.until_lines(launcher, here / "metrics.jsonl", 1) is None, kills.tail(here)
+        if launcher.wait(draw.uniform(0.0, oracle.seconds / 2)) is None:
+            sent, began, before = sent + 1, time.monotonic(), len(kills.raw_lines(here / "metrics.jsonl"))
+            _signal(launcher.ranks(), draw)
+            status = launcher.wait(30)
+            longest = max(longest, time.monotonic() - began)
+            reached = len(kills.raw_lines(here / "metrics.jsonl"))
+            saved = [path.name for path in (here / "checkpoints").glob("iter_*")]
+            if status != 0 or f"iter_{reached:07d}" not in saved or reached > before + STEPS_TO_STOP:
+                found.append(f"trial {sent}: status {status}, from {before} to {reached}, saved {saved}")
             if status is None:
-                status = launcher.wait(draw.uniform(0.0, oracle.seconds / 2) if sent < trials else 240)
-            if status is None and sent < trials:
-                sent, began, before = sent + 1, time.monotonic(), len(kills.raw_lines(metrics))
-                _signal(launcher.ranks(), draw)
-                status = launcher.wait(30)
-                longest = max(longest, time.monotonic() - began)
-                saved = sorted((job.folder / "checkpoints").glob("iter_*"))
-                reached = len(kills.raw_lines(metrics))
-                if reached > before + STEPS_TO_STOP:
-                    found.append(f"trial {sent}: it went on from {before} to {reached} after the signal")
-                if status != 0 or not saved or saved[-1].name != f"iter_{reached:07d}":
-                    found.append(f"trial {sent}: status {status} at {reached}, saved {saved[-1:]}")
-                found += kills.steps_in(job.folder / "checkpoints")[1]
-            if status != 0:
-                found.append(f"status {status}: {kills.tail(job.folder)}")
-                if status is None:
-                    launcher.kill(None)
-                break
-            reached = len(kills.raw_lines(metrics))
-        else:
-            if _evaluations(job.folder) < _evaluations(folder / "oracle"):  # left out after a signal, and made up for
-                launcher.start(argv, world_size, job.folder, job.folder / "log.txt")
-                launcher.wait(240)
-            job.lines = job.final()
-            found += kills.differences(job, oracle, 0)
+                launcher.kill(None)
+            found += kills.steps_in(here / "checkpoints")[1]
+        found += kills.differences(kills.undisturbed_job(launcher, here, argv, world_size), oracle, 0)
     return {"trials": sent, "failures": len(found), "jobs": jobs, "longest_seconds": longest, "found": found[:10]}
-
-
-def _evaluations(folder: Path) -> int:
-    return len(kills.raw_lines(folder / "metrics.eval.jsonl"))
 
 
 def _signal(ranks: list[int], draw: random.Random) -> None:

@@ -21,7 +21,7 @@ from tests.checkpoint.crash_points import (
     what_is_wrong,
 )
 from tests.helpers.ranks import RankParent
-from tests.soak.conftest import Figure
+from tests.soak.conftest import Figure, Scaled
 
 MODES = {
     "first save": (2, {}),
@@ -48,13 +48,13 @@ def reference(trials: Trials, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def every_point(
-    trials: Trials, root: Path, mode: str, what: str, calls: tuple[str, ...], reference: dict[str, str], part: float
+    trials: Trials, root: Path, mode: str, what: str, calls: tuple[str, ...], reference: dict[str, str], scaled: Scaled
 ) -> tuple[int, list[str]]:
     """Every call of these kinds in the save of a mode, with `what` done to it: their number, and what went wrong."""
     stop_at, flags = MODES[mode]
     there = trials.calls({**flags, "save": str(root / "counted")}, stop_at)
     points = [Fault(call, number + 1, what) for call in calls for number in range(there.get(call, 0))]
-    chosen = points[:: max(1, round(1 / part))]
+    chosen = points[:: max(1, len(points) // scaled(len(points)))]
     wrong = []
     for point in chosen:
         folder = root / f"{point.call}{point.number}"
@@ -63,11 +63,6 @@ def every_point(
             wrong.append(f"{point}: what was trained afterwards is not what an undisturbed run trains")
         shutil.rmtree(folder)
     return len(chosen), wrong
-
-
-@pytest.fixture
-def part(request: pytest.FixtureRequest) -> float:
-    return min(1.0, request.config.getoption("--soak-scale"))
 
 
 FAULTS = {
@@ -79,12 +74,12 @@ FAULTS = {
 
 @pytest.mark.parametrize(("what", "mode"), [(what, mode) for what, (*_, modes) in FAULTS.items() for mode in modes])
 def test_after_a_crash_or_a_refusal_at_any_point_of_a_save_a_whole_step_loads(
-    trials: Trials, reference: dict[str, str], tmp_path: Path, what: str, mode: str, part: float, figure: Figure
+    trials: Trials, reference: dict[str, str], tmp_path: Path, what: str, mode: str, scaled: Scaled, figure: Figure
 ) -> None:
     if reason := strace_is_missing():
         pytest.skip(reason)
     name, calls, _ = FAULTS[what]
-    number, wrong = every_point(trials, tmp_path, mode, what, calls, reference, part)
+    number, wrong = every_point(trials, tmp_path, mode, what, calls, reference, scaled)
     figure(name, mode=mode, fault=what, trials=number, failures=len(wrong))
     assert wrong == []
 
