@@ -95,10 +95,9 @@ def missing(shown: str, printed: str) -> list[str]:
 
 @contextmanager
 def shell(folder: Path, scratch: Path, parent: RankParent) -> Iterator[Callable[[Step], tuple[int, str]]]:
-    """Give a function that runs a block in a folder, where `megatron-moe` and `python` are forks of `parent`.
+    """Give a function that runs a block in a folder, to the first command that fails, and returns status and output.
 
-    It returns exit status and output of a block, which ends at the first command that fails. Of a block that cannot be
-    run here, only the syntax is checked.
+    `megatron-moe` and `python` are forks of `parent`. Of a block that cannot be run here, only the syntax is checked.
     """
     programs = scratch / "bin"
     programs.mkdir(parents=True)

@@ -37,10 +37,6 @@ def quiet(command: list[str | Path], folder: Path) -> str:
     return done.stdout
 
 
-def files_in(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-
-
 @dataclass(frozen=True)
 class Built:
     """A copy of the repository's files, the two distributions made of it, and what is in them."""
@@ -55,9 +51,10 @@ class Built:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("build")
     unwanted = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()]
-    shutil.copytree(ROOT, folder / "repository", ignore=shutil.ignore_patterns(".git", *unwanted))
-    repository = files_in(folder / "repository")
-    quiet([sys.executable, "-c", BUILD, "build_sdist", str(folder)], folder / "repository")
+    clone = folder / "repository"
+    shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".git", *unwanted))
+    repository = {path.relative_to(clone).as_posix() for path in clone.rglob("*") if path.is_file()}
+    quiet([sys.executable, "-c", BUILD, "build_sdist", str(folder)], clone)
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         in_sdist = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}

@@ -133,6 +133,11 @@ def _equal_logits(stage: Stage) -> None:
 
     Of experts that are exactly equal the kernels take the lower one, as a stable sort does; torch promises no order.
     """
+    flags = "--preset tiny --mock-data --vocab-size 512 --num-experts 16 --moe-router-topk 4 "
+    flags += "--moe-router-num-groups 1 --moe-router-group-topk 1"
+    options = MoEOptions.from_run(cli.parse(flags.split()))
+    assert options is not None
+    choice, batch, zeros = build_choice(options, None), MicroBatch(None, 1, True), torch.zeros(16, device=stage.device)
     generator = torch.Generator().manual_seed(6)
     cases = {
         "distinct logits": torch.rand(2000, 16, generator=generator).argsort(dim=-1).float() / 8 - 1,
@@ -143,8 +148,9 @@ def _equal_logits(stage: Stage) -> None:
             ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :4]
             counts = ids.flatten().bincount(minlength=16)
             bias = updated_expert_bias(torch.zeros(16), counts, 1e-3)
-            decision, found = _decided(logits.to(stage.device))
-            moved = updated_expert_bias(torch.zeros(16, device=stage.device), found, 1e-3)
+            decision, _ = route(logits.to(stage.device), zeros, options, batch, choice)
+            found = decision.expert_ids.flatten().bincount(minlength=16)
+            moved = updated_expert_bias(zeros, found, 1e-3)
             if stage.dry and "ties" in name:
                 stage.impossible(f"counts and expert_bias of {name}", "without kernels torch chooses, in any order")
                 continue
@@ -156,17 +162,6 @@ def _equal_logits(stage: Stage) -> None:
             weights = scores / scores.sum(dim=-1, keepdim=True)
             apart = (decision.probs.cpu() / weights / (decision.probs.sum() / weights.sum()).cpu() - 1).abs().max()
             stage.within(f"weights of {name}, in proportion", float(apart), 2e-6)
-
-
-def _decided(logits: Any) -> Any:
-    """Return the decision for logits [T, E] with sigmoid scores and a bias of zeros, and the counts of the experts."""
-    flags = "--preset tiny --mock-data --vocab-size 512 --num-experts 16 --moe-router-topk 4 "
-    flags += "--moe-router-num-groups 1 --moe-router-group-topk 1"
-    options = MoEOptions.from_run(cli.parse(flags.split()))
-    assert options is not None
-    bias = torch.zeros(16, device=logits.device)
-    decision, _ = route(logits, bias, options, MicroBatch(None, 1, True), build_choice(options, None))
-    return decision, decision.expert_ids.flatten().bincount(minlength=16)
 
 
 # Name in the report -> the doctor's name of the layout, and the model.
@@ -224,11 +219,7 @@ def _job(stage: Stage, name: str, of: str, ranks: int, flags: dict[str, Any], ba
 
 
 def _assembled(folder: Path, job: dict[str, Any], failure: str) -> Any:
-    """Return the model that a job's ranks made.
-
-    Raises:
-        RuntimeError: some rank of it failed, or did not come to an end.
-    """
+    """Return the model that a job's ranks made; RuntimeError where one failed, or did not come to an end."""
     records = []
     for rank in range(job["ranks"]):
         path = folder / f"{job['name']}-{rank}.pt"

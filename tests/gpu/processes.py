@@ -36,10 +36,6 @@ class Child:
         self.process = context.Process(target=_call, args=(function, tuple(arguments), str(log), environment, dry))
         self.process.start()
 
-    @property
-    def status(self) -> int | None:
-        return self.process.exitcode
-
     def wait(self, seconds: float) -> int | None:
         self.process.join(max(0.0, seconds))
         return self.process.exitcode
@@ -113,16 +109,16 @@ def run_ranks(
         children.append(Child(function, given, folder / f"rank{rank}.log", dry, environment))
     end = time.monotonic() + seconds
     try:
-        while time.monotonic() < end and any(child.status is None for child in children):
-            if any(child.status not in (None, 0) for child in children):
+        while time.monotonic() < end and any(child.wait(0) is None for child in children):
+            if any(child.wait(0) not in (None, 0) for child in children):
                 end = min(end, time.monotonic() + 5)  # the others have lost a peer
             children[0].wait(0.02)
             time.sleep(0.02)
-        bad = {rank: child for rank, child in enumerate(children) if child.status != 0}
+        bad = {rank: child for rank, child in enumerate(children) if child.wait(0) != 0}
         if bad:
             raise RanksFailed(
                 "\n".join(
-                    f"rank {rank} {'did not end' if child.status is None else f'ended with {child.status}'}: "
+                    f"rank {rank} {'did not end' if child.wait(0) is None else f'ended with {child.wait(0)}'}: "
                     f"{child.last_output(1200)}"
                     for rank, child in bad.items()
                 )

@@ -20,7 +20,7 @@ from megatron_moe.moe.grouped_gemm import TorchProduct
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_products
 from megatron_moe.moe.layer import MoELayer
 from tests.gpu.operators import error_of, one_rank
-from tests.gpu.stage import Stage, milliseconds, sync
+from tests.gpu.stage import Stage, milliseconds
 from tests.helpers.errors import worst
 
 BASELINES = Path(__file__).with_name("baselines")
@@ -70,7 +70,7 @@ def waits(stage: Stage) -> None:
         does = "runs" if stage.dry else "makes the host wait nowhere"
         with stage.attempt(f"the layer of one rank, forward and backward, {does}"):
             forward_backward()
-            sync(stage)
+            torch.cuda.synchronize()
             with contextlib.nullcontext() if stage.dry else _waiting_is("error"):
                 forward_backward()
             stage.holds(f"the layer of one rank, forward and backward, {does}", True)
@@ -162,8 +162,7 @@ def benchmark(stage: Stage) -> None:
             else:
                 with stage.attempt(name):
                     _layer_times(stage, name, shape, figures)
-                if not stage.dry:
-                    torch.cuda.empty_cache()
+                torch.cuda.empty_cache()
         with stage.attempt("operators"):
             first = next(iter((DRY_SHAPES if stage.dry else SHAPES).values()))
             _operator_times(stage, first, figures)
@@ -200,8 +199,7 @@ def _layer_times(stage: Stage, name: str, shape: tuple[int, ...], figures: dict[
         layer.zero_grad(set_to_none=True)
         forward(number).backward(upper)
 
-    if not stage.dry:
-        torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_peak_memory_stats()
     whole = milliseconds(stage, both, repeats, warmup=3)
     peak = torch.cuda.max_memory_allocated() / 2**30
     layer.zero_grad(set_to_none=True)

@@ -81,16 +81,13 @@ class Stage:
             yield
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            self.check(name, FAIL, f"{text[:1500]}\n{_where(error)}")
+            where = "".join(traceback.format_tb(error.__traceback__)[-4:])
+            self.check(name, FAIL, f"{text[:1500]}\n{where}")
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-
-
-def _where(error: BaseException) -> str:
-    return "".join(traceback.format_tb(error.__traceback__)[-4:])
 
 
 def _plain(value: Any) -> Any:
@@ -100,11 +97,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def sync(stage: Stage) -> None:
-    if not stage.dry:
-        torch.cuda.synchronize()
-
-
 def milliseconds(stage: Stage, run: Callable[[int], object], repeats: int, warmup: int = 2) -> float:
     """Return the median milliseconds of a call of `run(number)`, by CUDA events; in a dry run by the host's clock.
 
@@ -112,7 +104,7 @@ def milliseconds(stage: Stage, run: Callable[[int], object], repeats: int, warmu
     """
     for number in range(warmup):
         run(number)
-    sync(stage)
+    torch.cuda.synchronize()
     if stage.dry:
         times = []
         for number in range(repeats):

@@ -68,11 +68,7 @@ def missing() -> list[str]:
 
 
 def place(site: Path, wheels: Path = WHEELS) -> list[str]:
-    """Install what this Python lacks from the wheels of its version into `site`; returns the wheels that were taken.
-
-    Raises:
-        SystemExit: something is missing, and there is no wheel of it.
-    """
+    """Install what this Python lacks into `site`, from the wheels of its version or not at all; return their names."""
     lacking, python = missing(), f"{sys.version_info[0]}.{sys.version_info[1]}"
     if not lacking:
         return []
@@ -88,11 +84,7 @@ def place(site: Path, wheels: Path = WHEELS) -> list[str]:
 
 
 def with_cuda(wanted: str | None) -> str:
-    """Return a Python whose torch sees a CUDA device: this one, or the first on PATH.
-
-    Raises:
-        SystemExit: there is none.
-    """
+    """Return a Python whose torch sees a CUDA device: this one, or the first on PATH; end where there is none."""
     names = [wanted] if wanted else [sys.executable, "python3", *(f"python{v}" for v in reversed(PYTHONS)), "python"]
     tried = list(dict.fromkeys(path for name in names if (path := shutil.which(name))))
     for path in tried:

@@ -133,7 +133,12 @@ def signalled_jobs(
         assert kills.until_lines(launcher, here / "metrics.jsonl", 1) is None, kills.tail(here)
         if launcher.wait(draw.uniform(0.0, oracle.seconds / 2)) is None:
             sent, began, before = sent + 1, time.monotonic(), len(kills.raw_lines(here / "metrics.jsonl"))
-            _signal(launcher.ranks(), draw)
+            chosen = launcher.ranks() if draw.random() < 0.5 else launcher.ranks()[:1]
+            for number in draw.choice(SIGNALS):
+                for pid in chosen:
+                    with contextlib.suppress(ProcessLookupError):  # it was done, or the first signal has ended it
+                        os.kill(pid, number)
+                time.sleep(draw.choice([0.0, 0.05]))
             status = launcher.wait(30)
             longest = max(longest, time.monotonic() - began)
             reached = len(kills.raw_lines(here / "metrics.jsonl"))
@@ -145,15 +150,6 @@ def signalled_jobs(
             found += kills.steps_in(here / "checkpoints")[1]
         found += kills.differences(kills.undisturbed_job(launcher, here, argv, world_size), oracle, 0)
     return {"trials": sent, "failures": len(found), "jobs": jobs, "longest_seconds": longest, "found": found[:10]}
-
-
-def _signal(ranks: list[int], draw: random.Random) -> None:
-    chosen = ranks if draw.random() < 0.5 else ranks[:1]
-    for number in draw.choice(SIGNALS):
-        for pid in chosen:
-            with contextlib.suppress(ProcessLookupError):  # it was done, or the first signal has ended it
-                os.kill(pid, number)
-        time.sleep(draw.choice([0.0, 0.05]))
 
 
 # ---- in the ranks
@@ -222,19 +218,6 @@ def _install(fault: dict[str, Any]) -> None:
         evaluate.forward_step = first(evaluate.forward_step)
 
 
-def _close_slowly(seconds: float) -> None:
-    """Let the files that a run reports to take their time to close, as over a network."""
-    from megatron_moe.report.reporter import Reporter
-
-    close = Reporter.close
-
-    def slow(self: Reporter, *args: Any) -> None:
-        time.sleep(seconds)
-        close(self, *args)
-
-    Reporter.close = slow  # type: ignore[method-assign]
-
-
 def _odd_sum(kind: str, real: Callable[..., list[float]], values: Any, *shared: Any) -> list[float]:
     import torch
 
@@ -256,5 +239,13 @@ def main(argv: list[str]) -> int:
         if fault["rank"] == int(os.environ["RANK"]):
             _install(fault)
         else:
-            _close_slowly(fault.get("slow_close", 0.0))
+            from megatron_moe.report.reporter import Reporter
+
+            close = Reporter.close  # of the files that a run reports to: it takes its time, as over a network
+
+            def close_slowly(self: Reporter, *args: Any) -> None:
+                time.sleep(fault.get("slow_close", 0.0))
+                close(self, *args)
+
+            Reporter.close = close_slowly  # type: ignore[method-assign]
     return pretrain_moe.main(argv)

@@ -196,7 +196,11 @@ def running(folder: Path, nodes: int = 3) -> Iterator[Cluster]:
     )  # fmt: skip
     cluster = Cluster(folder, nodes)
     try:
-        _start_munged(cluster)
+        key, options = folder / "munge.key", ("socket", "pid-file", "log-file", "seed-file")
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        files = [f"--{option}={folder}/munge.{option}" for option in options]
+        cluster.run("munged", "--force", "--num-threads=2", f"--key-file={key}", *files)
         cluster.run("slurmctld")
         for node in cluster.nodes:
             cluster.run("slurmd", "-N", node)
@@ -205,14 +209,6 @@ def running(folder: Path, nodes: int = 3) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.end()
-
-
-def _start_munged(cluster: Cluster) -> None:
-    key, options = cluster.folder / "munge.key", ("socket", "pid-file", "log-file", "seed-file")
-    key.write_bytes(os.urandom(128))
-    key.chmod(0o600)
-    files = [f"--{option}={cluster.folder}/munge.{option}" for option in options]
-    cluster.run("munged", "--force", "--num-threads=2", f"--key-file={key}", *files)
 
 
 def _kill(processes: list[psutil.Process]) -> None:

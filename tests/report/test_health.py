@@ -128,8 +128,6 @@ def test_a_log_line_shows_health_of_the_worst_layers_at_a_glance_and_stays_one_l
     assert line.count("\n") == 1 and "LOST" not in line
     assert line.split(" ", 2)[2].startswith(without.rstrip("\n").split(" ", 2)[2])
     assert "| LOST 2.5% of gradient additions | effective" in log_line(replace(HEALTH, gradient_swallowed=25))
-
-
-def test_logits_that_are_not_finite_are_not_hidden_and_a_dense_model_shows_nothing_about_experts() -> None:
+    # Logits that are not finite are not hidden, and a dense model shows nothing about experts.
     assert "max logit inf" in log_line(replace(HEALTH, layers={2: replace(LAYER, max_logit=None), 3: EVEN}))
     assert glance(replace(HEALTH, layers={}, expert_grad_norm=None, update_rounding=None)) == []

@@ -40,6 +40,9 @@ def test_a_panel_shows_what_a_person_who_watches_wants_to_know():
     rows = {row.split()[2]: row for row in shown.splitlines() if "\u2502 layer " in row}
     assert rows["2"].split()[-2] == "1.50" and rows["4"].split()[-2] == "1.00"
     assert rows["2"].count("\u2588") == pytest.approx(1.5 * rows["4"].count("\u2588"), abs=1)
+    # A model without experts has no rows of them.
+    shown = drawn(watched(tokens_per_expert={}, expert_load=None, grad_norm=None))
+    assert "load" not in shown and "grad" not in shown and "loss" in shown
 
 
 @pytest.mark.parametrize("columns", [SMALLEST[0], 100, 200])
@@ -62,11 +65,6 @@ def test_a_panel_of_any_model_fits_the_terminal(columns):
 @pytest.mark.parametrize(("columns", "rows"), [(SMALLEST[0] - 1, 40), (100, SMALLEST[1] - 1)])
 def test_a_small_terminal_gets_one_line(columns, rows):
     assert len(drawn(watched(), columns, rows).splitlines()) == 1
-
-
-def test_a_model_without_experts_has_no_rows_of_them():
-    shown = drawn(watched(tokens_per_expert={}, expert_load=None, grad_norm=None))
-    assert "load" not in shown and "grad" not in shown and "loss" in shown
 
 
 def test_a_curve_of_any_number_of_steps_stays_small_and_keeps_its_shape():

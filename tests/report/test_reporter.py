@@ -140,7 +140,7 @@ def test_a_missing_package_is_told_at_the_start(tmp_path, monkeypatch, flag, pac
         reporter(run_with(tmp_path, "metrics_file", flag))
 
 
-def test_the_picture_shows_the_losses_the_entropy_and_the_load_of_every_expert(tmp_path, figures):
+def test_the_picture_shows_the_losses_the_entropy_and_the_load_of_every_expert(tmp_path, monkeypatch, figures):
     tell(run_with(tmp_path, "metrics_file"), 0, 6)
     plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png", unigram_entropy=5.0)
     loss, balance, load = figures[0].axes[:3]
@@ -151,14 +151,11 @@ def test_the_picture_shows_the_losses_the_entropy_and_the_load_of_every_expert(t
     image = load.images[0].get_array()
     assert image.shape == (8, 6)
     assert list(image[:, 0]) == [2.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-
-
-def test_a_picture_of_many_experts_and_steps_has_a_row_per_layer_and_bounded_columns(tmp_path, monkeypatch, figures):
+    # Of many experts and steps it has a row per layer and bounded columns.
     monkeypatch.setattr(plot, "MAX_ROWS", 4)
     monkeypatch.setattr(plot, "MAX_COLUMNS", 3)
-    tell(run_with(tmp_path, "metrics_file"), 0, 6)
     plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
-    image = figures[0].axes[2].images[0].get_array()
+    image = figures[1].axes[2].images[0].get_array()
     assert image.tolist() == [[2.0] * 3, [1.0] * 3]
 
 

@@ -61,7 +61,7 @@ def figure(request: pytest.FixtureRequest) -> Iterator[Figure]:
     path = FOLDER / f"{datetime.now(timezone.utc):%Y-%m-%d}.jsonl"
 
     def keep(name: str, *, trials: int, failures: int, **more: Any) -> None:
-        result: dict[str, Any] = {"figure": name, "trials": trials, "failures": failures, **more}
+        result: dict[str, Any] = {"trials": trials, "failures": failures, **more}
         if failures == 0 and trials > 0:
             result["bound"] = 3 / trials
         about = {
@@ -74,13 +74,9 @@ def figure(request: pytest.FixtureRequest) -> Iterator[Figure]:
         }
         FOLDER.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({**result, **about}) + "\n")
+            file.write(json.dumps({"figure": name, **result, **about}) + "\n")
         with capture.global_and_fixture_disabled():
-            print("\n" + _line(result), flush=True)
+            shown = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in result.items()}
+            print(f"\n{name}: " + ", ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
 
     yield keep
-
-
-def _line(result: dict[str, Any]) -> str:
-    shown = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in result.items()}
-    return f"{shown.pop('figure')}: " + ", ".join(f"{key} {value}" for key, value in shown.items())

@@ -40,11 +40,7 @@ class Sample:
 
 
 def sample(pid: int, iteration: int) -> Sample:
-    """Look at a process.
-
-    Raises:
-        FileNotFoundError, psutil.NoSuchProcess: the process has ended.
-    """
+    """Look at a process; FileNotFoundError or psutil.NoSuchProcess where it has ended."""
     process = psutil.Process(pid)
     handles: Counter[str] = Counter()
     for link in os.scandir(f"/proc/{pid}/fd"):
@@ -69,11 +65,7 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def warm(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples behind the warm-up.
-
-    Raises:
-        ValueError: there are too few to judge by.
-    """
+    """Return the samples behind the warm-up; ValueError where there are too few to judge by."""
     if not samples:
         raise ValueError("no samples")
     first, last = samples[0].iteration, samples[-1].iteration

@@ -47,24 +47,6 @@ def reference(trials: Trials, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return content(root, 6)
 
 
-def every_point(
-    trials: Trials, root: Path, mode: str, what: str, calls: tuple[str, ...], reference: dict[str, str], scaled: Scaled
-) -> tuple[int, list[str]]:
-    """Every call of these kinds in the save of a mode, with `what` done to it: their number, and what went wrong."""
-    stop_at, flags = MODES[mode]
-    there = trials.calls({**flags, "save": str(root / "counted")}, stop_at)
-    points = [Fault(call, number + 1, what) for call in calls for number in range(there.get(call, 0))]
-    chosen = points[:: max(1, len(points) // scaled(len(points)))]
-    wrong = []
-    for point in chosen:
-        folder = root / f"{point.call}{point.number}"
-        wrong += trial(trials, folder, flags, stop_at, point)
-        if content(folder, 6) != reference:
-            wrong.append(f"{point}: what was trained afterwards is not what an undisturbed run trains")
-        shutil.rmtree(folder)
-    return len(chosen), wrong
-
-
 FAULTS = {
     "signal=KILL": ("R2 crash points", CALLS, MODES),
     "error=EIO": ("R3 refused calls", ("fsync", "rename", "mkdir"), list(MODES)[2:]),
@@ -78,9 +60,18 @@ def test_after_a_crash_or_a_refusal_at_any_point_of_a_save_a_whole_step_loads(
 ) -> None:
     if reason := strace_is_missing():
         pytest.skip(reason)
-    name, calls, _ = FAULTS[what]
-    number, wrong = every_point(trials, tmp_path, mode, what, calls, reference, scaled)
-    figure(name, mode=mode, fault=what, trials=number, failures=len(wrong))
+    (name, calls, _), (stop_at, flags) = FAULTS[what], MODES[mode]
+    there = trials.calls({**flags, "save": str(tmp_path / "counted")}, stop_at)
+    points = [Fault(call, number + 1, what) for call in calls for number in range(there.get(call, 0))]
+    chosen = points[:: max(1, len(points) // scaled(len(points)))]
+    wrong = []
+    for point in chosen:
+        folder = tmp_path / f"{point.call}{point.number}"
+        wrong += trial(trials, folder, flags, stop_at, point)
+        if content(folder, 6) != reference:
+            wrong.append(f"{point}: what was trained afterwards is not what an undisturbed run trains")
+        shutil.rmtree(folder)
+    figure(name, mode=mode, fault=what, trials=len(chosen), failures=len(wrong))
     assert wrong == []
 
 

@@ -20,12 +20,6 @@ def test_every_seed_of_a_family_computes_what_transformers_computes(case, gloo, 
         steps = list(zip(*by_rank))
         differences += [difference(list(step), about, layout.flags) for step, about in zip(steps, references)]
     wrong = [d for d in differences if d.logits >= 1e-4 or d.loss >= 1e-5 or d.choices or d.gradient >= 1e-4]
-    figure(
-        f"imported {case}",
-        trials=len(differences),
-        failures=len(wrong),
-        logits=max(d.logits for d in differences),
-        loss=max(d.loss for d in differences),
-        gradient=max(d.gradient for d in differences),
-    )
+    furthest = {name: max(getattr(d, name) for d in differences) for name in ("logits", "loss", "gradient")}
+    figure(f"imported {case}", trials=len(differences), failures=len(wrong), **furthest)
     assert wrong == []

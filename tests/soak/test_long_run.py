@@ -63,10 +63,6 @@ def sampled(launcher: Torchrun, folder: Path, iterations: int) -> tuple[dict[int
     return samples, most
 
 
-def bytes_of(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else sum(one.stat().st_size for one in path.rglob("*"))
-
-
 def table(samples: dict[int, list[Sample]], times: list[float]) -> str:
     rows = []
     for rank, of_rank in samples.items():
@@ -85,7 +81,8 @@ def test_a_long_run_is_flat(tmp_path: Path, scaled: Scaled, figure: Figure) -> N
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["seconds"] for line in lines]
     wrong = [f"rank {rank}: {what}" for rank, of_rank in samples.items() for what in judged(of_rank, seconds)]
-    per_step = {name: bytes_of(tmp_path / name) / iterations for name in MOST_BYTES}
+    files = {name: [tmp_path / name, *(tmp_path / name).rglob("*")] for name in MOST_BYTES}
+    per_step = {name: sum(path.stat().st_size for path in files[name]) / iterations for name in files}
     wrong += [
         f"{name}: {per_step[name]:.0f} bytes a step" for name, most in MOST_BYTES.items() if per_step[name] > most
     ]

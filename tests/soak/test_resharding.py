@@ -60,6 +60,7 @@ MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
 TIED = {"untie_embeddings_and_output_weights": False}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 ALONE, TP2, PP2, EP2 = (1, cases.layout()), (2, cases.layout(tp=2)), (2, cases.layout(pp=2)), (2, cases.layout(ep=2))
+LOOP = (1, cases.layout(moe_expert_backend="loop"))
 # Model, and two ways to train it: from the first to the second and back.
 OTHERS: dict[str, tuple[Flags, Layout, Layout]] = {
     "interleaved stages": (FOUR, (2, cases.layout(pp=2, num_layers_per_virtual_pipeline_stage=1)), EP2),
@@ -70,11 +71,7 @@ OTHERS: dict[str, tuple[Flags, Layout, Layout]] = {
     "first stage without experts": ({**FOUR, "moe_layer_freq": "[0,0,1,1]"}, PP2, ALONE),
     "multi-token prediction": ({**FOUR, **MTP}, PP2, TP2),
     "one table for both ends": ({**FOUR, **TIED}, PP2, TP2),
-    "grouped products or a loop": (
-        FOUR,
-        (2, cases.layout(ep=2, moe_expert_backend="grouped_mm")),
-        (1, cases.layout(moe_expert_backend="loop")),
-    ),
+    "grouped products or a loop": (FOUR, (2, cases.layout(ep=2, moe_expert_backend="grouped_mm")), LOOP),
 }
 
 
