@@ -42,14 +42,7 @@ def measured_into(argument: dict[str, Any], package: str | None) -> str:
 
 
 class ForkedRanks:
-    """Stands in for the `LocalRanks` of the doctor: forked ranks answer the same calls.
-
-    Args:
-        parent: the process that forks them.
-        seconds: a layout that takes longer has hung.
-        folder: for the files that the ranks write.
-        package: holds a copy of the package, which the ranks run; None: they run the package.
-    """
+    """Stands in for the doctor's `LocalRanks`: its ranks are forked, and run the copy of the package in `package`."""
 
     def __init__(self, parent: RankParent, seconds: float, folder: Path, package: Path | None = None) -> None:
         self._pool = GlooPool(parent, seconds, package=package)
@@ -60,11 +53,7 @@ class ForkedRanks:
         self._pool.close()
 
     def call(self, argument: dict[str, Any], ranks: int) -> list[str]:
-        """Return the path of every rank's record.
-
-        Raises:
-            RankFailure: some rank raised, died or hung.
-        """
+        """Return the path of every rank's record."""
         try:
             return self._pool.run(ranks, measured_into, argument=argument, package=self._package)
         except CaseFailed as failure:

@@ -32,6 +32,7 @@ from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import QueryKeyValue
 from megatron_moe.model import mla
 from megatron_moe.moe.routing import choose_experts
+from tests.apps.test_convert_file_errors import Break, replaced
 from tests.helpers import tiny_models
 from tests.helpers.conversions import convert
 
@@ -142,13 +143,8 @@ def test_a_nan_or_another_gradient_is_no_agreement(tmp_path):
         assert [line[: len(failure)] for line in result.failures] == [failure]
 
 
-Break = Callable[[pytest.MonkeyPatch], None]
 EXPERTS, WEIGHTS = "tokens go to other experts", "weights of the same experts differ"
 EITHER = f"{EXPERTS}|logits differ by"
-
-
-def replaced(owner: Any, name: str, value: Any) -> Break:
-    return lambda patch: patch.setattr(owner, name, value)
 
 
 def table(edit: Callable[[Piece], Piece | None]) -> Break:

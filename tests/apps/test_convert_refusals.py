@@ -94,7 +94,6 @@ def test_flags_that_mean_nothing_here_are_refused(tmp_path, capsys, hf, flags, p
 
 
 def test_a_source_of_the_other_kind_is_named(tmp_path, capsys, hf):
-    assert "there is nothing to convert" in refused(capsys, words(hf, tmp_path / "x", target="hf"))
     assert "--from hf converts it" in refused(capsys, words(hf, tmp_path / "x", origin="native", target="hf"))
     assert main(words(hf, tmp_path / "native")) == 0
     assert "--from native" in refused(capsys, words(tmp_path / "native", tmp_path / "x"))

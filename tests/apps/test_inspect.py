@@ -98,7 +98,6 @@ def test_a_folder_without_a_step_is_not_well_and_one_of_something_else_is_a_mist
     (tmp_path / "other").mkdir()
     status, text, _ = inspect("list", tmp_path / "other")
     assert status == 2 and "is not a checkpoint folder" in text
-    assert inspect("list", tmp_path / "none")[0] == 2
 
 
 def test_config_shows_the_flags_and_what_differs_between_two_steps(inspect, root):
@@ -140,7 +139,6 @@ def test_a_number_that_is_not_finite_is_not_well(inspect, tmp_path):
     status, text, result = inspect("stats", tmp_path, "--match", "embedding")
     assert status == 1 and "1 NaN, 2 INF" in text and len(result["tensors"]) == 1
     assert inspect("stats", tmp_path, "--match", "bias")[0] == 0
-    assert inspect("stats", tmp_path, "--match", "(")[0] == 2
 
 
 def test_boxes_of_differently_split_tensors_meet(tmp_path):

@@ -10,19 +10,8 @@ import shlex
 
 import pytest
 
-from megatron_moe.apps.plan import cli
+from megatron_moe.apps.plan import cli, layouts
 from megatron_moe.apps.plan.fit import Search, words
-from megatron_moe.apps.plan.layouts import (
-    TO_HOST,
-    balanced,
-    fixed_fields,
-    layouts,
-    module_sets,
-    offloadable,
-    recomputing,
-    spelled,
-    widths,
-)
 from megatron_moe.apps.plan.neighbours import Machine, legal
 from megatron_moe.apps.plan.plan import make_plan
 from megatron_moe.config import cli as run_cli
@@ -39,7 +28,7 @@ DENSE = {**SMALL, "num_layers": 7, "hidden_size": 96, "num_attention_heads": 6, 
 
 
 def to_host(*names):
-    return tuple(TO_HOST + name for name in names)
+    return tuple(layouts.TO_HOST + name for name in names)
 
 
 ALL_TO_HOST = to_host(*all_fields()["offload_modules"].choices)
@@ -229,14 +218,15 @@ def test_no_more_is_offloaded_than_a_machine_holds(capsys):
 
 def test_what_the_user_sets_is_kept_and_what_changes_numbers_is_not_searched():
     typed = ("pipeline_model_parallel_size", "recompute_granularity", "recompute_modules")
-    flat = {**TINY, "pipeline_model_parallel_size": 2, **recomputing(("layernorm",)), "context_parallel_size": 2}
+    flat = {**TINY, "pipeline_model_parallel_size": 2, "context_parallel_size": 2}
+    flat |= layouts.recomputing(("layernorm",))
     looked = search(flat, 8, typed)
     base = looked.run
     every = looked.layouts()
     assert {(layout.pp, looked.sets(layout)[0], len(looked.sets(layout))) for layout in every} == {(2, None, 1)}
     kept = set("micro_batch_size global_batch_size context_parallel_size recompute_modules grad_reduce_in_bf16".split())
     for layout in every:
-        assert not kept & {word[2:].replace("-", "_") for word in spelled(base, layout.run(base, None))}
+        assert not kept & {word[2:].replace("-", "_") for word in layouts.spelled(base, layout.run(base, None))}
     changed = {name for layout in every for name in layout.changes}
     quantized = {"zero_quantized_weights", "zero_quantized_gradients", "use_precision_aware_optimizer", "fp8_format"}
     assert not changed & (kept | quantized)
@@ -244,22 +234,22 @@ def test_what_the_user_sets_is_kept_and_what_changes_numbers_is_not_searched():
 
 def test_a_presets_zero_stage_is_searched_and_a_typed_one_is_not():
     run = run_cli.parse("--preset qwen3-30b-a3b --global-batch-size 64".split())
-    assert fixed_fields(run) == set()
-    every = list(layouts(run, 8, Machine(), widths(run, 8, Machine()), 1.0))
+    assert layouts.fixed_fields(run) == set()
+    every = list(layouts.layouts(run, 8, Machine(), layouts.widths(run, 8, Machine()), 1.0))
     assert {layout.zero for layout in every if layout.pp == 1} == {1, 2, 3}
     typed = run_cli.parse("--preset qwen3-30b-a3b --global-batch-size 64 --use-distributed-optimizer".split())
-    every = list(layouts(typed, 8, Machine(), widths(typed, 8, Machine()), 1.0))
+    every = list(layouts.layouts(typed, 8, Machine(), layouts.widths(typed, 8, Machine()), 1.0))
     assert {layout.zero for layout in every} == {1}
-    on_cpu = layouts(run, 8, Machine(device="cpu"), widths(run, 8, Machine()), 1.0)
+    on_cpu = layouts.layouts(run, 8, Machine(device="cpu"), layouts.widths(run, 8, Machine()), 1.0)
     assert {layout.offload for layout in on_cpu} == {False}
 
 
 def test_layers_are_spread_so_that_no_stage_is_slower_than_it_has_to_be():
-    assert balanced(61, 16, 1.4) == [3, *[4] * 14, 2]
-    assert balanced(61, 32, 1.4) == [1, *[2] * 30, 0]
-    assert balanced(48, 4, 0.1) == [12, 12, 12, 12]
-    assert balanced(7, 3, 2.0) == [3, 3, 1]
-    assert balanced(5, 1, 3.0) == [5]
+    assert layouts.balanced(61, 16, 1.4) == [3, *[4] * 14, 2]
+    assert layouts.balanced(61, 32, 1.4) == [1, *[2] * 30, 0]
+    assert layouts.balanced(48, 4, 0.1) == [12, 12, 12, 12]
+    assert layouts.balanced(7, 3, 2.0) == [3, 3, 1]
+    assert layouts.balanced(5, 1, 3.0) == [5]
 
 
 @pytest.mark.parametrize(("stages", "predictions"), [(1, None), (3, 1), (6, None), (4, 1)])
@@ -267,38 +257,38 @@ def test_every_split_is_typed_as_a_layout_that_the_rules_read_as_it_is_meant(sta
     flat = {**TINY, "num_layers": 11, "moe_layer_freq": 1, "mtp_num_layers": predictions, "global_batch_size": 48}
     run = replace(build(flat), pipeline_model_parallel_size=1)
     machine = Machine()
-    for layout in layouts(run, stages, machine, widths(run, stages, machine), 1.3):
+    for layout in layouts.layouts(run, stages, machine, layouts.widths(run, stages, machine), 1.3):
         if layout.pp != stages or layout.width.tp > 1:
             continue
         chosen = layout.run(run, ())
         assert legal(chosen, stages)
         assert sum(len(stage.layers) for stage in layout.stages) == 11
         base = f"--preset tiny --num-layers 11 --moe-layer-freq 1 --mtp-num-layers {predictions or 'none'}"
-        typed = run_cli.parse([*base.split(), *spelled(run, chosen)])
+        typed = run_cli.parse([*base.split(), *layouts.spelled(run, chosen)])
         assert typed.derived.pipeline_stages == layout.stages
 
 
 def test_sets_of_modules_hold_nothing_twice():
-    found = list(module_sets(build(TINY), ["layernorm", "moe", "moe_act", "shared_experts"]))
+    found = list(layouts.module_sets(build(TINY), ["layernorm", "moe", "moe_act", "shared_experts"]))
     assert found[0] == () and ("moe", "moe_act") not in found and ("layernorm", "moe_act", "shared_experts") in found
     assert len(found) == len(set(found)) == 2 * (4 + 1) + 1
 
 
 def test_more_and_more_is_offloaded_of_what_recomputation_keeps():
     run = build(TINY)
-    rungs = offloadable(run, Machine())
+    rungs = layouts.offloadable(run, Machine())
     assert set(itertools.chain(*rungs)) == set(ALL_TO_HOST)
-    found = list(module_sets(run, ["layernorm", "moe", "mla_up_proj"], rungs))
+    found = list(layouts.module_sets(run, ["layernorm", "moe", "mla_up_proj"], rungs))
     assert set(found[len(rungs)]) == set(ALL_TO_HOST)
     assert len(found) == len(set(found))
     for recomputed, lost in {"layernorm": "qkv_linear", "moe": "expert_fc1", "mla_up_proj": "core_attn"}.items():
         of_these = [modules for modules in found if recomputed in modules]
-        assert any(TO_HOST + "attn_norm" in modules for modules in of_these)
-        assert not any(TO_HOST + lost in modules for modules in of_these)
-    assert offloadable(run, Machine(device="cpu")) == []
+        assert any(layouts.TO_HOST + "attn_norm" in modules for modules in of_these)
+        assert not any(layouts.TO_HOST + lost in modules for modules in of_these)
+    assert layouts.offloadable(run, Machine(device="cpu")) == []
     typed = run_cli.parse("--preset tiny --fine-grained-activation-offloading --offload-modules core_attn".split())
-    assert offloadable(typed, Machine()) == []
-    dense = offloadable(build(DENSE), Machine())
+    assert layouts.offloadable(typed, Machine()) == []
+    dense = layouts.offloadable(build(DENSE), Machine())
     assert set(itertools.chain(*dense)) == set(ALL_TO_HOST) - set(to_host("expert_fc1", "moe_act"))
 
 

@@ -79,28 +79,26 @@ def test_switches_are_for_ranks_on_several_machines(peaks, known):
     assert "--zero-quantized-weights" in shown and "--data-parallel-sharding-strategy" in shown
 
 
+def here_and_away(stage: str) -> list[dict[str, Any]]:
+    """A rank's memory with the optimizer's state on its device and in its host."""
+    runs = [run_of(data_parallel_sharding_strategy=stage, optimizer_cpu_offload=offload) for offload in (False, True)]
+    return [make_plan(run, 4, Machine())["ranks"][0]["memory"] for run in runs]
+
+
 def test_offloaded_state_is_in_the_host_of_a_gpu():
-    flags = {"data_parallel_sharding_strategy": "optim_grads_params"}
-    here, away = (
-        make_plan(run_of(**flags, optimizer_cpu_offload=offload), 4, Machine())["ranks"][0]["memory"]
-        for offload in (False, True)
-    )
+    here, away = here_and_away("optim_grads_params")
     state = here["weights"] + here["gradients"] + here["optimizer"]
     assert away["host"] == state and here["host"] == 0
     assert away["weights"] == away["gradients"] == away["optimizer"] == 0 and away["peak"] < here["peak"] - 0.9 * state
-    plan = make_plan(run_of(**flags, optimizer_cpu_offload=True), 4, Machine())
-    assert f"{state / GIB:.2g} GiB of a rank's host memory" in text_report(plan)
-    cpu = make_plan(run_of(**flags, optimizer_cpu_offload=True), 4, Machine(device="cpu"))
+    run = run_of(data_parallel_sharding_strategy="optim_grads_params", optimizer_cpu_offload=True)
+    assert f"{state / GIB:.2g} GiB of a rank's host memory" in text_report(make_plan(run, 4, Machine()))
+    cpu = make_plan(run, 4, Machine(device="cpu"))
     assert cpu["ranks"][0]["memory"]["host"] == 0
 
 
 @pytest.mark.parametrize("stage", ["no_shard", "optim"])
 def test_below_stage_2_the_moments_alone_are_in_the_host_of_a_gpu(stage):
-    flags = {"data_parallel_sharding_strategy": stage, "bf16": True}
-    here, away = (
-        make_plan(run_of(**flags, optimizer_cpu_offload=offload), 4, Machine())["ranks"][0]["memory"]
-        for offload in (False, True)
-    )
+    here, away = here_and_away(stage)
     assert here["host"] == 0 and away["host"] == 2 * away["optimizer"]  # two moments, one master weight
     assert here["optimizer"] == away["optimizer"] + away["host"]
     assert {**here, "optimizer": 0, "host": 0, "peak": 0} == {**away, "optimizer": 0, "host": 0, "peak": 0}

@@ -153,7 +153,6 @@ def test_flags_of_megatrons_tool_that_change_nothing_here_are_named(jsonl, tmp_p
         ("--split-sentences", ["--split-sentences", "list of texts"]),
         ("--find-optimal-num-workers --workers-to-check 1 2", ["2 flags", "--find-optimal", "--workers-to-check"]),
         ("--vision-pretraining-type x", ["--vision-pretraining-type: is a flag of training"]),
-        ("--ouput-prefix x", ["--ouput-prefix", "did you mean --output-prefix?"]),
         ("--tokenizer-name x", ["--tokenizer-name", "--tokenizer-model"]),
         ("--tokenizer-type BertWordPieceCase", ["BertWordPieceCase", "HuggingFaceTokenizer"]),
         ("--tokenizer-type Llama2Tokenizer", ["SentencePieceTokenizer", "--tokenizer-model PATH"]),

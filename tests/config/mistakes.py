@@ -69,8 +69,6 @@ def main(path: str) -> None:
     for module in {row["main"].partition(":")[0] for row in asked["rows"]}:
         importlib.import_module(module)
     assert not [name for name in HEAVY if name in sys.modules], "the programs import torch"
-    for name in LAUNCHER:
-        os.environ.pop(name, None)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(asked["folder"])
     files = {name: Path(f"{path}.{name}") for name in ("out", "err", "heavy")}

@@ -43,7 +43,6 @@ def test_an_empty_file_changes_nothing(parse):
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
-        ("num_layer: 4", ["num_layer", "unknown key", "did you mean num_layers?"]),
         ("moe:\n  num_expert: 4", ["moe.num_expert", "unknown key", "did you mean num_experts?"]),
         ("modle:\n  num_layers: 4", ["modle", "unknown key", "did you mean model?"]),
         ("moe:\n  num_layers: 4", ["moe.num_layers", "belongs to section model"]),

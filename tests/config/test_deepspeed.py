@@ -116,23 +116,15 @@ def test_a_key_that_asks_for_something_else_is_refused_with_what_works(deepspeed
         ({**BF16, "communication_data_type": "bfp16"}, {"bf16": True, "grad_reduce_in_bf16": True}),
         ({**FP16, "data_types": {"grad_accum_dtype": "fp16"}},
          {"fp16": True, "accumulate_allreduce_grads_in_fp32": False}),
-        (
-            scheduler("WarmupLR", warmup_min_lr=1e-5, warmup_max_lr=1e-4, warmup_num_steps=7, warmup_type="linear"),
-            {"lr_decay_style": "constant", "lr_warmup_init": 1e-5, "lr": 1e-4, "lr_warmup_iters": 7},
-        ),
-        (
-            scheduler("WarmupDecayLR", warmup_max_lr=1e-4, warmup_num_steps=1, warmup_type="linear", total_num_steps=9),
-            {"lr_decay_style": "linear", "lr": 1e-4, "lr_warmup_iters": 2, "lr_decay_iters": 9},
-        ),
-        (
-            scheduler("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=1e-4, cycle_first_step_size=5, cycle_momentum=False),
-            {"lr_decay_style": "linear", "lr_warmup_init": 1e-5, "min_lr": 1e-5, "lr": 1e-4, "lr_warmup_iters": 5,
-             "lr_decay_iters": 10},
-        ),
-        (
-            scheduler("WarmupDecayLR", warmup_max_lr="auto", warmup_num_steps="auto", total_num_steps="auto"),
-            {"lr_decay_style": "linear"},
-        ),
+        (scheduler("WarmupLR", warmup_min_lr=1e-5, warmup_max_lr=1e-4, warmup_num_steps=7, warmup_type="linear"),
+         {"lr_decay_style": "constant", "lr_warmup_init": 1e-5, "lr": 1e-4, "lr_warmup_iters": 7}),
+        (scheduler("WarmupDecayLR", warmup_max_lr=1e-4, warmup_num_steps=1, warmup_type="linear", total_num_steps=9),
+         {"lr_decay_style": "linear", "lr": 1e-4, "lr_warmup_iters": 2, "lr_decay_iters": 9}),
+        (scheduler("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=1e-4, cycle_first_step_size=5, cycle_momentum=False),
+         {"lr_decay_style": "linear", "lr_warmup_init": 1e-5, "min_lr": 1e-5, "lr": 1e-4, "lr_warmup_iters": 5,
+          "lr_decay_iters": 10}),
+        (scheduler("WarmupDecayLR", warmup_max_lr="auto", warmup_num_steps="auto", total_num_steps="auto"),
+         {"lr_decay_style": "linear"}),
     ],
 )  # fmt: skip
 def test_a_key_sets_its_field_and_no_other(deepspeed, content, expected):
@@ -222,10 +214,9 @@ def test_a_file_is_refused_with_key_value_and_what_works(deepspeed, content, fra
     refused(lambda: deepspeed(content), "ds.json: ", *fragments)
 
 
-def test_a_file_that_is_not_there_or_not_text_is_named(tmp_path):
+def test_a_file_that_is_not_text_is_named(tmp_path):
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    for name, what in (("absent.json", "cannot be read"), ("binary.json", "is not text")):
-        refused(lambda name=name: read(str(tmp_path / name)), f"{name}: {what}")
+    refused(lambda: read(str(tmp_path / "binary.json")), "binary.json: is not text")
 
 
 def test_comments_and_trailing_commas_are_read_as_deepspeed_reads_them(tmp_path):

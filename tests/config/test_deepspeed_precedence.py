@@ -188,12 +188,6 @@ def test_other_programs_spellings_of_the_flag_are_known(tmp_path, words):
     assert cli.parse(words.replace("FILE", str(path)).split()).training.seed == 7
 
 
-@pytest.mark.parametrize(
-    ("words", "fragments"),
-    [
-        (["--deepspeed"], ["--deepspeed:", "--deepspeed-config FILE"]),
-        (["--deepspeed", "a.json", "--deepspeed-config", "b.json"], ["a.json", "b.json", "two files"]),
-    ],
-)
-def test_a_flag_without_one_file_is_refused(words, fragments):
-    refused(lambda: cli.parse(words), *fragments)
+def test_two_files_are_refused():
+    words = ["--deepspeed", "a.json", "--deepspeed-config", "b.json"]
+    refused(lambda: cli.parse(words), "a.json", "b.json", "two files")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,25 +23,18 @@ from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 from tests.config.mistakes import LAUNCHER
 from tests.helpers.plain_steps import write_step
 from tests.helpers.rows import rows
+from tests.hf import small_folders
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = yaml.load(Path(__file__).with_name("mistakes.yaml").read_text(), Loader=yaml.CSafeLoader)
 RUN_BY = {
     "train": "pretrain_moe",
-    "plan": "megatron_moe.apps.plan.cli",
-    "doctor": "megatron_moe.apps.doctor.cli",
-    "audit": "megatron_moe.apps.audit.cli",
-    "generate": "megatron_moe.apps.generate",
-    "trace": "megatron_moe.apps.trace",
-    "convert": "megatron_moe.apps.convert.cli",
-    "inspect": "megatron_moe.apps.inspect.cli",
-    "prepare": "megatron_moe.apps.prepare",
-    "verify_resume": "megatron_moe.apps.verify_resume.cli",
-    "preflight": "megatron_moe.apps.preflight.cli",
-    "profile_step": "megatron_moe.apps.profile_step",
     "slurm": "megatron_moe.slurm",
-    "merge": "megatron_moe.apps.merge",
-    "megatron_flags": "megatron_moe.apps.megatron_flags.cli",
+    **{name: f"megatron_moe.apps.{name}" for name in ("generate", "merge", "prepare", "profile_step", "trace")},
+    **{
+        name: f"megatron_moe.apps.{name}.cli"
+        for name in "audit convert doctor inspect megatron_flags plan preflight verify_resume".split()
+    },
 }
 """Program -> the module whose `main` runs it."""
 SCRIPTS = {"train": "pretrain_moe.py", "plan": "tools/plan.py", "generate": "tools/generate.py"}
@@ -94,6 +86,7 @@ def files(tmp_path_factory) -> Path:
     (root / "lfs.bin").write_bytes((root / "lfs.idx").read_bytes())
     for name, target in (("loop", "loop"), ("dangling", "not there")):
         (root / name).symlink_to(target)
+    small_folders.sound(root / "hf_sound", root / "sentinel")
     for name in ("empty", "hf_no_weights"):
         (root / name).mkdir(exist_ok=True)
     tiny = flatten(replace(Run(), **PRESETS["tiny"], mock_data=True, vocab_size=1000))
@@ -207,19 +200,6 @@ def test_only_rank_0_speaks(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert pretrain_moe.main([*MOCK, "--expert-model-parallel-size", "2"]) == 2
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_token_id_at_the_vocabularys_end(capsys, files, tmp_path):
-    for suffix in ("bin", "idx"):  # without its sidecar the ids are scanned
-        shutil.copy(files / f"bare.{suffix}", tmp_path)
-    argv = ["--preset", "tiny", "--split", "90,10,0", "--tokenizer-type", "NullTokenizer", "--vocab-size", "256"]
-    message = refused([*argv, "--data-path", str(tmp_path / "bare")], capsys, tmp_path)
-    assert "256" in message and "bare" in message
-
-
-def test_a_folder_of_another_run_is_continued_or_left_alone(capsys, tmp_path):
-    write_step(tmp_path, 5, config=flatten(Run()), state={"iteration": 5, "has_optimizer": True})
-    assert f"continue it with --load {tmp_path}" in refused([*MOCK, "--save", str(tmp_path)], capsys, tmp_path)
 
 
 def test_a_dry_run_checks_and_makes_nothing(capsys, tmp_path):

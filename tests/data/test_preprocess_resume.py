@@ -163,15 +163,16 @@ def clean_sources(sources: list[Path]) -> list[Path]:
 def test_a_line_that_is_repaired_costs_its_own_part_alone(tmp_path, clean_sources, capsys):
     work = stopped_in_the_last_file(clean_sources, tmp_path / "out")
     assert not contents(tmp_path) and finished(work / "parts")
-    inode = {path.name: path.stat().st_ino for path in (work / "parts").iterdir()}
+
+    def inodes() -> dict[str, int]:
+        return {path.name: path.stat().st_ino for path in (work / "parts").iterdir()}
+
+    inode = inodes()
     clean_sources[1].write_bytes(clean_sources[1].read_bytes().replace(b"bb", b"cc"))
     seen: dict[str, int] = {}
-
-    def see(*_: object) -> None:
-        seen.update({path.name: path.stat().st_ino for path in (work / "parts").iterdir()})
-
+    in_order = preprocess_module._in_order
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preprocess_module, "_in_order", lambda *a, of=preprocess_module._in_order: see() or of(*a))
+        patch.setattr(preprocess_module, "_in_order", lambda *a: seen.update(inodes()) or in_order(*a))
         run(clean_sources, tmp_path / "out")
     assert "parts are of input that has changed" in capsys.readouterr().err
     kept = {name for name in inode if seen.get(name) == inode[name]}

@@ -202,8 +202,6 @@ def test_an_imported_model_computes_what_transformers_does_and_goes_back_bit_for
     by_rank = gloo.run_within(600, ranks, cases.imported, folders=folders, layout=flags)
     for case, seen, wanted in zip(models, zip(*by_rank), expected, strict=True):
         found = difference(list(seen), wanted, flags)
-        assert found.logits < 1e-4 and found.loss < 1e-5 and found.gradient < 1e-4 and found.choices == [], (
-            case,
-            found,
-        )
+        assert found.choices == [], (case, found)
+        assert found.logits < 1e-4 and found.loss < 1e-5 and found.gradient < 1e-4, (case, found)
         require_untouched(list(seen), wanted, flags)
