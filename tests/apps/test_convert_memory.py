@@ -23,15 +23,15 @@ def measured(argument: list[str]) -> None:
     small_folders.sound(small / "hf", small / "sentinel")
     convert("hf", "native", small / "hf", small / "native")
     convert("native", "hf", small / "native", small / "back")
-    before = memory("VmHWM")
+    before = most_memory()
     convert(origin, target, load, Path(save))
-    Path(told).write_text(str(memory("VmHWM") - before))
+    Path(told).write_text(str(most_memory() - before))
 
 
-def memory(name: str) -> int:
-    """Bytes that Linux tells of this process."""
+def most_memory() -> int:
+    """Bytes that this process has had at most, as Linux tells."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(name)))
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 
 
 def grown(parent: RankParent, folder: Path, origin: str, target: str, load: str, save: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from megatron_moe.io.files import new_file
 from tests.checkpoint.checkpoint_steps import contents, make_step, put_step, seal, tensors_of
 
 ROOT = Path(__file__).parents[2]
-Inspect = Callable[..., tuple[int, str, dict[str, Any]]]
 
 
 @pytest.fixture

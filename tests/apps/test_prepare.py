@@ -141,8 +141,8 @@ def test_a_pattern_of_inputs_is_its_files_in_sorted_order(jsonl, tmp_path):
 
 def test_flags_of_megatrons_tool_that_change_nothing_here_are_named(jsonl, tmp_path, capsys):
     flags = "--workers 1 --lang german --dataset-impl mmap --trust-remote-code --tokenizer-type NullTokenizer"
-    line = [{"text": "1 2"}]
-    assert main(f"--input {jsonl(line)} --output-prefix {tmp_path}/o {flags} --vocab-size 9".split()) == 0
+    source = jsonl([{"text": "1 2"}])
+    assert main(f"--input {source} --output-prefix {tmp_path}/o {flags} --vocab-size 9".split()) == 0
     said = capsys.readouterr().err
     assert "ignored: --lang german" in said and "--dataset-impl mmap" in said and "--trust-remote-code" in said
 

@@ -73,9 +73,8 @@ def test_a_folder_is_merged_as_megatrons_tool_does(three, tmp_path):
 )
 def test_what_does_not_fit_together_is_refused(changes, words, three, tmp_path):
     if "vocab_size" in changes:
-        (tmp_path / "ids").mkdir()
-        (tmp_path / "ids" / "x.jsonl").write_text('{"text": "1 2"}\n')
-        other = run(tmp_path / "ids" / "x.jsonl", tmp_path / "x", **changes)
+        (tmp_path / "x.jsonl").write_text('{"text": "1 2"}\n')
+        other = run(tmp_path / "x.jsonl", tmp_path / "x", **changes)
     else:
         other = write(tmp_path, "x", 0, 3, **changes)
     with pytest.raises(ConfigError, match=words) as caught:

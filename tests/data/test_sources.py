@@ -39,10 +39,6 @@ def test_splits_mean_what_they_mean_to_the_engine(split):
                 assert (begin, end) == tuple(int(round(x * float(number))) for x in part)  # noqa: RUF046
 
 
-def test_without_split_megatrons_default_applies():
-    assert read_sources(DataConfig(data_path=("a",))).split == "969,30,1"
-
-
 def test_paths_per_split_keep_their_split():
     data = DataConfig(train_data_path=("1", "a", "3", "b"), valid_data_path=("c",))
     sources = read_sources(data)

@@ -230,11 +230,8 @@ def test_preprocessing_takes_both(tmp_path):
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS if text))
     kimi = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(kimi_folder(tmp_path / "kimi"))}
-    megatron = {
-        "tokenizer_type": "TikTokenizer",
-        "tokenizer_model": str(megatron_file(tmp_path / "v.json")),
-        "tiktoken_num_special_tokens": 10,
-    }
+    megatron: dict[str, Any] = {"tokenizer_type": "TikTokenizer", "tiktoken_num_special_tokens": 10}
+    megatron["tokenizer_model"] = str(megatron_file(tmp_path / "v.json"))
     for kind, eod in ((kimi, BASE + 1), (megatron, 2)):
         facts = read_sidecar(run(source, tmp_path / "out", overwrite=True, **kind))
         assert facts is not None
