@@ -314,7 +314,8 @@ def _blocks(one: MatrixWeight, own: Sequence[Any], dp_rank: int, tp_size: int) -
     """Yield the blocks of a weight, of which each data-parallel rank updates the part in `own`."""
     shape, layout = tuple(one.weight.shape), one.layout
     inner = shape[1:] if layout.stacked else shape
-    replicated = sum(_numel(shape, *part) for part in own) > math.prod(shape)
+    # What is cut along an axis, of a fully sharded model, is on one rank each.
+    replicated = sum(end - begin for axis, begin, end in own if axis is None) > math.prod(shape)
     cost = _flops_of_block(layout, inner, tp_size)
     for index in range(shape[0]) if layout.stacked else (None,):
         shares = [_share(shape, *part, index) for part in own]
@@ -338,10 +339,6 @@ def _flops(rows: int, columns: int) -> float:
     """Return the FLOPs of a step of the iteration."""
     short, long = sorted((float(rows), float(columns)))
     return 4 * short**2 * long + 2 * short**3
-
-
-def _numel(shape: tuple[int, ...], axis: int | None, begin: int, end: int) -> int:
-    return end - begin if axis is None else math.prod(shape) // shape[axis] * (end - begin)
 
 
 class _Share(NamedTuple):

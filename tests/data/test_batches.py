@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from megatron_moe.data.batches import (
     hex_of,
     micro_batch_indices,
     sample_words,
+    words_of,
 )
 from megatron_moe.data.datasets import build_datasets, reads_data
 from megatron_moe.data.tokenizers import NullTokenizer
@@ -198,6 +200,9 @@ def test_the_hash_of_a_step_sees_every_change_and_no_order_of_ranks():
 
 
 def test_sums_of_many_hashes_are_exact():
+    low, high = words_of(3, b"a sample")
+    whole = hashlib.blake2b((3).to_bytes(8, "little") + b"a sample", digest_size=8).digest()
+    assert int(low) + (int(high) << 32) == int.from_bytes(whole, "little")
     words = [sample_words(number, torch.zeros(4, 2, dtype=torch.int64)) for number in range(3000)]
     low, high = sum(int(a) for a, _ in words), sum(int(b) for _, b in words)
     assert added(words) == (low, high) and hex_of(low, high) == f"{high % 2**32:08x}{low % 2**32:08x}"

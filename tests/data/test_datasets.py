@@ -133,7 +133,9 @@ def test_end_of_document_flags_reach_the_samples(write_ids):
 def test_the_index_cache_lies_where_it_was_asked_to(counting, tmp_path):
     cache = tmp_path / "cache"
     built(20, data_path=[counting], data_cache_path=str(cache))
-    assert list(cache.rglob("*.npy"))
+    of_one_epoch = len(list(cache.rglob("*.npy")))
+    built(200, data_path=[counting], data_cache_path=str(cache))  # every epoch's is made at the start
+    assert of_one_epoch > 0 and len(list(cache.rglob("*.npy"))) == 3 * of_one_epoch
     assert not (Path(counting).parent / "index_cache").exists()
     built(20, data_path=[counting])
     assert list((Path(counting).parent / "index_cache").rglob("*.npy"))
