@@ -296,13 +296,15 @@ def doctor_finds(folder: Path, command: str) -> str | None:
     return done.stdout if any(layout.get("differences") for layout in layouts) else None
 
 
-def _listed() -> dict[Mutation, str]:
+def _listed() -> tuple[dict[Mutation, str], dict[Mutation, str]]:
     listed = yaml.load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
-    return {Mutation.named(f"{file} {name}"): by for file, rows in listed.items() for name, by in rows.items()}
+    every = {Mutation.named(f"{file} {name}"): by for file, rows in listed.items() for name, by in rows.items()}
+    reasons = {mutation: by for mutation, by in every.items() if by.startswith("nothing: ")}
+    return {mutation: by for mutation, by in every.items() if mutation not in reasons}, reasons
 
 
-LISTED = _listed()
-"""The mutations of mutations.yaml, with the test or the doctor's command that notices each."""
+LISTED, UNNOTICED = _listed()
+"""The mutations of mutations.yaml: with the test or the doctor's command that notices each; with why nothing can."""
 
 
 def main() -> None:

@@ -105,6 +105,10 @@ def mapped(places: list[Site], root: Path, python: str, options: list[str]) -> d
             number, _, test = note.partition(" ")
             if test:
                 reached[str(places[int(number)].mutation)][test] = seconds.get(test, 1.0)
+    for site in places:  # what stands outside of functions is reached by an import
+        if site.mutation.function == "<module>":
+            room = f"tests/{site.mutation.file.partition('/')[0]}/"
+            reached[str(site.mutation)] = {test: time for test, time in seconds.items() if test.startswith(room)}
     return reached
 
 
