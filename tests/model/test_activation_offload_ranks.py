@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_moe.config.presets import PRESETS
-from megatron_moe.model.activation_offload import ActivationOffload
+from megatron_moe.model.activation_offload import ActivationOffload, _Layer
+from megatron_moe.platform.moved_storage import Lane
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import Trainer
 from tests.model.offloading import MODULES, offloading, on_a_cpu
@@ -74,3 +75,24 @@ def test_no_bit_is_changed(layout, gloo):
         offloaded |= set(moved)
     # attn_proj's input is core_attn's output where attention computes in the model's dtype and width.
     assert offloaded | {"attn_proj"} == {*flags["offload_modules"], "attn_proj"}
+
+
+class Moved:
+    """What a layer has moved away."""
+
+    is_back = False
+
+    def return_to_device(self, lane: Any) -> None:
+        self.is_back = True
+
+
+def test_a_backward_pass_brings_back_the_layer_before_and_not_the_pass_before():
+    layers: list[_Layer] = []
+    for number in (1, 2, 1, 2):  # two micro-batches, of which neither has gone back yet
+        layers.append(_Layer(number, Lane(), layers[-1] if layers else None))
+        layers[-1].moved[0] = Moved()
+    moved = [layer.moved[0] for layer in layers]
+    layers[3].return_all(torch.zeros(1))
+    assert [one.is_back for one in moved] == [False, False, True, True]
+    layers[2].return_all(torch.zeros(1))
+    assert [one.is_back for one in moved] == [False, False, True, True]
