@@ -94,8 +94,13 @@ class _Rank:
         if (status := self.status()) is not None:
             return f"ended with status {status}; its last output:\n{self.output()}"
         os.kill(self.pid, signal.SIGUSR1)
-        time.sleep(1.0)
-        return self.log.read_bytes()[before:].decode(errors="replace") or "no answer"
+        answer, deadline = b"", time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(0.5)  # the answer is there when it no longer grows
+            so_far, answer = answer, self.log.read_bytes()[before:]
+            if answer and answer == so_far:
+                break
+        return answer.decode(errors="replace") or "no answer"
 
     def output(self) -> str:
         """The end of what the process has printed."""

@@ -11,12 +11,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from megatron_moe import pretrain, train
+from megatron_moe import train
 from megatron_moe.io import launched
 from megatron_moe.launch import start
 from tests.helpers.ranks import ROOT, Child, RankParent
@@ -40,28 +39,6 @@ def with_light_ranks(argv: list[str]) -> int:
     launched.FIRST_NOTE_SECONDS = 0.0
     tempfile.tempdir = None  # as TMPDIR says
     return train.main(argv)
-
-
-def with_forked_ranks(argv: list[str]) -> int:
-    """Launch ranks that are forks of the launcher, which has imported what they need."""
-    from torch.distributed import run as torchrun
-
-    of_interpreters = torchrun.config_from_args
-
-    def of_forks(args: Any) -> tuple[Any, Any, list[str]]:
-        config, _, words = of_interpreters(args)
-        assert words[:4] == ["-u", "-c", start._RANK, str(ROOT)]
-        config.start_method = "fork"
-        return config, forked_rank, words[4:]
-
-    torchrun.config_from_args = of_forks
-    return train.main(argv)
-
-
-def forked_rank(*flags: str) -> None:
-    for number in start.PASSED_ON:
-        signal.signal(number, signal.SIG_DFL)
-    sys.exit(pretrain.main(list(flags)))
 
 
 class Launch:
@@ -88,8 +65,7 @@ class Launch:
             time.sleep(0.05)
 
     def ranks(self) -> list[psutil.Process]:
-        # A fork has the environment that the launcher was started with.
-        return sorted(psutil.Process(self.pid).children(), key=lambda one: (one.environ().get("RANK", ""), one.pid))
+        return sorted(psutil.Process(self.pid).children(), key=lambda one: one.environ()["RANK"])
 
     def ends(self, ranks: list[psutil.Process]) -> int | None:
         """Wait for the end; return the exit status. No rank is left behind."""
@@ -98,8 +74,8 @@ class Launch:
         return status
 
 
-def of_training(parent: RankParent, folder: Path, target: str) -> tuple[Launch, list[psutil.Process]]:
-    launch = Launch(parent, folder, target=target)
+def of_training(parent: RankParent, folder: Path) -> tuple[Launch, list[psutil.Process]]:
+    launch = Launch(parent, folder, target="megatron_moe.train:main")
     launch.until(lambda: launch.steps() >= 2)
     return launch, launch.ranks()
 
@@ -111,15 +87,25 @@ def of_light_ranks(parent: RankParent, folder: Path, **ends_with: int) -> tuple[
     return launch, launch.ranks()
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_killed_is_told_of_in_one_paragraph(rank_parent, tmp_path):
-    launch, ranks = of_training(rank_parent, tmp_path, "tests.launch.test_start:with_forked_ranks")
+def killed(launch: Launch, ranks: list[psutil.Process]) -> str:
+    """What the launcher says of a rank that was killed, in one line."""
     ranks[1].kill()
     assert launch.ends(ranks) == 128 + signal.SIGKILL, launch.said()
-    said = launch.said()
-    told = [line for line in said.splitlines() if "SIGKILL" in line]
-    assert len(told) == 1 and f"rank 1 on {os.uname().nodename} (process {ranks[1].pid}) was killed" in told[0], said
-    assert "rank 0: " in told[0] and "Traceback" not in said and said.count("is ended") == 1, said
+    (told,) = [line for line in launch.said().splitlines() if "SIGKILL" in line]
+    assert f"rank 1 on {os.uname().nodename} (process {ranks[1].pid}) was killed by SIGKILL" in told, told
+    return told
+
+
+def test_a_rank_that_is_killed_is_told_of_in_one_paragraph(rank_parent, tmp_path):
+    assert "Then rank 0 was killed by SIGTERM" in killed(*of_light_ranks(rank_parent, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.test_all(instead="tests/launch/test_ending_jobs.py::test_broken_jobs_name_the_rank_and_go_on_to_the_bit")
+def test_a_training_whose_rank_is_killed_says_where_the_other_one_waited(rank_parent, tmp_path):
+    launch, ranks = of_training(rank_parent, tmp_path)
+    told, said = killed(launch, ranks), launch.said()
+    assert "rank 0: " in told and "Traceback" not in said and said.count("is ended") == 1, said
 
 
 @pytest.mark.parametrize(
@@ -160,7 +146,7 @@ def test_a_rank_is_a_process_that_trains():
 @pytest.mark.slow
 @pytest.mark.test_all(instead="tests/launch/test_start.py::test_a_signal_reaches_all_ranks_whose_end_is_the_launchers")
 def test_ctrl_c_ends_a_training_with_a_word_however_slow_rank_0_is(rank_parent, tmp_path):
-    launch, ranks = of_training(rank_parent, tmp_path, "megatron_moe.train:main")
+    launch, ranks = of_training(rank_parent, tmp_path)
     ranks[0].suspend()
     os.killpg(launch.pid, signal.SIGINT)  # as a terminal does
     time.sleep(2.0)  # in which rank 1, if it did not wait, would end, and torch would end rank 0

@@ -42,25 +42,28 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def trained(flags: dict[str, Any]) -> tuple[list[Any], dict[str, str], list[str]]:
-    """Loss and gradient norm of a step, digests of the state after it, and what was offloaded.
+def trained(flags: dict[str, Any]) -> tuple[list[Any], dict[str, str], list[str], list[str]]:
+    """Loss and gradient norm of a step, digests of the state after it, what was offloaded, and what of it stayed.
 
     A rank has two micro-batches, or more: its share of eight sequences.
     """
-    moved = []
+    moved: list[tuple[str, Any, Any]] = []
+    stayed = set()
     move = ActivationOffload._move
 
-    def counted(self: ActivationOffload, name: str, *tensors: torch.Tensor) -> None:
-        before = 0 if self._layer is None else len(self._layer.moved)
+    def noted(self: ActivationOffload, name: str, *tensors: torch.Tensor) -> None:
+        layer = self._layer
+        before = set() if layer is None else set(layer.moved)
         move(self, name, *tensors)
-        if self._layer is not None and len(self._layer.moved) > before:
-            moved.append(name)
+        if layer is not None:
+            stayed.update(name for of, other, one in moved if of == name and other is not layer and one.is_leaving)
+            moved.extend((name, layer, one) for storage, one in layer.moved.items() if storage not in before)
 
     with on_a_cpu(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ActivationOffload, "_move", counted)
+        patch.setattr(ActivationOffload, "_move", noted)
         trainer = Trainer({"micro_batch_size": 4, "seq_length": 32, **THREE_LAYERS, **flags})
         step = trainer.step()
-    return [step.loss, step.grad_norm], trainer.state(), sorted(set(moved))
+    return [step.loss, step.grad_norm], trainer.state(), sorted({name for name, *_ in moved}), sorted(stayed)
 
 
 @pytest.mark.parametrize("layout", rows(LAYOUTS, test=list(LAYOUTS)[:5]))
@@ -69,9 +72,9 @@ def test_no_bit_is_changed(layout, gloo):
     plain = {name: value for name, value in flags.items() if "offload" not in name}
     expected, found = (gloo.run(world_size, trained, flags=some) for some in (plain, flags))
     offloaded = set()
-    for (losses, state, nothing), (own_losses, own_state, moved) in zip(expected, found):
+    for (losses, state, nothing, _), (own_losses, own_state, moved, stayed) in zip(expected, found):
         assert (own_losses, own_state) == (losses, state)
-        assert nothing == []
+        assert nothing == [] and stayed == []
         offloaded |= set(moved)
     # attn_proj's input is core_attn's output where attention computes in the model's dtype and width.
     assert offloaded | {"attn_proj"} == {*flags["offload_modules"], "attn_proj"}
