@@ -248,7 +248,7 @@ def read_by(dp: int, micro_batch: int, steps: int, consumed: int, ramp: Any) -> 
 
 
 @pytest.mark.parametrize("ramp", [None, (8, 4, 90)])
-@pytest.mark.parametrize(("before", "after"), itertools.permutations((1, 2, 4), 2))
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations((1, 2, 4), 2)))
 def test_samples_are_read_on_in_one_order_none_missing_none_twice(before, after, ramp):
     whole, hashes, end = read_by(1, 4, 20, 0, ramp)
     assert whole == list(range(end))
