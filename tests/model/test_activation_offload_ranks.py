@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -80,22 +81,13 @@ def test_no_bit_is_changed(layout, gloo):
     assert offloaded | {"attn_proj"} == {*flags["offload_modules"], "attn_proj"}
 
 
-class Moved:
-    """What a layer has moved away."""
-
-    is_back = False
-
-    def return_to_device(self, lane: Any) -> None:
-        self.is_back = True
-
-
 def test_a_backward_pass_brings_back_the_layer_before_and_not_the_pass_before():
     layers: list[_Layer] = []
     for number in (1, 2, 1, 2):  # two micro-batches, of which neither has gone back yet
         layers.append(_Layer(number, Lane(), layers[-1] if layers else None))
-        layers[-1].moved[0] = Moved()
-    moved = [layer.moved[0] for layer in layers]
+        layers[-1].moved[0] = mock.Mock(**{"return_to_device.return_value": None})
+    returned = [layer.moved[0].return_to_device for layer in layers]
     layers[3].return_all(torch.zeros(1))
-    assert [one.is_back for one in moved] == [False, False, True, True]
+    assert [one.called for one in returned] == [False, False, True, True]
     layers[2].return_all(torch.zeros(1))
-    assert [one.is_back for one in moved] == [False, False, True, True]
+    assert [one.called for one in returned] == [False, False, True, True]

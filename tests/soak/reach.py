@@ -113,19 +113,10 @@ def mapped(places: list[Site], root: Path, python: str, options: list[str]) -> d
 
 
 def in_order(file: str, tests: dict[str, float]) -> list[str]:
-    """Return the tests that reach a place of a file: some of its own module first, then some of its room."""
-    room, module, seen = f"tests/{file.partition('/')[0]}/", Path(file).stem, defaultdict(int)
-    places = {}
-    for test in sorted(tests, key=lambda one: tests[one]):
-        of_file = test.partition("::")[0]
-        number = seen[of_file] = seen[of_file] + 1
-        if of_file.startswith(f"{room}test_{module}") and number <= FIRST:
-            places[test] = (0, number)
-        elif of_file.startswith(room) and number <= 4:
-            places[test] = (1, number)
-        else:
-            places[test] = (2, number)
-    return sorted(places, key=lambda test: places[test])
+    """Return the tests that reach a place of a file: its module's first, then its room's, quick ones before others."""
+    room, module = f"tests/{file.partition('/')[0]}/", Path(file).stem
+    far = {test: (not test.startswith(f"{room}test_{module}"), not test.startswith(room)) for test in tests}
+    return sorted(tests, key=lambda test: (far[test], tests[test]))
 
 
 def judged(mutation: Mutation, tests: dict[str, float], folder: Path, python: str) -> str | None:
