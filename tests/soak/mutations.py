@@ -261,7 +261,7 @@ def planted(folder: Path, mutation: Mutation) -> Iterator[None]:
         file.write_bytes(right)
 
 
-def notices(folder: Path, tests: list[str], python: str = sys.executable) -> str | None:
+def notices(folder: Path, tests: list[str], python: str = sys.executable, seconds: float = SECONDS) -> str | None:
     """Run tests of a planted copy against the copy. Return the first line of what fails, None where nothing does.
 
     Raises:
@@ -271,10 +271,10 @@ def notices(folder: Path, tests: list[str], python: str = sys.executable) -> str
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"no end after {SECONDS} s"
+        return f"no end after {seconds:.0f} s"
     if done.returncode == 0:
         return None
     lines = done.stdout.splitlines() or done.stderr.splitlines()

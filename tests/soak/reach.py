@@ -20,7 +20,7 @@ from collections import defaultdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.soak.mutations import PACKAGE, ROOT, Mutation, Site, copied, notices, place, planted
+from tests.soak.mutations import PACKAGE, ROOT, SECONDS, Mutation, Site, copied, notices, place, planted
 
 NOTES = '''"""Notes which test reaches a place; written by tests/soak/reach.py into a copy."""
 import os
@@ -124,7 +124,8 @@ def judged(mutation: Mutation, tests: dict[str, float], folder: Path, python: st
     order = in_order(mutation.file, tests)
     with planted(folder, mutation):
         for part in (order[:FIRST], order[FIRST:]):
-            if part and (found := notices(folder, part, python)) is not None:
+            patience = SECONDS + 5 * sum(tests[test] for test in part)  # many tests take long without being endless
+            if part and (found := notices(folder, part, python, patience)) is not None:
                 return found
     return None
 
