@@ -39,13 +39,7 @@ def chain(*stops: tuple[int, int, int]) -> list[tuple[int, dict[str, Any]]]:
 JOURNEYS: dict[str, tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]] = {
     "bf16": (
         {"bf16": True, "keep_fp32": KEPT, "ema_decay": 0.9},
-        [
-            stop(2, 3),
-            stop(2, 2, tp=2, make_vocab_size_divisible_by=3),
-            stop(2, 0, pp=2),
-            stop(4, 3, ep=2),
-            stop(2, 3),
-        ],
+        [stop(2, 3), stop(2, 2, tp=2, make_vocab_size_divisible_by=3), stop(2, 0, pp=2), stop(4, 3, ep=2), stop(2, 3)],
     ),
     "dtypes": (
         THIRDS,
@@ -62,10 +56,7 @@ JOURNEYS: dict[str, tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]] = {
     # Crossings between kinds of optimizers, with a stage that has no experts.
     "fp16, distributed to whole": ({"fp16": True, **SCALE, **DENSE_FIRST}, [stop(2, 1, pp=2), stop(1)]),
     "fp32, distributed to whole and back": (DENSE_FIRST, [stop(2, 1, pp=2), stop(2, 0, pp=2), stop(1, 1)]),
-    "fp32, every layout": (
-        {},
-        chain((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 1, 4), (1, 1, 1)),
-    ),
+    "fp32, every layout": ({}, chain((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 1, 4), (1, 1, 1))),
     "bf16, every layout": (
         {**cases.MODES["bf16, distributed"], "keep_fp32": KEPT, "ema_decay": 0.9},
         chain((2, 1, 2), (1, 2, 2), (1, 1, 1), (2, 2, 1), (1, 1, 2), (1, 2, 1), (2, 1, 2)),

@@ -23,7 +23,6 @@ INTERVAL = 2
 BACKGROUND = ("--async-save", "--keep-last-k", "2", "--save-retain-interval", "6")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "saving", "lines"),
     # a killed EP2 job that saves at once goes on in launch/test_ending_jobs.py too

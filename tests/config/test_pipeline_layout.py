@@ -19,8 +19,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize(
-    "layout",
-    ["Et*3|(tt|)*29,m|L", "Et|(tt|)*30mL", "Ettt|(t*2|)*3,t,m|L", "E|t*3|(t|)*5L", "Ett||tt|L", "E,t|*2ttL"],
+    "layout", ["Et*3|(tt|)*29,m|L", "Et|(tt|)*30mL", "Ettt|(t*2|)*3,t,m|L", "E|t*3|(t|)*5L", "Ett||tt|L", "E,t|*2ttL"]
 )
 def test_letters_are_read_as_the_engine_reads_them(layout):
     engine = PipelineParallelLayerLayout.parse_str_to_list(layout)

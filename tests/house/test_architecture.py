@@ -121,7 +121,7 @@ CUDA_OUTSIDE_PLATFORM = {
 
 # Files that may read pickled bytes, each with its reason.
 UNPICKLING = {
-    "checkpoint/index.py": "builds stand-ins from an allow-list, before the engine reads the same file without one",
+    "checkpoint/index.py": "builds stand-ins from an allow-list, before the engine reads the same file without one"
 }
 
 # Files that rename or sync by themselves, each with its reason; all others write through io/files.py.

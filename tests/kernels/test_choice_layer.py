@@ -33,7 +33,6 @@ def totals(kernels: str, sums: str = "none") -> SimpleNamespace:
     )
 
 
-@pytest.mark.triton
 def test_a_layer_launches_45_operations_at_most_also_with_sums_that_products_add_to() -> None:
     alone, added, fused = (totals("triton", sums) for sums in ("none", "added", "fused"))
     assert alone.launches <= 45 and alone.gigabytes <= 3.8 and alone.tflops >= 555
@@ -46,7 +45,6 @@ def test_without_kernels_it_launches_twice_as_many() -> None:
     assert found.launches > 80 and found.gigabytes > 15 and found.tflops < 500
 
 
-@pytest.mark.triton
 @pytest.mark.test_all(instead="tests/kernels/test_choice_layer.py::test_a_layer_is_the_same_with_kernels")
 def test_the_kernels_compile_within_their_budget(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -72,7 +70,6 @@ def stepped(kernels: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     return {"output": output.detach(), "hidden": hidden.grad, **gradients, "counts": counts}
 
 
-@pytest.mark.triton
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_a_layer_is_the_same_with_kernels(dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:

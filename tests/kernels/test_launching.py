@@ -16,7 +16,6 @@ from megatron_moe.model import cross_entropy, rotary
 from megatron_moe.moe import dispatch, experts, grouped_gemm, load_balance, routing
 from tests.kernels.compiled_kernels import all_kernels
 
-pytestmark = pytest.mark.triton
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

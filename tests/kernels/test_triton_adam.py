@@ -26,7 +26,6 @@ FORMS = [(pair, (n + n // 4) % 2 == 0, 1 + (n // 2) % 2) for n, pair in enumerat
 # In the interpreter: each format of either moment, and both kinds of main weights.
 IN_TEST = [(("fp32", "bf16"), False), (("bf16", "fp32"), True), (("int8", "fp8"), True), (("fp8", "int8"), False)]
 in_c = pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
-in_triton = pytest.mark.triton
 TRITON = pytest.mark.parametrize(
     ("formats", "packed"), rows(list(itertools.product(PAIRS, (False, True))), test=IN_TEST)
 )
@@ -150,7 +149,6 @@ def test_the_kernel_in_c_keeps_what_is_not_finite() -> None:
             assert not found[300].isfinite() or not found[700].isfinite()
 
 
-@in_triton
 @TRITON
 def test_the_triton_kernel_packs_to_the_bit_what_needs_no_rounding_to_compute(formats: Any, packed: bool) -> None:
     # The gradient is the first moment, and its square the second: with decays of a half both stay what they are.
@@ -172,14 +170,12 @@ def assert_near(found: AdamState, wanted: AdamState, formats: tuple[str, str]) -
         assert differ == 0 if name == "fp32" else differ <= 0.002 * one.numel() + 1
 
 
-@in_triton
 @TRITON
 def test_the_triton_kernel_updates_as_torchs_form(formats: Any, packed: bool) -> None:
     numbers, drawn = packed_cases.values(1300, seed=3), packed_cases.chances(1300, 4096)
     assert_near(*both_forms(all_kernels().adam_update, numbers, formats, packed, STEP, drawn), formats)
 
 
-@in_triton
 def test_the_triton_kernel_updates_many_weights_at_once() -> None:
     # Weights that vectors of 16 fit are apart from those they do not: by their size, or where they begin.
     sizes, shifts = (2560, 32, 2500, 17, 4096, 48), (0, 0, 0, 0, 1, 0)

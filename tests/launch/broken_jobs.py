@@ -28,12 +28,7 @@ from tests.helpers.ranks import RankParent, alive
 PHASES = ("forward", "backward", "grad reduce", "save", "eval")
 DEATHS = ("KILL", "SEGV", "exception", "exit")
 HANGS = ("sleep", "STOP", "skipped", "wrong shape", "wrong order")
-SIGNALS = (
-    (signal.SIGTERM,),
-    (signal.SIGUSR1,),
-    (signal.SIGTERM, signal.SIGTERM),
-    (signal.SIGUSR1, signal.SIGTERM),
-)
+SIGNALS = ((signal.SIGTERM,), (signal.SIGUSR1,), (signal.SIGTERM, signal.SIGTERM), (signal.SIGUSR1, signal.SIGTERM))
 STEPS_TO_STOP = 4
 """Steps that end between the reading of the log, the signals, and the agreement of the ranks."""
 BLAMED = {

@@ -28,7 +28,6 @@ def launcher(rank_parent: RankParent) -> broken_jobs.Breaking:
     return broken_jobs.Breaking(rank_parent)
 
 
-@pytest.mark.slow
 def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Breaking, tmp_path: Path) -> None:
     world_size, flags = kills.LAYOUTS["EP2"]
     argv = kills.flags(ITERATIONS, *flags, eval_interval=4)
@@ -68,7 +67,6 @@ def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Br
     assert kills.differences(job, oracle, 2) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("phase", "rank"), rows([("forward", 1), ("backward", 0)], test=[("forward", 1)]))
 def test_a_rank_that_fails_while_others_gather_weights_ends_them(
     launcher: broken_jobs.Breaking, tmp_path: Path, phase: str, rank: int

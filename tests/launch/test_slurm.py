@@ -27,7 +27,7 @@ from tests.launch import slurm_cluster
 from tests.launch.slurm_cluster import Cluster
 
 ABSENT = slurm_cluster.missing()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(ABSENT is not None, reason=f"no Slurm here: {ABSENT}")]
+pytestmark = pytest.mark.skipif(ABSENT is not None, reason=f"no Slurm here: {ABSENT}")
 
 MODEL = "--preset tiny --mock-data --vocab-size 256 --deterministic-mode --eval-iters 0 --log-interval 1000000".split()
 TRAINING = [*MODEL, "--train-iters", "1000000", "--save-interval", "5"]

@@ -100,7 +100,6 @@ def test_a_rank_that_is_killed_is_told_of_in_one_paragraph(rank_parent, tmp_path
     assert "Then rank 0 was killed by SIGTERM" in killed(*of_light_ranks(rank_parent, tmp_path))
 
 
-@pytest.mark.slow
 @pytest.mark.test_all(instead="tests/launch/test_ending_jobs.py::test_broken_jobs_name_the_rank_and_go_on_to_the_bit")
 def test_a_training_whose_rank_is_killed_says_where_the_other_one_waited(rank_parent, tmp_path):
     launch, ranks = of_training(rank_parent, tmp_path)
@@ -143,7 +142,6 @@ def test_a_rank_is_a_process_that_trains():
     assert shown.startswith("usage: pretrain_moe.py")
 
 
-@pytest.mark.slow
 @pytest.mark.test_all(instead="tests/launch/test_start.py::test_a_signal_reaches_all_ranks_whose_end_is_the_launchers")
 def test_ctrl_c_ends_a_training_with_a_word_however_slow_rank_0_is(rank_parent, tmp_path):
     launch, ranks = of_training(rank_parent, tmp_path)

@@ -90,9 +90,7 @@ def test_the_engine_loads_what_is_exported(saved: dict[str, Any], gloo: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("saved", "ranks"),
-    rows(itertools.product(megatron.LISTS, (1, 2)), test=[("deepseek", 2)]),
-    indirect=["saved"],
+    ("saved", "ranks"), rows(itertools.product(megatron.LISTS, (1, 2)), test=[("deepseek", 2)]), indirect=["saved"]
 )
 def test_the_engine_goes_on_with_an_exported_optimizer(saved: dict[str, Any], gloo: Any, ranks: int) -> None:
     back = saved["folder"] / f"for {ranks}"

@@ -101,8 +101,7 @@ def test_the_other_rules_choose_other_experts_than_the_engine(rule: str) -> None
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"moe_router_topk_scaling_factor": 2.5}, SOFTMAX, {**SOFTMAX, "moe_router_pre_softmax": True}],
+    "changes", [{}, {"moe_router_topk_scaling_factor": 2.5}, SOFTMAX, {**SOFTMAX, "moe_router_pre_softmax": True}]
 )
 @pytest.mark.parametrize("groups", [{}, GROUPS], ids=["no groups", "groups"])
 def test_a_stock_configuration_gives_megatrons_weights(changes: dict[str, Any], groups: dict[str, Any]) -> None:

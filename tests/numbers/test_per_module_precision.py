@@ -148,8 +148,7 @@ def test_an_overflow_in_a_kept_weight_skips_the_step_and_its_gradient_is_unscale
 
 
 @pytest.mark.parametrize(
-    "layout",
-    rows(["one rank", "TP2, SP", "PP2", "EP2", "DP2, distributed optimizer"], test=["one rank", "PP2"]),
+    "layout", rows(["one rank", "TP2, SP", "PP2", "EP2", "DP2, distributed optimizer"], test=["one rank", "PP2"])
 )
 def test_evaluation_in_fp32_has_the_loss_of_an_fp32_model_of_the_same_weights(gloo, layout):
     ranks, sizes = cases.LAYOUTS[layout]
