@@ -102,6 +102,8 @@ def changed_settings(run: Run, saved: dict[str, Any]) -> list[str]:
     """Return what else differs and is allowed to, as `name: old -> new`, for a resumed run to report."""
     current = flatten(run)
     reported = {name for name, (_, field) in fields_by_name().items() if field.metadata["reported"]}
+    if run.training.train_samples is not None:
+        reported.discard("train_iters")  # which follow from them and from the batches so far
     return [
         f"{name}: {saved[name]} -> {current[name]}"
         for name in sorted(saved.keys() & reported)

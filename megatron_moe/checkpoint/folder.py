@@ -196,7 +196,7 @@ def _refuse_megatron(root: Path) -> None:
              if is_of_megatron(step)]  # fmt: skip
     if found:
         raise ConfigError(
-            f"--load {root}: {found[-1].name} is a checkpoint of Megatron-LM; convert it, and load the result: python "
+            f"--load {root}: {found[-1].name} is a checkpoint of Megatron-LM; convert it, and load the result: "
             f"megatron-moe convert --from megatron --to native --load {root} --save {root.name}-converted"
         )
 

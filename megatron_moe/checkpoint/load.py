@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,8 +165,12 @@ def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
     if fresh:
         note = f"weights from {source.step}; iteration, optimizer and schedule start fresh"
         return Loaded(TrainingProgress(), [*recorded, note, *changed], recorded)
-    trained.scheduler.load_state_dict(source.state["scheduler"])
-    progress = TrainingProgress(**{field.name: source.state[field.name] for field in fields(TrainingProgress)})
+    progress = TrainingProgress.of_state(source.state)
+    trained.scheduler.load(
+        source.state["scheduler"],
+        committed_steps=progress.iteration - progress.skipped_iterations,
+        committed_samples=progress.consumed_samples - progress.skipped_samples,
+    )
     notes = [*recorded, f"continuing from {source.step}", *changed, *averaged, *_load_random_state(run, source)]
     return Loaded(progress, notes, recorded)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from megatron_moe.precision.contract import declared_fp32_state
 class TrainingProgress:
     """How far a run has come: optimizer steps, committed or skipped, and sequences consumed.
 
-    skipped_iterations: those that were not committed. loss_scale_raised, loss_scale_lowered: moves of fp16's scale.
+    skipped_iterations, skipped_samples: those that were not committed. loss_scale_raised, loss_scale_lowered: moves of
+    fp16's scale.
     """
 
     iteration: int = 0
@@ -36,6 +37,14 @@ class TrainingProgress:
     skipped_iterations: int = 0
     loss_scale_raised: int = 0
     loss_scale_lowered: int = 0
+    skipped_samples: int = 0
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> TrainingProgress:
+        """Return the progress in a step's state; a state before skipped_samples had equal batches, or nearly."""
+        share = state["skipped_iterations"] / max(state["iteration"], 1)
+        known = {"skipped_samples": round(share * state["consumed_samples"]), **state}
+        return cls(**{field.name: known[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)

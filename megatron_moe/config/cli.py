@@ -180,7 +180,10 @@ def _defaults(name: str | None, deepspeed_path: str | None) -> str | None:
 
 
 def _whole_steps(below: dict[str, Any], above: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings with `--train-samples` in whole steps of the global batch, as Megatron-LM counts them."""
+    """Return the settings with `--train-samples` in whole steps of the global batch, as Megatron-LM counts them.
+
+    Smaller batches of a ramp-up, or before a resume, are not among them: `training.plan` counts the steps once more.
+    """
     samples = above.get("train_samples", below.get("train_samples"))
     batch = above.get("global_batch_size", below.get("global_batch_size"))
     if samples is None or batch is None:

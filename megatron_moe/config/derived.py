@@ -102,34 +102,39 @@ class DerivedSettings:
             self._run.training.micro_batch_size * self.data_parallel_size(world_size)
         )
 
-    def _steps(self, samples: int | None) -> float | None:
-        """Return the iterations of so many sequences, with a fraction: the schedule ends within a step."""
-        batch = self._run.training.global_batch_size
-        return None if samples is None or batch is None else samples / batch
-
     @cached_property
-    def lr_decay_iters(self) -> float | None:
-        """Iterations of the learning rate's decay: by the flags, else the whole run; None where none is set."""
+    def schedule_unit(self) -> str:
+        """What the learning rate's schedule counts: "iterations", or "sequences" where a length is given in them."""
         options, training = self._run.optimizer, self._run.training
-        for given in (options.lr_decay_iters, self._steps(options.lr_decay_samples)):
-            if given is not None:
-                return given
-        whole = self._steps(training.train_samples)
-        return training.train_iters if whole is None else whole
+        lengths = (options.lr_decay_samples, options.lr_warmup_samples, options.lr_wsd_decay_samples)
+        return "iterations" if {training.train_samples, *lengths} == {None} else "sequences"
+
+    def _length(self, iters: int | None, samples: int | None) -> int | None:
+        """Return a length in the unit of the schedule; None where neither is given."""
+        if samples is not None or iters is None or self.schedule_unit == "iterations":
+            return iters if samples is None else samples
+        return iters * (self._run.training.global_batch_size or 1)
 
     @cached_property
-    def lr_warmup_iters(self) -> float:
-        """Iterations of linear warm-up, from a count or from the share of the decay."""
+    def lr_decay_length(self) -> int | None:
+        """Length of the learning rate's decay: by the flags, else the whole run; None where none is set."""
+        options, training = self._run.optimizer, self._run.training
+        decay = self._length(options.lr_decay_iters, options.lr_decay_samples)
+        return self._length(training.train_iters, training.train_samples) if decay is None else decay
+
+    @cached_property
+    def lr_warmup_length(self) -> float:
+        """Length of the linear warm-up, from a count or from the share of the decay."""
         options = self._run.optimizer
         if options.lr_warmup_fraction is None:
-            return options.lr_warmup_iters or self._steps(options.lr_warmup_samples) or 0
-        return int(options.lr_warmup_fraction * (self.lr_decay_iters or 0))
+            return self._length(options.lr_warmup_iters or None, options.lr_warmup_samples) or 0
+        share = options.lr_warmup_fraction * (self.lr_decay_length or 0)
+        return share if self.schedule_unit == "sequences" else int(share)
 
     @cached_property
-    def lr_wsd_decay_iters(self) -> float | None:
-        """Iterations of the last phase of WSD; None where neither flag is set."""
-        given = self._run.optimizer.lr_wsd_decay_iters
-        return self._steps(self._run.optimizer.lr_wsd_decay_samples) if given is None else given
+    def lr_wsd_decay_length(self) -> int | None:
+        """Length of the last phase of WSD; None where neither flag is set."""
+        return self._length(self._run.optimizer.lr_wsd_decay_iters, self._run.optimizer.lr_wsd_decay_samples)
 
     # Model
 

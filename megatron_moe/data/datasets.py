@@ -41,6 +41,8 @@ from megatron_moe.data.sources import SPLITS, Blend, Sources, read_sources
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.files import replace_json
 
+_SAMPLES_OF_A_SMALL_EPOCH = 1 << 18
+"""Whose order takes some milliseconds and megabytes."""
 _FEWEST_DOCUMENTS, _DOCUMENTS_PER_POSITION = 2000, 25
 """Of made-up data; each of the three splits has a third of the documents."""
 
@@ -56,7 +58,8 @@ class EpochsOfSamples(MegatronDataset):
 
     The dataset has at least `num_samples` samples, or one whole epoch where that is None. It takes GPTDataset's place
     in the engine's BlendedMegatronDatasetBuilder. The indices of every epoch are built, and cached as the engine caches
-    them, when the dataset is made; one epoch at a time is open.
+    them, when the dataset is made; one epoch at a time is open. Of small epochs, of which a run may take thousands, the
+    first alone is cached: each process builds the others in memory when it comes to them.
     """
 
     epoch_class: type[GPTDataset] = GPTDataset
@@ -71,7 +74,8 @@ class EpochsOfSamples(MegatronDataset):
         if self._per_epoch < 1:
             raise ValueError(f"{dataset_path}: fewer tokens than one sequence of {config.sequence_length} and the next")
         self._epochs = max(1, -(-(num_samples or 0) // self._per_epoch))
-        for number in range(1, self._epochs):
+        self._are_cached = self._per_epoch > _SAMPLES_OF_A_SMALL_EPOCH
+        for number in range(1, self._epochs if self._are_cached else 1):
             self._build(number)
 
     @classmethod
@@ -98,7 +102,11 @@ class EpochsOfSamples(MegatronDataset):
     def _build(self, number: int) -> GPTDataset:
         config = copy.copy(self.config)
         config.random_seed = epoch_seed(self.config.random_seed, number)
-        return self.epoch_class(*self._arguments, config)
+        if number == 0 or self._are_cached:
+            return self.epoch_class(*self._arguments, config)
+        config.path_to_cache = ""  # None would be a folder next to the data
+        with _quiet(_ENGINE_LOG):
+            return self.epoch_class(*self._arguments, config)
 
 
 class MadeUpDocuments(MockGPTLowLevelDataset):
@@ -329,7 +337,7 @@ def _global_rank() -> int:
 
 @contextmanager
 def _quiet(logger_name: str | None) -> Iterator[None]:
-    """Silence the warnings of one logger: the engine warns for each split of mock data that it is not cached."""
+    """Silence the warnings of one logger: the engine warns of each dataset that it does not cache."""
     if logger_name is None:
         yield
         return

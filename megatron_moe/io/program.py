@@ -18,6 +18,14 @@ SECONDS_FOR_RANK_0 = 20.0
 """So long other ranks wait with their end for rank 0, which may be slower, to say why the run ends."""
 
 
+class StoppedEarly(SystemExit):
+    """A signal that asks for a checkpoint came before the first step: the process ends with DONE, nothing is saved."""
+
+    def __init__(self, signal_name: str) -> None:
+        super().__init__(DONE)
+        self.signal_name = signal_name
+
+
 def run_program(
     name: str,
     main: Callable[[list[str]], int],

@@ -106,10 +106,11 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
 def _scheduler(continued: Continued) -> dict[str, Any]:
     """Return the schedule's state there, where it counts sequences."""
     own = dict(continued.scheduler)
+    batch = 1 if own.pop("in_samples", False) else continued.batch
     lengths = ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps")
     return {
         **own,
-        **{name: own[name] * continued.batch for name in lengths},
+        **{name: own[name] * batch for name in lengths},
         "num_steps": continued.progress.consumed_samples,
     }
 

@@ -1,4 +1,4 @@
-"""The known defects of megatron-core: `engine_defects.yaml`, read, checked, and matched with the flags of a run.
+"""The known defects of megatron-core: `engine_defects.yaml`, read, and matched with the flags of a run.
 
 Importing this module loads neither torch nor the engine, and does not read the file: `known_defects` does.
 """
@@ -6,16 +6,14 @@ Importing this module loads neither torch nor the engine, and does not read the 
 from __future__ import annotations
 
 import re
-import typing
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from megatron_moe.config.fields import all_fields, suggestion
+from megatron_moe.config.fields import all_fields
 from megatron_moe.config.schema import Run
 
 TABLE = Path(__file__).with_name("engine_defects.yaml")
@@ -102,13 +100,6 @@ class DerivedValues:
         return self.run.checkpoint.save is not None or self.run.checkpoint.load is not None
 
 
-@cache
-def _derived_types() -> dict[str, type]:
-    """Return the type of each derived value by its name."""
-    properties = {name: value for name, value in vars(DerivedValues).items() if isinstance(value, property)}
-    return {"world_size": int, **{n: typing.get_type_hints(p.fget)["return"] for n, p in properties.items()}}
-
-
 @dataclass(frozen=True)
 class Condition:
     """A condition of `when`: the schema field or derived value `name` has to be as `wanted` says."""
@@ -128,9 +119,9 @@ class Condition:
         return bool(value == self.wanted)
 
     def _value(self, values: DerivedValues) -> Any:
-        if self.name in _derived_types():
-            return getattr(values, self.name)
-        return getattr(getattr(values.run, all_fields()[self.name].section), self.name)
+        if self.name in all_fields():
+            return getattr(getattr(values.run, all_fields()[self.name].section), self.name)
+        return getattr(values, self.name)
 
     def __str__(self) -> str:
         """Return the condition in words, a schema field as its flag: `--sequence-parallel`, `tp times cp > 1`."""
@@ -139,30 +130,6 @@ class Condition:
         if self.wanted is True or self.wanted == "set":
             return name
         return f"no {name}" if self.wanted is False else f"{name} {self.wanted}"
-
-    def check(self) -> None:
-        """Raise a ValueError where the name is unknown, or no value of that name can fulfil the condition."""
-        types, choices, optional = _accepted(self.name)
-        kind: type = int if _limit(self.wanted) is not None else type(self.wanted)
-        if self.wanted == "set":
-            if not optional:
-                raise ValueError(f"condition {self.name}: always has a value, `set` says nothing")
-        elif kind not in types:
-            names = " or ".join(accepted.__name__ for accepted in types)
-            raise ValueError(f"condition {self.name}: {self.wanted!r} is not of its type {names}")
-        elif choices is not None and self.wanted not in choices:
-            raise ValueError(f"condition {self.name}: {self.wanted!r} is not one of {', '.join(map(str, choices))}")
-
-
-def _accepted(name: str) -> tuple[tuple[type, ...], tuple[Any, ...] | None, bool]:
-    """Return the types of the field or derived value `name`, its choices, and whether it can be without a value."""
-    if name in _derived_types():
-        return (_derived_types()[name],), None, False
-    if name not in all_fields():
-        raise ValueError(f"unknown condition {name}{suggestion(name, [*all_fields(), *_derived_types()])}")
-    field = all_fields()[name]
-    types = (int, float) if float in field.kinds else field.kinds
-    return types, field.choices, field.optional
 
 
 def _limit(wanted: bool | int | str) -> int | None:
@@ -215,111 +182,22 @@ def known_defects() -> tuple[Defect, ...]:
 
 
 def read_defects(path: Path) -> tuple[Defect, ...]:
-    """Return the defects of a YAML file.
-
-    Raises:
-        ValueError: an entry is malformed; the message names file, defect and key.
-    """
+    """Return the defects of a YAML file."""
     # Every run reads this; PyYAML's parser in Python takes ten times as long as libyaml's, which most builds have.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    entries = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
-    if not isinstance(entries, list):
-        raise ValueError(f"{path.name}: is not a list of defects")
-    found: dict[str, Defect] = {}
-    for number, entry in enumerate(entries, start=1):
-        name = entry.get("id") if isinstance(entry, dict) else None
-        if not isinstance(name, str) or not re.fullmatch(r"[ESN]\d+", name):
-            raise ValueError(f"{path.name}: entry {number}: needs an id: E, S or N and a number")
-        if name in found:
-            raise ValueError(f"{path.name}: {name}: is there twice")
-        try:
-            found[name] = _defect(entry)
-        except ValueError as error:
-            raise ValueError(f"{path.name}: {name}: {error}") from None
-    return tuple(found.values())
+    return tuple(_defect(entry) for entry in yaml.load(path.read_text(encoding="utf-8"), Loader=loader))
 
 
 def _defect(entry: dict[str, Any]) -> Defect:
     """Return the defect of one entry of the file."""
-    _check_keys(entry)
-    if entry["treatment"] not in typing.get_args(Treatment):
-        raise ValueError(f"treatment {entry['treatment']!r} is not one of {', '.join(typing.get_args(Treatment))}")
-    defect = Defect(
-        id=entry["id"],
-        title=_text(entry, "title"),
-        source=_text(entry, "source"),
-        when=_conditions(entry["when"]),
-        treatment=entry["treatment"],
-        how=_text(entry, "how"),
-        where=_mechanisms(entry.get("where", {})),
-        tests=_tests(entry["tests"]) if "tests" in entry else (),
-        no_test=_text(entry, "no_test") if "no_test" in entry else None,
-        since=_version(entry, "since") or OLDEST,
-        fixed_in=_version(entry, "fixed_in"),
-        without_cuda_only=entry.get("without_cuda_only", False),
-    )
-    if defect.without_cuda_only not in (True, False):
-        raise ValueError(f"without_cuda_only {defect.without_cuda_only!r} is neither true nor false")
-    if not defect.where and defect.treatment != "not used":
-        raise ValueError(f"where is missing: what is {defect.treatment} has a mechanism somewhere")
-    if defect.no_test is not None and defect.treatment not in ("not used", "kept"):
-        raise ValueError(f"no_test: what is {defect.treatment} needs a test")
-    return defect
+    versions: dict[str, Any] = {
+        key: tuple(map(int, entry[key].split("."))) for key in ("since", "fixed_in") if key in entry
+    }
+    read: dict[str, Any] = {"where": {}, **entry, **versions, "when": _conditions(entry["when"])}
+    return Defect(**{**read, "tests": tuple(entry.get("tests", ()))})
 
 
-def _check_keys(entry: dict[str, Any]) -> None:
-    known = [field.name for field in fields(Defect)]
-    for key in entry:
-        if key not in known:
-            raise ValueError(f"unknown key {key}{suggestion(str(key), known)}")
-    missing = [key for key in ("title", "source", "when", "treatment", "how") if key not in entry]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} missing")
-    if ("tests" in entry) == ("no_test" in entry):
-        raise ValueError("needs either tests or no_test, with the reason why there is none")
-
-
-def _text(entry: dict[str, Any], key: str) -> str:
-    value = entry[key]
-    if not isinstance(value, str) or not value.strip() or "|" in value or "\n" in value:
-        raise ValueError(f"{key} {value!r} is not one line of text without `|`")
-    return value
-
-
-def _version(entry: dict[str, Any], key: str) -> Version | None:
-    if key not in entry:
-        return None
-    if not re.fullmatch(r"\d+\.\d+\.\d+", str(entry[key])):
-        raise ValueError(f"{key} {entry[key]!r} is not a release like 0.19.0")
-    return tuple(int(part) for part in entry[key].split("."))
-
-
-def _conditions(when: Any) -> tuple[Condition, ...] | None:
-    if when == "no run":
-        return None
-    if when == "every run":
-        return ()
-    if not isinstance(when, dict) or not when:
-        raise ValueError(f"when {when!r} is neither `every run`, `no run` nor a mapping of conditions")
-    conditions = tuple(Condition(str(name), wanted) for name, wanted in when.items())
-    for condition in conditions:
-        condition.check()
-    return conditions
-
-
-def _mechanisms(where: Any) -> dict[str, str]:
-    if not isinstance(where, dict) or not _are_texts([*where, *where.values()]):
-        raise ValueError(f"where {where!r} is not a mapping of files to a text in each")
-    return where
-
-
-def _tests(tests: Any) -> tuple[str, ...]:
-    pattern = re.compile(r"tests/[\w/]+\.py::test_\w+")
-    are_names = isinstance(tests, list) and _are_texts(tests) and all(pattern.fullmatch(test) for test in tests)
-    if not are_names or not tests:
-        raise ValueError(f"tests {tests!r} is not a list of names like tests/platform/test_x.py::test_y")
-    return tuple(tests)
-
-
-def _are_texts(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, str) and value for value in values)
+def _conditions(when: str | dict[str, Any]) -> tuple[Condition, ...] | None:
+    if isinstance(when, dict):
+        return tuple(Condition(name, wanted) for name, wanted in when.items())
+    return {"no run": None, "every run": ()}[when]

@@ -128,6 +128,10 @@ class JsonlSink(Sink):
         # Later ones were cut, and earlier ones are not made again.
         self._evaluated = {_identity(one) for one in read_evaluations(path) if one.iteration == start_iteration}
 
+    def has_evaluated(self, split: str) -> bool:
+        """Return whether an earlier attempt has evaluated a split with the weights that this one starts from."""
+        return any(one[1] == split for one in self._evaluated)
+
     def step(self, record: StepRecord) -> None:
         _append(self._steps, record)
 

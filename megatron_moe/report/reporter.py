@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.schema import Run
+from megatron_moe.io.program import StoppedEarly
 from megatron_moe.report.console import console_sink
 from megatron_moe.report.jsonl import JsonlSink, read_steps
 from megatron_moe.report.metric import StepRecord
@@ -131,6 +132,10 @@ class Reporter:
             record = record.replace(**self._info.stamp())
         for sink in self._sinks:
             sink.step(record)
+
+    def has_evaluated(self, split: str) -> bool:
+        """Return whether the metrics file has an evaluation of the weights that this attempt starts from."""
+        return bool(self._sinks) and self._files is not None and self._files.has_evaluated(split)
 
     def evaluation(self, record: EvalRecord) -> None:
         """Record one evaluation."""
@@ -253,6 +258,8 @@ def _ending_of(error: BaseException) -> str:
     """Return how an attempt ended that an exception has ended."""
     if isinstance(error, KeyboardInterrupt):
         return "stopped by SIGINT"
+    if isinstance(error, StoppedEarly):
+        return f"stopped by {error.signal_name}"
     return f"failed: {_text_of(error).splitlines()[0]}"
 
 

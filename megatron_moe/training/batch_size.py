@@ -45,15 +45,24 @@ class BatchSchedule:
         """Return the number of micro-batches of the next step, per rank."""
         return self.global_batch_size(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
 
-    def samples_after(self, iterations: int) -> int:
-        """Return how many sequences the first `iterations` steps of the run consume."""
-        consumed = 0
-        for done in range(iterations):
+    def samples_after(self, steps: int, consumed: int = 0) -> int:
+        """Return how many sequences are consumed when so many further steps are done."""
+        for done in range(steps):
             size = self.global_batch_size(consumed)
             if size == self.final:
-                return consumed + (iterations - done) * self.final
+                return consumed + (steps - done) * self.final
             consumed += size
         return consumed
+
+    def steps_to(self, samples: int, consumed: int = 0) -> int:
+        """Return how many further whole steps fit until so many sequences are consumed."""
+        steps = 0
+        while consumed + (size := self.global_batch_size(consumed)) <= samples:
+            if size == self.final:
+                return steps + (samples - consumed) // size
+            consumed += size
+            steps += 1
+        return steps
 
 
 def batch_schedule(run: Run, world_size: int) -> BatchSchedule:

@@ -37,8 +37,9 @@ from megatron_moe.precision.contract import PrecisionGuard
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler
-from megatron_moe.training.plan import RunPlan, evaluates_test_split, same_data_notes
+from megatron_moe.training.plan import RunPlan, evaluates_test_split, restarted, same_data_notes
 from megatron_moe.training.state_checks import check_precision
+from megatron_moe.training.step_sums import max_over_ranks
 from megatron_moe.training.trainer import RECORDS_KEPT, Splits, Trainer, fault_folder
 from megatron_moe.training.watchdog import Watchdog
 from megatron_moe.training.weight_average import build_average
@@ -76,13 +77,13 @@ def build_trainer(
 
     Collective over all ranks. `resources` is what is given back when the run ends.
     """
-    run = planned.run
-    ranks = _meet(run, resources)
+    ranks = _meet(planned.run, resources)
     planned = _verified(planned)
+    run = planned.run
     stage("building the model")
     built = _build_and_load(planned, ranks)
     stage("building the datasets")
-    splits = _build_splits(planned, ranks)
+    splits = _build_splits(planned, ranks, built.loaded.progress)
     progress, source = built.loaded.progress, planned.start_from.source
     reporter = Reporter(run, is_writer=ranks.facts.rank == 0, start_iteration=progress.iteration, also=also)
     resources.enter_context(reporter)
@@ -113,7 +114,7 @@ def build_trainer(
         checkpoint_warnings=planned.start_from.warnings,
         progress=progress,
         saved=source.step if source is not None and planned.start_from.continues else None,
-        evaluation_pending=bool(resumed.get("evaluation_owed")),
+        evaluation_pending=_owes_evaluation(resumed, ranks, reporter),
         records=deque(resumed.get("records", []), maxlen=RECORDS_KEPT),
     )
     folder = fault_folder(run)
@@ -146,7 +147,7 @@ def _verified(planned: RunPlan) -> RunPlan:
     data_notes = planned.data_notes
     if start_from.known_bad:
         data_notes = [*data_notes, *same_data_notes(planned.run, planned.data, start_from)]
-    return replace(planned, start_from=start_from, data_notes=data_notes)
+    return replace(restarted(planned, start_from), data_notes=data_notes)
 
 
 def _build_and_load(planned: RunPlan, ranks: RunRanks) -> LoadedModel:
@@ -174,11 +175,12 @@ def _build_and_load(planned: RunPlan, ranks: RunRanks) -> LoadedModel:
     return LoadedModel(trained, guard, loaded, comes_from, notes)
 
 
-def _build_splits(planned: RunPlan, ranks: RunRanks) -> Splits:
+def _build_splits(planned: RunPlan, ranks: RunRanks, progress: TrainingProgress) -> Splits:
     """Build the datasets, each with as many samples as the run will read."""
     run = planned.run
     evaluated = run.training.eval_iters * planned.schedule.final
-    train_samples = planned.schedule.samples_after(run.training.train_iters or 0)
+    steps_left = max((run.training.train_iters or 0) - progress.iteration, 0)
+    train_samples = planned.schedule.samples_after(steps_left, progress.consumed_samples)
     tested = evaluated if evaluates_test_split(run) else 0
     return Splits(
         *build_datasets(run, planned.tokenizer, train_samples, evaluated, tested, pg_collection=ranks.pg_collection)
@@ -213,6 +215,16 @@ def _origin(start_from: CheckpointPlan, imported: Import | None) -> tuple[Origin
     if source is None:
         return Origin(), []
     return origin.of_step(source.step, source.state)
+
+
+def _owes_evaluation(resumed: dict[str, Any], ranks: RunRanks, reporter: Reporter) -> bool:
+    """Return whether the loaded step was saved before an evaluation that was not made. Collective over all ranks.
+
+    Without a metrics file there is nobody to ask, and it is made again.
+    """
+    if not resumed.get("evaluation_owed"):
+        return False
+    return bool(max_over_ranks(ranks.facts.rank == 0 and not reporter.has_evaluated("valid"))[0])
 
 
 def _watchdog(run: Run, facts: RankFacts) -> Watchdog:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from megatron_moe.data.batches import Batch
 from megatron_moe.platform.isolation import without_autocast
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.training.step import forward_step
-from megatron_moe.training.step_sums import Model, local_loss, sum_over_ranks
+from megatron_moe.training.step_sums import Model, local_loss, max_over_ranks, sum_over_ranks
 from megatron_moe.training.timers import untimed
 
 _NARROW = (torch.bfloat16, torch.float16)
+_ROUND_SECONDS = 1.0
 
 
 def evaluate(
@@ -33,6 +34,7 @@ def evaluate(
     seq_length: int,
     pg_collection: ProcessGroupCollection,
     in_fp32: bool = False,
+    between: Callable[[], None] | None = None,
 ) -> EvalRecord:
     """Run `num_micro_batches` micro-batches per rank forward, in evaluation mode and without gradients.
 
@@ -42,22 +44,49 @@ def evaluate(
     Args:
         batches: one iterator of micro-batches per model chunk.
         in_fp32: compute all in fp32, with the model's weights as they are: the loss of an fp32 model of their values.
+        between: called on all ranks together about once a second; what it raises ends the evaluation, and leaves the
+            model as it was. None: the micro-batches run as one schedule.
     """
     begin = time.perf_counter()
     compute = fp32_compute(model) if in_fp32 else contextlib.nullcontext()
+    losses: list[dict[str, torch.Tensor]] = []
     with evaluation_mode(model), compute, without_autocast(platform.device().type):
-        losses = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=list(batches) if len(batches) > 1 else batches[0],
-            model=list(model),
-            num_microbatches=num_micro_batches,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            forward_only=True,
-        )
+        for size in _rounds(num_micro_batches, pg_collection.pp.size(), between):
+            losses += get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=list(batches) if len(batches) > 1 else batches[0],
+                model=list(model),
+                num_microbatches=size,
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                forward_only=True,
+            )
         loss_sum, tokens = sum_over_ranks(local_loss(losses, pg_collection))
     loss = loss_sum / tokens if tokens else float("nan")
     return EvalRecord(iteration, split, loss, int(tokens), time.perf_counter() - begin)
+
+
+def _rounds(num_micro_batches: int, stages: int, between: Callable[[], None] | None) -> Iterator[int]:
+    """Yield how many micro-batches to run next, and call `between` before each round.
+
+    A round should take `_ROUND_SECONDS` on the slowest rank, judged by the one before. Its size is a multiple
+    of the pipeline's stages, as the interleaved schedule needs it.
+    """
+    if between is None:
+        yield num_micro_batches
+        return
+    done, size = 0, min(stages, num_micro_batches)
+    between()
+    while True:
+        begin = time.perf_counter()
+        yield size
+        done += size
+        if done == num_micro_batches:
+            return
+        between()  # which waits for the device
+        (seconds,) = max_over_ranks(time.perf_counter() - begin)
+        fitting = int(_ROUND_SECONDS / max(seconds, 1e-9) * size / stages) * stages
+        size = min(max(fitting, stages), num_micro_batches - done)
 
 
 @contextlib.contextmanager

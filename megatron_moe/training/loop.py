@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
-from megatron_moe import platform
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.report.records import exact
@@ -20,6 +20,7 @@ from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, agreed_record, 
 from megatron_moe.training.profiler import ProfiledSteps
 from megatron_moe.training.signals import StopSignals, signal_name
 from megatron_moe.training.step import StepResult, connect, train_step
+from megatron_moe.training.step_sums import max_over_ranks
 from megatron_moe.training.timers import interval_times, start_timing, times_text
 from megatron_moe.training.trainer import Trainer
 
@@ -31,17 +32,36 @@ StepAudit = Callable[[Run, list[torch.nn.Module], Callable[[str], None]], Abstra
 """What `--audit-precision` puts around a step: from the run, its model and the reporter's message, a context."""
 
 
-def train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None = None) -> str | None:
+@dataclass(frozen=True)
+class StopReason:
+    """What ends a run before `--train-iters`."""
+
+    text: str
+    """As it follows "stopped at iteration 7": "by SIGTERM"."""
+    urgent: bool
+    """Whether whoever asked for it waits: a final evaluation is left out."""
+
+
+class StopAsked(Exception):
+    """A run was asked to stop while it does something else than training; raised on all ranks together."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(f"stopped {reason.text}")
+        self.reason = reason
+
+
+def train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None = None) -> StopReason | None:
     """Train until `--train-iters` or an exit condition; the last state is saved.
 
-    Each round runs one step, looks after a checkpoint in the background, and checks dtypes, evaluates and saves where
-    these are due.
+    Each round runs one step, looks after a checkpoint in the background, and checks dtypes, saves and evaluates where
+    these are due. A step is saved before it is evaluated: an evaluation may take long, and is stopped by the same
+    conditions as training.
 
     Args:
         audit: with `--audit-precision`, the context around the process's second step.
 
     Returns:
-        What stopped it before `--train-iters`, as `exit_reason` has it; None where it did all iterations.
+        What stopped it before `--train-iters`; None where it did all iterations.
 
     Raises:
         SaveError: a checkpoint could not be written, and `--on-save-error` is stop or it was the last.
@@ -55,29 +75,29 @@ def train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None = None) -
         steps.close()
 
 
-def _train(trainer: Trainer, stop: StopSignals, steps: StepRunner) -> str | None:
+def _train(trainer: Trainer, stop: StopSignals, steps: StepRunner) -> StopReason | None:
     """Run the rounds of `train`."""
-    started, skips = time.monotonic(), 0
-    if trainer.evaluation_pending and trainer.run.training.eval_iters:
-        trainer.evaluate("valid")
-    trainer.evaluation_pending = False
-    while not trainer.finished:
+    skips = 0
+    max_over_ranks(0.0)  # ranks that are ready wait here, or a signal would find some in the loop and others before it
+    stop.wait_for_loop()
+    reason = _evaluate(trainer, stop)  # which the loaded step owes
+    while reason is None and not trainer.finished:
         result = steps.run_next()
         trainer.poll_save()
         _check_precision(trainer)
         skips = 0 if result.committed else skips + 1
         if skips == SKIPS_IN_A_ROW:
             raise RunFault(_nothing_learnt(trainer.progress.iteration, result))
-        reason = exit_reason(trainer, stop, started)
-        _evaluate(trainer, stop, reason)
+        reason = exit_reason(trainer, stop)
+        options = trainer.run.training
+        trainer.evaluation_pending = options.eval_iters > 0 and _due(trainer, options.eval_interval)
         if reason is not None or _due(trainer, trainer.run.checkpoint.save_interval):
             trainer.save()
-        if reason is not None:
-            trainer.finish_save()
-            return reason
+        if reason is None:
+            reason = _evaluate(trainer, stop)
     trainer.save()
     trainer.finish_save()
-    return None
+    return reason
 
 
 class StepRunner:
@@ -156,14 +176,15 @@ def _check_precision(trainer: Trainer) -> None:
         trainer.check_precision("training")
 
 
-def _evaluate(trainer: Trainer, stop: StopSignals, reason: str | None) -> None:
-    """Evaluate at the end of each `--eval-interval`; of a run that ends because of `reason`, the next start does it."""
-    if not trainer.run.training.eval_iters or not _due(trainer, trainer.run.training.eval_interval):
-        return
-    if reason is None:
-        trainer.evaluate("valid")
-    else:
-        trainer.evaluation_pending = agreed_stop(trainer.run, stop)
+def _evaluate(trainer: Trainer, stop: StopSignals) -> StopReason | None:
+    """Make the evaluation that is due, and return what stopped it; the next start makes up for it then."""
+    if trainer.evaluation_pending and trainer.run.training.eval_iters:
+        try:
+            trainer.evaluate("valid", stop_check(trainer.run, stop))
+        except StopAsked as asked:
+            return asked.reason
+    trainer.evaluation_pending = False
+    return None
 
 
 def _nothing_learnt(iteration: int, last: StepResult) -> str:
@@ -227,33 +248,39 @@ def _due(trainer: Trainer, interval: int | None) -> bool:
     return bool(interval) and done % interval == 0 and done < (trainer.run.training.train_iters or 0)
 
 
-def exit_reason(trainer: Trainer, stop: StopSignals, started: float) -> str | None:
-    """Return what stops the run before `--train-iters`, such as "by SIGTERM", agreed by all ranks; None to go on.
-
-    Ranks get a signal, and see the clock pass, at different iterations; the first one decides for all.
-    """
+def exit_reason(trainer: Trainer, stop: StopSignals) -> StopReason | None:
+    """Return what stops the run after this step, before `--train-iters`; None to go on. Collective over all ranks."""
     options, done = trainer.run.training, trainer.progress.iteration
     if done >= (options.train_iters or 0):
         return None
     if options.exit_interval and done % options.exit_interval == 0:
-        return f"(--exit-interval {options.exit_interval})"
-    if not (options.exit_signal_handler or options.exit_duration_in_mins):
+        return StopReason(f"(--exit-interval {options.exit_interval})", urgent=False)
+    return asked_to_stop(trainer.run, stop)
+
+
+def asked_to_stop(run: Run, stop: StopSignals) -> StopReason | None:
+    """Return whether a signal or `--exit-duration-in-mins` ends the run now. Collective over all ranks.
+
+    Ranks get a signal, and see the clock pass, at different times; the first one decides for all.
+    """
+    limit = run.training.exit_duration_in_mins
+    if not (run.training.exit_signal_handler or limit):
         return None
-    minutes = (time.monotonic() - started) / 60
-    limit = options.exit_duration_in_mins
-    terminated, out_of_time = _of_any_rank(stop.stop_signal, int(limit is not None and minutes >= limit))
-    if terminated:
-        return f"by {signal_name(terminated)}"
-    return f"(--exit-duration-in-mins {limit:g})" if out_of_time else None
+    signal_number, minutes = max_over_ranks(stop.stop_signal, (time.monotonic() - stop.started) / 60)
+    if signal_number:
+        return StopReason(f"by {signal_name(int(signal_number))}", urgent=True)
+    if limit is not None and minutes >= limit:
+        return StopReason(f"(--exit-duration-in-mins {limit:g})", urgent=True)
+    return None
 
 
-def agreed_stop(run: Run, stop: StopSignals) -> bool:
-    """Return whether any rank was asked to stop: a launcher may have asked one of them. Collective over all ranks."""
-    return run.training.exit_signal_handler and bool(_of_any_rank(stop.stop_signal)[0])
+def stop_check(run: Run, stop: StopSignals) -> Callable[[], None] | None:
+    """Return what raises StopAsked, on all ranks, when one of them was asked to stop; None where nothing can ask."""
+    if not (run.training.exit_signal_handler or run.training.exit_duration_in_mins):
+        return None
 
+    def check() -> None:
+        if (reason := asked_to_stop(run, stop)) is not None:
+            raise StopAsked(reason)
 
-def _of_any_rank(*values: int) -> list[int]:
-    """Return the largest of each value over all ranks."""
-    largest = torch.tensor(values, device=platform.device())
-    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-    return largest.tolist()
+    return check

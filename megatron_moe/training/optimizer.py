@@ -367,19 +367,20 @@ def named_moments_and_masters(
 
 
 def build_scheduler(run: Run, optimizer: MegatronOptimizer) -> Schedule:
-    """Return the learning-rate schedule, counted in committed iterations.
+    """Return the learning-rate schedule, counted in committed iterations or in their sequences.
 
     The flags of the present run decide; a checkpoint gives the position only, so a run can be prolonged or its rate
     changed by flags. The first step of a warm-up uses `--lr-warmup-init`.
     """
     options = run.optimizer
-    decay = max(run.derived.lr_decay_iters or 0, 1)
+    decay = max(run.derived.lr_decay_length or 0, 1)
     return Schedule(
         optimizer,
+        in_samples=run.derived.schedule_unit == "sequences",
         init_lr=options.lr_warmup_init,
         max_lr=options.lr,
         min_lr=options.min_lr,
-        lr_warmup_steps=min(run.derived.lr_warmup_iters, decay - 1),  # the engine wants warm-up < decay
+        lr_warmup_steps=min(run.derived.lr_warmup_length, decay - 1),  # the engine wants warm-up < decay
         lr_decay_steps=decay,
         lr_decay_style=options.lr_decay_style,
         start_wd=options.weight_decay,
@@ -388,11 +389,7 @@ def build_scheduler(run: Run, optimizer: MegatronOptimizer) -> Schedule:
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
-        wsd_decay_steps=run.derived.lr_wsd_decay_iters or _default_wsd_decay(decay),
+        # A tenth of the run is the share that WSD was proposed with (MiniCPM, arXiv 2404.06395).
+        wsd_decay_steps=run.derived.lr_wsd_decay_length or max(decay // 10, 1),
         lr_wsd_decay_style=options.lr_wsd_decay_style,
     )
-
-
-def _default_wsd_decay(decay_iters: float) -> int:
-    """Return a tenth of the run, the share that WSD was proposed with (MiniCPM, arXiv 2404.06395)."""
-    return max(int(decay_iters // 10), 1)

@@ -77,7 +77,30 @@ def _is_not_decayed(name: str, parameter: torch.nn.Parameter) -> bool:
 
 
 class Schedule(OptimizerParamScheduler):
-    """The engine's schedule, times the multiple of each parameter group, at every step: its ends are multiplied too."""
+    """The engine's schedule, times the multiple of each parameter group, at every step: its ends are multiplied too.
+
+    Args:
+        in_samples: whether its lengths are sequences, and not iterations.
+    """
+
+    def __init__(self, *args: Any, in_samples: bool = False, **settings: Any) -> None:
+        self._in_samples = in_samples
+        super().__init__(*args, **settings)
+
+    def advance(self, num_samples: int) -> None:
+        """Count a committed step of so many sequences."""
+        self.step(increment=num_samples if self._in_samples else 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return position and settings, with the unit of the position."""
+        return {**super().state_dict(), "in_samples": self._in_samples}
+
+    def load(self, state: dict[str, Any], committed_steps: int, committed_samples: int) -> None:
+        """Take the position of a state; where it was counted in the other unit, or before ours had one, of the run."""
+        position = state["num_steps"]
+        if state.get("in_samples", False) != self._in_samples:
+            position = committed_samples if self._in_samples else committed_steps
+        self.load_state_dict({**state, "num_steps": position})
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """Return the rate of a parameter group."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from megatron_moe.checkpoint.plan import CheckpointPlan
 from megatron_moe.checkpoint.plan import plan as plan_checkpoint
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
+from megatron_moe.config.schema import replace as replace_settings
 from megatron_moe.data.checks import check_data, require_sequence
 from megatron_moe.data.fingerprint import Fingerprint, data_fingerprint, require_same_data, require_same_order
 from megatron_moe.data.sources import SPLITS, read_sources
@@ -153,7 +154,7 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
     if deep is not False:
         data_notes += same_data_notes(run, data, start_from)
     return RunPlan(
-        run=run,
+        run=_to_the_last_sample(run, schedule, start_from),
         schedule=schedule,
         start_from=start_from,
         imported=imported,
@@ -161,6 +162,22 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
         data=data,
         data_notes=data_notes,
     )
+
+
+def restarted(planned: RunPlan, start_from: CheckpointPlan) -> RunPlan:
+    """Return the plan with another start."""
+    run = _to_the_last_sample(planned.run, planned.schedule, start_from)
+    return replace(planned, run=run, start_from=start_from)
+
+
+def _to_the_last_sample(run: Run, schedule: BatchSchedule, start_from: CheckpointPlan) -> Run:
+    """Return a run of `--train-samples` with the iterations that it ends after, whatever batches it began with."""
+    samples = run.training.train_samples
+    if samples is None:
+        return run
+    source, done = start_from.source, start_from.start_iteration
+    consumed = source.state["consumed_samples"] if source is not None and done else 0
+    return replace_settings(run, train_iters=done + schedule.steps_to(samples, consumed))
 
 
 def same_data_notes(run: Run, data: Fingerprint, start_from: CheckpointPlan) -> list[str]:

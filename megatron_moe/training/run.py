@@ -16,9 +16,10 @@ import torch
 from megatron_moe import platform
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError, RunFault
-from megatron_moe.config.launch import launched_world
+from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.tokenizers import Tokenizer
+from megatron_moe.io.program import StoppedEarly, say
 from megatron_moe.kernels import compiled
 from megatron_moe.model.generate import generate
 from megatron_moe.parallel import groups
@@ -30,7 +31,7 @@ from megatron_moe.report.sink import Sink
 from megatron_moe.training.build import build_trainer
 from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.garbage import collector_off
-from megatron_moe.training.loop import StepAudit, agreed_stop, train
+from megatron_moe.training.loop import StepAudit, StopAsked, StopReason, stop_check, train
 from megatron_moe.training.plan import evaluates_test_split, plan_run, require_profiler
 from megatron_moe.training.signals import StopSignals, signal_name
 from megatron_moe.training.trainer import Trainer
@@ -54,27 +55,43 @@ def pretrain(
         ConfigError: a mistake in flags, data or folders, found before anything is allocated and equal on all ranks.
         RunFault: the run cannot go on, which all ranks have agreed on.
         KeyboardInterrupt: Ctrl-C.
+        StoppedEarly: with `--exit-signal-handler`, SIGTERM or SIGUSR1 before the first step.
     """
     _check(run, audit)
     planned = plan_run(run, launched_world()[1])
     if run.logging.dry_run:
-        if os.environ.get("RANK", "0") == "0":
-            print("\n".join([*planned.notes, "dry run: the configuration is sound"]), flush=True)
+        _say("\n".join([*planned.notes, "dry run: the configuration is sound"]))
         return {}
     _quiet_engine()
     clean = False
     with StopSignals(save=run.training.exit_signal_handler) as stop:
+        stop.before_end = _say_end
         try:
             with ExitStack() as resources:
                 trainer = build_trainer(planned, resources, also, stage)
                 stop.before_end = partial(_before_end, trainer)
-                ending = _train(trainer, stop, audit if run.precision.audit_precision else None)
-                summary = _summary(trainer, planned.tokenizer, stop)
-                trainer.reporter.close(summary, ending)
+                stopped = _train(trainer, stop, audit if run.precision.audit_precision else None)
+                summary = _summary(trainer, planned.tokenizer, stop, stopped)
+                trainer.reporter.close(summary, FINISHED if stopped is None else f"stopped {stopped.text}")
             clean = True
             return summary
+        except StoppedEarly as early:
+            _say(f"stopped by {early.signal_name} before the first step: there is nothing to save")
+            raise
         finally:
             groups.destroy(abort=not clean)
+
+
+def _say(text: str) -> None:
+    """Print one line on rank 0."""
+    if rank_that_prints() == 0:
+        say(text)
+
+
+def _say_end(number: int) -> None:
+    """Say, before a signal ends this process at once, which one it is."""
+    if number != signal.SIGINT:  # whose end the program says
+        _say(f"stopped by {signal_name(number)}, without a checkpoint")
 
 
 def _before_end(trainer: Trainer, number: int) -> None:
@@ -82,6 +99,7 @@ def _before_end(trainer: Trainer, number: int) -> None:
     if trainer.watchdog is not None and number == signal.SIGTERM:
         trainer.watchdog.report_before_end()
     trainer.reporter.last_words(f"stopped by {signal_name(number)}")
+    _say_end(number)
 
 
 class _ExactRecords(Sink):
@@ -117,8 +135,8 @@ def _check(run: Run, audit: StepAudit | None) -> None:
         switches.deterministic_environment()
 
 
-def _train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None) -> str:
-    """Run the loop, report why it ended, and return it as `run_info.ATTEMPT_FIELDS` has it."""
+def _train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None) -> StopReason | None:
+    """Run the loop, report why it ended, and return it; None where all iterations are done."""
     if trainer.finished:
         trainer.reporter.message(
             f"nothing to train: the checkpoint is at iteration {trainer.progress.iteration} of --train-iters "
@@ -126,30 +144,27 @@ def _train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None) -> str:
         )
     try:
         with collector_off(trainer.run.training):
-            stopped_by = train(trainer, stop, audit)
+            stopped = train(trainer, stop, audit)
     except RunFault:  # on all ranks; what is being written in the background is of before
         trainer.leave_save()
         raise
     iteration = trainer.progress.iteration
-    if stopped_by is None:
+    if stopped is None:
         trainer.reporter.message(f"done: {iteration} iterations")
-        return FINISHED
-    trainer.reporter.event("stop", f"stopped at iteration {iteration} {stopped_by}", by=stopped_by)
-    return f"stopped {stopped_by}"
+    else:
+        trainer.reporter.event("stop", f"stopped at iteration {iteration} {stopped.text}", by=stopped.text)
+    return stopped
 
 
-def _summary(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals) -> dict[str, Any]:
+def _summary(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals, stopped: StopReason | None) -> dict[str, Any]:
     """Evaluate the trained model and return the summary of the run."""
-    run = trainer.run
     summary: dict[str, Any] = {"iterations": trainer.progress.iteration, "unigram_entropy": trainer.unigram_entropy}
-    # Asked to stop: the launcher gives a rank half a minute, the evaluation can be made up for after a restart.
-    if not agreed_stop(run, stop):
-        for split in ("valid", "test"):
-            if run.training.eval_iters and (split == "valid" or evaluates_test_split(run)):
-                summary[f"{split}_loss"] = trainer.evaluate(split).loss
-        if run.logging.sample_prompt is not None:
-            summary["sample"] = sample_text(trainer, tokenizer, run.logging.sample_prompt, run.logging.sample_tokens)
-            trainer.reporter.message(f"sample: {summary['sample']}")
+    # Whoever asked for the end waits, a launcher half a minute; the next start makes up for an evaluation.
+    if stopped is None or not stopped.urgent:
+        try:
+            _judge(trainer, tokenizer, stop, summary)
+        except StopAsked as asked:
+            trainer.reporter.message(f"the rest of the summary is left out: {asked}")
     if trainer.precision_warnings:
         summary["precision_warnings"] = trainer.precision_warnings
     if trainer.checkpoint_warnings:
@@ -158,6 +173,23 @@ def _summary(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals) -> dict[
         summary["cpu_kernels"] = "torch" if compiled.why_not() else "c"
     summary["checkpoint"] = str(trainer.saved) if trainer.saved is not None else None
     return summary
+
+
+def _judge(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals, summary: dict[str, Any]) -> None:
+    """Evaluate the trained model and have it write a text, into the summary.
+
+    Raises:
+        StopAsked: on all ranks, where one was asked to stop.
+    """
+    run, check = trainer.run, stop_check(trainer.run, stop)
+    for split in ("valid", "test"):
+        if run.training.eval_iters and (split == "valid" or evaluates_test_split(run)):
+            summary[f"{split}_loss"] = trainer.evaluate(split, check).loss
+    if run.logging.sample_prompt is not None:
+        if check is not None:
+            check()
+        summary["sample"] = sample_text(trainer, tokenizer, run.logging.sample_prompt, run.logging.sample_tokens)
+        trainer.reporter.message(f"sample: {summary['sample']}")
 
 
 # The likeliest token each time leads a small model into a loop; this keeps to likely ones.

@@ -1,5 +1,7 @@
 """Signals: SIGTERM and SIGUSR1 save and stop, Ctrl-C stops at once, on all ranks and with no process left behind.
 
+Before the first step there is nothing to save, and SIGTERM and SIGUSR1 stop at once as well.
+
 torchrun passes the signal it got on to every rank. A rank may be inside a collective at that moment, where Python runs
 no signal handler; the wake-up pipe is written by the C handler all the same, and a thread that reads it ends the
 process if the main thread has not done so in time.
@@ -12,10 +14,11 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 
-from megatron_moe.io.program import INTERRUPTED
+from megatron_moe.io.program import DONE, INTERRUPTED, StoppedEarly
 
 _PR_SET_PDEATHSIG = 1
 
@@ -30,23 +33,28 @@ def signal_name(number: int) -> str:
 
 
 class StopSignals:
-    """The signals that this process got; a context manager around a run.
+    """The signals that this process got, and the time since it began to listen; a context manager around a run.
 
     Attributes:
+        started: when the run began, by `time.monotonic`.
         stop_signal: the number of the signal that asked for a checkpoint and the end; 0: none did.
         interrupted: whether Ctrl-C was pressed.
         before_end: called with a signal's number, from a thread, before that signal ends this process at once.
 
     Args:
-        save: `--exit-signal-handler`: SIGTERM and SIGUSR1 set `stop_signal` instead of ending the process.
-        grace_seconds: after Ctrl-C, how long the main thread may take to leave by itself.
+        save: `--exit-signal-handler`: once `wait_for_loop` was called SIGTERM and SIGUSR1 set `stop_signal`; before, they
+            raise StoppedEarly in the main thread.
+        grace_seconds: how long the main thread may take to leave by itself, after Ctrl-C or StoppedEarly.
     """
 
-    def __init__(self, *, save: bool, grace_seconds: float = 3.0) -> None:
+    def __init__(self, *, save: bool, grace_seconds: float = 2.0) -> None:
+        self.started = time.monotonic()
         self.stop_signal = 0
         self.interrupted = False
         self.before_end: Callable[[int], None] | None = None
         self._save = save
+        self._loop_looks = False
+        self._leaving = False
         self._grace_seconds = grace_seconds
         self._previous: dict[int, object] = {}
         self._wakeup_in, self._wakeup_out = socket.socketpair()
@@ -57,6 +65,10 @@ class StopSignals:
     def stop_requested(self) -> bool:
         """Whether the run is to save and stop."""
         return self.stop_signal != 0
+
+    def wait_for_loop(self) -> None:
+        """Leave a signal that saves to the training loop from now on. To be called on all ranks at the same time."""
+        self._loop_looks = True
 
     def __enter__(self) -> StopSignals:
         self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_interrupt)
@@ -76,9 +88,14 @@ class StopSignals:
         self._wakeup_in.close()
 
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
-        # The first one counts: a second changes nothing, and does not disturb the checkpoint.
-        if self._save:
+        # The first one counts: a second changes nothing, and does not disturb the checkpoint or the way out.
+        if not self._save or self._leaving:
+            return
+        if self._loop_looks:
             self.stop_signal = self.stop_signal or number
+        else:
+            self._leaving = True
+            raise StoppedEarly(signal_name(number))
 
     def _on_interrupt(self, _number: int, _frame: FrameType | None) -> None:
         # A second one, from an impatient hand or from both terminal and launcher, must not disturb the way out.
@@ -89,8 +106,9 @@ class StopSignals:
     def _watch(self) -> None:
         """Wait for signals and end the process where they ask for it.
 
-        After SIGINT, that is where the main thread is still running when the grace is over. SIGTERM that does not save
-        ends the process as it would without a handler. `before_end` is called before either.
+        After SIGINT, and after a signal that would save before the first step, that is where the main thread is still
+        running when the grace is over. SIGTERM that does not save ends the process as it would without a handler.
+        `before_end` is called before each.
         """
         while True:
             numbers = self._wakeup_out.recv(64)
@@ -103,6 +121,10 @@ class StopSignals:
             if signal.SIGTERM in numbers and not self._save:
                 self._say_why(signal.SIGTERM)
                 _end_by(signal.SIGTERM)
+            for number in SAVING if self._save and not self._loop_looks else ():
+                if number in numbers and not self._left.wait(self._grace_seconds) and not self._loop_looks:
+                    self._say_why(number)
+                    os._exit(DONE)
 
     def _say_why(self, number: int) -> None:
         if self.before_end is not None:

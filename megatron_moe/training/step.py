@@ -167,8 +167,7 @@ def train_step(
 
     Args:
         model: wrapped model chunks, one per virtual pipeline stage.
-        batches: one iterator of micro-batches per chunk, all at the same position.
-        num_micro_batches: micro-batches of this rank.
+        batches: one iterator of micro-batches per chunk, all at the same position; `num_micro_batches` are this rank's.
         average: follows the weights of committed steps. probe: measures the step, where this one is to be measured.
         before_update: called on all ranks when the backward pass is done and nothing has changed yet.
         zeros_counted: whether to count the zeros of the gradients, which is one more pass over them.
@@ -185,7 +184,8 @@ def train_step(
     own = _own_sums(model, optimizer, batches[0], backward, gradients, biases, snapshot, pg_collection)
     sums = _decided_sums(own, optimizer, gradients, snapshot)
     if sums.committed:
-        _commit(model, optimizer, scheduler, average, probe, sums.grad_norm, backward.attention_logits)
+        _commit(model, optimizer, average, probe, sums.grad_norm, backward.attention_logits)
+        scheduler.advance(num_micro_batches * micro_batch_size * pg_collection.dp.size())
     else:
         snapshot.restore()
     overflow, next_scale = _update_loss_scale(optimizer, sums)
@@ -314,20 +314,18 @@ def _all_finite(
 def _commit(
     model: Model,
     optimizer: MegatronOptimizer,
-    scheduler: Schedule,
     average: WeightAverage | None,
     probe: StepProbe | None,
     grad_norm: float,
     logits: Tensor | None,
 ) -> None:
-    """Clip the gradients, update the weights, clipped by their logits, and their average, and move the schedule."""
+    """Clip the gradients, and update the weights, clipped by their logits, and their average."""
     with timed(model, "optimizer"):
         clip_gradients(optimizer, grad_norm)
         clip_attention_logits(optimizer, logits)
         with nullcontext() if probe is None else probe.watching_update(optimizer):
             orthogonalize_gradients(optimizer)
             optimizer.step_with_ready_grads()
-    scheduler.step(increment=1)
     if average is not None:
         with timed(model, "optimizer"):
             average.update()

@@ -196,6 +196,13 @@ def local_mtp_sums(model: Model, pg_collection: ProcessGroupCollection) -> Tenso
     return taken.flatten()
 
 
+def max_over_ranks(*values: float) -> list[float]:
+    """Return each value's largest on any rank. Collective over all ranks."""
+    largest = torch.tensor(values, dtype=torch.float64, device=platform.device())
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    return largest.tolist()
+
+
 def sum_over_ranks(values: Tensor, shared: Tensor | None = None) -> list[float]:
     """Return each value's sum over all ranks, in fp64; a NaN on any rank makes the sum NaN. One read from the device.
 

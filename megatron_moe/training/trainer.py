@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ class Trainer:
     saved: Path | None
     """The checkpoint of the present weights, once it is written or being written."""
     evaluation_pending: bool
-    """A signal stopped the run where an evaluation was due: the next start makes it up."""
+    """The evaluation of the present weights is due: a start from a checkpoint of them begins with it."""
     records: deque[dict[str, Any]]
     """`report.records.exact` of the last steps, those of earlier incarnations among them."""
 
@@ -104,6 +105,7 @@ class Trainer:
             skipped_iterations=past.skipped_iterations + (not result.committed),
             loss_scale_raised=past.loss_scale_raised + (result.next_loss_scale > result.loss_scale),
             loss_scale_lowered=past.loss_scale_lowered + (result.next_loss_scale < result.loss_scale),
+            skipped_samples=past.skipped_samples + (0 if result.committed else size),
         )
         self.saved = None
         return size
@@ -122,8 +124,12 @@ class Trainer:
             pg_collection=self.trained.pg_collection,
         )
 
-    def evaluate(self, split: str) -> EvalRecord:
-        """Return and report the mean loss over the first `--eval-iters` global batches of a split."""
+    def evaluate(self, split: str, between: Callable[[], None] | None = None) -> EvalRecord:
+        """Return and report the mean loss over the first `--eval-iters` global batches of a split.
+
+        Args:
+            between: see `evaluate.evaluate`.
+        """
         batches = self.batches(getattr(self.splits, split), 0)
         for iterator in batches:
             iterator.observer = lambda _: self.at(f"iteration {self.progress.iteration}, evaluation ({split})")
@@ -138,6 +144,7 @@ class Trainer:
                 seq_length=self.run.model.seq_length,
                 pg_collection=self.trained.pg_collection,
                 in_fp32=self.run.precision.eval_in_fp32,
+                between=between,
             )
         self.reporter.evaluation(record)
         self.at(f"iteration {self.progress.iteration}, evaluated", limited=False)

@@ -77,20 +77,22 @@ def test_weights_alone_can_be_kept_and_cast(run, tmp_path, capsys):
 
 @pytest.mark.engine
 def test_the_mean_is_that_of_main_weights_in_fp64(run, tmp_path):
-    convert("native", "native", run, tmp_path / "mean", "--average-steps", "3", "1")
+    convert(
+        "native", "native", run, tmp_path / "mean", "--average-steps", "3", "1", "2"
+    )  # of two fp32 has the same bits
     step = tmp_path / "mean" / "iter_0000003"
     assert manifest.structure_defect(step) is None
-    found, sources = tensors(step), [tensors(run / f"iter_000000{number}") for number in (1, 3)]
+    found, sources = tensors(step), [tensors(run / f"iter_000000{number}") for number in (1, 2, 3)]
     assert found.keys() == {key for key in sources[0] if not key.startswith("optimizer.")}
     assert MAIN + HALF in sources[0] and found[HALF].dtype == torch.bfloat16 and found[BIAS].dtype == torch.float32
     for key, value in found.items():
         of = MAIN + key if MAIN + key in sources[0] else key
-        exact = sum(one[of].double() for one in sources) / 2
+        exact = sum(one[of].double() for one in sources) / 3
         assert value.dtype == sources[0][key].dtype and torch.equal(value, exact.to(value.dtype)), key
-    of_rounded = (sum(one[HALF].double() for one in sources) / 2).bfloat16()
-    assert not torch.equal(found[HALF], of_rounded) and not torch.equal(found[BIAS], sources[1][BIAS])
+    of_rounded = (sum(one[HALF].double() for one in sources) / 3).bfloat16()
+    assert not torch.equal(found[HALF], of_rounded) and not torch.equal(found[BIAS], sources[2][BIAS])
     state = state_of(step)
-    assert (state["iteration"], state["has_optimizer"], state["average_of_steps"]) == (3, False, [1, 3])
+    assert (state["iteration"], state["has_optimizer"], state["average_of_steps"]) == (3, False, [1, 2, 3])
 
 
 def test_a_damaged_step_is_not_averaged(run, tmp_path, capsys):

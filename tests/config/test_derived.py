@@ -135,14 +135,14 @@ def test_open_normalisation_follows_megatrons_rule(flags, normalised):
 
 
 def test_warmup_is_a_count_or_a_share_of_the_decay():
-    assert run_of("--train-iters 200 --lr-warmup-iters 7").derived.lr_warmup_iters == 7
-    assert run_of("--train-iters 200 --lr-warmup-fraction 0.1").derived.lr_warmup_iters == 20
-    assert run_of("--train-iters 200 --lr-decay-iters 100 --lr-warmup-fraction 0.1").derived.lr_warmup_iters == 10
+    assert run_of("--train-iters 200 --lr-warmup-iters 7").derived.lr_warmup_length == 7
+    assert run_of("--train-iters 200 --lr-warmup-fraction 0.1").derived.lr_warmup_length == 20
+    assert run_of("--train-iters 200 --lr-decay-iters 100 --lr-warmup-fraction 0.1").derived.lr_warmup_length == 10
 
 
-def test_training_in_sequences_is_whole_steps_and_its_schedule_is_not():
+def test_training_in_sequences_is_whole_steps_and_its_schedule_counts_sequences():
     run = run_of("--preset tiny --train-samples 167 --lr-warmup-iters 0 --lr-warmup-samples 20 --global-batch-size 8")
-    assert (run.training.train_iters, run.derived.lr_decay_iters, run.derived.lr_warmup_iters) == (20, 20.875, 2.5)
+    assert (run.training.train_iters, run.derived.lr_decay_length, run.derived.lr_warmup_length) == (20, 167, 20)
     with pytest.raises(ConfigError, match=r"--train-samples 167, --train-iters 5"):
         run_of("--train-samples 167 --train-iters 5 --global-batch-size 8")
 

@@ -12,6 +12,7 @@ import torch
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build
+from megatron_moe.data import datasets
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
@@ -130,12 +131,13 @@ def test_end_of_document_flags_reach_the_samples(write_ids):
     assert sample["position_ids"].tolist()[first_eod + 1 : first_eod + 4] == [0, 1, 2]
 
 
-def test_the_index_cache_lies_where_it_was_asked_to(counting, tmp_path):
+def test_the_index_cache_lies_where_it_was_asked_to_without_files_of_small_epochs(counting, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
-    built(20, data_path=[counting], data_cache_path=str(cache))
+    small = rows(built(200, data_path=[counting], data_cache_path=str(cache)))
     of_one_epoch = len(list(cache.rglob("*.npy")))
-    built(200, data_path=[counting], data_cache_path=str(cache))  # every epoch's is made at the start
-    assert of_one_epoch > 0 and len(list(cache.rglob("*.npy"))) == 3 * of_one_epoch
+    monkeypatch.setattr(datasets, "_SAMPLES_OF_A_SMALL_EPOCH", 73)
+    large = rows(built(200, data_path=[counting], data_cache_path=str(cache)))  # every epoch's is made at the start
+    assert small == large and of_one_epoch == 3 and len(list(cache.rglob("*.npy"))) == 9
     assert not (Path(counting).parent / "index_cache").exists()
     built(20, data_path=[counting])
     assert list((Path(counting).parent / "index_cache").rglob("*.npy"))
@@ -179,9 +181,12 @@ def test_every_epoch_holds_every_token_once_in_an_order_of_its_own(counting):
         tokens = [token for row in epoch for token in row[:-1]]
         assert len(set(tokens)) == len(tokens) == 74 * S
     assert len({str(epoch) for epoch in epochs}) == 4
+    seeds = [datasets.epoch_seed(seed, epoch) for seed in (5, 6, 7) for epoch in range(4)]
+    assert len(set(seeds)) == len(seeds), "runs with neighbouring seeds share an epoch"
 
 
-def test_many_epochs_of_little_data_keep_few_files_open(counting):
+def test_many_epochs_keep_few_files_open(counting, monkeypatch):
+    monkeypatch.setattr(datasets, "_SAMPLES_OF_A_SMALL_EPOCH", 0)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):  # built, and read from the cache
         train = built(74 * 50, data_path=[counting])

@@ -205,7 +205,6 @@ class GlooPool:
 
 def serve(how: dict[str, str | None]) -> None:
     """Run the cases that come from the socket at `how["address"]`, until the test session closes it."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if how["package"] is not None:
         from tests.apps import forked_doctor
@@ -241,6 +240,9 @@ def _run_case(case: dict[str, Any]) -> Any:
     import torch.distributed as dist
 
     rank, world_size = case["rank"], case["world_size"]
+    # Anew for each case: the one before may have listened to the signal itself, and cannot put a handler in C back.
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ["PYTEST_CURRENT_TEST"] = case["test"]  # as in any process that a test starts
     function: Any = _module_at(case["file"])

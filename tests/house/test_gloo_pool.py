@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.training.signals import StopSignals
 
 pytestmark = pytest.mark.engine
 
@@ -29,6 +30,12 @@ def fail_on_rank_1() -> None:
 def hang_on_rank_1() -> None:
     if dist.get_rank() == 1:
         time.sleep(1000)
+
+
+def listen() -> None:
+    """As a run does that saves when it is told to stop."""
+    with StopSignals(save=True):
+        pass
 
 
 def die_on_rank_1() -> None:
@@ -83,6 +90,7 @@ def test_an_exception_shows_its_rank_and_the_pool_goes_on(gloo):
 
 
 def test_a_hanging_case_is_ended_and_shows_where_it_hangs(gloo):
+    gloo.run(2, listen)
     with pytest.raises(AssertionError, match="hang_on_rank_1") as failure:
         gloo.run_within(5.0, 2, hang_on_rank_1)
     assert "--- rank 0: returned" in str(failure.value)

@@ -48,6 +48,25 @@ def test_route_runs_the_forward_pre_hook_in_which_ddp_waits_for_the_gathered_wei
     assert torch.equal(r.route(hidden).probs, wanted)
 
 
+def test_outside_a_run_each_token_of_a_micro_batch_has_the_same_share_of_the_auxiliary_loss() -> None:
+    coeff, num_experts, hidden = 0.5, 8, tokens(12)
+    r = router(
+        moe_router_topk=3,
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=coeff,
+        moe_router_score_function="softmax",
+        moe_router_enable_expert_bias=False,
+    )
+    decision = r.route(hidden)
+    (0.0 * decision.probs.sum()).backward()  # the auxiliary loss alone
+    # Switch Transformer, arXiv 2101.03961, eq. 4: E x sum of (share of the choices) x (mean probability).
+    weight = r.weight.detach().double().requires_grad_()
+    scores = torch.softmax(hidden.double() @ weight.T, dim=-1)
+    shares = torch.bincount(decision.expert_ids.flatten(), minlength=num_experts) / decision.expert_ids.numel()
+    (coeff * num_experts * (shares * scores.mean(dim=0)).sum()).backward()
+    torch.testing.assert_close(r.weight.grad, weight.grad.float(), rtol=1e-4, atol=1e-7)
+
+
 def test_training_counts_every_valid_choice_once_and_an_evaluation_none() -> None:
     r = router()
     r.route(tokens(), torch.tensor([True] * 3 + [False] * 7))

@@ -23,6 +23,15 @@ def test_samples_of_a_ramped_run_are_the_sum_of_its_steps():
     for iterations in range(1, 40):
         consumed += schedule.global_batch_size(consumed)
         assert schedule.samples_after(iterations) == consumed
+        assert schedule.samples_after(iterations - 3, 6) == consumed or iterations < 3  # three steps of 2 each
+        assert schedule.steps_to(consumed) == iterations == schedule.steps_to(consumed + 1)
+        assert schedule.steps_to(consumed - 1) == iterations - 1
+
+
+def test_steps_are_counted_from_where_a_run_with_other_batches_has_come() -> None:
+    assert [BatchSchedule(1, 1, 8).steps_to(160, consumed) for consumed in (0, 40, 41, 153, 160, 170)] == [
+        20, 15, 14, 0, 0, 0,
+    ]  # fmt: skip
 
 
 def test_a_constant_batch_needs_no_ramp():

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_moe.checkpoint.state import TrainingProgress
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.report.jsonl import read_evaluations, read_steps
-from megatron_moe.training.loop import exit_reason
+from megatron_moe.training.loop import StopReason, exit_reason
+from megatron_moe.training.signals import StopSignals
 from tests.helpers import trained_steps
 
 SMALL = {**trained_steps.SMALL, "num_layers": 1, "moe_layer_freq": "[1]", "log_interval": 1000}
@@ -26,21 +27,19 @@ def trainer(iteration: int, **flags: Any) -> Any:
     return SimpleNamespace(run=replace(Run(), train_iters=100, **flags), progress=TrainingProgress(iteration, 0))
 
 
-QUIET = SimpleNamespace(stop_signal=0)
-
-
 def test_an_exit_interval_stops_after_the_iteration_it_divides():
-    for iteration, reason in ((4, None), (5, "(--exit-interval 5)"), (6, None), (100, None)):
-        assert exit_reason(trainer(iteration, exit_interval=5), QUIET, time.monotonic()) == reason
+    stops = [exit_reason(trainer(iteration, exit_interval=5), StopSignals(save=False)) for iteration in (4, 5, 6, 100)]
+    assert stops == [None, StopReason("(--exit-interval 5)", urgent=False), None, None]
 
 
 def agreed(flags: dict[str, Any], asked: int | None, late: int | None) -> str | None:
     """Rank `asked` got SIGTERM, the clock of rank `late` is two minutes ahead."""
-    import torch
-
     rank = torch.distributed.get_rank()
-    stop = SimpleNamespace(stop_signal=int(signal.SIGTERM) if rank == asked else 0)
-    return exit_reason(trainer(7, **flags), stop, time.monotonic() - (120 if rank == late else 0))
+    stop = StopSignals(save=True)
+    stop.stop_signal = int(signal.SIGTERM) if rank == asked else 0
+    stop.started -= 120 if rank == late else 0
+    reason = exit_reason(trainer(7, **flags), stop)
+    return reason and reason.text
 
 
 @pytest.mark.parametrize(
@@ -55,27 +54,40 @@ def test_what_one_rank_sees_all_ranks_do(gloo, flags, asked, late, reason):
     assert gloo.run(2, agreed, flags=flags, asked=asked, late=late) == [reason, reason]
 
 
-def evaluations_of(flags: dict[str, Any], stopped_at: int | None) -> None:
-    """A run that is asked to stop at an iteration, if it is."""
-    from megatron_moe.training import loop
+def signalled(flags: dict[str, Any], mark: str | None) -> int:
+    """A run that gets SIGTERM where it tells the watchdog `mark`; return how many micro-batches are evaluated."""
+    from megatron_moe.training import evaluate
+    from megatron_moe.training.trainer import Trainer
 
-    decide = loop.exit_reason
+    tell, seen = Trainer.at, []
 
-    def asked(trainer: Any, stop: Any, started: float) -> str | None:
-        if trainer.progress.iteration == stopped_at:
-            stop.stop_signal = int(signal.SIGTERM)
-        return decide(trainer, stop, started)
+    def at(trainer: Any, told: str, limited: bool = True) -> None:
+        seen.append(told)
+        if told == mark and torch.distributed.get_rank() == 0:
+            signal.raise_signal(signal.SIGTERM)
+        tell(trainer, told, limited)
 
-    with mock.patch.object(loop, "exit_reason", asked):
+    with mock.patch.object(Trainer, "at", at), mock.patch.object(evaluate, "_ROUND_SECONDS", 0.0):
         trained_steps.trained({**SMALL, **flags})
+    return sum("evaluation (valid)" in told for told in seen)
 
 
-def test_an_evaluation_that_a_signal_has_left_out_is_made_up_for(gloo, tmp_path):
-    flags = {"eval_interval": 2, "eval_iters": 1, "train_iters": 4, "exit_signal_handler": True}
-    for name, stopped_at in (("whole", None), ("parts", 2), ("parts", None)):
-        files = {"metrics_file": str(tmp_path / f"{name}.jsonl"), "save": str(tmp_path / name)}
-        more = {"load": files["save"]} if (name, stopped_at) == ("parts", None) else {}
-        gloo.run(1, evaluations_of, flags={**flags, **files, **more}, stopped_at=stopped_at)
+INTERLEAVED = {"num_layers": 4, "moe_layer_freq": 1, "global_batch_size": 4, "pipeline_model_parallel_size": 2}
+INTERLEAVED |= {"num_layers_per_virtual_pipeline_stage": 1}
+
+
+@pytest.mark.parametrize(("mark", "evaluated"), [("iteration 2, saving", 0), ("iteration 2, evaluation (valid)", 4)])
+def test_a_step_is_saved_before_its_evaluation_which_a_signal_ends_and_the_next_start_makes_up_for(
+    gloo, tmp_path, mark, evaluated
+):
+    flags = {**INTERLEAVED, "eval_interval": 2, "eval_iters": 3, "train_iters": 4}
+    for name, heard in (("whole", None), ("parts", mark), ("parts", None)):
+        files = {"metrics_file": str(tmp_path / f"{name}.jsonl"), "save": str(tmp_path / name), "save_interval": 2}
+        more = {"load": files["save"]} if (name, heard) == ("parts", None) else {}
+        handler = {"exit_signal_handler": name == "parts"}  # without it an evaluation is one schedule
+        counts = gloo.run(2, signalled, flags={**flags, **files, **handler, **more}, mark=heard)
+        if heard is not None:
+            assert counts[0] == evaluated  # one round of as many micro-batches as stages, for each of two chunks
     whole, parts = (
         [(one.iteration, one.split, one.loss) for one in read_evaluations(tmp_path / f"{name}.jsonl")]
         for name in ("whole", "parts")
@@ -134,3 +146,16 @@ def test_skips_are_counted_on_after_a_resume(gloo: Any, tmp_path: Path) -> None:
     # Gradients that overflowed have no norm, and every layer's routing is told all the same.
     assert {health.dense_grad_norm for health in told} == {None}
     assert all(health.layers[1].sampled_tokens for health in told)
+
+
+def test_a_run_that_counts_sequences_goes_on_by_them_with_other_batches(gloo: Any, tmp_path: Path) -> None:
+    metrics, root = tmp_path / "metrics.jsonl", str(tmp_path / "run")
+    flags = {**SMALL, "train_samples": 41, "lr_decay_style": "linear", "lr": 1e-3, "min_lr": 0.0, "lr_warmup_iters": 0}
+    flags |= {"metrics_file": str(metrics), "save": root, "load": root, "exit_interval": 4}
+    for batch in ({"global_batch_size": 4}, {"global_batch_size": 2}, {"global_batch_size": 8}):
+        gloo.run(1, trained_steps.trained, flags={**flags, **batch})
+    steps = list(read_steps(metrics))
+    assert [step.global_batch_size for step in steps] == [4] * 4 + [2] * 4 + [8] * 2
+    used = [step.consumed_samples - step.global_batch_size for step in steps]
+    assert used == [0, 4, 8, 12, 16, 18, 20, 22, 24, 32]
+    assert [step.learning_rate for step in steps] == pytest.approx([1e-3 * (1 - done / 41) for done in used])

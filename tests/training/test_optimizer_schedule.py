@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ def rates(iterations: int, **flags: object) -> list[float]:
     for _ in range(iterations):
         used.append(group["lr"])
         assert group["weight_decay"] == 0.5
-        scheduler.step(increment=1)
+        scheduler.advance(run.training.global_batch_size or 1)
     return used
 
 
@@ -56,20 +57,52 @@ def test_wsd_is_stable_and_then_decays(style, middle):
     assert used[18] == 1.0 and used[19] == pytest.approx(0.55) and used[20] == pytest.approx(0.1)
 
 
+def stepped(scheduler: Any, group: dict[str, Any], steps: Any, advance: Any) -> list[float]:
+    """The rate that each step uses; of a step that was not committed nothing is counted."""
+    used = []
+    for samples, committed in steps:
+        used.append(group["lr"])
+        if committed:
+            advance(scheduler, samples)
+    return used
+
+
 @pytest.mark.parametrize("style", ["cosine", "linear", "WSD"])
-def test_lengths_in_sequences_are_those_of_a_schedule_that_counts_sequences(style):
-    flags = {"lr_decay_samples": 150, "lr_warmup_samples": 20, "lr_decay_style": style, "global_batch_size": 8}
-    flags |= {"lr_wsd_decay_samples": 30, "lr_wsd_decay_style": "linear"} if style == "WSD" else {}
-    group = {"wd_mult": 1.0, "max_lr": 1.0, "min_lr": 0.1}
-    decay: dict[str, Any] = {"start_wd": 0.5, "end_wd": 0.5, "wd_incr_steps": 150, "wd_incr_style": "constant"}
-    steps: dict[str, Any] = {"lr_warmup_steps": 20, "lr_decay_steps": 150, "wsd_decay_steps": 30}
-    styles: dict[str, Any] = {"lr_decay_style": style, "lr_wsd_decay_style": "linear"}
-    theirs = OptimizerParamScheduler(
-        SimpleNamespace(param_groups=[group]), init_lr=0.0, max_lr=1.0, min_lr=0.1, **decay, **steps, **styles
-    )
-    expected = []
-    for _ in range(21):
-        expected.append(group["lr"])
-        theirs.step(increment=8)
-    assert rates(21, **flags) == pytest.approx(expected, rel=1e-12)
-    assert rates(21, **flags, train_samples=167)[:20] == pytest.approx(expected[:20], rel=1e-12)
+def test_a_schedule_in_sequences_goes_by_those_committed_through_any_change_of_batch(style: str) -> None:
+    """Also over resumes with another batch, and from a step that counted iterations. The oracle is never resumed."""
+    rng = random.Random(style)
+    for _ in range(20):
+        total, warmup, last = rng.randrange(200, 900), rng.randrange(90), rng.randrange(1, 90)
+        flags = {"lr_decay_samples": total, "lr_warmup_samples": warmup, "lr_decay_style": style, "min_lr": 0.1}
+        flags |= {"lr_wsd_decay_samples": last, "lr_wsd_decay_style": "linear"} if style == "WSD" else {}
+        group = {"wd_mult": 1.0, "max_lr": 1.0, "min_lr": 0.1}
+        theirs = OptimizerParamScheduler(
+            SimpleNamespace(param_groups=[group]), init_lr=0.0, max_lr=1.0, min_lr=0.1, start_wd=0.0, end_wd=0.0,
+            lr_warmup_steps=warmup, lr_decay_steps=total, lr_decay_style=style, wd_incr_steps=total,
+            wd_incr_style="constant", wsd_decay_steps=last, lr_wsd_decay_style="linear",
+        )  # fmt: skip
+        parts = [(rng.choice((2, 4, 8, 24)), rng.choice((None, 3, 40))) for _ in range(4)]
+        state: dict[str, Any] | None = None
+        steps = samples = 0
+        for batch, iters in parts:
+            # A part of the run without a length in sequences counts iterations.
+            here = flags if iters is None else {"lr_decay_iters": iters, "lr_warmup_iters": 0}
+            run = replace(Run(), **{"lr": 1.0, "global_batch_size": batch, "train_iters": 999, **here})
+            own = {"wd_mult": 1.0, "max_lr": 1.0, "min_lr": 0.1}
+            ours = build_scheduler(run, SimpleNamespace(param_groups=[own]))
+            if state is not None:
+                ours.load(state, committed_steps=steps, committed_samples=samples)
+            taken = [(rng.choice((batch, batch // 2)), rng.random() < 0.8) for _ in range(rng.randrange(1, 20))]
+            found = stepped(ours, own, taken, lambda scheduler, size: scheduler.advance(size))
+            wanted = stepped(theirs, group, taken, lambda scheduler, size: scheduler.step(increment=size))
+            assert found == wanted or iters is not None
+            state = ours.state_dict()
+            steps += sum(committed for _, committed in taken)
+            samples += sum(size for size, committed in taken if committed)
+
+
+def test_lengths_in_iterations_beside_those_in_sequences_are_so_many_batches() -> None:
+    flags = {"lr_decay_style": "linear", "global_batch_size": 8}
+    mixed = rates(21, **flags, train_samples=167, lr_warmup_iters=2)
+    assert mixed == rates(21, **flags, lr_decay_samples=167, lr_warmup_samples=16)
+    assert mixed == pytest.approx([0.0, 0.5, *(1.0 - 0.9 * n * 8 / 151 for n in range(19))])

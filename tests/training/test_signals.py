@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_moe.io.program import INTERRUPTED
+from megatron_moe.io.program import DONE, INTERRUPTED, StoppedEarly
 from megatron_moe.training.signals import SAVING, StopSignals, signal_name
 from tests.helpers.ranks import Child, RankParent
 
@@ -20,11 +20,21 @@ from tests.helpers.ranks import Child, RankParent
 def test_the_first_of_several_signals_asks_to_stop_and_does_not_end_the_process():
     before = [signal.getsignal(number) for number in SAVING]
     with StopSignals(save=True) as stop:
+        stop.wait_for_loop()
         assert not stop.stop_requested
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):  # a second one is harmless
             os.kill(os.getpid(), number)
         assert stop.stop_requested and signal_name(stop.stop_signal) == "SIGUSR1"
     assert [signal.getsignal(number) for number in SAVING] == [handler or signal.SIG_DFL for handler in before]
+
+
+def test_before_the_first_step_a_signal_that_saves_ends_the_program_at_once_and_a_second_one_is_harmless():
+    with StopSignals(save=True) as stop:
+        with pytest.raises(StoppedEarly) as early:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert (early.value.code, early.value.signal_name, stop.stop_requested) == (DONE, "SIGUSR1", False)
 
 
 def terminated(_: Any) -> None:
@@ -59,10 +69,10 @@ def wait_until_asleep(pid: int) -> None:
         quiet, used = (quiet + 1, used) if times.user + times.system == used else (0, times.user + times.system)
 
 
-def stuck_in_c(_: Any) -> None:
+def stuck_in_c(save: bool) -> None:
     """Locking a mutex twice stands for a collective that waits: C code that no signal brings back to Python."""
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
-    with StopSignals(save=False, grace_seconds=0.3) as stop:
+    with StopSignals(save=save, grace_seconds=0.3) as stop:
         stop.before_end = lambda number: os.write(1, b"stopped by %d" % number)  # type: ignore[assignment]
         libc.pthread_mutex_init(mutex, None)
         libc.pthread_mutex_lock(mutex)
@@ -70,12 +80,16 @@ def stuck_in_c(_: Any) -> None:
         libc.pthread_mutex_lock(mutex)
 
 
-def test_ctrl_c_ends_a_process_whose_main_thread_is_stuck_in_c(rank_parent: RankParent, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, DONE)])
+def test_a_signal_ends_a_process_whose_main_thread_is_stuck_in_c(
+    rank_parent: RankParent, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
     log = tmp_path / "log"
-    pids = rank_parent.fork([Child("tests.training.test_signals:stuck_in_c", None, str(log))])
+    child = Child("tests.training.test_signals:stuck_in_c", number == signal.SIGTERM, str(log))
+    pids = rank_parent.fork([child])
     while not (log.exists() and "ready" in log.read_text()) and rank_parent.statuses(pids) == [None]:
         time.sleep(0.05)
     wait_until_asleep(pids[0])
-    os.kill(pids[0], signal.SIGINT)
-    assert rank_parent.statuses(pids, 300.0) == [INTERRUPTED]
-    assert log.read_text() == f"ready stopped by {signal.SIGINT:d}"
+    os.kill(pids[0], number)
+    assert rank_parent.statuses(pids, 300.0) == [status]
+    assert log.read_text() == f"ready stopped by {number:d}"

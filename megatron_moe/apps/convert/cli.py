@@ -231,7 +231,7 @@ def _tokenizer(args: argparse.Namespace) -> Any:
 def _size(text: str) -> int:
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*(KB|MB|GB|TB|)", text.strip().upper())
     number = int(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0
-    if found and not found.group(2) and number < 1000:
+    if found and not found.group(2) and 0 < number < 1000:
         raise ConfigError(f"--max-shard-size {text}: is {number} bytes without a unit; write {text.strip()}GB")
     if number < 1:
         raise ConfigError(f"--max-shard-size {text}: is no size; 5GB, 500MB and 1000000 are")

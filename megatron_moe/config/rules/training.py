@@ -85,17 +85,10 @@ _SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_de
 
 
 def samples_have_a_batch(run: Run, world_size: int) -> None:
-    """Require for what is counted in sequences how many an iteration has, always the same."""
+    """Require for what is counted in sequences how many a step has."""
     counted = set_among(run, _SAMPLES)
     if counted and run.training.global_batch_size is None:
         raise refuse(run, (*counted, "global_batch_size"), "say how many sequences a step has: --global-batch-size 256")
-    if counted and run.training.rampup_batch_size is not None:
-        raise refuse(
-            run,
-            (*counted, "rampup_batch_size"),
-            "steps have different batches, and the schedule counts steps; use --train-iters, --lr-decay-iters and"
-            " --lr-warmup-iters",
-        )
 
 
 def lengths_are_given_once(run: Run, world_size: int) -> None:
@@ -115,16 +108,22 @@ def warmup_is_given_once(run: Run, world_size: int) -> None:
 
 def warmup_ends_before_decay(run: Run, world_size: int) -> None:
     """Require that the warm-up ends before the schedule does."""
-    warmup, decay = run.derived.lr_warmup_iters, run.derived.lr_decay_iters
+    warmup, decay = run.derived.lr_warmup_length, run.derived.lr_decay_length
     if decay is not None and warmup >= decay:
         warmups = set_among(run, ("lr_warmup_samples", "lr_warmup_fraction")) or ["lr_warmup_iters"]
         ends = set_among(run, ("lr_decay_iters", "lr_decay_samples", "train_samples")) or ["train_iters"]
         raise refuse(
             run,
             (*warmups, ends[0]),
-            f"the warm-up must end before the schedule's {decay:g} iterations; use --lr-warmup-iters"
-            f" {int(decay // 10)}",
+            f"the warm-up must end before the schedule's {decay} {run.derived.schedule_unit}; use"
+            f" {_in_unit(run, 'lr_warmup_iters')} {decay // 10}",
         )
+
+
+def _in_unit(run: Run, iters: str) -> str:
+    """Return the flag of a length of the schedule in the unit that the run counts in."""
+    name = iters if run.derived.schedule_unit == "iterations" else iters.replace("iters", "samples")
+    return f"--{name.replace('_', '-')}"
 
 
 def wsd_flags_need_wsd(run: Run, world_size: int) -> None:
@@ -136,23 +135,23 @@ def wsd_flags_need_wsd(run: Run, world_size: int) -> None:
 
 def wsd_phases_fit(run: Run, world_size: int) -> None:
     """Require that warm-up and last phase fit into the schedule."""
-    o, decay = run.optimizer, run.derived.lr_decay_iters
+    o, decay = run.optimizer, run.derived.lr_decay_length
     if o.lr_decay_style != "WSD" or decay is None:
         return
-    last = run.derived.lr_wsd_decay_iters
+    last, flag = run.derived.lr_wsd_decay_length, _in_unit(run, "lr_wsd_decay_iters")
     if last is None:
         raise refuse(
             run,
             ("lr_decay_style", "lr_wsd_decay_iters"),
-            f"say how long the last phase is, e.g. --lr-wsd-decay-iters {int(max(1, decay // 10))}",
+            f"say how long the last phase is, e.g. {flag} {max(1, decay // 10)}",
         )
-    room = decay - run.derived.lr_warmup_iters
+    room = decay - run.derived.lr_warmup_length
     if last > room:
         phases = set_among(run, ("lr_wsd_decay_samples", "lr_warmup_samples")) or ["lr_wsd_decay_iters"]
         raise refuse(
             run,
             (*phases, "lr_warmup_iters", "lr_decay_iters", "train_iters"),
-            f"only {room:g} iterations are left after the warm-up; use --lr-wsd-decay-iters {int(room)} or less",
+            f"only {room:g} {run.derived.schedule_unit} are left after the warm-up; use {flag} {int(room)} or less",
         )
 
 
