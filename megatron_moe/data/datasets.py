@@ -102,10 +102,9 @@ class EpochsOfSamples(MegatronDataset):
     def _build(self, number: int) -> GPTDataset:
         config = copy.copy(self.config)
         config.random_seed = epoch_seed(self.config.random_seed, number)
-        if number == 0 or self._are_cached:
-            return self.epoch_class(*self._arguments, config)
-        config.path_to_cache = ""  # None would be a folder next to the data
-        with _quiet(_ENGINE_LOG):
+        if number > 0 and not self._are_cached:
+            config.path_to_cache = ""  # None would be a folder next to the data
+        with _quiet(None if config.path_to_cache else _ENGINE_LOG):
             return self.epoch_class(*self._arguments, config)
 
 
