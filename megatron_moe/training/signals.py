@@ -42,7 +42,7 @@ class StopSignals:
         before_end: called with a signal's number, from a thread, before that signal ends this process at once.
 
     Args:
-        save: `--exit-signal-handler`: once `wait_for_loop` was called SIGTERM and SIGUSR1 set `stop_signal`; before, they
+        save: `--exit-signal-handler`: after `wait_for_loop` SIGTERM and SIGUSR1 set `stop_signal`; before, they
             raise StoppedEarly in the main thread.
         grace_seconds: how long the main thread may take to leave by itself, after Ctrl-C or StoppedEarly.
     """
