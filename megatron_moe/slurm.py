@@ -172,18 +172,21 @@ def _completed(flags: list[str], world_size: int, in_container: bool) -> Run:
     """
     if "--exit-signal-handler" not in flags:
         flags.append("--exit-signal-handler")
+    elsewhere = ["--dry-run"]  # the job runs on other machines, which may have packages that this one lacks
     save = cli.parse(flags, architecture.filled_in, world_size).checkpoint
     if not save.save:
         raise ConfigError("--save: is missing; the job goes on from its checkpoints, e.g. --save runs/a/checkpoints")
     if not save.load:
         flags += ["--load", save.save]
     if in_container:
-        run = cli.parse(flags, architecture.filled_in, world_size)
+        run = cli.parse([*flags, *elsewhere], architecture.filled_in, world_size)
         rules.check(run, world_size)
         return run
-    checked = pretrain.checked(flags, world_size, None)
+    checked = pretrain.checked([*flags, *elsewhere], world_size, None)
     if checked is None:
         raise ConfigError("the flags ask for a table or a list, which needs no job; use megatron-moe train")
+    for missing in rules.missing_packages(checked, world_size):
+        note(f"not on this machine, and the job needs it: {missing}")
     return checked
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from megatron_moe.config import deepspeed, flag_help, megatron_defaults, megatron_flags, schema
 from megatron_moe.config.command_line import WHOLE_MESSAGE, Formatter, Parser, unexpected
-from megatron_moe.config.errors import ConfigError, listing
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import Field, all_fields, choice_suggestion, from_file, from_text, suggestion
 from megatron_moe.config.launch import SCRIPT, program_name
 from megatron_moe.config.paths import read_settings
@@ -134,7 +134,7 @@ def parse(
     options = {option: action.dest for action in parser._actions for option in action.option_strings}
     translated = megatron_flags.translate(argv, options)
     if translated.problems:
-        raise ConfigError(_all_of(translated.problems))
+        raise ConfigError(*translated.problems)
     words, extra = parser.parse_known_args(translated.argv)
     if extra:
         raise ConfigError(unexpected(extra[0], list(options)))
@@ -199,10 +199,6 @@ def _whole_steps(below: dict[str, Any], above: dict[str, Any]) -> tuple[dict[str
             f"--train-samples {batch}"
         )
     return below, {**above, "train_iters": samples // batch}
-
-
-def _all_of(problems: list[str]) -> str:
-    return problems[0] if len(problems) == 1 else listing(f"{len(problems)} flags cannot be taken", problems)
 
 
 def _deepspeed_path(given: dict[str, Any]) -> str | None:

@@ -31,7 +31,7 @@ class Formatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """A parser that raises ConfigError where argparse would print and exit: every rank parses, and one prints.
 
-    Negative numbers may have an exponent. A flag that is given twice, an empty value, a value of a switch, and
+    Negative numbers may have an exponent. A flag with two values, an empty value, a value of a switch, and
     characters that a web page has in place of `-` and `"` are errors.
     """
 
@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
         """Check the words of a command line as far as the flags are this parser's.
 
         Raises:
-            ConfigError: a flag is given twice, has an empty value or is a switch with a value, or was pasted.
+            ConfigError: a flag has two values, an empty value or is a switch with a value, or was pasted.
         """
         typed: dict[str, str] = {}
         for group in megatron_flags.groups(words):
@@ -121,7 +121,7 @@ class Parser(argparse.ArgumentParser):
                     f"{flag} {given[0]}: is a switch and takes no value; write {flag}{no}, or leave it out"
                 )
             shown = " ".join([flag, *given])
-            if action.dest in typed and not isinstance(action, argparse._AppendAction):
+            if typed.get(action.dest, shown) != shown and not isinstance(action, argparse._AppendAction):
                 raise ConfigError(f"{typed[action.dest]}, {shown}: is given twice; keep one")
             typed[action.dest] = shown
 

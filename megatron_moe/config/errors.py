@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class ConfigError(ValueError):
     """A wrong input by the user, with a message that names the flag, its value, the rule and a setting that works.
 
     Every rank raises the same one; the entry point prints it once, from rank 0, and exits with status 2.
+
+    Args:
+        problems: the message; several become one with a line each.
+        fields: names of the settings that they are about; empty where that is not known.
     """
+
+    def __init__(self, *problems: str, fields: Iterable[str] = ()) -> None:
+        several = len(problems) > 1
+        super().__init__(listing(f"{len(problems)} flags cannot be taken", problems) if several else "".join(problems))
+        self.problems, self.fields = problems, frozenset(fields)
 
 
 class MachineError(ConfigError):
@@ -17,6 +26,10 @@ class MachineError(ConfigError):
 
     The first rank of the machine prints it, too.
     """
+
+
+class MissingPackage(ConfigError):
+    """A package that the run needs is not on this machine; a dry run, and a job for other machines, only say so."""
 
 
 class RunFault(RuntimeError):

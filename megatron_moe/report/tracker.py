@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, MissingPackage
 from megatron_moe.config.run_flags import LoggingConfig
 from megatron_moe.config.schema import Run
 from megatron_moe.report.metric import StepRecord
@@ -48,7 +48,7 @@ def require_trackers(run: Run) -> None:
     for flag, (module, package) in _PACKAGES.items():
         given = getattr(flags, flag)
         if given is not None and not _is_installed(module):
-            raise ConfigError(
+            raise MissingPackage(
                 f"--{flag.replace('_', '-')} {given}: needs the {module} package; install it with "
                 f"`pip install {package}`, or drop the flag"
             )
@@ -61,7 +61,7 @@ def require_trackers(run: Run) -> None:
             "http://HOST:PORT or file:FOLDER, or set MLFLOW_TRACKING_URI"
         )
     if urlsplit(place).scheme.partition("+")[0] in _DATABASES and not _is_installed("sqlalchemy"):
-        raise ConfigError(
+        raise MissingPackage(
             f"--mlflow-experiment {flags.mlflow_experiment}: MLflow needs the sqlalchemy package for a database; "
             "install it with `pip install mlflow`, or use --mlflow-tracking-uri file:FOLDER"
         )

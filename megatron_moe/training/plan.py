@@ -10,7 +10,8 @@ from pathlib import Path
 from megatron_moe.checkpoint import origin
 from megatron_moe.checkpoint.plan import CheckpointPlan
 from megatron_moe.checkpoint.plan import plan as plan_checkpoint
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config import rules
+from megatron_moe.config.errors import ConfigError, MissingPackage
 from megatron_moe.config.schema import Run
 from megatron_moe.config.schema import replace as replace_settings
 from megatron_moe.data.checks import check_data, require_sequence
@@ -42,6 +43,8 @@ class RunPlan:
     data: Fingerprint
     data_notes: list[str]
     """Notes of the checks of the data."""
+    missing: list[str]
+    """Notes of packages that a dry run did without."""
 
     @property
     def vocab_size(self) -> int:
@@ -57,6 +60,7 @@ class RunPlan:
             *self.start_from.notes,
             *(self.imported.notes if self.imported else ()),
             *self.data_notes,
+            *self.missing,
         ]
 
 
@@ -139,7 +143,7 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
     Raises:
         ConfigError: one of them does not fit the flags.
     """
-    require_trackers(run)
+    missing = _missing_packages(run, world_size)
     schedule = batch_schedule(run, world_size)
     start_from = plan_checkpoint(run)
     # A step that training has saved since goes before the folder that the training began with.
@@ -161,7 +165,20 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
         tokenizer=tokenizer,
         data=data,
         data_notes=data_notes,
+        missing=missing,
     )
+
+
+def _missing_packages(run: Run, world_size: int) -> list[str]:
+    """Return, of a dry run, a note for each package that a run needs and this machine lacks; of a run refuse it."""
+    missing = rules.missing_packages(run, world_size) if run.logging.dry_run else []
+    try:
+        require_trackers(run)
+    except MissingPackage as error:
+        if not run.logging.dry_run:
+            raise
+        missing.append(str(error))
+    return [f"WARNING: not on this machine, and a run needs it: {text}" for text in missing]
 
 
 def restarted(planned: RunPlan, start_from: CheckpointPlan) -> RunPlan:

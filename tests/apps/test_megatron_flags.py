@@ -58,12 +58,12 @@ eval ${run_cmd}
 
 @pytest.fixture
 def answered(tmp_path, capsys):
-    def run(*argv: str, script: str | None = None) -> str:
+    def run(*argv: str, script: str | None = None, status: int = 0) -> str:
         words = list(argv)
         if script is not None:
             (tmp_path / "train.sh").write_text(script)
             words += ["--script", str(tmp_path / "train.sh")]
-        assert main(words) == 0
+        assert main(words) == status
         return capsys.readouterr().out
 
     return run
@@ -79,8 +79,8 @@ def test_arrays_that_the_command_names_are_read_and_nothing_else(answered):
     assert read(ARRAYS).sourced == ["common.sh"]
     assert read(ARRAYS).resolved('"$FMT"') == "torch_dist" and read(ARRAYS).resolved("${TP}") == "2"
     # the value of a variable decides
-    assert json.loads(answered("--json", script=ARRAYS))["--ckpt-format"]["answer"] == "always"
-    assert answered(script=ARRAYS).splitlines()[-2] == "6 taken, 1 alias, 3 always, 1 refused"
+    assert json.loads(answered("--json", script=ARRAYS, status=1))["--ckpt-format"]["answer"] == "always"
+    assert answered(script=ARRAYS, status=1).splitlines()[-3] == "6 taken, 1 alias, 3 always, 1 refused"
 
 
 def test_strings_of_flags_are_read_through_the_commands_that_run_them_and_a_plain_list_is_a_script():
@@ -99,13 +99,16 @@ def test_strings_of_flags_are_read_through_the_commands_that_run_them_and_a_plai
 
 
 def test_a_rewritten_command_keeps_values_and_names_what_it_leaves_out(answered):
-    lines = answered("--rewrite", script=ARRAYS).splitlines()
+    lines = answered("--rewrite", script=ARRAYS, status=1).splitlines()
     comments = [line for line in lines if line.startswith("#")]
-    assert "common.sh" in comments[0] and "--decoder-seq-length 1024" in comments[1] and len(comments) == 2
-    command = "\n".join(lines[2:])
+    assert len(comments) == 3 and "common.sh" in comments[0] and "--decoder-seq-length 1024" in comments[2]
+    assert 'only if [ "$FULL" = 1 ]: --recompute-activations' in comments[1]
+    command = "\n".join(lines[3:])
+    launcher = "torchrun --nproc_per_node 8 --nnodes ${NNODES:-1} --master_addr $ADDR --log-dir logs pretrain_moe.py"
+    assert command.startswith(launcher)
     for kept in ('"([0]*1+[1]*3)"', "--tensor-model-parallel-size $TP", "--recompute-granularity selective"):
         assert kept in command
-    for dropped in ("--ckpt-format", "--dist-ckpt-format", "--use-mcore-models", "--nproc_per_node"):
+    for dropped in ("--ckpt-format", "--dist-ckpt-format", "--use-mcore-models"):
         assert dropped not in command
     words = shlex.split(command.replace("\\\n", " "))
     defaults, megatron, *flags = words[words.index("pretrain_moe.py") + 1 :]
@@ -122,3 +125,15 @@ def test_the_answers_of_a_list_are_an_object_by_flag(answered):
         "--te-rng-tracker": "ignored",
     }  # fmt: skip
     assert all(set(entry) == {"answer", "reason"} and entry["reason"] for entry in said.values())
+    (entry,) = json.loads(answered("--json", "--main-grads-dtype")).values()
+    assert entry["answer"] == "by value" and "bf16: alias --grad-reduce-in-bf16" in entry["reason"]
+
+
+def test_a_test_case_of_megatrons_is_a_script(tmp_path, capsys):
+    file = tmp_path / "model_config.yaml"
+    file.write_text('MODEL_ARGS:\n  --lr: 1\n  --bf16: true\n  --fp16: false\n  --moe-layer-freq: "([0]*1+[1]*3)"\n')
+    assert main(["--rewrite", "--script", str(file)]) == 0
+    wanted = ["megatron-moe", "train", "--defaults", "megatron", "--lr", "1", "--bf16"]
+    assert shlex.split(capsys.readouterr().out.replace("\\\n", "")) == [*wanted, "--moe-layer-freq", "([0]*1+[1]*3)"]
+    file.write_text("TEST_TYPE: regular\n")
+    assert main(["--script", str(file)]) == 2

@@ -132,7 +132,7 @@ def test_without_a_number_of_ranks_the_sizes_are_taken_as_they_are(deepspeed):
 
 def test_a_layout_that_does_not_fit_is_refused_by_the_rule_for_it(deepspeed):
     run = deepspeed({TRAIN: 64, MICRO: 4, STEPS: 3}, "--preset", "tiny", "--pipeline-model-parallel-size", "4", world=6)
-    refused(lambda: rules.check(run, 6), "world size 6")
+    refused(lambda: rules.check(run, 6), "world size 6", "no --data-path", lines=3)
 
 
 # ---- rules

@@ -15,17 +15,23 @@ from megatron_moe.config.fields import all_fields
 from megatron_moe.config.launch import program_name
 from megatron_moe.config.megatron_flags import ANSWERS, Answer
 from megatron_moe.config.paths import read_settings
-from megatron_moe.io.program import DONE, run_program, say
+from megatron_moe.io.program import DONE, FAILED, note, run_program, say
 
 SCRIPT = "megatron_flags.py"
+BY_VALUE = "by value"
+"""The answer for a flag without the value that decides."""
 
 USAGE = """[--json | --rewrite] FLAG [VALUE ...] ... | --script FILE ...
 
-What a flag of Megatron-LM is here: taken, an alias of another flag, always so, ignored, refused, or unknown.
+What a flag of Megatron-LM is here: taken, an alias of another flag, always so, ignored, refused, or unknown; of a flag
+whose value decides, and is not given, the answer for each value.
 
 --json          print an object, flag -> {"answer": ..., "reason": ...}
 --rewrite       print the command that trains the same model here; $VARIABLES stay as they are
---script FILE   take the flags from a shell script, which is read and not run; may be given several times
+--script FILE   take the flags from a shell script, which is read and not run, or from a test case of Megatron-LM's
+                (.yaml); may be given several times
+
+The exit status of --rewrite and --script is 1 where a flag is refused or unknown: without it another model trains.
 """
 
 
@@ -54,19 +60,29 @@ def _main(argv: list[str]) -> int:
         return DONE
     read = script.Script(flags=[megatron_flags.parts(group) for group in megatron_flags.groups(words)])
     for file in files:
-        found = script.read(read_settings("--script", file, "shell script"))
+        text = read_settings("--script", file, "shell script")
+        found = script.read_test_case(text) if file.endswith((".yaml", ".yml")) else script.read(text)
         if not found.flags:
-            raise ConfigError(f"--script {file}: has no command of a .py program with flags; give a shell script")
+            raise ConfigError(
+                f"--script {file}: has no command of a .py program with flags; give a shell script, or a test case of "
+                "Megatron-LM's with MODEL_ARGS"
+            )
         read.flags += found.flags
         read.variables.update(found.variables)
+        read.conditions.update(found.conditions)
+        read.launcher = found.launcher or read.launcher
         read.sourced += found.sourced
     asked = [ask(flag, values, [read.resolved(value) for value in values]) for flag, values in read.flags]
     if "--json" in switches:
         say(json.dumps({one.flag: {"answer": one.answer, "reason": one.reason} for one in asked}, indent=2))
     elif "--rewrite" in switches:
-        say(rewritten(asked, read.sourced))
+        say(rewritten(asked, read))
     else:
-        say(listed(asked, read.sourced))
+        say(listed(asked, read))
+    lost = [one.flag for one in asked if one.answer in ("refused", "unknown")]
+    if lost and (files or "--rewrite" in switches):
+        note(f"{program_name(SCRIPT)}: another model trains without what is refused or unknown: {', '.join(lost)}")
+        return FAILED
     return DONE
 
 
@@ -95,6 +111,11 @@ def ask(flag: str, values: Sequence[str], resolved: Sequence[str]) -> Asked:
     Args:
         values: as typed. resolved: the same without quotes, with what is known of the variables put in.
     """
+    rows = megatron_flags.table().get(flag, ())
+    if not values and any(one.values for one in rows):
+        said = [f"{', '.join(one.values) or 'any other'}: {one.answer} {one.target}".strip() for one in rows]
+        said = [f"{text} ({one.reason})" for text, one in zip(said, rows)]
+        return Asked(flag, (), BY_VALUE, "; ".join([*said, *["any other: taken"][: flag in _own()]]), None)
     row = megatron_flags.row_for(flag, resolved)
     if row is None and flag in _own():
         return Asked(flag, tuple(values), "taken", _own()[flag], None)
@@ -112,19 +133,19 @@ def _own() -> dict[str, str]:
     return {option: helps.get(action.dest, action.help or "") for action in actions for option in action.option_strings}
 
 
-def listed(asked: Sequence[Asked], sourced: Sequence[str]) -> str:
+def listed(asked: Sequence[Asked], read: script.Script) -> str:
     """Return a line for each flag, by answer, and the counts; flags that are taken are only counted."""
     counts = Counter(one.answer for one in asked)
     lines = []
-    for answer in ANSWERS:
+    for answer in (*ANSWERS, BY_VALUE):
         for one in asked:
             if one.answer == answer and (answer != "taken" or len(asked) == 1):
                 lines.append(f"{answer:8} {' '.join([one.flag, *one.values])}: {one.reason}")
-    lines.append(", ".join(f"{counts[answer]} {answer}" for answer in ANSWERS if counts[answer]))
-    return "\n".join([*lines, *_of_sourced(sourced)])
+    lines.append(", ".join(f"{counts[answer]} {answer}" for answer in (*ANSWERS, BY_VALUE) if counts[answer]))
+    return "\n".join([*lines, *_open_in(read)])
 
 
-def rewritten(asked: Sequence[Asked], sourced: Sequence[str]) -> str:
+def rewritten(asked: Sequence[Asked], read: script.Script) -> str:
     """Return the command with this project's flags, and before it a comment for each flag that has no place in it.
 
     What the script leaves open has Megatron-LM's defaults there, which the command takes.
@@ -142,11 +163,14 @@ def rewritten(asked: Sequence[Asked], sourced: Sequence[str]) -> str:
                 if lines.get(group[0], group) != group:
                     comments.append(f"# given more than once, the last is kept: {' '.join(lines[group[0]])}")
                 lines[group[0]] = group
-    command = " \\\n".join(
-        ["torchrun $DISTRIBUTED_ARGS pretrain_moe.py", *(f"  {' '.join(g)}" for g in lines.values())]
-    )
-    return "\n".join([*(f"# {line}" for line in _of_sourced(sourced)), *comments, command])
+    launcher = " ".join([*read.launcher, "pretrain_moe.py"]) if read.launcher else "megatron-moe train"
+    command = " \\\n".join([launcher, *(f"  {' '.join(g)}" for g in lines.values())])
+    return "\n".join([*(f"# {line}" for line in _open_in(read)), *comments, command])
 
 
-def _of_sourced(sourced: Sequence[str]) -> list[str]:
-    return [f"not read: {file}, which the script sources; add --script for it" for file in sourced]
+def _open_in(read: script.Script) -> list[str]:
+    """Return what a script's text leaves open, a line each."""
+    return [
+        *(f"not read: {file}, which the script sources; add --script for it" for file in read.sourced),
+        *(f"only if {test}: {flag}; take it out if that does not hold" for flag, test in read.conditions.items()),
+    ]

@@ -11,6 +11,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import yaml
+
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.megatron_flags import groups, is_flag, parts
 
 _ASSIGNED = re.compile(r"^(?:export |local |declare |readonly )?([A-Za-z_]\w*)\+?=", re.DOTALL)
@@ -44,12 +47,17 @@ class Script:
 
     Attributes:
         flags: each flag with its values, as typed, in the order of the text.
+        launcher: the words that start the program, as typed, with the arrays that they name put in; empty where the
+            text has none.
+        conditions: the flags that stand in an `if`, with its test: whether they are there depends on it.
         variables: the simple assignments, name -> text.
         sourced: files that the script reads, whose flags are not here.
     """
 
     flags: list[tuple[str, list[str]]] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
+    launcher: list[str] = field(default_factory=list)
+    conditions: dict[str, str] = field(default_factory=dict)
     sourced: list[str] = field(default_factory=list)
 
     def resolved(self, text: str, depth: int = 5) -> str:
@@ -78,13 +86,18 @@ def read(text: str) -> Script:
     script = Script()
     held: dict[str, list[str]] = {}
     commands: list[tuple[str, list[str]]] = []
+    launchers: dict[str, list[str]] = {}
+    tests: list[str] = []
     for command in _commands(text):
-        _take_assignments(command, script, held)
+        _follow_ifs(command, tests)
+        _take_assignments(command, script, held, tests)
         program = next((i for i, word in enumerate(command) if unquoted(word.text).endswith(".py")), None)
         if unquoted(command[0].text) in ("source", ".") and len(command) > 1:
             script.sourced.append(unquoted(command[1].text))
         elif program is not None:
-            commands.append((unquoted(command[program].text), [word.text for word in command[program + 1 :]]))
+            name = unquoted(command[program].text)
+            commands.append((name, [word.text for word in command[program + 1 :]]))
+            launchers[name] = _launcher([word.text for word in command[:program]])
         elif is_flag(command[0].text) or command[0].text.startswith("$"):
             commands.append(("", [word.text for word in command]))
     training = [words for name, words in commands if "train" in name.rpartition("/")[2]]
@@ -93,7 +106,59 @@ def read(text: str) -> Script:
     lists = [held[name] for name in held if name in named] if named else ([] if training else list(held.values()))
     for words in [*lists, *chosen]:
         script.flags += _flags(words)
+    trained = next((name for name, words in commands if words in chosen and name), None)
+    script.launcher = [put for word in launchers.get(trained or "", []) for put in _with_arrays(word, held)]
     return script
+
+
+def read_test_case(text: str) -> Script:
+    """Return the flags of a functional test of Megatron-LM's, the mapping MODEL_ARGS of its YAML file.
+
+    Raises:
+        ConfigError: the text is not YAML.
+    """
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--script: is not YAML: {error}") from None
+    arguments = content.get("MODEL_ARGS") if isinstance(content, dict) else None
+    given = arguments.items() if isinstance(arguments, dict) else ()
+    values = {flag: [] if value is True else str(value).split() for flag, value in given if value is not False}
+    return Script(flags=[(flag, [_in_shell(word) for word in words]) for flag, words in values.items()])
+
+
+def _in_shell(word: str) -> str:
+    """Return a word as a shell reads it; its variables stay variables."""
+    return word if re.fullmatch(r"[\w./,:=${}@%+-]+", word) else f'"{word}"'
+
+
+def _launcher(words: list[str]) -> list[str]:
+    """Return the words of a command from its launcher on: torchrun or Python, without what starts that."""
+    starts = (at for at, word in enumerate(words) if re.search(r"(^|/)(torchrun|python[\d.]*)$", unquoted(word)))
+    found = words[next(starts, len(words)) :]
+    for module in ("torch.distributed.run", "torch.distributed.launch"):
+        if found[1:3] == ["-m", module]:
+            return ["torchrun", *found[3:]]
+    return found
+
+
+def _with_arrays(word: str, held: dict[str, list[str]]) -> list[str]:
+    """Return the words of an array that a word stands for, or the word itself."""
+    named = _REFERENCE.search(word)
+    if named is None or named[1] not in held or unquoted(word).strip("${}[@]*!") != named[1]:
+        return [word]
+    return [put for inner in held[named[1]] for put in _with_arrays(inner, held)]
+
+
+def _follow_ifs(command: list[Word], tests: list[str]) -> None:
+    """Keep the tests of the `if`s that the coming commands stand in, the innermost last."""
+    words = [word.text for word in command]
+    if words[0] == "if":
+        tests.append(" ".join(words[1:]))
+    elif words[0] in ("elif", "else") and tests:
+        tests[-1] = " ".join(words[1:]) if words[0] == "elif" else f"not {tests[-1]}"
+    elif words[0] == "fi" and tests:
+        tests.pop()
 
 
 def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
@@ -103,7 +168,7 @@ def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
             yield flag, [value for value in values if "[@]" not in value and "[*]" not in value]
 
 
-def _take_assignments(command: list[Word], script: Script, held: dict[str, list[str]]) -> None:
+def _take_assignments(command: list[Word], script: Script, held: dict[str, list[str]], tests: list[str]) -> None:
     """Add what a command assigns: to the variables, and to the lists of words where there are flags in it."""
     for word in command:
         match = _ASSIGNED.match(word.text)
@@ -117,6 +182,8 @@ def _take_assignments(command: list[Word], script: Script, held: dict[str, list[
         words = [found.text for found in _words(inside, in_list=True)]
         if any(is_flag(found) for found in words) or any(found.startswith("$") for found in words):
             held.setdefault(match[1], []).extend(words)
+            if tests:
+                script.conditions |= dict.fromkeys((flag for flag, _ in _flags(words)), " and ".join(tests))
 
 
 def _references(words: list[str], held: dict[str, list[str]]) -> set[str]:

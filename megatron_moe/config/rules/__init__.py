@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron_moe.config.errors import ConfigError, MissingPackage
 from megatron_moe.config.rules import (
     activations,
     freezing,
@@ -201,32 +202,67 @@ def check_model(run: Run, world_size: int) -> None:
     """Check a model without the layout on ranks, length, data and files of a run.
 
     Raises:
-        ConfigError: from the first rule about model, experts, precision or optimizer that the run breaks.
+        ConfigError: from the rules about model, experts, precision or optimizer that the run breaks.
     """
-    for rule in RULES:
-        if (
-            rule.__module__ not in (parallel.__name__, pipeline.__name__, sources.__name__)
-            and rule is not training.training_has_a_length
-        ):
-            rule(run, world_size)
+    _require(run, world_size, {parallel.__name__, pipeline.__name__, sources.__name__}, has_length=False)
 
 
 def check_layout(run: Run, world_size: int) -> None:
     """Check a model and its layout on ranks, without the length, data and files of a run that trains.
 
     Raises:
-        ConfigError: from the first rule about model, experts, layout, precision or optimizer that the run breaks.
+        ConfigError: from the rules about model, experts, layout, precision or optimizer that the run breaks.
     """
-    for rule in RULES:
-        if rule.__module__ != sources.__name__ and rule is not training.training_has_a_length:
-            rule(run, world_size)
+    _require(run, world_size, {sources.__name__}, has_length=False)
 
 
 def check(run: Run, world_size: int) -> None:
     """Refuse a run that breaks a rule, before anything is allocated; reads no contents and writes nothing.
 
     Raises:
-        ConfigError: from the first rule that the run breaks on `world_size` ranks.
+        ConfigError: from the rules that the run breaks on `world_size` ranks.
     """
+    _require(run, world_size, set(), has_length=True)
+
+
+def missing_packages(run: Run, world_size: int) -> list[str]:
+    """Return what `check` leaves out for a dry run: an error for each package that is missing here."""
+    found = []
+    for rule in (model.transformer_engine_is_installed, moe.flex_dispatcher_can_work):
+        try:
+            rule(run, world_size)
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def _require(run: Run, world_size: int, left_out: set[str], has_length: bool) -> None:
+    """Raise the error of the first rule that a run breaks, with those of later rules about other settings.
+
+    A later error about a setting that an earlier one names may be a consequence of that one, and is not shown.
+
+    Args:
+        left_out: modules whose rules are not asked.
+    """
+    found: list[ConfigError] = []
     for rule in RULES:
-        rule(run, world_size)
+        if rule.__module__ in left_out or (rule is training.training_has_a_length and not has_length):
+            continue
+        try:
+            rule(run, world_size)
+        except MissingPackage as error:
+            if not run.logging.dry_run:
+                found.append(error)
+        except ConfigError as error:
+            if not found or (error.fields and all(error.fields.isdisjoint(other.fields) for other in found)):
+                found.append(error)
+            if not error.fields:
+                break
+        except Exception:
+            if not found:
+                raise
+            break  # a rule relies on those before it
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise ConfigError(*(problem for error in found for problem in error.problems))

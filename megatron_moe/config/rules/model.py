@@ -7,7 +7,7 @@ import sys
 
 from megatron_moe.config import module_names
 from megatron_moe.config.rules.ignored import YARN_FIELDS
-from megatron_moe.config.rules.wording import divisors, nearest_multiples, refuse, set_among
+from megatron_moe.config.rules.wording import divisors, nearest_multiples, package_missing, refuse, set_among
 from megatron_moe.config.schema import Run
 
 _MLA_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type")
@@ -220,7 +220,7 @@ def transformer_engine_is_installed(run: Run, world_size: int) -> None:
     # One that cannot be loaded is hidden from the engine, by None in its place; what uses it says why.
     hidden = "transformer_engine" in sys.modules
     if asking and not hidden and importlib.util.find_spec("transformer_engine") is None:
-        raise refuse(
+        raise package_missing(
             run,
             asking,
             "Transformer Engine is not installed; install the extra [gpu], or use --transformer-impl local and"

@@ -7,7 +7,7 @@ import math
 
 from megatron_moe.config import derived
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.rules.wording import divisors, is_set, refuse, set_among
+from megatron_moe.config.rules.wording import divisors, is_set, package_missing, refuse, set_among
 from megatron_moe.config.schema import Run
 
 
@@ -319,7 +319,7 @@ def flex_dispatcher_can_work(run: Run, world_size: int) -> None:
     if not run.precision.bf16:
         raise refuse(run, (kind, "bf16"), "it sends bf16; add --bf16, or use --moe-token-dispatcher-type alltoall")
     if importlib.util.find_spec("deep_ep") is None:
-        raise refuse(
+        raise package_missing(
             run,
             (kind, "moe_flex_dispatcher_backend"),
             "the package deep_ep is not installed (github.com/deepseek-ai/DeepEP); install it, or use"

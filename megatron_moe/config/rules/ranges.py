@@ -177,26 +177,32 @@ RANGES: dict[str, Range] = {
 
 def numbers_are_in_range(run: Run, world_size: int) -> None:
     """Require sizes and counts that are positive, rates and coefficients that are not negative, all finite."""
+    found = {}
     for name, allowed in RANGES.items():
         given = value(run, name)
         for number in given if isinstance(given, tuple) else (given,):
             if number is not None and not allowed.holds(number):
                 finite = "" if math.isfinite(number) else "finite and "
-                raise ConfigError(
+                found[name] = (
                     f"{all_fields()[name].flag} {number}{origin(run, name)}: must be {finite}{allowed};"
                     f" e.g. {_working(name, allowed)}"
                 )
+    if found:
+        raise ConfigError(*found.values(), fields=found)
 
 
 def choices_are_known(run: Run, world_size: int) -> None:
     """Require a listed value where a field has choices, also where no command line was read."""
+    found = {}
     for name, field in all_fields().items():
         given = value(run, name)
         for word in given if isinstance(given, tuple) else (given,):
             if field.choices is not None and word is not None and word not in field.choices:
                 listed = ", ".join(map(str, field.choices))
                 near = choice_suggestion(str(word), map(str, field.choices))
-                raise ConfigError(f"{field.flag} {word}: not one of {listed}{near}")
+                found[name] = f"{field.flag} {word}: not one of {listed}{near}"
+    if found:
+        raise ConfigError(*found.values(), fields=found)
 
 
 _USUAL = {"ema_decay": 0.9999, "decoupled_lr": 1e-4}

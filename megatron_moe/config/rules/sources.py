@@ -77,7 +77,7 @@ def split_is_three_shares(run: Run, world_size: int) -> None:
 
 def tokenizer_is_given(run: Run, world_size: int) -> None:
     """Require a tokenizer, which has the vocabulary; made-up tokens need its size alone."""
-    if run.data.tokenizer_type is not None:
+    if run.data.tokenizer_type is not None or not set_among(run, ("mock_data", "data_path", *_SPLIT_PATHS)):
         return
     if not run.data.mock_data:
         raise refuse(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, MissingPackage
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.schema import Run
 
@@ -22,7 +22,13 @@ def is_set(run: Run, name: str) -> bool:
 
 def refuse(run: Run, names: Iterable[str], rule: str) -> ConfigError:
     """Return the error to raise: the named fields as they would be typed, then the rule and the remedy."""
-    return ConfigError(f"{', '.join(spelled(run, name) for name in names)}: {rule}")
+    names = tuple(names)
+    return ConfigError(f"{', '.join(spelled(run, name) for name in names)}: {rule}", fields=names)
+
+
+def package_missing(run: Run, names: Iterable[str], rule: str) -> MissingPackage:
+    """Return the error to raise where a package is not installed that the named fields ask for."""
+    return MissingPackage(str(refuse(run, names, rule)), fields=names)
 
 
 def spelled(run: Run, name: str) -> str:
