@@ -62,6 +62,8 @@ def merged(
     merge = _Merge(file, below, above)
     _take_plain_settings(merge)
     _take_tensorboard(merge)
+    _take_wandb(merge)
+    _note_undecided_dtype(merge)
     _take_loss_scale(merge)
     _take_gradient_dtype(merge)
     _take_batch_sizes(merge, world_size)
@@ -174,6 +176,21 @@ def _take_tensorboard(merge: _Merge) -> None:
     merge.take("tensorboard.output_path", {"tensorboard_dir": str(PurePath(folder) / job)})
 
 
+def _take_wandb(merge: _Merge) -> None:
+    values = merge.file.values
+    if values.get("wandb.enabled"):
+        merge.take("wandb.project", {"wandb_project": values.get("wandb.project", "deepspeed")})  # DeepSpeed's default
+
+
+def _note_undecided_dtype(merge: _Merge) -> None:
+    """Say that a dtype that the file leaves to its program is fp32 here, where no flag names another."""
+    left = [key for key in ("bf16.enabled", "fp16.enabled") if key in merge.file.automatic]
+    if left and not (merge.flat.get("bf16") or merge.flat.get("fp16")):
+        merge.note(
+            f"WARNING: {' and '.join(left)} {_json(AUTO)}: no flag names a dtype, and the run is fp32; add --bf16"
+        )
+
+
 def _take_loss_scale(merge: _Merge) -> None:
     """Take the settings of the loss scale in so far as they are read: in fp16, and of a constant scale that alone.
 
@@ -236,7 +253,7 @@ def _take_gradient_dtype(merge: _Merge) -> None:
         raise file.refusal(
             key,
             f"and communication_data_type {_json(asked['communication_data_type'])}: gradients are accumulated and"
-            " reduced in one dtype; name it in both, or drop one",
+            ' reduced in one dtype; use "fp32" in both, which is exact and works with every model',
         )
     model = schema.build(merge.flat).derived.params_dtype_name
     name = names.pop()

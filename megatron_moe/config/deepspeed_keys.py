@@ -115,6 +115,8 @@ TAKEN: dict[str, Taken] = {
     "tensorboard.enabled": Taken(bool),
     "tensorboard.output_path": Taken(str),
     "tensorboard.job_name": Taken(str),
+    "wandb.enabled": Taken(bool),
+    "wandb.project": Taken(str),
 }
 
 ALIASES = {"bfloat16": "bf16"}
@@ -233,7 +235,8 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
         "zero_optimization.pipeline_loading_checkpoint",
     ),
     "--recompute-granularity says what is recomputed": ("activation_checkpointing",),
-    "--wandb-project, --tensorboard-dir and --metrics-file record a run": ("wandb", "comet", "csv_monitor"),
+    "--wandb-project, --tensorboard-dir and --metrics-file record a run": ("comet", "csv_monitor"),
+    "W&B takes team and group from WANDB_ENTITY and WANDB_RUN_GROUP": ("wandb.team", "wandb.group"),
     "--timing-log-level 1 shows where the time of a step goes, megatron-moe plan memory and traffic": (
         "flops_profiler",
         "comms_logger",

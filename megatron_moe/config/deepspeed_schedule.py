@@ -80,14 +80,10 @@ def _warmup(file: DeepSpeedFile, kind: str) -> tuple[Settings, list[str]]:
 
     decays = kind == "WarmupDecayLR"
     steps, shape, notes = param("warmup_num_steps"), f"{_PARAMS}warmup_type", []
-    if f"{_PARAMS}warmup_num_steps" in file.automatic and shape not in file.values:
+    if shape not in file.values:
         notes.append(f"{file.name}: {kind}: the warm-up is linear here (DeepSpeed's default is logarithmic)")
     elif param("warmup_type") not in ("linear", None):
-        raise file.refusal(
-            shape,
-            "the warm-up here is linear, and DeepSpeed's is logarithmic unless it is asked for another; use"
-            ' "warmup_type": "linear"',
-        )
+        raise file.refusal(shape, 'the warm-up here is linear; use "warmup_type": "linear"')
     found: Settings = {"scheduler.type": {"lr_decay_style": "linear" if decays else "constant"}}
     low, high = param("warmup_min_lr"), param("warmup_max_lr")
     if low is not None:

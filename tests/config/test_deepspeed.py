@@ -106,6 +106,7 @@ def test_a_key_that_asks_for_something_else_is_refused_with_what_works(deepspeed
         ({"wall_clock_breakdown": True}, {"timing_log_level": 1}),
         ({"tensorboard": {"enabled": True, "output_path": "logs"}}, {"tensorboard_dir": "logs/DeepSpeedJobName"}),
         ({"tensorboard": {"enabled": False, "output_path": "logs", "job_name": "x"}}, {}),
+        ({"wandb": {"enabled": True, "project": "p", "team": "t"}}, {"wandb_project": "p"}),
         ({"optimizer": {"type": "adamw", "params": {"lr": 2e-4}}}, {"lr": 2e-4}),
         ({"optimizer": {"type": "Adam", "params": {"eps": 1e-6}}}, {"adam_eps": 1e-6}),
         ({"optimizer": {**ADAMW, "params": {"betas": [0.8, 0.9]}}}, {"adam_beta1": 0.8, "adam_beta2": 0.9}),
@@ -138,6 +139,15 @@ def test_the_schedules_rate_is_the_peak_and_the_optimizers_is_named(deepspeed):
     assert any("optimizer.params.lr 3e-05 is not used: warmup_max_lr 0.0001" in note for note in run.notes)
     without = deepspeed({**scheduler("WarmupLR", warmup_type="linear"), "optimizer": {**ADAMW, "params": {"lr": 3e-5}}})
     assert without.optimizer.lr == 3e-5
+    for steps in (10, "auto"):  # what is left out is DeepSpeed's logarithm
+        run = deepspeed(scheduler("WarmupLR", warmup_num_steps=steps))
+        assert any("linear here (DeepSpeed's default is logarithmic)" in note for note in run.notes)
+
+
+def test_a_dtype_that_nobody_decides_is_fp32_and_said(deepspeed):
+    content = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    assert any('bf16.enabled and fp16.enabled "auto": no flag names' in note for note in deepspeed(content).notes)
+    assert not any("no flag names" in note for note in deepspeed(content, "--bf16").notes)
 
 
 def test_a_parameter_that_is_left_out_is_named_where_the_defaults_differ(deepspeed):
@@ -181,7 +191,6 @@ def test_a_parameter_that_is_left_out_is_named_where_the_defaults_differ(deepspe
             {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}},
             ["adam_w_mode false", "weight_decay of 0.1", "L2", "use true"],
         ),
-        (scheduler("WarmupLR", warmup_num_steps=10), ["warmup_type", "logarithmic", '"warmup_type": "linear"']),
         (scheduler("WarmupLR", warmup_num_steps=10, warmup_type="log"), ['warmup_type "log"', '"linear"']),
         (scheduler("WarmupLR", warmup_num_steps="auto", warmup_type="log"), ['warmup_type "log"', '"linear"']),
         (scheduler("WarmupLR", warmup_num_steps=0, warmup_type="linear"), ["warmup_num_steps 0", "at least 1"]),

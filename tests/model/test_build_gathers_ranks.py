@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,19 +23,10 @@ from tests.helpers.trained_steps import SMALL, TINY
 pytestmark = pytest.mark.engine
 
 
-class Span(NamedTuple):
-    """Addresses of a parameter or a shard in memory: begin inclusive, end exclusive."""
-
-    begin: int
-    end: int
-
-    def meets(self, other: Span) -> bool:
-        return self.begin < other.end and other.begin < self.end
-
-
-def span_of(tensor: torch.Tensor) -> Span:
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Its first address in memory, and the one behind its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return Span(tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size())
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 class ArrivalGuard(TorchDispatchMode):
@@ -50,8 +41,8 @@ class ArrivalGuard(TorchDispatchMode):
     def __init__(self, chunks: Any, optimizer: Any) -> None:
         super().__init__()
         self.arrivals = 0
-        self._parameters: dict[int, list[tuple[str, Span]]] = {}
-        self._own: dict[int, list[Span]] = {}
+        self._parameters: dict[int, list[tuple[str, tuple[int, int]]]] = {}
+        self._own: dict[int, list[tuple[int, int]]] = {}
         names = {parameter: name for chunk in chunks for name, parameter in chunk.named_parameters()}
         for group in (group for chunk in chunks for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups):
             self._parameters[id(group)] = [
@@ -89,14 +80,14 @@ class ArrivalGuard(TorchDispatchMode):
         if self._waiting and function.namespace != "c10d" and not function.is_view:
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, torch.Tensor) and tensor.numel() and tensor.device.type != "meta":
-                    self._require_arrived(span_of(tensor), function)
+                    self._require_arrived(*span_of(tensor), function)
         return function(*args, **(kwargs or {}))
 
-    def _require_arrived(self, read: Span, function: Any) -> None:
+    def _require_arrived(self, begin: int, end: int, function: Any) -> None:
         for group in self._waiting:
-            for name, span in self._parameters[group]:
-                own = any(shard.begin <= read.begin and read.end <= shard.end for shard in self._own[group])
-                if read.meets(span) and not own:
+            own = any(first <= begin and end <= behind for first, behind in self._own[group])
+            for name, (first, behind) in self._parameters[group]:
+                if begin < behind and first < end and not own:
                     raise AssertionError(f"{function} reads {name} before its gather has arrived")
 
 
