@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -49,8 +50,10 @@ def run_program(
     """
     rank = rank_that_prints() if rank is None else rank
 
+    is_first_here = os.environ.get("LOCAL_RANK") == "0"
+
     def report(text: str, of_machine: bool = False) -> bool:
-        speaks = rank == 0 or (of_machine and os.environ.get("LOCAL_RANK") == "0")
+        speaks = rank == 0 or (of_machine and is_first_here)
         if speaks:
             print(f"{name}: {text}", file=sys.stderr, flush=True)
             launched.leave(launched.REPORTED, text)
@@ -63,6 +66,8 @@ def run_program(
         if not said and "TORCHELASTIC_RUN_ID" in os.environ:
             # torchrun ends all ranks as soon as one has ended: the one that speaks may be slower.
             time.sleep(SECONDS_FOR_RANK_0)
+        if not said and is_first_here:  # rank 0 may have no such mistake: it is this machine's alone
+            report(f"error on {socket.gethostname()}: {error_text(error)}", of_machine=True)
         return USER_ERROR
     except RunFault as fault:
         report(f"stopped: {fault}")

@@ -36,6 +36,7 @@ from megatron_moe.platform import advisories, switches
 from megatron_moe.precision.contract import PrecisionGuard
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.sink import Sink
+from megatron_moe.training.node_files import require_one_view
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler
 from megatron_moe.training.plan import RunPlan, evaluates_test_split, restarted, same_data_notes
 from megatron_moe.training.state_checks import check_precision
@@ -79,6 +80,7 @@ def build_trainer(
     """
     ranks = _meet(planned.run, resources)
     planned = _verified(planned)
+    planned = replace(planned, data_notes=[*planned.data_notes, *require_one_view(planned, ranks.facts)])
     run = planned.run
     stage("building the model")
     built = _build_and_load(planned, ranks)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_moe.config.schema import build
 from tests.helpers.rows import rows
+from tests.helpers.stepped_trainer import EP2, PP2, TP2
 from tests.helpers.trained_steps import SMALL, TINY
 
 pytestmark = pytest.mark.engine
@@ -114,8 +115,7 @@ def guarded(flags: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
 FOUR_LAYERS = {**SMALL, "num_layers": 4, "moe_layer_freq": "[0,1,1,1]", "global_batch_size": 8, "clip_grad": 1.0}
 BUCKETS = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 1}
 TIED = {"untie_embeddings_and_output_weights": False, "moe_shared_expert_gate": True, "mtp_num_layers": 1}
-VPP = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
-EP2 = {"expert_model_parallel_size": 2}
+VPP = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PARTS = {"recompute_granularity": "selective", "recompute_modules": ("moe_act", "layernorm", "mla_up_proj")}
 READ_BY_MANY = {"ema_decay": 0.9, "health_interval": 1, "eval_interval": 1}
@@ -125,10 +125,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "DP2, tied, predictions, read by many": (2, {**TIED, **READ_BY_MANY}),
     "EP2 x DP2, interleaved, parts again": (4, {**EP2, **VPP, **PARTS}),
     "CP2, all again, loop": (2, {"context_parallel_size": 2, **FULL, "moe_expert_backend": "loop"}),
-    "TP2 x DP2, bf16, predictions": (
-        4,
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "mtp_num_layers": 1, "bf16": True},
-    ),
+    "TP2 x DP2, bf16, predictions": (4, {**TP2, "mtp_num_layers": 1, "bf16": True}),
     **{f"DP2, buckets of {size}": (2, {"ddp_bucket_size": size}) for size in (600, 1500, 3000, 6400, 20000)},
     "EP2, Muon, QK-clip": (2, {**EP2, "optimizer": "muon", "qk_clip": True, "qk_clip_threshold": 1e-3}),
 }

@@ -57,16 +57,6 @@ def test_wsd_is_stable_and_then_decays(style, middle):
     assert used[18] == 1.0 and used[19] == pytest.approx(0.55) and used[20] == pytest.approx(0.1)
 
 
-def stepped(scheduler: Any, group: dict[str, Any], steps: Any, advance: Any) -> list[float]:
-    """The rate that each step uses; of a step that was not committed nothing is counted."""
-    used = []
-    for samples, committed in steps:
-        used.append(group["lr"])
-        if committed:
-            advance(scheduler, samples)
-    return used
-
-
 @pytest.mark.parametrize("style", ["cosine", "linear", "WSD"])
 def test_a_schedule_in_sequences_goes_by_those_committed_through_any_change_of_batch(style: str) -> None:
     """Also over resumes with another batch, and from a step that counted iterations. The oracle is never resumed."""
@@ -93,9 +83,11 @@ def test_a_schedule_in_sequences_goes_by_those_committed_through_any_change_of_b
             if state is not None:
                 ours.load(state, committed_steps=steps, committed_samples=samples)
             taken = [(rng.choice((batch, batch // 2)), rng.random() < 0.8) for _ in range(rng.randrange(1, 20))]
-            found = stepped(ours, own, taken, lambda scheduler, size: scheduler.advance(size))
-            wanted = stepped(theirs, group, taken, lambda scheduler, size: scheduler.step(increment=size))
-            assert found == wanted or iters is not None
+            for size, committed in taken:  # of a step that is left out nothing is counted
+                assert own["lr"] == group["lr"] or iters is not None
+                if committed:
+                    ours.advance(size)
+                    theirs.step(increment=size)
             state = ours.state_dict()
             steps += sum(committed for _, committed in taken)
             samples += sum(size for size, committed in taken if committed)

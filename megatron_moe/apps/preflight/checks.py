@@ -55,6 +55,7 @@ CHECKS = (
     Check("disk_speed", NODE, node.disk_speed),
     Check("same_software", WORLD, network.same_software),
     Check("clock_skew", WORLD, network.clock_skew),
+    Check("shared_folders", WORLD, network.shared),
     Check("gpu_speed", WORLD, network.gpu_speed),
     Check("bandwidth_inside", WORLD, network.bandwidth_inside),
     Check("bandwidth_across", WORLD, network.bandwidth_across),

@@ -21,6 +21,7 @@ from megatron_moe.apps.preflight.findings import FAIL, IMPOSSIBLE, PASS, Finding
 from megatron_moe.config.errors import MachineError
 from megatron_moe.config.schema import flatten
 from megatron_moe.platform import probes
+from megatron_moe.training.node_files import blind_ranks, shared_folders
 
 # Device name -> GB/s per GPU and direction: of the links inside a node, and of the network adapter that a GPU has to
 # itself in the vendor's reference system. The first name that a device's name contains decides: longer ones first.
@@ -166,6 +167,20 @@ def bandwidth_inside(place: Place) -> Finding:
     if max(map(len, groups)) == 1:
         return Finding(IMPOSSIBLE, "there is one rank on each node")
     return _judged_groups(place, groups, hosts, place.thresholds.inside, INSIDE)
+
+
+def shared(place: Place) -> Finding:
+    """Check that all nodes see what rank 0 writes to the folders of checkpoints and of the data's index cache."""
+    if place.nodes == 1:
+        return Finding(IMPOSSIBLE, "all ranks are on one node")
+    folders = list(shared_folders(place.run))
+    for flag, folder in folders:
+        if blind := blind_ranks(folder, place.rank):
+            found = f"{flag}: ranks {_range(blind)} do not see what rank 0 writes there"
+            return Finding(FAIL, found, "name a folder on a file system that all nodes share")
+    if not folders:
+        return Finding(IMPOSSIBLE, "no --save and no data among the flags")
+    return Finding(PASS, f"all nodes see what rank 0 writes: {', '.join(str(folder) for _, folder in folders)}")
 
 
 def bandwidth_across(place: Place) -> Finding:
