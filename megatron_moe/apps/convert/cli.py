@@ -262,6 +262,9 @@ def _require_target(args: argparse.Namespace) -> None:
     if args.verify_only:
         if not save.is_dir():
             raise ConfigError(f"--verify-only: --save {args.save} is no folder; name one that was converted to")
+    elif save in (Path.cwd(), Path(save.anchor)):
+        # The output is renamed to its target, which would take the current folder away from the shell.
+        raise ConfigError(f"--save {args.save}: is a folder that is in use; name a new folder")
     elif not hidden_folder(save).is_dir():
         require_writable_folder("--save", args.save)
         require_free(save, Path(args.load))

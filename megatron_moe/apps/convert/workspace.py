@@ -78,9 +78,6 @@ def require_free(target: Path, source: Path) -> None:
     Raises:
         ConfigError: it would or it is; the message names the flag.
     """
-    if target.resolve() in (Path.cwd(), Path(target.resolve().anchor)):
-        # The output is renamed to its target, which would take the current folder away from the shell.
-        raise ConfigError(f"--save {target}: is a folder that is in use; name a new folder")
     require_writable_folder("--save", str(target.parent))
     real, other = target.resolve(), source.resolve()
     if real == other or real in other.parents or other in real.parents:
