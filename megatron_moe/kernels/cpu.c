@@ -1,8 +1,9 @@
 /* The weighted SwiGLU and RMSNorm on a CPU: one pass over the rows forward, one backward.
 
    Each function computes what `moe/experts.py` and `model/norm.py` write in torch's operations, in fp32 and in their
-   order, and rounds once, to nearest even: its results are theirs to the bit. So the exponential is the one torch uses (Sleef's expf with
-   an error of at most 1.0 ulp), and sums are added in torch's order. It is compiled without -ffast-math and without
+   order, and rounds once, to nearest even: its results are theirs to the bit, for rows of at least two vectors; torch adds
+   narrower rows in another order. So the exponential is the one torch uses (Sleef's expf with an error of at most 1.0 ulp),
+   and sums are added in torch's order. It is compiled without -ffast-math and without
    contraction: the fused multiplications are those that are written here.
 
    Rows are split among `threads` threads of OpenMP; with one thread no parallel region starts. No headers are
