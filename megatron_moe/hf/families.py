@@ -33,25 +33,27 @@ class Family:
     """A family of models that share a configuration format and names of tensors.
 
     architecture: the class in transformers, `architectures[0]` of config.json. model_types: values of `model_type`;
-    the first is written. names: the names of its tensors.
+    the first is written. names: the names of its tensors. served_untied: whether vLLM's class of it reads the output
+    layer from the folder even where config.json ties it to the embedding.
     """
 
     name: str
     architecture: str
     model_types: tuple[str, ...]
     names: TensorNames
+    served_untied: bool = False
 
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("deepseek-v2", "DeepseekV2ForCausalLM", ("deepseek_v2",), DEEPSEEK),
+        Family("deepseek-v2", "DeepseekV2ForCausalLM", ("deepseek_v2",), DEEPSEEK, served_untied=True),
         # Kimi-K2 has a model_type of its own and DeepSeek-V3's class; Moonlight and R1 have both of DeepSeek-V3.
-        Family("deepseek-v3", "DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2"), DEEPSEEK),
+        Family("deepseek-v3", "DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2"), DEEPSEEK, served_untied=True),
         Family("mixtral", "MixtralForCausalLM", ("mixtral",), MIXTRAL),
         Family("qwen2-moe", "Qwen2MoeForCausalLM", ("qwen2_moe",), QWEN),
         Family("qwen3-moe", "Qwen3MoeForCausalLM", ("qwen3_moe",), QWEN),
-        Family("glm4-moe", "Glm4MoeForCausalLM", ("glm4_moe",), DEEPSEEK),
+        Family("glm4-moe", "Glm4MoeForCausalLM", ("glm4_moe",), DEEPSEEK, served_untied=True),
     )
 }
 

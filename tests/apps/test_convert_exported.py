@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ import yaml
 
 from megatron_moe.apps import generate
 from megatron_moe.apps.convert import cli
+from megatron_moe.apps.convert.to_hf import ToHF
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.data.train_tokenizer import train_sentencepiece
+from megatron_moe.hf.families import FAMILIES
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
 from megatron_moe.training.run import pretrain
@@ -150,3 +153,9 @@ def test_an_imported_model_is_exported_with_what_it_came_with(capsys, tmp_path):
     convert("native", "hf", native, tmp_path / "without", "--no-tokenizer")
     assert not [path.name for path in (tmp_path / "without").iterdir() if "token" in path.name or "chat" in path.name]
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_tied_model_has_its_output_layer_where_those_who_serve_it_read_one():
+    table, options = SimpleNamespace(copies=["lm_head.weight"]), SimpleNamespace(drop_mtp=False)
+    given = {name: SimpleNamespace(state={}, table=table, options=options, family=FAMILIES[name]) for name in FAMILIES}
+    assert [name for name in given if ToHF._copies(given[name])] == ["deepseek-v2", "deepseek-v3", "glm4-moe"]

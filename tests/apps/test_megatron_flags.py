@@ -133,7 +133,7 @@ def test_a_test_case_of_megatrons_is_a_script(tmp_path, capsys):
     file = tmp_path / "model_config.yaml"
     file.write_text('MODEL_ARGS:\n  --lr: 1\n  --bf16: true\n  --fp16: false\n  --moe-layer-freq: "([0]*1+[1]*3)"\n')
     assert main(["--rewrite", "--script", str(file)]) == 0
-    wanted = ["megatron-moe", "train", "--defaults", "megatron", "--lr", "1", "--bf16"]
+    wanted = "megatron-moe train --defaults megatron --lr 1 --bf16".split()
     assert shlex.split(capsys.readouterr().out.replace("\\\n", "")) == [*wanted, "--moe-layer-freq", "([0]*1+[1]*3)"]
     file.write_text("TEST_TYPE: regular\n")
     assert main(["--script", str(file)]) == 2

@@ -140,8 +140,7 @@ def test_the_value_decides_where_megatron_has_several():
         "--muon-fp32-matmul-prec": {"low": "alias", "high": "refused"},
         "--muon-coefficient-type": {"polar_express": "refused"},
     }
-    found = {flag: {value: row_for(flag, [value]).answer for value in by} for flag, by in answers.items()}
-    assert found == answers
+    assert {flag: {value: row_for(flag, [value]).answer for value in by} for flag, by in answers.items()} == answers
     assert row_for("--optimizer", ["muon"]) is None and row_for("--normalization", ["RMSNorm"]) is None
 
 
@@ -176,11 +175,7 @@ def test_all_errors_of_a_command_come_at_once():
 )
 def test_a_wrong_flag_is_answered_with_what_was_meant(argv, fragment):
     refused(lambda: cli.parse(argv), fragment, argv[0])
-
-
-def test_a_guess_is_not_made_of_a_name_that_is_far_from_all():
-    for flag in ("--nonsense", "--zzzz", "--hidden", "--moe-frobnicate"):
-        assert "did you mean" not in refused(lambda flag=flag: cli.parse([flag]))
+    assert "did you mean" not in refused(lambda: cli.parse(["--moe-frobnicate"]))  # which is far from all
 
 
 def test_words_of_our_own_flags_are_left_as_they_are():

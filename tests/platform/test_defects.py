@@ -30,9 +30,8 @@ def test_each_entry_says_what_its_defect_is_and_what_shows_it() -> None:
 
 def test_a_defect_is_in_the_releases_from_its_first_to_the_one_that_has_a_fix() -> None:
     defect = next(one for one in known_defects() if one.fixed_in == (0, 19, 0))
-    assert [defect.is_present(version) for version in ((0, 16, 0), (0, 16, 1), (0, 18, 9), (0, 19, 0))] == [
-        False, True, True, False,
-    ]  # fmt: skip
+    present = [defect.is_present(version) for version in ((0, 16, 0), (0, 16, 1), (0, 18, 9), (0, 19, 0))]
+    assert present == [False, True, True, False]
 
 
 def holds(name: str, wanted: Any, world_size: int = 1, **flags: Any) -> bool:

@@ -26,8 +26,6 @@ def test_a_backend_that_cannot_work_here_is_refused_and_a_working_setting_named(
 
 
 def test_the_peak_memory_covers_what_was_allocated():
-    if torch.cuda.is_available():
-        pytest.skip("measured on the device there")
     held = torch.ones(64 * 2**20, dtype=torch.uint8)
     assert hardware.max_memory_bytes() > held.numel()
     assert hardware.max_memory_bytes() < 2**40

@@ -29,9 +29,8 @@ def test_samples_of_a_ramped_run_are_the_sum_of_its_steps():
 
 
 def test_steps_are_counted_from_where_a_run_with_other_batches_has_come() -> None:
-    assert [BatchSchedule(1, 1, 8).steps_to(160, consumed) for consumed in (0, 40, 41, 153, 160, 170)] == [
-        20, 15, 14, 0, 0, 0,
-    ]  # fmt: skip
+    steps = [BatchSchedule(1, 1, 8).steps_to(160, consumed) for consumed in (0, 40, 41, 153, 160, 170)]
+    assert steps == [20, 15, 14, 0, 0, 0]
 
 
 def test_a_constant_batch_needs_no_ramp():

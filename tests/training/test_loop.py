@@ -19,6 +19,7 @@ from megatron_moe.report.jsonl import read_evaluations, read_steps
 from megatron_moe.training.loop import StopReason, exit_reason
 from megatron_moe.training.signals import StopSignals
 from tests.helpers import trained_steps
+from tests.helpers.stepped_trainer import PP2
 
 SMALL = {**trained_steps.SMALL, "num_layers": 1, "moe_layer_freq": "[1]", "log_interval": 1000}
 
@@ -72,15 +73,14 @@ def signalled(flags: dict[str, Any], mark: str | None) -> int:
     return sum("evaluation (valid)" in told for told in seen)
 
 
-INTERLEAVED = {"num_layers": 4, "moe_layer_freq": 1, "global_batch_size": 4, "pipeline_model_parallel_size": 2}
-INTERLEAVED |= {"num_layers_per_virtual_pipeline_stage": 1}
+INTERLEAVED = {"num_layers": 4, "moe_layer_freq": 1, **PP2, "num_layers_per_virtual_pipeline_stage": 1}
 
 
 @pytest.mark.parametrize(("mark", "evaluated"), [("iteration 2, saving", 0), ("iteration 2, evaluation (valid)", 4)])
 def test_a_step_is_saved_before_its_evaluation_which_a_signal_ends_and_the_next_start_makes_up_for(
     gloo, tmp_path, mark, evaluated
 ):
-    flags = {**INTERLEAVED, "eval_interval": 2, "eval_iters": 3, "train_iters": 4}
+    flags = {**INTERLEAVED, "global_batch_size": 4, "eval_interval": 2, "eval_iters": 3, "train_iters": 4}
     for name, heard in (("whole", None), ("parts", mark), ("parts", None)):
         files = {"metrics_file": str(tmp_path / f"{name}.jsonl"), "save": str(tmp_path / name), "save_interval": 2}
         more = {"load": files["save"]} if (name, heard) == ("parts", None) else {}

@@ -138,9 +138,10 @@ class ToHF(Conversion):
                 )
 
     def _copies(self) -> list[str]:
-        """Return the names of copies to write: those that the source had, or that folders of the family have."""
+        """Return the names of copies to write: those that the source had, or that readers of the family need."""
         kept = self.state.get("hf") or {}
-        wanted = kept.get("copies", [name for name in self.table.copies if name != _TIED])
+        needed = [name for name in self.table.copies if name != _TIED or self.family.served_untied]
+        wanted = kept.get("copies", needed)
         if self.options.drop_mtp:
             wanted = [name for name in wanted if name in self.table.copies]
         unknown = [name for name in wanted if name not in self.table.copies]
