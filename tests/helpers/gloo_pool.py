@@ -39,6 +39,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -157,6 +158,10 @@ class GlooPool:
             except BrokenPipeError:
                 answers[rank.number] = (False, f"ended before the case; its last output:\n{rank.output()}")
         self._collect(ranks, answers, seconds)
+        for rank in ranks:
+            if rank.number in answers:
+                with suppress(OSError):  # it has ended
+                    rank.pipe.send_bytes(b"leave")
         return self._results(ranks, answers, function.__qualname__)
 
     def close(self) -> None:
@@ -215,18 +220,16 @@ def serve(how: dict[str, str | None]) -> None:
     pipe = Connection(connected.detach())
     while True:
         try:
-            case = pickle.loads(pipe.recv_bytes())
+            asked = pipe.recv_bytes()
         except EOFError:
             return
-        except Exception:
-            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
-            continue
         try:
-            answer = pickle.dumps((True, _run_case(case)))
+            answer = pickle.dumps((True, _run_case(pickle.loads(asked))))
         except Exception:
             answer = pickle.dumps((False, traceback.format_exc()))
-        _clean_up()
         pipe.send_bytes(answer)
+        pipe.recv_bytes()  # all are done: who leaves earlier would cut off ranks that still connect a group
+        _clean_up()
 
 
 def _end_with(parent: int) -> None:
