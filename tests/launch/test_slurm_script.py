@@ -18,7 +18,7 @@ FLAGS = "--preset tiny --mock-data --vocab-size 99 --save runs/a/checkpoints".sp
 OPTIONS = ["--time", "1:00:00"]
 
 STAND_IN = r"""#!/bin/bash
-printf '%s\x1f' "${0##*/}" "$@" $'\x1e' >>record
+{ flock 9 && printf '%s\x1f' "${0##*/}" "$@" $'\x1e' >&9; } 9>>record # bash writes what has lines line by line
 case "${0##*/} $*" in
 srun*) # the ranks of two nodes
   until [[ $1 == bash ]]; do shift; done
