@@ -115,10 +115,10 @@ class Trials:
         os.write(go, b"g")
         (status,) = self._parent.statuses([pid], 240)
         assert status is not None, "the run does not end"
-        listener.join(60)
+        listener.join(600)
         (self._said,) = heard
         if tracer is not None:
-            tracer.communicate(timeout=60)
+            tracer.communicate(timeout=600)
         os.close(ready)
         os.close(go)
         return status, (here / "trace").read_text() if tracer is not None else ""

@@ -76,7 +76,7 @@ class RankParent:
     def close(self) -> None:
         """End all ranks and the process that forked them."""
         if self._process is not None:
-            self._process.communicate(timeout=20)
+            self._process.communicate(timeout=300)
             self._process = None
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -143,6 +143,7 @@ def serve() -> None:
     for pid, status in statuses.items():
         if status is None:
             os.kill(pid, signal.SIGKILL)
+    os._exit(0)  # taking torch apart takes seconds
 
 
 def _wait(statuses: dict[int, int | None], seconds: float) -> None:

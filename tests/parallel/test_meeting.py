@@ -33,7 +33,7 @@ def notes(monkeypatch):
 
 def test_rank_0_says_how_many_ranks_it_waits_for(two_ranks, notes, monkeypatch):
     said, printed = notes
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **more: printed.wait(60))
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **more: printed.wait(600))
     groups._join("gloo", timedelta(seconds=1))
     assert "waiting for 1 of 2 ranks" in said[0] and f"127.0.0.1:{two_ranks.port}" in said[0]
 
