@@ -44,13 +44,13 @@ torchrun ${DISTRIBUTED_ARGS[@]} --log-dir logs pretrain_gpt.py \\
 STRINGS = """
 export OPTIONS=" --num-layers 4 \\
     --bf16 --split 99,1,0"
-OPTIONS+=" --lr ${LR}"
+OPTIONS="$OPTIONS --lr ${LR}"
 run_cmd="python -u ${DIR}/pretrain_gpt.py ${OPTIONS} --save '${CKPT}'"
 srun -l --container-image img --container-mounts a:b sh -c "${run_cmd}"
 """
 EVAL = """
 gpt_options="--num-layers $(expr 2 + 2) --hidden-size $((2*8))"
-run_cmd="torchrun $DIST pretrain_mixtral.py ${gpt_options} --data-path 0.5 a 0.5 b"
+run_cmd="torchrun $DIST pretrain_mixtral.py --seed 1 ${gpt_options} --data-path 0.5 a 0.5 b"
 echo ${run_cmd}
 eval ${run_cmd}
 """
@@ -90,7 +90,7 @@ def test_strings_of_flags_are_read_through_the_commands_that_run_them_and_a_plai
     ]  # fmt: skip
     assert read(EVAL).flags == [
         ("--num-layers", ["$(expr 2 + 2)"]), ("--hidden-size", ["$((2*8))"]),
-        ("--data-path", ["0.5", "a", "0.5", "b"]),
+        ("--seed", ["1"]), ("--data-path", ["0.5", "a", "0.5", "b"]),
     ]  # fmt: skip
     assert read("--moe-layer-freq ([0]*3+[1]*58)\n--pipeline-model-parallel-layout Et|(tt|)*30mL --bf16").flags == [
         ("--moe-layer-freq", ["([0]*3+[1]*58)"]), ("--pipeline-model-parallel-layout", ["Et|(tt|)*30mL"]),

@@ -115,7 +115,9 @@ def ask(flag: str, values: Sequence[str], resolved: Sequence[str]) -> Asked:
     if not values and any(one.values for one in rows):
         said = [f"{', '.join(one.values) or 'any other'}: {one.answer} {one.target}".strip() for one in rows]
         said = [f"{text} ({one.reason})" for text, one in zip(said, rows)]
-        return Asked(flag, (), BY_VALUE, "; ".join([*said, *["any other: taken"][: flag in _own()]]), None)
+        if flag in _own():
+            said.append("any other: taken")
+        return Asked(flag, (), BY_VALUE, "; ".join(said), None)
     row = megatron_flags.row_for(flag, resolved)
     if row is None and flag in _own():
         return Asked(flag, tuple(values), "taken", _own()[flag], None)

@@ -105,7 +105,7 @@ def read(text: str) -> Script:
     named = [name for words in chosen for name in _references(words, held)]
     lists = [held[name] for name in held if name in named] if named else ([] if training else list(held.values()))
     for words in [*lists, *chosen]:
-        script.flags += _flags(words)
+        script.flags += _flags([word for word in words if not _is_list_of_flags(word, held)])
     trained = next((name for name, words in commands if words in chosen and name), None)
     script.launcher = [put for word in launchers.get(trained or "", []) for put in _with_arrays(word, held)]
     return script
@@ -148,6 +148,13 @@ def _with_arrays(word: str, held: dict[str, list[str]]) -> list[str]:
     if named is None or named[1] not in held or unquoted(word).strip("${}[@]*!") != named[1]:
         return [word]
     return [put for inner in held[named[1]] for put in _with_arrays(inner, held)]
+
+
+def _is_list_of_flags(word: str, held: dict[str, list[str]]) -> bool:
+    """Say whether a word is one variable that holds flags, as the one in `--seed 1 $ARGS`: no value of `--seed`."""
+    if re.fullmatch(r"\$(\w+|\{\w+\})", unquoted(word)) is None:
+        return False
+    return any(is_flag(inside) for name in _references([word], held) for inside in held[name])
 
 
 def _follow_ifs(command: list[Word], tests: list[str]) -> None:
