@@ -132,11 +132,11 @@ class Counts:
 
 
 class Encoder:
-    """A tokenizer with the options that turn a shard into a part; each worker has one."""
+    """The tokenizer and the options that turn a shard into a part; each worker has a copy of both."""
 
-    def __init__(self, options: PreprocessOptions) -> None:
+    def __init__(self, options: PreprocessOptions, tokenizer: Tokenizer) -> None:
         self.options = options
-        self.tokenizer = tokenizer_of(options)
+        self.tokenizer = tokenizer
         self.dtype = token_dtype(self.tokenizer.vocab_size)
 
     def write_part(self, shard: Shard, folder: Path) -> None:

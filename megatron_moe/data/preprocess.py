@@ -299,7 +299,7 @@ def _finished_parts(
                 if work.assembling:
                     raise RunFault(f"{place} is damaged; remove {work.path} and start over")
                 shutil.rmtree(place)
-        with closing(write_parts(options, todo, work.workers_lock)) as written:
+        with closing(write_parts(options, tokenizer, todo, work.workers_lock)) as written:
             for shard, place in written:
                 progress.add(shard, read(place) or {})
     progress.check()

@@ -14,9 +14,10 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.data.hugging_face_folder import read_folder_tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -131,11 +132,17 @@ class _LibraryTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
-    """A tokenizer of a `tokenizer.json` file of the tokenizers library, or of a folder that contains one.
+    """The tokenizer of a Hugging Face folder, or of a `tokenizer.json` file, with the ids that transformers gives.
 
-    `eod` is the end-of-sequence token that `tokenizer_config.json` or `special_tokens_map.json` in the same folder
-    names; without either, the one token of the vocabulary whose name is among the usual ones. Truncation and padding
-    that the file may set are switched off: they would cut documents.
+    `eod` is the end-of-sequence token that the folder names; where it names none, the one token of the vocabulary whose
+    name is among the usual ones. Truncation and padding that the file may set are switched off: they would cut
+    documents.
+
+    Attributes:
+        roles: role, such as `pad_token` -> the token that has it.
+        sha256_of_file: of `tokenizer.json` alone, which differs from `sha256` where other files change its ids; None
+            where there is no such file.
+        splits_special_tokens: whether the spelling of a special token in a text is text.
     """
 
     name = "HuggingFaceTokenizer"
@@ -143,33 +150,28 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     _USUAL_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")
 
     def __init__(self, model: str | Path) -> None:
-        import tokenizers
-
-        path = Path(model)
-        file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.is_file():
-            raise ConfigError(f"--tokenizer-model {model} contains no tokenizer.json; give the file or its folder")
-        content = file.read_bytes()
-        try:
-            self._model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as error:  # the library raises bare Exception for every malformed file
-            raise ConfigError(f"--tokenizer-model {file} is not a tokenizer.json: {error}") from error
-        self._model.no_truncation()
-        self._model.no_padding()
+        found = read_folder_tokenizer(Path(model))
+        self._model, self.roles = found.model, found.roles
+        self.sha256, self.sha256_of_file = found.sha256, found.sha256_of_file
+        self.splits_special_tokens = found.model.encode_special_tokens
         vocabulary = self._model.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise ConfigError(f"--tokenizer-model {file} has an empty vocabulary")
+            raise ConfigError(f"--tokenizer-model {model} has an empty vocabulary")
         # Ids may have holes, so the number of entries is not the bound of the ids.
         self.vocab_size = max(vocabulary.values()) + 1
-        self.sha256 = hashlib.sha256(content).hexdigest()
-        eod = _special_token(file.parent, "eos_token", self._USUAL_EOD, vocabulary)
+        eod = _special_token(model, "eos_token", found.roles, self._USUAL_EOD, vocabulary)
         if eod is None:
             raise ConfigError(
-                f"--tokenizer-model {file}: no end-of-sequence token found, which ends a document here; name one as "
-                f'"eos_token" in {file.parent / "tokenizer_config.json"}'
+                f"--tokenizer-model {model}: no end-of-sequence token found, which ends a document here; name one as "
+                '"eos_token" in the tokenizer_config.json of its folder'
             )
         self.eod = eod
-        self.bos = _special_token(file.parent, "bos_token", self._USUAL_BOS, vocabulary)
+        self.bos = _special_token(model, "bos_token", found.roles, self._USUAL_BOS, vocabulary)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The library does not write this setting into the form in which a tokenizer goes to another process.
+        self.__dict__.update(state)
+        self._model.encode_special_tokens = self.splits_special_tokens
 
     def begins_with_bos(self) -> bool:
         """Return whether the post-processor of the file puts `bos` before a text."""
@@ -294,22 +296,16 @@ def decode_runs(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int]
     return "".join(pieces)
 
 
-def _special_token(folder: Path, role: str, usual: tuple[str, ...], vocabulary: dict[str, int]) -> int | None:
-    """Return the id of the special token `role` that the files in `folder` name.
+def _special_token(
+    model: str | Path, role: str, roles: dict[str, str], usual: tuple[str, ...], vocabulary: dict[str, int]
+) -> int | None:
+    """Return the id of the special token of a role.
 
-    Where they name none, return that of the usual name in the vocabulary, if it has exactly one; otherwise None.
+    Where none is named, return that of the usual name in the vocabulary, if it has exactly one; otherwise None.
     """
-    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
-        if not file.is_file():
-            continue
-        try:
-            entry = json.loads(file.read_text(encoding="utf-8")).get(role)
-        except (ValueError, AttributeError) as error:
-            raise ConfigError(f"{file} is not a JSON object: {error}") from error
-        content = entry.get("content") if isinstance(entry, dict) else entry
-        if content is not None:
-            if content not in vocabulary:
-                raise ConfigError(f"{file}: {role} {content!r} is not in the vocabulary of {folder / 'tokenizer.json'}")
-            return vocabulary[content]
+    if role in roles:
+        if roles[role] not in vocabulary:
+            raise ConfigError(f"--tokenizer-model {model}: {role} {roles[role]!r} is not in the vocabulary")
+        return vocabulary[roles[role]]
     found = [vocabulary[name] for name in usual if name in vocabulary]
     return found[0] if len(found) == 1 else None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.data.hugging_face_folder import JSON, SETTINGS, SPECIAL
 from megatron_moe.data.sentencepiece_file import SentencePieceModel
 from megatron_moe.data.tiktoken_models import RankedTokenizer, byte_letters
 from megatron_moe.data.tokenizers import (
@@ -27,10 +28,9 @@ from megatron_moe.data.tokenizers import (
 if TYPE_CHECKING:
     import tokenizers
 
-JSON, SETTINGS, PIECES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
+PIECES = "tokenizer.model"
 TEMPLATE = "chat_template.jinja"
-_ROLES = ("eos_token", "bos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-_KEPT = ("chat_template", "padding_side", "truncation_side", "model_input_names")
+_KEPT = ("chat_template", "padding_side", "truncation_side", "model_input_names", "split_special_tokens")
 """Keys of a tokenizer_config.json that are kept. Others choose a class, which could build another tokenizer than the
 tokenizer.json says, or are written anew."""
 _TEXTS = (
@@ -124,7 +124,10 @@ def transformers_files(tokenizer: Tokenizer, file: Path | None, length: int) -> 
             f"{tokenizer.name}: {JSON} has eos_token {ids['eos_token']} and bos_token {ids.get('bos_token')}, training "
             f"{tokenizer.eod} and {tokenizer.bos}; --no-tokenizer exports the model without a tokenizer"
         )
+    model.encode_special_tokens = bool(settings.get("split_special_tokens"))
     texts = [*_TEXTS, *_texts_of_vocabulary(tokenizer)]
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        texts.append("".join(known.values()))
     _require_same_ids(tokenizer, model, texts)
     if odd := [name for name, text in _ODD_TEXTS.items() if model.encode(text).ids != tokenizer.tokenize(text)]:
         notes.append(f"{JSON}: in transformers other tokens than in training stand for {', '.join(odd)}")
@@ -155,17 +158,18 @@ def _draft(tokenizer: Tokenizer, file: Path | None) -> _Draft | None:
 
 
 def _of_tokenizer_json(tokenizer: HuggingFaceTokenizer, path: Path) -> _Draft:
-    """Return the tokenizer.json as it is, with the settings of its folder that do not change its ids."""
+    """Return the tokenizer.json, as it is where the rest of its folder changes no ids, with settings of the folder."""
     file = path / JSON if path.is_dir() else path
     said: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", SETTINGS):
+    for name in (SPECIAL, SETTINGS):
         if (file.parent / name).is_file():
             said |= json.loads((file.parent / name).read_text(encoding="utf-8"))
-    roles = {role: _token(said[role]) for role in _ROLES if said.get(role) is not None}
-    roles |= _roles(tokenizer, tokenizer.fast_tokenizer())
+    roles = tokenizer.roles | _roles(tokenizer, tokenizer.fast_tokenizer())
+    whole = tokenizer.sha256 == tokenizer.sha256_of_file
+    content = file.read_bytes() if whole else tokenizer.fast_tokenizer().to_str(pretty=True).encode()
     template = file.parent / TEMPLATE
     others = {TEMPLATE: template.read_bytes()} if template.is_file() else {}
-    return _Draft(file.read_bytes(), roles, {key: said[key] for key in _KEPT if key in said}, others)
+    return _Draft(content, roles, {key: said[key] for key in _KEPT if key in said}, others)
 
 
 def _roles(tokenizer: Tokenizer, model: tokenizers.Tokenizer) -> dict[str, str]:
@@ -173,10 +177,6 @@ def _roles(tokenizer: Tokenizer, model: tokenizers.Tokenizer) -> dict[str, str]:
     ids = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos}
     tokens = {role: model.id_to_token(i) for role, i in ids.items() if i is not None}
     return {role: token for role, token in tokens.items() if token is not None}
-
-
-def _token(entry: Any) -> str:
-    return str(entry.get("content")) if isinstance(entry, dict) else str(entry)
 
 
 def _of_bytes() -> _Draft:

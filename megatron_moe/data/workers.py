@@ -18,6 +18,7 @@ from pathlib import Path
 from megatron_moe.config.errors import RunFault
 from megatron_moe.data.encoding import Encoder, PreprocessOptions
 from megatron_moe.data.inputs import Shard
+from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.data.work_folder import worker_lock
 from megatron_moe.io.files import publish_files
 
@@ -25,7 +26,9 @@ Task = tuple[Shard, Path]
 """A shard and the place of its part."""
 
 
-def write_parts(options: PreprocessOptions, tasks: Sequence[Task], workers_lock: Path) -> Generator[Task, None, None]:
+def write_parts(
+    options: PreprocessOptions, tokenizer: Tokenizer, tasks: Sequence[Task], workers_lock: Path
+) -> Generator[Task, None, None]:
     """Write the parts of shards, and yield each task when its part is in its place, in any order.
 
     `workers` processes write them; with one worker, this process does it. Of several shards that raise an error, it is
@@ -34,9 +37,8 @@ def write_parts(options: PreprocessOptions, tasks: Sequence[Task], workers_lock:
     available = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
     workers = min(available, len(tasks))
     if workers <= 1:
-        encoder = Encoder(options) if tasks else None
+        encoder = Encoder(options, tokenizer)
         for task in tasks:
-            assert encoder is not None
             _write_part(encoder, task)
             yield task
         return
@@ -46,7 +48,7 @@ def write_parts(options: PreprocessOptions, tasks: Sequence[Task], workers_lock:
         workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(options, workers_lock),
+        initargs=(options, tokenizer, workers_lock),
     )
     try:
         yield from _as_completed(executor, tasks, 2 * workers)
@@ -97,13 +99,13 @@ def _end(executor: ProcessPoolExecutor, processes: set[BaseProcess]) -> None:
 _encoder: Encoder | None = None
 
 
-def _start_worker(options: PreprocessOptions, workers_lock: Path) -> None:
+def _start_worker(options: PreprocessOptions, tokenizer: Tokenizer, workers_lock: Path) -> None:
     """Build this worker's encoder. Ctrl-C reaches every process of the terminal; the parent ends the workers."""
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker_lock(workers_lock)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encoder = Encoder(options)
+    _encoder = Encoder(options, tokenizer)
 
 
 def _end_with_parent() -> None:

@@ -210,7 +210,9 @@ def test_a_command_that_stopped_goes_on_when_it_may_skip(tmp_path, clean_sources
         written: list[Path] = []
         write = preprocess_module.write_parts
         patch.setattr(
-            preprocess_module, "write_parts", lambda o, tasks, lock: write(o, written.extend(tasks) or tasks, lock)
+            preprocess_module,
+            "write_parts",
+            lambda o, t, tasks, lock: write(o, t, written.extend(tasks) or tasks, lock),
         )
         run(clean_sources, tmp_path / "out", on_bad_line="skip", workers=2)
     assert kept and not {place.name for _, place in written} & set(kept)

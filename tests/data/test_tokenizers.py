@@ -132,19 +132,6 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_off(huggingface_file):
     assert len(tokenizer.tokenize("x")) == 1
 
 
-def test_a_folder_of_tokenizer_files_names_the_end_of_document(huggingface_file, tmp_path):
-    model = tokenizers.Tokenizer.from_file(str(huggingface_file))
-    model.add_special_tokens(["<end>", "<begin>"])
-    model.save(str(tmp_path / "tokenizer.json"))
-    said = {"eos_token": {"content": "<end>"}, "bos_token": "<begin>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
-    tokenizer = HuggingFaceTokenizer(tmp_path)
-    assert (tokenizer.eod, tokenizer.bos) == (model.token_to_id("<end>"), model.token_to_id("<begin>"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<nowhere>"}))
-    with pytest.raises(ConfigError, match="<nowhere>"):
-        HuggingFaceTokenizer(tmp_path)
-
-
 def test_ids_with_holes_still_lie_below_the_vocabulary_size(tmp_path):
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 41, "</s>": 7}, unk_token="a"))
     model.save(str(tmp_path / "tokenizer.json"))

@@ -47,12 +47,22 @@ def gpt2(folder: Path) -> DataConfig:
     return DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges)
 
 
+def folder_with_more(folder: Path) -> DataConfig:
+    """A folder whose settings add tokens to its tokenizer.json, and take the spelling of special ones as text."""
+    byte_level_bpe(WORDS).save(str(folder / "tokenizer.json"))
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "split_special_tokens": True}
+    listed = {"400": {"content": "return", "special": False}, "401": {"content": "x ", "special": False}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**said, "added_tokens_decoder": listed}))
+    return of("HuggingFace", folder)
+
+
 MADE: dict[str, Callable[[Path], DataConfig]] = {
     "own bpe": lambda folder: own_pieces(folder, "bpe"),
     "own unigram": lambda folder: own_pieces(folder, "unigram"),
     "bpe with a prefix": lambda folder: usual_pieces(folder, "bpe"),
     "unigram with a prefix": lambda folder: usual_pieces(folder, "unigram"),
     "gpt2": gpt2,
+    "folder": folder_with_more,
     "kimi": lambda folder: of("HuggingFace", kimi_folder(folder / "kimi")),
     "tiktoken": lambda folder: of("Tik", megatron_file(folder / "vocabulary.json")),
     "bytes": lambda folder: DataConfig(tokenizer_type="ByteTokenizer"),
@@ -89,12 +99,13 @@ def test_a_tokenizer_json_that_adds_nothing_is_copied_byte_for_byte(tmp_path):
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<e>": 2, "<u>": 3}, unk_token="<u>"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     model.add_special_tokens(["<e>"])
-    model.save(str(tmp_path / "tokenizer.json"))
+    # Of this name, so that the files beside it add nothing to it.
+    model.save(str(tmp_path / "mine.json"))
     said = {"pad_token": "<p>", "chat_template": "x", "tokenizer_class": "LlamaTokenizer", "auto_map": {"a": "b"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<e>"}}))
-    _, made = files_of(of("HuggingFace", tmp_path))
-    assert made.contents["tokenizer.json"] == (tmp_path / "tokenizer.json").read_bytes()
+    _, made = files_of(of("HuggingFace", tmp_path / "mine.json"))
+    assert made.contents["tokenizer.json"] == (tmp_path / "mine.json").read_bytes()
     settings = json.loads(made.contents["tokenizer_config.json"])
     assert settings["eos_token"] == "<e>" and settings["chat_template"] == "x"
     # A token that is not in the vocabulary would get an id beyond the model's.

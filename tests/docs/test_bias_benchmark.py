@@ -1,4 +1,4 @@
-"""benchmarks/bias_exactness.py counts wrong updates rightly, and finds none of ours."""
+"""benchmarks/bias_exactness.py finds wrong updates of the engine, and none of ours."""
 
 from __future__ import annotations
 
@@ -7,24 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.bias_exactness import Tally, pull_request_7081, right_direction
-
 pytestmark = pytest.mark.engine
-
-
-def test_an_update_is_swallowed_reversed_or_invented() -> None:
-    tally = Tally()
-    right = right_direction(torch.tensor([1, 5, 3, 3, 3]))
-    assert right.tolist() == [1, -1, 0, 0, 0]
-    tally.add(torch.tensor([0.0, 1e-3, -1e-3, 0.0, 0.0]), right)
-    assert (tally.updates, tally.swallowed, tally.reversed, tally.invented) == (5, 1, 1, 1)
-    assert tally.wrong == 3 / 5 and tally.step == pytest.approx(1e-3)
-
-
-def test_the_sums_of_pull_request_7081_come_out() -> None:
-    found = pull_request_7081()
-    assert found["exact"] == 40_840
-    assert {found["tree"], found["ring"]} == {41_216, 40_704}
 
 
 def steps() -> Any:

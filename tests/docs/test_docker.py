@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from packaging.specifiers import SpecifierSet
 
 from tests.helpers.sources import ROOT
 
@@ -52,14 +51,6 @@ def test_what_is_copied_is_there_and_not_ignored(path: Path) -> None:
     assert user not in ("root", "0") and f"useradd --create-home --shell /bin/bash {user}" in made
 
 
-def test_the_gpu_build_compares_the_images_libraries_before_and_after_pip() -> None:
-    (step,) = [rest for word, rest in instructions(ROOT / "Dockerfile") if word == "RUN" and "pip install" in rest]
-    commands = [command.strip().split()[:3] for command in step.split("&&")]
-    assert commands[0] == ["python", "docker/image_libraries.py", "record"]
-    assert commands[1][:2] == ["pip", "install"] and "--constraint" not in step
-    assert commands[2] == ["python", "docker/image_libraries.py", "compare"]
-
-
 # ---- the proof that pip replaced nothing
 
 
@@ -99,17 +90,3 @@ def test_a_library_that_pip_replaced_or_moved_ends_the_build(tmp_path: Path) -> 
     done = proof(image, "compare")
     assert done.returncode == 1 and "apex changed" in done.stderr
     assert "torch changed" in done.stderr and "2.12.0a0+nv26.05" in done.stderr and "2.13.0" in done.stderr
-
-
-# ---- Transformer Engine's source distribution is built against the torch that is there while it is built
-
-
-def test_the_documented_commands_install_the_tested_version_against_the_torch_that_is_there() -> None:
-    page = (ROOT / "docs" / "gpu.md").read_text()
-    commands = re.findall(r"^pip install (.*)'transformer-engine\[pytorch\]==([^']*)'.*$", page, re.MULTILINE)
-    ranges = re.findall(r"transformer-engine\[pytorch\]([^;]+); python_version", (ROOT / "setup.py").read_text())
-    tested = [(ROOT / f"constraints/transformer-engine-{name}.txt").read_text() for name in ("py311", "py312")]
-    versions = [re.findall(r"^transformer-engine==(.+)$", text, re.MULTILINE)[0] for text in tested]
-    assert [version for _, version in commands] == versions[::-1]
-    assert all("--no-build-isolation" in options.split() for options, _ in commands)
-    assert [version in SpecifierSet(one) for version, one in zip(versions, ranges, strict=True)] == [True, True]

@@ -32,7 +32,7 @@ def byte_level(folder: Path, size: int = 330) -> Path:
     )
     folder.mkdir()
     model.save(str(folder / "tokenizer.json"))
-    said = {"eos_token": "<|end|>", "bos_token": {"content": "<|bos|>"}, "pad_token": "<pad>", "auto_map": {"a": "b"}}
+    said = {"eos_token": "<|end|>", "bos_token": "<|bos|>", "pad_token": "<pad>", "auto_map": {"a": "b"}}
     (folder / "tokenizer_config.json").write_text(json.dumps({**said, "tokenizer_class": "LlamaTokenizer"}))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
@@ -43,8 +43,4 @@ def published(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.flo
     byte_level(folder, tiny_models.VOCABULARY)
     model = tiny_models.make(case, seed, folder, dtype)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "bos_token_id": 1}))
-    said = json.loads((folder / "tokenizer_config.json").read_text())
-    del said["auto_map"]
-    said |= {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
     return model

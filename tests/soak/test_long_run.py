@@ -1,8 +1,7 @@
 """A long run holds no more at its end than at its beginning: memory, handles, threads, children, time and files.
 
 20,000 steps of a tiny MoE on two ranks with all that goes on around training: evaluations, checkpoints in the
-background with retention, metrics, TensorBoard, health, the picture. `tests/soak/long_run.py` judges; that it finds
-a leak is held by tests/soak/test_long_run_judgement.py.
+background with retention, metrics, TensorBoard, health, the picture. `tests/soak/long_run.py` judges.
 """
 
 from __future__ import annotations

@@ -19,17 +19,18 @@ from typing import Any
 from megatron_moe.checkpoint import folder, manifest, origin
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
+from megatron_moe.data.hugging_face_folder import ADDED, JSON, SETTINGS, SPECIAL
 from megatron_moe.data.tiktoken_models import KIMI_FILE, kimi_tokenizer
 from megatron_moe.data.tokenizer_choice import tokenizer_of_step
-from megatron_moe.data.transformers_files import JSON, PIECES, SETTINGS, TEMPLATE, transformers_files
+from megatron_moe.data.tokenizers import HuggingFaceTokenizer
+from megatron_moe.data.transformers_files import PIECES, TEMPLATE, transformers_files
 from megatron_moe.io.hashing import FileEntry
 
 GENERATION = "generation_config.json"
 _NULL = "NullTokenizer"
 _VOCABULARIES = (JSON, PIECES, KIMI_FILE, "vocab.json")
 _TOKENIZER_FILES = {
-    *(*_VOCABULARIES, SETTINGS, TEMPLATE, "merges.txt", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.txt", "chat_template.json"),
+    *(*_VOCABULARIES, SETTINGS, TEMPLATE, "merges.txt", SPECIAL, ADDED, "vocab.txt", "chat_template.json"),
 }
 
 
@@ -149,6 +150,8 @@ def _require_trained_with(
         found.add(hashlib.sha256(b"\0".join(path.read_bytes() for path in contents)).hexdigest())
     if wanted not in found and KIMI_FILE in came:
         found.add(kimi_tokenizer(step / origin.FOLDER).sha256)
+    if wanted not in found and JSON in came:
+        found.add(HuggingFaceTokenizer(step / origin.FOLDER).sha256)
     if wanted not in found:
         there = config.get("tokenizer_model") or config.get("vocab_file")
         raise ConfigError(
