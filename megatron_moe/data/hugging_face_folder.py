@@ -77,15 +77,18 @@ def read_folder_tokenizer(path: Path) -> FolderTokenizer:
                 "is not installed; run pip install transformers"
             )
         model, roles = _of_transformers(folder)
-        return FolderTokenizer(model, roles, _digest(_meaning(model)), None)
+        return FolderTokenizer(model, roles, _meaning(model), None)
     content = file.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    written = _parsed(content, file)
+    model = _parsed(content, file)
+    padding = model.padding
+    _take_whole_texts(model)
     if alone:
-        return FolderTokenizer(written, _roles(_object(folder / SPECIAL) | _object(folder / SETTINGS)), digest, digest)
-    model, roles = _of_transformers(folder) if has_transformers() else _merged(content, file)
+        return FolderTokenizer(model, _roles(_object(folder / SPECIAL) | _object(folder / SETTINGS)), digest, digest)
+    as_written = _meaning(model)
+    model, roles = _of_transformers(folder) if has_transformers() else _merged(model, padding, folder)
     meaning = _meaning(model)
-    return FolderTokenizer(model, roles, digest if meaning == _meaning(written) else _digest(meaning), digest)
+    return FolderTokenizer(model, roles, digest if meaning == as_written else meaning, digest)
 
 
 def has_transformers() -> bool:
@@ -97,12 +100,14 @@ def _parsed(content: bytes, file: Path) -> tokenizers.Tokenizer:
     import tokenizers
 
     try:
-        model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        return tokenizers.Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:  # the library raises bare Exception for every malformed file
         raise ConfigError(f"--tokenizer-model {file} is not a {JSON}: {error}") from error
+
+
+def _take_whole_texts(model: tokenizers.Tokenizer) -> None:
     model.no_truncation()
     model.no_padding()
-    return model
 
 
 def _object(file: Path) -> dict[str, Any]:
@@ -127,20 +132,28 @@ def _roles(said: dict[str, Any]) -> dict[str, str]:
     return {role: str(token) for role in _ROLES if (token := _content(said.get(role))) is not None}
 
 
-def _meaning(model: tokenizers.Tokenizer) -> dict[str, Any]:
-    """Return what decides the ids of texts, in one form for all that mean the same."""
-    said = json.loads(model.to_str())
-    bpe = {name: value for name, value in said["model"].items() if value not in (None, "", False)}
+def _written(model: tokenizers.Tokenizer) -> tuple[dict[str, Any], str]:
+    """Return what the file of a tokenizer says before its vocabulary, and the rest as it is: that is most of it."""
+    text = model.to_str()
+    at = text.index('"vocab":')  # inside a string its quotation marks would have backslashes
+    return json.loads(text[:at] + '"vocab":null}}'), text[at:]
+
+
+def _meaning(model: tokenizers.Tokenizer) -> str:
+    """Return the SHA-256 of what decides the ids of texts, the same for all that mean the same."""
+    said, vocabulary = _written(model)
+    settings = {name: value for name, value in said["model"].items() if value not in (None, "") and value is not False}
     tokens = [{name: value for name, value in token.items() if name != "special"} for token in said["added_tokens"]]
     try:
         around = [model.encode("", add_special_tokens=True).ids, model.encode("", "", add_special_tokens=True).ids]
     except Exception:  # bare, for an empty text that the model has no token for
         around = []
-    return {
-        "model": bpe, "normalizer": said["normalizer"], "pre_tokenizer": _without_offsets(said["pre_tokenizer"]),
-        "around": around,
-        "added_tokens": sorted(tokens, key=lambda token: token["id"]), "splits": model.encode_special_tokens,
+    meant = {
+        "model": settings, "normalizer": said["normalizer"], "pre_tokenizer": _without_offsets(said["pre_tokenizer"]),
+        "around": around, "splits": model.encode_special_tokens,
+        "added_tokens": sorted(tokens, key=lambda token: token["id"]),
     }  # fmt: skip
+    return hashlib.sha256((json.dumps(meant, sort_keys=True) + vocabulary).encode()).hexdigest()
 
 
 def _without_offsets(step: Any) -> Any:
@@ -150,10 +163,6 @@ def _without_offsets(step: Any) -> Any:
     if not isinstance(step, dict):
         return step
     return {name: _without_offsets(value) for name, value in step.items() if name != "trim_offsets"}
-
-
-def _digest(meaning: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(meaning, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
 
 
 def _of_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -180,20 +189,18 @@ def _of_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
             f"--tokenizer-model {folder}: transformers reads it with {type(theirs).__name__}, which is not one of the "
             f"tokenizers library; save it as one ({JSON})"
         )
-    model.no_truncation()
-    model.no_padding()
+    _take_whole_texts(model)
     return model, {role: str(token) for role in _ROLES if (token := getattr(theirs, role, None)) is not None}
 
 
-def _merged(content: bytes, file: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Return the tokenizer of a file with the tokens that the files beside it add, and its roles.
+def _merged(model: Any, padding: dict[str, Any] | None, folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """Add the tokens of the other files of a folder to the tokenizer of its `tokenizer.json`; return it and its roles.
 
     Raises:
         ConfigError: transformers would build another one, or a file is malformed.
     """
-    folder = file.parent
     try:
-        return _with_added_tokens(_parsed(content, file), json.loads(content), folder)
+        return _with_added_tokens(model, padding, folder)
     except ConfigError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -201,8 +208,9 @@ def _merged(content: bytes, file: Path) -> tuple[tokenizers.Tokenizer, dict[str,
 
 
 def _with_added_tokens(
-    model: tokenizers.Tokenizer, written: dict[str, Any], folder: Path
+    model: tokenizers.Tokenizer, padding: dict[str, Any] | None, folder: Path
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    written, _ = _written(model)
     said = _object(folder / SETTINGS)
     model_type = _object(folder / _MODEL).get("model_type")
     defaults = _class_defaults(said, model_type, written, folder)
@@ -212,14 +220,14 @@ def _with_added_tokens(
         known = {int(number): _token(token) for number, token in said["added_tokens_decoder"].items()}
     else:
         known = _older_tokens(said, written, folder)
-    if defaults and not _same_when_rebuilt(known, written):
+    if defaults and not _same_when_rebuilt(known, model):
         raise _unknown(said, model_type, folder)
     for token in (*map(said.get, _ROLES), *_extra(said)):
         if isinstance(token, dict) and "__type" not in token:
             raise ConfigError(f"--tokenizer-model {folder}: transformers cannot read the token {token}; give its text")
     roles: dict[str, Any] = {**defaults, **{role: said[role] for role in _ROLES if role in said}}
-    if written.get("padding"):
-        roles.setdefault("pad_token", written["padding"]["pad_token"])
+    if padding is not None:
+        roles.setdefault("pad_token", padding["pad_token"])
     others = [said[key] for key in said if key.endswith("_token") and key not in _ROLES and isinstance(said[key], str)]
     present = list(model.get_added_tokens_decoder().values())
     added = [token for _, token in sorted(known.items()) if repr(token) not in set(map(repr, present))]
@@ -317,10 +325,10 @@ def _class_defaults(
     raise _unknown(said, model_type, folder)
 
 
-def _same_when_rebuilt(known: dict[int, tokenizers.AddedToken], written: dict[str, Any]) -> bool:
+def _same_when_rebuilt(known: dict[int, tokenizers.AddedToken], model: tokenizers.Tokenizer) -> bool:
     """Return whether a class that keeps the vocabulary and adds the listed tokens anew gives them the same ids."""
-    vocabulary = written["model"]["vocab"]
-    if not {token["id"] for token in written["added_tokens"]} <= known.keys():
+    vocabulary = model.get_vocab(with_added_tokens=False)
+    if not model.get_added_tokens_decoder().keys() <= known.keys():
         return False
     beyond = sorted(number for number, token in known.items() if token.content not in vocabulary)
     return beyond == list(range(len(vocabulary), len(vocabulary) + len(beyond)))
