@@ -15,7 +15,7 @@ from megatron_moe.config.paths import require_writable_folder
 from megatron_moe.config.schema import Run
 from megatron_moe.data.index_file import Sidecar, TokenIndex, open_index, read_sidecar, sidecar_path
 from megatron_moe.data.sources import SPLITS, Sources, flag_of, read_sources
-from megatron_moe.data.tokenizers import HuggingFaceTokenizer, Tokenizer
+from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.hashing import sha256_of_file
 
 _SHOW_PROGRESS_FROM = 1 << 28  # bytes
@@ -141,18 +141,11 @@ def check_sidecar(index: TokenIndex, sidecar: Sidecar, tokenizer: Tokenizer, lim
                 "not written together; copy all three files again"
             )
     if sidecar.tokenizer_sha256 != tokenizer.sha256:
-        if isinstance(tokenizer, HuggingFaceTokenizer) and sidecar.tokenizer_sha256 == tokenizer.sha256_of_file:
-            raise ConfigError(
-                f"{path}: the data was written with the ids of tokenizer.json alone ({sidecar.vocab_size} ids); with "
-                f"what the other files of --tokenizer-model change, as transformers reads them, there are "
-                f"{tokenizer.vocab_size}, and texts may have others; write the data again, or copy tokenizer.json into "
-                "a folder of its own and give that"
-            )
         raise ConfigError(
             f"{path}: the data was written with {sidecar.tokenizer_type} {sidecar.tokenizer_sha256[:12]} "
             f"({sidecar.vocab_size} ids), the run has --tokenizer-type {tokenizer.name} {tokenizer.sha256[:12]} "
             f"({tokenizer.vocab_size} ids); give that tokenizer with --tokenizer-type and --tokenizer-model, or write "
-            "the data again"
+            f"the data again{tokenizer.remedy(sidecar.tokenizer_sha256)}"
         )
     if sidecar.max_id >= limit or sidecar.min_id < 0:
         bad = sidecar.max_id if sidecar.max_id >= limit else sidecar.min_id

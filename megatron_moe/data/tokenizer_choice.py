@@ -103,6 +103,7 @@ def tokenizer_of_step(
         raise ConfigError(
             f"{where}: was trained with another tokenizer than {files} is now (SHA-256 {wanted[:12]}..., now "
             f"{tokenizer.sha256[:12]}...); name the right one: --tokenizer-type {trained_with.get('type')} {flags}"
+            f"{tokenizer.remedy(wanted)}"
         )
     return tokenizer, data
 

@@ -54,6 +54,10 @@ class Tokenizer(ABC):
         sequence that is not UTF-8 become U+FFFD, so that any generated ids can be decoded.
         """
 
+    def remedy(self, sha256: str) -> str:
+        """Return what to add to the refusal of data, or of a model, whose tokenizer has another hash."""
+        return ""
+
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
         """Type and hash of the tokenizer, which the engine writes into the key of its index caches."""
@@ -172,6 +176,14 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         # The library does not write this setting into the form in which a tokenizer goes to another process.
         self.__dict__.update(state)
         self._model.encode_special_tokens = self.splits_special_tokens
+
+    def remedy(self, sha256: str) -> str:
+        if sha256 != self.sha256_of_file:
+            return ""
+        return (
+            "; that hash is of tokenizer.json alone, and other files of its folder change ids for transformers: "
+            "to go on with those of the file, copy it into a folder of its own and give that"
+        )
 
     def begins_with_bos(self) -> bool:
         """Return whether the post-processor of the file puts `bos` before a text."""

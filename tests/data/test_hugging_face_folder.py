@@ -172,6 +172,7 @@ def test_ids_are_those_of_transformers_or_refused(tmp_path, monkeypatch, kind):
     assert len({tokenizer.sha256 for tokenizer in made}) == 1
     # A dataset of an older version, which read tokenizer.json alone, is taken where no text can differ.
     assert (made[0].sha256 == made[0].sha256_of_file) == (kind in PLAIN)
+    assert "tokenizer.json alone" in made[0].remedy(made[0].sha256_of_file) and made[0].remedy("0") == ""
 
 
 def test_older_files_are_read_by_transformers_alone(tmp_path, monkeypatch):
