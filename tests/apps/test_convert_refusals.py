@@ -58,7 +58,7 @@ def edit(hf: Path, change: Any) -> None:
     save_file(values, hf / SHARD, {"format": "pt"})
 
 
-def test_an_output_that_is_there_or_is_the_source_is_refused(tmp_path, capsys, hf):
+def test_an_output_that_is_there_or_is_the_source_is_refused(tmp_path, capsys, monkeypatch, hf):
     full = tmp_path / "full"
     full.mkdir()
     (full / "mine.txt").write_text("kept")
@@ -72,6 +72,7 @@ def test_an_output_that_is_there_or_is_the_source_is_refused(tmp_path, capsys, h
     (tmp_path / "file").write_text("")
     assert f"{tmp_path / 'file'} is a file" in refused(capsys, words(hf, tmp_path / "file" / "native"))
     (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "full")
     assert all("is a folder that is in use" in refused(capsys, words(hf, taken)) for taken in (Path.cwd(), Path("/")))
     assert main(words(hf, tmp_path / "empty")) == 0
     assert main(words(hf, tmp_path / "none" / "yet" / "native")) == 0  # as train and prepare do, folders are made
