@@ -126,6 +126,14 @@ def test_ties_are_followed_and_counted_and_other_choices_are_errors(tmp_path):
     assert result.choices[1].largest_margin > TIE
 
 
+def test_logits_that_no_token_changes_show_nothing(tmp_path):
+    case = Case(tmp_path, "mixtral", lambda model: model.lm_head.weight.zero_())
+    (failure,) = case.compared().failures
+    assert "logits are the same for all tokens (0)" in failure and "--allow-suspicious-weights" in failure
+    with opened(locate(case.folder)) as found:
+        assert compare_with(case.reference, found, case.tokens, allow_constant=True).passed
+
+
 def test_a_nan_or_another_gradient_is_no_agreement(tmp_path):
     case = Case(tmp_path, "mixtral")
     poisoned = case.reference.logits.clone()

@@ -30,7 +30,6 @@ from megatron_moe.hf.tensors import dtype_name, sha256
 from megatron_moe.hf.transforms import Shape
 from megatron_moe.io.files import replace_text
 
-NAME = "conversion_certificate.json"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _BLOCK = 1 << 20
 """Number of elements that are checked at a time."""

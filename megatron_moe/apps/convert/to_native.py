@@ -32,12 +32,14 @@ from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.hf.architecture import settings_of
-from megatron_moe.hf.folder import INDEX, HFFolder
+from megatron_moe.hf.folder import CERTIFICATE, INDEX, HFFolder
 from megatron_moe.hf.mapping import Mapping, Piece, mapping, require_tensors
 from megatron_moe.hf.tensors import TensorReader, dtype_name, sha256
 from megatron_moe.hf.transforms import Shape
+from megatron_moe.hf.weight_check import WeightCheck, refusal
 from megatron_moe.io.files import new_file, write_bytes, write_json
 from megatron_moe.io.hashing import FileEntry, HashingFile, sha256_of_file
+from megatron_moe.io.program import note
 
 # ---- The files of a native step, written by blocks without a process group: a data file per layer, and the index.
 #
@@ -233,8 +235,9 @@ class ToNative(Conversion):
         flags = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}, torch.float32: {}}
         self.run = build({**flat, **flags[self.dtype]})
         self.table = table
+        self.weights = WeightCheck(self.reader, table)
         self.inputs = {name: found.path / name for name in {stored.file for stored in found.tensors.values()}}
-        self.companions = {name: path for name, path in found.companions.items() if name != certificate.NAME}
+        self.companions = {name: path for name, path in found.companions.items() if name != CERTIFICATE}
         self.inputs |= self.companions
         if (found.path / INDEX).exists():
             self.inputs[INDEX] = found.path / INDEX
@@ -302,9 +305,14 @@ class ToNative(Conversion):
         tensors, entries = [], []
         for name in piece.hf:
             tensor, digests = self.reader.read_hashed(name, torch.float32 if dtype == torch.float32 else None)
+            self.weights.require_certified(digests)
             certificate.require_finite(tensor, name, str(self.source))
             stored = self.reader.folder.tensors[name]
             entry: Row = {"name": name, "shape": list(stored.shape), "dtype": stored.dtype, "sha256": digests[name]}
+            if doubt := self.weights.doubt(name, tensor, digests[name]):
+                if not self.options.allow_suspicious_weights:
+                    raise refusal(doubt)
+                entry["suspicious"] = doubt
             for scale in self.reader.sources(name)[1:]:
                 entry["scale"] = {"name": scale, "sha256": digests[scale]}
             tensors.append(certificate.cast(tensor, dtype, name))
@@ -328,6 +336,11 @@ class ToNative(Conversion):
                 )
 
     def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
+        entries = (entry for record in records for row in record["rows"] for entry in row["hf"])
+        suspicious = [f"WARNING: {entry['suspicious']}: taken as it is" for entry in entries if "suspicious" in entry]
+        self.warnings += suspicious
+        for line in suspicious:
+            note(line)
         step = folder.step_folder(output, ITERATION)
         files = {Path(record["name"]).name: record["entry"] for record in records}
         parts = [StoredPart(*part) for record in records for part in record["parts"]]
