@@ -214,11 +214,8 @@ PLANTED: dict[str, tuple[str, Break, str]] = {
     "another mscale": ("deepseek-v2-grouped", settings(mscale=1.0), "rotary amplitude is"),
     "half of the rotary factor": ("glm4-moe", settings(rotary_percent=0.25), "rotary frequencies: 3 pairs here, 6"),
     "groups by the sum of two": ("deepseek-v2-grouped", settings(moe_router_group_score="top2"), EXPERTS),
-    "groups by their best": ("deepseek-v3", settings(moe_router_group_score="max"), EXPERTS),
     "an expert too few": ("glm4-moe", settings(moe_router_topk=2), "2 experts per token here, 3 there"),
     "no scaling factor": ("moonlight", settings(moe_router_topk_scaling_factor=None), WEIGHTS),
-    "weights normalised": ("qwen2-moe", settings(moe_router_norm_topk_prob=True), WEIGHTS),
-    "softmax for sigmoid": ("moonlight", settings(moe_router_score_function="softmax"), EXPERTS),
     # told before anything is computed
     "a norm left out": ("qwen2-moe", table(without_last_norm), "unexpected: model.norm.weight"),
     "no dense layer": ("deepseek-v2", settings(moe_layer_freq=1), "missing: "),

@@ -1,7 +1,5 @@
 """What a run is told of its data before it continues."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +10,7 @@ from megatron_moe.training.plan import same_data_notes
 
 def test_made_up_data_of_another_version_may_be_others_and_data_on_disk_are_not():
     def notes(versions: dict[str, str], **flags: Any) -> list[str]:
-        run = replace(Run(), vocab_size=99, **flags)
-        state = {"data": {}, "versions": versions}
+        run, state = replace(Run(), vocab_size=99, **flags), {"data": {}, "versions": versions}
         source = SimpleNamespace(weights_only=False, state=state, config=flatten(run), step="iter_0000005")
         return same_data_notes(run, {}, SimpleNamespace(source=source))
 
