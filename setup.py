@@ -1,9 +1,12 @@
 """Packaging of megatron_moe. The exact versions that are tested stand in `constraints/`."""
 
 import re
+import subprocess
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).parent
 # What tools/preprocess_data.py reads .zst and tables with.
@@ -23,7 +26,29 @@ def readme() -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
+def stamp(package: Path) -> None:
+    """Write the commit into a package that is built from a git checkout (`io/source_version.py` reads it)."""
+    if (HERE / ".git").exists():
+        command = ["git", "-C", str(HERE), "rev-parse", "HEAD"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        (package / "commit.txt").write_text(found)
+
+
+class BuildWithCommit(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            stamp(Path(self.build_lib) / "megatron_moe")
+
+
+class SdistWithCommit(sdist):
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        stamp(Path(base_dir) / "megatron_moe")
+
+
 setup(
+    cmdclass={"build_py": BuildWithCommit, "sdist": SdistWithCommit},
     name="megatron_moe",
     version=version(),
     description="Mixture-of-experts pre-training on megatron-core",
@@ -35,7 +60,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_moe", "megatron_moe.*"]),
     package_data={
-        "megatron_moe": ["py.typed"],
+        "megatron_moe": ["commit.txt", "py.typed"],
         "megatron_moe.config": ["megatron_flags.tsv"],
         "megatron_moe.launch": ["slurm.sh"],
         "megatron_moe.platform": ["engine_defects.yaml"],

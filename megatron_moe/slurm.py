@@ -10,6 +10,7 @@ mistake, sbatch's if it refuses the job.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 import shutil
@@ -148,15 +149,19 @@ def _words(typed: str) -> list[str]:
         raise ConfigError(f"--preflight-flags {typed!r}: {error}; e.g. '--across 40'") from None
 
 
-def _seconds(limit: str) -> int:
-    """Return the seconds of a time limit in one of sbatch's forms: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S."""
+def _seconds(limit: str) -> float:
+    """Return the seconds of a time limit in one of sbatch's forms: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, or none."""
+    if limit.upper() in ("UNLIMITED", "INFINITE", "-1", "0"):
+        return math.inf
     if found := _DAYS.fullmatch(limit):
         days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if found := _HOURS.fullmatch(limit):
         hours, minutes, seconds, alone = (int(part or 0) for part in found.groups())
         return (hours * 60 + minutes + alone) * 60 + seconds
-    raise ConfigError(f"--time {limit}: is no limit as sbatch takes it; e.g. 24:00:00, 90 (minutes), 2-12 (days-hours)")
+    raise ConfigError(
+        f"--time {limit}: is no limit as sbatch takes it; e.g. 24:00:00, 90 (minutes), 2-12 (days-hours), UNLIMITED"
+    )
 
 
 def _warning(own: argparse.Namespace) -> int:

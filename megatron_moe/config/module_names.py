@@ -73,6 +73,24 @@ def matches(run: Run, pattern: str) -> tuple[str, ...]:
     )
 
 
+def patterns_of(run: Run, parameters: Collection[str]) -> tuple[str, ...]:
+    """Return patterns of `--keep-fp32` that keep the modules of these parameters, and no others, in fp32."""
+    owners = {f"{name}.{parameter}": name for name, own in modules(run).items() for parameter in own}
+    chosen = {owners[name] for name in parameters}
+    found: list[str] = []
+    covered: set[str] = set()
+    names = sorted(chosen)
+    for pattern in dict.fromkeys((*aliases(run), *(f"*.{name.rpartition('.')[2]}" for name in names), *names)):
+        named = set(matches(run, pattern))
+        inside = {name for name in owners.values() if name in named or is_inside(name, named)}
+        if inside - covered and inside <= chosen:
+            found.append(pattern)
+            covered |= inside
+    if EMBEDDING in found and not run.model.untie_embeddings_and_output_weights:
+        found.append(OUTPUT_LAYER)
+    return tuple(found)
+
+
 def parameters_of(run: Run, pattern: str) -> tuple[str, ...]:
     """Return the parameters that one pattern of `--freeze` names, which may be none.
 

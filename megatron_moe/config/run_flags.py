@@ -196,6 +196,9 @@ class CheckpointConfig:
     load_hf: str | None = mute(
         None, "Hugging Face folder to start from: architecture and weights; a step in --load takes precedence"
     )
+    allow_suspicious_weights: bool = flag(
+        False, "--load-hf: go on where the folder's weights look damaged: zeros of a broken download, equal experts"
+    )
     pretrained_checkpoint: str | None = mute(
         None, "folder whose weights the run starts from where --load has no step yet: as --load FOLDER --finetune"
     )

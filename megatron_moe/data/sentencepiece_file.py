@@ -7,6 +7,7 @@ normaliser's. It is read here by its wire format, without the protobuf package.
 from __future__ import annotations
 
 import itertools
+import re
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,10 @@ class SentencePieceModel:
             )
         result = tokenizers.Tokenizer(self._model())
         result.normalizer = self._normalizer()
+        if symbols := self._symbols(result.normalizer):
+            # Added tokens would cut the text before it is normalised, and each part would begin with a space.
+            pattern = "|".join(re.escape(text) for text in sorted(symbols, key=len, reverse=True))
+            result.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
         steps: list[Any] = [tokenizers.decoders.Replace(_SPACE, " "), tokenizers.decoders.ByteFallback()]
         steps.append(tokenizers.decoders.Fuse())
         if self.add_dummy_prefix:
@@ -85,12 +90,33 @@ class SentencePieceModel:
         result.decoder = tokenizers.decoders.Sequence(steps)
         result.add_tokens(
             [
-                tokenizers.AddedToken(text, special=kind != USER_DEFINED, normalized=False)
+                tokenizers.AddedToken(text, special=True, normalized=False)
                 for text, _, kind in self.pieces
-                if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+                if kind in (UNKNOWN, CONTROL)
             ]
         )
         return result
+
+    def _symbols(self, normalizer: Any) -> list[str]:
+        """Return the user-defined symbols, which SentencePiece takes out of a text as they are.
+
+        Raises:
+            ConfigError: the library cannot do that with one.
+        """
+        symbols = [text for text, _, kind in self.pieces if kind == USER_DEFINED]
+        for text in symbols:
+            reason = None
+            if normalizer.normalize_str(text).removeprefix(_SPACE if self.add_dummy_prefix else "") != text:
+                reason = "would normalise it"
+            elif self.model_type == UNIGRAM and any(text != other and text in other for other in symbols):
+                reason = "would choose otherwise between it and a longer one that contains it"
+            if reason is not None:
+                raise ConfigError(
+                    f"--tokenizer-type SentencePieceTokenizer: has the user-defined symbol {text!r}, and the "
+                    f"tokenizers library, by which transformers reads it, {reason}; --no-tokenizer exports the model "
+                    "without one"
+                )
+        return symbols
 
     def _model(self) -> Any:
         import tokenizers
@@ -106,6 +132,7 @@ class SentencePieceModel:
             unk_token=None if unknown is None else self.pieces[unknown][0],
             fuse_unk=True,
             byte_fallback=has_bytes,
+            ignore_merges=any(kind == USER_DEFINED for _, _, kind in self.pieces),  # these are no results of merges
         )
 
     def _merges(self) -> list[tuple[str, str]]:

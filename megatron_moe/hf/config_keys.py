@@ -51,6 +51,11 @@ class Keys:
         self._read.add(key)
         return self.values.get(key) is not None
 
+    def is_null(self, key: str) -> bool:
+        """Return whether the key is there and null; for one that is missing transformers may have another default."""
+        self._read.add(key)
+        return key in self.values and self.values[key] is None
+
     def ignore(self, *names: str) -> None:
         """Ignore keys whose value has no meaning here."""
         self._read.update(names)
@@ -159,7 +164,9 @@ def first_layers_dense(keys: Keys) -> int | str:
     dense = keys.integer("first_k_dense_replace", low=0)
     if dense >= layers:
         raise keys.refusal("first_k_dense_replace", f"leaves none of the {layers} layers as a MoE layer")
-    return layer_freq([0] * dense + [1] * (layers - dense))
+    pattern = [0] * dense + [1] * (layers - dense)
+    keys.only("moe_layer_freq", (1, pattern), "every layer after first_k_dense_replace is a MoE layer")
+    return layer_freq(pattern)
 
 
 def first_dense_of(run: Run) -> int:

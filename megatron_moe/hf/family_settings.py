@@ -19,7 +19,6 @@ def _latent(keys: Keys) -> dict[str, Any]:
     """Return the settings of attention and dense layers, which DeepSeek-V2 and -V3 have in common."""
     keys.only("attention_bias", (False,), "latent attention has no biases here")
     keys.only("rope_interleave", (True,), "latent attention rotates neighbouring pairs here")
-    keys.only("moe_layer_freq", (1,), "every layer after first_k_dense_replace is a MoE layer")
     heads = keys.integer("num_attention_heads")
     if keys.integer("num_key_value_heads", default=heads) != heads:
         raise keys.refusal(
@@ -55,11 +54,12 @@ def routed_and_shared(keys: Keys, *aliases: str) -> dict[str, Any]:
     experts = expert_count(keys, "n_routed_experts", *aliases)
     width = keys.integer("moe_intermediate_size")
     factor = keys.number("routed_scaling_factor")
+    shared = None if keys.is_null("n_shared_experts") else keys.integer("n_shared_experts") * width
     return {
         "num_experts": experts,
         "moe_layer_freq": first_layers_dense(keys),
         "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": keys.integer("n_shared_experts") * width,
+        "moe_shared_expert_intermediate_size": shared,
         "moe_router_topk": topk(keys, experts),
         "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
     }
@@ -81,7 +81,7 @@ def topk(keys: Keys, experts: int) -> int:
 
 def _groups(keys: Keys, experts: int, chosen: int, score: str) -> dict[str, Any]:
     """Return the settings of group-limited routing; none where there is one group."""
-    groups = keys.integer("n_group")
+    groups = 1 if score == "top2" and keys.is_null("n_group") else keys.integer("n_group")
     if groups == 1:
         keys.integer("topk_group", default=1)
         return {}

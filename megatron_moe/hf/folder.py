@@ -28,6 +28,8 @@ from megatron_moe.hf.safetensors_file import (
 from megatron_moe.io.texts import how_to_download, is_hub_name
 
 CONFIG = "config.json"
+CERTIFICATE = "conversion_certificate.json"
+ALLOW = "--allow-suspicious-weights"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SCALE = "_scale_inv"

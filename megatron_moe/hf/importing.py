@@ -21,17 +21,19 @@ from megatron_moe.checkpoint.errors import from_all
 from megatron_moe.checkpoint.state import Trained, fully_sharded, model_state, put_model_state
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
+from megatron_moe.hf.folder import ALLOW
 from megatron_moe.hf.import_plan import Import
 from megatron_moe.hf.mapping import Mapping, Piece
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import elements
+from megatron_moe.hf.weight_check import WeightCheck, refusal
 from megatron_moe.model.fully_sharded import local
 
 ROUND_SECONDS = 10.0
 """Seconds after which the ranks report their progress to each other, so that none times out in a collective."""
 
 # What was done with a tensor of the folder: the rows of a table that is united over ranks.
-_FLAGS = ("used", "widened", "narrowed", "changed", "rounded before")
+_FLAGS = ("used", "widened", "narrowed", "changed", "rounded before", "suspicious")
 
 
 class Imported(NamedTuple):
@@ -81,6 +83,8 @@ def fill(run: Run, source: Import, trained: Trained, report: Callable[[str], Non
     notes = [f"weights from {source.folder.path} ({source.family.name}): {count} tensors, every one used"]
     if widened := filling.flagged("widened"):
         notes.append(f"{_counted(widened)} of {_dtypes(filling, widened)} are in a wider dtype here, exactly")
+    if suspicious := filling.flagged("suspicious"):
+        notes.append(f"WARNING: {_counted(suspicious)} ({suspicious[0]}, ...) may be damaged, taken as {ALLOW} says")
     warnings = filling.precision_warnings()
     return Imported([*notes, *warnings], warnings)
 
@@ -119,6 +123,8 @@ class _Filling:
     def __init__(self, run: Run, source: Import, shards: Sequence[dist.Shard]) -> None:
         self.reader = TensorReader(source.folder)
         self.source, self.table = source, source.table
+        self.weights = WeightCheck(self.reader, source.table)
+        self.allow_suspicious = run.checkpoint.allow_suspicious_weights
         self.run_dtype = run.derived.params_dtype_name
         self.names = [name for name in self.reader.names() if name not in source.dropped]
         self._number = {name: number for number, name in enumerate(self.names)}
@@ -149,11 +155,15 @@ class _Filling:
 
     def _read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         # Weights in fp8 times their scales are rounded to bfloat16, or not at all where they go into fp32.
-        tensor = self.reader.read(name, torch.float32 if dtype == torch.float32 else None)
+        tensor = self.weights.read(name, torch.float32 if dtype == torch.float32 else None)
         self._flag("used", name)
         self.done_bytes += self._bytes(name)
         if not bool(tensor.isfinite().all()):
             raise ConfigError(f"{self.source.folder.path}: {name} contains values that are NaN or infinite")
+        if doubt := self.weights.doubt(name, tensor):
+            if not self.allow_suspicious:
+                raise refusal(doubt)
+            self._flag("suspicious", name)
         return tensor
 
     def _flag(self, flag: str, name: str) -> None:
@@ -225,6 +235,18 @@ class _Filling:
         everywhere = sorted({line for lines in from_all(wrong[:10]) for line in lines})
         if everywhere:
             raise ConfigError(f"{path}: not all was converted: {'; '.join(everywhere[:10])}")
+        self._require_distinct_experts()
+
+    def _require_distinct_experts(self) -> None:
+        """Check that no two experts of a layer are equal, though ranks of their own may have read them. Collective."""
+        known = self.weights.fingerprints
+        united = torch.tensor([known.get(name, -1) for name in self.names], device=platform.device())
+        torch.distributed.all_reduce(united, op=torch.distributed.ReduceOp.MAX)
+        doubts = self.weights.equal_experts({name: n for name, n in zip(self.names, united.tolist()) if n >= 0})
+        for name, doubt in doubts.items():
+            if not self.allow_suspicious:
+                raise refusal(doubt)
+            self._flag("suspicious", name)
 
     def flagged(self, flag: str) -> list[str]:
         """Return the names that any rank has flagged; `require_coverage` has to be called first."""

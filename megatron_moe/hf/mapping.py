@@ -356,6 +356,13 @@ def require_tensors(table: Mapping, found: Named[str, Shape], where: str) -> tup
     Raises:
         ConfigError: tensors are missing, unknown or of another shape; the message lists them.
     """
+    fused = next((name for name in found if name.endswith(".experts.gate_up_proj")), None)
+    if fused is not None:
+        raise ConfigError(
+            f"{where}: {fused} holds the experts of a layer in one tensor, as transformers 5 does in memory, and "
+            "folders have a matrix for each expert here; save the model with save_pretrained(PATH, "
+            "save_original_format=True)"
+        )
     wanted = {name: shape for piece in table.pieces for name, shape in zip(piece.hf, piece.transform.hf_shapes)}
     copies = [name for name in table.copies if name in found]
     dropped = sorted(name for name in found if name.endswith(_RECOMPUTED))

@@ -7,7 +7,6 @@ torch is loaded before the first block is read.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,7 @@ class ModelSource:
     notes: tuple[str, ...]
     blocks: Callable[[Run], Iterator[Block]]
     dtype: str
-    """Dtype of most weights as they are stored; weights in fp8 count as bfloat16."""
+    """The widest dtype of its weights as they are stored; weights in fp8 count as bfloat16."""
 
     @property
     def required_family(self) -> Family:
@@ -131,9 +130,9 @@ def _native(step: Path, family: str | None, notes: tuple[str, ...]) -> ModelSour
     companions = {file[len(_COMPANIONS) :]: step / file for file in content.files if file.startswith(_COMPANIONS)}
     known_family = FAMILIES[name] if name is not None else family_of_run(run)
     dtype = "float32"
-    if config.get("bf16"):
+    if config.get("bf16") and not config.get("keep_fp32"):
         dtype = "bfloat16"
-    elif config.get("fp16"):
+    elif config.get("fp16") and not config.get("keep_fp32"):
         dtype = "float16"
     return ModelSource(step, run, known_family, companions, notes, lambda cut: _parts(step, run, cut), dtype)
 
@@ -166,10 +165,13 @@ def _hugging_face(found: HFFolder, where: str) -> ModelSource:
     family = family_of(found.config, where)
     architecture = settings_of(found, where)
     run = schema.build(architecture.flat)
-    notes, bytes_of = (*found.notes, *architecture.notes), Counter[str]()
-    for name, stored in found.tensors.items():
-        bytes_of["bfloat16" if name in found.scales else stored.dtype] += stored.end - stored.begin
-    dtype = bytes_of.most_common(1)[0][0]
+    notes, scales = (*found.notes, *architecture.notes), set(found.scales.values())
+    dtypes = {
+        "bfloat16" if name in found.scales else stored.dtype
+        for name, stored in found.tensors.items()
+        if name not in scales and not name.endswith(".e_score_correction_bias")
+    }
+    dtype = "float32" if "float32" in dtypes else min(dtypes)
     return ModelSource(
         found.path, run, family, found.companions, notes, lambda cut: _pieces(found, family, run, cut), dtype
     )

@@ -73,6 +73,8 @@ class MegatronCheckpoint(ABC):
         args: the arguments of the command that wrote it, by name: those that are plain values.
         common: the other plain values, by name.
         files: its files by name.
+        notes: what a user should know.
+        doubts: why its files may not be those of the ranks that they are named after.
     """
 
     form = ""
@@ -82,6 +84,8 @@ class MegatronCheckpoint(ABC):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.notes: list[str] = []
+        self.doubts: list[str] = []
 
     @abstractmethod
     def vocabulary_rows(self) -> int:

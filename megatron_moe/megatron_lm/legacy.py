@@ -8,6 +8,7 @@ box of the model's, or two: gate and up of a gated layer are split each by itsel
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?", re.ASCII)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _GATED = ("mlp.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight")
 _BY_COLUMNS = ("linear_proj.weight", "mlp.linear_fc2.weight", "mlp.shared_experts.linear_fc2.weight")
+_NORM = "decoder.final_layernorm.weight"
 _EXPERTS = ".mlp.experts.weight"
 
 Box = tuple[Shape, Shape, Callable[[Tensor], Tensor]]
@@ -71,6 +73,7 @@ class LegacyTorch(MegatronCheckpoint):
         self._tp, self._pp, self._ep = (self._size(name) for name in sizes)
         self._ranks = [self._rank(name, found, content[name]) for name, found in folders.items()]
         self._require_all_ranks()
+        self._compare_places(content)
         self._optimizers = [f"{name}: optimizer" for name, one in content.items() if "optimizer" in one]
 
     def _read(self, file: str) -> dict[str, Any]:
@@ -115,6 +118,50 @@ class LegacyTorch(MegatronCheckpoint):
                 f"--load {self.path}: files are missing: of {'; '.join(missing[:5])} (mp_rank_TP_PP_EP; its arguments "
                 f"say TP {self._tp}, PP {self._pp}, EP {self._ep})"
             )
+
+    def _compare_places(self, content: Mapping[str, dict[str, Any]]) -> None:
+        """Compare the places that files are named after with what they hold of the processes that wrote them.
+
+        Raises:
+            ConfigError: they are of several steps, or the first or last pipeline stage is another.
+        """
+        steps = {one.get("iteration"): name for name, one in content.items()}
+        if len(steps) > 1:
+            shown = ", ".join(f"{name} of iteration {step}" for step, name in list(steps.items())[:2])
+            raise ConfigError(f"--load {self.path}: its files are of several steps: {shown}; bring them all from one")
+        for one in self._ranks:
+            first, last = one.chunks[0], one.chunks[-1]
+            if (one.pipeline == 0 and EMBEDDING not in first) or (one.pipeline == self._pp - 1 and _NORM not in last):
+                raise ConfigError(
+                    f"--load {self.path}: {one.name} is not of PP rank {one.pipeline}: it has no "
+                    f"{EMBEDDING if one.pipeline == 0 else _NORM}; files were exchanged: bring them back"
+                )
+        if len(self._ranks) == 1:
+            return
+        args = {name: vars(one.get("args", argparse.Namespace())) for name, one in content.items()}
+        ranks = {name: one.get("rank") for name, one in args.items()}
+        if len(set(ranks.values())) == 1 or not all(type(rank) is int for rank in ranks.values()):
+            self.notes.append(
+                "its files do not say which rank wrote each: the names mp_rank_* alone put them in order, and exchanged"
+                " files would not be noticed"
+            )
+            return
+        for one in self._ranks:
+            if (place := self._place(args[one.name])) != (one.tensor, one.pipeline, one.expert):
+                self.doubts.append(
+                    f"{one.name}: was written by rank {ranks[one.name]}, which is TP rank {place[0]}, PP rank "
+                    f"{place[1]}, EP rank {place[2]}: files were exchanged or copied"
+                )
+
+    def _place(self, args: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Return TP, PP and EP rank of the process that wrote a file, by Megatron-LM's order of ranks."""
+        rank, context = args["rank"], args.get("context_parallel_size") or 1
+        per_stage = max((args.get("world_size") or 1) // self._pp, 1)
+        pipeline = rank // per_stage
+        if args.get("use_tp_pp_dp_mapping"):
+            pipeline = rank // (self._tp * context) % self._pp
+        expert_tensor = args.get("expert_tensor_parallel_size") or self._tp
+        return rank % self._tp, pipeline, rank // expert_tensor % self._ep
 
     def vocabulary_rows(self) -> int:
         for one in self._ranks:

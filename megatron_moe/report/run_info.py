@@ -24,10 +24,11 @@ from megatron_moe.config.launch import launched_world, local_world_size
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.io import launched
 from megatron_moe.io.files import replace_json
+from megatron_moe.io.source_version import source_version
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.sink import Sink
 
-_PACKAGES = ("megatron-moe", "megatron-core", "torch", "transformer-engine", "numpy", "sentencepiece", "tokenizers")
+_PACKAGES = ("megatron-core", "torch", "transformer-engine", "numpy", "sentencepiece", "tokenizers")
 _GIT_SECONDS = 5.0
 
 FINISHED = "finished"
@@ -66,8 +67,8 @@ ATTEMPT_FIELDS: dict[str, tuple[str, str]] = {
 
 
 def versions() -> dict[str, str]:
-    """Return name -> version of Python and of the installed packages that a run's numbers depend on."""
-    found = {"python": platform.python_version()}
+    """Return name -> version of Python, this package and the others that a run's numbers depend on."""
+    found = {"python": platform.python_version(), **source_version()}
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)

@@ -20,6 +20,7 @@ from megatron_moe.data.sources import SPLITS, read_sources
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.hf.import_plan import Import, plan_import
+from megatron_moe.io.source_version import other_source
 from megatron_moe.io.texts import size_text
 from megatron_moe.platform import host
 from megatron_moe.report.jsonl import require_metrics
@@ -212,7 +213,10 @@ def same_data_notes(run: Run, data: Fingerprint, start_from: CheckpointPlan) -> 
             f"{source.step} is Megatron-LM's, whose data are not known: samples go on at number {samples} of this run"
         ]
     saved = source.state.get("data", {})
+    other = other_source(source.state.get("versions", {})) if run.data.mock_data else None
+    drawn = f"WARNING: --mock-data: {source.step} is of another version, which may draw other tokens: {other}"
     return [
+        *([drawn] if other else []),
         *require_same_data(run, data, saved, str(source.step)),
         *require_same_order(run, data, source.config, saved, str(source.step)),
     ]

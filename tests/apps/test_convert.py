@@ -115,13 +115,25 @@ def test_a_bias_that_was_rounded_before_is_a_loud_warning_on_record(tmp_path, ca
     assert torch.equal(held(back)[BIAS], held(hf)[BIAS].float())
 
 
-def test_weights_of_two_dtypes_are_refused_until_one_is_chosen(tmp_path, capsys):
-    name = "model.layers.2.block_sparse_moe.gate.weight"
-    hf = made("mixtral", tmp_path, lambda values: {**values, name: values[name].bfloat16()})
-    line = words("hf", "native", hf, tmp_path / "native")
+def test_fp32_beside_half_precision_goes_there_and_back_and_two_halves_are_refused(tmp_path, capsys):
+    """As --keep-fp32 exports them, and folders with norms and gates in fp32."""
+
+    def kept(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        wide = ("norm.weight", "mlp.gate.weight", "correction_bias", "1.self_attn.o_proj.weight", "embed_tokens.weight")
+        return {name: value if name.endswith(wide) else value.bfloat16() for name, value in values.items()}
+
+    hf = made("deepseek-v3", tmp_path, kept)
+    _, back = there_and_back(hf, "--verify")
+    assert unequal(held(hf), held(back)) == []
+    config = json.loads((tmp_path / "native" / "iter_0000000" / "config.json").read_text())
+    wide = ["embedding", "norms", "router", "decoder.layers.1.self_attention.linear_proj"]
+    assert config["bf16"] and sorted(config["keep_fp32"]) == sorted(wide)
+    gate = "model.layers.2.mlp.gate.weight"
+    save_file({**held(hf), gate: held(hf)[gate].half()}, hf / "model.safetensors", {"format": "pt"})
+    line = words("hf", "native", hf, tmp_path / "half")
     assert main(line) == 2
     message = capsys.readouterr().err
-    assert name in message and "--dtype {bf16,fp16,fp32}" in message and not (tmp_path / "native").exists()
+    assert gate in message and "--dtype {bf16,fp16,fp32}" in message and not (tmp_path / "half").exists()
     assert main([*line, "--dtype", "fp32"]) == 0
 
 

@@ -144,13 +144,6 @@ def test_averages_are_left_out_for_megatron(gloo, tmp_path, capsys):
     assert not [key for key in tensors(tmp_path / "there" / "iter_0000001") if ".ema" in key]
 
 
-def test_a_run_starts_from_averages(gloo, mean, tmp_path):
-    flags = {"finetune": True, "load": str(mean), "train_iters": 1, "lr": 1e-30, "save": str(tmp_path / "on")}
-    gloo.run(1, trained, flags={**RUN, "ema_decay": 0.9, **flags})
-    before, after = tensors(mean / "iter_0000003"), tensors(tmp_path / "on" / "iter_0000001")
-    assert torch.equal(before[HALF], after[HALF])  # the rate moves no weight
-
-
 def test_an_average_begins_with_imported_weights(gloo, run, tmp_path):
     convert("native", "hf", run, tmp_path / "hf")
     argv = [

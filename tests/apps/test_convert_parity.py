@@ -126,6 +126,14 @@ def test_ties_are_followed_and_counted_and_other_choices_are_errors(tmp_path):
     assert result.choices[1].largest_margin > TIE
 
 
+def test_logits_that_no_token_changes_show_nothing(tmp_path):
+    case = Case(tmp_path, "mixtral", lambda model: model.lm_head.weight.zero_())
+    (failure,) = case.compared().failures
+    assert "logits are the same for all tokens (0)" in failure and "--allow-suspicious-weights" in failure
+    with opened(locate(case.folder)) as found:
+        assert compare_with(case.reference, found, case.tokens, allow_constant=True).passed
+
+
 def test_a_nan_or_another_gradient_is_no_agreement(tmp_path):
     case = Case(tmp_path, "mixtral")
     poisoned = case.reference.logits.clone()
@@ -206,11 +214,8 @@ PLANTED: dict[str, tuple[str, Break, str]] = {
     "another mscale": ("deepseek-v2-grouped", settings(mscale=1.0), "rotary amplitude is"),
     "half of the rotary factor": ("glm4-moe", settings(rotary_percent=0.25), "rotary frequencies: 3 pairs here, 6"),
     "groups by the sum of two": ("deepseek-v2-grouped", settings(moe_router_group_score="top2"), EXPERTS),
-    "groups by their best": ("deepseek-v3", settings(moe_router_group_score="max"), EXPERTS),
     "an expert too few": ("glm4-moe", settings(moe_router_topk=2), "2 experts per token here, 3 there"),
     "no scaling factor": ("moonlight", settings(moe_router_topk_scaling_factor=None), WEIGHTS),
-    "weights normalised": ("qwen2-moe", settings(moe_router_norm_topk_prob=True), WEIGHTS),
-    "softmax for sigmoid": ("moonlight", settings(moe_router_score_function="softmax"), EXPERTS),
     # told before anything is computed
     "a norm left out": ("qwen2-moe", table(without_last_norm), "unexpected: model.norm.weight"),
     "no dense layer": ("deepseek-v2", settings(moe_layer_freq=1), "missing: "),

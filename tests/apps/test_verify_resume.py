@@ -17,6 +17,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.io.files import write_json
 from megatron_moe.io.program import USER_ERROR
+from megatron_moe.io.source_version import source_version
 from tests.checkpoint import reshard_cases as cases
 
 RUN = replace(Run(), mock_data=True, vocab_size=99, train_iters=9, micro_batch_size=2, save="x", metrics_file="m.jsonl")
@@ -146,7 +147,10 @@ def test_not_a_number_is_equal_to_itself(tmp_path):
 
 def test_on_cuda_bits_are_compared_with_the_deterministic_mode_alone_and_other_versions_excuse_other_bits():
     state = {"versions": {"torch": "2.1", "numpy": "2.0"}}
-    assert version_differences(state, {"torch": "2.2", "numpy": "2.0", "python": "3.11"}) == ["torch 2.1 -> 2.2"]
+    now = {"torch": "2.2", "numpy": "2.0", "python": "3.11"}
+    assert version_differences({"versions": {**state["versions"], **source_version()}}, now) == ["torch 2.1 -> 2.2"]
+    (ours, _) = version_differences(state, now)  # of a version that did not record itself
+    assert ours.startswith("another version: megatron-moe unknown (no commit on record) -> ")
     settings = {"device": "H100", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     recorded = {"arithmetic": settings}
     assert arithmetic_differences(recorded, settings, deterministic=True) == []

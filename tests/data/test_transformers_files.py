@@ -32,12 +32,12 @@ def own_pieces(folder: Path, kind: str) -> DataConfig:
     return of("SentencePiece", folder / "own.model")
 
 
-def usual_pieces(folder: Path, kind: str) -> DataConfig:
+def usual_pieces(folder: Path, kind: str, *symbols: str) -> DataConfig:
     """A model by SentencePiece's defaults: a space before a text, NFKC, white space cleaned up."""
     (folder / "words").write_text("\n".join(WORDS))
     sentencepiece.SentencePieceTrainer.train(
         input=str(folder / "words"), model_prefix=str(folder / "usual"), vocab_size=450, byte_fallback=True,
-        model_type=kind, minloglevel=2, num_threads=1, hard_vocab_limit=False,
+        model_type=kind, minloglevel=2, num_threads=1, hard_vocab_limit=False, user_defined_symbols=list(symbols),
     )  # fmt: skip
     return of("SentencePiece", folder / "usual.model")
 
@@ -59,8 +59,8 @@ def folder_with_more(folder: Path) -> DataConfig:
 MADE: dict[str, Callable[[Path], DataConfig]] = {
     "own bpe": lambda folder: own_pieces(folder, "bpe"),
     "own unigram": lambda folder: own_pieces(folder, "unigram"),
-    "bpe with a prefix": lambda folder: usual_pieces(folder, "bpe"),
-    "unigram with a prefix": lambda folder: usual_pieces(folder, "unigram"),
+    "bpe with a prefix": lambda folder: usual_pieces(folder, "bpe", "<sep>", "tur", "(x"),
+    "unigram with a prefix": lambda folder: usual_pieces(folder, "unigram", "<sep>", "tur", "(x"),
     "gpt2": gpt2,
     "folder": folder_with_more,
     "kimi": lambda folder: of("HuggingFace", kimi_folder(folder / "kimi")),
@@ -85,7 +85,7 @@ def test_transformers_gives_the_ids_of_the_run(tmp_path, kind):
     for name, content in made.contents.items():
         (out / name).write_bytes(content)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
-    for text in [*WORDS[::7], *TEXTS, "\x85 a\x85", "\u2028a  \n"]:
+    for text in [*WORDS[::7], *TEXTS, "\x85 a\x85", "\u2028a  \n", "a<sep>b", "<sep>return  <sep><sep> c"]:
         ids = tokenizer.tokenize(text)
         assert theirs(text)["input_ids"] == ids
         if tokenizer.detokenize(ids) == text:
@@ -117,10 +117,18 @@ def test_ids_that_stand_for_no_text_have_no_files():
     assert files_of(DataConfig(mock_data=True), 99)[1] is None
 
 
-@pytest.mark.parametrize("kind", ["char", "word"])
-def test_a_kind_that_the_library_has_not_is_refused(tmp_path, kind):
-    with pytest.raises(ConfigError, match="unigram and bpe"):
-        files_of(usual_pieces(tmp_path, kind))
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("char",), "unigram and bpe"),
+        (("word",), "unigram and bpe"),
+        (("bpe", "\u2460"), "user-defined symbol '\u2460'.* normalise it; --no-tokenizer"),
+        (("unigram", "<a>", "<a><a>"), "user-defined symbol '<a>'.* a longer one that contains it"),
+    ],
+)
+def test_a_kind_or_symbol_that_the_library_has_not_is_refused_with_the_reason(tmp_path, words, says):
+    with pytest.raises(ConfigError, match=says):
+        files_of(usual_pieces(tmp_path, *words))
 
 
 def test_a_tokenizer_that_would_give_other_ids_is_refused(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from megatron_moe.console import COMMANDS, main
 from tests.helpers.sources import PACKAGE, ROOT
 
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+STAMP = "megatron_moe/commit.txt"
 GENERATED = {"PKG-INFO", "setup.cfg"}
 
 
@@ -54,6 +55,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     clone = folder / "repository"
     shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".git", *unwanted))
     repository = {path.relative_to(clone).as_posix() for path in clone.rglob("*") if path.is_file()}
+    quiet(["git", "init", "--quiet"], clone)
+    quiet(["git", "-c", "user.name=a", "-c", "user.email=a", "commit", "--quiet", "--allow-empty", "-m", "a"], clone)
     quiet([sys.executable, "-c", BUILD, "build_sdist", str(folder)], clone)
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -83,13 +86,14 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_distributions_have_every_file_and_no_other_and_name_the_license_and_the_pythons(built: Built) -> None:
-    made = {name for name in built.in_sdist if "megatron_moe.egg-info" in name} | GENERATED
+    made = {name for name in built.in_sdist if "megatron_moe.egg-info" in name} | GENERATED | {STAMP}
     assert built.repository - built.in_sdist == set()
     assert built.in_sdist - built.repository - made == set()
     of_package = {name for name in built.repository if name.startswith("megatron_moe/")}
-    assert {name for name in built.in_wheel if ".dist-info/" not in name} == of_package
+    assert {name for name in built.in_wheel if ".dist-info/" not in name} == of_package | {STAMP}
     assert "megatron_moe/py.typed" in of_package and f"{PACKAGE.name}/kernels/cpu.c" in of_package
     with zipfile.ZipFile(built.wheel) as archive:
+        assert len(archive.read(STAMP).strip()) == 40
         metadata = archive.read(f"megatron_moe-{megatron_moe.__version__}.dist-info/METADATA").decode()
     assert any(name.endswith("LICENSE") for name in built.in_wheel)
     for line in ("License: Apache-2.0", "Requires-Python: >=3.10", "Provides-Extra: hf", "Provides-Extra: data"):

@@ -191,31 +191,22 @@ FILES = {
     "a file without a tensor": wrong(only(SINGLE, bytes([2, *[0] * 7]) + b"{}"), SINGLE, "no tensor"),
     "a device in place of weights": wrong(link(SECOND, "/dev/zero"), SECOND, "/dev/zero"),
     "a link to nothing": wrong(link(SECOND, "model-9.safetensors"), SECOND, "not there"),
-    "a link to itself": wrong(link(SECOND, SECOND), SECOND),
     # paths outside of the folder
     "an index that names a path upwards": wrong(both(moved_out, indexed(GATE, OUTSIDE)), INDEX, "plain name", OUTSIDE),
-    "an index that names an absolute path": wrong(indexed(GATE, "/etc/passwd"), INDEX, "plain name", "/etc/passwd"),
     "an index that names a hidden file": wrong(indexed(GATE, f".{SINGLE}"), INDEX, "plain name", f".{SINGLE}"),
-    "an index that names a pickle": wrong(indexed(GATE, "model.bin"), INDEX, "plain name", "model.bin"),
     "weights that are a link elsewhere": wrong(both(moved_out, link(SECOND, OUTSIDE)), SECOND, "outside.safetensors"),
-    "a tokenizer that is a link elsewhere": wrong(link("tokenizer.json", "/etc/passwd"), "tokenizer.json", "/etc/pas"),
-    "a licence that is a link elsewhere": wrong(link("LICENSE-MODEL", "/etc/hostname"), "LICENSE-MODEL", "/etc/hostn"),
     # the index
     "an index of a tensor that no file holds": wrong(indexed("ghost.weight", SECOND), INDEX, "ghost.weight", SECOND),
     "a tensor that the index does not name": wrong(indexed(GATE, ...), INDEX, GATE, SECOND),
     "a tensor in another file than the index says": wrong(indexed(GATE, FIRST), INDEX, GATE, FIRST),
     "an index that names a number as file": wrong(indexed(GATE, 7), INDEX, GATE, "7"),
     "an index without a map": wrong(text(INDEX, '{"metadata": {}}'), INDEX, "weight_map"),
-    "an index that is a list": wrong(text(INDEX, "[]"), INDEX, "list"),
     "an index with a key twice": wrong(text(INDEX, '{"weight_map": {"a": 1, "a": 2}}'), INDEX, "'a' is in it twice"),
     "an index of many gigabytes": wrong(resized(INDEX, HUGE), INDEX, str(HUGE)),
     "a tensor in two files": wrong(extra({GATE: torch.ones(8, 16).bfloat16()}, FIRST), GATE, FIRST, SECOND),
     # config.json
-    "config.json that is not JSON": wrong(text("config.json", "{"), "config.json", "JSON"),
     "config.json with NaN": wrong(text("config.json", '{"rms_norm_eps": NaN}'), "config.json", "NaN"),
     "config.json with a number beyond fp64": wrong(text("config.json", '{"x": 1e999}'), "config.json", "1e999"),
-    "config.json of terabytes": wrong(resized("config.json", HUGE), "config.json", str(HUGE)),
-    "a tokenizer of terabytes": wrong(resized("tokenizer.json", HUGE), "tokenizer.json", str(HUGE)),
 }
 GHOST = {"ghost": {"dtype": "F32", "shape": [HUGE // 4], "data_offsets": [0, HUGE]}}
 HEADERS = {
@@ -224,9 +215,7 @@ HEADERS = {
     "a file cut within its header": wrong(resized(SECOND, 100), SECOND, "header"),
     "a file of no bytes": wrong(resized(SECOND, 0), SECOND, "0 bytes"),
     "bytes behind the tensors": wrong(grown(8), SECOND, "nobody"),
-    "a sparse file of terabytes": wrong(resized(SECOND, HUGE), SECOND, "nobody"),
     "a header of 2^63 bytes": wrong(header(b"{}", 2**63), SECOND, str(2**63)),
-    "a header longer than the file": wrong(header(b"{}", 3), SECOND, "header"),
     "a header of no bytes": wrong(header(b"{}", 0), SECOND, "header"),
     "a header that is not JSON": wrong(header(b"{'a': 1}"), SECOND, "JSON"),
     "a header that is not UTF-8": wrong(header(b'{"\xff\xfe": {}}'), SECOND, "UTF-8"),
@@ -242,15 +231,11 @@ HEADERS = {
     "an unknown dtype": entry("dtype", "F4", "'F4'"),
     "a dtype that is a list": entry("dtype", ["BF16"]),
     "a negative shape": entry("shape", [-8, -16]),
-    "a shape that is no list": entry("shape", "8x16"),
-    "a shape of fractions": entry("shape", [8.0, 16]),
     "a shape of truths": entry("shape", [True, 128]),
     "a shape whose product overflows": entry("shape", [2**62, 2**62, 4], "takes"),
-    "a shape of 2^64": entry("shape", [2**64, 16]),
     "a shape of many dimensions": entry("shape", [8, 16, *[1] * 1000]),
     "a shape that takes other bytes": entry("shape", [8, 17], "takes"),
     "offsets that go backwards": entry("data_offsets", [256, 0]),
-    "offsets that are strings": entry("data_offsets", ["0", "256"]),
     "offsets that are negative": entry("data_offsets", [-256, 0]),
     "one offset": entry("data_offsets", [0]),
     "a key that the format has not": entry("compressed", "zstd"),
@@ -267,7 +252,6 @@ MODELS = {
     "more layers than tensors": wrong(config(num_hidden_layers=3), "model.layers.2.input_layernorm.weight", opens=True),
     "another hidden size": wrong(config(hidden_size=32), "model.embed_tokens.weight", opens=True),
     "more experts than tensors": wrong(config(n_routed_experts=8), "experts.4.gate_proj.weight", opens=True),
-    "tied and untied": wrong(config(tie_word_embeddings=True), "lm_head.weight", opens=True),
     "a vocabulary without end": wrong(config(vocab_size=10**15), "vocab_size", opens=True),
     "prediction without end": wrong(config(num_nextn_predict_layers=10**9), "num_nextn_predict_layers", opens=True),
     "an unknown rotary scaling": wrong(config(rope_scaling={"type": "x", "factor": 4.0}), "rope_scaling", opens=True),
@@ -277,7 +261,6 @@ MODELS = {
     "an expert missing": wrong(changed(UP, nothing), UP, opens=True),
     "a tensor transposed": wrong(changed(ATTENTION, lambda t: t.T.contiguous()), ATTENTION, "[12, 16]", opens=True),
     "a tensor in integers": wrong(changed(ATTENTION, torch.Tensor.int), ATTENTION, "int32"),
-    "a tensor in fp64": wrong(changed(ATTENTION, torch.Tensor.double), ATTENTION, "float64"),
     "a tensor in the other fp8": wrong(changed(ATTENTION, lambda t: t.to(torch.float8_e5m2)), ATTENTION, "float8_e5m2"),
     "a tensor in another dtype": wrong(changed(ATTENTION, torch.Tensor.half), ATTENTION, "float16", opens=True),
     "a tensor of no size": wrong(changed(ATTENTION, lambda t: t[:0]), ATTENTION, opens=True),
@@ -287,7 +270,6 @@ MODELS = {
         both(extra(AHEAD), config(num_nextn_predict_layers=1)), "model.layers.2.hnorm.weight", "missing", opens=True
     ),
     "NaN in an expert": wrong(changed(GATE, number(torch.nan)), GATE, opens=True),
-    "infinity in an expert": wrong(changed(GATE, number(torch.inf)), GATE, opens=True),
     "NaN in a router's bias": wrong(changed(BIAS, number(torch.nan)), BIAS, opens=True),
 }
 SCALE = f"{GATE}_scale_inv"
@@ -317,7 +299,6 @@ FP8 = {
     "fp8 that is not a number": wrong(changed(GATE, number(torch.nan)), GATE, opens=True, fp8=True),
     "fp8 with a block of no rows": wrong(blocks([0, 8]), "weight_block_size", fp8=True),
     "fp8 with a block of one size": wrong(blocks([8]), "weight_block_size", fp8=True),
-    "fp8 with a name for a block": wrong(blocks("8x8"), "weight_block_size", fp8=True),
     "fp8 with blocks that the scales do not have": wrong(blocks([128, 128]), "_scale_inv", fp8=True),
 }
 CASES: dict[str, Malformed] = {**FILES, **HEADERS, **MODELS, **FP8}

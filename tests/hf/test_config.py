@@ -72,6 +72,13 @@ def test_a_written_configuration_is_read_as_the_run_and_by_transformers(case):
     assert read(again).flat == read(saved(case)).flat, "saved once more by transformers, it is another model"
 
 
+def test_null_and_a_list_of_layers_mean_what_they_say():
+    case = {**saved("deepseek-v3"), "n_group": None, "n_shared_experts": None, "moe_layer_freq": [0, 1, 1, 1]}
+    flat, usual = read(case).flat, read(saved("deepseek-v3")).flat
+    assert flat["moe_router_num_groups"] is flat["moe_shared_expert_intermediate_size"] is None
+    assert flat["moe_layer_freq"] == usual["moe_layer_freq"] == "[0]+[1]*3"
+
+
 def test_a_written_configuration_has_the_words_of_both():
     run = build(read(saved("qwen3-moe")).flat)
     written = hf_config.config_of(run, FAMILIES["qwen3-moe"], "bfloat16")

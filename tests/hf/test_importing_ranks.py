@@ -158,6 +158,9 @@ def test_a_folder_that_does_not_hold_the_model_is_refused_before_anything_is_bui
     folder = changed(folders["fp32"], tmp_path / "m", **{GATE: None})
     run = build(cases.flags_of(folder, {}))
     refused(lambda: plan_import(run), f"--load-hf {folder}", "missing: model.layers.1.mlp.gate.weight", lines=2)
+    fused = {"model__layers__1__mlp__experts__gate_up_proj": torch.ones(16, 32, 64)}
+    run = build(cases.flags_of(changed(folders["fp32"], tmp_path / "fused", **fused), {}))
+    refused(lambda: plan_import(run), "layers.1.mlp.experts.gate_up_proj holds", "save_original_format=True")
 
 
 @pytest.mark.parametrize(

@@ -201,14 +201,6 @@ def test_a_file_that_is_harmed_in_the_middle_of_a_read_is_noticed(tmp_path, monk
         reader.read("a")
 
 
-def test_what_is_read_is_memory_of_its_own(tmp_path):
-    folder = folder_of(tmp_path, {"a": torch.ones(4)})
-    with TensorReader(folder) as reader:
-        reader.read("a").zero_()
-        assert reader.read("a").tolist() == [1.0] * 4
-    assert load_file(tmp_path / "model.safetensors")["a"].tolist() == [1.0] * 4
-
-
 def test_what_is_no_file_is_not_even_opened(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "model.safetensors")
     monkeypatch.setattr(os, "open", None)

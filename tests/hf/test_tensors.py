@@ -85,15 +85,3 @@ def test_a_block_of_zeros_may_have_the_scale_zero(tmp_path):
     values.view(torch.uint8)[128:] = 0
     with TensorReader(opened(tmp_path, {"w": values, "w_scale_inv": scales}, None)) as reader:
         assert not reader.read("w")[128:].any() and reader.read("w")[:128].any()
-
-
-def test_weights_in_fp8_and_others_lie_beside_each_other(tmp_path):
-    values, scales = quantised(20, 20, (128, 128))
-    tensors = {"w": values, "w_scale_inv": scales, "norm": torch.ones(3).bfloat16(), "bias": torch.ones(2)}
-    folder = opened(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]})
-    with TensorReader(folder) as reader:
-        assert sorted(reader.names()) == ["bias", "norm", "w"] and reader.sources("norm") == ("norm",)
-        assert {name: reader.dtype(name) for name in reader.names()} == {
-            name: reader.read(name).dtype for name in reader.names()
-        }
-        assert reader.read("bias", torch.bfloat16).dtype == torch.float32  # only dequantising has a choice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -97,7 +98,15 @@ def called(folder: Path, program: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("limit", "seconds"),
-    [("90", 5400), ("90:30", 5430), ("2:00:00", 7200), ("2-12", 216000), ("1-0:30", 88200), ("1-1:01:01", 90061)],
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("2:00:00", 7200),
+        ("2-12", 216000),
+        ("1-0:30", 88200),
+        ("1-1:01:01", 90061),
+        ("UNLIMITED", math.inf),
+    ],
 )
 def test_a_time_limit_is_read_as_sbatch_does(limit, seconds):
     assert slurm._seconds(limit) == seconds

@@ -189,8 +189,9 @@ def legacy(
 ) -> Path:  # fmt: skip
     """Write the files of all ranks of a layout; experts with a name each, or in one matrix (`grouped`, `weights`)."""
     layout = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
-    args = argparse.Namespace(**{**vars(args), **layout})
     for t, p, e in itertools.product(range(tp), range(pp), range(ep)):
+        place = {"rank": t + tp * (e + ep * p), "world_size": tp * ep * pp}
+        args = argparse.Namespace(**{**vars(args), **layout, **place})
         parts: dict[str, Tensor] = {}
         for key, value in state.items():
             parts |= _of_rank(key, value, (t, tp), (p, pp), (e, ep), args.num_layers, args.num_experts)

@@ -164,3 +164,29 @@ def test_a_rank_that_disagrees_with_another_is_refused(saved: dict[str, Any], tm
     message = capsys.readouterr().err
     assert not (tmp_path / "ours").exists() and not list(tmp_path.glob(".*.converting"))
     assert "mp_rank_01: decoder.layers.1.mlp.router.weight" in message and "differs" in message
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("layout", "other"), [("tp", "01"), ("ep", "00_001"), ("pp", "00_001")])
+@pytest.mark.parametrize("saved", ["mixtral"], indirect=True)
+def test_files_that_were_exchanged_or_copied_between_ranks_are_refused(
+    saved: dict[str, Any], layout: str, other: str, known: bool, tmp_path: Path, capsys: Any
+) -> None:
+    theirs = megatron.legacy(tmp_path / "theirs", saved["state"], saved["args"], **{layout: 2})
+    files = [file for name in ("00", "00_000", other) for file in theirs.glob(f"*/mp_rank_{name}/*")]
+    contents = [torch.load(file, weights_only=False) for file in files]
+    for content in () if known else contents:
+        content["args"].rank = 0  # a tool wrote all files
+    said = []
+    for exchanged in (contents[::-1], contents[:1] * 2):
+        for file, content in zip(files, exchanged, strict=True):
+            torch.save(content, file)
+        status = main(words("megatron", "native", theirs, tmp_path / f"ours {len(said)}"))
+        said.append((status, capsys.readouterr().err))
+    (first, exchanged), (second, copied) = said
+    assert second == 2 and first == (0 if layout != "pp" and not known else 2)
+    if layout == "pp":
+        assert "is not of PP rank" in exchanged and "is not of PP rank" in copied
+    else:
+        assert " equals mp_rank_00" in copied
+        assert ("was written by rank 1, which is" if known else "do not say which rank wrote each") in exchanged

@@ -107,6 +107,10 @@ def test_keys_of_transformer_engines_layers_are_ours_and_back(theirs: Path) -> N
     assert exported(target, back) == 0
     found = tensors(back / "release")
     assert unequal(found, values) == []
+    about = json.loads((back / "conversion_certificate.json").read_text())
+    about["output"]["files"]["release/.metadata"]["sha256"] = "of another file"
+    (back / "conversion_certificate.json").write_text(json.dumps(about))
+    assert convert(back, theirs.parent / "again") == 2
 
 
 # ---- the optimizer, there and back

@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe import __version__
 from megatron_moe.checkpoint import index
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.hf.tensors import dtype_name, sha256
 from megatron_moe.hf.transforms import Shape
 from megatron_moe.io.files import replace_text
+from megatron_moe.io.source_version import source_version
 
-NAME = "conversion_certificate.json"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _BLOCK = 1 << 20
 """Number of elements that are checked at a time."""
@@ -148,7 +147,7 @@ def require_coverage(rows: Sequence[Row], names: Iterable[str], shapes: dict[str
 def versions() -> dict[str, str]:
     """Return the versions of the programs that a conversion depends on."""
     return {
-        "megatron_moe": __version__,
+        **source_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": importlib.metadata.version("numpy"),

@@ -20,7 +20,7 @@ from megatron_moe.config.paths import require_writable_folder
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.hf.architecture import settings_of
 from megatron_moe.hf.families import FAMILIES
-from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.folder import ALLOW, CERTIFICATE, HFFolder
 from megatron_moe.hf.source import locate
 from megatron_moe.io.files import free_bytes, require_writable
 from megatron_moe.io.program import note, run_program
@@ -66,6 +66,9 @@ def parser() -> argparse.ArgumentParser:
                    "transformers', and publish only if they agree; takes memory for the model")  # fmt: skip
     p.add_argument("--verify-only", action="store_true", help="compare --load and an earlier --save; write nothing")
     p.add_argument("--verify-layers", type=int, metavar="N", help="compare the first N layers only")
+    p.add_argument(ALLOW, action="store_true", help="from hf and megatron: go on where weights look damaged (zeros "
+                   "of a broken download, equal experts, files of other ranks); --verify: where logits do not depend "
+                   "on the tokens")  # fmt: skip
     p.add_argument("--family", choices=sorted(FAMILIES), help="export as this family, with a new config.json; default: "
                    "the one it was imported from, or the one whose architecture it has")  # fmt: skip
     p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="size of a .safetensors file; default 5GB")
@@ -176,6 +179,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"--verify-layers {args.verify_layers}: says how much is verified; add --verify")
     if args.verify_layers is not None and args.verify_layers < 1:
         raise ConfigError(f"--verify-layers {args.verify_layers}: must be at least 1")
+    if args.allow_suspicious_weights and args.origin == "native" and not (args.verify or args.verify_only):
+        raise ConfigError(f"{ALLOW}: is for --from hf and megatron, and for --verify; drop it")
     if args.family is not None and args.target != "hf":
         raise ConfigError(f"--family {args.family}: is for --to hf; a folder's config.json says what it is")
     if args.dtype == "fp8" and args.target != "hf":
@@ -280,7 +285,8 @@ def _planned(args: argparse.Namespace) -> Any:
 
     fp8 = args.dtype == "fp8"
     dtype = None if args.dtype is None else certificate.DTYPES["bf16" if fp8 else args.dtype]
-    options = ConversionOptions(dtype, fp8, args.family, args.drop_mtp, args.no_optim, args.ema, args.max_shard_bytes)
+    given = (args.drop_mtp, args.no_optim, args.ema, args.allow_suspicious_weights, args.max_shard_bytes)
+    options = ConversionOptions(dtype, fp8, args.family, *given)
     load = Path(args.load)
     if args.origin == "megatron":
         from megatron_moe.apps.convert.from_megatron import FromMegatron
@@ -305,11 +311,11 @@ def _planned(args: argparse.Namespace) -> Any:
 def _publish(args: argparse.Namespace, workspace: Any, content: dict[str, Any]) -> int:
     from megatron_moe.apps.convert import certificate
 
-    certificate.write(workspace.output / certificate.NAME, content)
+    certificate.write(workspace.output / CERTIFICATE, content)
     if args.certificate is not None:
         certificate.write(Path(args.certificate), content)
     workspace.publish()
-    print(f"{workspace.target}: {content['blocks']} blocks, each read again and made back; {certificate.NAME} says so")
+    print(f"{workspace.target}: {content['blocks']} blocks, each read again and made back; {CERTIFICATE} says so")
     return DONE
 
 
@@ -318,7 +324,7 @@ def _refuse(args: argparse.Namespace, workspace: Any, content: dict[str, Any]) -
     from megatron_moe.apps.convert import certificate
 
     target = workspace.target
-    path = Path(args.certificate or target.with_name(f"{target.name}.{certificate.NAME}"))
+    path = Path(args.certificate or target.with_name(f"{target.name}.{CERTIFICATE}"))
     certificate.write(path, content)
     workspace.discard()
     note(f"{program_name(SCRIPT)}: verification failed, {target} is not written; see {path}")
@@ -335,11 +341,13 @@ def _require_verifiable(args: argparse.Namespace) -> None:
 def _parity(args: argparse.Namespace, output: Path) -> Any:
     from megatron_moe.apps.convert.parity import compare
 
+    allow = args.allow_suspicious_weights
     note("verifying: logits, loss and choices of experts, both sides in fp32")
     if args.origin == "hf":
-        result = compare(Path(args.load), output, layers=args.verify_layers)
+        result = compare(Path(args.load), output, layers=args.verify_layers, allow_constant=allow)
     else:
-        result = compare(output, Path(args.load), layers=args.verify_layers, ckpt_step=args.ckpt_step)
+        step = args.ckpt_step
+        result = compare(output, Path(args.load), layers=args.verify_layers, ckpt_step=step, allow_constant=allow)
     for line in result.lines():
         note(line)
     return result

@@ -49,6 +49,7 @@ class ConversionOptions:
     drop_mtp: bool = False
     no_optim: bool = False
     ema: bool = False
+    allow_suspicious_weights: bool = False
     max_shard_bytes: int = 5 * 10**9
 
     def plain(self) -> dict[str, Any]:

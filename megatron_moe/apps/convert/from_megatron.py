@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.schema import flatten, replace
+from megatron_moe.hf.folder import ALLOW, CERTIFICATE
 from megatron_moe.hf.tensors import dtype_name, sha256
 from megatron_moe.hf.transforms import Shape
 from megatron_moe.io.files import new_file, write_json
@@ -60,6 +62,8 @@ class FromMegatron(Conversion):
         self.checkpoint, self.given = checkpoint, given
         where = f"--load {checkpoint.path}"
         self.run, self.notes = run_of(checkpoint.args, given, checkpoint.vocabulary_rows(), where)
+        self.notes += checkpoint.notes
+        self._doubt(checkpoint.doubts)
         weights, self.fp32 = tensors_of(self.run)
         self.contents = checkpoint.contents(weights)
         self.dtype = options.dtype or self._one_dtype(weights, where)
@@ -83,6 +87,24 @@ class FromMegatron(Conversion):
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "given": {name: str(value) for name, value in self.given.items()}}
+
+    def _doubt(self, doubts: Iterable[str]) -> None:
+        """Refuse a checkpoint whose files may be those of other ranks, or warn where that is allowed."""
+        for words in doubts:
+            if not self.options.allow_suspicious_weights:
+                raise ConfigError(
+                    f"--load {self.source}: {words}; bring the files back from their source, or take them as they are "
+                    f"with {ALLOW}"
+                )
+            self.warnings.append(f"WARNING: {words}: taken as it is")
+
+    def wanted_inputs(self) -> dict[str, FileEntry] | None:
+        """Return what the certificate beside the step lists, where a conversion wrote the step."""
+        if not (self.source.parent / CERTIFICATE).is_file():
+            return None
+        listed = folder.read_json(self.source.parent / CERTIFICATE)["output"]["files"]
+        prefix = f"{self.source.name}/"
+        return {name.removeprefix(prefix): entry for name, entry in listed.items() if name.startswith(prefix)}
 
     def _one_dtype(self, weights: dict[str, Shape], where: str) -> torch.dtype:
         found: dict[str, list[str]] = {}
@@ -210,6 +232,7 @@ class FromMegatron(Conversion):
         wrong = [f"{name} ({key})" for key, name, _ in sorted(wanted.symmetric_difference(used))]
         if wrong or len(used) != len(wanted):
             raise ConfigError(listing(f"{self.source}: not every tensor is converted exactly once:", wrong))
+        self._doubt(_repeated(rows))
 
     def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
         step = folder.step_folder(output, self.iteration)
@@ -272,6 +295,18 @@ class FromMegatron(Conversion):
             "copies": sorted(part.name for parts in self.contents.copies.values() for part in parts),
             "settings_given": sorted(self.given),
         }
+
+
+def _repeated(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the matrices of weights that are there twice, as copies of a rank's file or of an expert are."""
+    first: dict[str, str] = {}
+    for row in rows:
+        for entry in row["megatron"]:
+            if len(entry["shape"]) < 2 or row["native"]["key"].startswith("optimizer."):
+                continue
+            place = f"{entry['name']} (from {entry['start']} on)"
+            if (other := first.setdefault(entry["sha256"], place)) != place:
+                yield f"{place} equals {other}, as if a rank's file or an expert were there twice"
 
 
 def _within(part: Part, start: Shape) -> tuple[slice, ...]:

@@ -20,7 +20,7 @@ from megatron_moe.apps.convert import reference_model
 from megatron_moe.apps.convert.reference_model import ReferenceResult, run_reference
 from megatron_moe.apps.convert.ties import TIE, following
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.folder import ALLOW, HFFolder
 from megatron_moe.hf.opened import Opened, one_process, opened
 from megatron_moe.hf.source import ModelSource, locate
 from megatron_moe.hf.trace import Routing, trace, working_bytes
@@ -128,6 +128,7 @@ def compare(
     length: int = TOKENS[1],
     ckpt_step: int | None = None,
     gradients: bool = False,
+    allow_constant: bool = False,
 ) -> Parity:
     """Run transformers on a Hugging Face folder and our model on a checkpoint, on the same random tokens.
 
@@ -142,6 +143,7 @@ def compare(
         length: tokens of each; fewer if the model has fewer positions.
         ckpt_step: which step of a run's folder; None: the newest.
         gradients: compare the norms of the loss's gradient too.
+        allow_constant: pass although the logits are the same for all tokens, which compares hardly any weight.
 
     Raises:
         ConfigError: transformers is missing or does not know the model, one of the two cannot be opened, or there is
@@ -170,11 +172,17 @@ def compare(
     with opened(source, layers=layers, gradients=gradients) as found:
         if differ:
             _round(found.chunk, getattr(torch, reference_source.dtype))
-        return compare_with(reference, found, tokens, seed=seed, gradients=gradients)
+        return compare_with(reference, found, tokens, seed=seed, gradients=gradients, allow_constant=allow_constant)
 
 
 def compare_with(
-    reference: ReferenceResult, found: Opened, tokens: Tensor, *, seed: int = 0, gradients: bool = False
+    reference: ReferenceResult,
+    found: Opened,
+    tokens: Tensor,
+    *,
+    seed: int = 0,
+    gradients: bool = False,
+    allow_constant: bool = False,
 ) -> Parity:
     """Run our model on the tokens [B, S] of a reference and compare the two."""
     with following(found.chunk, reference.experts, tokens.shape[0]) as margins:
@@ -195,6 +203,12 @@ def compare_with(
     loss = float(ours.loss)
     if not abs(loss - reference.loss) <= LOSS_TOLERANCE * max(1.0, abs(reference.loss)):
         failures.append(f"losses are {loss:.7f} here, {reference.loss:.7f} there")
+    rows = reference.logits.flatten(0, 1)
+    if not allow_constant and (bool((rows == rows[:1]).all()) or bool((rows == rows[:, :1]).all())):
+        failures.append(
+            f"logits are the same for all tokens ({float(rows[0, 0]):.4g}): the weights that make them are damaged or "
+            f"were never trained, and equal logits show nothing; {ALLOW} passes that"
+        )
     failures += _constant_failures(reference, found)
     apart = None
     if ours.grad_norms is not None and reference.grad_norms is not None:

@@ -30,14 +30,17 @@ from megatron_moe.checkpoint import folder, index, manifest, origin, pickles
 from megatron_moe.checkpoint.pickles import PER_PART, by_itself
 from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import Run, build, flatten
+from megatron_moe.config.module_names import is_inside, kept_in_fp32, patterns_of
+from megatron_moe.config.schema import Run, build, flatten, replace
 from megatron_moe.hf.architecture import settings_of
-from megatron_moe.hf.folder import INDEX, HFFolder
+from megatron_moe.hf.folder import CERTIFICATE, INDEX, HFFolder
 from megatron_moe.hf.mapping import Mapping, Piece, mapping, require_tensors
 from megatron_moe.hf.tensors import TensorReader, dtype_name, sha256
-from megatron_moe.hf.transforms import Shape
+from megatron_moe.hf.transforms import Shape, elements
+from megatron_moe.hf.weight_check import WeightCheck, refusal
 from megatron_moe.io.files import new_file, write_bytes, write_json
 from megatron_moe.io.hashing import FileEntry, HashingFile, sha256_of_file
+from megatron_moe.io.program import note
 
 # ---- The files of a native step, written by blocks without a process group: a data file per layer, and the index.
 #
@@ -229,31 +232,44 @@ class ToNative(Conversion):
             self.copies = [name for name in self.copies if name in kept.copies]
             self.notes.append(f"--drop-mtp: {len(self.dropped)} tensors of multi-token prediction are left out")
             table = kept
-        self.dtype = options.dtype or self._one_dtype(table, where)
+        self.table = table
+        self.dtype, wide = (options.dtype, []) if options.dtype else self._dtypes(where)
         flags = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}, torch.float32: {}}
         self.run = build({**flat, **flags[self.dtype]})
-        self.table = table
+        if wide:
+            patterns = patterns_of(self.run, wide)
+            self.run = replace(self.run, keep_fp32=patterns)
+            self.notes.append(f"fp32 weights stay in fp32: --keep-fp32 {' '.join(patterns)}, which a run needs too")
+        in_fp32 = kept_in_fp32(self.run)
+        self.fp32 = {piece.key for piece in table.pieces if piece.fp32 or is_inside(piece.key, in_fp32)}
+        self.weights = WeightCheck(self.reader, table)
         self.inputs = {name: found.path / name for name in {stored.file for stored in found.tensors.values()}}
-        self.companions = {name: path for name, path in found.companions.items() if name != certificate.NAME}
+        self.companions = {name: path for name, path in found.companions.items() if name != CERTIFICATE}
         self.inputs |= self.companions
         if (found.path / INDEX).exists():
             self.inputs[INDEX] = found.path / INDEX
         self.units = self._planned()
         self.summary = model_words(self.run, self.family.name, dtype_name(self.dtype))
 
-    def _one_dtype(self, table: Mapping, where: str) -> torch.dtype:
-        dtypes: dict[torch.dtype, list[str]] = {}
-        for piece in table.pieces:
+    def _dtypes(self, where: str) -> tuple[torch.dtype, list[str]]:
+        """Return the dtype of the weights, and the keys of those that are fp32 beside others in bf16 or fp16."""
+        dtypes: dict[torch.dtype, list[Piece]] = {}
+        for piece in self.table.pieces:
             for name in () if piece.fp32 else piece.hf:
-                dtypes.setdefault(self.reader.dtype(name), []).append(name)
-        examples = "; ".join(f"{dtype_name(dtype)}: {len(names)}, {names[0]}" for dtype, names in dtypes.items())
-        (dtype, *others) = dtypes
-        if others or dtype not in _WEIGHTS:
+                dtypes.setdefault(self.reader.dtype(name), []).append(piece)
+        narrow = [dtype for dtype in dtypes if dtype != torch.float32]
+        if len(narrow) > 1 or not dtypes.keys() <= set(_WEIGHTS):
+            examples = "; ".join(f"{dtype_name(dtype)}: {len(of)}, {of[0].hf[0]}" for dtype, of in dtypes.items())
             raise ConfigError(
-                f"{where}: its weights are of {len(dtypes)} dtypes, and a model here has one ({examples}); give the "
-                "one that all are to have: --dtype {bf16,fp16,fp32}"
+                f"{where}: its weights are of {len(dtypes)} dtypes ({examples}), and a model here has bf16 or fp16, "
+                "and fp32 beside it; give the one that all are to have: --dtype {bf16,fp16,fp32}"
             )
-        return dtype
+        if not narrow:
+            return torch.float32, []
+        return narrow[0], list(dict.fromkeys(piece.key for piece in dtypes.get(torch.float32, ())))
+
+    def _dtype(self, piece: Piece) -> torch.dtype:
+        return torch.float32 if piece.key in self.fp32 else self.dtype
 
     def _planned(self) -> list[OutputFile]:
         files: dict[Any, list[Piece]] = {}
@@ -262,7 +278,7 @@ class ToNative(Conversion):
             files.setdefault(file_order(piece.key), []).append(piece)
         units = []
         for number, order in enumerate(sorted(files)):
-            size = sum(_bytes(piece, self.dtype) + PER_PART for piece in files[order])
+            size = sum(_bytes(piece, self._dtype(piece)) + PER_PART for piece in files[order])
             name = f"{folder.step_folder(Path(), ITERATION)}/{data_name(number)}"
             units.append(OutputFile(name, size, tuple(files[order])))
         return units
@@ -293,18 +309,23 @@ class ToNative(Conversion):
                         "hf": entries,
                     }
                 )
-                advance(_bytes(piece, self.dtype) + PER_PART)
+                advance(_bytes(piece, self._dtype(piece)) + PER_PART)
         return {"entry": file.entry(), "parts": data.parts, "rows": rows}
 
     def _read(self, piece: Piece) -> tuple[list[torch.Tensor], list[Row]]:
         """Return the tensors that a block is made of, in the block's dtype, and their entries of a row."""
-        dtype = torch.float32 if piece.fp32 else self.dtype
+        dtype = self._dtype(piece)
         tensors, entries = [], []
         for name in piece.hf:
             tensor, digests = self.reader.read_hashed(name, torch.float32 if dtype == torch.float32 else None)
+            self.weights.require_certified(digests)
             certificate.require_finite(tensor, name, str(self.source))
             stored = self.reader.folder.tensors[name]
             entry: Row = {"name": name, "shape": list(stored.shape), "dtype": stored.dtype, "sha256": digests[name]}
+            if doubt := self.weights.doubt(name, tensor, digests[name]):
+                if not self.options.allow_suspicious_weights:
+                    raise refusal(doubt)
+                entry["suspicious"] = doubt
             for scale in self.reader.sources(name)[1:]:
                 entry["scale"] = {"name": scale, "sha256": digests[scale]}
             tensors.append(certificate.cast(tensor, dtype, name))
@@ -328,12 +349,16 @@ class ToNative(Conversion):
                 )
 
     def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
+        entries = (entry for record in records for row in record["rows"] for entry in row["hf"])
+        suspicious = [f"WARNING: {entry['suspicious']}: taken as it is" for entry in entries if "suspicious" in entry]
+        self.warnings += suspicious
+        for line in suspicious:
+            note(line)
         step = folder.step_folder(output, ITERATION)
         files = {Path(record["name"]).name: record["entry"] for record in records}
         parts = [StoredPart(*part) for record in records for part in record["parts"]]
-        fp32 = {piece.key for piece in self.table.pieces if piece.fp32}
         dtype = dtype_name(self.dtype)
-        tensors = {key: ("float32" if key in fp32 else dtype, shape) for key, shape in self.table.shapes.items()}
+        tensors = {key: ("float32" if key in self.fp32 else dtype, shape) for key, shape in self.table.shapes.items()}
         files[".metadata"] = write_index(step, tensors, parts, ())
         files |= write_common(step, {})
         if self.companions:
@@ -382,8 +407,4 @@ def _names(table: Mapping) -> set[str]:
 
 
 def _bytes(piece: Piece, dtype: torch.dtype) -> int:
-    size: Shape = piece.transform.native_shape
-    count = 4 if piece.fp32 else dtype.itemsize
-    for extent in size:
-        count *= extent
-    return count
+    return elements(piece.transform.native_shape) * dtype.itemsize

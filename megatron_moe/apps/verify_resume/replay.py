@@ -15,6 +15,7 @@ from typing import Any
 from megatron_moe.checkpoint import folder
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build, fields_by_name, flatten, replace
+from megatron_moe.io.source_version import other_source, source_version
 from megatron_moe.report.jsonl import read_steps
 from megatron_moe.report.records import exact
 
@@ -232,11 +233,11 @@ def _replay(
 
 
 def version_differences(state: dict[str, Any], now: dict[str, str]) -> list[str]:
-    """Return the packages that the records were made with in another version than the installed one."""
-    then = state.get("versions", {})
-    return [
-        f"{name} {then[name]} -> {now[name]}" for name in sorted(then.keys() & now.keys()) if then[name] != now[name]
-    ]
+    """Return the packages that the records were made with in another version than the installed one, ours first."""
+    then, own = state.get("versions", {}), source_version()
+    others = sorted(then.keys() & now.keys() - own.keys())
+    found = [f"{name} {then[name]} -> {now[name]}" for name in others if then[name] != now[name]]
+    return [f"another version: {words}", *found] if (words := other_source(then)) else found
 
 
 def arithmetic_differences(state: dict[str, Any], now: dict[str, str], deterministic: bool) -> list[str]:

@@ -188,6 +188,7 @@ RULES: tuple[Rule, ...] = (
     sources.retained_steps_are_saved,
     sources.load_flags_need_load,
     sources.imported_weights_are_a_start,
+    sources.suspicious_weights_are_imported,
     sources.written_paths_are_writable,
     sources.written_files_differ,
     sources.pictures_need_metrics,

@@ -176,6 +176,12 @@ def imported_weights_are_a_start(run: Run, world_size: int) -> None:
         )
 
 
+def suspicious_weights_are_imported(run: Run, world_size: int) -> None:
+    """Refuse to allow suspicious weights where none are imported."""
+    if run.checkpoint.allow_suspicious_weights and run.checkpoint.load_hf is None:
+        raise refuse(run, ("allow_suspicious_weights", "load_hf"), "is about the folder of --load-hf; drop it")
+
+
 def written_paths_are_writable(run: Run, world_size: int) -> None:
     """Require that the files of a run can be written, before the first step and not when they are due."""
     audit = ("audit_precision_output",) if run.precision.audit_precision else ()
