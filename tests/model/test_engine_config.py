@@ -166,7 +166,9 @@ DDP = {
 }
 OPTIMIZER = {
     **same({}, optimizer="adam", lr=0.5, min_lr=0.25, weight_decay=0.75, adam_beta1=0.5, adam_beta2=0.6, adam_eps=0.25),
-    **same({}, clip_grad=3.0, use_distributed_optimizer=True, overlap_param_gather=True, bf16=True, fp16=True),
+    **same({}, clip_grad=3.0, use_distributed_optimizer=True, overlap_param_gather=True),
+    "bf16": (True, {}, {"bf16": True, "params_dtype": torch.bfloat16}),
+    "fp16": (True, {}, {"fp16": True, "params_dtype": torch.float16}),
     **same({}, loss_scale=8.0, initial_loss_scale=16.0, min_loss_scale=2.0, loss_scale_window=5, hysteresis=7),
 }
 TABLES: dict[str, tuple[dict[str, Row], Callable[[Run], Any]]] = {
