@@ -194,8 +194,10 @@ def _build_saver(planned: RunPlan, ranks: RunRanks, comes_from: Origin, reporter
     run, start_from = planned.run, planned.start_from
     if run.checkpoint.save is None:
         return None
-    loaded_step = start_from.start_iteration if start_from.continues else None
-    return Saver(run, target(run, lock=ranks.lock, loaded=loaded_step, origin=comes_from), reporter.event)
+    source = start_from.source if start_from.continues else None
+    loaded_step = None if source is None else start_from.start_iteration
+    where = target(run, lock=ranks.lock, loaded=loaded_step, origin=comes_from)
+    return Saver(run, where, reporter.event, None if source is None else source.step)
 
 
 def _unigram_entropy(planned: RunPlan, ranks: RunRanks, splits: Splits) -> float | None:
