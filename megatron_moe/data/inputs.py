@@ -30,6 +30,9 @@ LINES, TEXT, PARQUET, ARROW = "lines", "text", "parquet", "arrow"
 _KINDS = {".jsonl": LINES, ".jsonlines": LINES, ".ndjson": LINES, ".json": LINES, ".parquet": PARQUET, ".arrow": ARROW}
 _COMPRESSED = (".gz", ".zst")
 _NOT_READ = (".bz2", ".xz", ".lz4", ".7z", ".zip", ".tar", ".tgz")
+_TABLES = {".csv": "csv(%r)", ".tsv": "csv(%r, sep='\\t')", ".feather": "feather(%r)", ".orc": "orc(%r)"}
+_TABLES |= dict.fromkeys((".xlsx", ".xls", ".ods"), "excel(%r)")
+"""Names of tables that are not read -> what reads them, behind pandas.read_."""
 _LIBRARIES = {".zst": "zstandard", ".parquet": "pyarrow", ".arrow": "pyarrow"}
 
 _ZSTD_CHUNK = 1 << 14
@@ -128,6 +131,12 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
         name = _uncompressed_name(path)
         if _suffix(name) in _NOT_READ or (name != path and kind_of(path) in (PARQUET, ARROW)):
             raise ConfigError(f"--input {path}: is not read; .gz and .zst of JSON lines and of texts are, so unpack it")
+        if (read := _TABLES.get(_suffix(name))) is not None:
+            lines = f"{os.path.splitext(os.path.basename(name))[0]}.jsonl"
+            raise ConfigError(
+                f"--input {path}: is a table that is not read, and would be one document; make JSON lines of it: "
+                f"pandas.read_{read % path}.to_json({lines!r}, orient='records', lines=True)"
+            )
     _require_libraries(found)
     return found
 

@@ -133,6 +133,14 @@ def test_columns_that_are_no_texts_are_named(suffix, tmp_path):
     assert "'ns', 'far', 'twice'" in record.bad.problem
 
 
+def test_chat_data_gets_a_hint(tmp_path):
+    (lines,) = records(write(tmp_path / "a.jsonl", b'{"messages": [{"role": "user", "content": "hi"}]}'))
+    table = tmp_path / "b.parquet"
+    write_table(table, pyarrow.table({"conversations": [[{"from": "human", "value": "hi"}]]}))
+    for record in (lines, *records(table, "conversations")):
+        assert "tokenizer.apply_chat_template" in record.bad.problem
+
+
 # ---- folders
 
 
@@ -237,7 +245,9 @@ def test_of_a_download_the_data_files_are_read(tmp_path, capsys):
 # ---- what is not read
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.bz2", "a.xz", "a.zip", "a.tar.gz", "a.parquet.gz", "a.arrow.zst"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl.bz2", "a.xz", "a.zip", "a.tar.gz", "a.parquet.gz", "a.arrow.zst", "a.CSV", "a.tsv.gz", "a.xlsx"]
+)
 def test_what_is_not_read_is_refused_by_name(name, tmp_path):
     refuse(write(tmp_path / name, b"x"), name)
 
