@@ -258,8 +258,6 @@ def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: Lo
     if (read := source.step if source is not None else run.checkpoint.load_hf) is not None:
         trainer.reporter.event("loaded", f"read {read}", shown=False, path=str(read))
     warnings = {*trainer.precision_warnings, *trainer.checkpoint_warnings}
-    cuda = platform.has_cuda()
-    known = advisories.start_lines(run, ranks.facts.world_size, platform.engine_version(), cuda=cuda)
     for note in (
         *run.notes,
         *platform.unusable_libraries(),
@@ -274,7 +272,7 @@ def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: Lo
         *_offload_notes(run),
         *_expert_notes(trainer),
         *_kernel_notes(),
-        *known,
+        *advisories.start_lines(platform.engine_version()),
     ):
         trainer.reporter.event("warning" if note in warnings else "message", note)
 
