@@ -21,6 +21,7 @@ from typing import IO, Any
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.paths import require_readable
 from megatron_moe.io.program import note
+from megatron_moe.io.texts import hub_hint
 
 SMALLEST_SHARD, LARGEST_SHARD = 1 << 20, 1 << 28
 _SHARDS = 256
@@ -123,7 +124,7 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
                 f"--input {item} is no regular file: texts are read from files, not from pipes or devices"
             )
         else:
-            raise ConfigError(f"--input {item} does not exist")
+            raise ConfigError(f"--input {item} does not exist{hub_hint(item, 'dataset')}")
     for path in found:
         require_readable("--input", path)
         if refuse_empty and os.path.getsize(path) == 0:
