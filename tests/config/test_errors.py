@@ -113,6 +113,7 @@ TEXTS = {
     "digits.json": f'{{"train_batch_size": {"9" * 5000}}}',
     "home.yaml": "save: ~/runs\n",
     "negative.yaml": "lr: -0.1\n",
+    "chat.jsonl": '{"messages": [{"role": "user", "content": "hi"}]}\n',
 }
 
 

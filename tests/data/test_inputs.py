@@ -133,14 +133,6 @@ def test_columns_that_are_no_texts_are_named(suffix, tmp_path):
     assert "'ns', 'far', 'twice'" in record.bad.problem
 
 
-def test_chat_data_gets_a_hint(tmp_path):
-    (lines,) = records(write(tmp_path / "a.jsonl", b'{"messages": [{"role": "user", "content": "hi"}]}'))
-    table = tmp_path / "b.parquet"
-    write_table(table, pyarrow.table({"conversations": [[{"from": "human", "value": "hi"}]]}))
-    for record in (lines, *records(table, "conversations")):
-        assert "tokenizer.apply_chat_template" in record.bad.problem
-
-
 # ---- folders
 
 
