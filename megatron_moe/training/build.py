@@ -108,6 +108,7 @@ def build_trainer(
         },
         data=planned.data,
         reporter=reporter,
+        has_own_sinks=bool(max_over_ranks(len(also))[0]),
         guard=built.guard,
         watchdog=ranks.watchdog,
         saver=_build_saver(planned, ranks, built.origin, reporter),

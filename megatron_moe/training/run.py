@@ -73,6 +73,7 @@ def pretrain(
                 stopped = _train(trainer, stop, audit if run.precision.audit_precision else None)
                 summary = _summary(trainer, planned.tokenizer, stop, stopped)
                 trainer.reporter.close(summary, FINISHED if stopped is None else f"stopped {stopped.text}")
+                trainer.require_sinks()
             clean = True
             return summary
         except StoppedEarly as early:

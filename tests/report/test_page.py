@@ -154,15 +154,6 @@ def test_an_expert_that_died_lately_is_dead_although_it_got_tokens_before(tmp_pa
     assert finding["level"] == "bad" and "1 of them in layer 4" in finding["text"]
 
 
-def test_mistakes_end_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write(tmp_path / "run", [line(1)])
-    (tmp_path / "text").write_text("no metrics\n")
-    for words in (["nowhere"], [str(tmp_path)], [str(tmp_path / "text")], [str(run), "--output", str(tmp_path)]):
-        assert report.main(words) == 2
-        assert capsys.readouterr().err.count("\n") == 1
-    assert report.main([str(run), "--output", str(run / "metrics.jsonl")]) == 2
-
-
 # ---- written while the run trains
 
 
