@@ -23,6 +23,7 @@ from megatron_moe.apps.preflight import cli as preflight
 from megatron_moe.config import cli, rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import suggestion
 from megatron_moe.config.schema import Run
 from megatron_moe.hf import architecture
 from megatron_moe.io.program import DONE, note, run_program, say
@@ -34,6 +35,16 @@ _HOURS = re.compile(r"(?:(\d+):)?(\d+):(\d+)|(\d+)")
 _SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _PASSED = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem", "dependency")
 """sbatch's options that are passed on as they are."""
+_ANSWERED = {
+    "--array": "its jobs would all write to one --save; write a script for each, with a --save of its own",
+    "--ntasks": "Slurm starts one task a node; ranks are --nproc-per-node",
+    "--ntasks-per-node": "Slurm starts one task a node; ranks are --nproc-per-node",
+    "--gres": "GPUs of a node are --gpus-per-node",
+    "--signal": "the script sets it, by --save-seconds",
+    "--requeue": "the script sets it",
+    "--wrap": "the training's flags follow --",
+}
+"""Options of sbatch that are not here -> what to do."""
 _LEAST = {
     "nodes": 1, "nproc_per_node": 1, "gpus_per_node": 0, "cpus_per_task": 1, "save_seconds": 1, "max_restarts": 0,
 }  # fmt: skip
@@ -88,7 +99,9 @@ def main(argv: list[str]) -> int:
 
 def _main(argv: list[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
-    own = parser().parse_args(argv[:at])
+    own, others = parser().parse_known_args(argv[:at])
+    if others:
+        raise ConfigError(_unknown(others[0]))
     flags = argv[at + 1 :]
     if not flags:
         raise ConfigError(
@@ -107,6 +120,16 @@ def _main(argv: list[str]) -> int:
     Path(path).write_text(script, encoding="utf-8")
     note(f"{NAME}: wrote {path}; sbatch {path} starts it, its log is {own.output or folder / '%x-%j.log'}")
     return subprocess.run(["sbatch", path]).returncode if own.submit else DONE
+
+
+def _unknown(word: str) -> str:
+    """Return the error for a word that is no option of the job."""
+    flag = word.partition("=")[0]
+    if flag in _ANSWERED:
+        return f"{word}: {_ANSWERED[flag]}"
+    works = suggestion(flag, parser()._option_string_actions)
+    works = works or "; the training's flags follow --, as in: --time 1:00:00 -- --preset tiny --mock-data"
+    return f"{word}: is no option of the job{works}"
 
 
 def _check(own: argparse.Namespace) -> None:

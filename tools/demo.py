@@ -133,6 +133,7 @@ def training_command(folder: Path, extra: Sequence[str]) -> tuple[str, ...]:
         "--metrics-file": folder / "metrics.jsonl",
         "--tensorboard-dir": folder / "tensorboard",
         "--plot-file": folder / "plot.png",
+        "--report-file": folder / "report.html",
         "--summary-file": folder / "summary.json",
         "--sample-prompt": PROMPT,
     }
@@ -277,6 +278,7 @@ def _print_result(folder: Path) -> int:
         "text, tokens": f"{folder / 'corpus'}, {folder / 'data'}",
         "tokenizer": folder / "tokenizer" / "python.model",
         "checkpoint": summary["checkpoint"],
+        "report": folder / "report.html",
         "picture": folder / "plot.png",
         "every step": folder / "metrics.jsonl",
         "TensorBoard": f"tensorboard --logdir {folder / 'tensorboard'}",

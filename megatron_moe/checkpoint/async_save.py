@@ -29,17 +29,20 @@ class Saver:
 
     Args:
         report: called on rank 0 with each event: its kind ("saved", "warning", "message"), its text, and facts by name.
+        latest: the step that the run continues, if any.
 
     With `--on-save-error stop`, the default, each method raises SaveError on every rank where a step could not be
     saved; with `continue` the error is reported, and the run goes on without that step.
     """
 
-    def __init__(self, run: Run, target: Target, report: Callable[..., None]) -> None:
+    def __init__(self, run: Run, target: Target, report: Callable[..., None], latest: Path | None = None) -> None:
         self._run = run
         self._target = target
         self._report = report
         self._memory = SaveBuffers()
         self._pending: _Pending | None = None
+        self.latest = latest
+        """The last step that is complete on disk."""
         self.error: SaveError | None = None
         """Why the last step that was to be saved was not."""
 
@@ -100,6 +103,7 @@ class Saver:
             raise
         self._pending = None
         saving = pending.saving
+        self.latest = saving.step
         self._report(
             "saved", f"saved {saving.step} ({pending.times()})", path=str(saving.step), seconds=pending.seconds()
         )

@@ -23,13 +23,14 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint import manifest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.paths import require_readable
-from megatron_moe.io.texts import how_to_download, is_hub_name
+from megatron_moe.io.texts import hub_hint
 
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG = "config.json"
@@ -165,9 +166,7 @@ def step_of(path: Path, ckpt_step: int | None, flag: str = "--load") -> tuple[Pa
     if path.is_file():
         raise ConfigError(f"{flag} {path}: is a file; name the folder of a run, of a step or of a model")
     if not path.is_dir():
-        hub = f"; {how_to_download(str(path))}" if is_hub_name(str(path)) and not path.exists() else ""
-        there = "is a file; name the folder that it is in" if path.exists() else f"there is no such folder{hub}"
-        raise ConfigError(f"{flag} {path}: {there}")
+        raise ConfigError(f"{flag} {path}: there is no such folder{hub_hint(str(path))}")
     name = path.absolute().name
     is_step = _STEP.fullmatch(name) is not None and (path / STATE).exists()
     if not (is_step or steps(path) or (path / OWNER).exists() or (path / LATEST).exists()):
@@ -186,6 +185,15 @@ def is_of_megatron(step: Path) -> bool:
     if not step.is_dir() or any((step / name).exists() for name in (MANIFEST, STATE, CONFIG)):
         return False
     return (step / ".metadata").is_file() or any(step.glob("mp_rank_*"))
+
+
+def steps_below(root: Path) -> str:
+    """Return, to end a refusal of `root`, which folder in it has steps; empty where none has."""
+    with suppress(OSError):  # missing, a file, or not readable, which the refusal is about
+        for entry in sorted(root.iterdir()):
+            if steps(entry):
+                return f"; {entry} has steps"
+    return ""
 
 
 def _refuse_megatron(root: Path) -> None:
@@ -236,7 +244,7 @@ def _check_is_root(root: Path) -> None:
     names = {entry.name for entry in root.iterdir()}
     ours = any(_STEP.fullmatch(name) for name in names) or names & {OWNER, LATEST}
     if names and not ours:
-        works = "give the folder that an earlier run named with --save"
+        works = f"give the folder that an earlier run named with --save{steps_below(root)}"
         if "config.json" in names:
             works = f"a folder of Hugging Face's is where a run begins: --load-hf {root}"
         raise ConfigError(

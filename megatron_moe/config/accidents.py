@@ -97,6 +97,8 @@ def require_expanded(name: str, text: str, where: str) -> None:
     if _PLACEHOLDER.fullmatch(text):
         raise ConfigError(f"{shown}: is a placeholder; put a value in its place")
     if name not in _ADDRESSES and _ADDRESS.match(text):
-        raise ConfigError(f"{shown}: is an address, and files are read and written in folders alone; name a path")
+        raise ConfigError(
+            f"{shown}: is an address, and files are read and written in folders alone; download it, and give the path"
+        )
     if text == "null":
         raise ConfigError(f"{shown}: is what a JSON file has for no value; leave the flag out")

@@ -229,8 +229,18 @@ def choice_suggestion(word: str, known: Iterable[str]) -> str:
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean X?` for a known word that a slip of the keys makes of this one, or an empty string.
 
-    Two letters may differ, in a word of less than six one; two neighbours that are swapped count as one.
+    Two letters may differ, in a word of less than six one; two neighbours that are swapped count as one. Where flags
+    begin with the same word, such as --ema-, one of them is meant; up to three are named.
     """
+    names = list(known)
+    first = word[: word.find("-", 2) + 1] if word.startswith("--") else ""
+    alike = [name for name in names if first and name.startswith(first)]
+    if near := _nearest(word, alike or names):
+        return near
+    return f"; there {'is' if len(alike) == 1 else 'are'} {', '.join(alike)}" if 0 < len(alike) <= 3 else ""
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
     most = 1 if len(word.lstrip("-")) < 6 else 2
     letters = Counter(word)
     near: list[tuple[int, str]] = []

@@ -2,8 +2,9 @@
 
 A row of the table answers for a flag, or for some values of it: `alias`, the same under another name (`target`, where
 {} is the value); `always`, what is always so here; `ignored`, it only tunes what is not here; `refused`, not here, with
-what to do instead; `unknown`, no flag of Megatron-LM's but a name that people know, with the flag that they mean. A
-flag that is a setting here may have rows for values that only Megatron-LM has. This file does not import torch.
+what to do instead; `unknown`, no flag of Megatron-LM's but a name that people know, from MindSpeed or Pai-Megatron
+too, with the flag that they mean or what to do. A flag that is a setting here may have rows for values that only
+Megatron-LM has. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ def unknown(flag: str, own: Collection[str]) -> str:
     if row is not None and row.answer == "refused":
         return f"{flag}: {row.reason}"
     if row is not None and row.answer == "unknown":
-        hint = f"; use {row.target}" + (f" ({row.reason})" if row.reason else "")
+        hint = f"; use {row.target}" + (f" ({row.reason})" if row.reason else "") if row.target else f"; {row.reason}"
     elif len(prefixed) == 1:
         hint = f"; did you mean {prefixed[0]}?"
     else:

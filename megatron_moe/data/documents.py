@@ -6,9 +6,10 @@ A record that is no document is yielded too, with the reason: what to do with it
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_moe.data.inputs import ARROW, LINES, TEXT, Span, damage, is_compressed, kind_of, opened
@@ -28,6 +29,11 @@ _EXCERPT = 80
 """Characters of a record in a report."""
 _ROWS = 1024
 _ONE_A_LINE = "; one object a line is read: `jq -c '.[]'` makes that of a list, `jq -c .` of objects over many lines"
+_CHAT_KEYS = {"messages", "conversations", "conversation", "prompt", "completion", "response", "instruction"}
+_OF_A_CHAT = (
+    "chat templates are not applied here: write each conversation as one text first, with "
+    "tokenizer.apply_chat_template(messages, tokenize=False) of transformers"
+)
 
 
 class BadRecord(Exception):
@@ -77,7 +83,7 @@ def read_span(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
     """Yield the records of a span, good and bad. A text file is one document with the key "text".
 
     Bad are empty and cut files, damaged compression, files of other formats, UTF-16, invalid UTF-8, lines that are no
-    JSON object, missing keys, values that are neither a text nor a list of texts, and empty texts.
+    JSON object, missing and repeated keys, values that are neither a text nor a list of texts, and empty texts.
     """
     kind = kind_of(span.path)
     if span.size == 0:
@@ -166,6 +172,7 @@ def _damaged(error: Exception) -> BadRecord:
 def _lines(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
     """Yield the lines that begin in a span. A line across its start belongs to the span before."""
     number = 0
+    decode = json.JSONDecoder(object_pairs_hook=partial(_object, keys)).decode
     with opened(span.path) as file:
         offset = span.start
         if offset > 0:
@@ -183,11 +190,24 @@ def _lines(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
                 if offset == 0:
                     yield InputRecord(number, 0, b"", [], BadRecord("empty file", "the file is empty"))
                 return
-            yield _record_of_line(line, number, offset, keys)
+            yield _record_of_line(line, number, offset, keys, decode)
             offset += len(line)
 
 
-def _record_of_line(line: bytes, number: int, offset: int, keys: tuple[str, ...]) -> InputRecord:
+def _object(keys: tuple[str, ...], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, in which none of the keys that are read is given twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        for key in keys:
+            if names.count(key) > 1:
+                raise BadRecord("repeated key", f"key {key!r} is given {names.count(key)} times; keep one of them")
+    return found
+
+
+def _record_of_line(
+    line: bytes, number: int, offset: int, keys: tuple[str, ...], decode: Callable[[str], Any]
+) -> InputRecord:
     content = line.rstrip(b"\r\n")
     begins = len(_BOM) if offset == 0 and line.startswith(_BOM) else 0
     try:
@@ -195,7 +215,7 @@ def _record_of_line(line: bytes, number: int, offset: int, keys: tuple[str, ...]
         if not text.strip():
             raise BadRecord("empty line", "the line is empty")
         try:
-            found = json.loads(text)
+            found = decode(text)
         except (ValueError, RecursionError) as error:
             if not line.endswith(b"\n"):
                 raise BadRecord("cut line", f"the file ends within the line, no valid JSON ({error})") from None
@@ -226,8 +246,9 @@ def _values(record: dict[str, Any], keys: tuple[str, ...]) -> list[str | list[st
             raise _missing(key, record)
         value = record[key]
         if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
-            kind = type(value).__name__
-            raise BadRecord("not a text", f"the value of {key!r} is a {kind}, not a text or a list of texts")
+            advice = f"; {_OF_A_CHAT}" if key in _CHAT_KEYS else ""
+            what = f"is a {type(value).__name__}, not a text or a list of texts"
+            raise BadRecord("not a text", f"the value of {key!r} {what}{advice}")
         for text in as_texts(value):
             if not text.isascii():
                 _refuse_lone_surrogates(text, key)
@@ -238,8 +259,10 @@ def _values(record: dict[str, Any], keys: tuple[str, ...]) -> list[str | list[st
 
 
 def _missing(key: str, there: Iterable[str]) -> BadRecord:
+    there = list(there)
     names = ", ".join(map(repr, there)) or "no keys"
-    return BadRecord("missing key", f"key {key!r} is missing (it has: {names}); see --json-keys")
+    advice = _OF_A_CHAT if _CHAT_KEYS.intersection(there) else "see --json-keys"
+    return BadRecord("missing key", f"key {key!r} is missing (it has: {names}); {advice}")
 
 
 def _refuse_lone_surrogates(value: str, key: str) -> None:

@@ -21,6 +21,7 @@ from typing import IO, Any
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.paths import require_readable
 from megatron_moe.io.program import note
+from megatron_moe.io.texts import hub_hint
 
 SMALLEST_SHARD, LARGEST_SHARD = 1 << 20, 1 << 28
 _SHARDS = 256
@@ -30,6 +31,9 @@ LINES, TEXT, PARQUET, ARROW = "lines", "text", "parquet", "arrow"
 _KINDS = {".jsonl": LINES, ".jsonlines": LINES, ".ndjson": LINES, ".json": LINES, ".parquet": PARQUET, ".arrow": ARROW}
 _COMPRESSED = (".gz", ".zst")
 _NOT_READ = (".bz2", ".xz", ".lz4", ".7z", ".zip", ".tar", ".tgz")
+_TABLES = {".csv": "csv(%r)", ".tsv": "csv(%r, sep='\\t')", ".feather": "feather(%r)", ".orc": "orc(%r)"}
+_TABLES |= dict.fromkeys((".xlsx", ".xls", ".ods"), "excel(%r)")
+"""Names of tables that are not read -> what reads them, behind pandas.read_."""
 _LIBRARIES = {".zst": "zstandard", ".parquet": "pyarrow", ".arrow": "pyarrow"}
 
 _ZSTD_CHUNK = 1 << 14
@@ -120,7 +124,7 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
                 f"--input {item} is no regular file: texts are read from files, not from pipes or devices"
             )
         else:
-            raise ConfigError(f"--input {item} does not exist")
+            raise ConfigError(f"--input {item} does not exist{hub_hint(item, 'dataset')}")
     for path in found:
         require_readable("--input", path)
         if refuse_empty and os.path.getsize(path) == 0:
@@ -128,6 +132,12 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
         name = _uncompressed_name(path)
         if _suffix(name) in _NOT_READ or (name != path and kind_of(path) in (PARQUET, ARROW)):
             raise ConfigError(f"--input {path}: is not read; .gz and .zst of JSON lines and of texts are, so unpack it")
+        if (read := _TABLES.get(_suffix(name))) is not None:
+            lines = f"{os.path.splitext(os.path.basename(name))[0]}.jsonl"
+            raise ConfigError(
+                f"--input {path}: is a table that is not read, and would be one document; make JSON lines of it: "
+                f"pandas.read_{read % path}.to_json({lines!r}, orient='records', lines=True)"
+            )
     _require_libraries(found)
     return found
 

@@ -25,7 +25,7 @@ from megatron_moe.hf.safetensors_file import (
     shortened,
     stamp_of,
 )
-from megatron_moe.io.texts import how_to_download, is_hub_name
+from megatron_moe.io.texts import hub_hint
 
 CONFIG = "config.json"
 CERTIFICATE = "conversion_certificate.json"
@@ -93,8 +93,8 @@ class HFFolder:
         Raises:
             ConfigError: something is not as it has to be; the message names the file or the tensor.
         """
-        if not path.exists() and is_hub_name(str(path)):
-            raise ConfigError(f"{flag} {path}: there is no such folder; {how_to_download(str(path))}")
+        if hint := hub_hint(str(path)):
+            raise ConfigError(f"{flag} {path}: there is no such folder{hint}")
         try:
             return _checked(path)
         except FormatError as error:

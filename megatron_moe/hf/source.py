@@ -97,7 +97,7 @@ def locate(path: Path, ckpt_step: int | None = None, family: str | None = None, 
     if not (path / "config.json").exists():
         raise ConfigError(
             f"{flag} {path}: is no checkpoint: it has neither steps (iter_*) nor the config.json of a Hugging Face "
-            "folder"
+            f"folder{folder.steps_below(path)}"
         )
     if ckpt_step is not None:
         raise ConfigError(f"--ckpt-step {ckpt_step}: {flag} {path} is a Hugging Face folder, which has no steps")

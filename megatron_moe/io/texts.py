@@ -41,10 +41,15 @@ def is_hub_name(text: str) -> bool:
     return _HUB_NAME.fullmatch(text) is not None and not Path(text).parent.exists()
 
 
-def how_to_download(name: str) -> str:
-    """Return what to do with the name of a model of a hub where a folder is expected."""
-    folder = Path(name).name
+def how_to_download(name: str, what: str = "model") -> str:
+    """Return what to do with the name of a model or a dataset of a hub where a folder is expected."""
+    folder, kind = Path(name).name, "" if what == "model" else f"--repo-type {what} "
     return (
-        f"nothing is downloaded: if it is a model of the hub, then on a machine with network `hf download {name} "
-        f"--local-dir {folder}`, copy the folder here, and give {folder}"
+        f"nothing is downloaded: if it is a {what} of the hub, then on a machine with network `hf download {name} "
+        f"{kind}--local-dir {folder}`, copy the folder here, and give {folder}"
     )
+
+
+def hub_hint(path: str, what: str = "model") -> str:
+    """Return the end of a refusal of a path that is not there: how to download it, if it looks like a hub's name."""
+    return f"; {how_to_download(path, what)}" if is_hub_name(path) and not Path(path).exists() else ""

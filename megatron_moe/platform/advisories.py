@@ -1,4 +1,4 @@
-"""Reports which known engine defects a run's flags meet, at its start and for `--list-advisories`. Loads no torch.
+"""Reports which known engine defects a run's flags meet, for `--list-advisories`. Loads no torch.
 
 The defects are in `engine_defects.yaml`. Whether an engine has one is decided by its version; tests run the engine's
 own code, and fail where that is wrong in a version that this project is tested with.
@@ -15,40 +15,24 @@ from megatron_moe.platform.defects import NEWEST, OLDEST, Defect, Version, known
 TESTED = (OLDEST, NEWEST)
 """Versions of megatron-core that the tests are run on."""
 
-OUTCOMES = {"overridden": "worked around", "kept": "kept as in Megatron-LM"}
-"""What the first lines of a run call each treatment."""
-
 
 def engine_version() -> Version:
     """Return megatron-core's version, for example (0, 16, 1), from its metadata, without importing it."""
     return tuple(int(part) for part in re.findall(r"\d+", importlib.metadata.version("megatron-core"))[:3])
 
 
-def defects_met(run: Run, world_size: int, version: Version, *, cuda: bool | None = None) -> list[Defect]:
-    """Return the defects that are in this engine and that these flags meet, in the order of the file.
-
-    Args:
-        cuda: whether there is a CUDA device; with None, defects of a machine without one count as met.
-    """
+def defects_met(run: Run, world_size: int, version: Version) -> list[Defect]:
+    """Return the defects that are in this engine and that these flags meet, in the order of the file."""
     return [
         defect
         for defect in known_defects()
-        if defect.is_present(version)
-        and defect.is_met(run, world_size)
-        and not (cuda and defect.without_cuda_only)
-        and defect.treatment != "not used"
+        if defect.is_present(version) and defect.is_met(run, world_size) and defect.treatment != "not used"
     ]
 
 
-def start_lines(run: Run, world_size: int, version: Version, *, cuda: bool) -> list[str]:
-    """Return what a run reports at its start: how many defects its flags meet, and whether this engine was tested."""
-    treatments = [defect.treatment for defect in defects_met(run, world_size, version, cuda=cuda)]
-    counts = [f"{treatments.count(t)} {outcome}" for t, outcome in OUTCOMES.items() if t in treatments]
-    summary = f"{len(treatments)} known defects are met by these flags"
-    return [
-        *untested(version),
-        f"engine: megatron-core {dotted(version)}, {', '.join([summary, *counts])} (--list-advisories)",
-    ]
+def start_lines(version: Version) -> list[str]:
+    """Return what a run reports at its start: the engine, and whether it was tested. Its defects ask for nothing."""
+    return [*untested(version), f"engine: megatron-core {dotted(version)}"]
 
 
 def untested(version: Version) -> list[str]:

@@ -154,7 +154,6 @@ class Defect:
     no_test: str | None = None
     since: Version = OLDEST
     fixed_in: Version | None = None
-    without_cuda_only: bool = False
 
     def is_present(self, version: Version) -> bool:
         """Return whether this release of the engine has the defect."""

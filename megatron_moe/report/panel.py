@@ -26,6 +26,8 @@ _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _PARTS_OF_A_BLOCK = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
 _EVEN, _UNEVEN = 1.5, 2.5
 """Loads from which on a layer's bar is yellow, and red."""
+_FULL = 4
+"""The load that fills a bar, whatever the other layers have: where all have collapsed, all bars are long."""
 
 
 class Curve:
@@ -174,7 +176,7 @@ class View:
         for layer in worst:
             load = self._loads[layer]
             colour = "green" if load < _EVEN else "yellow" if load < _UNEVEN else "red"
-            text = Text.assemble((_bar(load / max(self._loads.values()), room), colour), f"  {load:.2f}")
+            text = Text.assemble((_bar(min(load / _FULL, 1.0), room), colour), f"  {load:.2f}")
             rows.append((f"layer {layer}", text))
         if rows:
             rows.insert(0, ("load", Text(f"busiest expert / mean; {self._empty} empty{of}")))

@@ -285,7 +285,7 @@ def _draw_load(panel: Axes, loads: Loads) -> None:
         aspect="auto",
         cmap="RdBu_r" if by_expert else "viridis",
         vmin=0.0 if by_expert else 1.0,
-        vmax=2.0 if by_expert else float(np.percentile(image, 98)) + 1e-6,
+        vmax=2.0 if by_expert else 4.0,
         interpolation="nearest",
         extent=(left, left + 2 * half * loads.steps.width * image.shape[1], len(image), 0),
     )

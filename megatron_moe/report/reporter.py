@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.schema import Run
@@ -19,7 +19,7 @@ from megatron_moe.report.jsonl import JsonlSink, read_steps
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EVENTS, EvalRecord, EventRecord, exact
 from megatron_moe.report.run_info import FINISHED, RunInfo, SummarySink, Totals
-from megatron_moe.report.sink import Sink, TensorBoardSink
+from megatron_moe.report.sink import OwnSink, Sink, SinkError, TensorBoardSink
 from megatron_moe.report.tracker import SERVICES, TrackerSink
 
 _SECONDS_FOR_LAST_WORDS = 2.0
@@ -51,13 +51,15 @@ class Reporter:
         also: Sequence[Sink] = (),
     ) -> None:
         self._sinks: list[Sink] = []
+        self._own = [OwnSink(sink) for sink in also if is_writer]
         self._closed = False
         if not is_writer:
             return
         self._iteration = start_iteration
         self._info = RunInfo(run, start_iteration)
         # Trackers before the files, which take what those have to say at their end.
-        self._sinks.extend([*also, *self._trackers(run, start_iteration)])
+        self._sinks.extend(cast("list[Sink]", self._own))
+        self._sinks.extend(self._trackers(run, start_iteration))
         self._files: JsonlSink | None = None
         flags = run.logging
         # Files first: a path that cannot be written is reported before the terminal belongs to a progress line.
@@ -99,6 +101,11 @@ class Reporter:
         if self._files is not None:
             for kind, note in _notes_on(self._files, start_iteration):
                 self.event(kind, note)
+
+    @property
+    def sink_failure(self) -> SinkError | None:
+        """The first error that one of the program's own sinks raised on this rank."""
+        return next((sink.failure for sink in self._own if sink.failure is not None), None)
 
     def _trackers(self, run: Run, start_iteration: int) -> list[TrackerSink]:
         """Return the sinks for W&B and MLflow, with what an earlier attempt has reported of the steps to come."""

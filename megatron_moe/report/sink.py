@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ class Sink:
     A sink overrides the events that it cares for.
 
     A sink of your own goes to `pretrain(run, also=[sink])`. Its methods are called on rank 0, the rank that writes, and
-    before those of the sinks that the flags ask for; what they raise ends the run.
+    before those of the sinks that the flags ask for; what they raise ends the run on all ranks, after the step.
     """
 
     artifact: Path | None = None
@@ -54,6 +54,34 @@ class Sink:
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Take the end of the run: with its summary, or with None where it was interrupted."""
+
+
+class SinkError(Exception):
+    """A program's own sink raised an error, which is its cause."""
+
+
+class OwnSink:
+    """Stands for a program's own sink on the rank that writes.
+
+    The sink's first error is kept, for all ranks to end the run together, and the sink is not called again.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self.failure: SinkError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._sink, name)
+        return partial(self._call, name, found) if callable(found) else found
+
+    def _call(self, name: str, method: Callable[..., None], *given: Any) -> None:
+        if self.failure is None:
+            try:
+                method(*given)
+            except Exception as error:
+                what = f"{type(self._sink).__name__}.{name}"
+                self.failure = SinkError(f"the sink's {what} failed: {type(error).__name__}: {error}")
+                self.failure.__cause__ = error
 
 
 MEGATRON_TAGS: dict[str, str] = {

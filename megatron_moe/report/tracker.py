@@ -267,12 +267,9 @@ def _asked(service: str, run: Run) -> dict[str, str | None]:
             "name": flags.mlflow_run_name,
             "uri": flags.mlflow_tracking_uri,
         }
-    folder = flags.wandb_save_dir
-    if folder is None and run.checkpoint.save is not None:  # as Megatron-LM has it
-        folder = os.path.join(run.checkpoint.save, "wandb")
     return {
         "project": flags.wandb_project,
         "entity": flags.wandb_entity,
         "name": flags.wandb_exp_name,
-        "dir": folder,
+        "dir": flags.wandb_save_dir or run.checkpoint.save,  # in which W&B makes its folder wandb
     }

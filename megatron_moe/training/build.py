@@ -108,6 +108,7 @@ def build_trainer(
         },
         data=planned.data,
         reporter=reporter,
+        has_own_sinks=bool(max_over_ranks(len(also))[0]),
         guard=built.guard,
         watchdog=ranks.watchdog,
         saver=_build_saver(planned, ranks, built.origin, reporter),
@@ -194,8 +195,10 @@ def _build_saver(planned: RunPlan, ranks: RunRanks, comes_from: Origin, reporter
     run, start_from = planned.run, planned.start_from
     if run.checkpoint.save is None:
         return None
-    loaded_step = start_from.start_iteration if start_from.continues else None
-    return Saver(run, target(run, lock=ranks.lock, loaded=loaded_step, origin=comes_from), reporter.event)
+    source = start_from.source if start_from.continues else None
+    loaded_step = None if source is None else start_from.start_iteration
+    where = target(run, lock=ranks.lock, loaded=loaded_step, origin=comes_from)
+    return Saver(run, where, reporter.event, None if source is None else source.step)
 
 
 def _unigram_entropy(planned: RunPlan, ranks: RunRanks, splits: Splits) -> float | None:
@@ -256,8 +259,6 @@ def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: Lo
     if (read := source.step if source is not None else run.checkpoint.load_hf) is not None:
         trainer.reporter.event("loaded", f"read {read}", shown=False, path=str(read))
     warnings = {*trainer.precision_warnings, *trainer.checkpoint_warnings}
-    cuda = platform.has_cuda()
-    known = advisories.start_lines(run, ranks.facts.world_size, platform.engine_version(), cuda=cuda)
     for note in (
         *run.notes,
         *platform.unusable_libraries(),
@@ -272,7 +273,7 @@ def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: Lo
         *_offload_notes(run),
         *_expert_notes(trainer),
         *_kernel_notes(),
-        *known,
+        *advisories.start_lines(platform.engine_version()),
     ):
         trainer.reporter.event("warning" if note in warnings else "message", note)
 

@@ -66,7 +66,7 @@ def train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None = None) -
     Raises:
         SaveError: a checkpoint could not be written, and `--on-save-error` is stop or it was the last.
         RunFault: a step was not finite and `--on-nan` is stop, too many in a row were not, the state is damaged, or
-            replicas differ; or a metric that a program has added failed.
+            replicas differ; or a metric or sink that a program has added failed.
     """
     steps = StepRunner(trainer, audit)
     try:
@@ -233,6 +233,7 @@ def _count_and_report(
     )
     trainer.records.append(exact(record))
     trainer.reporter.step(record)
+    trainer.require_sinks()
     if times is not None:
         trainer.reporter.message(times_text(times))
 

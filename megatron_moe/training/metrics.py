@@ -154,15 +154,19 @@ def agreed_record(meter: Meter, result: StepResult, load: ExpertLoad, **numbers:
     except MetricError as error:
         failure = error
     if added_metrics():
-        _raise_together(failure)
+        raise_together(failure, "; the step is applied, and not reported")
     if record is None:
         assert failure is not None
         raise failure
     return record
 
 
-def _raise_together(failure: MetricError | None) -> None:
-    """Raise the failure of any rank on all ranks. Collective over all ranks."""
+def raise_together(failure: Exception | None, then: str = "") -> None:
+    """Raise the failure of any rank on all ranks; `then` ends the message. Collective over all ranks.
+
+    Raises:
+        RunFault: one rank has failed.
+    """
     failed = torch.tensor([failure is not None], dtype=torch.int32, device=platform.device())
     torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX)
     if not failed.item():
@@ -170,4 +174,4 @@ def _raise_together(failure: MetricError | None) -> None:
     reasons: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(reasons, None if failure is None else str(failure))
     rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
-    raise RunFault(f"{reason} (rank {rank}); the step is applied, and not reported") from failure
+    raise RunFault(f"{reason} (rank {rank}){then}") from failure

@@ -73,6 +73,7 @@ def pretrain(
                 stopped = _train(trainer, stop, audit if run.precision.audit_precision else None)
                 summary = _summary(trainer, planned.tokenizer, stop, stopped)
                 trainer.reporter.close(summary, FINISHED if stopped is None else f"stopped {stopped.text}")
+                trainer.require_sinks()
             clean = True
             return summary
         except StoppedEarly as early:
@@ -88,18 +89,21 @@ def _say(text: str) -> None:
         say(text)
 
 
-def _say_end(number: int) -> None:
+def _say_end(number: int, when: str = "before the first step") -> None:
     """Say, before a signal ends this process at once, which one it is."""
     if number != signal.SIGINT:  # whose end the program says
-        _say(f"stopped by {signal_name(number)}, without a checkpoint")
+        _say(f"stopped by {signal_name(number)} {when}")
 
 
 def _before_end(trainer: Trainer, number: int) -> None:
-    """Report why, before a signal that does not save ends this process at once."""
+    """Report why, and what is saved, before a signal that does not save ends this process at once."""
     if trainer.watchdog is not None and number == signal.SIGTERM:
         trainer.watchdog.report_before_end()
     trainer.reporter.last_words(f"stopped by {signal_name(number)}")
-    _say_end(number)
+    saved = None if trainer.saver is None else trainer.saver.latest
+    kept = "no checkpoint was saved" if saved is None else f"the last checkpoint is {saved}"
+    works = "" if trainer.run.training.exit_signal_handler else " (--exit-signal-handler saves one first)"
+    _say_end(number, f"after iteration {trainer.progress.iteration}; {kept}{works}")
 
 
 class _ExactRecords(Sink):

@@ -72,7 +72,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_interrupt)
-        for number in SAVING if self._save else (signal.SIGTERM,):
+        for number in SAVING:
             self._previous[number] = signal.signal(number, self._on_stop)
         self._wakeup_in.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._wakeup_in.fileno(), warn_on_full_buffer=False)
@@ -107,7 +107,7 @@ class StopSignals:
         """Wait for signals and end the process where they ask for it.
 
         After SIGINT, and after a signal that would save before the first step, that is where the main thread is still
-        running when the grace is over. SIGTERM that does not save ends the process as it would without a handler.
+        running when the grace is over. One that does not save ends the process as it would without a handler.
         `before_end` is called before each.
         """
         while True:
@@ -118,11 +118,13 @@ class StopSignals:
             if signal.SIGINT in numbers and not self._left.wait(self._grace_seconds):
                 self._say_why(signal.SIGINT)
                 os._exit(INTERRUPTED)
-            if signal.SIGTERM in numbers and not self._save:
-                self._say_why(signal.SIGTERM)
-                _end_by(signal.SIGTERM)
-            for number in SAVING if self._save and not self._loop_looks else ():
-                if number in numbers and not self._left.wait(self._grace_seconds) and not self._loop_looks:
+            for number in SAVING:
+                if number not in numbers or (self._save and self._loop_looks):
+                    continue
+                if not self._save:
+                    self._say_why(number)
+                    _end_by(number)
+                elif not self._left.wait(self._grace_seconds) and not self._loop_looks:
                     self._say_why(number)
                     os._exit(DONE)
 

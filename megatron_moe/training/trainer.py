@@ -28,6 +28,7 @@ from megatron_moe.report.run_info import versions
 from megatron_moe.training.batch_size import BatchSchedule
 from megatron_moe.training.evaluate import evaluate, gathered_parameters
 from megatron_moe.training.garbage import collected
+from megatron_moe.training.metrics import raise_together
 from megatron_moe.training.state_checks import check_precision, require_finite_state
 from megatron_moe.training.step import StepResult
 from megatron_moe.training.watchdog import Watchdog
@@ -69,6 +70,8 @@ class Trainer:
     data: Fingerprint
     """The data files as they were at the start; kept in every checkpoint."""
     reporter: Reporter
+    has_own_sinks: bool
+    """A program has handed in sinks, on some rank."""
     guard: PrecisionGuard
     watchdog: Watchdog | None
     """Ends all ranks when one dies or hangs; None with --no-watchdog."""
@@ -109,6 +112,15 @@ class Trainer:
         )
         self.saved = None
         return size
+
+    def require_sinks(self) -> None:
+        """Raise on all ranks what a program's own sink raised on one. Collective where the program has some.
+
+        Raises:
+            RunFault: naming the sink.
+        """
+        if self.has_own_sinks:
+            raise_together(self.reporter.sink_failure)
 
     def at(self, mark: str, limited: bool = True) -> None:
         """Report to the watchdog how far the run has come; `limited`: what begins has to end within the timeout."""

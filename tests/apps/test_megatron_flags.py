@@ -115,6 +115,8 @@ def test_a_rewritten_command_keeps_values_and_names_what_it_leaves_out(answered)
     assert (defaults, megatron) == ("--defaults", "megatron")
     run = cli.parse([*flags[:6], "--seed", "3"])
     assert run.model.num_layers == 4 and run.notes == ()
+    said = answered("--rewrite", "--n-group", "8", "--use-fused-rmsnorm", status=1)
+    assert "# unknown: --n-group 8: use --moe-router-num-groups" in said and "rmsnorm: a kernel" in said
 
 
 def test_the_answers_of_a_list_are_an_object_by_flag(answered):

@@ -30,7 +30,10 @@ TABLE = yaml.load(Path(__file__).with_name("mistakes.yaml").read_text(), Loader=
 RUN_BY = {
     "train": "pretrain_moe",
     "slurm": "megatron_moe.slurm",
-    **{name: f"megatron_moe.apps.{name}" for name in ("generate", "merge", "prepare", "profile_step", "trace")},
+    **{
+        name: f"megatron_moe.apps.{name}"
+        for name in ("generate", "merge", "prepare", "profile_step", "report", "trace")
+    },
     **{
         name: f"megatron_moe.apps.{name}.cli"
         for name in "audit convert doctor inspect megatron_flags plan preflight verify_resume".split()
@@ -113,6 +116,8 @@ TEXTS = {
     "digits.json": f'{{"train_batch_size": {"9" * 5000}}}',
     "home.yaml": "save: ~/runs\n",
     "negative.yaml": "lr: -0.1\n",
+    "run/metrics.jsonl": '{"iteration": 1, "loss": 2.0}\n',
+    "chat.jsonl": '{"messages": [{"role": "user", "content": "hi"}]}\n',
 }
 
 

@@ -52,8 +52,8 @@ def test_the_table_and_our_flags_cover_megatrons_and_do_not_overlap():
 def test_a_row_says_what_its_answer_needs():
     for row in rows():
         assert row.answer in ANSWERS and row.answer != "taken"
-        assert bool(row.target) == (row.answer in ("alias", "unknown")), row
-        assert row.reason or row.answer == "unknown", row
+        assert bool(row.target) == (row.answer == "alias") or row.answer == "unknown", row
+        assert row.reason or (row.answer == "unknown" and row.target), row
         assert re.fullmatch(r"\d|[*+]", row.takes) or row.answer == "unknown", row
         assert len({other.takes for other in table()[row.flag]}) == 1
         if row.flag in own():  # a value of ours has no row of its own

@@ -19,6 +19,7 @@ BAD_LINES: dict[bytes, str] = {
     b'{"text": []}': "empty text",
     b'{"text": ["", ""]}': "empty text",
     b'{"content": "x"}': "missing key",
+    b'{"text": "a", "text": "a"}': "repeated key",
     b"{}": "missing key",
     b'{"text": null}': "not a text",
     b'{"text": 5}': "not a text",

@@ -237,7 +237,9 @@ def test_of_a_download_the_data_files_are_read(tmp_path, capsys):
 # ---- what is not read
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.bz2", "a.xz", "a.zip", "a.tar.gz", "a.parquet.gz", "a.arrow.zst"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl.bz2", "a.xz", "a.zip", "a.tar.gz", "a.parquet.gz", "a.arrow.zst", "a.CSV", "a.tsv.gz", "a.xlsx"]
+)
 def test_what_is_not_read_is_refused_by_name(name, tmp_path):
     refuse(write(tmp_path / name, b"x"), name)
 

@@ -63,7 +63,7 @@ def test_a_stage_runs_again_only_when_its_output_is_gone_or_its_flags_change_and
     assert run(monkeypatch, stages) == 0
     assert stages.names() == ["corpus", "train"]
     output = capfd.readouterr().out
-    assert output.count("validation loss  2.000") == 2 and "done before" in output
+    assert output.count("validation loss  2.000") == 2 and "done before" in output and "report.html" in output
     (folder / "corpus").unlink()
     assert run(monkeypatch, stages) == 0
     assert run(monkeypatch, stages, "--train-iters", "5") == 0
@@ -132,6 +132,7 @@ def test_the_demos_own_stages_are_commands_that_the_programs_accept(tmp_path, mo
         prepare.parser().parse_args(stages[name].command[2:])
     words = stages["train"].command
     configuration = cli.parse(words[words.index("pretrain_moe.py") + 1 :])
+    assert configuration.logging.report_file == "runs/demo/report.html"
     rules.check(configuration, demo.RANKS)
     assert configuration.training.train_iters == 400
     data = configuration.data

@@ -37,7 +37,7 @@ def run_of(folder: Path, **flags: Any) -> Run:
 
 
 def of_wandb(folder: Path, **flags: Any) -> Run:
-    return run_of(folder, wandb_project="moe", wandb_save_dir=str(folder / "w"), **flags)
+    return run_of(folder, wandb_project="moe", save=str(folder / "w"), **flags)
 
 
 def report(run: Run, start: int, last: int, ending: str = "finished", changed: int = 99, opened: str = "") -> str:

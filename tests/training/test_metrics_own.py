@@ -43,7 +43,7 @@ KEPT: dict[str, Callable[..., Any]] = {
 """What is kept of an event of a sink, by its name."""
 
 
-def trained(names: list[str], flags: dict[str, Any]) -> tuple[list[tuple[str, Any]], str, str]:
+def trained(names: list[str], flags: dict[str, Any], **broken: Exception) -> tuple[list[tuple[str, Any]], str, str]:
     """A run with metrics of its own and a sink: what the sink got, the error that ended it, and what it prints."""
     from megatron_moe.config.errors import RunFault
     from megatron_moe.training.run import pretrain
@@ -51,7 +51,7 @@ def trained(names: list[str], flags: dict[str, Any]) -> tuple[list[tuple[str, An
     for name in names:
         shown = {"console": name + " {:.3f}", "tensorboard": f"own/{name}"}
         register_metric(Metric(name, unit="share", compute=COMPUTED[name], **shown))
-    sink, stream, error = mock.Mock(spec=Sink), io.StringIO(), ""
+    sink, stream, error = mock.Mock(spec=Sink, **broken), io.StringIO(), ""
     try:
         with contextlib.redirect_stdout(stream):
             short = {"train_iters": 4, "eval_iters": 1, "log_interval": 2}
@@ -103,6 +103,14 @@ def test_a_metric_that_fails_on_one_rank_ends_the_run_on_all_by_its_name(gloo: A
     (_, error, _), (_, other, _) = gloo.run(2, trained, names=["failing"], flags={"metrics_file": str(path)})
     assert error == other and "metric failing failed at iteration 3: ZeroDivisionError" in error
     assert len(path.read_text().splitlines()) == 2, "the steps before it are reported"
+
+
+@pytest.mark.parametrize("broken", ["start", "close"])
+def test_what_a_sink_raises_ends_the_run_on_all_ranks(gloo: Any, broken: str) -> None:
+    (seen, error, _), (_, other, _) = gloo.run(
+        2, trained, names=[], flags={}, **{f"{broken}.side_effect": KeyError("mine")}
+    )
+    assert error == other == f"the sink's Mock.{broken} failed: KeyError: 'mine' (rank 0)" and seen[-1][0] == broken
 
 
 def documented(line: str) -> str:

@@ -6,8 +6,10 @@ import ctypes
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -37,17 +39,23 @@ def test_before_the_first_step_a_signal_that_saves_ends_the_program_at_once_and_
     assert (early.value.code, early.value.signal_name, stop.stop_requested) == (DONE, "SIGUSR1", False)
 
 
-def terminated(_: Any) -> None:
+def stopped_by(number: int) -> None:
+    from megatron_moe.training.run import _before_end
+
+    trainer = MagicMock(watchdog=None, saver=SimpleNamespace(latest="a/iter_0000005"))
+    trainer.progress.iteration, trainer.run.training.exit_signal_handler = 7, False
     with StopSignals(save=False) as stop:
-        stop.before_end = lambda number: os.write(1, signal.Signals(number).name.encode())  # type: ignore[assignment]
-        os.kill(os.getpid(), signal.SIGTERM)
+        stop.before_end = partial(_before_end, trainer)
+        os.kill(os.getpid(), number)
         time.sleep(600)
 
 
-def test_sigterm_ends_the_process_without_the_flag_after_its_last_words(rank_parent, tmp_path):
-    pids = rank_parent.fork([Child("tests.training.test_signals:terminated", None, str(tmp_path / "log"))])
-    assert rank_parent.statuses(pids, 300.0) == [-signal.SIGTERM]
-    assert (tmp_path / "log").read_text() == "SIGTERM"
+@pytest.mark.parametrize("number", SAVING)
+def test_a_signal_ends_the_process_without_the_flag_after_its_last_words(rank_parent, tmp_path, number):
+    pids = rank_parent.fork([Child("tests.training.test_signals:stopped_by", number, str(tmp_path / "log"))])
+    assert rank_parent.statuses(pids, 300.0) == [-number]
+    said = "after iteration 7; the last checkpoint is a/iter_0000005 (--exit-signal-handler saves one first)"
+    assert (tmp_path / "log").read_text() == f"stopped by {signal_name(number)} {said}\n"
 
 
 def test_ctrl_c_raises_in_the_main_thread_and_a_second_one_does_not_disturb_the_way_out():

@@ -19,6 +19,7 @@ from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_text, require_writable
 from megatron_moe.io.program import run_program, say
+from megatron_moe.io.texts import hub_hint
 from megatron_moe.report.run_info import versions
 
 SCRIPT = "audit_precision.py"
@@ -144,7 +145,9 @@ def _require_foreign_files(flags: argparse.Namespace) -> None:
         if not Path(name).is_file() or not name.endswith(".py") or not factory:
             raise ConfigError(f"--module {flags.module}: write FILE.py:FACTORY with a Python file that exists")
     elif not (Path(flags.hf) / "config.json").is_file():
-        raise ConfigError(f"--hf {flags.hf}: has no config.json; name a folder with a Hugging Face model")
+        raise ConfigError(
+            f"--hf {flags.hf}: has no config.json; name a folder with a Hugging Face model{hub_hint(flags.hf)}"
+        )
 
 
 def _from_factory(text: str) -> tuple[torch.nn.Module, Any]:

@@ -65,7 +65,8 @@ def resolve(path: str) -> Folder:
         return Folder(root.absolute().parent, (root.absolute(),), single=True)
     steps = tuple(folder.step_folder(root, number) for number in folder.steps(root))
     if not steps and not any((root / name).exists() for name in (folder.OWNER, folder.LATEST)):
-        raise ConfigError(f"{path}: is not a checkpoint folder: it holds neither iter_* nor {folder.LATEST}")
+        hint = folder.steps_below(root)
+        raise ConfigError(f"{path}: is not a checkpoint folder: it holds neither iter_* nor {folder.LATEST}{hint}")
     return Folder(root, steps)
 
 

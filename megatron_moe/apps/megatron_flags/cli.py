@@ -157,7 +157,10 @@ def rewritten(asked: Sequence[Asked], read: script.Script) -> str:
     for one in asked:
         typed = " ".join([one.flag, *one.values])
         if one.answer in ("refused", "unknown"):
-            reason = one.reason if one.answer == "refused" else "no flag of Megatron-LM's or ours"
+            reason = one.reason
+            if one.answer == "unknown":
+                known = one.flag in megatron_flags.table()
+                reason = reason.partition("; ")[2] if known else "no flag of Megatron-LM's or ours"
             comments.append(f"# {one.answer}: {typed}: {reason}")
         elif one.answer in ("taken", "alias"):
             words = [one.flag, *one.values] if one.row is None else one.row.in_place(one.values)

@@ -93,7 +93,7 @@ def plan_replay(
     root, begin = _root_and_step(path, begin)
     sound = [number for number in folder.steps(root) if _is_sound(folder.step_folder(root, number))]
     if not sound:
-        raise ConfigError(f"{root}: holds no complete checkpoint")
+        raise ConfigError(f"{root}: holds no complete checkpoint{folder.steps_below(root)}")
     if begin is not None and begin not in sound:
         raise ConfigError(f"--ckpt-step {begin}: is no complete step of {root}; complete: {', '.join(map(str, sound))}")
     states = {number: folder.read_json(folder.step_folder(root, number) / folder.STATE) for number in sound}

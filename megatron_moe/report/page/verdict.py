@@ -165,7 +165,7 @@ def _of_experts(state: RunState) -> list[dict[str, str]]:
     elif peak[worst] > _UNEVEN:
         text = f"the fullest expert of layer {layers[worst]} gets {peak[worst]:.2f} times the mean"
         found.append(_finding("attention", text, "loads", "normal in the first steps; later, stronger balancing", page))
-    elif peak[worst] < _EVEN:
+    elif peak[worst] < _EVEN and not dead.any():
         text = f"experts are evenly loaded: at most {peak[worst]:.2f} times the mean (layer {layers[worst]})"
         found.append(_finding("good", text, "loads"))
     return found

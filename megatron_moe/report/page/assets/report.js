@@ -194,10 +194,10 @@
   }
   const which = (block, c) => (block.from[c] === block.to[c] ? `iteration ${number(block.from[c])}` : `iterations ${number(block.from[c])} to ${number(block.to[c])}`);
 
-  function layerMap(grid, run, block, id, title, unit, name, kind, low) {
+  function layerMap(grid, run, block, id, title, unit, name, kind, low, high) {
     const table = block.figures[name], peak = block.figures[name + "_high"], all = table.flat().filter((v) => v !== null).sort((a, b) => a - b);
     if (!all.length || (name === "dead" && !all[all.length - 1])) return;
-    const least = low === undefined ? all[0] : low, most = Math.max(least + 1e-6, all[Math.floor(0.99 * (all.length - 1))]);
+    const least = low === undefined ? all[0] : low, most = high || Math.max(least + 1e-6, all[Math.floor(0.99 * (all.length - 1))]);
     const { whole, box, readout } = card(id, (several ? run.name + ": " : "") + title, unit, true);
     whole.firstChild.append(scale(kind, least, most));
     grid.append(whole);
@@ -212,7 +212,7 @@
   function expertMaps(grid, run, at) {
     if (view.hidden[run.name]) return;
     if (run.loads) {
-      layerMap(grid, run, run.loads, at ? `loads-${at}` : "loads", "Load of each layer's fullest expert", "max / mean tokens", "load", "seq", 1);
+      layerMap(grid, run, run.loads, at ? `loads-${at}` : "loads", "Load of each layer's fullest expert", "max / mean tokens", "load", "seq", 1, 4);
       layerMap(grid, run, run.loads, at ? `dead-${at}` : "dead", "Experts without a token in a step", "experts of a layer", "dead", "seq", 0);
     }
     if (!run.experts) return;
