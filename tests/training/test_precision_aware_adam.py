@@ -91,6 +91,13 @@ def test_evidence_is_finite_exactly_where_the_state_is() -> None:
             assert all(one.isfinite().all() for one in made.evidence()) == (damaged is None), (moments, damaged)
 
 
+def test_a_second_moment_that_is_loaded_is_not_rounded_to_zero() -> None:
+    made, main, _ = adam(moment_dtypes=("int8", "int8"))
+    with made.unpacked(keep=True):
+        made.state[main]["exp_avg_sq"].fill_(1e-9)[::10] = 1.0
+    assert made.values_of(main, "exp_avg_sq").gt(0).all()
+
+
 def test_nothing_is_kept_of_a_load_that_fails() -> None:
     made, main, _ = adam(**BF16)
     step(made, main, 0)
