@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 
-from megatron_moe.checkpoint import folder, load
+from megatron_moe.checkpoint import folder, load, state
 from megatron_moe.checkpoint.plan import plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
@@ -71,6 +72,25 @@ def test_the_newest_sound_step_is_taken_and_the_damaged_one_named(alone, root):
     flip(root / "iter_0000050" / "rng" / "rank_00000.pt")
     message, _, _ = found({"load": str(root)})
     assert "none of its 3 steps can be loaded" in message and "rng/rank_00000.pt" in message
+
+
+def test_a_state_of_before_skipped_samples_had_equal_batches():
+    moved = {"loss_scale_raised": 0, "loss_scale_lowered": 2}
+    saved = {"iteration": 8, "consumed_samples": 64, "skipped_iterations": 2, **moved}
+    assert state.TrainingProgress.of_state(saved).skipped_samples == 16
+    assert state.TrainingProgress.of_state({**saved, "skipped_samples": 20}).skipped_samples == 20
+
+
+def test_a_normal_number_that_was_drawn_ahead_is_part_of_a_random_state(alone):
+    def drawn() -> tuple[float, float, list[float]]:
+        return random.gauss(), numpy.random.standard_normal(), torch.randn(2).tolist()
+
+    drawn()  # Python and numpy draw two at a time
+    before = state.current()
+    wanted = drawn()
+    assert drawn() != wanted
+    state.restore(before)
+    assert drawn() == wanted
 
 
 def test_a_step_that_was_asked_for_is_an_error_where_it_is_damaged(alone, root):

@@ -67,6 +67,17 @@ def test_outside_a_run_each_token_of_a_micro_batch_has_the_same_share_of_the_aux
     torch.testing.assert_close(r.weight.grad, weight.grad.float(), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_padding_has_no_part_in_gradients_and_losses(score: str) -> None:
+    hidden, upstream, found = tokens(), torch.randn(10, 2), []
+    options = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
+    for first, is_padding in ((3, None), (0, torch.arange(10) < 3)):
+        r = router(moe_router_score_function=score, moe_router_enable_expert_bias=False, **options)
+        (r.route(hidden[first:], is_padding).probs * upstream[first:]).sum().backward()
+        found += [r.weight.grad, r.aux_losses.totals["aux_loss"]]
+    torch.testing.assert_close(found[2:], found[:2])
+
+
 def test_training_counts_every_valid_choice_once_and_an_evaluation_none() -> None:
     r = router()
     r.route(tokens(), torch.tensor([True] * 3 + [False] * 7))

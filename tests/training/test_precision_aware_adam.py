@@ -68,6 +68,17 @@ def test_each_step_draws_anew_and_a_seed_draws_the_same_again() -> None:
     assert not torch.equal(moments(6)[0], first)
 
 
+def test_pieces_of_state_on_the_host_are_rounded_as_the_whole() -> None:
+    found = []
+    for on_host in (False, True):
+        made, main, _ = adam(on_host=on_host, **BF16)
+        made.piece_numel = 256
+        for number in range(3):
+            step(made, main, number)
+        found.append([made.values_of(main, name).clone() for name in ("exp_avg", "exp_avg_sq", "param")])
+    assert all(torch.equal(*pair) for pair in zip(*found))
+
+
 def test_weights_that_are_loaded_alone_are_the_main_weights() -> None:
     made, main, weight = adam()
     for number in range(5):
