@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from megatron_moe.checkpoint import folder, load, state
-from megatron_moe.checkpoint.plan import plan
+from megatron_moe.checkpoint.plan import CheckpointSource, plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.parallel import groups
 from megatron_moe.report.jsonl import read_events
 from tests.checkpoint import damage
 from tests.checkpoint.checkpoint_steps import make_step
@@ -77,8 +78,9 @@ def test_the_newest_sound_step_is_taken_and_the_damaged_one_named(alone, root):
 def test_a_state_of_before_skipped_samples_had_equal_batches():
     moved = {"loss_scale_raised": 0, "loss_scale_lowered": 2}
     saved = {"iteration": 8, "consumed_samples": 64, "skipped_iterations": 2, **moved}
-    assert state.TrainingProgress.of_state(saved).skipped_samples == 16
-    assert state.TrainingProgress.of_state({**saved, "skipped_samples": 20}).skipped_samples == 20
+    for further, samples in (({}, 48), ({"skipped_samples": 20}, 44)):
+        progress = state.TrainingProgress.of_state({**saved, **further})
+        assert (progress.committed_iterations, progress.committed_samples) == (6, samples)
 
 
 def test_a_normal_number_that_was_drawn_ahead_is_part_of_a_random_state(alone):
@@ -91,6 +93,15 @@ def test_a_normal_number_that_was_drawn_ahead_is_part_of_a_random_state(alone):
     assert drawn() != wanted
     state.restore(before)
     assert drawn() == wanted
+
+
+def test_random_streams_of_another_layout_do_not_begin_anew(tmp_path):
+    groups.initialize(Run())
+    groups.seed_everything(Run())
+    first = torch.rand(3)
+    (note,) = load._load_random_state(Run(), CheckpointSource(tmp_path, {}, {"layout": {}, "iteration": 7}))
+    assert "iteration 7" in note and not torch.equal(torch.rand(3), first)
+    groups.destroy()
 
 
 def test_a_step_that_was_asked_for_is_an_error_where_it_is_damaged(alone, root):

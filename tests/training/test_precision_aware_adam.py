@@ -77,6 +77,7 @@ def test_pieces_of_state_on_the_host_are_rounded_as_the_whole() -> None:
             step(made, main, number)
         found.append([made.values_of(main, name).clone() for name in ("exp_avg", "exp_avg_sq", "param")])
     assert all(torch.equal(*pair) for pair in zip(*found))
+    assert torch.equal(made.values_of(main, "exp_avg", 70, 300), found[1][0][70:300])  # from within a group on
 
 
 def test_weights_that_are_loaded_alone_are_the_main_weights() -> None:
