@@ -145,12 +145,11 @@ def test_the_index_cache_lies_where_it_was_asked_to_without_files_of_small_epoch
 
 
 def test_mock_data_is_the_same_every_time_and_within_the_vocabulary(caplog):
-    run, log = make_run(mock_data=True, seq_length=128), logging.getLogger(datasets._ENGINE_LOG)
-    level = log.level
+    run = make_run(mock_data=True, seq_length=128)
     first, second = (build_datasets(run, NullTokenizer(50), 30, 5, 0) for _ in range(2))
     assert rows(first[0], 30) == rows(second[0], 30)
     assert rows(first[1], 5) == rows(second[1], 5)
-    assert first[2] is None and log.level == level
+    assert first[2] is None and logging.getLogger(datasets._ENGINE_LOG).level < logging.ERROR
     ids = {i for row in rows(first[0], 30) for i in row}
     assert min(ids) >= 0 and max(ids) < 50
     assert not [record for record in caplog.records if record.levelname == "WARNING"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER, GlobalBatch
-from megatron_moe.moe.state import RouterSnapshot, announce_global_batch, counting_ahead
+from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER
+from megatron_moe.moe.state import RouterSnapshot
 from tests.helpers.routers import router, tokens
 
 pytestmark = pytest.mark.engine
@@ -84,19 +84,6 @@ def test_training_counts_every_valid_choice_once_and_an_evaluation_none() -> Non
     r.route(tokens())
     r.eval().route(tokens())
     assert r.local_tokens_per_expert.sum().item() == (7 + 10) * 2
-
-
-def test_counting_ahead_counts_and_leaves_no_other_trace() -> None:
-    r, is_padding = router(), torch.tensor([True] * 3 + [False] * 7)
-    with counting_ahead([r]) as counted:
-        r.route(tokens(), is_padding)
-        r.route(tokens())
-    assert counted[0].dtype == torch.int64 and counted[0].sum().item() == (7 + 10) * 2
-    assert r.local_tokens_per_expert.sum().item() == 0 and r.step.num_tokens == 0
-    announce_global_batch([r], GlobalBatch(17, 1.0), counted)
-    assert torch.equal(r.step.global_batch.tokens_per_expert, counted[0])
-    r.reset_counts()
-    assert r.step.global_batch is None
 
 
 def test_the_bias_chooses_and_never_weighs() -> None:
