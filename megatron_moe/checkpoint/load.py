@@ -168,8 +168,8 @@ def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
     progress = TrainingProgress.of_state(source.state)
     trained.scheduler.load(
         source.state["scheduler"],
-        committed_steps=progress.iteration - progress.skipped_iterations,
-        committed_samples=progress.consumed_samples - progress.skipped_samples,
+        committed_steps=progress.committed_iterations,
+        committed_samples=progress.committed_samples,
     )
     notes = [*recorded, f"continuing from {source.step}", *changed, *averaged, *_load_random_state(run, source)]
     return Loaded(progress, notes, recorded)

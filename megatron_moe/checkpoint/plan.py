@@ -13,6 +13,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.io.texts import how_to_download, is_hub_name
 
+_COUNTS = ("iteration", "consumed_samples", "skipped_iterations", "skipped_samples")
+
 
 @dataclass(frozen=True)
 class CheckpointSource:
@@ -129,8 +131,11 @@ def _require_other_start(run: Run, root: Path) -> None:
 def _check_state(state: dict[str, Any], step: Path) -> None:
     """Refuse a state that is not this step's, before its values are used."""
     iteration, has_optimizer = state.get("iteration"), state.get("has_optimizer")
-    if type(iteration) is not int or folder.step_folder(step.parent, iteration) != step or has_optimizer is None:
-        raise ConfigError(
-            f"--load {step}: {folder.STATE} says iteration {iteration!r} and has_optimizer {has_optimizer!r}: it is "
-            "not the state of this step"
-        )
+    wrong = [f"{name} {state[name]!r}" for name in _COUNTS if not _is_count(state.get(name, 0))]
+    if iteration is None or wrong or folder.step_folder(step.parent, iteration) != step or has_optimizer is None:
+        said = ", ".join(wrong) or f"iteration {iteration!r} and has_optimizer {has_optimizer!r}"
+        raise ConfigError(f"--load {step}: {folder.STATE} says {said}: it is not the state of this step")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0

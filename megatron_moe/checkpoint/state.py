@@ -39,6 +39,16 @@ class TrainingProgress:
     loss_scale_lowered: int = 0
     skipped_samples: int = 0
 
+    @property
+    def committed_iterations(self) -> int:
+        """Steps that changed the weights."""
+        return self.iteration - self.skipped_iterations
+
+    @property
+    def committed_samples(self) -> int:
+        """Sequences of these steps."""
+        return self.consumed_samples - self.skipped_samples
+
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> TrainingProgress:
         """Return the progress in a step's state; a state before skipped_samples had equal batches, or nearly."""

@@ -7,7 +7,7 @@ architecture is read by its name, and what would make another model than any her
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_moe.checkpoint.compare import architecture_keys
@@ -15,8 +15,8 @@ from megatron_moe.config import megatron_defaults, megatron_flags
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import Field, all_fields, from_file
 from megatron_moe.config.rules import check_model
-from megatron_moe.config.rules.ignored import as_megatron_reads
-from megatron_moe.config.schema import Run, build
+from megatron_moe.config.rules.ignored import YARN_FIELDS, as_megatron_reads
+from megatron_moe.config.schema import Run, build, flatten
 
 _ALSO_TAKEN = ("seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "mtp_loss_scaling_factor")
 """Settings that are no architecture, and that a run without others should have."""
@@ -60,6 +60,17 @@ ELSEWHERE: dict[str, tuple[Any, ...]] = {
 """Argument -> its values, in addition to None, that leave the model as it is here. Others make another model."""
 
 
+_READ_BY: dict[str, Callable[[Run], bool]] = {
+    "moe_": lambda run: run.moe.num_experts is not None,
+    "moe_router_group_score": lambda run: False,  # Megatron-LM has no such argument, and one such score
+    **dict.fromkeys(YARN_FIELDS, lambda run: run.model.rope_type == "yarn"),
+    **dict.fromkeys(
+        ("rope_type", "kv_lora_rank", "qk_head_dim", "qk_pos", "v_head"), lambda run: run.model.multi_latent_attention
+    ),
+}
+"""Beginnings of settings -> whether a model reads these."""
+
+
 def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: str) -> tuple[Run, list[str]]:
     """Return the run of a checkpoint's arguments, without the dtypes of its weights, and notes for the user.
 
@@ -90,6 +101,7 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
         raise ConfigError(listing(f"{where}: is a model that is not here, by its arguments:", problems))
     notes = _vocabulary(flat, given, rows, where)
     flat |= {**given, "padded_vocab_size": rows}
+    missing = [name for name in architecture_keys() if name not in given and args.keys().isdisjoint(_names(name))]
     closed = frozenset(name for name, field in fields.items() if field.section not in ("model", "moe"))
     flat, _ = megatron_defaults.taken(flat, closed)
     flat, ignored = as_megatron_reads(flat)
@@ -99,14 +111,18 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
         check_model(run, 1)
     except ConfigError as error:
         raise ConfigError(f"{where}: by its arguments: {error}") from None
-    return run, [*notes, *ignored, *_epsilon_notes(run)]
+    return run, [*notes, *ignored, *_defaults_taken(run, missing, where), *_epsilon_notes(run)]
 
 
 _KEPT = (*_ALSO_TAKEN, "padded_vocab_size")
 
 
+def _names(field: str) -> tuple[str, ...]:
+    return (field, *_OTHER_NAMES.get(field, ()))
+
+
 def _found(args: Mapping[str, Any], name: str) -> Any:
-    for known in (name, *_OTHER_NAMES.get(name, ())):
+    for known in _names(name):
         if args.get(known) is not None:
             return args[known]
     return None
@@ -156,6 +172,26 @@ def _vocabulary(flat: dict[str, Any], given: Mapping[str, Any], rows: int, where
     if size > rows:
         raise ConfigError(f"--vocab-size {size}: {where} has {rows} rows of tokens, fewer than that")
     return []
+
+
+def _defaults_taken(run: Run, missing: list[str], where: str) -> list[str]:
+    """Return a note with the settings that the arguments, of another release, do not have, where the model reads them.
+
+    What is None or off by default is a part that such a model does not have.
+    """
+    unread = [prefix for prefix, is_read in _READ_BY.items() if not is_read(run)]
+    values = flatten(run)
+    taken = [
+        all_fields()[name].typed(values[name])
+        for name in missing
+        if values[name] not in (None, False) and not name.startswith(tuple(unread))
+    ]
+    if not taken:
+        return []
+    return [
+        f"{where}: its arguments do not have {', '.join(taken)}: these DEFAULTS ARE TAKEN; flags given to the "
+        "conversion go before them"
+    ]
 
 
 def _require_convertible(run: Run, where: str) -> None:

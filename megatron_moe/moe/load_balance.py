@@ -262,9 +262,8 @@ class AuxLosses:
         if announced is not None and announced.tokens_per_expert is not None:
             return balance_share(seen.scores, announced.tokens_per_expert.unsqueeze(0))
         # Without counts ahead, the part of the global batch that was seen so far, which is all of it if there is one
-        # micro-batch. `counts` is the same on all ranks of a micro-batch, of which the first one contributes it.
-        mine = seen.counts.sum(dim=0, keepdim=True) * int(self.groups.tp_cp.rank() == 0)
-        now = sum_over_ranks(mine, self.groups.tp_dp_cp)
+        # micro-batch. All TP x CP ranks of a micro-batch bring its counts: of every expert equally many times too much.
+        now = sum_over_ranks(seen.counts.sum(dim=0, keepdim=True), self.groups.tp_dp_cp)
         self._counted = now if self._counted is None else self._counted + now
         return balance_share(seen.scores, self._counted)
 

@@ -43,8 +43,10 @@ class Fp32State:
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Convert narrower tensors before they are loaded: with `assign=True` they would replace the buffer."""
-        replaced: dict[str, Tensor] = {}
+        """Convert narrower tensors before they are loaded: with `assign=True` they would replace the buffer.
+
+        `load_state_dict` has made the dictionary, the caller's stays as it was.
+        """
         for name in self.fp32_state:
             found = state_dict.get(prefix + name)
             if isinstance(found, Tensor) and found.dtype != torch.float32:
@@ -55,10 +57,8 @@ class Fp32State:
                     stacklevel=2,
                 )
                 self.fp32_conversions = (*self.fp32_conversions, (prefix + name, found.dtype))
-                replaced[prefix + name] = found
                 state_dict[prefix + name] = found.to(torch.float32)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
-        state_dict.update(replaced)  # the caller's dictionary stays as it was
 
 
 def moved_with_its_bits(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ from megatron_moe.checkpoint.origin import Origin
 from megatron_moe.checkpoint.plan import CheckpointPlan
 from megatron_moe.checkpoint.save import claim, target
 from megatron_moe.checkpoint.state import Trained, TrainingProgress
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
 from megatron_moe.config.schema import Run
 from megatron_moe.data.datasets import build_datasets
@@ -39,7 +40,7 @@ from megatron_moe.report.sink import Sink
 from megatron_moe.training.node_files import require_one_view
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler
 from megatron_moe.training.plan import RunPlan, evaluates_test_split, restarted, same_data_notes
-from megatron_moe.training.state_checks import check_precision
+from megatron_moe.training.state_checks import check_precision, damage_on_ranks
 from megatron_moe.training.step_sums import max_over_ranks
 from megatron_moe.training.trainer import RECORDS_KEPT, Splits, Trainer, fault_folder
 from megatron_moe.training.watchdog import Watchdog
@@ -169,13 +170,20 @@ def _build_and_load(planned: RunPlan, ranks: RunRanks) -> LoadedModel:
         if average is not None:
             average.restart()
         loaded = Loaded(TrainingProgress(), [*planned.imported.notes, *filled.notes], filled.precision_warnings)
-        check_precision(guard, f"importing {run.checkpoint.load_hf}", run, trained)
+        _check_loaded(f"--load-hf {run.checkpoint.load_hf}", run, trained, guard, ranks)
     elif source is not None:
         loaded = load(run, source, trained)
-        check_precision(guard, f"loading {source.step}", run, trained)
+        _check_loaded(f"--load {source.step}", run, trained, guard, ranks)
     nothing: tuple[Origin, list[str]] = (Origin(), [])
     comes_from, notes = read_on_rank_zero(lambda: _origin(planned.start_from, planned.imported), nothing)
     return LoadedModel(trained, guard, loaded, comes_from, notes)
+
+
+def _check_loaded(start: str, run: Run, trained: Trained, guard: PrecisionGuard, ranks: RunRanks) -> None:
+    """Check the dtypes and the values of the state that a run starts from."""
+    check_precision(guard, start, run, trained)
+    if (damage := damage_on_ranks(trained, ranks.facts)) is not None:
+        raise ConfigError(f"{start}: {damage}; start from another step, or from a sound copy")
 
 
 def _build_splits(planned: RunPlan, ranks: RunRanks, progress: TrainingProgress) -> Splits:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.state import Trained
-from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.model.float16_module import model_dtypes, without_wrappers
 from megatron_moe.model.fully_sharded import local
@@ -67,7 +66,7 @@ def global_names(chunk: torch.nn.Module) -> dict[str, str]:
 
 
 def non_finite_state(trained: Trained) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's weights, master weights, moments and expert_bias that are not finite, with their names."""
+    """Yield what is not finite of this rank's weights, averages, moments and expert_bias, with its name."""
     owners: dict[int, str] = {}
     for chunk in trained.model:
         shown = global_names(chunk)
@@ -83,6 +82,9 @@ def non_finite_state(trained: Trained) -> Iterator[tuple[str, Tensor]]:
         is_the_weight = kind == "master weight" and tensor.dtype == parameter.dtype
         if not is_the_weight and not is_finite(tensor):
             yield f"the {kind} of {owners[id(parameter)]}", tensor
+    for average in () if trained.average is None else trained.average.weights:
+        if not is_finite(average.values):
+            yield f"the average of {owners[id(average.parameter)]}", average.values
 
 
 def non_finite_gradients(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -95,22 +97,16 @@ def non_finite_gradients(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str
                 yield f"the gradient of {shown[name]}", gradient
 
 
-def require_finite_state(trained: Trained, place: RankFacts, task: str) -> None:
-    """Refuse to save a state that is not finite. Collective over all ranks.
-
-    Args:
-        task: what is not done because of it, e.g. "saving iteration 100".
-
-    Raises:
-        RunFault: on every rank, naming the first tensor and the ranks.
-    """
+def damage_on_ranks(trained: Trained, place: RankFacts) -> str | None:
+    """Return, on every rank, which state of which ranks is not finite; None if all is. Collective over all ranks."""
     own = [f"{what} holds {non_finite_text(tensor)}" for what, tensor in non_finite_state(trained)]
     found = torch.tensor(len(own), device=platform.device())
     dist.all_reduce(found)
-    if int(found):
-        gathered: list[Any] = [None] * place.world_size
-        dist.all_gather_object(gathered, (str(place), own))
-        raise RunFault(f"{task}: {damage_text(gathered)}; nothing is written, the checkpoints that are there stay")
+    if not int(found):
+        return None
+    gathered: list[Any] = [None] * place.world_size
+    dist.all_gather_object(gathered, (str(place), own))
+    return damage_text(gathered)
 
 
 def damage_text(state_of_ranks: Sequence[tuple[str, list[str]]]) -> str:

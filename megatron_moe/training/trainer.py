@@ -15,7 +15,7 @@ from megatron_moe.checkpoint.async_save import Saver
 from megatron_moe.checkpoint.errors import SaveError
 from megatron_moe.checkpoint.folder import step_folder
 from megatron_moe.checkpoint.state import Trained, TrainingProgress
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import BatchIterator, batch_iterators
 from megatron_moe.data.fingerprint import Fingerprint, changed_since
@@ -29,7 +29,7 @@ from megatron_moe.training.batch_size import BatchSchedule
 from megatron_moe.training.evaluate import evaluate, gathered_parameters
 from megatron_moe.training.garbage import collected
 from megatron_moe.training.metrics import raise_together
-from megatron_moe.training.state_checks import check_precision, require_finite_state
+from megatron_moe.training.state_checks import check_precision, damage_on_ranks
 from megatron_moe.training.step import StepResult
 from megatron_moe.training.watchdog import Watchdog
 
@@ -188,7 +188,11 @@ class Trainer:
         self.at(f"iteration {self.progress.iteration}, saving", limited=False)
         self.check_precision("saving")
         self.check_data()
-        require_finite_state(self.trained, self.rank_facts, f"saving iteration {self.progress.iteration}")
+        if (damage := damage_on_ranks(self.trained, self.rank_facts)) is not None:
+            raise RunFault(
+                f"saving iteration {self.progress.iteration}: {damage}; nothing is written, the checkpoints that are "
+                "there stay"
+            )
         facts: dict[str, Any] = {
             "vocab_size": self.vocab_size,
             "padded_vocab_size": self.padded_vocab_size,

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 
-from megatron_moe.checkpoint import folder, load
-from megatron_moe.checkpoint.plan import plan
+from megatron_moe.checkpoint import folder, load, state
+from megatron_moe.checkpoint.plan import CheckpointSource, plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.parallel import groups
 from megatron_moe.report.jsonl import read_events
 from tests.checkpoint import damage
 from tests.checkpoint.checkpoint_steps import make_step
@@ -71,6 +73,31 @@ def test_the_newest_sound_step_is_taken_and_the_damaged_one_named(alone, root):
     flip(root / "iter_0000050" / "rng" / "rank_00000.pt")
     message, _, _ = found({"load": str(root)})
     assert "none of its 3 steps can be loaded" in message and "rng/rank_00000.pt" in message
+
+
+def test_a_state_of_before_skipped_samples_had_equal_batches():
+    moved = {"loss_scale_raised": 0, "loss_scale_lowered": 2}
+    saved = {"iteration": 8, "consumed_samples": 64, "skipped_iterations": 2, **moved}
+    for further, samples in (({}, 48), ({"skipped_samples": 20}, 44)):
+        progress = state.TrainingProgress.of_state({**saved, **further})
+        assert (progress.committed_iterations, progress.committed_samples) == (6, samples)
+
+
+def test_a_random_state_has_what_was_drawn_ahead_and_on_another_layout_the_streams_are_new(tmp_path):
+    def drawn() -> tuple[float, float, list[float]]:
+        return random.gauss(), numpy.random.standard_normal(), torch.randn(2).tolist()
+
+    groups.initialize(Run())
+    groups.seed_everything(Run())
+    drawn()  # Python and numpy draw two at a time
+    before = state.current()
+    wanted = drawn()
+    state.restore(before)
+    assert drawn() == wanted
+    (note,) = load._load_random_state(Run(), CheckpointSource(tmp_path, {}, {"layout": {}, "iteration": 7}))
+    drawn()
+    assert "iteration 7" in note and drawn() != wanted
+    groups.destroy()
 
 
 def test_a_step_that_was_asked_for_is_an_error_where_it_is_damaged(alone, root):

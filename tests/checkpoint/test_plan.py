@@ -64,6 +64,10 @@ def test_a_checkpoint_without_optimizer_is_not_continued_by_accident(tmp_path):
     with pytest.raises(ConfigError, match="without the optimizer; add --no-load-optim or --finetune"):
         plan(run)
     assert plan(replace(run, no_load_optim=True)).start_iteration == 50
+    for step, name in ((51, "consumed_samples"), (52, "skipped_iterations")):
+        write_step(tmp_path, step, config=flatten(RUN), state={"iteration": step, "has_optimizer": True, name: -5})
+        with pytest.raises(ConfigError, match=f"state.json says {name} -5"):
+            plan(run)
     # one of an imported model that was trained is not taken for a converted one
     write_step(tmp_path, 60, config=flatten(RUN), state={**CONVERTED, "iteration": 60, "scheduler": {}})
     with pytest.raises(ConfigError, match="without the optimizer"):

@@ -85,6 +85,7 @@ def test_a_dry_run_names_the_packages_that_this_machine_lacks_and_does_without()
     run = run_of(flags="--transformer-impl transformer_engine --dry-run")
     rules.check(run, 1)
     assert ["Transformer Engine is not installed" in text for text in rules.missing_packages(run, 1)] == [True]
+    assert rules.missing_packages(run_of(flags="--moe-token-dispatcher-type flex"), 1) == []  # refused by `check`
 
 
 def test_every_rule_is_broken_by_a_row():

@@ -8,6 +8,7 @@ import random
 import struct
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -50,6 +51,8 @@ def test_an_index_agrees_with_the_engines_reader(prefix):
     assert [tokens.tolist() for _, tokens in index.chunks()] == [list(range(1, 11))]
     flat = [(number, offset) for number, document in enumerate(DOCUMENTS) for offset in range(len(document))]
     assert [index.document_of(i) for i in range(10)] == flat
+    pairs = replace(index, documents=index.documents[::2])  # of two sequences each
+    assert [pairs.document_of(i) for i in range(10)] == [*((0, i) for i in range(4)), *((1, i) for i in range(6))]
 
 
 DAMAGE = {

@@ -13,6 +13,7 @@ import transformers
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.rules import check_model
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.hf import config as hf_config
 from megatron_moe.hf.families import FAMILIES, family_of_run
@@ -89,6 +90,10 @@ def test_a_written_configuration_has_the_words_of_both():
     written = hf_config.config_of(run, FAMILIES["deepseek-v3"], "float32")
     assert written["rope_scaling"]["type"] == written["rope_parameters"]["rope_type"] == "yarn"
     assert written["rope_scaling"]["mscale_all_dim"] == written["rope_parameters"]["mscale_all_dim"] == 1.0
+
+
+def test_a_mixtral_of_one_chosen_expert_is_a_run():
+    check_model(build(read({**saved("mixtral"), "num_experts_per_tok": 1}).flat), 1)
 
 
 @pytest.mark.parametrize("name", PRESETS)

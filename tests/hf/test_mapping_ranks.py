@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megatron_moe.config import module_names
+from megatron_moe.config.schema import build
+from megatron_moe.hf.families import DEEPSEEK, family_of
+from megatron_moe.hf.mapping import mapping
 from megatron_moe.parallel.sequence import in_order
 from tests.helpers import tiny_models
 from tests.helpers.conversions import held, unequal
@@ -88,6 +92,15 @@ def reference_of(folder: Path) -> Callable[[str], Reference]:
     return cache(lambda case: reference(case, 1, folder / case))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_table_has_the_models_parameters_and_copies_of_what_it_has(tied: bool) -> None:
+    sizes = {"num_layers": 2, "moe_layer_freq": "[1,0]", "num_experts": 4, "mtp_num_layers": 1, "vocab_size": 99}
+    run = build({**sizes, "untie_embeddings_and_output_weights": not tied})
+    table, wanted = mapping(run, DEEPSEEK), module_names.parameters_of(run, "*")
+    assert table.shapes.keys() == set(wanted) - ({"output_layer.weight"} if tied else set())
+    assert set(table.copies.values()) <= {name for piece in table.pieces for name in piece.hf}
+
+
 def assembled(ranks: list[dict[str, Any]], quantity: str) -> dict[str, torch.Tensor]:
     """Whole tensors by key, out of all ranks' parts; ranks that hold the same elements agree to the bit."""
     from megatron_moe.apps.doctor.assemble import assemble
@@ -100,10 +113,6 @@ def assembled(ranks: list[dict[str, Any]], quantity: str) -> dict[str, torch.Ten
 
 def by_hf_name(folder: str, flags: dict[str, Any], native: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the table makes of tensors by our keys; keys that are not there make nothing."""
-    from megatron_moe.config.schema import build
-    from megatron_moe.hf.families import family_of
-    from megatron_moe.hf.mapping import mapping
-
     table = mapping(
         build(cases.flags_of(folder, flags)),
         family_of(json.loads((Path(folder) / "config.json").read_text()), folder).names,

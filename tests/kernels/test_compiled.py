@@ -67,7 +67,7 @@ def draw(rows, width, dtype, spread=3.0):
 @needs_c
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    in_turn([(1, 32), (64, 64), (1024, 256), (32, 1408), (2, 8192), (2, 65536), (512, 512), (256, 512)]),
+    in_turn([(1, 32), (64, 64), (1023, 256), (32, 1408), (2, 8192), (2, 65536), (512, 512), (256, 512)]),
 )
 def test_a_kernel_computes_the_bits_of_torchs_form(shape, dtype):
     for number in (1, 2):
@@ -79,7 +79,7 @@ def test_a_kernel_computes_the_bits_of_torchs_form(shape, dtype):
 
 @needs_c
 @pytest.mark.parametrize(
-    ("shape", "dtype"), in_turn([(1, 1, 32), (64, 3, 100), (32, 16, 256), (48, 16, 256), (33, 16, 256), (5, 1, 7168)])
+    ("shape", "dtype"), in_turn([(1, 1, 32), (64, 3, 100), (32, 16, 256), (48, 16, 256), (33, 15, 256), (5, 1, 7168)])
 )
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_norm_computes_the_bits_of_torchs_form(shape, dtype, threads, monkeypatch):
@@ -92,7 +92,7 @@ def test_a_norm_computes_the_bits_of_torchs_form(shape, dtype, threads, monkeypa
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
         with on_threads(threads):
             y = _RMSNormFunction.apply(*leaves, 1e-6, dtype)
-            y.backward(grad.to(dtype))
+            y.backward(grad.to(dtype).transpose(0, 1).contiguous().transpose(0, 1))
         results.append((y.detach(), leaves[0].grad, leaves[1].grad))
     for mine, other in zip(*results):
         assert mine.dtype == other.dtype and torch.equal(mine, other)

@@ -87,24 +87,13 @@ def of_light_ranks(parent: RankParent, folder: Path, **ends_with: int) -> tuple[
     return launch, launch.ranks()
 
 
-def killed(launch: Launch, ranks: list[psutil.Process]) -> str:
-    """What the launcher says of a rank that was killed, in one line."""
+def test_a_rank_that_is_killed_is_told_of_in_one_paragraph(rank_parent, tmp_path):
+    launch, ranks = of_light_ranks(rank_parent, tmp_path)
     ranks[1].kill()
     assert launch.ends(ranks) == 128 + signal.SIGKILL, launch.said()
     (told,) = [line for line in launch.said().splitlines() if "SIGKILL" in line]
     assert f"rank 1 on {os.uname().nodename} (process {ranks[1].pid}) was killed by SIGKILL" in told, told
-    return told
-
-
-def test_a_rank_that_is_killed_is_told_of_in_one_paragraph(rank_parent, tmp_path):
-    assert "Then rank 0 was killed by SIGTERM" in killed(*of_light_ranks(rank_parent, tmp_path))
-
-
-@pytest.mark.test_all(instead="tests/launch/test_ending_jobs.py::test_broken_jobs_name_the_rank_and_go_on_to_the_bit")
-def test_a_training_whose_rank_is_killed_says_where_the_other_one_waited(rank_parent, tmp_path):
-    launch, ranks = of_training(rank_parent, tmp_path)
-    told, said = killed(launch, ranks), launch.said()
-    assert "rank 0: " in told and "Traceback" not in said and said.count("is ended") == 1, said
+    assert "Then rank 0 was killed by SIGTERM" in told
 
 
 @pytest.mark.parametrize(

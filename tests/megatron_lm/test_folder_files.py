@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_moe.apps.convert.cli import main
 from megatron_moe.checkpoint.folder import find_step
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.megatron_lm import names
+from megatron_moe.megatron_lm import names, settings
 from tests.checkpoint.payloads import Bomb
 from tests.helpers.conversions import unequal, words
 from tests.helpers.trained_steps import tensors
@@ -111,6 +111,15 @@ def test_keys_of_transformer_engines_layers_are_ours_and_back(theirs: Path) -> N
     about["output"]["files"]["release/.metadata"]["sha256"] = "of another file"
     (back / "conversion_certificate.json").write_text(json.dumps(about))
     assert convert(back, theirs.parent / "again") == 2
+
+
+def test_defaults_that_stand_in_for_missing_arguments_are_said() -> None:
+    latent = {"multi_latent_attention": True, "rope_type": "yarn", "rotary_scaling_factor": 4.0, "qk_layernorm": True}
+    widths = {"kv_lora_rank": 8, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4, "v_head_dim": 4, "beta_fast": 32}
+    scales = {"beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    (note,) = (one for one in settings.run_of(ARGS | latent | widths | scales, {}, 16, "x")[1] if "DEFAULTS" in one)
+    assert note.startswith("x: its arguments do not have --original-max-position-embeddings 4096: ")
+    assert not [one for one in settings.run_of(ARGS, {}, 16, "x")[1] if "DEFAULTS" in one]
 
 
 # ---- the optimizer, there and back

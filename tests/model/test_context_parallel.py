@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_moe.model.context_parallel import attend_chunks, chunk_gradients
@@ -38,6 +39,23 @@ def test_latent_attention_rotates_a_rank_s_rows_for_their_positions_in_the_whole
     x = torch.randn(24, 2, 3, 8)
     wanted = context_parallel_slice(Rotary(config)(x), rank, 4, dim=0)
     assert torch.equal(Rotary(config, rank, 4)(context_parallel_slice(x, rank, 4, dim=0)), wanted)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="names the CPU's kernels")
+def test_chunks_of_one_token_add_up_to_the_gradients_of_the_sequence():
+    query, key, value, grad = whole = torch.randn(4, 1, 2, 6, 8).unbind()
+    wanted = [tensor.clone().requires_grad_() for tensor in whole[:3]]
+    F.scaled_dot_product_attention(*wanted, is_causal=True, scale=SCALE).backward(grad)
+    keys, values = torch.zeros_like(key), torch.zeros_like(value)
+    for rank in range(3):
+        own, upstream, grad_query = (
+            context_parallel_slice(one, rank, 3, dim=2) for one in (query, grad, wanted[0].grad)
+        )
+        results = attend_chunks(own, key, value, SCALE, rank, 3)
+        found = chunk_gradients(upstream, own, key, value, *results, SCALE, rank, 3)
+        torch.testing.assert_close(found[0], grad_query)
+        keys, values = keys + found[1], values + found[2]
+    torch.testing.assert_close((keys, values), (wanted[1].grad, wanted[2].grad))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="names the CPU's kernels")

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe.apps.audit.step import auditing
 from megatron_moe.config.model_parts import SHORT
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.model.build import build_model
@@ -31,7 +30,6 @@ from tests.model import mtp_cases
 from tests.model.test_attention import WIDTHS, core_attention, inputs, reference
 from tests.model.test_build_ranks import CP2, MODELS, OVERLAPPED, SP2, agrees, over
 
-HERE = "tests/model/test_context_parallel_ranks.py"
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 # What the layout matrix has not.
@@ -226,13 +224,14 @@ TINY = {
 def trained(flags: dict[str, object]) -> dict[str, object]:
     """A whole run; its summary, and what it printed."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        return {**pretrain(build({**TINY, **flags}), audit=auditing), "printed": printed.getvalue()}
+        return {**pretrain(build({**TINY, **flags})), "printed": printed.getvalue()}
 
 
 def told(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+EXACT = ("tokens", "data_hash", "expert_bias_hash")
 WAYS = {"out of CP2": (CP2, {}), "into CP2": ({}, CP2)}
 
 
@@ -253,18 +252,8 @@ def test_a_run_evaluates_samples_saves_and_is_measured_as_on_one_rank(gloo, once
     for got, step in zip(steps, told(folder / "whole"), strict=True):
         assert got["loss"] == pytest.approx(step["loss"], rel=1e-5)
         assert got["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)
-        assert got["tokens"] == step["tokens"]
-        assert got["expert_bias_max"] == step["expert_bias_max"]
+        assert [got[name] for name in EXACT] == [step[name] for name in EXACT]
         for layer, health in step["health"]["layers"].items():
             found = got["health"]["layers"][layer]
             assert found["sampled_tokens"] == health["sampled_tokens"]
             assert found["max_logit"] == pytest.approx(health["max_logit"], rel=1e-4)
-
-
-@pytest.mark.test_all(instead=f"{HERE}::test_keys_and_values_travel_in_the_dtypes_of_the_contract")
-def test_the_precision_audit_of_a_rank_with_split_sequences_is_clean(gloo, tmp_path):
-    flags = {"bf16": True, "audit_precision": True, "audit_precision_output": str(tmp_path / "audit"), **CP2}
-    gloo.run(2, trained, flags={**flags, "eval_iters": 0})
-    found = json.loads((tmp_path / "audit.json").read_text())
-    assert not found["failed"]
-    assert found["ranks"] == 2

@@ -28,6 +28,7 @@ def passes(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     pg, found = None, []
     for case in cases:
         layer, pg = build_layer(case, dict(expert_model_parallel_size=torch.distributed.get_world_size()), pg)
+        layer.to(case["dtype"])
         plain = layer.dispatcher
         results = {"alltoall": one_pass(layer, pg, case)}
         for library, kind in LIBRARIES.items():
@@ -45,7 +46,7 @@ def passes(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def one_pass(layer: Any, pg: Any, case: dict[str, Any]) -> dict[str, Any]:
     hidden, padding = tokens_and_padding(case, SEQUENCE, BATCH * pg.dp.size())
-    given = hidden.chunk(pg.dp.size(), dim=1)[pg.dp.rank()].clone().requires_grad_()
+    given = hidden.chunk(pg.dp.size(), dim=1)[pg.dp.rank()].to(case["dtype"], copy=True).requires_grad_()
     mask = None if padding is None else padding.chunk(pg.dp.size(), dim=0)[pg.dp.rank()]
     layer.zero_grad(set_to_none=True)
     layer.router.local_tokens_per_expert.zero_()
@@ -64,7 +65,7 @@ def one_pass(layer: Any, pg: Any, case: dict[str, Any]) -> dict[str, Any]:
 def case_of(seed: int, drops: float | None) -> dict[str, Any]:
     case = {**random_case(seed), "num_experts": 8, "dispatcher": "alltoall", "pad": False, "backend": "loop"}
     case["routing"].capacity_factor = drops
-    return case
+    return {**case, "dtype": torch.float32 if drops is None else torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,8 @@ def test_a_layer_computes_what_it_does_with_the_all_to_all(gloo: Any, world: int
                 flex = found[library]
                 assert all(torch.equal(a, b) for a, b in zip(flex["bits"], plain["bits"], strict=True)), library
                 for one, other in zip(flex["close"], plain["close"], strict=True):
-                    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # sums of a rank come first
+                    bound = 1e-5 if one.dtype == torch.float32 else 2e-2  # sums of a rank come first
+                    torch.testing.assert_close(one, other, rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize(

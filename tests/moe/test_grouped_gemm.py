@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_moe.model.cross_entropy import linear_cross_entropy
 from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
 from megatron_moe.platform import switches
+from megatron_moe.precision.main_grad import main_grad_of
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 
 COUNTS = (5, 0, 1, 18)
@@ -140,6 +141,9 @@ def test_a_weight_without_an_fp32_sum_gets_its_gradient_from_autograd(name: str)
             weight.main_grad = total
         product(micro_batches(1, torch.bfloat16)[0], weight, True).sum().backward()
         assert weight.grad.layout == torch.strided and (total is None or not total.any())
+    wide: Any = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    wide.main_grad = torch.zeros(2)
+    assert main_grad_of(wide) is None  # which would round its gradient
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -124,7 +124,7 @@ def test_a_step_with_a_capacity_is_that_of_one_rank(gloo, once, policy, layout):
 
 def drawn(counts: str) -> dict[str, Any]:
     """Two steps with dropout and jitter, and global_aux_loss without weight enough to be seen in the loss."""
-    noise = {"hidden_dropout": 0.2, "moe_input_jitter_eps": 0.1, "micro_batch_size": 2}
+    noise = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "moe_input_jitter_eps": 0.1, "micro_batch_size": 2}
     recomputed = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
     losses = {"moe_router_load_balancing_type": ("global_aux_loss",), "moe_aux_loss_coeff": (1e-30,)}
     return stepped({**noise, **recomputed, **losses, "moe_global_aux_loss_counts": counts}, steps=2)

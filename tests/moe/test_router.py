@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER, GlobalBatch
-from megatron_moe.moe.state import RouterSnapshot, announce_global_batch, counting_ahead
+from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER
+from megatron_moe.moe.state import RouterSnapshot
 from tests.helpers.routers import router, tokens
 
 pytestmark = pytest.mark.engine
@@ -67,25 +67,23 @@ def test_outside_a_run_each_token_of_a_micro_batch_has_the_same_share_of_the_aux
     torch.testing.assert_close(r.weight.grad, weight.grad.float(), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_padding_has_no_part_in_gradients_and_losses(score: str) -> None:
+    hidden, upstream, found = tokens(), torch.randn(10, 2), []
+    options = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
+    for first, is_padding in ((3, None), (0, torch.arange(10) < 3)):
+        r = router(moe_router_score_function=score, moe_router_enable_expert_bias=False, **options)
+        (r.route(hidden[first:], is_padding).probs * upstream[first:]).sum().backward()
+        found += [r.weight.grad, r.aux_losses.totals["aux_loss"]]
+    torch.testing.assert_close(found[2:], found[:2])
+
+
 def test_training_counts_every_valid_choice_once_and_an_evaluation_none() -> None:
     r = router()
     r.route(tokens(), torch.tensor([True] * 3 + [False] * 7))
     r.route(tokens())
     r.eval().route(tokens())
     assert r.local_tokens_per_expert.sum().item() == (7 + 10) * 2
-
-
-def test_counting_ahead_counts_and_leaves_no_other_trace() -> None:
-    r, is_padding = router(), torch.tensor([True] * 3 + [False] * 7)
-    with counting_ahead([r]) as counted:
-        r.route(tokens(), is_padding)
-        r.route(tokens())
-    assert counted[0].dtype == torch.int64 and counted[0].sum().item() == (7 + 10) * 2
-    assert r.local_tokens_per_expert.sum().item() == 0 and r.step.num_tokens == 0
-    announce_global_batch([r], GlobalBatch(17, 1.0), counted)
-    assert torch.equal(r.step.global_batch.tokens_per_expert, counted[0])
-    r.reset_counts()
-    assert r.step.global_batch is None
 
 
 def test_the_bias_chooses_and_never_weighs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -62,6 +63,20 @@ def test_a_seed_repeats_every_stream_and_another_changes_them():
         seen.append((random.random(), float(numpy.random.rand()), float(torch.rand(()))))
     assert seen[0] == seen[1]
     assert all(first != second for first, second in zip(seen[0], seen[2], strict=True))
+
+
+def test_ranks_with_other_tokens_or_layers_have_streams_of_their_own(monkeypatch):
+    groups.initialize(Run())
+    facts, seeds = groups.rank_facts(), {}
+    for tp, *place in itertools.product(range(2), repeat=4):
+        axes = dict(zip(("pp", "cp", "dp"), place))
+        here = {f"{axis}_{what}": n for axis, rank in axes.items() for what, n in (("rank", rank), ("size", 2))}
+        monkeypatch.setattr(
+            groups, "rank_facts", lambda here=here, tp=tp: dataclasses.replace(facts, tp_rank=tp, **here)
+        )
+        groups.seed_everything(Run())
+        assert seeds.setdefault(tuple(place), torch.initial_seed()) == torch.initial_seed()
+    assert len(set(seeds.values())) == 8
 
 
 @pytest.mark.parametrize("sizes", [[2, 1, 4, 1, 3], [1, 8, 2, 2, 1], [2, 2, 2, 2, 2]])

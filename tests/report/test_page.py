@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import page_cost
 from megatron_moe.apps import report
 from megatron_moe.config import schema
 from megatron_moe.report.jsonl import read_events, read_steps
@@ -24,7 +25,7 @@ from megatron_moe.report.page import files as page_files
 from megatron_moe.report.page.course import Course
 from megatron_moe.report.page.files import RunState
 from megatron_moe.report.reporter import Reporter
-from tests.report import chromium, page_cost, page_pictures, steps
+from tests.report import chromium, page_pictures, steps
 
 EVIL = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>'
 LAYERS, EXPERTS = (3, 4, 5), 8

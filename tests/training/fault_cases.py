@@ -185,7 +185,9 @@ def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> d
 
 
 def poisoned_saves(root: str) -> dict[str, Any]:
-    """A run that saves every step; before the last save a NaN is put into rank 1's state, at each place in turn."""
+    """A run that saves every step; before the last save a NaN is put into rank 1's state, at each place in turn. Then a
+    state with one is saved without a look at it.
+    """
     from megatron_moe.training import trainer as trainer_file
     from megatron_moe.training.run import pretrain
 
@@ -193,14 +195,16 @@ def poisoned_saves(root: str) -> dict[str, Any]:
     save = trainer_file.Trainer.save
 
     def spoiling(trainer: Any) -> None:
-        if trainer.progress.iteration == 2 and trainer.saved is None:
-            for site in DAMAGE:
-                with SITES[site](trainer, float("nan")) if torch.distributed.get_rank() == 1 else nullcontext():
-                    try:
-                        save(trainer)
-                    except RunFault as fault:
-                        refusals.append(str(fault))
-        save(trainer)
+        if trainer.progress.iteration < 2 or trainer.saved is not None:
+            return save(trainer)
+        for site in DAMAGE:
+            with SITES[site](trainer, float("nan")) if torch.distributed.get_rank() == 1 else nullcontext():
+                try:
+                    save(trainer)
+                except RunFault as fault:
+                    refusals.append(str(fault))
+        with adam_moment(trainer, float("nan")), mock.patch.object(trainer_file, "damage_on_ranks", lambda *_: None):
+            save(trainer)
 
     with mock.patch.object(trainer_file.Trainer, "save", spoiling):
         pretrain(small(train_iters=2, save=root, save_interval=1))

@@ -8,7 +8,8 @@ import pytest
 
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, TP2, ZERO_2, ZERO_3
-from tests.training.fault_cases import DAMAGE, NAMED, SITES, faulty_steps, poisoned_saves, stopped_run
+from tests.helpers.trained_steps import refusal
+from tests.training.fault_cases import DAMAGE, FLAGS, NAMED, SITES, faulty_steps, poisoned_saves, stopped_run
 
 KINDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 STEADY_SCALE: dict[str, Any] = {"initial_loss_scale": 1024.0, "min_loss_scale": 1024.0}
@@ -63,12 +64,14 @@ def test_an_overflow_of_one_replica_leaves_no_rank_behind(gloo):
     check_run(gloo, [("reduced_gradient", "nan", "one")], {**EP2, "fp16": True, **STEADY_SCALE, "health_interval": 1})
 
 
-def test_no_state_with_a_nan_is_saved(gloo, tmp_path):
+def test_no_state_with_a_nan_is_saved_or_loaded(gloo, tmp_path):
     for result in gloo.run(2, poisoned_saves, root=str(tmp_path)):
         assert result["steps"] == ["iter_0000001", "iter_0000002"]
         assert len(result["refusals"]) == len(DAMAGE)
         for site, text in zip(DAMAGE, result["refusals"]):
             assert text.startswith("saving iteration 2: ") and NAMED[site] in text and "rank 1/2" in text
+    for text in gloo.run(2, refusal, flags={**FLAGS, "load": str(tmp_path)}):
+        assert f"--load {tmp_path}/iter_0000002: {NAMED['adam_moment']} holds NaN" in text
 
 
 @pytest.mark.parametrize(("site", "flags"), [("adam_moment", {}), ("loss", {"on_nan": "stop"})])

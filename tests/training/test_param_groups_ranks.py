@@ -114,6 +114,12 @@ def test_a_layout_trains_its_groups_as_one_rank_does(gloo: Any, once: Any, layou
     require_close(one, gloo.run(ranks, trained, flags={**FLAGS, **changes}))
 
 
+def test_either_name_of_a_tied_table_names_both() -> None:
+    for name in param_groups.TABLES:
+        found = param_groups.settings(build({**TINY, **STORED, **TIED, "lr_mult": (f"{name}=4",)}))
+        assert found == dict.fromkeys(param_groups.TABLES, param_groups.GroupSettings(4.0))
+
+
 def copies_apart(flags: dict[str, Any]) -> list[str]:
     """The weights whose copies on other ranks differ after two steps."""
     from megatron_moe.training.replicas import compare_replicas

@@ -68,6 +68,18 @@ def test_each_step_draws_anew_and_a_seed_draws_the_same_again() -> None:
     assert not torch.equal(moments(6)[0], first)
 
 
+def test_pieces_of_state_on_the_host_are_rounded_as_the_whole() -> None:
+    found = []
+    for on_host in (False, True):
+        made, main, _ = adam(on_host=on_host, **BF16)
+        made.piece_numel = 256
+        for number in range(3):
+            step(made, main, number)
+        found.append([made.values_of(main, name).clone() for name in ("exp_avg", "exp_avg_sq", "param")])
+    assert all(torch.equal(*pair) for pair in zip(*found))
+    assert torch.equal(made.values_of(main, "exp_avg", 70, 300), found[1][0][70:300])  # from within a group on
+
+
 def test_weights_that_are_loaded_alone_are_the_main_weights() -> None:
     made, main, weight = adam()
     for number in range(5):
@@ -89,6 +101,13 @@ def test_evidence_is_finite_exactly_where_the_state_is() -> None:
                 elif damaged is not None:
                     made.state[main][damaged][300] = torch.inf
             assert all(one.isfinite().all() for one in made.evidence()) == (damaged is None), (moments, damaged)
+
+
+def test_a_second_moment_that_is_loaded_is_not_rounded_to_zero() -> None:
+    made, main, _ = adam(moment_dtypes=("int8", "int8"))
+    with made.unpacked(keep=True):
+        made.state[main]["exp_avg_sq"].fill_(1e-9)[::10] = 1.0
+    assert made.values_of(main, "exp_avg_sq").gt(0).all()
 
 
 def test_nothing_is_kept_of_a_load_that_fails() -> None:

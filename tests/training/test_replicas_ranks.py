@@ -14,6 +14,7 @@ from tests.training.replica_cases import flip, flipped_bits
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "EP2": (2, {**EP2, "bf16": True}),
+    "TP2": (2, {**TP2, "global_batch_size": 2}),
     "TP2, ZeRO 3": (2, {**TP2, **ZERO_3, "fp16": True, "initial_loss_scale": 1024.0, "global_batch_size": 2}),
     "TP2 x DP2, ETP1": (4, {**TP2, **EP2, "expert_tensor_parallel_size": 1}),
 }
@@ -39,7 +40,7 @@ def test_the_odd_copy_is_named_where_there_is_a_majority():
     assert str(ReplicaDifference("w", ((0, 7), (2, 9)))) == "w: the copies of ranks 0 and 2 differ, with no majority"
 
 
-@pytest.mark.parametrize("case", rows(CASES, test=["EP2", "TP2, ZeRO 3"]))
+@pytest.mark.parametrize("case", rows(CASES, test=["EP2", "TP2", "TP2, ZeRO 3"]))
 def test_flipped_bits_are_caught_in_the_same_step(gloo, case):
     ranks, flags = CASES[case]
     for outcome in gloo.run(ranks, flipped_bits, flags=flags, trials=4):

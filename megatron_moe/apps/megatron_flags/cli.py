@@ -61,7 +61,7 @@ def _main(argv: list[str]) -> int:
     read = script.Script(flags=[megatron_flags.parts(group) for group in megatron_flags.groups(words)])
     for file in files:
         text = read_settings("--script", file, "shell script")
-        found = script.read_test_case(text) if file.endswith((".yaml", ".yml")) else script.read(text)
+        found = script.read_test_case(text, file) if file.endswith((".yaml", ".yml")) else script.read(text)
         if not found.flags:
             raise ConfigError(
                 f"--script {file}: has no command of a .py program with flags; give a shell script, or a test case of "

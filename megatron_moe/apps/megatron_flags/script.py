@@ -111,19 +111,19 @@ def read(text: str) -> Script:
     return script
 
 
-def read_test_case(text: str) -> Script:
+def read_test_case(text: str, file: str) -> Script:
     """Return the flags of a functional test of Megatron-LM's, the mapping MODEL_ARGS of its YAML file.
 
     Raises:
-        ConfigError: the text is not YAML.
+        ConfigError: the text is not YAML; the message names the file.
     """
     try:
         content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--script: is not YAML: {error}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"--script {file}: is not YAML: {' '.join(str(error).split())}") from None
     arguments = content.get("MODEL_ARGS") if isinstance(content, dict) else None
     given = arguments.items() if isinstance(arguments, dict) else ()
-    values = {flag: [] if value is True else str(value).split() for flag, value in given if value is not False}
+    values = {str(flag): [] if value is True else str(value).split() for flag, value in given if value is not False}
     return Script(flags=[(flag, [_in_shell(word) for word in words]) for flag, words in values.items()])
 
 

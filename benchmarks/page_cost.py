@@ -1,4 +1,4 @@
-"""Measure the page of a long, made-up run: python -m tests.report.page_cost [STEPS [LAYERS [EXPERTS [EVERY]]]].
+"""Measure the page of a long, made-up run: python -m benchmarks.page_cost [STEPS [LAYERS [EXPERTS [EVERY]]]].
 
 It prints the size of metrics and page, the CPU seconds of reading and writing, and what opening it takes in Chromium.
 By default the run has 100,000 steps of 58 layers with 256 experts, counted and measured at every 100th: 130 MB in a
