@@ -205,8 +205,11 @@ def test_the_shared_experts_gate_is_as_wide_as_an_fp64_model(one_process: None) 
     wanted = shared(hidden) * torch.sigmoid(hidden @ weight.T)
     assert gated.dtype == torch.float64
     torch.testing.assert_close(gated, wanted, rtol=1e-14, atol=1e-14)
-    shared.gate_weight = weight
-    assert shared.bfloat16()(hidden.bfloat16()).dtype == torch.bfloat16
+    plain = shared.bfloat16()(hidden.bfloat16())
+    shared.gate_weight = torch.nn.Parameter(weight.bfloat16())
+    gate = torch.sigmoid(hidden.bfloat16().double() @ shared.gate_weight.double().T)
+    differ = shared(hidden.bfloat16()) != (plain * gate).bfloat16()
+    assert differ.float().mean() < 0.01, "the gate of a model in bf16 is one of fp32"
 
 
 def test_a_model_called_under_autocast_outside_a_run_says_so(one_process: None) -> None:
