@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests.helpers.sources import ROOT
 
@@ -90,3 +91,17 @@ def test_a_library_that_pip_replaced_or_moved_ends_the_build(tmp_path: Path) -> 
     done = proof(image, "compare")
     assert done.returncode == 1 and "apex changed" in done.stderr
     assert "torch changed" in done.stderr and "2.12.0a0+nv26.05" in done.stderr and "2.13.0" in done.stderr
+
+
+# ---- Transformer Engine's source distribution is built against the torch that is there while it is built
+
+
+def test_the_documented_commands_install_the_tested_version_against_the_torch_that_is_there() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    commands = re.findall(r"^pip install (.*)'transformer-engine\[pytorch\]==([^']*)'.*$", page, re.MULTILINE)
+    ranges = re.findall(r"transformer-engine\[pytorch\]([^;]+); python_version", (ROOT / "setup.py").read_text())
+    tested = [(ROOT / f"constraints/transformer-engine-{name}.txt").read_text() for name in ("py311", "py312")]
+    versions = [re.findall(r"^transformer-engine==(.+)$", text, re.MULTILINE)[0] for text in tested]
+    assert [version for _, version in commands] == versions[::-1]
+    assert all("--no-build-isolation" in options.split() for options, _ in commands)
+    assert [version in SpecifierSet(one) for version, one in zip(versions, ranges, strict=True)] == [True, True]
