@@ -55,7 +55,6 @@ def test_paths_per_split_keep_their_split():
         (DataConfig(data_path=("a",), test_data_path=("b",)), "--data-path and --test-data-path"),
         (DataConfig(train_data_path=("a",), split="1,1,1"), "--split 1,1,1"),
         (DataConfig(data_path=("1", "a", "2")), "3 words; weights and prefixes come in pairs"),
-        (DataConfig(data_path=("1", "a", "-2", "b")), "weight -2 of b"),
         (DataConfig(data_path=("1", "a", "0", "b")), "weight 0 of b"),
         (DataConfig(data_path=("1", "a", "nan", "b")), "weight nan of b"),
         (DataConfig(data_path=("inf", "a", "1", "b")), "weight inf of a"),
@@ -66,7 +65,6 @@ def test_paths_per_split_keep_their_split():
         (DataConfig(data_path=("a",), split="0,0,0"), "--split 0,0,0: the shares sum to zero"),
         (DataConfig(data_path=("a",), split="90,-5,5"), "--split 90,-5,5"),
         (DataConfig(data_path=("a",), split="1,2,3,4"), "--split 1,2,3,4"),
-        (DataConfig(data_path=("a",), split=""), "--split"),
         (DataConfig(data_path=("a",), split="1e3,1"), "--split 1e3,1"),
     ],
 )
