@@ -28,15 +28,20 @@ from megatron_moe.config.schema import Run
 # Megatron-LM's own spellings of flags that are named for their opposite here: flag -> (field, value).
 SPELLINGS: dict[str, tuple[str, Any]] = {"--disable-bias-linear": ("add_bias_linear", False)}
 
+_START = ("preset", "defaults", "deepspeed_config")
+"""Flags that start from something named, and no fields: keys of a YAML file too."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML's safe loader, with an error for a key that is given twice in place of a silent choice of the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key_node, deep=True) for key_node, _ in node.value]
-        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-        if twice:
-            raise ConfigError(f"key {twice[0]} is given twice, near line {node.start_mark.line + 1}; keep one")
+        seen = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise ConfigError(f"key {key} is given twice, in line {key_node.start_mark.line + 1} again; keep one")
+            seen.append(key)
         return super().construct_mapping(node, deep=deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
@@ -57,7 +62,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """Read the file's settings as a flat dict, field name -> value of the field's type.
+    """Read the file's settings as a flat dict, field name (or one of `_START`) -> value of the field's type.
 
     Keys are flat, or grouped under the schema's section names, where that section's keys alone are allowed. A key may
     be written with `-` or `_`.
@@ -94,6 +99,11 @@ def read_yaml(path: str) -> dict[str, Any]:
 def _put(flat: dict[str, Any], key: Any, value: Any, path: str, section: str | None) -> None:
     name = str(key).replace("-", "_")
     where = f"--config {path}: {key if section is None else f'{section}.{key}'}"
+    if name in _START and section is None:
+        if name in flat or not isinstance(value, str):
+            raise ConfigError(f"{where}: takes one name, once; e.g. `preset: tiny`")
+        flat[name] = value
+        return
     fields = {f.spelling or f.name: f for f in all_fields().values()} | all_fields()
     if name not in fields:
         raise ConfigError(f"{where}: unknown key{_hint(name, [*fields, *schema.sections()])}")
@@ -107,8 +117,10 @@ def _put(flat: dict[str, Any], key: Any, value: Any, path: str, section: str | N
 
 def _hint(name: str, known: list[str]) -> str:
     row = megatron_flags.row_for("--" + name.replace("_", "-"), ())
-    if row is None or row.answer == "unknown":
+    if row is None:
         return suggestion(name, known)
+    if row.answer == "unknown":
+        return megatron_flags.instead(row)
     target = f"{row.target}: " if row.target else ""
     return f"; Megatron-LM's {row.flag} is {row.answer}: {target}{row.reason}"
 
@@ -139,10 +151,12 @@ def parse(
     if extra:
         raise ConfigError(unexpected(extra[0], list(options)))
     given = vars(words)
-    preset, path, deepspeed_path = given.pop("preset", None), given.pop("config", None), _deepspeed_path(given)
+    path = given.pop("config", None)
+    above = read_yaml(path) if path is not None else {}
+    given = {name: above.pop(name) for name in _START if name in above} | given
+    preset, deepspeed_path = given.pop("preset", None), _deepspeed_path(given)
     defaults = _defaults(given.pop("defaults", None), deepspeed_path)
     below = _preset(preset) if preset is not None else {}
-    above = read_yaml(path) if path is not None else {}
     above |= {name: _as_tuple(all_fields()[name], value) for name, value in given.items()}
     typed = {name for name in given if above[name] is not None}
     below, above = _whole_steps(below, above)
@@ -226,7 +240,7 @@ def _build_parser() -> Parser:
     parser.checks_words = False  # `parse` checks what was typed, not its translation
     start = parser.add_argument_group("start from")
     start.add_argument("--preset", metavar="NAME", help=f"a named configuration: {', '.join(PRESETS)}")
-    start.add_argument("--config", metavar="FILE", help="a YAML file; keys are the flags' names")
+    start.add_argument("--config", metavar="FILE", help="a YAML file; keys are the flags' names, preset too")
     start.add_argument(
         "--defaults",
         metavar="{" + ",".join(megatron_defaults.NAMES) + "}",

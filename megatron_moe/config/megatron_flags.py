@@ -20,6 +20,8 @@ from megatron_moe.config.fields import suggestion
 ANSWERS = ("taken", "alias", "always", "ignored", "refused", "unknown")
 TABLE = Path(__file__).with_name("megatron_flags.tsv")
 _NUMBER = re.compile(r"-(\.?\d|inf|nan)")
+_LAUNCHERS_SPELLINGS = {"--local_rank": "--local-rank"}
+"""DeepSpeed's launcher, and torch's before torchrun, put such a flag into each rank's command."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def translate(argv: Sequence[str], own: Collection[str]) -> Translation:
     kept: dict[str, list[str]] = {}
     for group in groups(argv):
         flag, given = parts(group)
-        row = row_for(flag, given)
+        row = row_for(_LAUNCHERS_SPELLINGS.get(flag, flag), given)
         if row is None or row.answer == "unknown":
             if is_flag(group[0]) and flag not in own:
                 found.problems.append(unknown(flag, own))
@@ -188,6 +190,13 @@ def _clashes(typed: str, words: Sequence[str], kept: dict[str, list[str]]) -> It
             yield f"{typed}, {' '.join([flag, *kept[flag]])}: the first is {' '.join([flag, *given])} here; keep one"
 
 
+def instead(row: Answer) -> str:
+    """Return `; use X`, or what else to do, of a row about a name that is neither this project's nor Megatron-LM's."""
+    if not row.target:
+        return f"; {row.reason}"
+    return f"; use {row.target}" + (f" ({row.reason})" if row.reason else "")
+
+
 def unknown(flag: str, own: Collection[str]) -> str:
     """Return the error for a flag that is neither this project's nor Megatron-LM's, with the flag that was meant."""
     plain = flag.replace("_", "-")
@@ -197,7 +206,7 @@ def unknown(flag: str, own: Collection[str]) -> str:
     if row is not None and row.answer == "refused":
         return f"{flag}: {row.reason}"
     if row is not None and row.answer == "unknown":
-        hint = f"; use {row.target}" + (f" ({row.reason})" if row.reason else "") if row.target else f"; {row.reason}"
+        hint = instead(row)
     elif len(prefixed) == 1:
         hint = f"; did you mean {prefixed[0]}?"
     else:

@@ -82,15 +82,19 @@ def vocabulary_limit(run: Run, tokenizer: Tokenizer) -> int:
     """Return the bound that ids must be below: `--vocab-size` where it is given, else the tokenizer's size.
 
     Raises:
-        ConfigError: `--vocab-size` is smaller than the tokenizer's size.
+        ConfigError: `--vocab-size`, or the model that the run starts from, is smaller than the tokenizer.
     """
-    given = run.model.vocab_size
+    given, checkpoint = run.model.vocab_size, run.checkpoint
     if given is None:
         return tokenizer.vocab_size
     if given < tokenizer.vocab_size:
+        model = checkpoint.load_hf or (checkpoint.load if checkpoint.use_checkpoint_args else None)
+        if model is not None:
+            where, way = f"the vocabulary of {model}, {given},", "use the tokenizer that came with it"
+        else:
+            where, way = f"--vocab-size {given}", "leave it out to use the tokenizer's"
         raise ConfigError(
-            f"--vocab-size {given} is smaller than the {tokenizer.vocab_size} ids of --tokenizer-type "
-            f"{tokenizer.name}; leave it out to use the tokenizer's"
+            f"{where} is smaller than the {tokenizer.vocab_size} ids of --tokenizer-type {tokenizer.name}; {way}"
         )
     return given
 

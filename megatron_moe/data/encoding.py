@@ -188,7 +188,7 @@ class Encoder:
             if documents is None:
                 assert bad is not None
                 if self.options.on_bad_line == STOP:
-                    raise _error(span, record, bad)
+                    raise stopped_at(span, record, bad)
                 counts.rejected[bad.reason] += 1
                 rejects.write(_reject(number, record, bad))
                 continue
@@ -218,12 +218,13 @@ class Encoder:
         return documents
 
 
-def _error(span: Span, record: InputRecord, bad: BadRecord) -> ConfigError:
+def stopped_at(span: Span, record: InputRecord, bad: BadRecord) -> ConfigError:
+    """Return the error that ends the work at a record which is no document."""
     if record.offset is None:
         place = f"row {record.number}"
     else:
         place = f"line {line_number(span, record)}"
-    return ConfigError(f"{span.path}, {place}: {bad.problem}")
+    return ConfigError(f"{span.path}, {place}: {bad.problem} (--on-bad-line skip leaves it out)")
 
 
 def _reject(span_number: int, record: InputRecord, bad: BadRecord) -> bytes:

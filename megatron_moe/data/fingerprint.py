@@ -15,7 +15,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data.checks import hashing, within_verify_limit
 from megatron_moe.data.index_file import read_sidecar
-from megatron_moe.data.sources import read_sources
+from megatron_moe.data.sources import parse_split, read_sources
 
 Fingerprint = dict[str, dict[str, dict[str, Any]]]
 """prefix, as the flags name it -> ".bin" and ".idx" -> bytes, mtime_ns, sha256 (hex or None), verified."""
@@ -157,11 +157,12 @@ def require_same_order(run: Run, now: Fingerprint, config: dict[str, Any], saved
 def _other_sources(run: Run, now: Fingerprint, before: Run, saved: Fingerprint) -> list[str]:
     mine, theirs = read_sources(run.data), read_sources(before.data)
     lines = []
-    if mine.split != theirs.split:
+    divided, before_divided = (split and parse_split(split) for split in (mine.split, theirs.split))
+    if divided != before_divided:
         lines.append(f"--split: checkpoint {theirs.split}, this run {mine.split}")
     blends = mine.blend_of(0), theirs.blend_of(0)
     assert blends[0] is not None and blends[1] is not None, "there is training data"
-    if blends[0].weights != blends[1].weights or len(blends[0].prefixes) != len(blends[1].prefixes):
+    if blends[0].shares() != blends[1].shares() or len(blends[0].prefixes) != len(blends[1].prefixes):
         lines.append(f"weights of the training data: checkpoint {blends[1].weights}, this run {blends[0].weights}")
     for prefix, other in zip(blends[0].prefixes, blends[1].prefixes):
         if prefix != other and not _same_content(now.get(prefix), saved.get(other)):

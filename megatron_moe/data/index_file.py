@@ -141,6 +141,8 @@ def _missing(prefix: str, path: str, flag: str) -> str:
             f"{where}is text and not an indexed dataset; make one: megatron-moe prepare --input {prefix} "
             f"--output-prefix {stem} --tokenizer-type ... , then give {flag or 'the flag'} {stem}_text_document"
         )
+    elif any(os.path.isfile(f"{word}.idx") for word in prefix.split()):
+        hint = "; this is one word with spaces in it: give several without quotes, or as a list"
     elif os.path.isdir(prefix):
         hint = f"; {prefix} is a folder: give the path of a dataset in it, without .bin or .idx"
     return f"{where}data file {path} does not exist{hint}"

@@ -32,8 +32,8 @@ from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.paths import require_writable_file
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.data.dataset_writer import TokenContents, TokenizerFacts, TokenSource, renames, write_dataset
-from megatron_moe.data.documents import as_texts, line_number, read_span
-from megatron_moe.data.encoding import PART_REJECTS, SKIP, STOP, PreprocessOptions, tokenizer_of
+from megatron_moe.data.documents import as_texts, read_span
+from megatron_moe.data.encoding import PART_REJECTS, SKIP, STOP, PreprocessOptions, stopped_at, tokenizer_of
 from megatron_moe.data.index_file import Sidecar, read_sidecar, token_dtype
 from megatron_moe.data.inputs import TEXT, Shard, find_inputs, kind_of, plan_shards
 from megatron_moe.data.tokenizers import Tokenizer
@@ -212,7 +212,7 @@ def _texts(options: PreprocessOptions, files: list[str]) -> Iterator[str]:
         for span in shard:
             for record in read_span(span, options.json_keys):
                 if record.bad is not None and options.on_bad_line == STOP:
-                    raise ConfigError(f"{span.path}, line {line_number(span, record)}: {record.bad.problem}")
+                    raise stopped_at(span, record, record.bad)
                 for value in record.values:
                     yield from as_texts(value)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -25,6 +26,10 @@ class Blend:
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
+
+    def shares(self) -> list[float] | None:
+        """Return the weights as the engine divides them, to sum to 1."""
+        return None if self.weights is None else _shares(self.weights)
 
 
 @dataclass(frozen=True)
@@ -101,10 +106,15 @@ def parse_split(split: str) -> list[float]:
     parts = [part.strip() for part in split.split(",")]
     if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts):
         raise ConfigError(f"--split {split}: one to three numbers of zero or more, separated by commas, e.g. 969,30,1")
-    shares = numpy.array([float(part) for part in parts] + [0.0] * (3 - len(parts)), dtype=numpy.float64)
-    if shares.sum() <= 0:
+    numbers = [float(part) for part in parts] + [0.0] * (3 - len(parts))
+    if sum(numbers) <= 0:
         raise ConfigError(f"--split {split}: the shares sum to zero, e.g. 969,30,1 works")
-    return (shares / shares.sum()).tolist()
+    return _shares(numbers)
+
+
+def _shares(numbers: Sequence[float]) -> list[float]:
+    array = numpy.array(numbers, dtype=numpy.float64)
+    return (array / array.sum()).tolist()
 
 
 def _flag(field: str) -> str:

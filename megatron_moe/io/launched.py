@@ -42,6 +42,17 @@ def folder() -> Path | None:
     return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
 
 
+def not_met(where: str, error: BaseException) -> str:
+    """Return one line on ranks that could not meet at an address, with what to change."""
+    if "EADDRINUSE" in str(error):
+        return f"{where}: another program listens there; choose another port, the same on every node"
+    reason = str(error).partition("\n")[0].rstrip(".")
+    return (
+        f"{where}: the ranks could not meet there ({reason}); start the same command on every node, with the address "
+        "and an open port of the first"
+    )
+
+
 def leave(file: str, text: str) -> bool:
     """Write a text for the launcher; return whether it will find it."""
     where = folder()

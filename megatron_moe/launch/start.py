@@ -105,7 +105,7 @@ class _Agent(threading.Thread):
         except ChildFailedError as error:
             self.ending = of_failures(error.failures)
         except (RendezvousError, DistError) as error:
-            self.ending = Ending(problem=f"the nodes did not meet at {self._options.where}: {error}")
+            self.ending = Ending(problem=launched.not_met(self._options.where, error))
         except (ValueError, AssertionError) as error:
             raise ConfigError(f"launch options {' '.join(self._options.words)}: {error}") from None
 

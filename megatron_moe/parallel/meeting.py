@@ -2,7 +2,7 @@
 
 torch waits without a word until all ranks are there. A thread of each rank counts it as arrived in the store through
 which the ranks meet, and rank 0's says how many are missing. It changes nothing about the meeting: where the store
-cannot be reached, the error is the one that torch raises.
+cannot be reached, torch's error becomes one line.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_moe.config.errors import MachineError
 from megatron_moe.io import launched
 from megatron_moe.io.program import note
 
@@ -25,17 +26,24 @@ _STORE_SECONDS = 10.0
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Count this rank as arrived, and on rank 0 say what is waited for, until the block ends."""
-    if os.environ["WORLD_SIZE"] == "1":
-        yield
-        return
+    """Count this rank as arrived, and on rank 0 say what is waited for, until the block ends.
+
+    Raises:
+        MachineError: the store's port is taken, or the ranks could not meet there.
+    """
     met = threading.Event()
     thread = threading.Thread(target=_watch, args=(met,), name="meeting", daemon=True)
-    thread.start()
+    if os.environ["WORLD_SIZE"] != "1":
+        thread.start()
     try:
         yield
+    except dist.DistError as error:
+        # The thread is left: a program that is no store and holds the port may never answer it.
+        where = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
+        raise MachineError(launched.not_met(where, error)) from error
     finally:
         met.set()
+    if thread.is_alive():
         thread.join()
 
 

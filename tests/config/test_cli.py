@@ -102,14 +102,15 @@ def test_words_of_a_flag_become_its_value(words, name, value):
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("num_layers: 8\nhidden_size: 96\n")
+    path.write_text("preset: demo\nnum_layers: 8\nhidden_size: 96\n")
     run = cli.parse(["--hidden-size", "128", "--config", str(path), "--preset", "tiny"])
     tiny = PRESETS["tiny"]
     assert (run.model.hidden_size, run.model.num_layers, run.model.seq_length) == (128, 8, tiny["seq_length"])
     assert run.moe.moe_router_group_score == schema.Run().moe.moe_router_group_score
-    path.write_text("bf16: false\nq_lora_rank: null\n")  # a preset's settings, back to the defaults
-    run = cli.parse(["--preset", "demo", "--config", str(path)])
-    assert (run.precision.bf16, run.model.q_lora_rank) == (False, None)
+    path.write_text("preset: demo\nbf16: false\nq_lora_rank: null\n")  # a preset's settings, back to the defaults
+    run = cli.parse(["--config", str(path)])
+    wanted = (False, None, PRESETS["demo"]["hidden_size"])
+    assert (run.precision.bf16, run.model.q_lora_rank, run.model.hidden_size) == wanted
 
 
 def help_text(capsys, *topic: str) -> str:

@@ -57,9 +57,12 @@ def test_an_empty_file_changes_nothing(parse):
         ("save: 5", ["save", "5", "quotes"]),
         ("moe_router_dtype: bf16", ["moe_router_dtype", "bf16", "fp32, fp64"]),
         ("data_path: []", ["data_path", "empty list"]),
-        ("num_layers: 4\nnum_layers: 5", ["num_layers", "twice"]),
+        ("lr: 1\nnum_layers: 4\nnum_layers: 5", ["num_layers", "twice", "line 3"]),
         ("num_layers: 4\nmodel:\n  num_layers: 5", ["num_layers", "twice"]),
         ("num_layers: 4\nnum-layers: 5", ["num-layers", "twice"]),
+        ("preset: [tiny]", ["preset", "one name"]),
+        ("epochs: 3", ["epochs", "use --train-iters"]),
+        ("moe_grouped_gemm: true", ["--moe-expert-backend grouped_mm"]),
         ("- num_layers", ["no mapping"]),
         ("a: [", ["not YAML"]),
         ("a: !!python/object/apply:os.system [true]", ["not YAML"]),
@@ -67,7 +70,3 @@ def test_an_empty_file_changes_nothing(parse):
 )
 def test_a_wrong_file_is_refused_with_file_and_key(parse, text, fragments):
     refused(lambda: parse(text), "run.yaml", *fragments)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    refused(lambda: cli.parse(["--config", str(tmp_path / "absent.yaml")]), "absent.yaml", "cannot be read")

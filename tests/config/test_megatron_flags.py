@@ -81,9 +81,9 @@ def test_flags_that_a_reason_names_exist():
 
 def test_what_is_always_so_is_one_line_and_what_is_ignored_one_a_reason():
     tags = "--app-tag-run-name a --app-tag-run-version=1"
-    run = cli.parse(f"--use-mcore-models --no-rope-fusion {tags} --te-rng-tracker --lr 1".split())
+    run = cli.parse(f"--use-mcore-models --no-rope-fusion --local_rank=1 {tags} --te-rng-tracker --lr 1".split())
     always, logger, graphs, defaults = run.notes
-    assert always == "always so here: --use-mcore-models, --no-rope-fusion"
+    assert always == "always so here: --use-mcore-models, --no-rope-fusion, --local-rank 1"
     assert "--app-tag-run-name a, --app-tag-run-version 1:" in logger
     assert "--te-rng-tracker:" in graphs and "--defaults megatron" in defaults
     assert run == cli.parse(["--lr", "1"])
@@ -165,7 +165,7 @@ def test_all_errors_of_a_command_come_at_once():
         (["--num_layers", "2"], "did you mean --num-layers?"),
         (["--ep", "2"], "--expert-model-parallel-size"),
         (["--max_steps", "2"], "--train-iters"),
-        (["--learning-rate", "2"], "use --lr"),
+        (["--activations-checkpoint-method", "uniform"], "use --recompute-method"),
         (["--output-dir", "x"], "use --save"),
         (["--app-tag-run-name"], "takes 1"),
         (["--yarn-beta-fast", "--bf16"], "takes 1"),
@@ -182,12 +182,6 @@ def test_words_of_our_own_flags_are_left_as_they_are():
     argv = ["--data-path", "0.5", "a b", "--lr=-1e-3", "--min-lr", "-1", "--moe-layer-freq", "[0]+[1]*3", "-x", "y"]
     found = translate(argv, own())
     assert found.argv == argv and not found.problems and not found.notes
-
-
-def test_a_key_of_a_file_that_is_megatrons_gets_its_answer(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("moe_grouped_gemm: true\n")
-    refused(lambda: cli.parse(["--config", str(path)]), "--moe-expert-backend grouped_mm")
 
 
 # ---- the page

@@ -115,6 +115,7 @@ def test_only_rank_0_reads_everything(prefix, monkeypatch):
 
 def test_settings_that_the_data_do_not_fit_are_refused(prefix):
     refuse(make_run(prefix, vocab_size=999), "--vocab-size 999")
+    refuse(make_run(prefix, vocab_size=999, load_hf="a/model"), "the vocabulary of a/model, 999,")
     check(make_run(prefix, vocab_size=2000))  # the model may have more ids than the tokenizer
     check(make_run(prefix, seq_length=99))  # 20 documents of 5: exactly 99 + 1
     refuse(make_run(prefix, seq_length=100), "the valid split has 100 tokens in 20 documents under --split 80,20,0")

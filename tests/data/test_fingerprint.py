@@ -49,6 +49,7 @@ def test_what_decides_the_order_of_samples_does_not_change_unseen(changes, told)
 
 def test_what_decides_nothing_may_change():
     free = {"train_iters": 99, "micro_batch_size": 4, "global_batch_size": 64, "eval_iters": 3, "num_workers": 2}
+    free |= {"data_path": ("30", "a", "70", "b"), "split": "1938,60,2"}  # the same shares
     assert order({**free, "tensor_model_parallel_size": 2, "no_mmap_bin_files": True, "data_cache_path": "c"}) == []
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
+import pyarrow.parquet
 import pytest
 
 from megatron_moe.apps.prepare import main
@@ -108,7 +109,7 @@ def test_a_bad_line_is_named_and_nothing_is_written(bad, words, tmp_path, shards
     source = tmp_path / "in.jsonl"
     source.write_bytes("\n".join(LINES).encode() + b"\n" + bad + b"\n" + LINES[0].encode() + b"\n")
     (tmp_path / "good.jsonl").write_text(LINES[0] + "\n")
-    with pytest.raises(ConfigError, match=r"in\.jsonl, line 4: ") as caught:
+    with pytest.raises(ConfigError, match=r"in\.jsonl, line 4: .*skip leaves it out") as caught:
         run([str(tmp_path / "good.jsonl"), str(source)], tmp_path / "new" / "out")
     assert words in str(caught.value)
     assert [path.name for path in (tmp_path / "new").iterdir()] == [".out.parts"]  # with the part of the first file
@@ -178,18 +179,19 @@ def test_a_crash_between_the_renames_leaves_no_dataset_that_opens(write_jsonl, t
         ({"json_keys": ("a/b",)}, "file name"),
         ({"train_tokenizer": True}, "--tokenizer-model"),
         ({"train_tokenizer": True, "tokenizer_type": "ByteTokenizer", "tokenizer_model": "m"}, "ByteTokenizer"),
+        ({"train_tokenizer": True, "tokenizer_model": "m", "json_keys": ("b",)}, "in.parquet, row 1: .*bad-line skip"),
         ({"output_prefix": "somewhere/"}, "--output-prefix somewhere/"),
         ({"max_bad_lines": 0.1}, "--max-bad-lines 0.1"),
         ({"on_bad_line": "skip", "max_bad_lines": 2.0}, "--max-bad-lines 2.0"),
     ],
 )
 def test_wrong_options_are_refused_by_flag(changes, words, tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"text": "x"}\n')
-    settings = {"input": (str(tmp_path / "in.jsonl"),), "output_prefix": str(tmp_path / "out"), "workers": 1}
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"]}), tmp_path / "in.parquet")
+    settings = {"input": (str(tmp_path / "in.parquet"),), "output_prefix": str(tmp_path / "out"), "workers": 1}
     kind = {} if changes.get("train_tokenizer") else {"tokenizer_type": "ByteTokenizer"}
     with pytest.raises(ConfigError, match=words):
         preprocess(PreprocessOptions(**{**settings, **kind, **changes}), show_progress=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.parquet"]
 
 
 def test_empty_inputs_are_refused(tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from megatron_moe.config.errors import MachineError
 from megatron_moe.io import launched
 from megatron_moe.parallel import groups, meeting
 
@@ -52,8 +54,13 @@ def test_a_rank_that_has_come_is_no_longer_waited_for(two_ranks, notes, monkeypa
     assert said == []
 
 
-def test_without_a_store_the_error_is_that_of_the_meeting(two_ranks, notes, monkeypatch):
+def test_an_error_of_the_meeting_passes_and_a_port_that_is_held_is_one_line(two_ranks, notes, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(ValueError, match="the original"), meeting.watched():
         raise ValueError("the original")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(MachineError, match=f"MASTER_PORT {port}: another program listens there; choose another"):
+            groups._join("gloo", timedelta(seconds=5))
     assert notes[0] == []

@@ -251,8 +251,8 @@ def _require_source(args: argparse.Namespace) -> None:
         if (load / folder.OWNER).exists() or (load / folder.STATE).exists() or steps:
             raise ConfigError(f"--from hf: --load {load} is a checkpoint of this framework; --from native converts it")
         settings_of(HFFolder.open(load), f"--load {load}")
-    elif args.origin == "native" and (load / folder.CONFIG).exists() and not (load / folder.STATE).exists():
-        raise ConfigError(f"--from native: --load {load} is a Hugging Face folder; --from hf converts it")
+    elif (load / folder.CONFIG).exists() and not any((load / file).exists() for file in (folder.STATE, folder.LATEST)):
+        raise ConfigError(f"--from {args.origin}: --load {load} is a Hugging Face folder; --from hf converts it")
     elif args.origin == "megatron" and any((step / folder.STATE).exists() for step in (load, *steps)):
         raise ConfigError(f"--from megatron: --load {load} is a checkpoint of this framework; --from native is right")
     elif args.origin == "native" or not load.is_dir():
