@@ -8,7 +8,6 @@ files, printed once; 130 Ctrl-C.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 
@@ -17,7 +16,7 @@ from megatron_moe.config.launch import launched_world, local_world_size, rank_th
 from megatron_moe.config.schema import Run
 from megatron_moe.hf import architecture
 from megatron_moe.io import launched
-from megatron_moe.io.program import DONE, INTERRUPTED, SECONDS_FOR_RANK_0, note, run_program, say, stage
+from megatron_moe.io.program import DONE, end_interrupted, run_program, say, stage
 from megatron_moe.platform import advisories
 from megatron_moe.precision import table
 from megatron_moe.report.console import legend_text
@@ -50,15 +49,7 @@ def _main(argv: list[str]) -> int:
             pretrain(run, stage=stage)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if rank_that_prints() == 0:
-            note(f"{launched.name()}: interrupted")
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            launched.leave(launched.REPORTED, "interrupted")
-        else:  # the launcher's agent ends all ranks as soon as one has ended
-            launched.wait_until_left(launched.REPORTED, SECONDS_FOR_RANK_0)
-        # Leaving in good order would wait for ranks that are gone.
-        sys.stdout.flush()
-        os._exit(INTERRUPTED)
+        end_interrupted()
     return DONE
 
 

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from megatron_moe.config.errors import ConfigError, MachineError, RunFault
 from megatron_moe.config.launch import rank_that_prints
@@ -75,6 +76,18 @@ def run_program(
     except KeyboardInterrupt:
         report(interrupted)
         return INTERRUPTED
+
+
+def end_interrupted() -> NoReturn:
+    """End a rank after Ctrl-C at once, with rank 0's word: leaving in good order would wait for ranks that are gone."""
+    if rank_that_prints() == 0:
+        note(f"{launched.name()}: interrupted")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        launched.leave(launched.REPORTED, "interrupted")
+    else:  # the launcher's agent ends all ranks as soon as one has ended
+        launched.wait_until_left(launched.REPORTED, SECONDS_FOR_RANK_0)
+    sys.stdout.flush()
+    os._exit(INTERRUPTED)
 
 
 def error_text(error: Exception) -> str:

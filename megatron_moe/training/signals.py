@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from megatron_moe.io.program import DONE, INTERRUPTED, StoppedEarly
+from megatron_moe.io.program import DONE, StoppedEarly, end_interrupted
 
 _PR_SET_PDEATHSIG = 1
 
@@ -117,7 +117,7 @@ class StopSignals:
                 return
             if signal.SIGINT in numbers and not self._left.wait(self._grace_seconds):
                 self._say_why(signal.SIGINT)
-                os._exit(INTERRUPTED)
+                end_interrupted()
             for number in SAVING:
                 if number not in numbers or (self._save and self._loop_looks):
                     continue
