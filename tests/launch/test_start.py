@@ -136,7 +136,7 @@ def test_ctrl_c_ends_a_training_with_a_word_however_slow_rank_0_is(rank_parent, 
     launch, ranks = of_training(rank_parent, tmp_path)
     ranks[0].suspend()
     os.killpg(launch.pid, signal.SIGINT)  # as a terminal does
-    time.sleep(2.0)  # in which rank 1, if it did not wait, would end, and torch would end rank 0
+    time.sleep(3.0)  # in which rank 1, if it did not wait, would end, and torch would end rank 0
     ranks[0].resume()
     assert launch.ends(ranks) == 130, launch.said()
     assert launch.said().count("interrupted") == 1 and "Traceback" not in launch.said(), launch.said()
