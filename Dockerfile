@@ -19,6 +19,7 @@ COPY setup.py pyproject.toml README.md CONTRIBUTING.md CHANGELOG.md LICENSE Make
 COPY constraints constraints
 COPY docker docker
 COPY megatron_moe megatron_moe
+COPY megatron_moe_tools megatron_moe_tools
 COPY tools tools
 COPY examples examples
 COPY benchmarks benchmarks

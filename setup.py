@@ -58,16 +58,16 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=find_packages(include=["megatron_moe", "megatron_moe.*"]),
+    packages=find_packages(include=["megatron_moe", "megatron_moe.*", "megatron_moe_tools", "megatron_moe_tools.*"]),
     package_data={
         "megatron_moe": ["commit.txt", "py.typed"],
         "megatron_moe.config": ["megatron_flags.tsv"],
-        "megatron_moe.launch": ["slurm.sh"],
+        "megatron_moe_tools.launch": ["slurm.sh"],
         "megatron_moe.platform": ["engine_defects.yaml"],
         "megatron_moe.kernels": ["cpu.c"],
-        "megatron_moe.report.page": ["assets/*"],
+        "megatron_moe_tools.report": ["assets/*"],
     },
-    entry_points={"console_scripts": ["megatron-moe = megatron_moe.console:main"]},
+    entry_points={"console_scripts": ["megatron-moe = megatron_moe_tools.console:main"]},
     install_requires=[
         # The public torch.nn.functional.grouped_mm; NVIDIA's image of the Dockerfile brings a 2.12 pre-release.
         "torch>=2.11,<3",

@@ -14,8 +14,8 @@ import torch
 from benchmarks.contestants import Contestant
 from benchmarks.launches import Launches
 from megatron_moe import platform
-from megatron_moe.apps.plan.meta_tracer import LiveBytes
 from megatron_moe.kernels.launching import launches_seen_by
+from megatron_moe_tools.plan.meta_tracer import LiveBytes
 
 
 def operations_and_peak(contestant: Contestant) -> tuple[int, int]:

@@ -80,9 +80,9 @@ def _measured(args: argparse.Namespace, ranks: LocalRanks, number: int, flags: d
 
 
 def _memory(args: argparse.Namespace, ranks: LocalRanks) -> list[dict[str, Any]]:
-    from megatron_moe.apps.plan.plan import rank_memory
-    from megatron_moe.apps.plan.tracing import trace_ranks
     from megatron_moe.config.schema import build
+    from megatron_moe_tools.plan.plan import rank_memory
+    from megatron_moe_tools.plan.tracing import trace_ranks
 
     rows: list[dict[str, Any]] = []
     columns = [f"{name:>11}" for name in (*KINDS, "all")]

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_moe.apps.plan.meta_tracer import LiveBytes, storage_bytes
 from megatron_moe.config.schema import Run, build
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.datasets import build_datasets
@@ -26,6 +25,7 @@ from megatron_moe.parallel.quantization import BLOCK
 from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler, parts
 from megatron_moe.training.step import connect, train_step
+from megatron_moe_tools.plan.meta_tracer import LiveBytes, storage_bytes
 
 # Function of torch.distributed -> (what is measured, the tensor whose bytes are moved: 0 output, 1 input)
 _COLLECTIVES = {

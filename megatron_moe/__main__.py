@@ -1,10 +1,9 @@
-"""`python -m megatron_moe COMMAND ...`. See `console.py`."""
+"""`python -m megatron_moe COMMAND ...`: the programs of `megatron_moe_tools/console.py`."""
 
 from __future__ import annotations
 
-import sys
-
-from megatron_moe.console import main
+import runpy
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # By name: no module of this package imports the tools, which stand on it.
+    runpy.run_module("megatron_moe_tools", run_name="__main__", alter_sys=True)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from megatron_moe.config import cli, rules
 from megatron_moe.config.launch import launched_world, local_world_size, rank_that_prints, require_rendezvous
@@ -22,14 +24,20 @@ from megatron_moe.precision import table
 from megatron_moe.report.console import legend_text
 from megatron_moe.training.signals import die_with_launcher
 
+if TYPE_CHECKING:
+    from megatron_moe.training.loop import StepAudit
 
-def main(argv: list[str]) -> int:
-    """Run one rank and return the exit status; every rank of a run calls this with the same arguments."""
+
+def main(argv: list[str], load_audit: Callable[[], StepAudit] | None = None) -> int:
+    """Run one rank and return the exit status; every rank of a run calls this with the same arguments.
+
+    `load_audit` loads what traces a step for `--audit-precision`, which the trainer has not.
+    """
     die_with_launcher()
-    return run_program(launched.name(), _main, argv)
+    return run_program(launched.name(), lambda flags: _main(flags, load_audit), argv)
 
 
-def _main(argv: list[str]) -> int:
+def _main(argv: list[str], load_audit: Callable[[], StepAudit] | None) -> int:
     try:
         _, world_size = launched_world()
         run = checked(argv, world_size, local_world_size(world_size))
@@ -41,12 +49,8 @@ def _main(argv: list[str]) -> int:
         stage("loading torch and the engine" if launched.folder() else f"{ranks}, loading torch and the engine")
         from megatron_moe.training.run import pretrain
 
-        if run.precision.audit_precision:
-            from megatron_moe.apps.audit.step import auditing
-
-            pretrain(run, audit=auditing, stage=stage)
-        else:
-            pretrain(run, stage=stage)
+        audit = load_audit() if load_audit is not None and run.precision.audit_precision else None
+        pretrain(run, audit=audit, stage=stage)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         end_interrupted()

@@ -77,7 +77,7 @@ def stages(folder: Path, extra: Sequence[str]) -> list[Stage]:
     text = {split: str(corpus / f"{split}.jsonl") for split in ("train", "valid", "test")}
     preprocess = (sys.executable, "tools/preprocess_data.py", "--append-eod", "--overwrite")
     trained = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model))
-    write = "import sys; from megatron_moe.data.corpus import write_corpus; write_corpus(sys.argv[1])"
+    write = "import sys; from megatron_moe_tools.prepare.corpus import write_corpus; write_corpus(sys.argv[1])"
     result = [
         Stage(
             "corpus",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write one HTML page with the charts and facts of runs. See `megatron_moe/report/page`.
+"""Write one HTML page with the charts and facts of runs. See `megatron_moe_tools/report`.
 
 python tools/report.py runs/a
 python tools/report.py runs/a runs/b --output both.html
@@ -13,7 +13,7 @@ from pathlib import Path
 # Import the package of this checkout, even if another one is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_moe.apps.report import main
+from megatron_moe_tools.report.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,7 @@ from pathlib import Path
 # Import the package of this checkout, even if another one is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_moe.apps.trace import main
+from megatron_moe_tools.trace import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

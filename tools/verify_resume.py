@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check that a run resumes from a checkpoint as it went on before. See `megatron_moe/apps/verify_resume/cli.py`.
+"""Check that a run resumes from a checkpoint as it went on before. See `megatron_moe_tools/verify_resume/cli.py`.
 
 python tools/verify_resume.py runs/demo/checkpoints
 python tools/verify_resume.py runs/demo/checkpoints --ckpt-step 100 --steps 20 --json verified.json
@@ -15,7 +15,7 @@ from pathlib import Path
 # Import the package of this checkout, even if another one is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_moe.apps.verify_resume.cli import main
+from megatron_moe_tools.verify_resume.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

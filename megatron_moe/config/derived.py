@@ -389,7 +389,7 @@ class DerivedSettings:
         """Return the FLOPs of training on one token: forward and backward, a multiply-add being 2, no recomputation.
 
         Matrix products and the causal half of attention (S / 2 keys per query) are counted; norms, activations and the
-        softmax are not. The backward pass costs twice the forward. `apps/plan/meta_tracer.py` counts the same while
+        softmax are not. The backward pass costs twice the forward. The planner's `meta_tracer.py` counts the same while
         operations run.
         """
         m, h = self._run.model, self._run.model.hidden_size

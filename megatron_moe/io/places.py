@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PACKAGE = str(Path(__file__).resolve().parents[1])  # and of the tools, whose folder begins alike
 
 
 def place_of(error: BaseException) -> str:

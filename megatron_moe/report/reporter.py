@@ -85,7 +85,7 @@ class Reporter:
             assert flags.metrics_file, "rules.sources.pictures_need_metrics"
             self._sinks.append(PlotSink(Path(flags.plot_file), Path(flags.metrics_file)))
         if flags.report_file:
-            from megatron_moe.report.page.build import PageSink
+            from megatron_moe_tools.report.build import PageSink
 
             assert flags.metrics_file, "rules.sources.pictures_need_metrics"
             self._sinks.append(PageSink(Path(flags.report_file), Path(flags.metrics_file), self._warn))

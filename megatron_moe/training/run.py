@@ -48,7 +48,7 @@ def pretrain(
     Args:
         also: sinks that get every event of the run, on rank 0, in addition to those that the flags ask for.
         audit: what traces the second step where `--audit-precision` asks for it; pretrain_moe.py hands in
-            `apps.audit.step.auditing`.
+            `megatron_moe_tools.audit.step.auditing`.
         stage: called with what begins before the first line of the log, as "building the model".
 
     Raises:
@@ -131,7 +131,7 @@ def _check(run: Run, audit: StepAudit | None) -> None:
     if run.precision.audit_precision and audit is None:
         raise ConfigError(
             "--audit-precision needs the tracer that pretrain_moe.py hands to pretrain(); "
-            "hand in audit=megatron_moe.apps.audit.step.auditing, or leave the flag out"
+            "hand in audit=megatron_moe_tools.audit.step.auditing, or leave the flag out"
         )
     platform.backend(run.parallel.distributed_backend)
     require_profiler(run, has_gpu=platform.has_cuda())

@@ -19,7 +19,7 @@ import yaml
 import pretrain_moe
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, flatten, replace
-from megatron_moe.data.preprocess import PreprocessOptions, preprocess
+from megatron_moe_tools.prepare.preprocess import PreprocessOptions, preprocess
 from tests.config.mistakes import LAUNCHER
 from tests.helpers.plain_steps import write_step
 from tests.helpers.rows import rows
@@ -29,14 +29,12 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = yaml.load(Path(__file__).with_name("mistakes.yaml").read_text(), Loader=yaml.CSafeLoader)
 RUN_BY = {
     "train": "pretrain_moe",
-    "slurm": "megatron_moe.slurm",
+    "slurm": "megatron_moe_tools.slurm",
+    "merge": "megatron_moe_tools.prepare.merge_cli",
+    **{name: f"megatron_moe_tools.{name}" for name in ("generate", "profile_step", "trace")},
     **{
-        name: f"megatron_moe.apps.{name}"
-        for name in ("generate", "merge", "prepare", "profile_step", "report", "trace")
-    },
-    **{
-        name: f"megatron_moe.apps.{name}.cli"
-        for name in "audit convert doctor inspect megatron_flags plan preflight verify_resume".split()
+        name: f"megatron_moe_tools.{name}.cli"
+        for name in "audit convert doctor inspect megatron_flags plan preflight prepare report verify_resume".split()
     },
 }
 """Program -> the module whose `main` runs it."""
@@ -56,7 +54,8 @@ def table_rows() -> list[dict[str, Any]]:
             found.append({"program": part["program"], "main": main, "typed": words, "env": env, "names": names})
     launched = [row for row in found if row["program"] == "train" and not row["env"]][::LAUNCHED_OF]
     return found + [
-        {**row, "main": "megatron_moe.train:main", "typed": f"--nproc-per-node 1 {row['typed']}"} for row in launched
+        {**row, "main": "megatron_moe_tools.train:main", "typed": f"--nproc-per-node 1 {row['typed']}"}
+        for row in launched
     ]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.data import preprocess
-from megatron_moe.data.inputs import plan_shards
+from megatron_moe_tools.prepare import preprocess
+from megatron_moe_tools.prepare.inputs import plan_shards
 from tests.data.prepared import ids
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tokenizers
 
-from megatron_moe.data.preprocess import PreprocessOptions, preprocess
+from megatron_moe_tools.prepare.preprocess import PreprocessOptions, preprocess
 
 
 def byte_level_bpe(texts: Sequence[str]) -> tokenizers.Tokenizer:

@@ -138,7 +138,7 @@ def test_every_part_of_a_blend_is_checked(prefix, write_ids):
 def test_checking_and_the_tools_load_no_torch(prefix, tmp_path):
     code = f"""
 import contextlib, sys
-from megatron_moe.apps import merge, prepare
+from megatron_moe_tools import merge, prepare
 from megatron_moe.config.schema import build
 from megatron_moe.data import workers  # which a process imports that encodes
 from megatron_moe.data.checks import check_data

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.data import corpus as corpus_module
-from megatron_moe.data.corpus import split_of, write_corpus
+from megatron_moe_tools.prepare import corpus as corpus_module
+from megatron_moe_tools.prepare.corpus import split_of, write_corpus
 
 
 @pytest.fixture

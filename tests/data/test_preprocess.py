@@ -12,14 +12,14 @@ import numpy
 import pyarrow.parquet
 import pytest
 
-from megatron_moe.apps.prepare import main
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.datasets import open_dataset
-from megatron_moe.data.documents import read_span
 from megatron_moe.data.index_file import open_index, read_sidecar
-from megatron_moe.data.inputs import find_inputs, plan_shards
-from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 from megatron_moe.data.tokenizers import SentencePieceTokenizer
+from megatron_moe_tools.prepare.cli import main
+from megatron_moe_tools.prepare.documents import read_span
+from megatron_moe_tools.prepare.inputs import find_inputs, plan_shards
+from megatron_moe_tools.prepare.preprocess import PreprocessOptions, preprocess
 from tests.data.prepared import dataset_bytes, run
 
 TEXTS = [f"document {i}: " + "päyload \n" * (i % 17) for i in range(200)]

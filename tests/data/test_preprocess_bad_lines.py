@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from megatron_moe.apps.prepare import main
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.index_file import read_sidecar
+from megatron_moe_tools.prepare.cli import main
 from tests.data.odd_texts import BAD_LINES, line, write_odd_texts
 from tests.data.prepared import dataset_bytes, run
 

@@ -12,7 +12,6 @@ import tokenizers
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import DataConfig
-from megatron_moe.data.corpus import source_files
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import (
     ByteTokenizer,
@@ -21,7 +20,8 @@ from megatron_moe.data.tokenizers import (
     NullTokenizer,
     SentencePieceTokenizer,
 )
-from megatron_moe.data.train_tokenizer import sample_texts, train_sentencepiece
+from megatron_moe_tools.prepare.corpus import source_files
+from megatron_moe_tools.prepare.train_tokenizer import sample_texts, train_sentencepiece
 from tests.data.prepared import byte_level_bpe
 
 LIBRARY = Path(sysconfig.get_path("stdlib"))

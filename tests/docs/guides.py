@@ -122,7 +122,7 @@ def shell(folder: Path, scratch: Path, parent: RankParent) -> Iterator[Callable[
 
 
 def _answer(listening: Listener, log: Path, parent: RankParent) -> None:
-    targets = {"megatron-moe": "megatron_moe.console:main", "python": "tests.docs.guides:script"}
+    targets = {"megatron-moe": "megatron_moe_tools.console:main", "python": "tests.docs.guides:script"}
     while True:
         with listening.accept() as asking:
             if (asked := asking.recv()) is None:  # the shell is closed

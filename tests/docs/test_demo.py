@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.apps import prepare
 from megatron_moe.config import cli, rules
+from megatron_moe_tools import prepare
 from tests.helpers.ranks import ROOT, alive
 from tools import demo
 

@@ -15,7 +15,7 @@ from megatron_moe.config.schema import build, flatten
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-ROOTS = ("megatron_moe", "tests", "tools", "docs", "examples", "benchmarks", "constraints")
+ROOTS = ("megatron_moe", "megatron_moe_tools", "tests", "tools", "docs", "examples", "benchmarks", "constraints")
 PATH = re.compile(rf"`((?:{'|'.join(ROOTS)})/[\w./*-]*|pretrain_moe\.py|setup\.py|Makefile|Dockerfile)`")
 NAMED = re.compile(r"`(megatron_moe/[\w/]+\.py)` `(\w+)`|(tests/[\w/]+\.py)::(\w+)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -61,7 +61,7 @@ def test_the_readme_links_every_page() -> None:
 
 def test_every_flag_in_the_readme_is_one_of_a_program() -> None:
     known = {option for action in cli._build_parser()._actions for option in action.option_strings}
-    for folder in ("megatron_moe", "tools", "tests"):
+    for folder in ("megatron_moe", "megatron_moe_tools", "tools", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             known |= set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text_of(path)))
     assert sorted(set(FLAG.findall(text_of(README))) - known) == []

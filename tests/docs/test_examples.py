@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe import pretrain, slurm
-from megatron_moe.apps import prepare
-from megatron_moe.apps.doctor import cli as doctor_cli
-from megatron_moe.apps.plan import cli as planning_cli
-from megatron_moe.apps.preflight import cli as preflight_cli
+from megatron_moe import pretrain
 from megatron_moe.config import cli, rules
 from megatron_moe.config.presets import PRESETS
-from megatron_moe.launch import options as launch_options
+from megatron_moe_tools import prepare, slurm
+from megatron_moe_tools.doctor import cli as doctor_cli
+from megatron_moe_tools.launch import options as launch_options
+from megatron_moe_tools.plan import cli as planning_cli
+from megatron_moe_tools.preflight import cli as preflight_cli
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(REPO.glob("examples/*.sh"))

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import megatron_moe
-from megatron_moe.console import COMMANDS, main
+from megatron_moe_tools.console import COMMANDS, main
 from tests.helpers.sources import PACKAGE, ROOT
 
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
@@ -89,7 +89,7 @@ def test_the_distributions_have_every_file_and_no_other_and_name_the_license_and
     made = {name for name in built.in_sdist if "megatron_moe.egg-info" in name} | GENERATED | {STAMP}
     assert built.repository - built.in_sdist == set()
     assert built.in_sdist - built.repository - made == set()
-    of_package = {name for name in built.repository if name.startswith("megatron_moe/")}
+    of_package = {name for name in built.repository if name.startswith(("megatron_moe/", "megatron_moe_tools/"))}
     assert {name for name in built.in_wheel if ".dist-info/" not in name} == of_package | {STAMP}
     assert "megatron_moe/py.typed" in of_package and f"{PACKAGE.name}/kernels/cpu.c" in of_package
     with zipfile.ZipFile(built.wheel) as archive:
@@ -105,7 +105,8 @@ def test_the_distributions_have_every_file_and_no_other_and_name_the_license_and
 
 def test_help_is_printed_without_torch() -> None:
     code = (
-        "import sys\nfrom megatron_moe.console import main\nfor command in sys.argv[1:]:\n    print(f'{command}:')\n"
+        "import sys\nfrom megatron_moe_tools.console import main\n"
+        "for command in sys.argv[1:]:\n    print(f'{command}:')\n"
         "    try:\n        assert not main([*command.split(), '--help'])\n"
         "    except SystemExit as ended:\n        assert not ended.code\n"
         "    assert not {'torch', 'megatron.core'} & set(sys.modules), command\n"
@@ -148,7 +149,7 @@ def test_the_programs_of_the_installed_package_run(installed: Path, tmp_path: Pa
 @pytest.mark.test_all(instead="tests/docs/test_package.py::test_the_programs_of_the_installed_package_run")
 def test_it_trains_exports_and_generates(installed: Path, tmp_path: Path) -> None:
     code = (
-        "import sys, megatron_moe\nfrom megatron_moe.console import main\nprint(megatron_moe.__file__)\n"
+        "import sys, megatron_moe\nfrom megatron_moe_tools.console import main\nprint(megatron_moe.__file__)\n"
         "for words in sys.argv[1:]:\n    assert not main(words.split())\n"
     )
     commands = (

@@ -15,11 +15,6 @@ import torch
 from benchmarks.contestants import ours
 from benchmarks.problem import Shape, make_problem, oracle, relative_error
 from megatron_moe import platform
-from megatron_moe.apps.doctor.assemble import assemble
-from megatron_moe.apps.doctor.compare import FP32, compare, rounding_error, tolerances_of
-from megatron_moe.apps.doctor.default_layouts import EVERY_KIND, combinations_of, model
-from megatron_moe.apps.doctor.measure import MeasuringRanks, Request, measure
-from megatron_moe.apps.doctor.small_copy import PADDED_VOCABULARY
 from megatron_moe.config import cli
 from megatron_moe.config.schema import replace
 from megatron_moe.moe.load_balance import updated_expert_bias
@@ -27,6 +22,11 @@ from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import MicroBatch, build_choice, route
 from megatron_moe.moe.shared_experts import SharedAfterRouted, SharedBesideRouted
 from megatron_moe.parallel import groups
+from megatron_moe_tools.doctor.assemble import assemble
+from megatron_moe_tools.doctor.compare import FP32, compare, rounding_error, tolerances_of
+from megatron_moe_tools.doctor.default_layouts import EVERY_KIND, combinations_of, model
+from megatron_moe_tools.doctor.measure import MeasuringRanks, Request, measure
+from megatron_moe_tools.doctor.small_copy import PADDED_VOCABULARY
 from tests.gpu.operators import one_rank
 from tests.gpu.processes import RanksFailed, run_ranks
 from tests.gpu.ranks import measure_layouts

@@ -6,8 +6,8 @@ import json
 
 import torch
 
-from megatron_moe.apps.preflight.checks import run_checks
 from megatron_moe.config import cli
+from megatron_moe_tools.preflight.checks import run_checks
 from tests.gpu import ranks
 from tests.gpu.processes import RanksFailed, run_ranks
 from tests.gpu.stage import FAIL, IMPOSSIBLE, PASS, Stage

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import megatron_moe  # noqa: F401  (before the engine)
 from megatron_moe import platform
-from megatron_moe.apps.doctor.measure import measure
+from megatron_moe_tools.doctor.measure import measure
 from tests.gpu import staged_backend
 
 

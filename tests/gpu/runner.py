@@ -87,8 +87,6 @@ def _imagined() -> Any:
         import torch
 
         torch.set_num_threads(1)
-        import megatron_moe.apps.doctor.default_layouts
-        import megatron_moe.apps.doctor.measure
         import megatron_moe.training.run  # noqa: F401
 
         yield

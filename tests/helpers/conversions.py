@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megatron_moe.apps.convert.cli import main
+from megatron_moe_tools.convert.cli import main
 
 
 def words(origin: str, target: str, load: Path | str, save: Path, *flags: str) -> list[str]:

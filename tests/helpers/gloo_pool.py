@@ -212,7 +212,7 @@ def serve(how: dict[str, str | None]) -> None:
     """Run the cases that come from the socket at `how["address"]`, until the test session closes it."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if how["package"] is not None:
-        from tests.apps import forked_doctor
+        from tests.tools import forked_doctor
 
         forked_doctor.take_from(how["package"])
     connected = socket.socket(socket.AF_UNIX)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_moe"
+TOOLS = ROOT / "megatron_moe_tools"
+PACKAGES = ("megatron_moe", "megatron_moe_tools")
 
 
 def sources(*folders: str) -> list[Path]:

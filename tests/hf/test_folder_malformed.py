@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_moe.apps.convert.cli import main as convert
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf import folder as hf_folder
 from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.tensors import TensorReader
+from megatron_moe_tools.convert.cli import main as convert
 from tests.helpers.conversions import words
 from tests.helpers.rows import rows
 from tests.hf import small_folders

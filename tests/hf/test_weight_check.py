@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_moe.apps.convert.cli import main
 from megatron_moe.hf.weight_check import _runs_of_zeros
+from megatron_moe_tools.convert.cli import main
 from tests.helpers.conversions import convert, words
 from tests.helpers.tiny_models import make
 from tests.hf import imported_cases, small_folders

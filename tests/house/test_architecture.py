@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_moe.config import cli
 from megatron_moe.config.fields import all_fields
-from tests.helpers.sources import PACKAGE, ROOT, imported, name_of, nodes, sources
+from tests.helpers.sources import PACKAGE, PACKAGES, ROOT, TOOLS, imported, name_of, nodes, sources
 
 # A room may import from the rooms before it.
 ROOMS = (
@@ -27,15 +27,15 @@ ROOMS = (
     "model",
     "checkpoint",
     "hf",
-    "megatron_lm",
     "report",
     "training",
-    "launch",
-    "apps",
 )
 
 # Modules above the rooms, which programs are started by.
-ENTRIES = {"__init__.py", "__main__.py", "console.py", "pretrain.py", "slurm.py", "train.py"}
+ENTRIES = {"__init__.py", "__main__.py", "pretrain.py"}
+
+# What the programs of megatron_moe_tools share; each other folder or file there is one of them.
+SHARED_BY_TOOLS = ("launch", "megatron_lm", "prepare")
 
 
 # Engine module (`megatron.core.` left out) -> the files, after spaces, that may import from it or from below it. The
@@ -126,7 +126,7 @@ UNPICKLING = {
 
 # Files that rename or sync by themselves, each with its reason; all others write through io/files.py.
 WRITING_BY_HAND = {
-    "apps/convert/workspace.py": "a journal is appended to, and a folder is renamed as a whole",
+    "megatron_moe_tools/convert/workspace.py": "a journal is appended to, and a folder is renamed as a whole",
     "checkpoint/lock.py": "a lock is linked, and taken over by a rename, so that one of several rivals has it",
     "checkpoint/publish.py": "a step's folder is renamed as a whole; a pointer is put back while the disk fails",
     "hf/safetensors_file.py": "a file is written tensor by tensor at known places",
@@ -134,6 +134,7 @@ WRITING_BY_HAND = {
 }
 
 LONGEST_TOOL = 30
+ENTRIES_OF_TOOLS = ("console", "__main__", "pretrain", "train", "slurm")
 
 
 def imports(*folders: str) -> Iterator[tuple[Path, str, int]]:
@@ -175,21 +176,27 @@ def test_files_do_not_import_one_another_in_a_circle():
     TopologicalSorter(imports_within_the_package()).prepare()
 
 
-def test_no_app_imports_another():
-    """A program stands on the library: what two of them need belongs there."""
+def test_the_trainer_imports_none_of_its_tools():
+    wrong = {name_of(path) for path, name, _ in imports("megatron_moe") if name.startswith("megatron_moe_tools")}
+    assert wrong == {"report/reporter.py"}
+
+
+def test_no_tool_imports_another():
+    """A program stands on the trainer and on what the tools share: what two of them need belongs there."""
     wrong = []
-    for path, name, line in imports("megatron_moe/apps"):
-        app = path.relative_to(PACKAGE / "apps").with_suffix("").parts[0]
-        if name.startswith("megatron_moe.apps.") and name.split(".")[2] != app:
+    for path, name, line in imports("megatron_moe_tools"):
+        tool, imported_tool = path.relative_to(TOOLS).parts[0], f"{name}.".split(".")[1]
+        if not name.startswith("megatron_moe_tools.") or imported_tool in (tool, *SHARED_BY_TOOLS):
+            continue
+        if tool.removesuffix(".py") not in ENTRIES_OF_TOOLS:
             wrong.append(f"{name_of(path)}:{line}: imports {name}")
     assert wrong == []
 
 
-def test_every_app_has_a_door_in_tools_that_only_calls_it():
-    apps = {path.stem for path in (PACKAGE / "apps").iterdir() if path.stem not in ("__init__", "__pycache__")}
-    doors = [(name.split(".")[2], path) for path, name, _ in imports("tools") if name.startswith("megatron_moe.apps.")]
-    assert {app for app, _ in doors} == apps
-    assert [path for _, path in doors if len(path.read_text().splitlines()) >= LONGEST_TOOL] == []
+def test_a_script_in_tools_only_calls_a_tool():
+    doors = {path for path, name, _ in imports("tools") if name.startswith("megatron_moe_tools.")}
+    assert len(doors) > 10
+    assert [path for path in doors if len(path.read_text().splitlines()) >= LONGEST_TOOL] == []
 
 
 def test_nothing_in_the_package_imports_scripts_or_tests():
@@ -207,7 +214,7 @@ def test_nothing_in_the_package_imports_scripts_or_tests():
 
 def engine_imports() -> Iterator[tuple[str, str, int]]:
     """(file, engine module without `megatron.core.`, line) for every import from the engine in the package."""
-    for path in [*sources("megatron_moe"), ROOT / "pretrain_moe.py"]:
+    for path in [*sources(*PACKAGES), ROOT / "pretrain_moe.py"]:
         for name, line in imported(path):
             if name == "megatron" or name.startswith("megatron."):
                 yield name_of(path), name.removeprefix("megatron.").removeprefix("core."), line
@@ -233,7 +240,7 @@ def test_the_engine_is_imported_through_its_doors_only():
 def test_only_the_platform_room_changes_the_engine():
     """Nothing else assigns to an attribute of a module or class that it imported from the engine or torch."""
     wrong = []
-    for path in sources("megatron_moe", "tools"):
+    for path in sources(*PACKAGES, "tools"):
         if name_of(path).startswith("platform/"):
             continue
         foreign = set()
@@ -273,7 +280,7 @@ def cuda_mentions(path: Path) -> list[int]:
 def test_only_the_platform_room_names_cuda():
     outside = {
         name_of(path): lines
-        for path in [*sources("megatron_moe", "tools"), ROOT / "pretrain_moe.py"]
+        for path in [*sources(*PACKAGES, "tools"), ROOT / "pretrain_moe.py"]
         if not name_of(path).startswith("platform/") and (lines := cuda_mentions(path))
     }
     assert set(outside) - set(CUDA_OUTSIDE_PLATFORM) == set(), outside
@@ -292,13 +299,13 @@ def unpickles(path: Path) -> bool:
 
 
 def test_pickled_bytes_are_read_only_where_it_is_guarded():
-    assert {name_of(path) for path in sources("megatron_moe", "tools") if unpickles(path)} == set(UNPICKLING)
+    assert {name_of(path) for path in sources(*PACKAGES, "tools") if unpickles(path)} == set(UNPICKLING)
     unsafe = re.compile(r"weights_only\s*=\s*False|trust_remote_code\s*=\s*True|allow_pickle\s*=\s*True")
-    assert [name_of(path) for path in sources("megatron_moe", "tools") if unsafe.search(path.read_text())] == []
+    assert [name_of(path) for path in sources(*PACKAGES, "tools") if unsafe.search(path.read_text())] == []
 
 
 def test_torch_loads_weights_only():
-    paths = [*sources("megatron_moe", "tools", "benchmarks"), ROOT / "pretrain_moe.py"]
+    paths = [*sources(*PACKAGES, "tools", "benchmarks"), ROOT / "pretrain_moe.py"]
     calls = [
         (f"{name_of(path)}:{node.lineno}", {word.arg: ast.unparse(word.value) for word in node.keywords})
         for path in paths
@@ -316,7 +323,7 @@ def test_files_are_replaced_and_synced_in_one_place():
     calls = {"os.replace", "os.rename", "os.renames", "os.fsync", "os.fdatasync", "tempfile.mkstemp", "shutil.move"}
     by_hand = {
         name_of(path)
-        for path in [*sources("megatron_moe", "tools"), ROOT / "pretrain_moe.py"]
+        for path in [*sources(*PACKAGES, "tools"), ROOT / "pretrain_moe.py"]
         for node in nodes(path)
         if isinstance(node, ast.Attribute) and ast.unparse(node) in calls
     }
@@ -326,14 +333,23 @@ def test_files_are_replaced_and_synced_in_one_place():
 # ---- tests
 
 # Rooms whose tests are of no module by itself.
+ROOMS_OF_TOOLS = {
+    "tools": [""],
+    "launch": ["launch", ""],
+    "megatron_lm": ["megatron_lm"],
+    "data": ["prepare"],
+    "report": ["", "report"],
+}
 OTHER_ROOMS = {"docs", "gpu", "helpers", "house", "numbers", "soak"}
 
 
 def test_a_test_file_bears_the_name_of_the_module_that_it_tests():
     wrong = []
     for path in sorted((ROOT / "tests").glob("*/test_*.py")):
-        room, name = PACKAGE / path.parent.name, path.stem.removeprefix("test_") + "_"
-        if room.name not in OTHER_ROOMS and not any(name.startswith(f"{module.stem}_") for module in room.glob("*")):
+        room, name = path.parent.name, path.stem.removeprefix("test_") + "_"
+        folders = [PACKAGE / room, *(TOOLS / folder for folder in ROOMS_OF_TOOLS.get(room, ()))]
+        modules = [module for folder in folders for module in folder.glob("*")]
+        if room not in OTHER_ROOMS and not any(name.startswith(f"{module.stem}_") for module in modules):
             wrong.append(str(path.relative_to(ROOT)))
     assert wrong == []
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.launch import options
 from megatron_moe.platform import host
+from megatron_moe_tools.launch import options
 
 
 def test_every_option_of_torchrun_is_taken_or_refused_with_a_reason():
@@ -83,7 +83,7 @@ def test_a_rank_does_not_launch():
 
 def test_the_options_are_read_without_torch():
     code = (
-        "import sys; from megatron_moe.launch.options import split; split(['--nproc-per-node', 'auto'], {}); "
+        "import sys; from megatron_moe_tools.launch.options import split; split(['--nproc-per-node', 'auto'], {}); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

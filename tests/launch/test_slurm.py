@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_moe import slurm
+from megatron_moe_tools import slurm
 from tests.docs import guides
 from tests.helpers import kills
 from tests.helpers.launchers import Forked
@@ -218,7 +218,7 @@ def test_a_node_that_fails_twice_is_left_out_and_the_budget_ends(cluster, submit
 
 @by_test_all
 def test_the_example_runs_from_a_clone_as_it_is(cluster, tmp_path):
-    for name in ("examples", "megatron_moe"):
+    for name in ("examples", "megatron_moe", "megatron_moe_tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / ".venv").symlink_to(sys.prefix)  # as `make setup` leaves it
     fresh = {**environment(tmp_path), "VIRTUAL_ENV": "", "CONDA_PREFIX": "", "PYTHONPATH": ""}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe import slurm
+from megatron_moe_tools import slurm
 
 FLAGS = "--preset tiny --mock-data --vocab-size 99 --save runs/a/checkpoints".split()
 OPTIONS = ["--time", "1:00:00"]

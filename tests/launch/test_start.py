@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_moe import train
 from megatron_moe.io import launched
-from megatron_moe.launch import start
+from megatron_moe_tools import train
+from megatron_moe_tools.launch import start
 from tests.helpers.ranks import ROOT, Child, RankParent
 
 PATIENCE = 600.0
@@ -75,7 +75,7 @@ class Launch:
 
 
 def of_training(parent: RankParent, folder: Path) -> tuple[Launch, list[psutil.Process]]:
-    launch = Launch(parent, folder, target="megatron_moe.train:main")
+    launch = Launch(parent, folder, target="megatron_moe_tools.train:main")
     launch.until(lambda: launch.steps() >= 2)
     return launch, launch.ranks()
 

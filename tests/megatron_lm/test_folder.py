@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_moe.apps import trace
-from megatron_moe.apps.convert.cli import main
+from megatron_moe_tools import trace
+from megatron_moe_tools.convert.cli import main
 from tests.helpers.conversions import convert, unequal, words
 from tests.helpers.rows import rows
 from tests.helpers.trained_steps import tensors

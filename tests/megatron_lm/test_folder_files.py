@@ -16,10 +16,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from megatron_moe.apps.convert.cli import main
 from megatron_moe.checkpoint.folder import find_step
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.megatron_lm import names, settings
+from megatron_moe_tools.convert.cli import main
+from megatron_moe_tools.megatron_lm import names, settings
 from tests.checkpoint.payloads import Bomb
 from tests.helpers.conversions import unequal, words
 from tests.helpers.trained_steps import tensors

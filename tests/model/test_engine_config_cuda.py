@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from megatron_moe import platform
-from megatron_moe.apps.plan.tracing import trace_ranks
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.engine_config import transformer_config
+from megatron_moe_tools.plan.tracing import trace_ranks
 from tests.helpers.rows import rows
 
 pytestmark = pytest.mark.engine

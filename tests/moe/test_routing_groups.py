@@ -10,11 +10,11 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_moe import TopKRouter
-from megatron_moe.apps.doctor.measure import RouterRecord
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import ByScore, MicroBatch, route
 from megatron_moe.moe.routing_probe import RoutingProbe
+from megatron_moe_tools.doctor.measure import RouterRecord
 from tests.helpers.routers import config, tokens
 
 pytestmark = pytest.mark.engine

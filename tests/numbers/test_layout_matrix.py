@@ -1,6 +1,6 @@
 """Every layout trains the same model: two steps under each, in fp32 or bf16, held against one process.
 
-The comparison is the doctor's (megatron_moe/apps/doctor): loss and gradient norm to 1e-5 of themselves, each gradient
+The comparison is the doctor's (megatron_moe_tools/doctor): loss and gradient norm to 1e-5 of themselves, each gradient
 to 1e-4 of its norm, initial weights, token counts and expert_bias bit for bit, copies on several ranks bit for bit.
 
 A choice of experts that two layouts may make differently, because rounding decides it, would say nothing about either.
@@ -21,14 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe.apps.doctor.assemble import AssembledModel, assemble
-from megatron_moe.apps.doctor.compare import FP32, compare, tolerances_of
-from megatron_moe.apps.doctor.measure import Request, measure
-from megatron_moe.apps.doctor.report import describe
 from megatron_moe.config import rules
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.io.local_ranks import join_group
+from megatron_moe_tools.doctor.assemble import AssembledModel, assemble
+from megatron_moe_tools.doctor.compare import FP32, compare, tolerances_of
+from megatron_moe_tools.doctor.measure import Request, measure
+from megatron_moe_tools.doctor.report import describe
 
 STEPS, CLEAR = 2, 2e-5
 PADDED_VOCABULARY = 256
@@ -49,7 +49,7 @@ SMALL: dict[str, Any] = {
     "eval_iters": 0,
     "mock_data": True,
     "lr": 1e-3,
-    # see apps/doctor/small_copy.py: with 1e-8 weights whose gradient is rounding alone move by a whole learning rate
+    # see the doctor's small_copy.py: with 1e-8 weights whose gradient is rounding alone move by a whole learning rate
     "adam_eps": 1e-6,
     "lr_decay_style": "constant",
 }

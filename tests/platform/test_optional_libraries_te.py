@@ -71,7 +71,7 @@ def assert_equal_steps(ours: dict[int, dict[str, Any]], reference: dict[int, dic
 
 
 def test_its_step_is_audited(te_parent, tmp_path):
-    said = printed(te_parent, "megatron_moe.apps.audit.cli:main", f"{FLAGS} {ENGINE} --bf16".split(), tmp_path)
+    said = printed(te_parent, "megatron_moe_tools.audit.cli:main", f"{FLAGS} {ENGINE} --bf16".split(), tmp_path)
     for words in ("unintended promotions  0", "mixed matmuls          0", "fp32 state violations  0", "GroupedExperts"):
         assert words in said
 

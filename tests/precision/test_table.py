@@ -12,7 +12,7 @@ from megatron_moe.config import cli
 from megatron_moe.config.model_parts import SHORT
 from megatron_moe.config.schema import build
 from megatron_moe.precision import table
-from megatron_moe.pretrain import main
+from megatron_moe_tools.pretrain import main
 from tests.helpers.ranks import ROOT
 from tests.helpers.stepped_trainer import SMALL, TINY, Trainer
 

@@ -15,9 +15,9 @@ import pytest
 from megatron_moe.report.console import ConsoleSink
 from megatron_moe.report.health import Health, LayerHealth, glance, load_health, scalars
 from megatron_moe.report.jsonl import JsonlSink, read_steps
-from megatron_moe.report.page import files
-from megatron_moe.report.page.files import RunState
 from megatron_moe.report.records import step_from_json, to_json
+from megatron_moe_tools.report import files
+from megatron_moe_tools.report.files import RunState
 from tests.report import steps
 
 LAYER = LayerHealth(

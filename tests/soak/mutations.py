@@ -88,9 +88,14 @@ class Site:
         return source[: self.begin] + self.text.encode() + source[self.end :]
 
 
+def _path(file: str, root: Path) -> Path:
+    """Return a file of the trainer, or of the tools where it is named with their folder."""
+    return (root if file.startswith(f"{PACKAGE}_tools/") else root / PACKAGE) / file
+
+
 def sites(file: str, root: Path = ROOT) -> list[Site]:
     """Return the mutations of one file with their places, in the order of the text."""
-    source = (root / PACKAGE / file).read_bytes()
+    source = _path(file, root).read_bytes()
     return list(_Sites(file, source).found())
 
 
@@ -252,7 +257,7 @@ def copied(folder: Path, root: Path = ROOT) -> Path:
 @contextmanager
 def planted(folder: Path, mutation: Mutation) -> Iterator[None]:
     """Plant a mutation in a copy, and take it out again at the end."""
-    file, site = folder / PACKAGE / mutation.file, place(mutation, folder)
+    file, site = _path(mutation.file, folder), place(mutation, folder)
     right = file.read_bytes()
     file.write_bytes(site.applied(right))
     try:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.apps.doctor.compare import Tolerances, compare
-from megatron_moe.apps.doctor.measure import Request
 from megatron_moe.config import rules
 from megatron_moe.config.schema import Run, replace
+from megatron_moe_tools.doctor.compare import Tolerances, compare
+from megatron_moe_tools.doctor.measure import Request
 from tests.numbers import test_layout_matrix as matrix
 
 STEPS = 20

@@ -118,7 +118,7 @@ def refusal(flags: dict[str, Any], folder: str) -> str:
 
 
 def test_muons_state_is_not_converted_to_megatrons(gloo: Any, tmp_path: Path, capsys: Any) -> None:
-    from megatron_moe.apps.convert.cli import main
+    from megatron_moe_tools.convert.cli import main
 
     (tmp_path / "run").mkdir()
     ungrouped = {"moe_router_num_groups": None, "moe_router_group_topk": None}
@@ -170,10 +170,10 @@ PLANNED = {
 
 @pytest.mark.parametrize("layout", rows(PLANNED, test=["TP2 x DP2, distributed optimizer"]))
 def test_a_plan_has_what_muon_computes_and_sends(gloo: Any, layout: str) -> None:
-    from megatron_moe.apps.plan import orthogonalization
-    from megatron_moe.apps.plan.tracing import trace_ranks
-    from megatron_moe.apps.plan.traffic import rank_traffic
     from megatron_moe.config.schema import build
+    from megatron_moe_tools.plan import orthogonalization
+    from megatron_moe_tools.plan.tracing import trace_ranks
+    from megatron_moe_tools.plan.traffic import rank_traffic
 
     ranks, changes = PLANNED[layout]
     flags = {**STORED, **MUON, **changes}

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from megatron_moe.apps import profile_step
-from megatron_moe.apps.profile_step import OPERATIONS, main
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.training.profiler import FUNCTIONS, MODULES
+from megatron_moe_tools import profile_step
+from megatron_moe_tools.profile_step import OPERATIONS, main
 
 pytestmark = pytest.mark.engine
 

@@ -1,0 +1,214 @@
+"""The command line of tools/audit_precision.py: trace one pass, write the reports."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_moe.config import cli, rules
+from megatron_moe.config.command_line import Parser
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import program_name
+from megatron_moe.config.presets import with_made_up_data
+from megatron_moe.config.schema import Run
+from megatron_moe.data.tokenizer_choice import build_tokenizer
+from megatron_moe.hf.architecture import filled_in
+from megatron_moe.io.files import replace_text, require_writable
+from megatron_moe.io.program import run_program, say
+from megatron_moe.io.texts import hub_hint
+from megatron_moe.report.run_info import versions
+
+SCRIPT = "audit_precision.py"
+
+if TYPE_CHECKING:  # flags and files are checked before torch is loaded
+    import torch
+
+    from megatron_moe_tools.audit.findings import Audit
+
+CLEAN, FOUND = 0, 1
+_HF_TOKENS = (2, 32)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the tool's own flags; all other flags are those of megatron-moe train."""
+    p = Parser(
+        prog=program_name(SCRIPT),
+        usage="%(prog)s --json FILE [the run's flags | --module FILE.py:FACTORY | --hf FOLDER]",
+        description="Trace one forward and backward pass and report every cast, promotion and mixed matrix product.",
+        epilog="Exit status: 0 clean; 1 an unintended promotion, a product of mixed dtypes, a violation of fp32 state "
+        "or an error of the model; 2 a mistake in the flags. Other flags, such as --preset tiny --bf16, are those of "
+        "megatron-moe train: the model that they describe is built in one process and makes one training step.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--json", metavar="FILE", help="write the report as JSON")
+    p.add_argument("--html", metavar="FILE", help="write the report as one HTML file")
+    p.add_argument("--text", metavar="FILE", help="write the report as text; without it, print it")
+    p.add_argument(
+        "--max-gib", type=float, default=8.0, help="largest model with its training state [GiB] (default: 8)"
+    )
+    other = p.add_argument_group("a model that is not ours")
+    other.add_argument(
+        "--module", metavar="FILE.py:FACTORY", help="FACTORY() returns (module, inputs), inputs a tuple or a dict"
+    )
+    other.add_argument("--hf", metavar="FOLDER", help="a Hugging Face causal LM's folder; weights are optional")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Audit what the flags name, write the reports, and return the exit status."""
+    return run_program(program_name(SCRIPT), _main, argv, interrupted="interrupted; nothing was written", rank=0)
+
+
+def _main(argv: list[str]) -> int:
+    flags, rest = parser().parse_known_args(argv)
+    taken: dict[str, str] = {}
+    for name in ("json", "html", "text"):
+        path = getattr(flags, name)
+        require_writable(f"--{name}", path)
+        if path is not None and taken.setdefault(os.path.realpath(path), name) != name:
+            raise ConfigError(
+                f"--{taken[os.path.realpath(path)]}, --{name} {path}: one would overwrite the other; give each its own"
+            )
+    if not flags.max_gib > 0:
+        raise ConfigError(f"--max-gib {flags.max_gib:g}: has to be above 0; the default is 8")
+    if flags.module is not None or flags.hf is not None:
+        audit = _foreign(flags, rest)
+    else:
+        run = with_made_up_data(cli.parse(rest, filled_in, 1))
+        rules.check(run, 1)
+        tokenizer = build_tokenizer(run.data, run.model.vocab_size)
+        _refuse_large(run, run.derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size), flags.max_gib)
+        from megatron_moe_tools.audit.step import audit_run
+
+        audit = audit_run(run, say)
+    _write(audit.as_dict(), flags)
+    return FOUND if audit.failed else CLEAN
+
+
+def _refuse_large(run: Run, vocabulary: int, limit_gib: float) -> None:
+    """Raise a ConfigError if the model's weights, gradients and optimizer state need more than `limit_gib`."""
+    parameters = run.derived.parameter_count(vocabulary)
+    need = run.derived.training_bytes(vocabulary) / 2**30
+    if need > limit_gib:
+        raise ConfigError(
+            f"{parameters:,} parameters need {need:,.1f} GiB with gradients and optimizer state, more than "
+            f"--max-gib {limit_gib:g}. The audit needs every kind of layer once, not the size: shrink the model, e.g. "
+            "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --moe-ffn-hidden-size 128 --num-experts 16 "
+            "--seq-length 64 (and --moe-layer-freq '[0,1]' where the preset has a pattern), or raise --max-gib"
+        )
+
+
+def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
+    if flags.module is not None and flags.hf is not None:
+        raise ConfigError("--module and --hf: audit one model at a time")
+    half = {"--bf16": "bfloat16", "--fp16": "float16"}
+    unknown = [word for word in rest if flags.module is not None or word not in half]
+    if unknown:
+        raise ConfigError(
+            f"{unknown[0]} does not go with --module or --hf" + (" (--hf takes --bf16 or --fp16)" if flags.hf else "")
+        )
+    if len(rest) > 1:
+        raise ConfigError(f"{' '.join(rest)}: choose one dtype")
+    _require_foreign_files(flags)
+    import torch
+
+    from megatron_moe import platform
+    from megatron_moe_tools.audit.step import audit_module
+
+    if flags.module is not None:
+        module, inputs = _from_factory(flags.module)
+        subject = f"forward and backward of {flags.module}"
+    else:
+        module, inputs = _from_folder(Path(flags.hf), getattr(torch, half[rest[0]] if rest else "float32"))
+        subject = f"forward and backward of {flags.hf}"
+    dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in module.parameters()})
+    about = {
+        "subject": subject,
+        "dtype": ", ".join(dtypes),
+        "device": str(platform.device()) if flags.hf else "the factory's",
+        "flags": {"module": flags.module, "hf": flags.hf},
+        "versions": versions(),
+    }
+    say(f"tracing one forward and backward pass of {type(module).__name__}")
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
+    return audit_module(module, args, kwargs, about=about)
+
+
+def _require_foreign_files(flags: argparse.Namespace) -> None:
+    """Check the paths of --module and --hf before torch is loaded."""
+    if flags.module is not None:
+        name, _, factory = flags.module.rpartition(":")
+        if not Path(name).is_file() or not name.endswith(".py") or not factory:
+            raise ConfigError(f"--module {flags.module}: write FILE.py:FACTORY with a Python file that exists")
+    elif not (Path(flags.hf) / "config.json").is_file():
+        raise ConfigError(
+            f"--hf {flags.hf}: has no config.json; name a folder with a Hugging Face model{hub_hint(flags.hf)}"
+        )
+
+
+def _from_factory(text: str) -> tuple[torch.nn.Module, Any]:
+    import torch
+
+    name, _, factory = text.rpartition(":")
+    path = Path(name)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--module {text}: {path} is not a Python file")
+    code = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = code
+    say(f"building {text}")
+    try:
+        spec.loader.exec_module(code)
+        made = getattr(code, factory)()
+    except Exception as error:
+        raise ConfigError(f"--module {text}: building it failed with {type(error).__name__}: {error}") from error
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
+    if not isinstance(module, torch.nn.Module) or not isinstance(inputs, (tuple, list, dict)):
+        raise ConfigError(
+            f"--module {text}: {factory}() must return a torch module, or (module, tuple or dict of inputs)"
+        )
+    return module, inputs
+
+
+def _from_folder(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    import torch
+
+    from megatron_moe import platform
+
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ConfigError(f"--hf {folder}: needs the package transformers; install it, or use --module") from None
+    weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    say(f"building {folder} in {str(dtype).removeprefix('torch.')} {'with its' if weights else 'with random'} weights")
+    try:
+        if weights:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, trust_remote_code=False, local_files_only=True
+            )
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--hf {folder}: {error}") from error
+    device = platform.device()
+    tokens = torch.randint(0, model.config.vocab_size, _HF_TOKENS, device=device)
+    return model.to(device).train(), {"input_ids": tokens, "labels": tokens}
+
+
+def _write(report: dict[str, Any], flags: argparse.Namespace) -> None:
+    from megatron_moe_tools.audit.report import html_report, json_report, text_report
+
+    made = {"json": json_report, "html": html_report, "text": text_report}
+    for name, make in made.items():
+        path = getattr(flags, name)
+        if path is not None:
+            replace_text(Path(path), make(report))
+    print(text_report(report) if flags.text is None else report["verdict"])
+    for path in (flags.json, flags.html, flags.text):
+        if path is not None:
+            print(f"wrote {path}")

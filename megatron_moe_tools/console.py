@@ -1,0 +1,88 @@
+"""`megatron-moe COMMAND ...`, which is also `python -m megatron_moe COMMAND ...`: every program of the package by name.
+
+Several ranks: `megatron-moe train` starts them itself, the others by `torchrun ... -m megatron_moe COMMAND ...`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import megatron_moe
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import started_as
+from megatron_moe.io.program import DONE, USER_ERROR, note, run_program, say
+
+NAME = "megatron-moe"
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("megatron_moe_tools.train:main", "train a model; with torchrun's options on several ranks"),
+    "slurm": ("megatron_moe_tools.slurm:main", "write, and submit, a Slurm job that saves, ends and goes on by itself"),
+    "prepare": ("megatron_moe_tools.prepare.cli:main", "tokenize text into indexed datasets"),
+    "merge": ("megatron_moe_tools.prepare.merge_cli:main", "join indexed datasets into one"),
+    "convert": ("megatron_moe_tools.convert.cli:main", "convert checkpoints from and to Hugging Face and Megatron-LM"),
+    "generate": ("megatron_moe_tools.generate:main", "continue a prompt with a checkpoint"),
+    "inspect": ("megatron_moe_tools.inspect.cli:main", "list, verify, compare and prune checkpoints"),
+    "plan": ("megatron_moe_tools.plan.cli:main", "compute memory, traffic and speed of a layout"),
+    "doctor": ("megatron_moe_tools.doctor.cli:main", "check that a model trains the same under every layout"),
+    "preflight": ("megatron_moe_tools.preflight.cli:main", "check a node or a job before a long run"),
+    "verify-resume": ("megatron_moe_tools.verify_resume.cli:main", "replay recorded steps from a checkpoint"),
+    "audit": ("megatron_moe_tools.audit.cli:main", "report every cast and promotion of one step"),
+    "trace": ("megatron_moe_tools.trace:main", "write what a checkpoint computes on given tokens"),
+    "report": ("megatron_moe_tools.report.cli:main", "write one HTML page of runs: charts, verdict, flags, events"),
+    "profile": ("megatron_moe_tools.profile_step:main", "show where the time of a step goes"),
+    "flags": ("megatron_moe_tools.megatron_flags.cli:main", "say what becomes of a Megatron-LM flag or script"),
+}
+"""Command -> the function that takes its arguments and returns the exit status, and what it does."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the first argument names, and return its exit status.
+
+    Args:
+        argv: the command line without the program's name, that of this process by default.
+
+    Returns:
+        The command's status; 0 for `--help` and `--version`; 2 for no command, or one that there is not.
+    """
+    return run_program(NAME, _main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: list[str]) -> int:
+    if not argv:
+        note(_help())
+        return USER_ERROR
+    command, *rest = argv
+    if command in ("--help", "-h"):
+        say(_help())
+        return DONE
+    if command == "--version":
+        say(f"{NAME} {megatron_moe.__version__}")
+        return DONE
+    if command not in COMMANDS:
+        raise ConfigError(_unknown(command))
+    module, _, function = COMMANDS[command][0].partition(":")
+    with started_as(f"{NAME} {command}"):
+        status: int = getattr(import_module(module), function)(rest)
+    return status
+
+
+def _unknown(command: str) -> str:
+    from megatron_moe.config.fields import suggestion
+
+    hint = suggestion(command, [*COMMANDS, "--help", "--version"])
+    return f"{command}: is no command{hint or f'; {NAME} --help lists them'}"
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            f"usage: {NAME} COMMAND [options], --help or --version; {NAME} COMMAND --help shows the options",
+            "",
+            *(f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()),
+            "",
+            f"start: {NAME} train --preset tiny --mock-data --vocab-size 1000 --train-iters 20",
+        ]
+    )

@@ -1,0 +1,362 @@
+"""The command line of tools/convert_checkpoint.py."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib.util
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron_moe.checkpoint import folder
+from megatron_moe.config.cli import add_flags
+from megatron_moe.config.command_line import Parser
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import program_name
+from megatron_moe.config.paths import require_writable_folder
+from megatron_moe.config.run_flags import TOKENIZER_FIELDS
+from megatron_moe.hf.architecture import settings_of
+from megatron_moe.hf.families import FAMILIES
+from megatron_moe.hf.folder import ALLOW, CERTIFICATE, HFFolder
+from megatron_moe.hf.source import locate
+from megatron_moe.io.files import free_bytes, require_writable
+from megatron_moe.io.program import note, run_program
+from megatron_moe.io.texts import size_text
+
+SCRIPT = "convert_checkpoint.py"
+
+DONE, NOT_VERIFIED = 0, 1
+FORMATS = ("hf", "native", "megatron")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    p = Parser(
+        prog=program_name(SCRIPT),
+        description="Convert a model between a Hugging Face folder, a checkpoint of Megatron-LM and a checkpoint of "
+        "this framework, or write a checkpoint anew as one file per layer. Needs no GPU, no process group, and memory "
+        "for a few tensors. Every tensor is checked and hashed, read again from the disk, transformed back and "
+        "compared; a certificate lists the hashes.",
+        epilog="native to native changes the files alone: any layout loads any step as it is, so no step has to be "
+        "converted to be loaded with another tensor, pipeline or expert parallel size. A conversion that was killed "
+        "continues when it is started again with the same source and options. Of a checkpoint of Megatron-LM, the "
+        "arguments that it keeps say what the model is, and flags of the model (--vocab-size 50257) go before them. "
+        "Exit status: 0 done; 1 verification failed, nothing published; 2 a mistake in the arguments or in the "
+        "source, nothing left.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--from", dest="origin", choices=FORMATS, required=True, help="what --load is")
+    p.add_argument("--to", dest="target", choices=FORMATS, required=True, help="what --save becomes")
+    p.add_argument("--load", required=True, metavar="DIR", help="the source: a folder of Hugging Face's with "
+                   "config.json and .safetensors files; a folder of checkpoints, or one iter_* of it, of this "
+                   "framework or Megatron-LM's (--ckpt-format torch_dist or torch)")  # fmt: skip
+    p.add_argument(
+        "--ckpt-step", type=int, metavar="N", help="which step of a folder of checkpoints; default: the newest"
+    )
+    p.add_argument("--save", required=True, metavar="DIR", help="the output: a folder that is empty or not there yet")
+    p.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp8"), help="cast weights; expert_bias stays fp32. "
+                   "fp8, to hf: linear layers in e4m3 with a scale per 128 x 128 block, as DeepSeek publishes them, "
+                   "the rest in bf16. Default: the source's")  # fmt: skip
+    p.add_argument("--dry-run", action="store_true", help="say what would be written and stop")
+    p.add_argument("--verify", action="store_true", help="compute the logits of both sides in fp32, ours and "
+                   "transformers', and publish only if they agree; takes memory for the model")  # fmt: skip
+    p.add_argument("--verify-only", action="store_true", help="compare --load and an earlier --save; write nothing")
+    p.add_argument("--verify-layers", type=int, metavar="N", help="compare the first N layers only")
+    p.add_argument(ALLOW, action="store_true", help="from hf and megatron: go on where weights look damaged (zeros "
+                   "of a broken download, equal experts, files of other ranks); --verify: where logits do not depend "
+                   "on the tokens")  # fmt: skip
+    p.add_argument("--family", choices=sorted(FAMILIES), help="export as this family, with a new config.json; default: "
+                   "the one it was imported from, or the one whose architecture it has")  # fmt: skip
+    p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="size of a .safetensors file; default 5GB")
+    p.add_argument("--drop-mtp", action="store_true", help="leave the layers of multi-token prediction out")
+    p.add_argument("--no-optim", action="store_true", help="native, megatron: leave the optimizer's state out")
+    p.add_argument("--average-steps", nargs="+", type=int, metavar="N", help="native to native: the mean of these "
+                   "steps of --load, in fp64, of main weights where they have them; no optimizer")  # fmt: skip
+    p.add_argument("--ema", action="store_true", help="from native: write the averages of the weights, which a run "
+                   "with --ema-decay saves, in the place of the weights; no optimizer")  # fmt: skip
+    p.add_argument("--transformer-impl", choices=("transformer_engine", "local"), help="to megatron: whose layers "
+                   "load it there, since they name norms differently; default transformer_engine")  # fmt: skip
+    p.add_argument("--expert-model-parallel-size", type=int, metavar="N", help="to megatron, with the optimizer: the "
+                   "ranks that experts are spread over there")  # fmt: skip
+    p.add_argument("--no-tokenizer", action="store_true", help="native to hf: write no tokenizer")
+    p.add_argument("--certificate", metavar="FILE", help="write the certificate here too; it is always in --save")
+    add_flags(p.add_argument_group("tokenizer", "native to hf: by default the checkpoint's own"), TOKENIZER_FIELDS)
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Convert as the flags say and return the exit status."""
+    return run_program(
+        program_name(SCRIPT),
+        _main,
+        argv,
+        interrupted="interrupted; the same command goes on from here",
+        errors=(ConfigError, OSError),
+        rank=0,
+    )
+
+
+def _main(argv: list[str]) -> int:
+    args, words = parser().parse_known_args(argv)
+    _check_flags(args)
+    args.given = _given(args, words)
+    _require_source(args)
+    _require_target(args)
+    args.exported = _tokenizer(args)
+    from megatron_moe_tools.convert.convert import convert, interruptible, plan_lines
+    from megatron_moe_tools.convert.workspace import Workspace, hidden_folder, published_before, require_free
+
+    if args.verify_only:
+        return _verify_only(args)
+    load, save = Path(args.load), Path(os.path.abspath(args.save))
+    conversion = _planned(args)
+    identity = conversion.identity()
+    if published_before(save, identity):
+        shutil.rmtree(hidden_folder(save))
+        print(f"{save} was complete already")
+        return DONE
+    require_free(save, load)
+    if args.verify:
+        _require_verifiable(args)
+    for line in (*conversion.notes, *conversion.warnings):
+        note(line)
+    if args.dry_run:
+        print("\n".join(plan_lines(conversion, save)))
+        return DONE
+    workspace = Workspace(save, identity)
+    with interruptible(), workspace.open():
+        try:
+            verify = (lambda output: dict(_parity(args, output).as_dict())) if args.verify else None
+            content = convert(conversion, workspace, verify)
+            passed = verify is None or bool(content["verification"]["passed"])
+            return _publish(args, workspace, content) if passed else _refuse(args, workspace, content)
+        except Exception as error:
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            free = free_bytes(workspace.hidden)
+            workspace.discard()
+            if not full or free is None:
+                raise
+            needed, left = size_text(conversion.num_bytes, exact=True), size_text(free, exact=True)
+            raise ConfigError(
+                f"--save {save}: the disk is full: {needed} are needed in all, {left} were left"
+            ) from error
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    way = (args.origin, args.target)
+    if way == ("hf", "hf"):
+        raise ConfigError("--from hf --to hf: there is nothing to convert; one of them is native")
+    if "megatron" in way and "native" not in way:
+        raise ConfigError(f"--from {args.origin} --to {args.target}: is done in two steps, by way of --to native")
+    if args.no_optim and "hf" in way:
+        raise ConfigError(
+            "--no-optim: is for --from native --to native, and for checkpoints of Megatron-LM; a folder of Hugging "
+            "Face's has no optimizer"
+        )
+    if args.average_steps is not None and (way != ("native", "native") or args.ckpt_step is not None):
+        shown = f"--average-steps {' '.join(map(str, args.average_steps))}"
+        raise ConfigError(f"{shown}: is for --from native --to native, and takes the place of --ckpt-step")
+    if args.ema and (args.origin != "native" or args.target == "megatron" or args.average_steps is not None):
+        raise ConfigError("--ema: is for --from native --to native and --to hf, and a step's own average")
+    if args.ema and (args.verify or args.verify_only):
+        raise ConfigError("--ema: --verify compares with the step's weights, which are others; drop one of the two")
+    if (args.verify or args.verify_only or args.verify_layers is not None) and "hf" not in way:
+        raise ConfigError(
+            "--verify: compares with a Hugging Face folder; between checkpoints, hashes are compared anyway"
+        )
+    if args.transformer_impl is not None and args.target != "megatron":
+        raise ConfigError(f"--transformer-impl {args.transformer_impl}: is for --to megatron")
+    if args.expert_model_parallel_size is not None and (args.target != "megatron" or args.no_optim):
+        shown = f"--expert-model-parallel-size {args.expert_model_parallel_size}"
+        raise ConfigError(f"{shown}: is for --to megatron with the optimizer; weights alone fit any number of ranks")
+    if args.drop_mtp and "megatron" in way:
+        raise ConfigError("--drop-mtp: is for folders of Hugging Face; from and to megatron nothing is left out")
+    if args.verify_layers is not None and not (args.verify or args.verify_only):
+        raise ConfigError(f"--verify-layers {args.verify_layers}: says how much is verified; add --verify")
+    if args.verify_layers is not None and args.verify_layers < 1:
+        raise ConfigError(f"--verify-layers {args.verify_layers}: must be at least 1")
+    if args.allow_suspicious_weights and args.origin == "native" and not (args.verify or args.verify_only):
+        raise ConfigError(f"{ALLOW}: is for --from hf and megatron, and for --verify; drop it")
+    if args.family is not None and args.target != "hf":
+        raise ConfigError(f"--family {args.family}: is for --to hf; a folder's config.json says what it is")
+    if args.dtype == "fp8" and args.target != "hf":
+        raise ConfigError("--dtype fp8: is for --to hf; a checkpoint here has its weights in bf16, fp16 or fp32")
+    if args.dtype == "fp8" and args.verify:
+        raise ConfigError("--dtype fp8, --verify: fp8 rounds the weights, and --verify asks for equal logits; drop one")
+    tokenizers = [name for name in ("no_tokenizer", *TOKENIZER_FIELDS) if getattr(args, name)]
+    if tokenizers and way != ("native", "hf"):
+        raise ConfigError(f"--{tokenizers[0].replace('_', '-')}: is for --from native --to hf")
+    if args.ckpt_step is not None and args.origin == "hf":
+        raise ConfigError(f"--ckpt-step {args.ckpt_step}: is for --from native; a Hugging Face folder has no steps")
+    if args.verify and importlib.util.find_spec("transformers") is None:
+        raise ConfigError("--verify: compares with transformers, which is not installed; install it, or leave it out")
+    require_writable("--certificate", args.certificate)
+    args.max_shard_bytes = _size(args.max_shard_size)
+
+
+def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    """Return the settings of the model on the command line, by field: they go before those of a checkpoint."""
+    from megatron_moe.config import cli as flags
+    from megatron_moe.config.fields import all_fields
+
+    if words and (args.origin, args.target) != ("megatron", "native"):
+        raise ConfigError(f"unexpected argument {words[0]!r}: flags of the model are for --from megatron")
+    given: dict[str, Any] = {}
+
+    def kept(settings: dict[str, Any]) -> dict[str, Any]:
+        given.update(settings)
+        return settings
+
+    if words:
+        flags.parse(words, filled_in=kept)
+    fields = all_fields()
+    others = [
+        fields[name].typed(value) for name, value in given.items() if fields[name].section not in ("model", "moe")
+    ]
+    if others:
+        raise ConfigError(f"{', '.join(others)}: is no setting of the model, which a conversion is about; drop it")
+    return given
+
+
+def _tokenizer(args: argparse.Namespace) -> Any:
+    """Return the tokenizer that an export gets, or None; a mistake about it is found before torch is loaded."""
+    found = folder.step_of(Path(args.load), args.ckpt_step) if (args.origin, args.target) == ("native", "hf") else None
+    if found is None or args.verify_only:
+        return None
+    from megatron_moe_tools.convert.exported_tokenizer import exported_tokenizer
+
+    given = {name: getattr(args, name) for name in TOKENIZER_FIELDS if getattr(args, name) is not None}
+    return exported_tokenizer(found[0], given, args.no_tokenizer)
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*(KB|MB|GB|TB|)", text.strip().upper())
+    number = int(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0
+    if found and not found.group(2) and 0 < number < 1000:
+        raise ConfigError(f"--max-shard-size {text}: is {number} bytes without a unit; write {text.strip()}GB")
+    if number < 1:
+        raise ConfigError(f"--max-shard-size {text}: is no size; 5GB, 500MB and 1000000 are")
+    return number
+
+
+def _require_source(args: argparse.Namespace) -> None:
+    """Check --load by its small files and headers, before torch is loaded."""
+    load = Path(args.load)
+    steps = [folder.step_folder(load, number) for number in folder.steps(load)]
+    if args.origin == "hf" and load.is_dir():
+        if (load / folder.OWNER).exists() or (load / folder.STATE).exists() or steps:
+            raise ConfigError(f"--from hf: --load {load} is a checkpoint of this framework; --from native converts it")
+        settings_of(HFFolder.open(load), f"--load {load}")
+    elif (load / folder.CONFIG).exists() and not any((load / file).exists() for file in (folder.STATE, folder.LATEST)):
+        raise ConfigError(f"--from {args.origin}: --load {load} is a Hugging Face folder; --from hf converts it")
+    elif args.origin == "megatron" and any((step / folder.STATE).exists() for step in (load, *steps)):
+        raise ConfigError(f"--from megatron: --load {load} is a checkpoint of this framework; --from native is right")
+    elif args.origin == "native" or not load.is_dir():
+        locate(load, args.ckpt_step, args.family)
+
+
+def _require_target(args: argparse.Namespace) -> None:
+    """Check --save before torch is loaded, unless an earlier start of a conversion has left work there."""
+    from megatron_moe_tools.convert.workspace import hidden_folder, require_free
+
+    save = Path(os.path.abspath(args.save))
+    if args.verify_only:
+        if not save.is_dir():
+            raise ConfigError(f"--verify-only: --save {args.save} is no folder; name one that was converted to")
+    elif save in (Path.cwd(), Path(save.anchor)):
+        # The output is renamed to its target, which would take the current folder away from the shell.
+        raise ConfigError(f"--save {args.save}: is a folder that is in use; name a new folder")
+    elif not hidden_folder(save).is_dir():
+        require_writable_folder("--save", args.save)
+        require_free(save, Path(args.load))
+
+
+def _planned(args: argparse.Namespace) -> Any:
+    """Return the conversion that the flags ask for; the source's small files and headers are read."""
+    from megatron_moe_tools.convert import certificate
+    from megatron_moe_tools.convert.convert import ConversionOptions
+    from megatron_moe_tools.convert.reshard import Reshard
+    from megatron_moe_tools.convert.to_hf import ToHF
+    from megatron_moe_tools.convert.to_native import ToNative
+
+    fp8 = args.dtype == "fp8"
+    dtype = None if args.dtype is None else certificate.DTYPES["bf16" if fp8 else args.dtype]
+    given = (args.drop_mtp, args.no_optim, args.ema, args.allow_suspicious_weights, args.max_shard_bytes)
+    options = ConversionOptions(dtype, fp8, args.family, *given)
+    load = Path(args.load)
+    if args.origin == "megatron":
+        from megatron_moe_tools.convert.from_megatron import FromMegatron
+        from megatron_moe_tools.megatron_lm.folder import open_checkpoint
+
+        return FromMegatron(open_checkpoint(load, args.ckpt_step), options, args.given)
+    if args.origin == "hf":
+        return ToNative(HFFolder.open(load), options)
+    if args.average_steps is not None:
+        from megatron_moe_tools.convert.average import Average, steps_to_average
+
+        return Average(steps_to_average(load, args.average_steps), options)
+    source = locate(load, args.ckpt_step, args.family)
+    if args.target == "megatron":
+        from megatron_moe_tools.convert.to_megatron import ToMegatron
+
+        impl = args.transformer_impl or "transformer_engine"
+        return ToMegatron(source, options, impl, args.expert_model_parallel_size)
+    return ToHF(source, options, args.exported) if args.target == "hf" else Reshard(source.path, options, source.notes)
+
+
+def _publish(args: argparse.Namespace, workspace: Any, content: dict[str, Any]) -> int:
+    from megatron_moe_tools.convert import certificate
+
+    certificate.write(workspace.output / CERTIFICATE, content)
+    if args.certificate is not None:
+        certificate.write(Path(args.certificate), content)
+    workspace.publish()
+    print(f"{workspace.target}: {content['blocks']} blocks, each read again and made back; {CERTIFICATE} says so")
+    return DONE
+
+
+def _refuse(args: argparse.Namespace, workspace: Any, content: dict[str, Any]) -> int:
+    """Remove an output that is not what the source is; the certificate next to it says why."""
+    from megatron_moe_tools.convert import certificate
+
+    target = workspace.target
+    path = Path(args.certificate or target.with_name(f"{target.name}.{CERTIFICATE}"))
+    certificate.write(path, content)
+    workspace.discard()
+    note(f"{program_name(SCRIPT)}: verification failed, {target} is not written; see {path}")
+    return NOT_VERIFIED
+
+
+def _require_verifiable(args: argparse.Namespace) -> None:
+    """Check that there is memory for the model, before hours of conversion."""
+    from megatron_moe_tools.convert.parity import require_memory
+
+    require_memory(locate(Path(args.load), args.ckpt_step, args.family), args.verify_layers)
+
+
+def _parity(args: argparse.Namespace, output: Path) -> Any:
+    from megatron_moe_tools.convert.parity import compare
+
+    allow = args.allow_suspicious_weights
+    note("verifying: logits, loss and choices of experts, both sides in fp32")
+    if args.origin == "hf":
+        result = compare(Path(args.load), output, layers=args.verify_layers, allow_constant=allow)
+    else:
+        step = args.ckpt_step
+        result = compare(output, Path(args.load), layers=args.verify_layers, ckpt_step=step, allow_constant=allow)
+    for line in result.lines():
+        note(line)
+    return result
+
+
+def _verify_only(args: argparse.Namespace) -> int:
+    save = Path(args.save)
+    if not save.is_dir():
+        raise ConfigError(
+            f"--verify-only: --save {save} is not there; it is compared with --load, and nothing is written"
+        )
+    return DONE if _parity(args, save).passed else NOT_VERIFIED

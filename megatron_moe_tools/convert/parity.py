@@ -1,0 +1,368 @@
+"""Compare what a checkpoint computes with what transformers computes from its folder, in fp32 on random tokens.
+
+transformers' model runs first, then ours, so that one of them is in memory at a time. Where a choice of experts is a
+tie, ours follows the reference, and the tie is counted; a choice that differs by more is an error. Logits and loss can
+then be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe import platform
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.hf.folder import ALLOW, HFFolder
+from megatron_moe.hf.opened import Opened, one_process, opened
+from megatron_moe.hf.source import ModelSource, locate
+from megatron_moe.hf.trace import Routing, trace, working_bytes
+from megatron_moe.io.texts import size_text
+from megatron_moe_tools.convert import reference_model
+from megatron_moe_tools.convert.reference_model import ReferenceResult, run_reference
+from megatron_moe_tools.convert.ties import TIE, following
+
+TOKENS = (2, 64)
+"""Number of sequences, and of tokens of each."""
+LOGIT_TOLERANCE = 1e-4
+"""Largest difference of logits whose absolute values are at most 10; larger logits have a proportional tolerance."""
+LOSS_TOLERANCE = 1e-5
+"""Largest difference of losses of at most 1; relative to larger ones."""
+WEIGHT_TOLERANCE = 1e-4
+"""Largest relative difference of an expert's weight."""
+GRADIENT_TOLERANCE = 1e-4
+"""Largest relative difference of a gradient's norm."""
+
+
+@dataclass(frozen=True)
+class LayerChoices:
+    """A comparison of one layer's choices of experts.
+
+    Attributes:
+        tokens: number of tokens.
+        equal: number of tokens with the same experts.
+        ties: number of tokens with other experts, within the margin of a tie.
+        largest_margin: largest margin of a choice that differs.
+        weight_difference: largest relative difference of the weights of the same experts.
+    """
+
+    tokens: int
+    equal: int
+    ties: int
+    largest_margin: float
+    weight_difference: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether all choices but ties are equal, and all weights."""
+        return self.equal + self.ties == self.tokens and self.weight_difference <= WEIGHT_TOLERANCE
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The result of a comparison of two implementations.
+
+    Attributes:
+        seed: seed of the random tokens.
+        shape: number of sequences, and of tokens of each.
+        layers: number of layers that were compared.
+        logit_difference: largest difference of logits.
+        largest_logit: largest absolute value of the reference's logits.
+        loss: our loss.
+        reference_loss: the reference's loss.
+        choices: choices of experts by layer.
+        failures: what is out of tolerance, in words; empty if it passed.
+        gradient_difference: largest relative difference of the norm of a tensor's gradient; None without gradients.
+        not_covered: what was not compared.
+    """
+
+    seed: int
+    shape: tuple[int, int]
+    layers: int
+    logit_difference: float
+    largest_logit: float
+    loss: float
+    reference_loss: float
+    choices: dict[int, LayerChoices]
+    failures: tuple[str, ...]
+    gradient_difference: float | None = None
+    not_covered: tuple[str, ...] = field(default=())
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything is within tolerance."""
+        return not self.failures
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as plain values for a certificate."""
+        return {**asdict(self), "choices": {str(layer): asdict(one) for layer, one in self.choices.items()}} | {
+            "passed": self.passed
+        }
+
+    def lines(self) -> list[str]:
+        """Return the result as lines of text."""
+        compared = sum(one.tokens for one in self.choices.values())
+        equal, ties = (sum(getattr(one, name) for one in self.choices.values()) for name in ("equal", "ties"))
+        return [
+            f"parity with transformers, {self.shape[0]} x {self.shape[1]} random tokens through {self.layers} layers: "
+            f"{'passed' if self.passed else 'FAILED'}",
+            f"  logits differ by {self.logit_difference:.2e} at most, the largest is {self.largest_logit:.1f}",
+            f"  loss {self.loss:.6f}, transformers {self.reference_loss:.6f}",
+            f"  experts: {equal} of {compared} choices equal, {ties} ties",
+            *(f"  FAILED: {failure}" for failure in self.failures),
+            *(f"  not covered: {what}" for what in self.not_covered),
+        ]
+
+
+def compare(
+    hf_path: Path,
+    native_path: Path,
+    *,
+    layers: int | None = None,
+    seed: int = 1234,
+    batch: int = TOKENS[0],
+    length: int = TOKENS[1],
+    ckpt_step: int | None = None,
+    gradients: bool = False,
+    allow_constant: bool = False,
+) -> Parity:
+    """Run transformers on a Hugging Face folder and our model on a checkpoint, on the same random tokens.
+
+    Where the two were stored in different dtypes, each side's weights are rounded to the other's first.
+
+    Args:
+        hf_path: the Hugging Face folder.
+        native_path: a run's folder or a step of it; a Hugging Face folder is opened too.
+        layers: both sides are cut to the first `layers` layers; None: all.
+        seed: seed of the tokens.
+        batch: number of sequences.
+        length: tokens of each; fewer if the model has fewer positions.
+        ckpt_step: which step of a run's folder; None: the newest.
+        gradients: compare the norms of the loss's gradient too.
+        allow_constant: pass although the logits are the same for all tokens, which compares hardly any weight.
+
+    Raises:
+        ConfigError: transformers is missing or does not know the model, one of the two cannot be opened, or there is
+            not enough memory for one of them.
+    """
+    folder, reference_source, source = HFFolder.open(hf_path), locate(hf_path), locate(native_path, ckpt_step)
+    run, least, total = source.run, _fewest_layers(source), source.run.model.num_layers
+    if layers is not None and not least <= layers <= total:
+        raise ConfigError(
+            f"--verify-layers {layers}: the model has {total} layers, and layer {least - 1} is the first with experts; "
+            f"between {least} and {total} are compared"
+        )
+    length = min(length, run.derived.max_position_embeddings)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, run.model.vocab_size or 0, (batch, length), generator=generator)
+    require_memory(source, layers, fp8=bool(folder.scales), tokens=tokens.shape, gradients=gradients)
+    differ = source.dtype != reference_source.dtype
+    reference = run_reference(
+        folder,
+        reference_source.required_family,
+        tokens,
+        layers=layers,
+        rounded_to=getattr(torch, source.dtype) if differ else None,
+        gradients=gradients,
+    )
+    with opened(source, layers=layers, gradients=gradients) as found:
+        if differ:
+            _round(found.chunk, getattr(torch, reference_source.dtype))
+        return compare_with(reference, found, tokens, seed=seed, gradients=gradients, allow_constant=allow_constant)
+
+
+def compare_with(
+    reference: ReferenceResult,
+    found: Opened,
+    tokens: Tensor,
+    *,
+    seed: int = 0,
+    gradients: bool = False,
+    allow_constant: bool = False,
+) -> Parity:
+    """Run our model on the tokens [B, S] of a reference and compare the two."""
+    with following(found.chunk, reference.experts, tokens.shape[0]) as margins:
+        ours = trace(found, tokens, routing=True, gradients=gradients)
+    choices = {
+        layer: _choices(ours.routing[layer], reference.experts[layer], reference.weights[layer], margins[layer])
+        for layer in sorted(ours.routing.keys() & reference.experts.keys())
+    }
+    vocab_size = min(ours.logits.shape[-1], reference.logits.shape[-1])
+    difference = _largest(ours.logits[..., :vocab_size] - reference.logits[..., :vocab_size])
+    failures = [*_routing_failures(choices, ours.routing, reference, found.run.model.num_layers)]
+    largest = float(reference.logits.abs().max())
+    allowed = LOGIT_TOLERANCE * max(1.0, largest / 10)
+    if ours.logits.shape != reference.logits.shape:
+        failures.append(f"logits: {list(ours.logits.shape)} here, {list(reference.logits.shape)} there")
+    if not difference <= allowed:
+        failures.append(f"logits differ by {difference:.2e}, more than {allowed:.1e}")
+    loss = float(ours.loss)
+    if not abs(loss - reference.loss) <= LOSS_TOLERANCE * max(1.0, abs(reference.loss)):
+        failures.append(f"losses are {loss:.7f} here, {reference.loss:.7f} there")
+    rows = reference.logits.flatten(0, 1)
+    if not allow_constant and (bool((rows == rows[:1]).all()) or bool((rows == rows[:, :1]).all())):
+        failures.append(
+            f"logits are the same for all tokens ({float(rows[0, 0]):.4g}): the weights that make them are damaged or "
+            f"were never trained, and equal logits show nothing; {ALLOW} passes that"
+        )
+    failures += _constant_failures(reference, found)
+    apart = None
+    if ours.grad_norms is not None and reference.grad_norms is not None:
+        apart, words = _gradients(ours.grad_norms, reference.grad_norms, found.run.model.num_layers)
+        failures += words
+    return Parity(
+        seed,
+        (tokens.shape[0], tokens.shape[1]),
+        found.run.model.num_layers,
+        difference,
+        largest,
+        loss,
+        reference.loss,
+        choices,
+        tuple(failures),
+        apart,
+        tuple(_not_covered(found, reference)),
+    )
+
+
+# Parts of the comparison.
+
+
+def _constant_failures(reference: ReferenceResult, found: Opened) -> list[str]:
+    if reference.constants is None:
+        return []
+    ours, first = reference_model.native_constants(found.chunk, found.mapping), found.run.model.num_layers
+    beyond = [
+        name for name in ours.epsilons if ".layers." in name and int(name.split(".layers.")[1].split(".")[0]) >= first
+    ]
+    return list(reference_model.differences(ours, reference.constants, set(beyond)))
+
+
+def _choices(ours: Routing, experts: Tensor, weights: Tensor, margins: list[float]) -> LayerChoices:
+    tokens = ours.topk_idx.shape[0]
+    ties = sum(margin <= TIE for margin in margins)
+    if ours.topk_idx.shape != experts.shape:
+        return LayerChoices(tokens, 0, 0, 0.0, 0.0)
+    same = (ours.topk_idx.sort(dim=-1).values == experts.sort(dim=-1).values).all(-1)
+    mine = ours.probs.gather(1, experts)[same]
+    theirs = weights[same]
+    relative = (mine - theirs).abs() / theirs.abs().clamp(min=float(theirs.abs().max()) * 1e-2 if len(theirs) else 1.0)
+    return LayerChoices(
+        tokens, int(same.sum()) - ties, ties, max(margins, default=0.0), _largest(relative) if len(theirs) else 0.0
+    )
+
+
+def _routing_failures(
+    choices: dict[int, LayerChoices], ours: dict[int, Routing], reference: ReferenceResult, num_layers: int
+) -> Iterator[str]:
+    mine = sorted(layer for layer in ours if layer < num_layers)
+    if reference.experts and mine != sorted(reference.experts):
+        yield f"layers with experts are {mine} here, {sorted(reference.experts)} there"
+    for layer, one in choices.items():
+        if ours[layer].topk_idx.shape != reference.experts[layer].shape:
+            there = reference.experts[layer].shape[-1]
+            yield f"layer {layer}: {ours[layer].topk_idx.shape[-1]} experts per token here, {there} there"
+        elif one.equal + one.ties < one.tokens:
+            yield (
+                f"layer {layer}: {one.tokens - one.equal - one.ties} of {one.tokens} tokens go to other experts, by "
+                f"margins up to {one.largest_margin:.2e}; a tie is {TIE:.0e}"
+            )
+        elif one.weight_difference > WEIGHT_TOLERANCE:
+            yield f"layer {layer}: weights of the same experts differ by {one.weight_difference:.2e} of their size"
+
+
+def _gradients(ours: dict[str, float], theirs: dict[str, float], num_layers: int) -> tuple[float, list[str]]:
+    """Return the largest relative difference, and what is wrong; transformers has no multi-token prediction."""
+    prefix = "model.layers."
+    mine = {
+        name: norm
+        for name, norm in ours.items()
+        if not name.startswith(prefix) or int(name[len(prefix) :].split(".")[0]) < num_layers
+    }
+    words = [f"gradient of {name}: on one side only" for name in sorted(mine.keys() ^ theirs.keys())[:5]]
+    # A tensor with hardly any gradient is compared on the scale of the others.
+    floor = 1e-6 * max(theirs.values(), default=1.0)
+    apart = {name: abs(mine[name] - theirs[name]) / max(theirs[name], floor) for name in mine.keys() & theirs.keys()}
+    worst = max(apart, key=lambda name: apart[name], default=None)
+    if worst is not None and not apart[worst] <= GRADIENT_TOLERANCE:
+        words.append(f"gradient of {worst}: norm {mine[worst]:.6e} here, {theirs[worst]:.6e} there")
+    return (apart[worst] if worst is not None else 0.0), words
+
+
+def _not_covered(found: Opened, reference: ReferenceResult) -> Iterator[str]:
+    whole = found.source.run.model
+    if whole.mtp_num_layers:
+        yield f"multi-token prediction, {whole.mtp_num_layers} layers: transformers has none"
+    if found.run.model.num_layers < whole.num_layers:
+        here = found.run.model.num_layers
+        yield f"layers {here} to {whole.num_layers - 1}: left out by --verify-layers {here}"
+    unused = [
+        layer_experts - len(experts.unique())
+        for experts in reference.experts.values()
+        if (layer_experts := found.run.moe.num_experts) is not None
+    ]
+    if any(unused):
+        every = (found.run.moe.num_experts or 0) * len(unused)
+        yield f"the weights of {sum(unused)} of {every} experts, which none of the tokens chose"
+    if not reference.experts:
+        yield "the experts chosen: this release of transformers has no routers of their own to ask"
+
+
+def _largest(values: Tensor) -> float:
+    """Return the largest absolute value; infinite where there is a NaN, which no comparison would notice."""
+    return float(torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf, neginf=torch.inf).abs().max())
+
+
+@torch.no_grad()
+def _round(chunk: torch.nn.Module, dtype: torch.dtype) -> None:
+    for parameter in chunk.parameters():
+        parameter.copy_(parameter.to(dtype))
+
+
+def _fewest_layers(source: ModelSource) -> int:
+    """Return the number of layers up to the first with experts: our model has at least one such layer."""
+    pattern = source.run.derived.moe_layer_pattern
+    return pattern.index(1) + 1 if 1 in pattern else 1
+
+
+def require_memory(
+    source: ModelSource,
+    layers: int | None,
+    *,
+    fp8: bool = False,
+    tokens: Sequence[int] = TOKENS,
+    gradients: bool = False,
+) -> None:
+    """Check, before anything is loaded, that the model fits into memory.
+
+    Raises:
+        ConfigError: it does not; the message says what is needed, what is free and how many layers would fit.
+    """
+    available = platform.available_memory_bytes()
+    # In fp32; weights in fp8 are in memory as bfloat16 at the same time.
+    width = 4 * (2 if gradients else 1) + (2 if fp8 else 0)
+
+    def needed(count: int | None) -> int:
+        run = one_process(source.run, layers=count)
+        padded = run.derived.padded_vocab_size(run.model.vocab_size or 0)
+        work = working_bytes(run, tokens[0], tokens[1], gradients)
+        return run.derived.parameter_count(padded) * width + 2 * work + 2**28
+
+    wanted = needed(layers)
+    if wanted <= available:
+        return
+    total, least = layers or source.run.model.num_layers, _fewest_layers(source)
+    fitting = next((count for count in range(total - 1, least - 1, -1) if needed(count) <= available), None)
+    remedy = (
+        f"not even the first {least} would fit"
+        if fitting is None
+        else f"--verify-layers {fitting} compares as many as fit"
+    )
+    raise ConfigError(
+        f"--verify: {source.path} takes {size_text(wanted)} in fp32, and {size_text(available)} are "
+        f"free: {remedy}; or leave the flag out"
+    )

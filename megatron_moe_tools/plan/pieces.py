@@ -1,0 +1,387 @@
+"""What the parts of a model take, traced on models of three layers and put together for any layout.
+
+A stage is its embedding, its layers and its loss, one after the other. Each is traced once for a way to cut layers
+(`layouts.Width`) and a set of recomputed modules, in the stages Et|t|tL of a pipeline; embedding, loss and multi-token
+prediction are what the first and the last of these have more than the one between. What a part keeps adds up over a
+stage, and the peak of a pass is that of one part above what those before it keep.
+
+What recomputation and offload change is traced at one EP for a TP and an expert-TP. What a fully sharded model gathers
+is added from the sizes of its weights. An interval of `--recompute-num-layers` is taken for 1, and modules that are
+named by their layer (`--keep-fp32`, `--freeze`) are not found in three layers: what is chosen is traced as a whole in
+any case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_moe.config.pipeline_layout import Stage
+from megatron_moe.config.schema import Run, replace
+from megatron_moe.parallel.quantization import Segments
+from megatron_moe_tools.plan.buffers import Buffer
+from megatron_moe_tools.plan.gathering import GatheredUnit
+from megatron_moe_tools.plan.layouts import (
+    SEPARATE,
+    TO_HOST,
+    UNSHARDED,
+    UNSPLIT,
+    Modules,
+    SearchedLayout,
+    Width,
+    recomputing,
+    widths,
+)
+from megatron_moe_tools.plan.neighbours import Machine, vocabulary
+from megatron_moe_tools.plan.tracing import ChunkTrace, RankTrace, trace_stage
+from megatron_moe_tools.plan.traffic import purpose, sent_by_a_rank
+
+BufferKind = tuple[bool, int, int, float]
+"""Whether of experts, bytes of a parameter, bytes of a gradient, FLOPs of a step of Muon's iteration over elements; 0:
+Muon does not update them."""
+
+EMBEDDING, DENSE, MOE, PREDICTION, LOSS = "E", "d", "e", "m", "L"
+"""Kinds of parts: of layers the dense and those with experts."""
+
+_CHANGED = ("kept", "forward", "backward", "flops", "leaving", "moved")
+"""What recomputation and offload change of a layer."""
+_WITHOUT = {
+    DENSE: ("moe", "moe_act", "shared_experts", f"{TO_HOST}expert_fc1", f"{TO_HOST}moe_act"),
+    MOE: ("mlp",),
+}
+"""The modules that a kind of layer does not have; the other kinds of parts have none."""
+
+
+@dataclass(frozen=True)
+class TracedPart:
+    """One part of a model on one rank over one micro-batch; bytes above what was live before its forward pass.
+
+    kept, forward, backward, logits, dispatch, flops, leaving, moved: as in `ChunkTrace`. tensor_seconds,
+    expert_seconds: of collectives of TP and CP, and of EP. elements: of gradient buffers, by kind. weights: bytes.
+    boundary: bytes of the hidden states between stages. is_layer: whether it is a layer of the decoder.
+    """
+
+    kept: float
+    forward: float
+    backward: float
+    logits: int
+    dispatch: int
+    flops: float
+    tensor_seconds: float
+    expert_seconds: float
+    weights: int
+    elements: Counter[BufferKind]
+    boundary: int
+    leaving: float = 0
+    moved: float = 0
+    is_layer: bool = True
+
+    def beyond(self, other: TracedPart) -> TracedPart:
+        """Return what a stage has more than another one, as a part that follows it."""
+        return TracedPart(
+            kept=self.kept - other.kept,
+            forward=self.forward - other.kept,
+            backward=self.backward - other.kept,
+            logits=self.logits,
+            dispatch=0,
+            flops=self.flops - other.flops,
+            tensor_seconds=max(self.tensor_seconds - other.tensor_seconds, 0.0),
+            expert_seconds=max(self.expert_seconds - other.expert_seconds, 0.0),
+            weights=self.weights - other.weights,
+            elements=self.elements - other.elements,
+            boundary=self.boundary,
+            is_layer=False,
+        )
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """The parts of one stage together: passes, elements of gradient buffers by kind, bytes of weights and boundary."""
+
+    trace: ChunkTrace
+    elements: Counter[BufferKind]
+    weights: int
+    boundary: int
+
+
+class Pieces:
+    """The parts of one run's model on some machines, traced when they are asked for."""
+
+    def __init__(self, run: Run, world_size: int, machine: Machine) -> None:
+        self._run, self._world_size, self._machine = run, world_size, machine
+        self.traced = 0
+        self._stage = functools.cache(self._trace)
+        self.part = functools.cache(self._part)
+        self.parts = functools.cache(self._parts)
+        self.ranks_that_differ = functools.cache(self._ranks_that_differ)
+        self._chunk = functools.cache(self._put_together)
+        self._layers = [MOE if one else DENSE for one in run.derived.moe_layer_pattern]
+        self.widths = widths(run, world_size, machine)
+        # The more EP, the less of a peak is the gradient of the experts' weights.
+        by_size = sorted(self.widths, key=lambda one: (one.ep, -one.etp))
+        self._of_experts = {(width.tp, width.etp): width for width in by_size}
+        self._of_the_rest = {width.tp: width for width in by_size}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of the model's layers, the last layer's first."""
+        return tuple(dict.fromkeys(reversed(self._layers)))
+
+    def count(self, kind: str) -> int:
+        """Return how many layers of a kind the model has."""
+        return self._layers.count(kind)
+
+    def _parts(self, stage: Stage) -> tuple[str, ...]:
+        """Return the kinds of a stage's parts, in their order."""
+        layers = self._layers[stage.layers.start : stage.layers.stop]
+        return (
+            *(EMBEDDING,) * stage.embedding,
+            *layers,
+            *(LOSS,) * stage.loss,
+            *(PREDICTION,) * (stage.predictions > 0),  # after the loss, as what a stage has with both beyond one
+        )
+
+    def reference(self, width: Width, kind: str = MOE) -> Width:
+        """Return the width whose recomputation is traced for all that are alike: of experts with any EP, else any."""
+        return self._of_experts[width.tp, width.etp] if kind == MOE else self._of_the_rest[width.tp]
+
+    # One part.
+
+    def _trace(self, width: Width, modules: Modules, kind: str, at: int) -> TracedPart:
+        """Trace a stage of Et|t|tL whose layers are of one kind; place 3 is the last one with its predictions."""
+        self.traced += 1
+        base, stages = self._run, 3
+        changes: dict[str, Any] = {
+            **width.changes,
+            **UNSPLIT,
+            **SEPARATE,
+            **({"data_parallel_sharding_strategy": "optim"} | UNSHARDED if base.derived.zero_stage >= 2 else {}),
+            "num_layers": stages,
+            "pipeline_model_parallel_size": stages,
+            "mtp_num_layers": base.model.mtp_num_layers if at == stages else None,
+            "global_batch_size": None,
+            "first_last_layers_bf16": False,
+            "optimizer_cpu_offload": False,
+        }
+        if base.moe.num_experts is not None:
+            changes["moe_layer_freq"] = f"[{int(kind == MOE)}]*{stages}"
+        if modules is not None:
+            changes |= recomputing(modules)
+        elif base.training.recompute_granularity == "full":
+            changes |= {"recompute_num_layers": 1}
+        ranks = math.lcm(width.tp * base.parallel.context_parallel_size, width.etp * width.ep)
+        run, on = replace(base, **changes), self._machine
+        at = min(at, stages - 1)
+        trace = trace_stage(run, stages * ranks, vocabulary(run), at, on.device, on.imbalance, on.gpus_per_node)
+        return self._piece(trace)
+
+    def _piece(self, trace: RankTrace) -> TracedPart:
+        (chunk,) = trace.chunks
+        elements: Counter[BufferKind] = Counter()
+        for buffer in trace.buffers:
+            sizes = (buffer.expert, buffer.parameter_bytes, buffer.gradient_bytes)
+            rates = buffer.rates if self._run.optimizer.optimizer == "muon" else {}
+            others = buffer.used - sum(rates.values())
+            elements.update({(*sizes, rate): count for rate, count in (*rates.items(), (0.0, others))})
+        seconds = {"EP": 0.0, "": 0.0}
+        for call in chunk.forward + chunk.backward:
+            if call.kind != "broadcast":
+                name = purpose(call.kind, call.ranks, trace)
+                ranks = tuple(rank - trace.ranks.start for rank in call.ranks)
+                seconds[name if name == "EP" else ""] += self.seconds(call.kind, ranks, call.bytes)
+        return TracedPart(
+            kept=chunk.kept,
+            forward=chunk.forward_peak,
+            backward=chunk.backward_peak,
+            logits=chunk.logits,
+            dispatch=chunk.dispatch,
+            flops=chunk.flops,
+            tensor_seconds=seconds[""],
+            expert_seconds=seconds["EP"],
+            weights=trace.weights,
+            elements=elements,
+            boundary=trace.boundary,
+            leaving=chunk.leaving,
+            moved=chunk.moved,
+        )
+
+    def seconds(self, kind: str, ranks: tuple[int, ...], size: float) -> float:
+        """Return the seconds of a collective: what goes to the same machine, and what goes to others after it."""
+        sent = sent_by_a_rank(kind, ranks, size, self._machine.gpus_per_node)
+        return self.sending_seconds(sent.sent, sent.between_nodes)
+
+    def sending_seconds(self, sent: float, between_nodes: float) -> float:
+        """Return the seconds in which a rank sends so many bytes, some of them to other machines."""
+        on = self._machine
+        return ((sent - between_nodes) / on.node_bandwidth + between_nodes / on.network_bandwidth) / 1e9
+
+    def plain(self, width: Width, modules: Modules, part: str) -> TracedPart:
+        """Return a part as it is traced: without recomputation, or with the user's, where `modules` is None."""
+        modules = None if modules is None else ()
+        if part == MOE:
+            return self._stage(width, modules, part, 1)
+        kind = self.kinds[0]
+        if part == PREDICTION and kind == MOE:  # it has experts, too
+            return self._stage(width, modules, kind, 3).beyond(self._stage(width, modules, kind, 2))
+        width = self.reference(width, part)
+        if part == DENSE:
+            return self._stage(width, modules, part, 1)
+        if part == PREDICTION:
+            return self._stage(width, modules, kind, 3).beyond(self._stage(width, modules, kind, 2))
+        layer = self._stage(width, modules, kind, 1)
+        found = self._stage(width, modules, kind, 0 if part == EMBEDDING else 2).beyond(layer)
+        if part == EMBEDDING:
+            # It comes before the layer, not after it: of its own it has the gradient of the table.
+            table = sum(count * size for (_, size, *_), count in found.elements.items())
+            found = dataclasses.replace(found, forward=found.kept, backward=found.kept + table)
+        return found
+
+    def _part(self, width: Width, modules: Modules, part: str) -> TracedPart:
+        """Return a part with a set of modules recomputed: without them, and what they change at another EP."""
+        plain = self.plain(width, modules, part)
+        kind = self.kinds[0] if part == PREDICTION else part
+        modules = tuple(name for name in modules or () if name not in _WITHOUT.get(kind, modules or ()))
+        if not modules:
+            return plain
+        at = self.reference(width, kind)
+        before, after = self._stage(at, (), kind, 1), self._stage(at, modules, kind, 1)
+        found = {name: getattr(plain, name) + getattr(after, name) - getattr(before, name) for name in _CHANGED}
+        for name in ("tensor_seconds", "expert_seconds"):  # collectives are repeated, whatever they take here
+            repeated = getattr(after, name) / getattr(before, name) if getattr(before, name) else 1.0
+            found[name] = getattr(plain, name) * repeated
+        return dataclasses.replace(plain, **found)
+
+    # A stage.
+
+    def _ranks_that_differ(self, layout: SearchedLayout) -> list[int]:
+        """Return the first pipeline rank of each kind, by its parts: it has the most micro-batches in flight."""
+        seen: dict[Any, int] = {}
+        for rank in range(layout.pp):
+            seen.setdefault(tuple(self.parts(stage) for stage in layout.stages[rank :: layout.pp]), rank)
+        return list(seen.values())
+
+    def _put_together(self, width: Width, modules: Modules, zero: int, parts: tuple[str, ...]) -> _Chunk:
+        pieces = [self.part(width, modules, part) for part in parts]
+        elements: Counter[BufferKind] = Counter()
+        for piece in pieces:
+            elements.update(piece.elements)
+        return _Chunk(_chunk(pieces, zero), elements, sum(piece.weights for piece in pieces), pieces[0].boundary)
+
+    def rank_trace(self, layout: SearchedLayout, modules: Modules, rank: int, passes: bool = True) -> RankTrace:
+        """Return the trace of a pipeline rank, put together; without the passes, only what it holds and sends."""
+        parts = [self.parts(stage) for stage in layout.stages[rank :: layout.pp]]
+        chunks = [self._chunk(layout.width, modules, layout.zero, one) for one in parts]
+        elements: Counter[BufferKind] = Counter()
+        for chunk in chunks:
+            elements.update(chunk.elements)
+        weights = sum(chunk.weights for chunk in chunks)
+        again = self._table_again(layout, set(itertools.chain(*parts)))
+        if again:
+            of_table = max((kind for kind in elements if not (kind[0] or kind[3])), key=elements.__getitem__)
+            elements[of_table] -= again
+            weights -= again * of_table[1]
+        per_stage = self._world_size // layout.pp
+        sharded = layout.zero >= 2
+        return RankTrace(
+            stage=rank,
+            ranks=range(rank * per_stage, (rank + 1) * per_stage),
+            layers=(),
+            dense=0,
+            expert=0,
+            whole={},
+            groups={},
+            weights=weights,
+            buffers=() if sharded else tuple(self._buffers(layout, elements)),
+            units=tuple(self._units(layout, elements)) if sharded else (),
+            offloaded=layout.offload and self._machine.device != "cpu",
+            products_in_fp32=False,  # it is about the update, whose peak is rarely a rank's
+            chunks=tuple(chunk.trace if passes else _NOTHING for chunk in chunks),
+            boundary=chunks[0].boundary,
+        )
+
+    def _table_again(self, layout: SearchedLayout, parts: set[str]) -> int:
+        """Return the elements of a table that two parts share where one rank has both."""
+        model = self._run.model
+        last = PREDICTION in parts or (LOSS in parts and not model.untie_embeddings_and_output_weights)
+        if EMBEDDING not in parts or not last:
+            return 0
+        return vocabulary(self._run) // layout.width.tp * model.hidden_size
+
+    def _groups(self, layout: SearchedLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the first stage's ranks that share the first rank's dense weights, and those with its experts."""
+        per_stage, width = self._world_size // layout.pp, layout.width
+        return tuple(range(0, per_stage, width.tp)), tuple(range(0, per_stage, width.etp * width.ep))
+
+    def _buffers(self, layout: SearchedLayout, elements: Counter[BufferKind]) -> Iterable[Buffer]:
+        dense, expert = self._groups(layout)
+        for (of_experts, parameter, gradient, rate), count in elements.items():
+            ranks = expert if of_experts else dense
+            yield Buffer(
+                numel=count,
+                used=count,
+                rates={rate: count} if rate else {},
+                fewest_matrices=count // len(ranks) if rate else 0,
+                largest_block=0,
+                parameter_bytes=parameter,
+                gradient_bytes=gradient,
+                ranks=ranks,
+                expert=of_experts,
+            )
+
+    def _units(self, layout: SearchedLayout, elements: Counter[BufferKind]) -> Iterable[GatheredUnit]:
+        """Yield all layers' shards as one unit for each kind."""
+        on_machine = self._machine.gpus_per_node
+        for (of_experts, size, _, rate), count in elements.items():
+            ranks = self._groups(layout)[of_experts]
+            share = -(-count // len(ranks))
+            near = sum(rank < on_machine for rank in ranks)
+            yield GatheredUnit(
+                segments=Segments((share,), (True,)),
+                parameter_bytes=size,
+                ranks=ranks,
+                neighbours=near,
+                expert=of_experts,
+                is_island=False,
+                is_root=False,
+                rates={rate: share} if rate else {},
+                largest_block=0,
+            )
+
+
+_NOTHING = ChunkTrace(0, 0, 0, 0, 0, 0, (), ())
+
+
+def _chunk(pieces: list[TracedPart], zero: int) -> ChunkTrace:
+    """Return the trace of a stage from those of its parts, in the order in which they compute.
+
+    A fully sharded model gathers each layer's weights for both passes; in the backward pass the next layer's are on the
+    way, and gradients are summed in fp32. Those of the root, which are those of all other parts, stay gathered.
+    """
+    weights = [sum(size * count for (_, size, *_), count in piece.elements.items()) for piece in pieces]
+    gathered = [size if zero >= 2 and piece.is_layer else 0 for piece, size in zip(pieces, weights)]
+    root = sum(size for piece, size in zip(pieces, weights) if zero >= 2 and not piece.is_layer)
+    below, forward, backward = float(root), float(2 * root), float(3 * root)
+    before = 0.0  # what is offloaded of the layer before, which comes back while this one is in its backward pass
+    for piece, own in zip(pieces, gathered):
+        forward = max(forward, below + piece.forward + own)
+        backward = max(backward, below + piece.backward + 2 * own + before)
+        below += piece.kept + (own if zero == 2 else 0)
+        before = piece.leaving
+    return ChunkTrace(
+        kept=round(max(below, 0)),
+        forward_peak=round(max(forward, below)),
+        backward_peak=round(max(backward, below)),
+        logits=max((piece.logits for piece in pieces), default=0),
+        dispatch=max((piece.dispatch for piece in pieces), default=0),
+        flops=round(sum(piece.flops for piece in pieces)),
+        forward=(),
+        backward=(),
+        leaving=round(next((piece.leaving for piece in reversed(pieces) if piece.leaving), 0)),
+        moved=round(sum(piece.moved for piece in pieces)),
+    )

@@ -1,0 +1,401 @@
+"""Trace one rank of each pipeline stage: build its part of the model on the meta device and run one micro-batch.
+
+No other rank exists. Parameters, bytes, FLOPs and collectives are counted from what the model's own code does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_moe import platform
+from megatron_moe.config.schema import Run
+from megatron_moe.model.activation_offload import ActivationOffload
+from megatron_moe.model.build import build_model
+from megatron_moe.model.fully_sharded import Sharding, units
+from megatron_moe.model.initialize import global_name, placement
+from megatron_moe.model.loss import loss_func
+from megatron_moe.model.norm import residual_dtype
+from megatron_moe.moe.all_to_all import AllToAllDispatcher
+from megatron_moe.moe.dispatch import AllGatherDispatcher
+from megatron_moe.moe.layer import MoELayer
+from megatron_moe.parallel import groups
+from megatron_moe.parallel.groups import seed_everything
+from megatron_moe.platform.half_products import multiply_in_fp32
+from megatron_moe.platform.isolation import without_loss_scale
+from megatron_moe.training.muon import mark_matrices
+from megatron_moe_tools.plan.buffers import Buffer, buffers_of
+from megatron_moe_tools.plan.gathering import GatheredUnit, Gathering, planned_units
+from megatron_moe_tools.plan.meta_tracer import Collective, MetaTracer, meta_device, storage_bytes
+
+_logger = logging.getLogger(__name__)
+_GROUPS = {"TP": "tp", "CP": "cp", "EP": "tp_ep"}
+
+
+@dataclass(frozen=True)
+class ChunkTrace:
+    """The counts of one model chunk over one micro-batch. All bytes are above what was live before its forward pass.
+
+    Attributes:
+        kept: what the forward pass keeps for the backward pass, its output included unless that is freed after sending.
+        leaving: what of it is on the way to host memory, and stays on the device until the next pass.
+        moved: what it keeps in host memory.
+        forward_peak: peak during the forward pass.
+        backward_peak: peak during the backward pass.
+        logits: peak of the logits.
+        dispatch: peak of the dispatch buffers.
+        flops: FLOPs of both passes, recomputation included.
+        forward: collectives of the forward pass.
+        backward: collectives of the backward pass.
+    """
+
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    logits: int
+    dispatch: int
+    flops: int
+    forward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
+    leaving: int = 0
+    moved: int = 0
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The counts of the ranks of one pipeline stage.
+
+    Attributes:
+        stage: number of the stage, from 0.
+        ranks: all ranks of the stage; the counts are the same for each.
+        layers: global numbers of its layers, from 0.
+        dense: parameters of one rank outside the routed experts.
+        expert: parameters of one rank in routed experts.
+        whole: elements of each of the stage's parameters in the whole model, by its name there; a table that two stages
+            hold has one name.
+        groups: ranks of the first rank's groups, for the names of `_GROUPS`.
+        weights: bytes of the parameters.
+        buffers: the engine's gradient buffers.
+        units: what `FullyShardedDataParallel` gathers together, from ZeRO's stage 2 on; there are no buffers then.
+        offloaded: whether moments are in a device's host memory, and the shards and gradients of units.
+        products_in_fp32: whether products of bf16 numbers are computed in fp32, on a CPU without instructions for them.
+        chunks: the model chunks.
+        boundary: bytes of a micro-batch's hidden states between two stages.
+    """
+
+    stage: int
+    ranks: range
+    layers: tuple[int, ...]
+    dense: int
+    expert: int
+    whole: dict[str, int]
+    groups: dict[str, tuple[int, ...]]
+    weights: int
+    buffers: tuple[Buffer, ...]
+    units: tuple[GatheredUnit, ...]
+    offloaded: bool
+    products_in_fp32: bool
+    chunks: tuple[ChunkTrace, ...]
+    boundary: int
+
+
+def trace_ranks(
+    run: Run,
+    world_size: int,
+    vocabulary: int,
+    *,
+    device: str,
+    imbalance: float,
+    gpus_per_node: int = 8,
+    stages: Sequence[int] | None = None,
+    known: dict[Any, RankTrace] | None = None,
+) -> list[RankTrace]:
+    """Return one trace per pipeline stage. Stages that are alike are built and run once.
+
+    Args:
+        run: a run that has passed the rules for `world_size` ranks.
+        world_size: number of ranks.
+        vocabulary: padded vocabulary size.
+        device: "cuda" or "cpu", the device that the run is planned for.
+        imbalance: rows that a rank's experts get, over the mean.
+        gpus_per_node: ranks of one machine; quantised gradients are added up inside it first.
+        stages: the stages to trace; None: all.
+        known: cache of earlier traces, also of runs with other flags; new traces are added.
+    """
+    known = {} if known is None else known
+    traces = []
+    last = run.parallel.pipeline_model_parallel_size - 1
+    for stage in range(last + 1) if stages is None else stages:
+        kind = (device, imbalance, gpus_per_node)
+        key = (run, world_size, vocabulary, *kind, _kind(run, stage))
+        if key not in known:
+            _logger.info("tracing stage %d of %d", stage + 1, last + 1)
+            known[key] = trace_stage(run, world_size, vocabulary, stage, *kind)
+        traces.append(_as_stage(known[key], stage, _layers(run, stage)))
+    return traces
+
+
+def _layers(run: Run, stage: int) -> list[list[int]]:
+    """Return the global numbers, from 0, of the layers of each of a stage's chunks."""
+    return [list(chunk.layers) for chunk in run.derived.chunks_of_pipeline_rank(stage)]
+
+
+def _kind(run: Run, stage: int) -> Any:
+    """Return a key that is equal for stages whose traces differ in nothing but the numbers of ranks and layers.
+
+    It says which layers have experts, and which other parts of the model it has. Modules that are kept in fp32, and
+    frozen parameters, may be named by their layer, so with them no stage is like another.
+    """
+    if run.precision.keep_fp32 is not None or run.optimizer.freeze is not None:
+        return stage
+    pattern = run.derived.moe_layer_pattern if run.moe.num_experts is not None else (0,) * run.model.num_layers
+    kinds = tuple(tuple(pattern[layer] for layer in chunk) for chunk in _layers(run, stage))
+    chunks = run.derived.chunks_of_pipeline_rank(stage)
+    return kinds, tuple((chunk.embedding, chunk.predictions, chunk.loss, chunk.receives) for chunk in chunks)
+
+
+def _as_stage(trace: RankTrace, stage: int, layers: list[list[int]]) -> RankTrace:
+    """Return a stage's trace renumbered as that of another stage that is like it: other ranks and layers, same counts.
+
+    The stages of a pipeline are consecutive ranks, so every group of the one is a group of the other, shifted.
+    """
+    if stage == trace.stage:
+        return trace
+    offset = (stage - trace.stage) * len(trace.ranks)
+    numbers = dict(zip(trace.layers, itertools.chain(*layers)))
+
+    def shifted(ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(rank + offset for rank in ranks)
+
+    def all_shifted(calls: tuple[Collective, ...]) -> tuple[Collective, ...]:
+        return tuple(replace(call, ranks=shifted(call.ranks)) for call in calls)
+
+    def renamed(name: str) -> str:
+        return re.sub(r"^(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{numbers[int(match[2])]}", name)
+
+    return replace(
+        trace,
+        stage=stage,
+        ranks=range(trace.ranks.start + offset, trace.ranks.stop + offset),
+        layers=tuple(numbers.values()),
+        whole={renamed(name): size for name, size in trace.whole.items()},
+        groups={name: shifted(ranks) for name, ranks in trace.groups.items()},
+        buffers=tuple(replace(buffer, ranks=shifted(buffer.ranks)) for buffer in trace.buffers),
+        chunks=tuple(
+            replace(chunk, forward=all_shifted(chunk.forward), backward=all_shifted(chunk.backward))
+            for chunk in trace.chunks
+        ),
+    )
+
+
+def trace_stage(
+    run: Run,
+    world_size: int,
+    vocabulary: int,
+    stage: int,
+    device: str,
+    imbalance: float,
+    gpus_per_node: int,
+) -> RankTrace:
+    """Build and run one stage. Arguments: see `trace_ranks`."""
+    per_stage = world_size // run.parallel.pipeline_model_parallel_size
+    ranks = range(stage * per_stage, (stage + 1) * per_stage)
+    tokens = run.training.micro_batch_size * run.model.seq_length // run.parallel.context_parallel_size
+    shape = (tokens, vocabulary // run.parallel.tensor_model_parallel_size)
+    with _imagined_rank(run, ranks[0], world_size) as pg_collection, meta_device(device, shape) as tracer:
+        assert pg_collection.pp.rank() == stage
+        offload = ActivationOffload.from_run(run)
+        chunks = build_model(run, pg_collection, vocabulary, draw=False, offload=offload)
+        bare = [_bare(chunk) for chunk in chunks]
+        _prepare(run, bare, tracer, imbalance)
+        # The memory of a CPU is the host's.
+        sharding = replace(Sharding.from_run(run), offload=run.optimizer.optimizer_cpu_offload and device != "cpu")
+        sharded = []
+        if run.derived.zero_stage >= 2:
+            sharded = planned_units(units(bare[0], pg_collection), sharding.machine or gpus_per_node)
+        traces: dict[Any, ChunkTrace] = {}
+        keys = []
+        for chunk, inner, part in zip(chunks, bare, run.derived.chunks_of_pipeline_rank(stage)):
+            key = (
+                part.embedding,
+                part.loss,
+                part.receives,
+                *((n, p.shape, p.dtype, p.requires_grad) for n, p in chunk.named_parameters()),
+            )
+            keys.append(key)
+            if key not in traces:
+                # A first pass allocates what stays: rotary tables, sums of auxiliary losses.
+                with Gathering(sharded, sharding, copies=device == "cpu") as gathering:
+                    _trace_chunk(run, tracer, chunk, inner, part.receives, gathering, offload)
+                    if run.derived.num_microbatches(world_size) == 1:
+                        gathering.forget_gradients()
+                    traces[key] = _trace_chunk(run, tracer, chunk, inner, part.receives, gathering, offload)
+        parameters = [parameter for chunk in bare for parameter in chunk.parameters()]
+        expert = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
+        return RankTrace(
+            stage=stage,
+            ranks=ranks,
+            layers=tuple(layer.layer_number - 1 for chunk in bare for layer in chunk.decoder.layers),
+            dense=sum(p.numel() for p in parameters) - expert,
+            expert=expert,
+            whole=_whole(bare, pg_collection),
+            groups={name: _ranks(getattr(pg_collection, group)) for name, group in _GROUPS.items()},
+            weights=storage_bytes(parameters),
+            buffers=() if sharded else tuple(buffers_of(chunks)),
+            units=tuple(one.described() for one in sharded),
+            offloaded=sharding.offload,
+            products_in_fp32=multiply_in_fp32(torch.empty(0, dtype=torch.bfloat16)),
+            chunks=tuple(traces[key] for key in keys),
+            boundary=_hidden_states(run).nbytes,
+        )
+
+
+def _whole(chunks: Sequence[torch.nn.Module], pg_collection: Any) -> dict[str, int]:
+    """Return the elements of each parameter in the whole model, by its name there."""
+    tp, expert_copies = pg_collection.tp.size(), pg_collection.expt_tp.size() * pg_collection.ep.size()
+    found: dict[str, int] = {}
+    for chunk in chunks:
+        placed = placement(chunk)
+        for name, parameter in chunk.named_parameters():
+            full_name, split = placed.get(name, (global_name(chunk, name), None))
+            copies = expert_copies if split is None else 1 if split.axis is None else tp
+            found[full_name] = parameter.numel() * copies
+    return found
+
+
+@contextmanager
+def _imagined_rank(run: Run, rank: int, world_size: int) -> Iterator[Any]:
+    state, hook = torch.get_rng_state(), sys.excepthook  # torch.distributed puts the rank into every traceback
+    pg_collection = groups.imagine(run, rank, world_size)
+    try:
+        seed_everything(run)
+        with without_loss_scale():
+            yield pg_collection
+    finally:
+        groups.destroy()
+        torch.set_rng_state(state)
+        sys.excepthook = hook
+
+
+def _trace_chunk(
+    run: Run,
+    tracer: MetaTracer,
+    chunk: torch.nn.Module,
+    inner: Any,
+    receives: int,
+    gathering: Gathering,
+    offload: ActivationOffload | None,
+) -> ChunkTrace:
+    start, calls, flops = tracer.live, len(tracer.collectives), tracer.flops
+    tracer.restart_peak()
+    shape = (run.training.micro_batch_size, run.model.seq_length // run.parallel.context_parallel_size)
+    batch = [torch.empty(shape, dtype=torch.int64) for _ in range(3)]  # tokens, labels, positions
+    mask = torch.empty(shape, dtype=torch.float32)
+    given = None
+    if not inner.pre_process:
+        given = torch.cat([_hidden_states(run)] * receives).requires_grad_()
+        inner.set_input_tensor(given)
+    output = chunk(batch[0], batch[2], None, labels=batch[1])
+    if inner.post_process:
+        output = loss_func(mask, output)[0]
+    inner.set_input_tensor(None)
+    del batch, mask
+    forward_peak, forward = tracer.peak - start, tuple(tracer.collectives[calls:])
+    freed = 0
+    if not inner.post_process and inner.config.deallocate_pipeline_outputs:
+        freed = output.untyped_storage().nbytes()
+    leaving, moved = (offload.leaving_bytes, offload.host_bytes) if offload else (0, 0)
+    kept, calls = tracer.live - start - freed - leaving, len(tracer.collectives)
+    tracer.peak = tracer.live
+    output.backward(None if inner.post_process else torch.empty_like(output))
+    gathering.end_backward()
+    backward_peak = tracer.peak - start - freed
+    backward = tuple(tracer.collectives[calls:])
+    peaks = tracer.label_peaks
+    del output, given
+    for parameter in chunk.parameters():
+        parameter.grad = None
+    return ChunkTrace(
+        kept=kept,
+        forward_peak=forward_peak,
+        backward_peak=backward_peak,
+        logits=peaks["logits"],
+        dispatch=peaks["dispatch"],
+        flops=tracer.flops - flops,
+        forward=forward,
+        backward=backward,
+        leaving=leaving,
+        moved=moved,
+    )
+
+
+def _hidden_states(run: Run) -> torch.Tensor:
+    """Return an empty tensor like this rank's part [S, B, H] of the hidden states between two stages."""
+    layout = run.parallel
+    split = layout.context_parallel_size * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+    dtype = residual_dtype(run.precision.fp32_residual_connection, getattr(torch, run.derived.params_dtype_name))
+    shape = (run.model.seq_length // split, run.training.micro_batch_size, run.model.hidden_size)
+    return torch.empty(shape, dtype=dtype, device=platform.device())
+
+
+def _bare(chunk: Any) -> Any:
+    """Return the language model inside its wrappers."""
+    while not hasattr(chunk, "pre_process") or not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return chunk
+
+
+def _prepare(run: Run, bare: Sequence[Any], tracer: MetaTracer, imbalance: float) -> None:
+    """Mark what Muon updates, and give dispatchers the row counts that they would read from the device."""
+    mark_matrices(run, bare)
+    for chunk in bare:
+        _set_row_counts(run, chunk, tracer, imbalance)
+
+
+def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbalance: float) -> None:
+    """Give the dispatchers of a chunk the row counts that they would read from the device."""
+    layout = run.parallel
+    tokens = run.training.micro_batch_size * run.model.seq_length
+    tokens //= layout.context_parallel_size * layout.tensor_model_parallel_size
+    for layer in chunk.modules():
+        if not isinstance(layer, MoELayer):
+            continue
+        dispatcher: Any = getattr(layer.dispatcher, "inner", layer.dispatcher)  # a padded one carries another
+        ranks, ep = dispatcher.groups.expert.size(), dispatcher.groups.ep_size
+        choices = tokens * run.moe.moe_router_topk
+        factor = run.moe.moe_expert_capacity_factor or imbalance
+        sent = _shares(round(choices * min(1.0, factor)), ep)
+        rows = min(round(choices / ep * min(imbalance, factor)), choices)
+        instead: dict[str, Any] = {
+            name: _labelled(tracer, getattr(dispatcher, name)) for name in ("dispatch", "combine")
+        }
+        if isinstance(dispatcher, AllToAllDispatcher):
+            instead["splits"] = lambda *_, sent=sent, rows=rows, ranks=ranks: (sent, [rows] * ranks)
+        else:
+            here = rows * ranks if isinstance(dispatcher, AllGatherDispatcher) else sum(sent)
+            instead["rows_here"] = lambda _, here=here: here
+        vars(dispatcher).update(instead)
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    return [total // parts + (index < total % parts) for index in range(parts)]
+
+
+def _labelled(tracer: MetaTracer, function: Any) -> Any:
+    def call(*args: Any) -> Any:
+        with tracer.labelled("dispatch"):
+            return function(*args)
+
+    return call
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(torch.distributed.get_process_group_ranks(group))

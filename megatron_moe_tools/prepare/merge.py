@@ -1,0 +1,159 @@
+"""Joins indexed datasets into one: the bytes that preprocessing would have written for their inputs together."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.paths import require_writable_file
+from megatron_moe.data.index_file import HEADER_BYTES, Sidecar, TokenIndex, open_index, read_sidecar, sidecar_path
+from megatron_moe_tools.prepare.dataset_writer import TokenContents, TokenizerFacts, TokenSource, renames, write_dataset
+from megatron_moe_tools.prepare.inputs import matches
+from megatron_moe_tools.prepare.work_folder import WorkFolder
+
+_SAME = ("tokenizer_type", "tokenizer_sha256", "vocab_size", "eod", "append_eod")
+_SUFFIXES = (".bin", ".idx", ".json")
+
+
+def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False) -> TokenIndex:
+    """Write the datasets of `inputs`, one after the other, as one, and return its index.
+
+    Each is read once, block by block, and is compared with the hash in its sidecar. Where none has a sidecar, as those
+    of Megatron-LM, the result has none.
+
+    Args:
+        inputs: prefixes, patterns of `.idx` files or of prefixes, and folders, whose datasets are sorted by name.
+        output_prefix: path without ending of the result.
+        overwrite: replace a dataset that exists.
+
+    Raises:
+        ConfigError: an input is missing, damaged, or of another dtype or tokenizer; the output exists, or is an input;
+            the disk has no room.
+        RunFault: an input is not what its sidecar says.
+    """
+    prefixes = find_datasets(inputs)
+    work = WorkFolder(output_prefix)
+    work.sweep()
+    command = {"merge": [_state(prefix) for prefix in prefixes]}
+    _check_output(prefixes, output_prefix, overwrite or (work.publishing and work.holds(command)))
+    indices = [open_index(prefix, "--input") for prefix in prefixes]
+    for index in indices:
+        _require_text(index)
+        if index.dtype != indices[0].dtype:
+            raise ConfigError(
+                f"--input {index.prefix} has {index.dtype} tokens, {indices[0].prefix} {indices[0].dtype}: datasets of "
+                "one tokenizer can be merged"
+            )
+    sidecars = _agreeing_sidecars(prefixes)
+    sources = [
+        _source(index, sidecars[number].bin_sha256 if sidecars else None) for number, index in enumerate(indices)
+    ]
+    work.path.parent.mkdir(parents=True, exist_ok=True)
+    with work:
+        work.begin(command, discard=overwrite)
+        aside = work.whole / "0"
+        if not work.publishing:
+            write_dataset(aside, sources, indices[0].dtype, _about(sidecars) if sidecars else None)
+        older = [Path(output_prefix + suffix).absolute() for suffix in (".idx", ".json")]
+        work.publish(renames(aside, os.path.abspath(output_prefix)), older)
+    return open_index(output_prefix)
+
+
+def find_datasets(inputs: Sequence[str]) -> list[str]:
+    """Return the prefixes in the order given, those of a folder or of a pattern sorted.
+
+    Raises:
+        ConfigError: a folder has none, or a `.bin` without its `.idx`, or the other way; a prefix does not exist.
+    """
+    found: list[str] = []
+    for item in inputs:
+        if os.path.isdir(item):
+            names = {os.path.splitext(name) for name in os.listdir(item) if not name.startswith(".")}
+            stems = sorted({stem for stem, suffix in names if suffix in (".bin", ".idx")})
+            if not stems:
+                raise ConfigError(f"--input {item} is a folder without .bin and .idx files")
+            found += [os.path.join(item, stem) for stem in stems]
+        elif glob.has_magic(item) and not os.path.exists(f"{item}.idx"):
+            matched = matches(f"{item.removesuffix('.idx')}.idx")
+            if not matched:
+                raise ConfigError(f"--input {item} matches no .idx file")
+            found += [path.removesuffix(".idx") for path in matched]
+        else:
+            found.append(item)
+    return found
+
+
+def _check_output(prefixes: list[str], output_prefix: str, overwrite: bool) -> None:
+    if not os.path.basename(output_prefix):
+        raise ConfigError(f"--output-prefix {output_prefix} is a folder; give a name in it, e.g. {output_prefix}merged")
+    if os.path.realpath(output_prefix) in map(os.path.realpath, prefixes):
+        raise ConfigError(f"--output-prefix {output_prefix} is one of the datasets of --input; name another place")
+    require_writable_file("--output-prefix", f"{output_prefix}.bin", in_new_folder=True)
+    existing = [output_prefix + suffix for suffix in _SUFFIXES if os.path.exists(output_prefix + suffix)]
+    if existing and not overwrite:
+        raise ConfigError(f"{existing[0]} exists; choose another --output-prefix or add --overwrite")
+
+
+def _require_text(index: TokenIndex) -> None:
+    expected = HEADER_BYTES + 12 * len(index.lengths) + 8 * len(index.documents)
+    if os.path.getsize(f"{index.prefix}.idx") != expected:
+        raise ConfigError(f"--input {index.prefix}: is multimodal, with a mode for each sequence, which is not merged")
+
+
+def _agreeing_sidecars(prefixes: list[str]) -> list[Sidecar]:
+    """Return the sidecars of all datasets, or an empty list where none has one."""
+    sidecars = [read_sidecar(prefix) for prefix in prefixes]
+    found = [sidecar for sidecar in sidecars if sidecar is not None]
+    if found and len(found) < len(prefixes):
+        raise ConfigError(
+            f"{sidecar_path(prefixes[sidecars.index(None)])} is missing, while others have a sidecar: whether the "
+            "tokenizer is the same is not known; write the dataset again, or move the other sidecars away"
+        )
+    for prefix, sidecar in zip(prefixes, found):
+        for name in _SAME:
+            if getattr(sidecar, name) != getattr(found[0], name):
+                raise ConfigError(
+                    f"--input {prefix}: {name} is {getattr(sidecar, name)}, that of {prefixes[0]} is "
+                    f"{getattr(found[0], name)}; datasets of one tokenizer can be merged"
+                )
+    return found
+
+
+def _about(sidecars: list[Sidecar]) -> tuple[TokenizerFacts, TokenContents]:
+    rejected: Counter[str] = Counter()
+    for sidecar in sidecars:
+        rejected.update(sidecar.rejected)
+    contents = TokenContents(min(s.min_id for s in sidecars), max(s.max_id for s in sidecars), rejected)
+    return TokenizerFacts(**{name: getattr(sidecars[0], name) for name in _SAME}), contents
+
+
+def _state(prefix: str) -> list[str | int]:
+    """Return the path of a dataset, and the size and the time of the last change of its tokens."""
+    try:
+        about = os.stat(f"{prefix}.bin")
+    except OSError:
+        return [os.path.abspath(prefix)]  # which is refused when it is opened
+    return [os.path.abspath(prefix), about.st_size, about.st_mtime_ns]
+
+
+def _source(index: TokenIndex, sha256: str | None) -> TokenSource:
+    return TokenSource(
+        Path(f"{index.prefix}.bin"),
+        index.num_tokens * index.dtype.itemsize,
+        sha256,
+        len(index.lengths),
+        index.num_documents,
+        lambda: index.lengths,
+        partial(_counts, index),
+    )
+
+
+def _counts(index: TokenIndex) -> numpy.ndarray:
+    return numpy.diff(index.documents).astype(numpy.int32)

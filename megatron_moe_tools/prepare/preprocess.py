@@ -1,0 +1,415 @@
+"""Writes text as indexed datasets, `PREFIX_KEY_document.bin`, `.idx` and the sidecar `.json`, in parallel.
+
+The steps: find the inputs; refuse existing outputs; train a tokenizer where that is asked for; divide the inputs into
+shards; workers turn each shard into a part, a folder of files; when all parts are there, this process joins them in the
+order of the inputs, and publishes each dataset by renaming its files. The `.idx` is renamed last: a dataset without it
+does not open, so a half-published one is not taken for complete. A command that is killed goes on from the parts that
+are finished, when it is run again (`work_folder`).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_moe.config.errors import ConfigError, RunFault
+from megatron_moe.config.paths import require_writable_file
+from megatron_moe.config.run_flags import TOKENIZER_FIELDS
+from megatron_moe.data.index_file import Sidecar, read_sidecar, token_dtype
+from megatron_moe.data.tokenizers import Tokenizer
+from megatron_moe.io.files import canonical_json, new_file
+from megatron_moe.io.hashing import sha256_of_file
+from megatron_moe_tools.prepare.dataset_writer import TokenContents, TokenizerFacts, TokenSource, renames, write_dataset
+from megatron_moe_tools.prepare.documents import as_texts, read_span
+from megatron_moe_tools.prepare.encoding import PART_REJECTS, SKIP, STOP, PreprocessOptions, stopped_at, tokenizer_of
+from megatron_moe_tools.prepare.inputs import TEXT, Shard, find_inputs, kind_of, plan_shards
+from megatron_moe_tools.prepare.train_tokenizer import train_sentencepiece
+from megatron_moe_tools.prepare.work_folder import WorkFolder
+from megatron_moe_tools.prepare.workers import write_parts
+
+__all__ = ["PreprocessOptions", "preprocess"]
+
+_FEW_RECORDS = 1000
+"""Records from which on the share of bad ones ends the work before all is read."""
+_OF_RUNNING = ("input", "output_prefix", "workers", "overwrite", "log_interval", "on_bad_line", "max_bad_lines")
+"""Options that change nothing in a finished part: the files of the input are compared instead of their names."""
+
+
+def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dict[str, Sidecar]:
+    """Write the datasets of `options` and return prefix (`PREFIX_KEY_document`) -> sidecar, one per key.
+
+    On an error existing files stay as they were, and finished parts stay in the work folder.
+
+    Raises:
+        ConfigError: options or input are wrong (naming file and line), or outputs exist and `overwrite` is off.
+        RunFault: the disk is full.
+    """
+    _check_options(options)
+    files = find_inputs(options.input, refuse_empty=options.on_bad_line == STOP)
+    if not files:
+        raise ConfigError("--input names no files")
+    _check_files(options, files)
+    work = WorkFolder(options.output_prefix)
+    command = _command(options, files)
+    work.sweep()
+    if not (work.holds(command) and work.publishing):
+        _refuse_existing(options)
+    work.path.parent.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    try:
+        with work:
+            work.begin(command, discard=options.overwrite)
+            tokenizer = _tokenizer(options, files, work)
+            shards = plan_shards(files)
+            places = work.places(command, shards)
+            if not work.publishing:
+                progress = _Progress(options, sum(os.path.getsize(path) for path in files), show_progress)
+                parts = _finished_parts(options, work, list(zip(shards, places)), tokenizer, progress)
+                _join(options, work, parts, tokenizer)
+            else:
+                work.publish()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunFault(
+            f"{error.filename or work.path}: {error.strerror}; finished parts are kept in {work.path}: make room and "
+            "run the same command again"
+        ) from error
+    sidecars = {prefix: facts for prefix in options.prefixes if (facts := read_sidecar(prefix)) is not None}
+    if show_progress:
+        _print_summary(options, sidecars, sum(os.path.getsize(path) for path in files), time.monotonic() - started)
+    return sidecars
+
+
+def rejects_path(output_prefix: str) -> str:
+    """Return the path of the file that lists the records that became no documents."""
+    return f"{output_prefix}_rejects.jsonl"
+
+
+# ---- before the work
+
+
+def _check_options(options: PreprocessOptions) -> None:
+    if len(set(options.json_keys)) != len(options.json_keys):
+        raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: a key is named twice")
+    for key in options.json_keys:
+        if not key or os.sep in key:
+            raise ConfigError(f"--json-keys {key!r} cannot be part of a file name; rename the key")
+    for name in ("workers", "partitions", "log_interval"):
+        number = getattr(options, name)
+        if number is not None and number < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {number} must be at least 1")
+    if options.max_bad_lines is not None and not 0 <= options.max_bad_lines <= 1:
+        raise ConfigError(f"--max-bad-lines {options.max_bad_lines} is a share, from 0 to 1, e.g. 0.01")
+    if options.max_bad_lines is not None and options.on_bad_line != SKIP:
+        raise ConfigError(f"--max-bad-lines {options.max_bad_lines} goes with --on-bad-line skip; add that, or drop it")
+    if options.train_tokenizer and options.tokenizer_type not in (None, "SentencePieceTokenizer"):
+        raise ConfigError(
+            f"--train-tokenizer trains a SentencePieceTokenizer, not --tokenizer-type {options.tokenizer_type}"
+        )
+    if options.train_tokenizer and options.tokenizer_model is None:
+        raise ConfigError("--train-tokenizer needs --tokenizer-model FILE: where to write the model")
+    if not os.path.basename(options.output_prefix):
+        raise ConfigError(
+            f"--output-prefix {options.output_prefix} is a folder; give a name in it, e.g. {options.output_prefix}train"
+        )
+    for prefix in options.prefixes:
+        require_writable_file("--output-prefix", f"{prefix}.bin", in_new_folder=True)
+    if options.tokenizer_vocab_size != PreprocessOptions.tokenizer_vocab_size and not options.train_tokenizer:
+        raise ConfigError(
+            f"--tokenizer-vocab-size {options.tokenizer_vocab_size} is of a tokenizer that is trained; add "
+            "--train-tokenizer, or drop it"
+        )
+    if options.vocab_size is not None and options.tokenizer_type != "NullTokenizer":
+        raise ConfigError(
+            f"--vocab-size {options.vocab_size} is for --tokenizer-type NullTokenizer; other tokenizers have their "
+            "own: drop it"
+        )
+
+
+def _check_files(options: PreprocessOptions, files: list[str]) -> None:
+    written = {os.path.realpath(prefix + suffix) for prefix in options.prefixes for suffix in (".bin", ".idx", ".json")}
+    written.add(os.path.realpath(rejects_path(options.output_prefix)))
+    for path in files:
+        if os.path.realpath(path) in written:
+            raise ConfigError(f"--input: {path} is what this command writes; put --output-prefix into another folder")
+    if options.json_keys == ("text",):
+        return
+    for path in files:
+        if kind_of(path) == TEXT:
+            raise ConfigError(
+                f"{path} is a text file, whose only key is text; --json-keys {' '.join(options.json_keys)} needs JSON "
+                "lines or tables"
+            )
+
+
+def _refuse_existing(options: PreprocessOptions) -> None:
+    outputs = [prefix + suffix for prefix in options.prefixes for suffix in (".bin", ".idx", ".json")]
+    for path in [*outputs, rejects_path(options.output_prefix)]:
+        if os.path.isdir(path):
+            raise ConfigError(f"{path} is a folder; choose another --output-prefix")
+        if os.path.exists(path) and not options.overwrite:
+            raise ConfigError(f"{path} exists; choose another --output-prefix or add --overwrite")
+
+
+def _command(options: PreprocessOptions, files: list[str]) -> dict[str, Any]:
+    """Return what decides the content of a part in addition to its input: options, and the tokenizer's hash.
+
+    A tokenizer that is trained on the input depends on the state of all its files.
+    """
+    command = {name: value for name, value in vars(options).items() if name not in _OF_RUNNING}
+    command["json_keys"] = list(options.json_keys)
+    command["tiktoken_special_tokens"] = list(options.tiktoken_special_tokens or ())
+    if not options.train_tokenizer:
+        tokenizer = tokenizer_of(options)
+        command["tokenizer"] = [tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod]
+        return {name: value for name, value in command.items() if name not in TOKENIZER_FIELDS}
+    states = [[os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns] for path in files]
+    command["trained on"] = hashlib.sha256(canonical_json(states)).hexdigest()
+    return command
+
+
+def _tokenizer(options: PreprocessOptions, files: list[str], work: WorkFolder) -> Tokenizer:
+    """Return the tokenizer, which is trained first where that is asked for and was not done before a kill."""
+    if options.train_tokenizer:
+        model = str(options.tokenizer_model)
+        trained = work.recorded("tokenizer")
+        if trained is None or not os.path.isfile(model) or sha256_of_file(model) != trained:
+            # Once training has begun, a model in this place is the one of this command.
+            overwrite = options.overwrite or work.recorded("training") is not None
+            if not overwrite and os.path.exists(model):
+                raise ConfigError(
+                    f"--tokenizer-model {model} exists: use it without --train-tokenizer, or add --overwrite"
+                )
+            work.record("training", model)
+            train_sentencepiece(
+                _texts(options, files), model, options.tokenizer_vocab_size,
+                model_type=options.tokenizer_model_type, overwrite=overwrite,
+            )  # fmt: skip
+            work.record("tokenizer", sha256_of_file(model))
+    return tokenizer_of(options)
+
+
+def _texts(options: PreprocessOptions, files: list[str]) -> Iterator[str]:
+    """Yield every text of the input."""
+    for shard in plan_shards(files):
+        for span in shard:
+            for record in read_span(span, options.json_keys):
+                if record.bad is not None and options.on_bad_line == STOP:
+                    raise stopped_at(span, record, record.bad)
+                for value in record.values:
+                    yield from as_texts(value)
+
+
+# ---- parts
+
+
+@dataclass(frozen=True)
+class FinishedPart:
+    """A finished part: its shard, its folder, and what its `part.json` says."""
+
+    shard: Shard
+    place: Path
+    facts: dict[str, Any]
+
+
+class _Progress:
+    """Counts what is finished: a bar or lines for the person who waits, and the share of bad records."""
+
+    def __init__(self, options: PreprocessOptions, total_bytes: int, show: bool) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f} %  {task.fields[rates]}"),
+            TimeRemainingColumn(),
+        )
+        self._options = options
+        self.bar = Progress(
+            *columns, console=Console(stderr=True), disable=not show or options.log_interval is not None
+        )
+        self._task = self.bar.add_task("tokenize", total=total_bytes, rates="")
+        self._started = time.monotonic()
+        self._documents = self._logged = self._bytes = 0
+        self._rejected: Counter[str] = Counter()
+
+    def add(self, shard: Shard, facts: dict[str, Any]) -> None:
+        """Count a part that is finished.
+
+        Raises:
+            ConfigError: too many of the records until here are bad.
+        """
+        done = sum(span.end - span.start for span in shard)
+        self._documents += facts["documents"]
+        self._bytes += done
+        self._rejected.update(facts["rejected"])
+        self.check(_FEW_RECORDS)
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        rates = f"{self._documents / seconds:,.0f} docs/s  {self._bytes / 1e6 / seconds:.2f} MB/s"
+        self.bar.update(self._task, advance=done, rates=rates)
+        interval = self._options.log_interval
+        if interval is not None and self._documents // interval > self._logged:
+            self._logged = self._documents // interval
+            print(f"{self._documents} documents, {rates}", file=sys.stderr, flush=True)
+
+    def check(self, at_least: int = 1) -> None:
+        """Refuse too large a share of bad records, of `at_least` that many records."""
+        bad, limit = self._rejected.total(), self._options.max_bad_lines
+        records = self._documents + bad
+        if limit is not None and records >= at_least and bad > limit * records:
+            raise ConfigError(
+                f"--max-bad-lines {limit}: {bad} of {records} records are no documents ({_by_reason(self._rejected)}); "
+                "look at the input and at --json-keys, or allow more"
+            )
+
+
+def _finished_parts(
+    options: PreprocessOptions,
+    work: WorkFolder,
+    planned: Sequence[tuple[Shard, Path]],
+    tokenizer: Tokenizer,
+    progress: _Progress,
+) -> list[FinishedPart]:
+    """Return the parts of all shards, after writing those that are not there yet."""
+    read = partial(work.facts, itemsize=token_dtype(tokenizer.vocab_size).itemsize)
+    todo = []
+    with progress.bar:
+        for shard, place in planned:
+            facts = read(place)
+            if facts is not None and not (facts["rejected"] and options.on_bad_line == STOP):
+                progress.add(shard, facts)
+                continue
+            todo.append((shard, place))
+            if facts is None and place.exists():
+                if work.assembling:
+                    raise RunFault(f"{place} is damaged; remove {work.path} and start over")
+                shutil.rmtree(place)
+        with closing(write_parts(options, tokenizer, todo, work.workers_lock)) as written:
+            for shard, place in written:
+                progress.add(shard, read(place) or {})
+    progress.check()
+    return [FinishedPart(shard, place, read(place) or {}) for shard, place in planned]
+
+
+# ---- from parts to datasets
+
+
+def _join(options: PreprocessOptions, work: WorkFolder, parts: list[FinishedPart], tokenizer: Tokenizer) -> None:
+    """Put the datasets and the list of rejects together, and rename them to their places."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    about = TokenizerFacts(tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod, options.append_eod)
+    rejected: Counter[str] = sum((Counter(part.facts["rejected"]) for part in parts), Counter())
+    if not any(part.facts["documents"] for part in parts):
+        work.restart()
+        raise ConfigError(
+            f"no document was found in the input, and a dataset has at least one ({_by_reason(rejected)}); look at the "
+            "input and at --json-keys"
+        )
+    work.begin_assembling([part.place for part in parts])
+    pairs = []
+    for key, prefix in enumerate(options.prefixes):
+        pieces = [piece for part in parts for piece in part.facts["pieces"][key] if piece["num_documents"]]
+        contents = TokenContents(
+            min((piece["min_id"] for piece in pieces), default=0),
+            max((piece["max_id"] for piece in pieces), default=0),
+            rejected,
+        )
+        aside = work.whole / str(key)
+        sources = _in_order(parts, key, options.num_pieces, dtype.itemsize)
+        write_dataset(aside, sources, dtype, (about, contents), consume=True)
+        pairs += renames(aside, prefix)
+    if rejected:
+        _write_rejects(parts, work.whole / PART_REJECTS)
+        pairs.insert(0, (work.whole / PART_REJECTS, Path(rejects_path(options.output_prefix)).absolute()))
+    older = [Path(prefix + suffix).absolute() for prefix in options.prefixes for suffix in (".idx", ".json")]
+    older.append(Path(rejects_path(options.output_prefix)).absolute())
+    work.publish(pairs, older)
+
+
+def _in_order(parts: list[FinishedPart], key: int, num_pieces: int, itemsize: int) -> list[TokenSource]:
+    """Return the pieces by partition: document i of all belongs to partition i modulo the number of partitions."""
+    sources = []
+    for partition in range(num_pieces):
+        before = 0
+        for part in parts:
+            number = (partition - before) % num_pieces
+            piece = part.facts["pieces"][key][number]
+            name = part.place / f"{key}.{number}"
+            sources.append(
+                TokenSource(
+                    Path(f"{name}.bin"),
+                    piece["num_tokens"] * itemsize,
+                    piece["sha256"],
+                    piece["num_sequences"],
+                    piece["num_documents"],
+                    partial(_numbers, f"{name}.lengths", piece["num_tokens"]),
+                    partial(_numbers, f"{name}.counts", piece["num_sequences"]),
+                )
+            )
+            before += part.facts["documents"]
+    return sources
+
+
+def _numbers(path: str, total: int) -> numpy.ndarray:
+    """Return the int32 numbers of a file of a part, whose sum is known."""
+    numbers = numpy.fromfile(path, numpy.int32)
+    if int(numbers.sum(dtype=numpy.int64)) != total:
+        raise RunFault(f"{path} is not what was written; is the disk bad? Remove the folder of parts and start over")
+    return numbers
+
+
+def _write_rejects(parts: list[FinishedPart], target: Path) -> None:
+    """Join the rejects of all parts, with the file of each and the line in the file."""
+    before = 0
+    with new_file(target) as out:
+        for part in parts:
+            first_lines = []
+            for span, records in zip(part.shard, part.facts["records"]):
+                before = before if span.start else 0
+                first_lines.append(before)
+                before += records
+            with open(part.place / PART_REJECTS, encoding="utf-8") as file:
+                for line in file:
+                    reject = json.loads(line)
+                    span_number = reject.pop("span")
+                    reject["line"] += first_lines[span_number]
+                    out.write((json.dumps({"file": part.shard[span_number].path, **reject}) + "\n").encode())
+
+
+# ---- what is printed
+
+
+def _by_reason(rejected: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(rejected.items(), key=lambda item: -item[1]))
+
+
+def _print_summary(options: PreprocessOptions, sidecars: dict[str, Sidecar], total_bytes: int, seconds: float) -> None:
+    for prefix, facts in sidecars.items():
+        print(
+            f"{prefix}: {facts.documents:,} documents, {facts.tokens:,} tokens ({facts.dtype}, ids "
+            f"{facts.min_id} to {facts.max_id}), "
+            f"{total_bytes / max(facts.tokens, 1):.2f} bytes of input per token; {seconds:.1f} s, "
+            f"{total_bytes / 1e6 / seconds:.2f} MB/s"
+        )
+    facts = next(iter(sidecars.values()))
+    if facts.rejected:
+        bad = Counter(facts.rejected)
+        print(
+            f"{facts.documents + bad.total():,} records = {facts.documents:,} documents + {bad.total():,} rejected "
+            f"({_by_reason(bad)}), listed in {rejects_path(options.output_prefix)}"
+        )

@@ -1,0 +1,76 @@
+"""The command line of the report: one or several runs as one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_moe.config.command_line import Parser
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import program_name
+from megatron_moe.config.paths import require_writable_file
+from megatron_moe.io.program import DONE, run_program, say
+from megatron_moe.io.texts import size_text
+from megatron_moe_tools.report.build import run_name, write_page
+from megatron_moe_tools.report.files import RunState
+
+SCRIPT = "report.py"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    p = Parser(
+        prog=program_name(SCRIPT),
+        description="Write one page with the charts and facts of runs, side by side.",
+        allow_abbrev=False,
+    )
+    p.add_argument("runs", nargs="+", metavar="RUN", help="a folder with metrics.jsonl, or the file of --metrics-file")
+    p.add_argument(
+        "--output", metavar="FILE", help="page to write; default: report.html next to the first run's metrics"
+    )
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Write the page as the flags say.
+
+    Args:
+        argv: the command line without the program's name.
+
+    Returns:
+        The exit status: 0, 2 for a wrong flag or input (one line on stderr), or 130 after Ctrl-C.
+    """
+    return run_program(program_name(SCRIPT), _main, argv, errors=(ConfigError, OSError), rank=0)
+
+
+def _main(argv: list[str]) -> int:
+    flags = parser().parse_args(argv)
+    files = [_metrics_file(given) for given in flags.runs]
+    output = Path(flags.output) if flags.output is not None else files[0].with_name("report.html")
+    require_writable_file("--output", str(output) if flags.output is None else flags.output)
+    if output.resolve() in [file.resolve() for file in files]:
+        raise ConfigError(f"--output {output}: this is the run's metrics file; name a file of its own")
+    states = []
+    for given, file in zip(flags.runs, files):
+        state = RunState(file)
+        state.update()
+        if not state.count and state.bad_lines:
+            raise ConfigError(f"RUN {given}: {file} has no line of metrics; name the file of --metrics-file")
+        states.append(state)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_page(output, states, [run_name(file) for file in files])
+    say(f"wrote {output} ({size_text(output.stat().st_size)}): {_steps(states)}")
+    return DONE
+
+
+def _metrics_file(given: str) -> Path:
+    path = Path(given)
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        hint = "has no metrics.jsonl" if path.is_dir() else "is not there"
+        raise ConfigError(f"RUN {given}: {hint}; give a folder with metrics.jsonl, or the file of --metrics-file")
+    return file
+
+
+def _steps(states: list[RunState]) -> str:
+    return ", ".join(f"{state.count:,} steps" for state in states)

@@ -1,0 +1,143 @@
+"""A shell script's training command is read without being run, answered, and rewritten."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from megatron_moe.config import cli
+from megatron_moe_tools.megatron_flags.cli import main
+from megatron_moe_tools.megatron_flags.script import read
+
+ARRAYS = """#!/bin/bash
+#SBATCH --nodes 4
+# usage: train.sh --not-a-flag
+FMT=torch_dist
+TP=${TP:-2}
+DISTRIBUTED_ARGS=(
+    --nproc_per_node 8  # cards
+    --nnodes ${NNODES:-1} --master_addr $ADDR
+)
+MODEL_ARGS=(
+    --use-mcore-models
+    --num-layers 4 # --hidden-size 9
+    # --commented-out 3
+    --moe-layer-freq "([0]*1+[1]*3)" --lr=1e-4
+    --ckpt-format $FMT --dist-ckpt-format torch_dist
+    --decoder-seq-length 1024
+)
+if [ "$FULL" = 1 ]; then MODEL_ARGS+=( --recompute-activations ); fi
+UNUSED=( --vocab-size 7 )
+cat > config.yaml <<'EOF'
+--heredoc-flag 1
+EOF
+echo "start with --wrong"
+docker run --gpus all --ipc=host image
+python tools/preprocess_data.py --input a.jsonl
+source common.sh
+torchrun ${DISTRIBUTED_ARGS[@]} --log-dir logs pretrain_gpt.py \\
+    "${MODEL_ARGS[@]}" --tensor-model-parallel-size $TP --seed -1 \\
+    --save "${CKPT}/a b" 2>&1 | tee -a log.txt
+"""
+STRINGS = """
+export OPTIONS=" --num-layers 4 \\
+    --bf16 --split 99,1,0"
+OPTIONS="$OPTIONS --lr ${LR}"
+run_cmd="python -u ${DIR}/pretrain_gpt.py ${OPTIONS} --save '${CKPT}'"
+srun -l --container-image img --container-mounts a:b sh -c "${run_cmd}"
+"""
+EVAL = """
+gpt_options="--num-layers $(expr 2 + 2) --hidden-size $((2*8))"
+run_cmd="torchrun $DIST pretrain_mixtral.py --seed 1 ${gpt_options} --data-path 0.5 a 0.5 b"
+echo ${run_cmd}
+eval ${run_cmd}
+"""
+
+
+@pytest.fixture
+def answered(tmp_path, capsys):
+    def run(*argv: str, script: str | None = None, status: int = 0) -> str:
+        words = list(argv)
+        if script is not None:
+            (tmp_path / "train.sh").write_text(script)
+            words += ["--script", str(tmp_path / "train.sh")]
+        assert main(words) == status
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_arrays_that_the_command_names_are_read_and_nothing_else(answered):
+    assert dict(read(ARRAYS).flags) == {
+        "--use-mcore-models": [], "--num-layers": ["4"], "--moe-layer-freq": ['"([0]*1+[1]*3)"'], "--lr": ["1e-4"],
+        "--ckpt-format": ["$FMT"], "--dist-ckpt-format": ["torch_dist"], "--decoder-seq-length": ["1024"],
+        "--recompute-activations": [], "--tensor-model-parallel-size": ["$TP"], "--seed": ["-1"],
+        "--save": ['"${CKPT}/a b"'],
+    }  # fmt: skip
+    assert read(ARRAYS).sourced == ["common.sh"]
+    assert read(ARRAYS).resolved('"$FMT"') == "torch_dist" and read(ARRAYS).resolved("${TP}") == "2"
+    # the value of a variable decides
+    assert json.loads(answered("--json", script=ARRAYS, status=1))["--ckpt-format"]["answer"] == "always"
+    assert answered(script=ARRAYS, status=1).splitlines()[-3] == "6 taken, 1 alias, 3 always, 1 refused"
+
+
+def test_strings_of_flags_are_read_through_the_commands_that_run_them_and_a_plain_list_is_a_script():
+    assert read(STRINGS).flags == [
+        ("--num-layers", ["4"]), ("--bf16", []), ("--split", ["99,1,0"]), ("--lr", ["${LR}"]),
+        ("--save", ["'${CKPT}'"]),
+    ]  # fmt: skip
+    assert read(EVAL).flags == [
+        ("--num-layers", ["$(expr 2 + 2)"]), ("--hidden-size", ["$((2*8))"]),
+        ("--seed", ["1"]), ("--data-path", ["0.5", "a", "0.5", "b"]),
+    ]  # fmt: skip
+    assert read("--moe-layer-freq ([0]*3+[1]*58)\n--pipeline-model-parallel-layout Et|(tt|)*30mL --bf16").flags == [
+        ("--moe-layer-freq", ["([0]*3+[1]*58)"]), ("--pipeline-model-parallel-layout", ["Et|(tt|)*30mL"]),
+        ("--bf16", []),
+    ]  # fmt: skip
+
+
+def test_a_rewritten_command_keeps_values_and_names_what_it_leaves_out(answered):
+    lines = answered("--rewrite", script=ARRAYS, status=1).splitlines()
+    comments = [line for line in lines if line.startswith("#")]
+    assert len(comments) == 3 and "common.sh" in comments[0] and "--decoder-seq-length 1024" in comments[2]
+    assert 'only if [ "$FULL" = 1 ]: --recompute-activations' in comments[1]
+    command = "\n".join(lines[3:])
+    launcher = "torchrun --nproc_per_node 8 --nnodes ${NNODES:-1} --master_addr $ADDR --log-dir logs pretrain_moe.py"
+    assert command.startswith(launcher)
+    for kept in ('"([0]*1+[1]*3)"', "--tensor-model-parallel-size $TP", "--recompute-granularity selective"):
+        assert kept in command
+    for dropped in ("--ckpt-format", "--dist-ckpt-format", "--use-mcore-models"):
+        assert dropped not in command
+    words = shlex.split(command.replace("\\\n", " "))
+    defaults, megatron, *flags = words[words.index("pretrain_moe.py") + 1 :]
+    assert (defaults, megatron) == ("--defaults", "megatron")
+    run = cli.parse([*flags[:6], "--seed", "3"])
+    assert run.model.num_layers == 4 and run.notes == ()
+    said = answered("--rewrite", "--n-group", "8", "--use-fused-rmsnorm", status=1)
+    assert "# unknown: --n-group 8: use --moe-router-num-groups" in said and "rmsnorm: a kernel" in said
+
+
+def test_the_answers_of_a_list_are_an_object_by_flag(answered):
+    asked = "--lr 1 --tp 2 --attention-backend local --sft --te-rng-tracker"
+    said = json.loads(answered("--json", *asked.split()))
+    assert {flag: entry["answer"] for flag, entry in said.items()} == {
+        "--lr": "taken", "--tp": "unknown", "--attention-backend": "alias", "--sft": "refused",
+        "--te-rng-tracker": "ignored",
+    }  # fmt: skip
+    assert all(set(entry) == {"answer", "reason"} and entry["reason"] for entry in said.values())
+    (entry,) = json.loads(answered("--json", "--main-grads-dtype")).values()
+    assert entry["answer"] == "by value" and "bf16: alias --grad-reduce-in-bf16" in entry["reason"]
+
+
+def test_a_test_case_of_megatrons_is_a_script(tmp_path, capsys):
+    file = tmp_path / "model_config.yaml"
+    file.write_text('MODEL_ARGS:\n  --lr: 1\n  --bf16: true\n  --fp16: false\n  --moe-layer-freq: "([0]*1+[1]*3)"\n')
+    assert main(["--rewrite", "--script", str(file)]) == 0
+    wanted = "megatron-moe train --defaults megatron --lr 1 --bf16".split()
+    assert shlex.split(capsys.readouterr().out.replace("\\\n", "")) == [*wanted, "--moe-layer-freq", "([0]*1+[1]*3)"]
+    capsys.readouterr()
+    for text in ("TEST_TYPE: regular\n", "MODEL_ARGS: [", "MODEL_ARGS: 2026-13-01", "[" * 5000):
+        file.write_text(text)
+        assert main(["--script", str(file)]) == 2 and capsys.readouterr().err.count(str(file)) == 1, text

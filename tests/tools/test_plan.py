@@ -1,0 +1,224 @@
+"""A layout on paper: the model's own counts, on as many ranks as one likes, and what it says of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import build
+from megatron_moe_tools.plan import tracing
+from megatron_moe_tools.plan.neighbours import Machine, legal, nearest_legal, neighbours
+from megatron_moe_tools.plan.plan import ROUNDS, bubble_share, make_plan, schedule
+from megatron_moe_tools.plan.tracing import trace_ranks
+from megatron_moe_tools.plan.traffic import rank_traffic
+from tests.helpers.rows import rows
+
+TINY = {**PRESETS["tiny"], "vocab_size": 1000, "bf16": True, "use_distributed_optimizer": True}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+FURTHER_ALONE = {
+    "num_layers": 4, "pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Ett|tt|mm|L",
+    "mtp_num_layers": 2,
+}  # fmt: skip
+LOSS_ALONE = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|ttt|t|L"}
+TIED = {"untie_embeddings_and_output_weights": False}
+
+
+def traced(world_size, **changes):
+    run = build({**TINY, **changes})
+    vocabulary = run.derived.padded_vocab_size(1000)
+    return run, vocabulary, trace_ranks(run, world_size, vocabulary, device="cuda", imbalance=1.0)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (8, {**TP2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "mtp_num_layers": 1}),
+        (8, {**TP2, **TIED, "pipeline_model_parallel_size": 4, "expert_tensor_parallel_size": 1}),
+        (4, {**TIED, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
+        (4, {**FURTHER_ALONE, **TIED}),
+    ],
+)
+def test_parameters_of_all_ranks_without_copies_are_the_models(world_size, changes):
+    run, vocabulary, traces = traced(world_size, **changes)
+    whole = {name: size for trace in traces for name, size in trace.whole.items()}
+    assert sum(whole.values()) == run.derived.parameter_count(vocabulary)
+    assert [rank for trace in traces for rank in trace.ranks] == list(range(world_size))
+
+
+def test_frozen_parameters_have_weights_and_neither_gradients_nor_moments():
+    pp2 = {"pipeline_model_parallel_size": 2}
+    _, _, every = traced(2, **pp2)
+    _, _, some = traced(2, **pp2, freeze=("decoder.layers.3.mlp.experts", "embedding"))
+    assert [(trace.weights, trace.whole) for trace in some] == [(trace.weights, trace.whole) for trace in every]
+    first, second = (
+        sum(buffer.used for buffer in one.buffers) - sum(buffer.used for buffer in other.buffers)
+        for one, other in zip(every, some)
+    )
+    assert first == every[0].whole["embedding.word_embeddings.weight"]
+    experts = "decoder.layers.3.mlp.experts."
+    assert second == sum(size for name, size in every[1].whole.items() if name.startswith(experts))
+
+
+VIRTUAL_STAGES = {
+    "num_layers": 8, "moe_layer_freq": "[0]+[1]*7", "expert_model_parallel_size": 2,
+    "num_layers_per_virtual_pipeline_stage": 1,
+}  # fmt: skip
+UNEVEN = {**TP2, "num_layers": 5, "context_parallel_size": 2, "decoder_first_pipeline_num_layers": 2}
+KEPT_WIDE = {"num_layers": 4, "moe_layer_freq": 1, "keep_fp32": ("decoder.layers.2",)}
+LETTERS = {"num_layers": 5, "moe_layer_freq": 1, "pipeline_model_parallel_layout": "Et|t|t|t||t||L"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    rows(
+        [(16, {**UNEVEN, "moe_layer_freq": 1}), (8, VIRTUAL_STAGES), (4, KEPT_WIDE), (8, LETTERS)],
+        test=[(4, KEPT_WIDE), (8, LETTERS)],
+    ),
+)
+def test_a_stage_taken_from_one_like_it_is_the_stage_that_would_be_built(world_size, changes):
+    run, vocabulary, together = traced(world_size, pipeline_model_parallel_size=4, **changes)
+    for stage, trace in enumerate(together):
+        (alone,) = trace_ranks(run, world_size, vocabulary, device="cuda", imbalance=1.0, stages=[stage])
+        assert trace == alone
+
+
+def test_a_traced_stage_is_not_traced_again(monkeypatch):
+    run, vocabulary, traces = traced(8, **TP2, num_layers=4, moe_layer_freq=1, pipeline_model_parallel_size=4)
+    known = {}
+    options = {"device": "cuda", "imbalance": 1.0, "known": known}
+    assert trace_ranks(run, 8, vocabulary, **options) == traces
+    assert len(known) == 3  # first, last, and the two between
+    monkeypatch.setattr(tracing, "build_model", None)
+    assert trace_ranks(run, 8, vocabulary, **options) == traces
+
+
+def test_stages_by_letters_have_the_work_that_they_say_and_hidden_states_of_every_depth_travel():
+    run, _, traces = traced(4, **FURTHER_ALONE)
+    sent = [rank_traffic(run, trace, 4, 8)["PP"].sent for trace in traces]
+    one = traces[0].boundary * run.derived.num_microbatches(4)
+    # forward, and gradients back; m sends the states of the model and of two depths
+    assert sent == [one, 2 * one, (3 + 1) * one, 3 * one]
+    _, _, traces = traced(2, num_layers=4, moe_layer_freq=1, **LOSS_ALONE)
+    assert [trace.layers for trace in traces] == [(3,), (0, 1, 2)]
+    assert [[chunk.flops > 0 for chunk in trace.chunks] for trace in traces] == [[False, True], [True, True]]
+    whole = traced(1, num_layers=4, moe_layer_freq=1)[2][0]
+    assert sum(chunk.flops for trace in traces for chunk in trace.chunks) == whole.chunks[0].flops
+
+
+def test_experts_are_counted_apart_and_shared_by_expert_ranks():
+    _, _, (one,) = traced(4)
+    _, _, (shared,) = traced(4, expert_model_parallel_size=4)
+    assert (shared.expert * 4, shared.dense) == (one.expert, one.dense)
+    assert sum(buffer.numel for buffer in shared.buffers if buffer.expert) >= shared.expert
+
+
+def test_deepseek_v3_on_2048_ranks():
+    stages = {"pipeline_model_parallel_size": 16, "decoder_last_pipeline_num_layers": 1}
+    run = build({**PRESETS["deepseek-v3"], **stages, "expert_model_parallel_size": 64, "global_batch_size": 15360})
+    plan = make_plan(run, 2048, Machine())
+    assert plan["total_params"] == 671_026_404_352
+    assert round(plan["active_params"] / 1e9, 2) == 37.55
+    assert [rank["ranks"] for rank in plan["ranks"]] == [[128 * i, 128 * i + 127] for i in range(16)]
+    middle = plan["ranks"][5]
+    # Four layers of 256 experts, over 64 ranks; three matrices of 7168 x 2048 each.
+    assert middle["expert_params"] == 4 * 4 * 3 * 7168 * 2048
+    assert middle["memory"]["in_flight"] == 16 - 5
+    # Moments and master of a dense weight are shared by 128 ranks, of an expert's by 2 (2,048 / (64 x 16)).
+    wanted = 12 * (middle["dense_params"] / 128 + middle["expert_params"] / 2)
+    assert middle["memory"]["optimizer"] == pytest.approx(wanted, rel=1e-4)
+    assert plan["bubble_share"] == 15 / (120 + 15)
+    assert set(middle["traffic"]) == {"DP", "EP", "PP", "expert DP"}
+
+
+def test_more_rows_than_even_need_more_memory():
+    run = build({**TINY, "expert_model_parallel_size": 4})
+    even, skewed = (make_plan(run, 4, Machine(imbalance=x))["ranks"][0]["memory"] for x in (1.0, 3.0))
+    assert skewed["dispatch"] > even["dispatch"]
+    assert skewed["activations"] > even["activations"]
+    assert skewed["weights"] == even["weights"]
+
+
+def test_traffic_of_one_all_to_all_and_of_a_ring_is_that_computed_by_hand():
+    run = build({**TINY, "expert_model_parallel_size": 2, "global_batch_size": 16})
+    plan = make_plan(run, 4, Machine(gpus_per_node=2))
+    rank = plan["ranks"][0]
+    received = 2 * 64 * run.moe.moe_router_topk  # B x S x K
+    sent_of_rows = received * 64 * 2 / 2  # H in bf16; one of two ranks is oneself
+    weights, counts = received * 4 / 2, 2 * 4 * 8 / 2
+    # Three MoE layers, two micro-batches, rows there and back, forward and backward; weights once each way; counts.
+    assert rank["traffic"]["EP"]["sent"] == 3 * 2 * (4 * sent_of_rows + 2 * weights + counts)
+    assert rank["traffic"]["EP"]["between_nodes"] == 0
+    dense = sum(b.numel for b in trace_ranks(run, 4, 1024, device="cpu", imbalance=1.0)[0].buffers if not b.expert)
+    assert rank["traffic"]["DP"]["sent"] == dense * (4 + 2) * 3 / 4
+    assert rank["traffic"]["DP"]["between_nodes"] == rank["traffic"]["DP"]["sent"] / 2
+    assert rank["traffic"]["expert DP"]["between_nodes"] == rank["traffic"]["expert DP"]["sent"]
+
+
+def test_the_schedule_is_the_engines():
+    words = ["".join("BF"[forward] + str(chunk) for forward, chunk in schedule(1, 4, stage, 4)) for stage in (0, 3)]
+    assert words == ["F0F0F0F0B0B0B0B0", "F0B0F0B0F0B0F0B0"]
+    interleaved = "".join("BF"[forward] + str(chunk) for forward, chunk in schedule(2, 2, 1, 2))
+    assert interleaved == "F0F0F1B1F1B1B0B0"
+    assert "".join("BF"[forward] for forward, _ in schedule(1, 1, 0, 3, True)) == "FFBFBB"
+    assert bubble_share(1, 4, 12) == 0.2
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_passes_before_the_first_backward_pass_are_the_engines(stage, overlap):
+    group = SimpleNamespace(size=lambda: 3, rank=lambda: stage)
+    peers = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=2)
+    _, _, warm_up, _ = schedules.get_pp_rank_microbatches(
+        6, 2, 3, overlap_moe_expert_parallel_comm=overlap, p2p_communicator=peers
+    )
+    assert [forward for forward, _ in schedule(2, 3, stage, 6, overlap)].index(False) == warm_up + 1
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_after_a_plans_rounds_nothing_new_waits(chunks, ahead):
+    def waiting(stage: int, rounds: int) -> set[tuple[int, ...]]:
+        counts, found = [0] * chunks, set()
+        for is_forward, chunk in schedule(chunks, 4, stage, 4 * rounds, ahead):
+            counts[chunk] += 1 if is_forward else -1
+            found.add(tuple(counts))
+        return found
+
+    for stage in range(4):
+        assert waiting(stage, ROUNDS) == waiting(stage, 9)
+    assert waiting(0, 1) != waiting(0, 9) or (chunks, ahead) == (1, False)
+
+
+def test_planning_leaves_no_trace_in_the_process(monkeypatch):
+    state = torch.get_rng_state()
+    scale = torch.ones(1)  # as a training step in this process has left it
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", scale)
+    traced(8, expert_model_parallel_size=8, moe_aux_loss_coeff=(0.1,), moe_router_load_balancing_type=("aux_loss",))
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale is scale
+    assert not torch.distributed.is_initialized()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.empty(1).device.type == "cpu"
+
+
+def test_layouts_nearby_are_legal_and_one_change_away():
+    run, stuck = (build({**TINY, "expert_model_parallel_size": size}) for size in (2, 3))
+    near = [other for _, other in neighbours(run) if legal(other, 4)]
+    assert legal(run, 4) and near and run not in near
+    assert not legal(stuck, 4)
+    assert all(legal(other, 4) for _, other in nearest_legal(stuck, 4, 3))
+
+
+def test_what_is_recomputed_is_not_kept():
+    kept = {}
+    for modules in (None, ("mla_up_proj",), ("moe_act",), ("layernorm",), ("moe",), ("core_attn",)):
+        granularity = None if modules is None else "selective"
+        _, _, (trace,) = traced(1, recompute_granularity=granularity, recompute_modules=modules)
+        kept[modules] = trace.chunks[0].kept
+    assert all(size < kept[None] for modules, size in kept.items() if modules is not None), kept
