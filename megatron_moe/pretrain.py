@@ -25,7 +25,7 @@ from megatron_moe.report.console import legend_text
 from megatron_moe.training.signals import die_with_launcher
 
 if TYPE_CHECKING:
-    from megatron_moe.training.loop import StepAudit
+    from megatron_moe.training.callbacks.precision import StepAudit
 
 
 def main(argv: list[str], load_audit: Callable[[], StepAudit] | None = None) -> int:

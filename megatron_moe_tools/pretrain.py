@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megatron_moe import pretrain
 
 if TYPE_CHECKING:
-    from megatron_moe.training.loop import StepAudit
+    from megatron_moe.training.callbacks.precision import StepAudit
 
 
 def main(argv: list[str]) -> int:

@@ -104,7 +104,7 @@ class StepProfiler(Sink):
     def step(self, record: StepRecord) -> None:
         from torch.profiler import profile
 
-        from megatron_moe.training.profiler import activities
+        from megatron_moe.training.callbacks.profiler import activities
 
         self._steps += 1
         if self._first < self._steps <= self._last:
@@ -133,7 +133,7 @@ def profiled(run: Run, warmup: int, steps: int) -> StepProfiler:
     require_rendezvous(world_size)
     check_start(run, world_size, local_world_size(world_size))
     # Not before flags and files are right: loading torch and the engine takes seconds.
-    from megatron_moe.training.profiler import stations
+    from megatron_moe.training.callbacks.profiler import stations
     from megatron_moe.training.run import pretrain
 
     profiler = StepProfiler(warmup, steps)
@@ -146,7 +146,7 @@ def shares(events: Any) -> dict[str, Share]:
     """Return each station's share of the time of these events of a profile."""
     import torch
 
-    from megatron_moe.training.profiler import PREFIX
+    from megatron_moe.training.callbacks.profiler import PREFIX
 
     by_sequence: dict[int, str] = {}
     for event in events:
@@ -176,7 +176,7 @@ def shares(events: Any) -> dict[str, Share]:
 
 def _station(event: Any) -> str:
     """Return the station of the innermost range around an event."""
-    from megatron_moe.training.profiler import PREFIX
+    from megatron_moe.training.callbacks.profiler import PREFIX
 
     one = event
     while one is not None:

@@ -15,7 +15,7 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.config import rules
-from megatron_moe.config.errors import ConfigError, RunFault
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.tokenizers import Tokenizer
@@ -29,17 +29,23 @@ from megatron_moe.report.records import exact
 from megatron_moe.report.run_info import FINISHED
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.build import build_trainer
+from megatron_moe.training.callback import Callback
+from megatron_moe.training.callbacks import callbacks_of
+from megatron_moe.training.callbacks.evaluation import evaluate_split
+from megatron_moe.training.callbacks.precision import StepAudit
+from megatron_moe.training.callbacks.stopping import StopAsked, stop_check
 from megatron_moe.training.evaluate import gathered_parameters
-from megatron_moe.training.garbage import collector_off
-from megatron_moe.training.loop import StepAudit, StopAsked, StopReason, stop_check, train
+from megatron_moe.training.loop import train
 from megatron_moe.training.plan import evaluates_test_split, plan_run, require_profiler
 from megatron_moe.training.signals import StopSignals, signal_name
+from megatron_moe.training.start_notes import report_start
 from megatron_moe.training.trainer import Trainer
 
 
 def pretrain(
     run: Run,
     also: Sequence[Sink] = (),
+    callbacks: Sequence[Callback] = (),
     audit: StepAudit | None = None,
     stage: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
@@ -47,6 +53,7 @@ def pretrain(
 
     Args:
         also: sinks that get every event of the run, on rank 0, in addition to those that the flags ask for.
+        callbacks: a program's own callbacks on this rank (`training/callback.py`).
         audit: what traces the second step where `--audit-precision` asks for it; pretrain_moe.py hands in
             `megatron_moe_tools.audit.step.auditing`.
         stage: called with what begins before the first line of the log, as "building the model".
@@ -69,9 +76,11 @@ def pretrain(
         try:
             with ExitStack() as resources:
                 trainer = build_trainer(planned, resources, also, stage)
+                report_start(trainer)
                 stop.before_end = partial(_before_end, trainer)
-                stopped = _train(trainer, stop, audit if run.precision.audit_precision else None)
-                summary = _summary(trainer, planned.tokenizer, stop, stopped)
+                _train(trainer, callbacks_of(stop, audit if run.precision.audit_precision else None, callbacks))
+                summary = _summary(trainer, planned.tokenizer, stop)
+                stopped = trainer.stop_reason
                 trainer.reporter.close(summary, FINISHED if stopped is None else f"stopped {stopped.text}")
                 trainer.require_sinks()
             clean = True
@@ -139,32 +148,27 @@ def _check(run: Run, audit: StepAudit | None) -> None:
         switches.deterministic_environment()
 
 
-def _train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None) -> StopReason | None:
-    """Run the loop, report why it ended, and return it; None where all iterations are done."""
+def _train(trainer: Trainer, callbacks: Sequence[Callback]) -> None:
+    """Run the loop, and report why it ended."""
+    iterations = trainer.run.training.train_iters
     if trainer.finished:
+        done = trainer.progress.iteration
         trainer.reporter.message(
-            f"nothing to train: the checkpoint is at iteration {trainer.progress.iteration} of --train-iters "
-            f"{trainer.run.training.train_iters}"
+            f"nothing to train: the checkpoint is at iteration {done} of --train-iters {iterations}"
         )
-    try:
-        with collector_off(trainer.run.training):
-            stopped = train(trainer, stop, audit)
-    except RunFault:  # on all ranks; what is being written in the background is of before
-        trainer.leave_save()
-        raise
-    iteration = trainer.progress.iteration
+    train(trainer, callbacks)
+    iteration, stopped = trainer.progress.iteration, trainer.stop_reason
     if stopped is None:
         trainer.reporter.message(f"done: {iteration} iterations")
     else:
         trainer.reporter.event("stop", f"stopped at iteration {iteration} {stopped.text}", by=stopped.text)
-    return stopped
 
 
-def _summary(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals, stopped: StopReason | None) -> dict[str, Any]:
+def _summary(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals) -> dict[str, Any]:
     """Evaluate the trained model and return the summary of the run."""
     summary: dict[str, Any] = {"iterations": trainer.progress.iteration, "unigram_entropy": trainer.unigram_entropy}
     # Whoever asked for the end waits, a launcher half a minute; the next start makes up for an evaluation.
-    if stopped is None or not stopped.urgent:
+    if trainer.stop_reason is None or not trainer.stop_reason.urgent:
         try:
             _judge(trainer, tokenizer, stop, summary)
         except StopAsked as asked:
@@ -188,7 +192,7 @@ def _judge(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals, summary: d
     run, check = trainer.run, stop_check(trainer.run, stop)
     for split in ("valid", "test"):
         if run.training.eval_iters and (split == "valid" or evaluates_test_split(run)):
-            summary[f"{split}_loss"] = trainer.evaluate(split, check).loss
+            summary[f"{split}_loss"] = evaluate_split(trainer, split, check).loss
     if run.logging.sample_prompt is not None:
         if check is not None:
             check()

@@ -186,16 +186,16 @@ def test_the_last_step_is_never_lost_without_an_error(gloo, tmp_path):
 @contextmanager
 def after_step(number: int, act: Callable[[], object]) -> Iterator[None]:
     """Let a rank act when it has counted that step."""
-    from megatron_moe.training import loop
+    from megatron_moe.training.callbacks.reporting import Reporting
 
-    told = loop._count_and_report
+    told = Reporting.after_step
 
-    def acting(trainer: Any, *args: Any) -> None:
-        told(trainer, *args)
-        if trainer.progress.iteration == number:
+    def acting(reporting: Any, step: Any, result: Any) -> None:
+        told(reporting, step, result)
+        if step.iteration == number:
             act()
 
-    with mock.patch.object(loop, "_count_and_report", acting):
+    with mock.patch.object(Reporting, "after_step", acting):
         yield
 
 

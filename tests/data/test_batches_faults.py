@@ -27,7 +27,7 @@ from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.fingerprint import changed_since, data_fingerprint, require_same_data
 from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
-from megatron_moe.training.trainer import Trainer
+from megatron_moe.training.callbacks.checkpointing import require_unchanged_data
 from tests.data.prepared import ids
 from tests.helpers.plain_steps import write_step
 
@@ -203,10 +203,10 @@ def test_a_resume_on_a_replaced_file_exits_with_status_2(scene):
 
 def test_a_file_that_is_replaced_or_disappears_during_the_run_stops_it_before_it_saves(scene):
     trainer = SimpleNamespace(data=data_fingerprint(scene.run()), rank_facts=SimpleNamespace(rank=0))
-    Trainer.check_data(trainer)
+    require_unchanged_data(trainer.data, 0)
     ids(scene.folder, "data", OTHERS, VOCABULARY)
     with pytest.raises(ConfigError, match=f"{scene.prefix}.bin was written to after the run began.*none is saved"):
-        Trainer.check_data(trainer)
+        require_unchanged_data(trainer.data, 0)
     os.unlink(f"{scene.prefix}.bin")
     assert changed_since(trainer.data) == f"{scene.prefix}.bin: No such file or directory"
 

@@ -35,35 +35,32 @@ SMALL = {
 """Where four layers show no more than two."""
 
 
-def trained(flags: dict[str, Any]) -> dict[str, Any]:
+def trained(flags: dict[str, Any], *callbacks: Any) -> dict[str, Any]:
     """A whole run on this case's ranks; returns its summary."""
     from megatron_moe.training.run import pretrain
 
-    return pretrain(build({**TINY, **flags}))
+    return pretrain(build({**TINY, **flags}), callbacks=callbacks)
 
 
 def moved(flags: dict[str, Any]) -> list[dict[str, Any]]:
     """A run that saves what it loaded before it trains, and nothing else; the exact records of its own steps."""
-    from megatron_moe.training import run as runs
+    from megatron_moe.training.callback import Callback
+    from megatron_moe.training.callbacks.checkpointing import save
 
     found: list[dict[str, Any]] = []
-    train = runs.train
 
-    def saving_first(trainer: Any, stop: Any, audit: Any) -> str | None:
-        trainer.saved = None
-        trainer.save()
-        trainer.finish_save()
-        trainer.saver = None
-        before = len(trainer.records)
-        said = train(trainer, stop, audit)
-        found.extend(list(trainer.records)[before:])
-        return said
+    class SavingFirst(Callback):
+        def before_training(self) -> None:
+            self.trainer.saved = None
+            save(self.trainer)
+            self.trainer.saver.finish()
+            self.trainer.saver = None
+            self.before = len(self.trainer.records)
 
-    runs.train = saving_first
-    try:
-        trained(flags)
-    finally:
-        runs.train = train
+        def after_training(self) -> None:
+            found.extend(list(self.trainer.records)[self.before :])
+
+    trained(flags, SavingFirst())
     return found
 
 

@@ -348,7 +348,7 @@ def test_a_test_file_bears_the_name_of_the_module_that_it_tests():
     for path in sorted((ROOT / "tests").glob("*/test_*.py")):
         room, name = path.parent.name, path.stem.removeprefix("test_") + "_"
         folders = [PACKAGE / room, *(TOOLS / folder for folder in ROOMS_OF_TOOLS.get(room, ()))]
-        modules = [module for folder in folders for module in folder.glob("*")]
+        modules = [module for folder in folders for module in folder.rglob("*")]
         if room not in OTHER_ROOMS and not any(name.startswith(f"{module.stem}_") for module in modules):
             wrong.append(str(path.relative_to(ROOT)))
     assert wrong == []

@@ -166,16 +166,17 @@ def _install(fault: dict[str, Any]) -> None:
     """Change the functions of the phase; the iteration is that of the step that runs."""
     from megatron_moe.checkpoint import publish
     from megatron_moe.checkpoint import save as save_file
-    from megatron_moe.training import evaluate, faults, step, step_sums
+    from megatron_moe.training import evaluate, step, step_sums
+    from megatron_moe.training.callbacks.hang_report import HangReport
 
     kind, phase, now = fault["kind"], fault["phase"], {"iteration": 0}
-    begin = faults.FaultWatch.begin
+    begin = HangReport.before_step
 
-    def counted(self: Any) -> None:
-        now["iteration"] = self._trainer.progress.iteration + 1
-        begin(self)
+    def counted(self: Any, step: Any) -> None:
+        now["iteration"] = step.iteration
+        begin(self, step)
 
-    faults.FaultWatch.begin = counted  # type: ignore[method-assign]
+    HangReport.before_step = counted  # type: ignore[method-assign]
 
     def first(function: Callable[..., Any], instead: Callable[..., Any] | None = None) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:

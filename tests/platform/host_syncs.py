@@ -129,7 +129,8 @@ def _phase(where: str, functions: set[str], files: set[tuple[str, str]]) -> str:
         return "layer" if in_layer or of_layer else "micro-batches"
     if "train_step" in functions:
         return "step"
-    return "logging" if "_count_and_report" in functions else "loop"
+    reporting = ("megatron_moe/training/callbacks/reporting.py", "after_step") in files
+    return "logging" if reporting else "loop"
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -358,16 +359,15 @@ def write_counts(argv: list[str]) -> None:
     from megatron_moe.training import loop
     from megatron_moe.training.run import pretrain
 
-    stock = loop.StepRunner.run_next
+    stock = loop.run_step
 
-    def run_next(self: Any) -> Any:
+    def run_step(*args: Any) -> None:
         SYNCS.found.clear()
         SYNCS.on = True
-        result = stock(self)
+        stock(*args)
         SYNCS.on = False
-        return result
 
-    with mock.patch.object(loop.StepRunner, "run_next", run_next), cuda_on_cpu.Mode():
+    with mock.patch.object(loop, "run_step", run_step), cuda_on_cpu.Mode():
         pretrain(cli.parse([*DEFAULTS, *argv]))
     by_phase: dict[str, list[int]] = {phase: [0, 0] for phase in PHASES}
     for wait, count in SYNCS.found.items():

@@ -60,8 +60,8 @@ def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(gloo: Any, once: An
 
 def copies(flags: dict[str, Any]) -> list[str]:
     """The weights whose copies differ after a few steps: with other moments they would soon."""
+    from megatron_moe.training.callbacks.replicas import compare_replicas
     from megatron_moe.training.optimizer import mains_of, parts
-    from megatron_moe.training.replicas import compare_replicas
 
     trainer = steps.Trainer({**STORED, "lr": 1e-1, "lr_warmup_init": 1e-1, **flags})
     for _ in range(steps.STEPS):

@@ -143,43 +143,42 @@ def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> d
         Per fault: told, what was said on this rank or raised; raised, whether it was; and changed, what the step
         changed. Beside it the sound steps: all of them must be applied.
     """
-    from megatron_moe.training import loop
-    from megatron_moe.training.faults import FaultWatch
+    from megatron_moe.training import callbacks
+    from megatron_moe.training.callbacks.non_finite import NonFinite
     from megatron_moe.training.run import pretrain
 
     rank, seen, sound = torch.distributed.get_rank(), [], []
 
-    class Spoiling(FaultWatch):
+    class Spoiling(NonFinite):
         """The fault lasts from the beginning of the step to the end of the second look."""
 
-        def begin(self) -> None:
-            super().begin()
-            number, self.due = divmod(self._trainer.progress.iteration, 2)
+        def before_step(self, step: Any) -> None:
+            number, self.due = divmod(self.trainer.progress.iteration, 2)
             self.fault: Any = nullcontext()
             if self.due:
                 site, value, ranks = faults[number]
-                self.before = digests(self._trainer.trained)
+                self.before = digests(self.trainer.trained)
                 if ranks == "all" or rank == 1:
-                    self.fault = SITES[site](self._trainer, float(value))
+                    self.fault = SITES[site](self.trainer, float(value))
             self.fault.__enter__()
 
-        def end(self, result: Any) -> None:
+        def after_step(self, step: Any, result: Any) -> None:
             said: list[str] = []
             raised = False
-            with mock.patch.object(self._trainer.reporter, "event", lambda _kind, text, **_: said.append(text)):
+            with mock.patch.object(self.trainer.reporter, "event", lambda _kind, text, **_: said.append(text)):
                 try:
-                    super().end(result)
+                    super().after_step(step, result)
                 except RunFault as fault:
                     said, raised = [str(fault)], True
             self.fault.__exit__(None, None, None)
             if not self.due:
                 sound.append(result.committed)
                 return
-            after = digests(self._trainer.trained)
+            after = digests(self.trainer.trained)
             changed = [name for name in after if after[name] != self.before[name]]
             seen.append({"told": said, "raised": raised, "changed": changed, "committed": result.committed})
 
-    with mock.patch.object(loop, "FaultWatch", Spoiling):
+    with mock.patch.object(callbacks, "NonFinite", Spoiling):
         pretrain(small(train_iters=2 * len(faults) + 1, **flags))
     return {"seen": seen, "sound": sound}
 
@@ -188,11 +187,11 @@ def poisoned_saves(root: str) -> dict[str, Any]:
     """A run that saves every step; before the last save a NaN is put into rank 1's state, at each place in turn. Then a
     state with one is saved without a look at it.
     """
-    from megatron_moe.training import trainer as trainer_file
+    from megatron_moe.training.callbacks import checkpointing
     from megatron_moe.training.run import pretrain
 
     refusals: list[str] = []
-    save = trainer_file.Trainer.save
+    save = checkpointing.save
 
     def spoiling(trainer: Any) -> None:
         if trainer.progress.iteration < 2 or trainer.saved is not None:
@@ -203,26 +202,24 @@ def poisoned_saves(root: str) -> dict[str, Any]:
                     save(trainer)
                 except RunFault as fault:
                     refusals.append(str(fault))
-        with adam_moment(trainer, float("nan")), mock.patch.object(trainer_file, "damage_on_ranks", lambda *_: None):
+        with adam_moment(trainer, float("nan")), mock.patch.object(checkpointing, "damage_on_ranks", lambda *_: None):
             save(trainer)
 
-    with mock.patch.object(trainer_file.Trainer, "save", spoiling):
+    with mock.patch.object(checkpointing, "save", spoiling):
         pretrain(small(train_iters=2, save=root, save_interval=1))
     return {"refusals": refusals, "steps": sorted(path.name for path in Path(root).glob("iter_*"))}
 
 
 def stopped_run(site: str, flags: dict[str, Any]) -> str:
     """The error of a run in which `site` holds a NaN on rank 1 from step 2 on."""
-    from megatron_moe.training import loop
-    from megatron_moe.training.faults import FaultWatch
+    from megatron_moe.training.callback import Callback
     from megatron_moe.training.run import pretrain
 
-    class Spoiling(FaultWatch):
-        def begin(self) -> None:
-            super().begin()
-            if self._trainer.progress.iteration == 1 and torch.distributed.get_rank() == 1:
-                SITES[site](self._trainer, float("nan")).__enter__()
+    class Spoiling(Callback):
+        def before_step(self, step: Any) -> None:
+            if step.iteration == 2 and torch.distributed.get_rank() == 1:
+                SITES[site](self.trainer, float("nan")).__enter__()
 
-    with mock.patch.object(loop, "FaultWatch", Spoiling), pytest.raises(RunFault) as fault:
-        pretrain(small(**flags))
+    with pytest.raises(RunFault) as fault:
+        pretrain(small(**flags), callbacks=[Spoiling()])
     return str(fault.value)

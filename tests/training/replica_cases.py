@@ -23,7 +23,7 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
 
 def copies(trainer: Any) -> list[tuple[str, torch.Tensor, Any]]:
     """Every tensor of this rank that has copies elsewhere, with its name and the group that holds them."""
-    from megatron_moe.training.replicas import _by_group
+    from megatron_moe.training.callbacks.replicas import _by_group
 
     return [
         (name, tensor, group)
@@ -41,16 +41,16 @@ def flipped_bits(flags: dict[str, Any], trials: int, seed: int = 0) -> dict[str,
         caught: trials whose error named the tensor and, where there is a majority, the rank, on this rank. missed: the
         others. alarms: errors of steps without a flip.
     """
-    from megatron_moe.training import faults, loop
+    from megatron_moe.training import callbacks
+    from megatron_moe.training.callbacks.replicas import Replicas
     from megatron_moe.training.run import pretrain
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     outcome: dict[str, Any] = {"caught": 0, "missed": [], "alarms": [], "steps": 0}
 
-    class Flipping(faults.FaultWatch):
-        def begin(self) -> None:
-            super().begin()
-            trainer = self._trainer
+    class Flipping(Replicas):
+        def before_step(self, step: Any) -> None:
+            trainer = self.trainer
             draw = random.Random(1000 * seed + trainer.progress.iteration)
             self.undo: Any = None
             self.expected: tuple[str, int] | None = None
@@ -69,12 +69,12 @@ def flipped_bits(flags: dict[str, Any], trials: int, seed: int = 0) -> dict[str,
                 torch.distributed.broadcast_object_list(chosen, src=victim)
                 self.expected = (chosen[0][0], victim if chosen[0][1] > 2 else -1)
 
-        def before_update(self) -> None:
+        def before_update(self, step: Any) -> None:
             outcome["steps"] += 1
             if self.undo is not None and self.late:
                 flip(*self.undo)
             try:
-                super().before_update()
+                super().before_update(step)
                 told = None
             except RunFault as fault:
                 told = str(fault)
@@ -89,7 +89,7 @@ def flipped_bits(flags: dict[str, Any], trials: int, seed: int = 0) -> dict[str,
             outcome["missed"] += [] if good else [(self.expected, told)]
 
     every = {"check_weight_hash_across_dp_replicas_interval": 1}
-    with mock.patch.object(loop, "FaultWatch", Flipping):
+    with mock.patch.object(callbacks, "Replicas", Flipping):
         pretrain(small(train_iters=2 * trials + 1, log_interval=1000, **every, **flags))
     return outcome
 

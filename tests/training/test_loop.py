@@ -12,25 +12,26 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_moe.checkpoint.state import TrainingProgress
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.report.jsonl import read_evaluations, read_steps
-from megatron_moe.training.loop import StopReason, exit_reason
+from megatron_moe.training.callbacks.stopping import Stopping, asked_to_stop
 from megatron_moe.training.signals import StopSignals
+from megatron_moe.training.trainer import StopReason
 from tests.helpers import trained_steps
 from tests.helpers.stepped_trainer import PP2
 
 SMALL = {**trained_steps.SMALL, "num_layers": 1, "moe_layer_freq": "[1]", "log_interval": 1000}
 
 
-def trainer(iteration: int, **flags: Any) -> Any:
-    return SimpleNamespace(run=replace(Run(), train_iters=100, **flags), progress=TrainingProgress(iteration, 0))
-
-
 def test_an_exit_interval_stops_after_the_iteration_it_divides():
-    stops = [exit_reason(trainer(iteration, exit_interval=5), StopSignals(save=False)) for iteration in (4, 5, 6, 100)]
-    assert stops == [None, StopReason("(--exit-interval 5)", urgent=False), None, None]
+    stopping, reasons = Stopping(StopSignals(save=False)), []
+    for iteration in (4, 5, 6, 100):
+        run = replace(Run(), train_iters=100, exit_interval=5)
+        stopping.attach(SimpleNamespace(run=run, stop_reason=None, finished=iteration == 100))
+        stopping.after_step(SimpleNamespace(iteration=iteration), None)
+        reasons.append(stopping.trainer.stop_reason)
+    assert reasons == [None, StopReason("(--exit-interval 5)", urgent=False), None, None]
 
 
 def agreed(flags: dict[str, Any], asked: int | None, late: int | None) -> str | None:
@@ -39,7 +40,7 @@ def agreed(flags: dict[str, Any], asked: int | None, late: int | None) -> str | 
     stop = StopSignals(save=True)
     stop.stop_signal = int(signal.SIGTERM) if rank == asked else 0
     stop.started -= 120 if rank == late else 0
-    reason = exit_reason(trainer(7, **flags), stop)
+    reason = asked_to_stop(replace(Run(), train_iters=100, **flags), stop)
     return reason and reason.text
 
 

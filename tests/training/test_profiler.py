@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_moe.moe.router import TopKRouter
-from megatron_moe.training.profiler import FUNCTIONS, MODULES
+from megatron_moe.training.callbacks.profiler import FUNCTIONS, MODULES
 from megatron_moe_tools import profile_step
 from megatron_moe_tools.profile_step import OPERATIONS, main
 

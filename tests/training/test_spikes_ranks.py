@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_moe.training.spikes import LEAST, SpikeDetector
+from megatron_moe.training.callbacks.spikes import LEAST, SpikeDetector
 from tests.training.fault_cases import small
 
 FEW, SPIKE, SEQUENCE, BATCH = 2, 4, 5, 8
@@ -33,33 +33,36 @@ def test_a_jump_is_a_spike_and_noise_is_none():
 
 def jumping_run(folder: str, flags: dict[str, Any]) -> list[float]:
     """A run in which one sequence of iteration SPIKE is hard; the losses of its samples as the step recorded them."""
-    from megatron_moe.training import faults, loop, spikes
+    from megatron_moe.training.callback import Callback
+    from megatron_moe.training.callbacks import spikes
     from megatron_moe.training.run import pretrain
 
     losses: list[float] = []
 
-    class Jumping(faults.FaultWatch):
-        def __init__(self, trainer: Any, batches: Any) -> None:
-            super().__init__(trainer, batches)
+    class Jumping(Callback):
+        def attach(self, trainer: Any) -> None:
+            super().attach(trainer)
             trainer.trained.model[0].register_forward_hook(self._harder, prepend=True)
             dp = trainer.trained.pg_collection.dp
             self.place, self.dp = dp.rank(), dp.size()
 
+        def before_step(self, step: Any) -> None:
+            self.step = step
+
         def _harder(self, _module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
             # Micro-batch m of this rank begins at sequence (m x DP + its place) x 2.
-            begin = ((len(self._replay.micro_batches[0]) - 1) * self.dp + self.place) * 2
+            begin = ((len(self.step.micro_batches[0]) - 1) * self.dp + self.place) * 2
             hard = torch.zeros_like(output)
-            if self._trainer.progress.iteration + 1 == SPIKE and begin <= SEQUENCE < begin + 2:
+            if self.step.iteration == SPIKE and begin <= SEQUENCE < begin + 2:
                 hard[SEQUENCE - begin] = 40.0
             return output + hard
 
-        def end(self, result: Any) -> None:
+        def after_step(self, step: Any, result: Any) -> None:
             losses.append(result.loss)
-            super().end(result)
 
-    with mock.patch.object(loop, "FaultWatch", Jumping), mock.patch.object(spikes, "LEAST", FEW):
+    with mock.patch.object(spikes, "LEAST", FEW):
         flags = {**flags, "train_iters": SPIKE + 1, "global_batch_size": BATCH, "fault_dir": folder}
-        pretrain(small(lr=1e-6, loss_spike_factor=8.0, **flags))
+        pretrain(small(lr=1e-6, loss_spike_factor=8.0, **flags), callbacks=[Jumping()])
     return losses
 
 

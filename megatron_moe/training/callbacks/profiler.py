@@ -18,7 +18,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_moe import platform
-from megatron_moe.config.schema import Run
+from megatron_moe.training.callback import Callback, Step
+from megatron_moe.training.step import StepResult
+from megatron_moe.training.trainer import Trainer
 
 FUNCTIONS = {
     "megatron_moe.data.batches:BatchIterator.__next__": "batch",
@@ -50,39 +52,36 @@ MODULES = {
 PREFIX = "station: "
 
 
-class ProfiledSteps:
-    """The profile of the steps that `--profile` names, on one rank; it does nothing on others and without the flag.
+class Profiler(Callback):
+    """Profiles the steps that `--profile` names, on the ranks of `--profile-ranks`.
 
     With `--use-pytorch-profiler` the rank writes a Chrome trace. Else CUDA's profiler is started and stopped, for a
     program around the process that waits for it (nsys).
-
-    Args:
-        report: called with the path of the trace.
     """
 
-    def __init__(self, run: Run, rank: int, report: Callable[[str], None]) -> None:
-        options = run.logging
-        self._steps = (options.profile_step_start, options.profile_step_end)
-        self._wanted = options.profile and rank in options.profile_ranks
-        self._traces = options.use_pytorch_profiler
-        self._folder = Path(options.tensorboard_dir or Path(run.checkpoint.save or "") / "profile")
-        self._name = f"rank{rank}.steps{self._steps[0] + 1}-{self._steps[1]}.pt.trace.json"
-        self._report = report
+    def attach(self, trainer: Trainer) -> None:
+        """Find out which steps are profiled, and where their trace is written."""
+        super().attach(trainer)
+        options, rank = trainer.run.logging, trainer.rank_facts.rank
+        self._first, self._last = options.profile_step_start + 1, options.profile_step_end
+        self._is_profiled = options.profile and rank in options.profile_ranks
+        folder = Path(options.tensorboard_dir or Path(trainer.run.checkpoint.save or "") / "profile")
+        self._trace = folder / f"rank{rank}.steps{self._first}-{self._last}.pt.trace.json"
         self._open: ExitStack | None = None
 
-    def begin(self, done: int) -> None:
-        """Start where the next step is the first to profile. done: the steps of the run so far."""
-        if self._wanted and done == self._steps[0]:
+    def before_step(self, step: Step) -> None:
+        """Start with the first step to profile."""
+        if self._is_profiled and step.iteration == self._first:
             self._open = ExitStack()
-            if self._traces:
+            if self.trainer.run.logging.use_pytorch_profiler:
                 self._open.enter_context(self._traced())
                 self._open.enter_context(stations())
             else:
                 self._open.enter_context(platform.cuda_profile())
 
-    def end(self, done: int) -> None:
-        """Stop after the last step to profile. done: the steps of the run so far."""
-        if done >= self._steps[1]:
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """Stop after the last step to profile."""
+        if step.iteration >= self._last:
             self.close()
 
     def close(self) -> None:
@@ -99,9 +98,9 @@ class ProfiledSteps:
             yield
         finally:
             recorded.stop()
-            self._folder.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(self._folder / self._name))
-            self._report(f"wrote {self._folder / self._name}")
+            self._trace.parent.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(self._trace))
+            self.trainer.reporter.message(f"wrote {self._trace}")
 
 
 def activities() -> list[ProfilerActivity]:

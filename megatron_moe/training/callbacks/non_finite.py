@@ -1,6 +1,6 @@
-"""Faults of a step: where a value that is not finite came from, and what `--on-nan` does about it.
+"""Values that are not finite: where they came from, and what `--on-nan` does about it.
 
-The check that every step makes says that something is wrong, to all ranks at once. After such a step `FaultWatch` looks
+The check that every step makes says that something is wrong, to all ranks at once. After such a step `NonFinite` looks
 for the cause: it names the state and the gradients that are not finite, and runs the step's micro-batches once more
 with a hook on every module, router and weight (`NonFiniteHooks`).
 """
@@ -21,15 +21,13 @@ from torch.utils import _pytree as pytree
 from megatron_moe.checkpoint.state import Trained
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
-from megatron_moe.data.batches import BatchIterator
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import RoutedTokens
 from megatron_moe.moe.state import routers
 from megatron_moe.parallel.groups import RankFacts
+from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.replay import StepReplay
-from megatron_moe.training.replicas import require_equal_replicas
-from megatron_moe.training.spikes import SpikeWatch
 from megatron_moe.training.state_checks import (
     damage_text,
     global_names,
@@ -40,7 +38,6 @@ from megatron_moe.training.state_checks import (
     ranks_text,
 )
 from megatron_moe.training.step import StepResult
-from megatron_moe.training.trainer import Trainer, fault_folder
 
 FORWARD, BACKWARD = 0, 1
 
@@ -140,81 +137,58 @@ def _floating(output: Any) -> Iterator[Tensor]:
             yield leaf
 
 
-class FaultWatch:
-    """The checks of every step of a run: values that are not finite, loss spikes, and replicas that differ.
+SKIPS_IN_A_ROW = 50
+"""A run whose steps are all skipped learns nothing. fp16's first loss scale may take forty steps to come down."""
 
-    Args:
-        trainer: the run.
-        batches: its iterators of training micro-batches, one per model chunk.
-    """
 
-    def __init__(self, trainer: Trainer, batches: Sequence[BatchIterator]) -> None:
-        self._trainer = trainer
-        self._replay = StepReplay(
-            batches, trainer.trained.pg_collection, lambda number: self._at(f"micro-batch {number}")
-        )
-        self._spikes: SpikeWatch | None = None
-        if trainer.run.faults.loss_spike_factor is not None:
-            folder = fault_folder(trainer.run)
-            assert folder is not None, "rules.faults.spikes_have_a_folder"
-            self._spikes = SpikeWatch(trainer, self._replay, folder)
-        self._first_sample = 0
+class NonFinite(Callback):
+    """Finds the cause of a step that is not finite, and stops the run or goes on, as `--on-nan` says."""
 
-    def begin(self) -> None:
-        """Prepare for the step that begins."""
-        self._at("begins")
-        self._first_sample = self._trainer.progress.consumed_samples
-        self._replay.begin()
-        if self._spikes is not None:
-            self._spikes.begin()
+    _skips = 0
 
-    def before_update(self) -> None:
-        """Check the replicas where that is due, before the step changes any weight. Collective over all ranks.
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """Look at the step that was just counted. Collective over all ranks.
 
         Raises:
-            RunFault: replicas differ.
+            RunFault: it was not applied, and the run is to stop or its state is damaged; or too many in a row were not.
         """
-        self._at("update")
-        interval = self._trainer.run.faults.check_weight_hash_across_dp_replicas_interval
-        iteration = self._trainer.progress.iteration + 1
-        if interval and iteration % interval == 0:
-            require_equal_replicas(self._trainer.trained, self._trainer.rank_facts, iteration)
-
-    def end(self, result: StepResult) -> None:
-        """Check the step that was just counted. Collective over all ranks.
-
-        Raises:
-            RunFault: it was not applied, and the run is to stop or its state is damaged.
-        """
-        self._trainer.at(f"iteration {self._trainer.progress.iteration}, counted", limited=False)
-        if result.committed:
-            if self._spikes is not None:
-                self._spikes.see(result.loss, self._first_sample)
-        elif result.empty:
-            self._trainer.reporter.event(
+        if result.empty:
+            self.trainer.reporter.event(
                 "warning",
-                f"iteration {self._trainer.progress.iteration}: no token of the global batch counts for the loss "
+                f"iteration {step.iteration}: no token of the global batch counts for the loss "
                 "(every loss mask is 0): nothing is learnt from it, weights, expert_bias and learning rate "
                 "stay as they were",
             )
-        elif not result.overflow:
-            self._handle_non_finite(result)
+        elif not result.committed and not result.overflow:
+            self._handle(step, result)
+        self._skips = 0 if result.committed else self._skips + 1
+        if self._skips == SKIPS_IN_A_ROW:
+            raise RunFault(_nothing_learnt(step.iteration, result))
 
-    def _at(self, mark: str) -> None:
-        self._trainer.at(f"iteration {self._trainer.progress.iteration + 1}, {mark}")
-
-    def _handle_non_finite(self, result: StepResult) -> None:
+    def _handle(self, step: Step, result: StepResult) -> None:
         """Find out where a step went wrong; stop the run or skip the step, as `--on-nan` says."""
-        trainer = self._trainer
-        cause, damaged = find_cause(trainer.run, trainer.trained, trainer.rank_facts, self._replay)
-        text = f"iteration {trainer.progress.iteration}: {cause}"
+        trainer = self.trainer
+        cause, damaged = find_cause(trainer.run, trainer.trained, trainer.rank_facts, step.replay)
+        text = f"iteration {step.iteration}: {cause}"
         if result.damaged or damaged:
             raise RunFault(f"{text}; skipping the step does not repair that: continue from the last checkpoint")
         if trainer.run.faults.on_nan == "stop":
             raise RunFault(f"{text}; stopped (--on-nan stop), nothing of the step was applied")
-        trainer.reporter.event(
-            "fault", f"{text}; the step is left out (--on-nan skip), {trainer.progress.skipped_iterations} so far"
-        )
+        skipped = trainer.progress.skipped_iterations
+        trainer.reporter.event("fault", f"{text}; the step is left out (--on-nan skip), {skipped} so far")
+
+
+def _nothing_learnt(iteration: int, last: StepResult) -> str:
+    """Return why a run ends after `SKIPS_IN_A_ROW` steps without an update, by the last of them."""
+    if last.empty:
+        what = "a global batch without one token that counts for the loss"
+        remedy = "Look at the loss masks of the data (--eod-mask-loss, or labels that are all masked)."
+    else:
+        what = "a loss or gradients that were not finite"
+        remedy = "A smaller --lr, --clip-grad or bf16 instead of fp16 may help."
+    return (
+        f"{SKIPS_IN_A_ROW} steps in a row up to iteration {iteration}, the last with {what}; none was applied. {remedy}"
+    )
 
 
 @dataclass(frozen=True)

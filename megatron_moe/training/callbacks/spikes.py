@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,8 +20,9 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.io.files import replacing
-from megatron_moe.training.replay import StepReplay
-from megatron_moe.training.trainer import Trainer
+from megatron_moe.training.callback import Callback, Step
+from megatron_moe.training.step import StepResult
+from megatron_moe.training.trainer import Trainer, fault_folder
 
 WINDOW, LEAST = 128, 16
 _NORMAL, _FLOOR = 1.4826, 0.005
@@ -50,70 +50,64 @@ class SpikeDetector:
         return known if known is not None and loss > known[0] + self._factor * known[1] else None
 
 
-class SpikeWatch:
-    """Checks the loss of every step of a run and writes the batches of spikes to FOLDER/spike_ITERATION.jsonl.
+class Spikes(Callback):
+    """Writes the batch of every spike of the loss to FOLDER/spike_ITERATION.jsonl, with `--loss-spike-factor`.
 
     On the last pipeline stage it keeps the step's losses per token, which are computed anyway; nothing is computed for
     a step that is no spike.
-
-    Args:
-        trainer: the run.
-        replay: has the micro-batches of the step.
-        folder: where the files are written.
     """
 
-    def __init__(self, trainer: Trainer, replay: StepReplay, folder: Path) -> None:
-        assert trainer.run.faults.loss_spike_factor is not None
-        self._detector = SpikeDetector(trainer.run.faults.loss_spike_factor)
-        self._trainer, self._replay, self._folder = trainer, replay, folder
+    def attach(self, trainer: Trainer) -> None:
+        """Have the losses per token kept."""
+        super().attach(trainer)
+        factor = trainer.run.faults.loss_spike_factor
+        self._detector = None if factor is None else SpikeDetector(factor)
         self._per_token: list[Tensor] = []
         self.count = 0
         groups = trainer.trained.pg_collection
-        if groups.pp.rank() == groups.pp.size() - 1 and groups.tp.rank() == 0:
+        if factor is not None and groups.pp.rank() == groups.pp.size() - 1 and groups.tp.rank() == 0:
             trainer.trained.model[-1].register_forward_hook(self._keep)
 
     def _keep(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
         if module.training and torch.is_grad_enabled():
             self._per_token.append(output.detach())
 
-    def begin(self) -> None:
+    def before_step(self, step: Step) -> None:
         """Forget the losses of the last step."""
         self._per_token.clear()
 
-    def see(self, loss: float, first_sample: int) -> None:
-        """Write the batch of an applied step if its loss is a spike. Collective over all ranks in that case.
-
-        Args:
-            loss: over the global batch, the same on every rank.
-            first_sample: number of the step's first sequence, as the run counts them.
-        """
-        known = self._detector.see(loss)
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """Write the batch of an applied step if its loss is a spike. Collective over all ranks in that case."""
+        if self._detector is None or not result.committed:
+            return
+        known = self._detector.see(result.loss)
         if known is None:
             return
         self.count += 1
-        num_samples = self._trainer.progress.consumed_samples - first_sample
-        losses, tokens = self._per_sequence(num_samples)
-        if self._trainer.rank_facts.rank != 0:
+        num_samples = self.trainer.progress.consumed_samples - step.first_sample
+        losses, tokens = self._per_sequence(step, num_samples)
+        if self.trainer.rank_facts.rank != 0:
             return
         middle, deviation = known
-        iteration = self._trainer.progress.iteration
         head = {
-            "iteration": iteration,
-            "loss": loss,
+            "iteration": step.iteration,
+            "loss": result.loss,
             "median": middle,
             "deviation": deviation,
-            "factor": self._trainer.run.faults.loss_spike_factor,
-            "first_sample": first_sample,
+            "factor": self.trainer.run.faults.loss_spike_factor,
+            "first_sample": step.first_sample,
             "sequences": num_samples,
         }
-        path = self._folder / f"spike_{iteration:07d}.jsonl"
+        folder = fault_folder(self.trainer.run)
+        assert folder is not None, "rules.faults.spikes_have_a_folder"
+        path = folder / f"spike_{step.iteration:07d}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             file.write(json.dumps(head) + "\n")
             for position, (total, count) in enumerate(zip(losses, tokens)):
-                sample = first_sample + position
+                sample = step.first_sample + position
                 # Read again rather than gathered: a sample is the same whoever reads it.
-                ids = self._trainer.splits.train[sample]["tokens"].tolist()
+                ids = self.trainer.splits.train[sample]["tokens"].tolist()
                 mean = total / count if count else math.nan
                 line = {
                     "sample": sample,
@@ -122,19 +116,20 @@ class SpikeWatch:
                     "tokens": ids,
                 }
                 file.write(json.dumps(line) + "\n")
-        self._trainer.reporter.event(
+        self.trainer.reporter.event(
             "fault",
-            f"iteration {iteration}: the loss jumped to {loss:.4f} from a median of {middle:.4f} (deviation "
-            f"{deviation:.4f}); its {num_samples} sequences are in {path}; {self.count} spikes since the start",
+            f"iteration {step.iteration}: the loss jumped to {result.loss:.4f} from a median of {middle:.4f} "
+            f"(deviation {deviation:.4f}); its {num_samples} sequences are in {path}; "
+            f"{self.count} spikes since the start",
             path=str(path),
         )
 
-    def _per_sequence(self, num_samples: int) -> tuple[list[float], list[float]]:
+    def _per_sequence(self, step: Step, num_samples: int) -> tuple[list[float], list[float]]:
         """Return the sum of losses and the number of tokens with a loss of each sequence of the step, on every rank."""
         sums = torch.zeros(2, num_samples, dtype=torch.float64, device=platform.device())
-        dp = self._trainer.trained.pg_collection.dp
+        dp = self.trainer.trained.pg_collection.dp
         if self._per_token:
-            micro_batches = zip(self._per_token, self._replay.micro_batches[-1], strict=True)
+            micro_batches = zip(self._per_token, step.micro_batches[-1], strict=True)
             for index, (losses, batch) in enumerate(micro_batches):
                 mask = batch["loss_mask"]
                 assert mask is not None, "the last stage has batches"

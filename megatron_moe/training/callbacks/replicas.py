@@ -23,6 +23,7 @@ from megatron_moe.config.errors import RunFault
 from megatron_moe.model.fully_sharded import local
 from megatron_moe.moe.state import routers
 from megatron_moe.parallel.groups import RankFacts
+from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.state_checks import global_names
 
 # Odd, so that a changed bit changes the sum modulo 2^64 whatever it is multiplied with; 2^64 over the golden ratio.
@@ -64,6 +65,20 @@ class ReplicaDifference:
             return f"{self.name}: of {len(ranks)} copies (ranks {_listed(ranks)}) {whose} from the others"
         halves = " and ".join(_listed([rank for rank, value in self.hashes if value == one]) for one, _ in counts)
         return f"{self.name}: the copies of ranks {halves} differ, with no majority"
+
+
+class Replicas(Callback):
+    """Compares all replicas every `--check-weight-hash-across-dp-replicas-interval`, before a step changes a weight."""
+
+    def before_update(self, step: Step) -> None:
+        """Compare the replicas where that is due. Collective over all ranks.
+
+        Raises:
+            RunFault: replicas differ.
+        """
+        interval = self.trainer.run.faults.check_weight_hash_across_dp_replicas_interval
+        if interval and step.iteration % interval == 0:
+            require_equal_replicas(self.trainer.trained, self.trainer.rank_facts, step.iteration)
 
 
 def compare_replicas(trained: Trained) -> list[ReplicaDifference]:

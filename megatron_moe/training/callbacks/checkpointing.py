@@ -1,0 +1,122 @@
+"""Checkpoints: saved at intervals and at the end, written at once or in the background."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_moe import platform
+from megatron_moe.checkpoint.errors import SaveError
+from megatron_moe.checkpoint.folder import step_folder
+from megatron_moe.config.errors import ConfigError, RunFault
+from megatron_moe.data.fingerprint import Fingerprint, changed_since
+from megatron_moe.platform import numerics
+from megatron_moe.report.run_info import versions
+from megatron_moe.training.callback import Callback, Step
+from megatron_moe.training.evaluate import gathered_parameters
+from megatron_moe.training.state_checks import damage_on_ranks
+from megatron_moe.training.step import StepResult
+from megatron_moe.training.trainer import Trainer
+
+
+class Checkpointing(Callback):
+    """Saves every `--save-interval`, when the run is to stop, and at its end; does nothing without `--save`."""
+
+    def before_update(self, step: Step) -> None:
+        """Wait until a checkpoint in the background has copied the state, which changes now."""
+        if self.trainer.saver is not None:
+            self.trainer.saver.wait_until_copied()
+
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """Move on a checkpoint in the background, and save where one is due."""
+        trainer = self.trainer
+        if trainer.saver is not None:
+            trainer.saver.poll()
+        if trainer.stop_reason is not None or trainer.is_due(trainer.run.checkpoint.save_interval):
+            save(trainer)
+
+    def after_training(self) -> None:
+        """Save the last state, and wait for it.
+
+        Raises:
+            SaveError: the last one was not saved, whatever `--on-save-error` says: the run's result would be lost.
+        """
+        save(self.trainer)
+        saver = self.trainer.saver
+        if saver is not None:
+            mark = f"iteration {self.trainer.progress.iteration}, waiting for the last checkpoint"
+            self.trainer.at(mark, limited=False)
+            saver.finish()
+            if saver.error is not None:
+                raise saver.error
+
+    def on_error(self, error: BaseException) -> None:
+        """Finish a checkpoint in the background, which is from before the fault, or report it as lost."""
+        if self.trainer.saver is not None and isinstance(error, RunFault):  # on all ranks
+            try:
+                self.trainer.saver.finish()
+            except SaveError as lost:
+                self.trainer.reporter.event("warning", str(lost))
+
+
+def save(trainer: Trainer) -> None:
+    """Save a checkpoint of the present state, or begin to, unless it is saved already or `--save` was not given.
+
+    Raises:
+        RunFault: the state is not finite.
+        ConfigError: a data file has changed.
+        SaveError: see `Saver`.
+    """
+    if trainer.saver is None or trainer.saved is not None:
+        return
+    iteration = trainer.progress.iteration
+    # However long that takes: a rank that hangs makes the others' collectives run into their timeout.
+    trainer.at(f"iteration {iteration}, saving", limited=False)
+    trainer.check_precision("saving")
+    require_unchanged_data(trainer.data, trainer.rank_facts.rank)
+    if (damage := damage_on_ranks(trainer.trained, trainer.rank_facts)) is not None:
+        raise RunFault(
+            f"saving iteration {iteration}: {damage}; nothing is written, the checkpoints that are there stay"
+        )
+    trainer.reporter.flush()
+    with gathered_parameters(trainer.trained.model):
+        begun = trainer.saver.save(trainer.trained, trainer.progress, _facts(trainer))
+    if begun:
+        trainer.saved = step_folder(Path(trainer.run.checkpoint.save or ""), iteration)
+
+
+def require_unchanged_data(data: Fingerprint, rank: int) -> None:
+    """Refuse to go on where a data file changed since the start: what was trained on is not known any more.
+
+    Raises:
+        ConfigError: on every rank, naming the file.
+    """
+    changed = [changed_since(data) if rank == 0 else None]
+    torch.distributed.broadcast_object_list(changed, src=0)
+    if changed[0] is not None:
+        raise ConfigError(
+            f"{changed[0]}: steps after the last checkpoint may have read it, so none is saved; put the file back "
+            "and resume from there"
+        )
+
+
+def _facts(trainer: Trainer) -> dict[str, Any]:
+    """Return what a checkpoint keeps of the run in addition to its state."""
+    facts: dict[str, Any] = {
+        "vocab_size": trainer.vocab_size,
+        "padded_vocab_size": trainer.padded_vocab_size,
+        "versions": versions(),
+        "tokenizer": trainer.tokenizer,
+        "data": trainer.data,
+        "device": platform.device().type,
+        "records": list(trainer.records),
+    }
+    if arithmetic := numerics.facts(trainer.run.training.deterministic_mode):
+        facts["arithmetic"] = arithmetic
+    if trainer.precision_warnings:
+        facts["precision_warnings"] = trainer.precision_warnings
+    if trainer.evaluation_pending:
+        facts["evaluation_owed"] = True
+    return facts
