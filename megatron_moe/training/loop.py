@@ -47,6 +47,7 @@ def run_step(
 ) -> None:
     """Run the next step and count it, with the callbacks before, within and after it."""
     run, trained, progress = trainer.run, trainer.trained, trainer.progress
+    trainer.at_step("begins")
     replay.begin()
     step = Step(
         iteration=progress.iteration + 1,
@@ -56,6 +57,7 @@ def run_step(
     )
 
     def before_update() -> None:
+        trainer.at_step("update")
         for callback in callbacks:
             callback.before_update(step)
 
@@ -77,5 +79,6 @@ def run_step(
             zeros_counted=step.counts_zeros,
         )
     trainer.count(result)
+    trainer.at(f"iteration {step.iteration}, counted", limited=False)  # what follows may take long
     for callback in callbacks:
         callback.after_step(step, result)

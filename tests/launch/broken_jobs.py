@@ -167,16 +167,16 @@ def _install(fault: dict[str, Any]) -> None:
     from megatron_moe.checkpoint import publish
     from megatron_moe.checkpoint import save as save_file
     from megatron_moe.training import evaluate, step, step_sums
-    from megatron_moe.training.callbacks.hang_report import HangReport
+    from megatron_moe.training.trainer import Trainer
 
     kind, phase, now = fault["kind"], fault["phase"], {"iteration": 0}
-    begin = HangReport.before_step
+    tell = Trainer.at_step
 
-    def counted(self: Any, step: Any) -> None:
-        now["iteration"] = step.iteration
-        begin(self, step)
+    def counted(self: Any, mark: str) -> None:
+        now["iteration"] = self.progress.iteration + 1
+        tell(self, mark)
 
-    HangReport.before_step = counted  # type: ignore[method-assign]
+    Trainer.at_step = counted  # type: ignore[method-assign]
 
     def first(function: Callable[..., Any], instead: Callable[..., Any] | None = None) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -8,10 +8,9 @@ from megatron_moe.training.callback import Callback
 from megatron_moe.training.callbacks.checkpointing import Checkpointing
 from megatron_moe.training.callbacks.evaluation import Evaluation
 from megatron_moe.training.callbacks.garbage import GarbageCollection
-from megatron_moe.training.callbacks.hang_report import HangReport
 from megatron_moe.training.callbacks.non_finite import NonFinite
 from megatron_moe.training.callbacks.own import OwnCallbacks
-from megatron_moe.training.callbacks.precision import Audit, PrecisionCheck, StepAudit
+from megatron_moe.training.callbacks.precision import PrecisionAudit, PrecisionCheck, StepAudit
 from megatron_moe.training.callbacks.profiler import Profiler
 from megatron_moe.training.callbacks.replicas import Replicas
 from megatron_moe.training.callbacks.reporting import Reporting
@@ -25,17 +24,16 @@ def callbacks_of(stop: StopSignals, audit: StepAudit | None, own: Sequence[Callb
 
     Args:
         stop: the signals that this process got.
-        audit: see `Audit`.
+        audit: see `PrecisionAudit`.
         own: a program's own callbacks. They act before the run decides whether it stops, and before it saves.
     """
     return [
         Profiler(),
         Reporting(),
-        HangReport(),
         NonFinite(),
         Spikes(),
         Replicas(),
-        Audit(audit),
+        PrecisionAudit(audit),
         GarbageCollection(),
         OwnCallbacks(own),
         PrecisionCheck(),

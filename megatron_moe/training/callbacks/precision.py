@@ -29,7 +29,7 @@ class PrecisionCheck(Callback):
             self.trainer.check_precision("training")
 
 
-class Audit(Callback):
+class PrecisionAudit(Callback):
     """Traces the second step of the process: what a process does once is done in the first.
 
     Args:
