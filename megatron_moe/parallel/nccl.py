@@ -44,7 +44,7 @@ def prepare(timeout: timedelta, folder: Path | None) -> None:
 
 
 def recorded() -> dict[str, Any]:
-    """Return the dump of the flight recorder with the members of all groups; see `training/flight_recorder.py`.
+    """Return the dump of the flight recorder with the members of all groups; see `training/hang_report.py`.
 
     Where the recorder is off, it holds how many collectives each group has begun.
     """

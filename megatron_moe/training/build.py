@@ -127,7 +127,7 @@ def build_trainer(
     )
     folder = fault_folder(run)
     if ranks.watchdog is not None:
-        ranks.watchdog.last_words = reporter.last_words
+        ranks.watchdog.on_abort = reporter.last_words
         ranks.watchdog.folder = folder  # not earlier: a folder for checkpoints is claimed first
     if folder is not None and groups.recorded() is not None:
         with suppress(OSError):  # NCCL would write its flight recorder there, and makes no folder

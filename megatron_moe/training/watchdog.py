@@ -19,14 +19,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_moe.checkpoint.errors import SharedError
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.io import launched
-from megatron_moe.training import flight_recorder, hang_report
+from megatron_moe.training import hang_report, stack_reading
 from megatron_moe.training.hang_report import (
     DOING,
     FAILED,
@@ -35,9 +36,8 @@ from megatron_moe.training.hang_report import (
     LEFT,
     SILENT,
     STOPPED,
-    Process,
+    GroupProgress,
     RankStatus,
-    this_process,
 )
 
 BROKEN = 1
@@ -47,6 +47,69 @@ _SHARED = (ConfigError, RunFault, KeyboardInterrupt, SystemExit)
 _STDERR = 2  # not sys.stderr, which a notebook or a test may have replaced
 _RANKS_PER_BEAT_SECOND = 500
 _FAILURES_OF_STORE = 3
+_POLL_SECONDS = 0.05
+
+
+# Processes.
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process; its start time distinguishes it from a later one with the same number."""
+
+    host: str
+    """Name and boot of its machine."""
+    pid: int
+    start: int
+    """In clock ticks since boot, 0 where it is not known."""
+
+    def is_gone(self) -> bool:
+        """Return whether it has ended, a zombie included; False where that is unknown. Call it on its own machine."""
+        if not Path("/proc/self/stat").exists():
+            return False
+        state, start = _stat(self.pid)
+        return state in ("", "Z", "X") or (self.start > 0 and start != self.start)
+
+    def state(self) -> str:
+        """Return GONE, STOPPED, or SILENT for a process that runs and does not answer."""
+        if self.is_gone():
+            return GONE
+        return STOPPED if _stat(self.pid)[0] in ("T", "t") else SILENT
+
+    def send(self, number: int) -> None:
+        """Send the process a signal, unless it is gone."""
+        if not self.is_gone():
+            try:
+                os.kill(self.pid, number)
+            except OSError:
+                pass
+
+
+@cache
+def this_process() -> Process:
+    """Return the process that calls this.
+
+    Its host differs between machines of one name, and between containers, which number processes anew.
+    """
+    host = [socket.gethostname()]
+    try:
+        host.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        host.append(os.readlink("/proc/self/ns/pid"))
+    except OSError:  # not Linux: the name has to do
+        pass
+    return Process(" ".join(host), os.getpid(), _stat(os.getpid())[1])
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """Return (state letter, start time) from /proc; ("", 0) for a process that is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return "", 0
+    return fields[0], int(fields[19])
+
+
+# What the ranks tell one another.
 
 
 class Store(Protocol):
@@ -55,6 +118,68 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
+
+
+class RankBoard:
+    """The ranks' heartbeats, their answers and the conclusion, in a store; every method may raise the store's errors.
+
+    Args:
+        prefix: of this incarnation's keys: a launcher's store outlives the ranks that it starts again.
+    """
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def write(self, name: str, value: str) -> None:
+        """Write a value for all ranks."""
+        self._store.set(f"{self._prefix}/{name}", value)
+
+    def has(self, name: str) -> bool:
+        """Return whether a rank has written it."""
+        return self._store.check([f"{self._prefix}/{name}"])
+
+    def beat(self, rank: int, state: str, mark: str) -> None:
+        """Write this rank's heartbeat."""
+        beat = {"state": state, "mark": mark, "process": asdict(this_process())}
+        self.write(f"beat/{rank}", json.dumps(beat))
+
+    def beat_of(self, rank: int) -> dict[str, Any]:
+        """Return a rank's last heartbeat, empty where it wrote none."""
+        if not self.has(f"beat/{rank}"):
+            return {}
+        return json.loads(self._store.get(f"{self._prefix}/beat/{rank}"))
+
+    def is_done(self, rank: int) -> bool:
+        """Return whether a rank has reported that it is done."""
+        return self.beat_of(rank).get("state") == "done"
+
+    def process_of(self, rank: int) -> Process | None:
+        """Return the process of a rank, where it is on this machine."""
+        beat = self.beat_of(rank)
+        if not beat:
+            return None
+        process = Process(**beat["process"])
+        return process if process.host == this_process().host else None
+
+    def is_lost(self, rank: int, process: Process | None) -> bool:
+        """Return whether a rank's process ended without having reported that it is done."""
+        return process is not None and process.is_gone() and not self.is_done(rank)
+
+    def status_of(self, rank: int) -> RankStatus | None:
+        """Return a rank's answer, if it has answered."""
+        if not self.has(f"status/{rank}"):
+            return None
+        return RankStatus.of_json(self._store.get(f"{self._prefix}/status/{rank}"))
+
+    def missing_state(self, rank: int) -> str:
+        """Return GONE, STOPPED, SILENT or LEFT for a rank that did not answer."""
+        if self.is_done(rank):
+            return LEFT
+        process = self.process_of(rank)
+        return SILENT if process is None else process.state()
+
+
+# The watchdog.
 
 
 class Watchdog:
@@ -67,9 +192,9 @@ class Watchdog:
         folder: where the stacks, a file per rank, and the conclusion are written, besides standard error. May be set
             later.
         settle: seconds that ranks have to answer.
-        prefix: of this incarnation's keys: a launcher's store outlives the ranks that it starts again.
+        prefix: see `RankBoard`.
         on_device: whether tensors are on a CUDA device, so that this rank waits where it reads from it.
-        recorded: returns the dump of NCCL's flight recorder (`flight_recorder.py`); None without NCCL.
+        recorded: returns the dump of NCCL's flight recorder (`hang_report.py`); None without NCCL.
     """
 
     def __init__(
@@ -85,23 +210,23 @@ class Watchdog:
         on_device: bool = False,
         recorded: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
-        self._store, self._rank, self._world, self._timeout = store, rank, world_size, timeout
+        self._board = None if store is None else RankBoard(store, prefix)
+        self._rank, self._world, self._timeout = rank, world_size, timeout
         self._tick = max(min(1.0, timeout / 10), world_size / _RANKS_PER_BEAT_SECOND)
-        self.folder, self._settle, self._prefix = folder, max(settle, 3 * self._tick), prefix
+        self.folder, self._settle = folder, max(settle, 3 * self._tick)
         self._on_device, self._recorded = on_device, recorded
         self._here = _ranks_here(rank, world_size)
         self._mark, self._limited, self._since = "start", False, time.monotonic()
-        self._stop, self._ending, self._alone = threading.Event(), threading.Lock(), store is None
+        self._stop, self._ending = threading.Event(), threading.Lock()
         # Two: a store whose machine died may never answer, and the clock is watched all the same.
         self._threads = [
-            threading.Thread(target=work, name=name, daemon=True)
-            for work, name in ((self._watch, "watchdog"), (self._listen, "watchdog's store"))
+            threading.Thread(target=self._watch_clock, name="watchdog", daemon=True),
+            threading.Thread(target=self._watch_ranks, name="watchdog's store", daemon=True),
         ]
         self._failure: tuple[BaseException, float] | None = None
-        self._neighbour: Process | None = None
         self._host: Process | None = None
-        self._failures = 0
-        self.last_words: Callable[[str, str], None] | None = None
+        """Rank 0's process where it is on this machine: without a launcher it holds the store."""
+        self.on_abort: Callable[[str, str], None] | None = None
         """Called where this rank concludes why the run ends, with "failed: " and the reason, and the reason."""
 
     # Called by the run.
@@ -109,7 +234,8 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if hasattr(signal, "SIGUSR2"):
             faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True)
-        self._send_beat("running")
+        if self._board is not None:
+            self._board.beat(self._rank, "running", self._mark)
         for thread in self._threads:
             thread.start()
         return self
@@ -121,7 +247,8 @@ class Watchdog:
             self._report_failure()
         with self._ending:  # which another thread may be about, and then ends the process
             self._stop.set()
-            self._send_beat("done")
+            if self._board is not None:
+                self._board.beat(self._rank, "done", self._mark)
 
     def at(self, mark: str, limited: bool = True) -> None:
         """Record that the run has come to `mark`. Not limited: what begins may take longer than the timeout."""
@@ -141,91 +268,93 @@ class Watchdog:
 
         Without such an error, and in a run of one rank, it returns, and what was raised is raised further.
         """
-        if self._failure is None or self._alone or self._stop.is_set():
+        if self._failure is None or self._board is None or self._stop.is_set():
             return
         error, _ = self._failure
         _ignore_sigterm()
         status = self._status()
-        if status.waits_in is None:  # a collective that fails is the fault of another rank
+        if status.failed_by_itself:
             _print("".join(traceback.format_exception(error)))
             _report_to_launcher(error)
         self._end(status)
 
     def report_before_end(self) -> None:
         """Report, before a signal ends this rank, if that is because another rank died; end the process then."""
-        if not self._alone and not self._stop.is_set() and self._something_is_wrong():
+        if self._board is not None and not self._stop.is_set() and self._something_is_wrong(self._board):
             self._end(self._status())
+
+    def _something_is_wrong(self, board: RankBoard) -> bool:
+        """Return whether a rank asks for the end, or one on this machine is gone without reporting that it is done."""
+        try:
+            if board.has("end"):
+                return True
+            return any(board.is_lost(rank, board.process_of(rank)) for rank in self._here)
+        except Exception:  # a store that is gone, maybe with rank 0: then nobody else can be asked
+            return self._host is not None and self._host.is_gone()
 
     # The threads.
 
-    def _watch(self) -> None:
+    def _watch_clock(self) -> None:
         while not self._stop.wait(self._tick):
             late = time.monotonic() - self._since
             if self._limited and late > self._timeout:
                 self._end(self._status(), f"no progress for {late:.0f} s since: {self._mark}")
 
-    def _listen(self) -> None:
-        while not self._alone and not self._stop.wait(self._tick):
+    def _watch_ranks(self) -> None:
+        neighbour: Process | None = None
+        next_rank = self._here[(self._here.index(self._rank) + 1) % len(self._here)]
+        failures = 0
+        while self._board is not None and not self._stop.wait(self._tick):
             try:
-                self._send_beat("running")
-                called = self._end_requested()
-                if not called and self._neighbour_is_gone():
-                    called = "a process is gone"
-                self._failures = 0
+                self._board.beat(self._rank, "running", self._mark)
+                if neighbour is None:
+                    neighbour, self._host = self._board.process_of(next_rank), self._board.process_of(0)
+                is_over = self._board.has("end") or self._board.is_lost(next_rank, neighbour)
+                failures = 0
             except Exception as error:  # a store that is gone has many ways to say so
-                self._failures += 1
-                if self._failures == _FAILURES_OF_STORE:
-                    self._alone = True
+                failures += 1
+                if failures == _FAILURES_OF_STORE:
+                    self._board = None
                     _print(
                         f"rank {self._rank}: the launcher's store does not answer ({error}); hangs are found, dead "
                         "ranks are left to the launcher"
                     )
                 continue
-            if called:
+            if is_over:
                 self._end(self._status())
-
-    def _end_requested(self) -> bool | str:
-        assert self._store is not None
-        return self._store.check([self._key("end")])
 
     def _status(self) -> RankStatus:
         """Return what this rank was doing when its error was raised; without an error, what it is doing now."""
+        state, text, cause, failed_at = DOING, "", "", 0.0
         if self._failure is None:
-            state, text, cause, failed_at = DOING, "", "", 0.0
-            own = (threading.get_ident(), *self._own_threads())
-            doing = hang_report.current_activity(own, self._on_device)
+            doing = stack_reading.current_activity((threading.get_ident(), *self._own_threads()), self._on_device)
         else:
             error, failed_at = self._failure
             state, text = FAILED, _short(f"{type(error).__name__}: {str(error).strip()}")
             cause = _short(error.cause) if isinstance(error, SharedError) else ""
-            doing = hang_report.of_error(error)
-        known = (doing.at, doing.waits_in, doing.tensor, doing.number)
-        groups: tuple[flight_recorder.GroupProgress, ...] = ()
+            doing = stack_reading.of_error(error)
+        groups: tuple[GroupProgress, ...] = ()
         why_none = ""
         if self._recorded is not None and (state == DOING or doing.waits_in is not None):
             # Half of the time in which the others expect this rank's answer.
-            groups, why_none = flight_recorder.within(self._settle / 2, self._recorded)
-        return RankStatus(self._rank, state, self._mark, *known, text, cause, failed_at, groups, why_none)
+            groups, why_none = hang_report.within(self._settle / 2, self._recorded)
+        return RankStatus(
+            rank=self._rank,
+            state=state,
+            mark=self._mark,
+            at=doing.at,
+            waits_in=doing.waits_in,
+            tensor=doing.tensor,
+            number=doing.number,
+            text=text,
+            cause=cause,
+            failed_at=failed_at,
+            groups=groups,
+            without_groups=why_none,
+        )
 
     def _own_threads(self) -> tuple[int, ...]:
         return tuple(thread.ident or 0 for thread in self._threads)
-
-    def _neighbour_is_gone(self) -> bool:
-        """Return whether the next rank on this machine has ended without having reported that it is done."""
-        rank = self._here[(self._here.index(self._rank) + 1) % len(self._here)]
-        if self._neighbour is None:
-            self._neighbour, self._host = self._process_of(rank), self._process_of(0)
-        return self._neighbour is not None and self._neighbour.is_gone() and self._state_of(rank) != "done"
-
-    def _something_is_wrong(self) -> bool:
-        """Return whether a rank asks for the end, or one on this machine is gone without reporting that it is done."""
-        try:
-            if self._end_requested():
-                return True
-            processes = {rank: self._process_of(rank) for rank in self._here}
-            return any(p is not None and p.is_gone() and self._state_of(r) != "done" for r, p in processes.items())
-        except Exception:  # a store that is gone, maybe with rank 0: then nobody else can be asked
-            return self._host is not None and self._host.is_gone()
 
     # The end.
 
@@ -241,49 +370,50 @@ class Watchdog:
         try:
             _ignore_sigterm()  # the launcher's, when the first rank has left: the conclusion is not printed yet
             self._end_in_any_case(status)
-            if self._alone:
+            if self._board is None:
                 self._write_stacks(status)
                 text = f"rank {self._rank} is ended: {reason}; {status}"
                 _print(f"{launched.name()}: {text}")
                 self._record(text)
             else:
                 try:
-                    self._end_together(status, reason)
+                    self._end_together(self._board, status, reason)
                 except Exception as error:  # whose kinds are torch's own
                     self._end_without_store(status, error)
         finally:
             os._exit(BROKEN)
 
-    def _end_together(self, status: RankStatus, reason: str) -> None:
-        assert self._store is not None
+    def _end_together(self, board: RankBoard, status: RankStatus, reason: str) -> None:
         # The status first: a rank that sees the request for the end can count on it.
-        self._store.set(self._key(f"status/{self._rank}"), status.to_json())
-        self._store.set(self._key("end"), str(self._rank))
+        board.write(f"status/{self._rank}", status.to_json())
+        board.write("end", str(self._rank))
         self._write_stacks(status)
+        everyone = range(self._world)
         # Rank 0 concludes. Where it does not answer, all others wait for everyone, and the lowest one concludes.
-        answers = self._answers(range(self._world) if self._rank == 0 else {0, *self._here})
+        answers = self._answers(board, everyone if self._rank == 0 else {0, *self._here})
         if self._rank != 0 and 0 not in answers:
-            answers = self._answers(range(self._world))
+            answers = self._answers(board, everyone)
         if self._rank == min(answers):
-            missing = self._missing(set(range(self._world)) - set(answers))
-            marks = {rank: self._beat_of(rank).get("mark", "unknown") for rank in missing}
-            text = hang_report.conclusion(answers, missing, marks)
-            text = f"the job of {self._world} ranks is ended{f' ({reason})' if reason else ''}: {text}"
+            missing = {rank: board.missing_state(rank) for rank in everyone if rank not in answers}
+            marks = {rank: board.beat_of(rank).get("mark", "unknown") for rank in missing}
+            why = f" ({reason})" if reason else ""
+            text = hang_report.diagnose(answers, missing, marks)
+            text = f"the job of {self._world} ranks is ended{why}: {text}"
             where = f"; stacks and this text are in {self.folder}" if self.folder is not None else ""
             if not launched.leave(launched.CONCLUSION, text + where):
                 _print(f"{launched.name()}: {text}")
             self._write("verdict.txt", text + "\n")
-            self._store.set(self._key("verdict"), text)
+            board.write("verdict", text)
             self._record(text)
         # A rank that is stopped is named before it is woken: it would answer then.
         deadline = time.monotonic() + self._settle
-        while not self._store.check([self._key("verdict")]) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        self._end_missing([rank for rank in self._here if rank not in answers])
+        while not board.has("verdict") and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        self._end_missing([board.process_of(rank) for rank in self._here if rank not in answers])
 
     def _record(self, text: str) -> None:
-        if self.last_words is not None:
-            self.last_words(f"failed: {text}", text)
+        if self.on_abort is not None:
+            self.on_abort(f"failed: {text}", text)
 
     def _end_in_any_case(self, status: RankStatus) -> None:
         """Start a timer that ends this process where the store gives neither an answer nor an error.
@@ -303,68 +433,51 @@ class Watchdog:
     def _end_without_store(self, status: RankStatus, error: Exception) -> None:
         """Report that the store ended or stopped with the process that runs it: the launcher, or rank 0 without one."""
         self._write_stacks(status)
+        state = SILENT if self._host is None else self._host.state()
         holder = "its launcher, or the machine of rank 0, is gone or does not answer"
-        stopped = False
-        if self._host is not None and self._host.is_gone():
+        if state == GONE:
             holder = f"rank 0 is gone, which held it: {GONE_WORDS}"
-        elif self._host is not None and (stopped := self._host.state() == STOPPED):
+        elif state == STOPPED:
             holder = "rank 0 is stopped (SIGSTOP), which may hold it"
         _print(
             f"{launched.name()}: the job of {self._world} ranks is ended: the ranks' store does not answer "
             f"({_short(str(error), 80)}), {holder}. rank {self._rank}: {status}"
         )
-        if stopped and self._host is not None:
+        if state == STOPPED and self._host is not None:
             self._host.send(signal.SIGKILL)
 
-    def _answers(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
+    def _answers(self, board: RankBoard, ranks: Iterable[int]) -> dict[int, RankStatus]:
         """Return the status of the ranks that answer in time; do not wait for those that are gone from this machine."""
-        assert self._store is not None
         answers: dict[int, RankStatus] = {}
         silent, deadline = set(ranks), time.monotonic() + self._settle
-        while silent:
+        while True:
             for rank in sorted(silent):
-                if self._store.check([self._key(f"status/{rank}")]):
-                    answers[rank] = RankStatus.of_json(self._store.get(self._key(f"status/{rank}")))
+                status = board.status_of(rank)
+                if status is not None:
+                    answers[rank] = status
             silent -= set(answers)
-            over = time.monotonic() > deadline
-            if over or all((p := self._process_of(rank)) is not None and p.is_gone() for rank in silent):
-                break
-            time.sleep(0.05)
-        return answers
+            processes = [board.process_of(rank) for rank in silent]
+            all_gone = all(process is not None and process.is_gone() for process in processes)
+            if all_gone or time.monotonic() > deadline:
+                return answers
+            time.sleep(_POLL_SECONDS)
 
-    def _missing(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return GONE, STOPPED, SILENT or LEFT for each of these ranks, which did not answer."""
-        missing = {}
-        for rank in sorted(ranks):
-            process = self._process_of(rank)
-            if self._state_of(rank) == "done":
-                missing[rank] = LEFT
-            elif process is None:
-                missing[rank] = SILENT
-            elif process.is_gone():
-                missing[rank] = GONE
-            else:
-                missing[rank] = process.state()
-        return missing
-
-    def _end_missing(self, ranks: Iterable[int]) -> None:
+    def _end_missing(self, processes: Iterable[Process | None]) -> None:
         """End the processes left on this machine, which the launcher would wait for: a stopped one gets no SIGTERM."""
-        processes = [self._process_of(rank) for rank in ranks]
         left = [process for process in processes if process is not None and not process.is_gone()]
         for process in left:
             process.send(signal.SIGUSR2)  # its stacks, from C, whatever holds its interpreter
             process.send(signal.SIGCONT)
         deadline = time.monotonic() + self._settle
         while any(not process.is_gone() for process in left) and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(_POLL_SECONDS)
         for process in left:
             process.send(signal.SIGKILL)
 
     def _write_stacks(self, status: RankStatus) -> None:
-        text = hang_report.stacks(self._own_threads())
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         head = f"{now} rank {self._rank} on {socket.gethostname()}, process {os.getpid()}: {status}\n{status.text}"
-        text = f"==== {head.rstrip()}\n{text}\n"
+        text = f"==== {head.rstrip()}\n{stack_reading.stacks(self._own_threads())}\n"
         if launched.folder() is None:
             _print(text)
         self._write(f"stacks_rank_{self._rank:05d}.txt", text)
@@ -378,32 +491,6 @@ class Watchdog:
             (folder / name).write_text(text, encoding="utf-8")
         except OSError as error:
             _print(f"rank {self._rank}: cannot write {folder / name}: {error}")
-
-    # The store.
-
-    def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}"
-
-    def _send_beat(self, state: str) -> None:
-        if self._alone:
-            return
-        assert self._store is not None
-        beat = {"state": state, "mark": self._mark, "process": asdict(this_process())}
-        self._store.set(self._key(f"beat/{self._rank}"), json.dumps(beat))
-
-    def _beat_of(self, rank: int) -> dict[str, Any]:
-        assert self._store is not None
-        key = self._key(f"beat/{rank}")
-        return json.loads(self._store.get(key)) if self._store.check([key]) else {}
-
-    def _state_of(self, rank: int) -> str:
-        return self._beat_of(rank).get("state", "")
-
-    def _process_of(self, rank: int) -> Process | None:
-        """Return the process of a rank, where it is on this machine."""
-        beat = self._beat_of(rank)
-        process = Process(**beat["process"]) if beat else None
-        return process if process is not None and process.host == this_process().host else None
 
 
 def _ranks_here(rank: int, world_size: int) -> list[int]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_moe import platform
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.parallel import groups, nccl
-from megatron_moe.training.flight_recorder import progress
+from megatron_moe.training.hang_report import progress
 from tests.helpers.gloo_pool import GlooPool
 
 NAMES = (

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.training import hang_report
-from megatron_moe.training.hang_report import RankStatus, conclusion
+from megatron_moe.training import stack_reading
+from megatron_moe.training.hang_report import RankStatus, diagnose
 
 
 class Blocked:
@@ -75,8 +75,8 @@ def test_a_thread_that_reads_from_the_device_waits_for_it(case):
             time.sleep(0.01)
             frame = sys._current_frames()[thread.ident]
             if frame.f_code is read.__code__:  # and then it still has to come to the instruction
-                stack = list(hang_report._outwards(frame))
-                said = [hang_report._read(stack, on_device).waits_in for on_device in (True, False)]
+                stack = stack_reading.outwards(frame)
+                said = [stack_reading.activity_of(stack, on_device).waits_in for on_device in (True, False)]
     finally:
         blocked.release()
         thread.join()
@@ -89,16 +89,16 @@ def test_an_error_that_is_raised_where_the_device_is_read_is_the_ranks_own():
 
     with pytest.raises(StopIteration) as error:
         Broken().item()
-    assert hang_report.of_error(error.value).waits_in is None
+    assert stack_reading.of_error(error.value).waits_in is None
 
 
 def test_ranks_that_all_wait_for_their_devices_are_not_blamed_for_the_place():
     def status(rank: int, at: str) -> RankStatus:
         return RankStatus(rank, "doing", "iteration 3", at, "item, for the device", without_groups="it is off")
 
-    text = conclusion({0: status(0, "a.py:1 in f"), 1: status(1, "a.py:1 in f"), 2: status(2, "b.py:7 in g")}, {}, {})
+    text = diagnose({0: status(0, "a.py:1 in f"), 1: status(1, "a.py:1 in f"), 2: status(2, "b.py:7 in g")}, {}, {})
     assert text.startswith("all ranks wait for their devices: which one is behind is not known (it is off). ")
     assert "rank 2: waiting in item, for the device, at b.py:7 in g" in text
     working = RankStatus(1, "doing", "iteration 3", "data.py:3 in read")
-    text = conclusion({0: status(0, "a.py:1 in f"), 1: working}, {}, {})
+    text = diagnose({0: status(0, "a.py:1 in f"), 1: working}, {}, {})
     assert text.startswith("rank 1 did not come to what the others wait for: at data.py:3 in read")

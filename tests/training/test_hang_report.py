@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.training.flight_recorder import GroupProgress, behind, progress, within
-from megatron_moe.training.hang_report import RankStatus, conclusion
+from megatron_moe.training.hang_report import GroupProgress, RankStatus, behind, diagnose, progress, within
 from tests.helpers.ranks import Child, RankParent
 from tests.training.watched_job import hold_the_interpreter
 
@@ -109,15 +108,15 @@ def test_the_conclusion_goes_by_the_recorder_and_survives_the_store():
         status = RankStatus(rank, "doing", "iteration 3", at, waits, groups=progress(record))
         answers[rank] = RankStatus.of_json(status.to_json())
         assert answers[rank] == status
-    text = conclusion(answers, {}, {})
+    text = diagnose(answers, {}, {})
     joined = "did not join all_reduce of Float[8], number 37 of process group 0 (default_pg), in which ranks 0, 2 wait"
     assert text.startswith(f"rank 1 {joined}: at megatron_moe/data/batches.py:90 in read (iteration 3). ")
     assert "ranks 0, 2: waiting in item, for the device, at megatron_moe/training/step.py:80" in text
     # A rank that is gone is the cause, whatever the others have begun.
-    assert conclusion({0: answers[0]}, {1: "gone"}, {1: "iteration 3"}).startswith("rank 1 is gone")
+    assert diagnose({0: answers[0]}, {1: "gone"}, {1: "iteration 3"}).startswith("rank 1 is gone")
     place, done = ("doing", "", "a.py:1 in f", "item, for the device"), progress(dump((WORLD, 37, 37)))
     through = {rank: RankStatus(rank, *place, groups=done) for rank in range(2)}
-    assert "every collective that was begun has ended, and a kernel has not" in conclusion(through, {}, {})
+    assert "every collective that was begun has ended, and a kernel has not" in diagnose(through, {}, {})
 
 
 @pytest.mark.parametrize("record", [{}, {"pg_config": {}, "pg_status": {}, "entries": [{"pg_id": 1}]}, [], None])
@@ -145,7 +144,7 @@ def asks_a_recorder_that_holds_the_interpreter(_: Any) -> None:
 
 
 def test_a_recorder_that_holds_the_interpreter_ends_the_process(rank_parent: RankParent, tmp_path: Path) -> None:
-    target = "tests.training.test_flight_recorder:asks_a_recorder_that_holds_the_interpreter"
+    target = "tests.training.test_hang_report:asks_a_recorder_that_holds_the_interpreter"
     pids = rank_parent.fork([Child(target, None, str(tmp_path / "log"))])
     assert rank_parent.statuses(pids, 300.0) == [1]
     assert "hold_the_interpreter" in (tmp_path / "log").read_text()
