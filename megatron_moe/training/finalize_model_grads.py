@@ -75,80 +75,100 @@ def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
     That of a frozen router stays: it is a part of the choice that was frozen.
     """
     found = list(routers(model))
-    kept, dropped, tokens = _global_counts(found)
-    _require_conservation(found, kept, dropped, tokens)
-    aux_losses = _global_aux_losses(found, tokens)
-    for router, got, turned_away in zip(found, kept, dropped):
-        if router.expert_bias is not None and router.weight.requires_grad:
+    counts = _global_counts(found)
+    aux_losses = _global_aux_losses(found, counts)
+    biases: list[Tensor | None] = []
+    dropped: list[Tensor | None] = []
+    for router, count in zip(found, counts):
+        bias = router.expert_bias
+        if bias is not None and router.weight.requires_grad:
             rate, center = router.options.bias_update_rate, router.options.bias_center
-            router.expert_bias.copy_(updated_expert_bias(router.expert_bias, got + turned_away, rate, center))
+            bias.copy_(updated_expert_bias(bias, count.kept + count.dropped, rate, center))
+        biases.append(None if bias is None else bias.clone())
+        dropped.append(None if router.local_dropped_per_expert is None else count.dropped)
         router.reset_counts()
     return RouterUpdate(
         layer_numbers=tuple(router.layer_number or 0 for router in found),
-        tokens_per_expert=tuple(kept),
-        expert_bias=tuple(None if r.expert_bias is None else r.expert_bias.clone() for r in found),
+        tokens_per_expert=tuple(count.kept for count in counts),
+        expert_bias=tuple(biases),
         aux_losses=tuple(aux_losses),
-        dropped_per_expert=tuple(
-            None if r.local_dropped_per_expert is None else turned_away for r, turned_away in zip(found, dropped)
-        ),
+        dropped_per_expert=tuple(dropped),
     )
 
 
-def _global_counts(found: list[TopKRouter]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Count over TP x CP x DP, per layer, int64: choices dispatched to each expert [E], dropped ones [E], tokens [1].
+@dataclass(frozen=True)
+class _LayerCounts:
+    """Counts of one layer over TP x CP x DP, int64."""
 
-    Layers may differ in E.
+    kept: Tensor
+    """[E], the choices dispatched to each expert."""
+    dropped: Tensor
+    """[E], those beyond its capacity."""
+    tokens: Tensor
+    """[1]."""
+
+
+def _global_counts(found: list[TopKRouter]) -> list[_LayerCounts]:
+    """Add up the counts of all layers, which may differ in E, with one all-reduce.
+
+    Raises:
+        PrecisionError: a count or a bias is not float32.
+        LostTokens: a token of the global batch was not given K experts once, in some layer.
     """
     if not found:
-        return [], [], []
+        return []
+    local = []
     for router in found:
         for name in router.fp32_state:
             tensor = getattr(router, name)
             if tensor is not None and tensor.dtype != torch.float32:
                 raise PrecisionError(f"layer {router.layer_number}: {name} is {tensor.dtype}, must be torch.float32")
-    kept = [router.local_tokens_per_expert for router in found]
-    dropped = [torch.zeros_like(k) if (d := r.local_dropped_per_expert) is None else d for r, k in zip(found, kept)]
-    tokens = [router.local_num_tokens for router in found]
-    local = torch.cat([tensor.to(torch.int64) for tensor in (*kept, *dropped, *tokens)])
+        kept, dropped = router.local_tokens_per_expert, router.local_dropped_per_expert
+        local += [kept, torch.zeros_like(kept) if dropped is None else dropped, router.local_num_tokens]
+    total = torch.cat(local).to(torch.int64)
     group = found[0].groups.tp_dp_cp
     if group.size() > 1:
-        dist.all_reduce(local, group=group)
-    experts = [router.options.num_experts for router in found]
-    total = list(local.split([*experts, *experts, *[1 for _ in found]]))
-    return total[: len(found)], total[len(found) : 2 * len(found)], total[2 * len(found) :]
+        dist.all_reduce(total, group=group)
+    counts, sums, begin = [], [], 0
+    for router in found:
+        experts = router.options.num_experts
+        own = total[begin : begin + 2 * experts + 1]
+        begin += len(own)
+        count = _LayerCounts(*own.split([experts, experts, 1]))
+        counts.append(count)
+        sums.append(torch.stack([count.kept.sum(), count.dropped.sum(), count.tokens.sum()]))
+    for router, (got, turned_away, num_tokens) in zip(found, torch.stack(sums).tolist()):
+        _require_conservation(router, got, turned_away, num_tokens)
+    return counts
 
 
-def _require_conservation(
-    found: list[TopKRouter], kept: list[Tensor], dropped: list[Tensor], tokens: list[Tensor]
-) -> None:
-    """Raise `LostTokens` unless every token of the global batch was given K experts once, in every layer."""
-    if not found:
-        return
-    counted = torch.stack([torch.stack([k.sum(), d.sum(), t.sum()]) for k, d, t in zip(kept, dropped, tokens)])
-    for router, (got, turned_away, num_tokens) in zip(found, counted.tolist()):
-        announced, topk = router.step.global_batch, router.options.topk
-        wanted = num_tokens if announced is None else announced.num_tokens
-        if num_tokens != wanted or got + turned_away != wanted * topk:
-            raise LostTokens(
-                f"layer {router.layer_number}: {wanted} tokens of the global batch x {topk} experts are "
-                f"{wanted * topk} choices, but {got} were dispatched and {turned_away} dropped, of {num_tokens} tokens "
-                "counted. Tokens are lost or counted twice; the step is not applied."
-            )
+def _require_conservation(router: TopKRouter, got: int, turned_away: int, num_tokens: int) -> None:
+    announced, topk = router.step.global_batch, router.options.topk
+    wanted = num_tokens if announced is None else announced.num_tokens
+    if num_tokens != wanted or got + turned_away != wanted * topk:
+        raise LostTokens(
+            f"layer {router.layer_number}: {wanted} tokens of the global batch x {topk} experts are "
+            f"{wanted * topk} choices, but {got} were dispatched and {turned_away} dropped, of {num_tokens} tokens "
+            "counted. Tokens are lost or counted twice; the step is not applied."
+        )
 
 
-def _global_aux_losses(found: list[TopKRouter], tokens: list[Tensor]) -> list[dict[str, Tensor]]:
+def _global_aux_losses(found: list[TopKRouter], counts: list[_LayerCounts]) -> list[dict[str, Tensor]]:
     """Return each layer's auxiliary losses, as the mean over the tokens of the global batch."""
-    shares = [{} if router.aux_losses is None else router.aux_losses.totals for router in found]
-    names = [(i, name) for i, of_layer in enumerate(shares) for name in sorted(of_layer)]
     losses: list[dict[str, Tensor]] = [{} for _ in found]
+    names, shares = [], []
+    for layer, router in enumerate(found):
+        if router.aux_losses is not None:
+            for name, share in sorted(router.aux_losses.totals.items()):
+                names.append((layer, name))
+                shares.append(share)
     if not names:
         return losses
-    group = found[0].groups.tp_dp_cp
-    totals = torch.stack([shares[i][name] for i, name in names])
+    totals, group = torch.stack(shares), found[0].groups.tp_dp_cp
     if group.size() > 1:
         dist.all_reduce(totals, group=group)
-    for (i, name), total in zip(names, totals):
-        losses[i][name] = total / tokens[i].squeeze().clamp(min=1)
+    for (layer, name), total in zip(names, totals):
+        losses[layer][name] = total / counts[layer].tokens.squeeze().clamp(min=1)
     return losses
 
 
