@@ -124,7 +124,8 @@ class NonFiniteHooks:
     def _gradient(self, chunk: int, micro_batch: int | None, what: str, gradient: Tensor) -> None:
         self._order += 1
         # A weight's gradient comes between those of activations, which know their micro-batch.
-        self._backward_of = self._backward_of if micro_batch is None else micro_batch
+        if micro_batch is not None:
+            self._backward_of = micro_batch
         if not is_finite(gradient):
             stage = -(chunk * self._stages + self._stage)
             when = (BACKWARD, self._backward_of, stage, self._order)
@@ -228,19 +229,16 @@ def root_cause(reports: Sequence[FaultReport]) -> str:
         return damage_text([(report.place, report.state) for report in reports])
     first = min((report.first for report in reports if report.first is not None), default=None)
     if first is not None:
-        where = [report.place for report in reports if report.first == first]
+        where = ranks_text([report.place for report in reports if report.first == first])
         of_pass = "backward" if first.phase == BACKWARD else "forward"
-        return (
-            f"{first.value} of {first.what}, the first in the {of_pass} pass of micro-batch {first.micro_batch}, "
-            f"on {ranks_text(where)}"
-        )
+        place = f"the first in the {of_pass} pass of micro-batch {first.micro_batch}, on {where}"
+        return f"{first.value} of {first.what}, {place}"
     again = "the same micro-batches, run once more, are finite on all ranks"
-    spoiled = [(report.gradients, report.place) for report in reports if report.gradients]
-    if spoiled:
-        names = spoiled[0][0]
-        others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        return (
-            f"{names[0]}{others}, on {ranks_text([place for _, place in spoiled])}; {again}: "
-            "it came about while gradients were reduced, or does not repeat"
-        )
-    return f"the loss or the gradients' norm was not finite; {again}: a fault that does not repeat"
+    spoiled = [report for report in reports if report.gradients]
+    if not spoiled:
+        return f"the loss or the gradients' norm was not finite; {again}: a fault that does not repeat"
+    what = spoiled[0].gradients[0]
+    if len(spoiled[0].gradients) > 1:
+        what += f" (and {len(spoiled[0].gradients) - 1} more)"
+    where = ranks_text([report.place for report in spoiled])
+    return f"{what}, on {where}; {again}: it came about while gradients were reduced, or does not repeat"

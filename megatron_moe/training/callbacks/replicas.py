@@ -7,7 +7,6 @@ tensor itself is not sent.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,13 +56,16 @@ class ReplicaDifference:
     hashes: tuple[tuple[int, int], ...]
 
     def __str__(self) -> str:
-        counts = Counter(value for _, value in self.hashes).most_common()
-        ranks = [rank for rank, _ in self.hashes]
-        if len(counts) > 1 and counts[0][1] > counts[1][1]:
-            odd = [rank for rank, value in self.hashes if value != counts[0][0]]
+        ranks_of: dict[int, list[int]] = {}
+        for rank, value in self.hashes:
+            ranks_of.setdefault(value, []).append(rank)
+        groups = sorted(ranks_of.values(), key=len, reverse=True)
+        every = [rank for rank, _ in self.hashes]
+        if len(groups) > 1 and len(groups[0]) > len(groups[1]):
+            odd = [rank for rank in every if rank not in groups[0]]
             whose = f"that of rank {odd[0]} differs" if len(odd) == 1 else f"those of ranks {_listed(odd)} differ"
-            return f"{self.name}: of {len(ranks)} copies (ranks {_listed(ranks)}) {whose} from the others"
-        halves = " and ".join(_listed([rank for rank, value in self.hashes if value == one]) for one, _ in counts)
+            return f"{self.name}: of {len(every)} copies (ranks {_listed(every)}) {whose} from the others"
+        halves = " and ".join(map(_listed, groups))
         return f"{self.name}: the copies of ranks {halves} differ, with no majority"
 
 
