@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
-from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import StepRecord
 from megatron_moe.report.sink import Sink
 from megatron_moe.training import step
 from megatron_moe.training.run import pretrain

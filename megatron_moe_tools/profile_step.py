@@ -22,7 +22,7 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import require_writable
 from megatron_moe.io.program import DONE, run_program, say
-from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import StepRecord
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.plan import check_start
 

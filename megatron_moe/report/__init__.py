@@ -6,18 +6,15 @@ that get the events of the run with `pretrain(run, also=[sink])`, each a `Sink`.
 
 from __future__ import annotations
 
-from megatron_moe.report.builtin_metrics import BUILT_IN
 from megatron_moe.report.metric import (
     ExpertLoad,
     Metric,
     MetricError,
     StepFacts,
-    StepRecord,
-    declare_built_in,
     register_metric,
     unregister_metric,
 )
-from megatron_moe.report.records import EvalRecord
+from megatron_moe.report.records import EvalRecord, StepRecord
 from megatron_moe.report.sink import Sink
 
 __all__ = [
@@ -31,5 +28,3 @@ __all__ = [
     "register_metric",
     "unregister_metric",
 ]
-
-declare_built_in(BUILT_IN)

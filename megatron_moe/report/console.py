@@ -6,11 +6,20 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, TextIO
 
-from megatron_moe.io.texts import duration_text
-from megatron_moe.report.metric import StepRecord, metrics
-from megatron_moe.report.records import EvalRecord
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megatron_moe.io.texts import duration_text, size_text
+from megatron_moe.report.health import load_max_over_mean
+from megatron_moe.report.metric import metrics
+from megatron_moe.report.records import EvalRecord, StepRecord
 from megatron_moe.report.sink import Sink
 
 LEGEND: tuple[tuple[str, str], ...] = (
@@ -79,8 +88,7 @@ class Interval:
         digits = len(str(train_iters)) if train_iters else 6
         head = f"iteration {records[-1].iteration:>{digits}}" + (f"/{train_iters}" if train_iters else "")
         by_rank = sorted(metrics(), key=lambda metric: metric.console_rank)
-        texts = [metric.console_text(records) for metric in by_rank]
-        line = " | ".join([head, *(text for text in texts if text)])
+        line = " | ".join([head, *filter(None, (metric.console_text(records) for metric in by_rank))])
         while width is not None and len(line) > width and " | " in line:
             line = line.rpartition(" | ")[0]
         return line
@@ -142,6 +150,190 @@ class ConsoleSink(Sink):
         return None
 
 
+SMALLEST = (72, 20)
+"""Columns and rows of a terminal from which on it gets a panel."""
+_WIDEST = 110
+_EVENTS, _LAYERS, _NAMES = 3, 6, 9
+_BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+_PARTS_OF_A_BLOCK = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
+_EVEN, _UNEVEN = 1.5, 2.5
+"""Loads from which on a layer's bar is yellow, and red."""
+_FULL = 4
+"""The load that fills a bar, whatever the other layers have: where all have collapsed, all bars are long."""
+
+
+class Curve:
+    """A number over all steps of this process, in at most twice `room` means of as many steps each."""
+
+    def __init__(self, room: int = 120) -> None:
+        self._room = room
+        self._means: list[float] = []
+        self._steps_of_a_mean, self._sum, self._count = 1, 0.0, 0
+
+    def add(self, value: float) -> None:
+        """Take the number of one more step; one that is not finite is left out."""
+        if value - value != 0:
+            return
+        self._sum += value
+        self._count += 1
+        if self._count == self._steps_of_a_mean:
+            self._means.append(self._sum / self._count)
+            self._sum, self._count = 0.0, 0
+        if len(self._means) == 2 * self._room:
+            self._means = _halved(self._means, self._room)
+            self._steps_of_a_mean *= 2
+
+    def drawn(self, width: int, *, from_zero: bool = False) -> str:
+        """Return the curve in at most `width` characters, with its lowest number at the bottom, or 0."""
+        means = _halved(self._means, width) if len(self._means) > width else self._means
+        if not means:
+            return ""
+        low, high = 0.0 if from_zero else min(means), max(means)
+        scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+        return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _halved(means: Sequence[float], most: int) -> list[float]:
+    """Return means of neighbours, of the fewest that leave at most so many."""
+    each = -(-len(means) // most)
+    groups = (means[start : start + each] for start in range(0, len(means), each))
+    return [sum(group) / len(group) for group in groups]
+
+
+class LiveDashboard:
+    """What is known of a run while it is watched; the part below the log lines is drawn from it.
+
+    Args:
+        panel: draw a panel where the terminal has room for it; otherwise a line.
+        train_iters: steps of the whole run; None where it has no end.
+    """
+
+    def __init__(self, panel: bool, train_iters: int | None, start_iteration: int) -> None:
+        self._panel = panel
+        self._total, self._done = train_iters, start_iteration
+        self._last: StepRecord | None = None
+        self._loads: dict[int, float] = {}
+        self._load: float | None = None
+        self._empty = 0
+        self._title = ""
+        self._evaluation: EvalRecord | None = None
+        self._events: deque[str] = deque(maxlen=_EVENTS)
+        self._losses, self._grad_norms, self._rates = Curve(), Curve(), Curve()
+        self._began = time.monotonic()
+        self._skipped = 0
+
+    def start(self, facts: dict[str, Any]) -> None:
+        """Take the facts of the run: device, layout and dtype are its title."""
+        self._title = ", ".join(str(facts[name]) for name in ("device", "layout", "dtype") if name in facts)
+
+    def step(self, record: StepRecord) -> None:
+        """Take a step. What is not counted at every step stays until it is counted again."""
+        self._last, self._done = record, record.iteration
+        self._skipped += record.skipped
+        if not record.skipped:
+            self._losses.add(record.loss)
+        if record.grad_norm is not None:
+            self._grad_norms.add(record.grad_norm)
+        self._rates.add(record.tokens_per_second)
+        if record.expert_load is not None:
+            self._load, self._empty = record.expert_load, record.empty_experts
+        loads = {}
+        for layer, counts in record.tokens_per_expert.items():
+            load = load_max_over_mean(counts)
+            if load is not None:
+                loads[layer] = load
+        self._loads = loads or self._loads
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """Take an evaluation."""
+        self._evaluation = record if record.tokens else None
+
+    def event(self, text: str) -> None:
+        """Take a message; its first line is shown with the time of day."""
+        self._events.append(f"{time.strftime('%H:%M:%S')}  {text.partition(chr(10))[0]}")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._last is None:
+            return
+        columns, rows = SMALLEST
+        if self._panel and options.max_width >= columns and console.size.height >= rows:
+            yield self._as_panel(self._last, min(options.max_width, _WIDEST))
+        else:
+            yield self._as_line(self._last)
+
+    def _as_line(self, record: StepRecord) -> RenderableType:
+        parts = [self._count(), f"loss {record.loss:.3f}", f"{record.tokens_per_second:,.0f} tok/s"]
+        if record.grad_norm is not None:
+            parts.append(f"gnorm {record.grad_norm:.2f}")
+        if self._load is not None:
+            parts.append(f"load {self._load:.2f}")
+        parts.append("SKIPPED" if record.skipped else f"left {duration_text(record.seconds_left)}")
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(self._bar(20), Text(" ".join(parts), no_wrap=True, overflow="ellipsis"))
+        return grid
+
+    def _as_panel(self, record: StepRecord, width: int) -> RenderableType:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True, style="bold", min_width=_NAMES)
+        grid.add_column(no_wrap=True, overflow="ellipsis")
+        room = width - 40
+        head = Table.grid(padding=(0, 1))
+        steps = Text(f"{self._count()}  ")
+        if self._total:
+            steps.append(f"left {duration_text(record.seconds_left)}")
+        if self._skipped:
+            steps.append(f"  SKIPPED {self._skipped}", "bold red")
+        head.add_row(self._bar(width - 60), steps)
+        grid.add_row("steps", head)
+        loss = Text.assemble((self._losses.drawn(room), "cyan"), f"  {record.loss:.4f}")
+        if self._evaluation is not None:
+            loss.append(f"  {self._evaluation.split} {self._evaluation.loss:.4f}")
+        grid.add_row("loss", loss)
+        if record.grad_norm is not None:
+            grid.add_row("grad norm", Text(f"{self._grad_norms.drawn(room)}  {record.grad_norm:.3f}"))
+        rates = self._rates.drawn(room, from_zero=True)
+        grid.add_row("tokens/s", Text(f"{rates}  {record.tokens_per_second:,.0f}"))
+        speed = Text(f"{record.model_tflops:.3g} TFLOP/s")
+        if record.mfu is not None:
+            speed.append(f", MFU {100 * record.mfu:.1f}%")
+        if record.memory_bytes:
+            speed.append(f"  memory {size_text(record.memory_bytes)}")
+        grid.add_row("speed", speed)
+        self._add_loads(grid, room)
+        for number, event in enumerate(self._events):
+            grid.add_row("" if number else "events", Text(event, style="dim"))
+        clock = f"{time.strftime('%H:%M:%S')}, for {duration_text(time.monotonic() - self._began)}"
+        return Panel(grid, title=self._title or None, title_align="left", subtitle=clock, subtitle_align="right",
+                     width=width)  # fmt: skip
+
+    def _add_loads(self, grid: Table, room: int) -> None:
+        """Add a row for each of the most uneven layers, in the order of the model."""
+        if not self._loads:
+            return
+        shown = sorted(self._loads, key=self._loads.__getitem__)[-_LAYERS:]
+        head = f"busiest expert / mean; {self._empty} empty"
+        if len(shown) < len(self._loads):
+            head += f"; worst {len(shown)} of {len(self._loads)} layers"
+        grid.add_row("load", Text(head))
+        for layer in sorted(shown):
+            load = self._loads[layer]
+            if load < _EVEN:
+                colour = "green"
+            elif load < _UNEVEN:
+                colour = "yellow"
+            else:
+                colour = "red"
+            eighths = round(min(load / _FULL, 1.0) * room * 8)  # of a character
+            bar = "\u2588" * (eighths // 8) + _PARTS_OF_A_BLOCK[eighths % 8].strip()
+            grid.add_row(f"layer {layer}", Text.assemble((bar, colour), f"  {load:.2f}"))
+
+    def _bar(self, width: int) -> ProgressBar:
+        return ProgressBar(total=self._total, completed=self._done, width=max(width, 10), pulse=self._total is None)
+
+    def _count(self) -> str:
+        return f"{self._done}/{self._total}" if self._total else str(self._done)
+
+
 class LiveConsoleSink(ConsoleSink):
     """A sink for a terminal that prints the same lines, cut to its width, and draws below them what follows every step.
 
@@ -159,24 +351,19 @@ class LiveConsoleSink(ConsoleSink):
         self, stream: TextIO, *, train_iters: int | None, log_interval: int, start_iteration: int, panel: bool
     ) -> None:
         super().__init__(stream, train_iters=train_iters, log_interval=log_interval)
-        from rich.console import Console
-        from rich.live import Live
-
-        from megatron_moe.report.panel import View
-
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
-        self._view = View(panel, train_iters, start_iteration)
-        self._live = Live(self._view, console=self._console, auto_refresh=False, transient=True)
+        self._dashboard = LiveDashboard(panel, train_iters, start_iteration)
+        self._live = Live(self._dashboard, console=self._console, auto_refresh=False, transient=True)
         self._drawn = -math.inf
 
     def start(self, facts: dict[str, Any]) -> None:
-        self._view.start(facts)
+        self._dashboard.start(facts)
         super().start(facts)
 
     def step(self, record: StepRecord) -> None:
         if not self._live.is_started:
             self._live.start()
-        self._view.step(record)
+        self._dashboard.step(record)
         super().step(record)
         now = time.monotonic()
         if now - self._drawn >= self._MIN_SECONDS or record.iteration == self._train_iters:
@@ -184,11 +371,11 @@ class LiveConsoleSink(ConsoleSink):
             self._drawn = now
 
     def evaluation(self, record: EvalRecord) -> None:
-        self._view.evaluation(record)
+        self._dashboard.evaluation(record)
         super().evaluation(record)
 
     def message(self, text: str) -> None:
-        self._view.event(text)
+        self._dashboard.event(text)
         self._write(text)
 
     def _write(self, text: str) -> None:

@@ -141,8 +141,8 @@ def scalars(health: Health) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def glance(health: Health) -> list[str]:
-    """Return the parts of a log line: the figures to see at once, those of the worst layer.
+def summary_line(health: Health) -> str:
+    """Return the part of a log line about the health: the figures of the worst layer, "" where there are none.
 
     MaxVio and dead experts are not among them: every line has the load and the empty experts.
     """
@@ -161,7 +161,7 @@ def glance(health: Health) -> list[str]:
         parts.append(f"dense/expert norm {health.dense_grad_norm:.2g}/{health.expert_grad_norm:.2g}")
     if health.update_rounding is not None:
         parts.append(f"update rounding {100 * health.update_rounding:.2g}%")
-    return parts
+    return " | ".join(parts)
 
 
 def _most(values: Iterable[float | None]) -> float | None:

@@ -11,7 +11,9 @@ what a killed attempt met is kept, and its lines name the attempt.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -19,17 +21,72 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.report.metric import StepRecord
-from megatron_moe.report.records import (
-    EvalRecord,
-    EventRecord,
-    eval_from_json,
-    event_from_json,
-    step_from_json,
-    to_json,
-)
+from megatron_moe.io.files import finite
+from megatron_moe.report.health import health_from_json
+from megatron_moe.report.metric import added_metrics, metrics
+from megatron_moe.report.records import EvalRecord, EventRecord, StepRecord
 from megatron_moe.report.run_info import Totals, info_path, read_info
 from megatron_moe.report.sink import Sink
+
+# The JSON form of records.
+
+_EVENT_KEYS = ("time", "run_id", "attempt", "iteration", "kind", "text")
+
+
+def to_json(record: StepRecord | EvalRecord | EventRecord) -> dict[str, Any]:
+    """Return a dict that `json.dumps(..., allow_nan=False)` takes; NAME_hex hold the exact bits of floats."""
+    if isinstance(record, EventRecord):
+        line = {name: getattr(record, name) for name in _EVENT_KEYS}
+        line.update(record.facts)
+    elif isinstance(record, EvalRecord):
+        line = dataclasses.asdict(record)
+        line["loss_hex"] = float(record.loss).hex()
+    else:
+        line = record.values()
+        if record.health is not None:
+            line["health"] = dataclasses.asdict(record.health)
+        for metric in metrics():
+            if metric.exact and line.get(metric.name) is not None:
+                line[f"{metric.name}_hex"] = float(line[metric.name]).hex()
+    return finite(line)
+
+
+def step_from_json(line: dict[str, Any]) -> StepRecord:
+    """Return the record that `to_json` made the line of, also where the loss was NaN or infinite."""
+    values = dict(line)
+    for metric in metrics():
+        if metric.exact and f"{metric.name}_hex" in values:
+            values[metric.name] = float.fromhex(values.pop(f"{metric.name}_hex"))
+    values["health"] = health_from_json(values.get("health"))
+    for name in ("tokens_per_expert", "dropped_per_expert"):
+        values[name] = {int(layer): counts for layer, counts in (values.get(name) or {}).items()}
+    values["mtp_losses"] = [math.nan if loss is None else loss for loss in values.get("mtp_losses") or ()]
+    extra: dict[str, Any] = {metric.name: None for metric in added_metrics()}
+    for name in line:
+        if name in values and name not in _STEP_KEYS:
+            extra[name] = values.pop(name)
+    return StepRecord(**values, extra=extra)
+
+
+_STEP_KEYS = {field.name for field in dataclasses.fields(StepRecord)} - {"extra"}
+
+
+def eval_from_json(line: dict[str, Any]) -> EvalRecord:
+    """Return the record that `to_json` made the line of."""
+    values = {field.name: line[field.name] for field in dataclasses.fields(EvalRecord) if field.name in line}
+    if "loss_hex" in line:
+        values["loss"] = float.fromhex(line["loss_hex"])
+    return EvalRecord(**values)
+
+
+def event_from_json(line: dict[str, Any]) -> EventRecord:
+    """Return the record that `to_json` made the line of."""
+    facts = dict(line)
+    known = {name: facts.pop(name) for name in _EVENT_KEYS}
+    return EventRecord(**known, facts=facts)
+
+
+# The files.
 
 
 def evaluations_path(metrics_file: Path) -> Path:

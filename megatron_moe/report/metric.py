@@ -1,18 +1,21 @@
-"""The metrics of a training step: what is known about a step, the metrics computed from it, and their registry.
+"""The metrics of a training step: what is known about a step, the metrics computed from it, and where they are shown.
 
-A `Metric` computes one value from the `StepFacts` of a step and declares where the value is shown. The registry holds
-the built-in metrics (`builtin_metrics.py`) and those that a program adds with `register_metric`. `compute_metrics`
-makes the `StepRecord` of a step: the values of all metrics by name.
+A `Metric` declares where a value is shown. `BUILT_IN` lists the metrics of every run; a program adds its own, which
+also compute their value from the `StepFacts` of a step, with `register_metric`. `compute_metrics` makes the
+`StepRecord` of a step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_moe.config.schema import Run
-from megatron_moe.report.health import Health, load_max_over_mean
+from megatron_moe.io.texts import duration_text
+from megatron_moe.report.health import Health, load_max_over_mean, scalars, summary_line
+from megatron_moe.report.records import StepRecord
 
 _TERA = 1e12
 _EVALUATION_TAGS = ("loss/valid", "loss/test")
@@ -32,8 +35,8 @@ class ExpertLoad:
     @property
     def worst(self) -> float | None:
         """The most uneven layer's max / mean of the token counts."""
-        loads = [load_max_over_mean(counts) for counts in self.tokens_per_expert.values()]
-        return max((load for load in loads if load is not None), default=None)
+        loads = map(load_max_over_mean, self.tokens_per_expert.values())
+        return max(filter(None, loads), default=None)
 
     @property
     def empty(self) -> int:
@@ -122,8 +125,8 @@ class Metric:
     """For people: the table in docs/metrics.md and the axis of the plot."""
     compute: Callable[[StepFacts], Any] | None = None
     """Return the value from what is known about the step: a number, a string, a list or dict of such, or None where
-    there is none. Without it, the value is the fact of the metric's name. It is called at every step on every rank,
-    with the same facts but for `seconds` and `memory_bytes`."""
+    there is none. It is called at every step on every rank, with the same facts but for `seconds` and `memory_bytes`.
+    The metrics of every run have no function: `compute_metrics` computes them."""
     console: str | Callable[[Sequence[StepRecord]], str | None] | None = None
     """Its part of a log line: a format string for the last value of the line's steps, such as "share {:.3f}", or a
     function of these steps' records, of the last 10,000 at most, that returns the part. The last record alone has
@@ -137,14 +140,6 @@ class Metric:
     """The picture of the run has a panel with this number over the iterations."""
     exact: bool = False
     """The JSON line also has NAME_hex, the float's bits, so that two runs can be compared bit by bit, NaN included."""
-    required: bool = False
-    """A record cannot do without it."""
-    empty: Callable[[], Any] = lambda: None
-    """Make the value of a record, or of an older file's line, that has none."""
-    to_json: Callable[[Any], Any] | None = None
-    """Return plain values of the value, where it is something else."""
-    from_json: Callable[[Any], Any] | None = None
-    """Return the value from what JSON made of it, where that is something else."""
 
     def value(self, facts: StepFacts) -> Any:
         """Compute the value.
@@ -152,8 +147,7 @@ class Metric:
         Raises:
             MetricError: `compute` raised, or returned what cannot be written or shown.
         """
-        if self.compute is None:
-            return getattr(facts, self.name)
+        assert self.compute is not None, self.name
         try:
             value = self.compute(facts)
         except Exception as error:
@@ -161,38 +155,47 @@ class Metric:
                 f"metric {self.name} failed at iteration {facts.iteration}: {type(error).__name__}: {error}; "
                 "return None at steps that have no value"
             ) from error
-        as_number = isinstance(self.console, str) or isinstance(self.tensorboard, str) or self.plot or self.exact
-        if not (value is None or isinstance(value, (int, float)) if as_number else is_plain(value)):
-            wanted = "a number or None" if as_number else "plain values or None"
+        if isinstance(self.console, str) or isinstance(self.tensorboard, str) or self.plot or self.exact:
+            wanted, fits = "a number", value is None or isinstance(value, (int, float))
+        else:
+            wanted, fits = "plain values", is_plain(value)
+        if not fits:
             raise MetricError(
                 f"metric {self.name} returned a {type(value).__name__} at iteration {facts.iteration}; "
-                f"return {wanted}, of a tensor for example tensor.item()"
+                f"return {wanted} or None, of a tensor for example tensor.item()"
             )
         return value
 
     def console_text(self, records: Sequence[StepRecord]) -> str | None:
         """Return the part of the log line of these steps, None to show nothing."""
-        if not isinstance(self.console, str):
-            return None if self.console is None else self._shown("console", self.console, records)
-        values = [getattr(record, self.name) for record in records]
-        known = [value for value in values if value is not None]
-        return self.console.format(known[-1]) if known else None
+        if self.console is None:
+            return None
+        if isinstance(self.console, str):
+            for record in reversed(records):
+                value = getattr(record, self.name, None)
+                if value is not None:
+                    return self.console.format(value)
+            return None
+        try:
+            return self.console(records)
+        except Exception as error:
+            raise self._not_shown("console", error) from error
 
     def scalars(self, record: StepRecord) -> dict[str, float]:
         """Return the TensorBoard scalars of a step, tag -> number."""
         if self.tensorboard is None:
             return {}
         if isinstance(self.tensorboard, str):
-            found: Mapping[str, float | None] = {self.tensorboard: getattr(record, self.name)}
+            found: Mapping[str, float | None] = {self.tensorboard: getattr(record, self.name, None)}
         else:
-            found = self._shown("tensorboard", self.tensorboard, record)
+            try:
+                found = self.tensorboard(record)
+            except Exception as error:
+                raise self._not_shown("tensorboard", error) from error
         return {tag: float(number) for tag, number in found.items() if number is not None}
 
-    def _shown(self, where: str, show: Callable[[Any], Any], shown: Any) -> Any:
-        try:
-            return show(shown)
-        except Exception as error:
-            raise MetricError(f"metric {self.name}: its `{where}` failed: {type(error).__name__}: {error}") from error
+    def _not_shown(self, where: str, error: Exception) -> MetricError:
+        return MetricError(f"metric {self.name}: its `{where}` failed: {type(error).__name__}: {error}")
 
 
 def is_plain(value: Any) -> bool:
@@ -204,53 +207,205 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-class StepRecord:
-    """The metrics of one optimizer step by name; docs/metrics.md lists those of every run.
-
-    Metrics that are not given are empty (`Metric.empty`). Names that no metric has are kept: they are of a file that
-    another program wrote.
-    """
-
-    def __init__(self, **values: Any) -> None:
-        for metric in metrics():
-            if metric.required and metric.name not in values:
-                raise TypeError(f"the record of a step needs {metric.name}")
-        own = {metric.name: values[metric.name] if metric.name in values else metric.empty() for metric in metrics()}
-        self.__dict__.update({**own, **values})
-
-    def __getattr__(self, name: str) -> Any:  # for what is not there
-        raise AttributeError(f"the record of a step has no {name}; it has {', '.join(self.__dict__)}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{name}: a record does not change; replace(...) makes another one")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StepRecord) and self.values() == other.values()
-
-    def __repr__(self) -> str:
-        return f"StepRecord({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
-
-    def values(self) -> Mapping[str, Any]:
-        """Return all metrics, name -> value, in the order of a line of metrics.jsonl."""
-        return dict(self.__dict__)
-
-    def replace(self, **changes: Any) -> StepRecord:
-        """Return the record with other values of the metrics named."""
-        return StepRecord(**{**self.__dict__, **changes})
+# Parts of a log line: losses are means over the steps that were applied, speeds are over the time of all steps, and
+# everything else is the last step's. What is not in every line comes last, so that the columns stay where they are; a
+# narrow terminal cuts a line there, so what must be seen comes first.
 
 
-_built_in: dict[str, Metric] = {}
+def _applied(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """Return the steps that were not skipped, or the last one where all were."""
+    return [record for record in records if not record.skipped] or [records[-1]]
+
+
+def _mean_loss(records: Sequence[StepRecord]) -> str:
+    losses = [record.loss for record in _applied(records)]
+    return f"loss {math.fsum(losses) / len(losses):.4f}"
+
+
+def _mean_mtp_losses(records: Sequence[StepRecord]) -> str | None:
+    text = ""
+    for losses in zip(*(record.mtp_losses for record in _applied(records))):
+        text += f" {math.fsum(losses) / len(losses):.4f}"
+    return f"mtp{text}" if text else None
+
+
+def _grad_norm(records: Sequence[StepRecord]) -> str:
+    norm = records[-1].grad_norm
+    return "grad norm -" if norm is None else f"grad norm {norm:.3f}"
+
+
+def _over_time(records: Sequence[StepRecord], amounts: Iterable[float]) -> float:
+    """Return the sum of amounts over the time of all steps."""
+    seconds = sum(record.seconds for record in records)
+    return sum(amounts) / seconds if seconds > 0 else 0.0
+
+
+def _tokens_per_second(records: Sequence[StepRecord]) -> str:
+    return f"{_over_time(records, (record.tokens for record in records)):,.0f} tok/s"
+
+
+def _model_tflops(records: Sequence[StepRecord]) -> str:
+    rate = _over_time(records, (record.model_tflops * record.seconds for record in records))
+    return f"{rate:.3g} TFLOP/s"
+
+
+def _mfu(records: Sequence[StepRecord]) -> str | None:
+    if records[-1].mfu is None:
+        return None
+    share = _over_time(records, ((record.mfu or 0.0) * record.seconds for record in records))
+    return f"MFU {100 * share:.1f}%"
+
+
+def _health(records: Sequence[StepRecord]) -> str | None:
+    for record in reversed(records):
+        if record.health is not None:
+            return summary_line(record.health) or None
+    return None
+
+
+def _load(records: Sequence[StepRecord]) -> str | None:
+    last = records[-1]
+    return None if last.expert_load is None else f"load {last.expert_load:.2f} | empty {last.empty_experts}"
+
+
+def dropped_share(record: StepRecord) -> float | None:
+    """Return the share of choices that was dropped in the layers whose experts have a capacity; None without one."""
+    dropped = kept = 0
+    for layer, counts in record.dropped_per_expert.items():
+        dropped += sum(counts)
+        kept += sum(record.tokens_per_expert[layer])
+    return dropped / (dropped + kept) if dropped + kept else None
+
+
+def _dropped(records: Sequence[StepRecord]) -> str | None:
+    share = dropped_share(records[-1])
+    return None if share is None else f"dropped {100 * share:.2f}%"
+
+
+def _skipped(records: Sequence[StepRecord]) -> str | None:
+    skipped = sum(record.skipped for record in records)
+    return f"SKIPPED {skipped} (loss scale {records[-1].loss_scale:g})" if skipped else None
+
+
+def _left(records: Sequence[StepRecord]) -> str:
+    return f"left {duration_text(records[-1].seconds_left)}"
+
+
+# TensorBoard scalars of metrics that are more than one number.
+
+
+def _layer_loads(record: StepRecord) -> dict[str, float | None]:
+    tag = "experts_by_layer/load_max_over_mean"
+    return {f"{tag}_{layer}": load_max_over_mean(counts) for layer, counts in record.tokens_per_expert.items()}
+
+
+def _empty_experts(record: StepRecord) -> dict[str, float | None]:
+    return {"experts/empty": float(record.empty_experts)} if record.tokens_per_expert else {}
+
+
+def _aux_losses(record: StepRecord) -> dict[str, float | None]:
+    return {f"loss/{name}": value for name, value in record.aux_losses.items()}
+
+
+def _mtp_losses(record: StepRecord) -> dict[str, float | None]:
+    return {f"loss/mtp_{depth}": loss for depth, loss in enumerate(record.mtp_losses, start=1)}
+
+
+def _health_scalars(record: StepRecord) -> dict[str, float | None]:
+    return {} if record.health is None else dict(scalars(record.health))
+
+
+def _timers(record: StepRecord) -> dict[str, float | None]:
+    """Return the times and the throughput by Megatron-LM's tags."""
+    times: dict[str, float | None] = {f"{name}-time": seconds for name, seconds in record.timers.items()}
+    if times:
+        times["throughput"] = record.model_tflops
+    return times
+
+
+BUILT_IN: tuple[Metric, ...] = (
+    Metric("iteration"),
+    Metric("consumed_samples", unit="sequences"),
+    Metric("loss", unit="nats per token", exact=True, console=_mean_loss, console_rank=10, tensorboard="loss/train"),
+    Metric("learning_rate", console="lr {:.2e}", console_rank=20, tensorboard="optimizer/learning_rate"),
+    Metric("grad_norm", exact=True, console=_grad_norm, console_rank=30, tensorboard="optimizer/grad_norm"),
+    Metric("loss_scale", tensorboard="optimizer/loss_scale"),
+    Metric("skipped", console=_skipped, console_rank=16, tensorboard="optimizer/skipped"),
+    Metric("tokens", unit="tokens"),
+    Metric("seconds", unit="s", tensorboard="speed/step_seconds"),
+    Metric(
+        "tokens_per_second",
+        unit="tokens/s, all devices",
+        console=_tokens_per_second,
+        console_rank=40,
+        tensorboard="speed/tokens_per_second",
+    ),
+    Metric(
+        "model_tflops",
+        unit="10^12 model FLOPs/s, of a device",
+        console=_model_tflops,
+        console_rank=50,
+        tensorboard="speed/model_tflops",
+    ),
+    Metric("mfu", unit="share of --peak-tflops", console=_mfu, console_rank=60, tensorboard="speed/mfu"),
+    Metric("tokens_per_expert", unit="choices, by layer", tensorboard=_layer_loads),
+    Metric(
+        "expert_load",
+        unit="max / mean of the worst layer",
+        console=_load,
+        console_rank=70,
+        tensorboard="experts/load_max_over_mean",
+    ),
+    Metric("empty_experts", unit="(layer, expert) pairs", tensorboard=_empty_experts),
+    Metric("expert_bias_max", unit="largest magnitude", tensorboard="experts/bias_max"),
+    Metric("aux_losses", unit="nats per token", tensorboard=_aux_losses),
+    Metric("seconds_left", unit="s", console=_left, console_rank=100),
+    Metric("global_batch_size", unit="sequences", tensorboard="batch/global_batch_size"),
+    Metric("memory_bytes", unit="bytes, the peak of the rank that writes", tensorboard="memory/peak_bytes"),
+    Metric("health", console=_health, console_rank=110, tensorboard=_health_scalars),
+    Metric(
+        "dropped_per_expert",
+        unit="choices, by layer",
+        console=_dropped,
+        console_rank=80,
+        tensorboard=lambda record: {"experts/dropped_share": dropped_share(record)},
+    ),
+    Metric("mtp_losses", unit="nats per target", console=_mean_mtp_losses, console_rank=15, tensorboard=_mtp_losses),
+    Metric("params_norm", console="params norm {:.3f}", console_rank=31, tensorboard="params-norm"),
+    Metric(
+        "num_zeros",
+        unit="elements of all gradients",
+        console="num zeros {:.0f}",
+        console_rank=32,
+        tensorboard="num-zeros",
+    ),
+    Metric(
+        "max_attention_logit", console="max attention logit {:.4g}", console_rank=33, tensorboard="max_attention_logit"
+    ),
+    Metric(
+        "clipped_heads",
+        unit="heads of all layers",
+        console="clipped heads {:.0f}",
+        console_rank=34,
+        tensorboard="optimizer/clipped_heads",
+    ),
+    Metric("timers", unit="s per iteration, by part", tensorboard=_timers),
+    Metric("memory", unit="by statistic of the allocator", tensorboard=lambda record: record.memory),
+    Metric("world_size", unit="ranks", tensorboard="world-size"),
+    Metric("data_hash"),
+    Metric("expert_bias_hash"),
+    Metric("time", unit="UTC, ISO 8601"),
+    Metric("run_id", unit="16 hex digits"),
+    Metric("attempt", unit="1 for the first start, +1 at each that continues"),
+)
+
+
 _added: dict[str, Metric] = {}
-
-
-def declare_built_in(metrics: Iterable[Metric]) -> None:
-    """Declare the metrics of every run; `megatron_moe.report` calls it when it is imported."""
-    _built_in.update((metric.name, metric) for metric in metrics)
 
 
 def metrics() -> tuple[Metric, ...]:
     """Return all metrics in the order of their keys in a line of metrics.jsonl."""
-    return (*_built_in.values(), *_added.values())
+    return (*BUILT_IN, *_added.values())
 
 
 def added_metrics() -> tuple[Metric, ...]:
@@ -272,8 +427,8 @@ def register_metric(metric: Metric) -> None:
         raise ValueError(f"metric {metric.name!r}: its name has to be a Python identifier, for example top_share")
     if metric.compute is None:
         raise ValueError(f"metric {metric.name}: it has no `compute`; give a function from StepFacts to its value")
-    taken = {name for known in metrics() for name in (known.name, f"{known.name}_hex")}
-    if metric.name in taken or hasattr(StepRecord, metric.name):
+    is_known = metric.name.removesuffix("_hex") in [known.name for known in metrics()]
+    if is_known or metric.name == "extra" or hasattr(StepRecord, metric.name):
         raise ValueError(f"metric {metric.name}: there is one of this name; choose another, or unregister_metric it")
     tags = {known.tensorboard: known.name for known in metrics() if isinstance(known.tensorboard, str)}
     tags.update(dict.fromkeys(_EVALUATION_TAGS, "the evaluation"))
@@ -305,9 +460,47 @@ def unregister_metric(name: str) -> None:
 
 
 def compute_metrics(facts: StepFacts) -> StepRecord:
-    """Return the record of a step.
+    """Return the record of a step; the reporter of the rank that writes fills in time, run_id and attempt.
 
     Raises:
-        MetricError: a metric failed.
+        MetricError: a metric that a program added failed.
     """
-    return StepRecord(**{metric.name: metric.value(facts) for metric in metrics()})
+    flags, load = facts.run.logging, facts.load
+    timers = {}
+    if flags.log_timers_to_tensorboard:
+        timers = {"iteration": facts.seconds, **facts.part_seconds}
+    return StepRecord(
+        iteration=facts.iteration,
+        consumed_samples=facts.consumed_samples,
+        loss=facts.loss,
+        learning_rate=facts.learning_rate,
+        grad_norm=facts.grad_norm,
+        loss_scale=facts.loss_scale,
+        skipped=facts.skipped,
+        tokens=facts.tokens,
+        seconds=facts.seconds,
+        tokens_per_second=facts.tokens / facts.seconds,
+        model_tflops=facts.model_tflops,
+        mfu=facts.mfu,
+        tokens_per_expert=load.tokens_per_expert,
+        expert_load=load.worst,
+        empty_experts=load.empty,
+        expert_bias_max=load.expert_bias_max,
+        aux_losses=load.aux_losses,
+        seconds_left=facts.seconds_left,
+        global_batch_size=facts.global_batch_size,
+        memory_bytes=facts.memory_bytes,
+        health=facts.health,
+        dropped_per_expert=load.dropped_per_expert,
+        mtp_losses=facts.mtp_losses,
+        params_norm=facts.params_norm,
+        num_zeros=facts.num_zeros,
+        max_attention_logit=facts.max_attention_logit,
+        clipped_heads=facts.clipped_heads,
+        timers=timers,
+        memory=facts.memory,
+        world_size=facts.world_size if flags.log_world_size_to_tensorboard else None,
+        data_hash=facts.data_hash,
+        expert_bias_hash=facts.expert_bias_hash,
+        extra={name: metric.value(facts) for name, metric in _added.items()},
+    )

@@ -1,14 +1,78 @@
-"""The records of evaluations and events, and the JSON form of all records. Nothing here imports torch."""
+"""What sinks are told about a run: the records of steps, evaluations and events. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_moe.io.files import finite
-from megatron_moe.report.metric import StepRecord, metrics
+from megatron_moe.report.health import Health
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """The metrics of one optimizer step, in the order of the keys in metrics.jsonl; docs/metrics.md describes each.
+
+    Metrics that a program registered, and keys of lines that another program wrote, are in `extra`; they can be read as
+    attributes, too.
+    """
+
+    iteration: int
+    consumed_samples: int
+    loss: float
+    learning_rate: float
+    grad_norm: float | None
+    loss_scale: float
+    skipped: bool
+    tokens: int
+    seconds: float
+    tokens_per_second: float = 0.0
+    model_tflops: float = 0.0
+    mfu: float | None = None
+    tokens_per_expert: dict[int, list[int]] = field(default_factory=dict)
+    expert_load: float | None = None
+    empty_experts: int = 0
+    expert_bias_max: float | None = None
+    aux_losses: dict[str, float] = field(default_factory=dict)
+    seconds_left: float = 0.0
+    global_batch_size: int = 0
+    memory_bytes: int = 0
+    health: Health | None = None
+    dropped_per_expert: dict[int, list[int]] = field(default_factory=dict)
+    mtp_losses: list[float] = field(default_factory=list)
+    params_norm: float | None = None
+    num_zeros: int | None = None
+    max_attention_logit: float | None = None
+    clipped_heads: int | None = None
+    timers: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+    world_size: int | None = None
+    data_hash: str | None = None
+    expert_bias_hash: str | None = None
+    time: str | None = None
+    run_id: str | None = None
+    attempt: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    if not TYPE_CHECKING:  # misspelled names of fields stay errors for a type checker
+
+        def __getattr__(self, name: str) -> Any:  # called for names that are not fields
+            extra = self.__dict__.get("extra", {})
+            if name not in extra:
+                known = ", ".join([*self.__dict__, *extra])
+                raise AttributeError(f"the record of a step has no {name}; it has {known}")
+            return extra[name]
+
+    def values(self) -> dict[str, Any]:
+        """Return all metrics, name -> value, in the order of a line of metrics.jsonl."""
+        values = dict(self.__dict__)
+        values.update(values.pop("extra"))
+        return values
+
+    def replace(self, **changes: Any) -> StepRecord:
+        """Return the record with other values of the fields named."""
+        return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True)
@@ -59,29 +123,6 @@ class EventRecord:
     shown: bool = True
 
 
-def to_json(record: StepRecord | EvalRecord | EventRecord) -> dict[str, Any]:
-    """Return a dict that `json.dumps(..., allow_nan=False)` takes; NAME_hex hold the exact bits of floats."""
-    if isinstance(record, EventRecord):
-        return finite({**{name: getattr(record, name) for name in _EVENT_KEYS}, **record.facts})
-    if isinstance(record, EvalRecord):
-        return finite({**dataclasses.asdict(record), **_hex("loss", record.loss)})
-    values = record.values()
-    line = dict(values)
-    for metric in metrics():
-        if metric.to_json is not None and values[metric.name] is not None:
-            line[metric.name] = metric.to_json(values[metric.name])
-        if metric.exact:
-            line.update(_hex(metric.name, values[metric.name]))
-    return finite(line)
-
-
-_EVENT_KEYS = ("time", "run_id", "attempt", "iteration", "kind", "text")
-
-
-def _hex(name: str, value: float | None) -> dict[str, str]:
-    return {} if value is None else {f"{name}_hex": float(value).hex()}
-
-
 def exact(record: StepRecord) -> dict[str, Any]:
     """Return the values of a step that two runs must agree on to the bit, as plain values.
 
@@ -100,28 +141,3 @@ def exact(record: StepRecord) -> dict[str, Any]:
         "data_hash": record.data_hash,
         "expert_bias_hash": record.expert_bias_hash,
     }
-
-
-def step_from_json(line: dict[str, Any]) -> StepRecord:
-    """Return the record that `to_json` made the line of, also where the loss was NaN or infinite."""
-    values = dict(line)
-    for metric in metrics():
-        if metric.from_json is not None and values.get(metric.name) is not None:
-            values[metric.name] = metric.from_json(values[metric.name])
-        if metric.exact and f"{metric.name}_hex" in values:
-            values[metric.name] = float.fromhex(values.pop(f"{metric.name}_hex"))
-    return StepRecord(**values)
-
-
-def eval_from_json(line: dict[str, Any]) -> EvalRecord:
-    """Return the record that `to_json` made the line of."""
-    values = {field.name: line[field.name] for field in dataclasses.fields(EvalRecord) if field.name in line}
-    if "loss_hex" in line:
-        values["loss"] = float.fromhex(line["loss_hex"])
-    return EvalRecord(**values)
-
-
-def event_from_json(line: dict[str, Any]) -> EventRecord:
-    """Return the record that `to_json` made the line of."""
-    facts = {name: value for name, value in line.items() if name not in _EVENT_KEYS}
-    return EventRecord(**{name: line[name] for name in _EVENT_KEYS}, facts=facts)

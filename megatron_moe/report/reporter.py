@@ -16,8 +16,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.io.program import StoppedEarly
 from megatron_moe.report.console import console_sink
 from megatron_moe.report.jsonl import JsonlSink, read_steps
-from megatron_moe.report.metric import StepRecord
-from megatron_moe.report.records import EVENTS, EvalRecord, EventRecord, exact
+from megatron_moe.report.records import EVENTS, EvalRecord, EventRecord, StepRecord, exact
 from megatron_moe.report.run_info import FINISHED, RunInfo, SummarySink, Totals
 from megatron_moe.report.sink import OwnSink, Sink, SinkError, TensorBoardSink
 from megatron_moe.report.tracker import SERVICES, TrackerSink

@@ -25,7 +25,7 @@ from megatron_moe.config.schema import Run, flatten
 from megatron_moe.io import launched
 from megatron_moe.io.files import replace_json
 from megatron_moe.io.source_version import source_version
-from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import StepRecord
 from megatron_moe.report.sink import Sink
 
 _PACKAGES = ("megatron-core", "torch", "transformer-engine", "numpy", "sentencepiece", "tokenizers")

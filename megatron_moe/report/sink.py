@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import LoggingConfig
-from megatron_moe.report.metric import MetricError, StepRecord, metrics
-from megatron_moe.report.records import EvalRecord, EventRecord
+from megatron_moe.report.metric import MetricError, metrics
+from megatron_moe.report.records import EvalRecord, EventRecord, StepRecord
 
 
 class Sink:

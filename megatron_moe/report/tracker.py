@@ -19,8 +19,7 @@ from urllib.parse import urlsplit
 from megatron_moe.config.errors import ConfigError, MissingPackage
 from megatron_moe.config.run_flags import LoggingConfig
 from megatron_moe.config.schema import Run
-from megatron_moe.report.metric import StepRecord
-from megatron_moe.report.records import EvalRecord, EventRecord, exact
+from megatron_moe.report.records import EvalRecord, EventRecord, StepRecord, exact
 from megatron_moe.report.run_info import FINISHED, RunInfo
 from megatron_moe.report.sink import Sink, evaluation_scalars, step_scalars
 

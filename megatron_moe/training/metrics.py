@@ -14,7 +14,8 @@ from megatron_moe import platform
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.report.health import Health
-from megatron_moe.report.metric import ExpertLoad, MetricError, StepFacts, StepRecord, added_metrics, compute_metrics
+from megatron_moe.report.metric import ExpertLoad, MetricError, StepFacts, added_metrics, compute_metrics
+from megatron_moe.report.records import StepRecord
 from megatron_moe.training.finalize_model_grads import RouterUpdate
 from megatron_moe.training.step import StepResult
 

@@ -24,8 +24,7 @@ from megatron_moe.kernels import compiled
 from megatron_moe.model.generate import generate
 from megatron_moe.parallel import groups
 from megatron_moe.platform import switches
-from megatron_moe.report.metric import StepRecord
-from megatron_moe.report.records import exact
+from megatron_moe.report.records import StepRecord, exact
 from megatron_moe.report.run_info import FINISHED
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.build import build_trainer

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.io.files import finite, replace_text
-from megatron_moe.report.metric import StepRecord, metrics
-from megatron_moe.report.records import EvalRecord
+from megatron_moe.report.metric import metrics
+from megatron_moe.report.records import EvalRecord, StepRecord
 from megatron_moe.report.sink import Sink
 from megatron_moe_tools.report.files import RunState
 from megatron_moe_tools.report.verdict import findings, status_of

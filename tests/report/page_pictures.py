@@ -19,8 +19,7 @@ from rich.console import Console
 
 from megatron_moe.config import schema
 from megatron_moe.report.console import LiveConsoleSink
-from megatron_moe.report.metric import StepRecord
-from megatron_moe.report.records import EvalRecord
+from megatron_moe.report.records import EvalRecord, StepRecord
 from megatron_moe.report.reporter import Reporter
 from tests.report import chromium
 
@@ -48,7 +47,7 @@ class _Terminal(LiveConsoleSink):
         console = Console(record=True, file=io.StringIO(), width=110, height=40, force_terminal=True, highlight=False)
         for text in self._lines[-4:]:
             console.print(text, markup=False)
-        console.print(self._view)
+        console.print(self._dashboard)
         return console.export_html(inline_styles=True, code_format=FORMAT.replace("{style}", STYLE))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.config.schema import Run
-from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import StepRecord
 from megatron_moe.report.reporter import Reporter
 
 REQUIRED: dict[str, Any] = {

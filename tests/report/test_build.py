@@ -18,7 +18,7 @@ import pytest
 from benchmarks import page_cost
 from megatron_moe.config import schema
 from megatron_moe.report.jsonl import read_events, read_steps
-from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import StepRecord
 from megatron_moe.report.reporter import Reporter
 from megatron_moe_tools.report import build
 from megatron_moe_tools.report import cli as report

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.report.console import ConsoleSink
-from megatron_moe.report.health import Health, LayerHealth, glance, load_health, scalars
-from megatron_moe.report.jsonl import JsonlSink, read_steps
-from megatron_moe.report.records import step_from_json, to_json
+from megatron_moe.report.health import Health, LayerHealth, load_health, scalars, summary_line
+from megatron_moe.report.jsonl import JsonlSink, read_steps, step_from_json, to_json
 from megatron_moe_tools.report import files
 from megatron_moe_tools.report.files import RunState
 from tests.report import steps
@@ -130,4 +129,4 @@ def test_a_log_line_shows_health_of_the_worst_layers_at_a_glance_and_stays_one_l
     assert "| LOST 2.5% of gradient additions | effective" in log_line(replace(HEALTH, gradient_swallowed=25))
     # Logits that are not finite are not hidden, and a dense model shows nothing about experts.
     assert "max logit inf" in log_line(replace(HEALTH, layers={2: replace(LAYER, max_logit=None), 3: EVEN}))
-    assert glance(replace(HEALTH, layers={}, expert_grad_norm=None, update_rounding=None)) == []
+    assert summary_line(replace(HEALTH, layers={}, expert_grad_norm=None, update_rounding=None)) == ""

@@ -13,10 +13,10 @@ import pytest
 
 from megatron_moe.report import Metric, MetricError, register_metric, unregister_metric
 from megatron_moe.report.console import ConsoleSink
-from megatron_moe.report.jsonl import JsonlSink, read_steps
-from megatron_moe.report.metric import StepRecord, metrics
+from megatron_moe.report.jsonl import JsonlSink, read_steps, step_from_json, to_json
+from megatron_moe.report.metric import metrics
 from megatron_moe.report.plot import draw
-from megatron_moe.report.records import step_from_json, to_json
+from megatron_moe.report.records import StepRecord
 from tests.report.steps import REQUIRED, STEP
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -42,6 +42,7 @@ def table_row(metric: Metric) -> str:
 def test_the_documentation_has_the_metrics_of_every_run_in_the_order_of_the_keys() -> None:
     rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     assert rows == [table_row(metric) for metric in metrics()]
+    assert list(STEP.values()) == [metric.name for metric in metrics()]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_a_line_of_the_log_shows_the_last_value_that_there_is_where_its_rank_put
     with registered(console="share {:.2f}", console_rank=12):
         sink = ConsoleSink(stream, train_iters=3, log_interval=3)
         for iteration, value in ((1, None), (2, 0.25), (3, None)):
-            sink.step(STEP.replace(iteration=iteration, top_share=value))
+            sink.step(STEP.replace(iteration=iteration, extra={"top_share": value}))
     first, last = stream.getvalue().splitlines()
     assert "share" not in first
     assert "| loss 3.0000 | share 0.25 | lr" in last
@@ -105,11 +106,11 @@ def test_a_line_of_the_log_shows_the_last_value_that_there_is_where_its_rank_put
 def test_a_line_of_metrics_keeps_its_keys_and_the_new_one_comes_behind_them(tmp_path: Path) -> None:
     known = list(to_json(STEP))
     with registered():
-        line = to_json(STEP.replace(top_share=float("nan")))
+        line = to_json(STEP.replace(extra={"top_share": float("nan")}))
         assert list(line) == [*known[:-2], "top_share", *known[-2:]] and line["top_share"] is None
         assert step_from_json(to_json(STEP)).top_share is None, "a step without it, or an older line"
         sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
-        sink.step(STEP.replace(top_share=0.25))
+        sink.step(STEP.replace(extra={"top_share": 0.25}))
         sink.close(None)
     (record,) = read_steps(tmp_path / "metrics.jsonl")  # by a program that does not know the metric
     assert record.top_share == 0.25
@@ -131,7 +132,7 @@ def test_the_picture_has_a_panel_of_a_metric_that_asks_for_it(tmp_path: Path, mo
     with registered(plot=True, unit="share"):
         sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
         for iteration, value in ((1, 0.5), (2, None), (3, 0.75)):
-            sink.step(STEP.replace(iteration=iteration, top_share=value))
+            sink.step(STEP.replace(iteration=iteration, extra={"top_share": value}))
         sink.close(None)
         draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
     _, panel = figures[0].axes
@@ -145,6 +146,6 @@ def test_a_record_does_not_change_and_says_what_it_lacks() -> None:
         STEP.loss = 2.0
     with pytest.raises(AttributeError, match="no top_share"):
         _ = STEP.top_share
-    with pytest.raises(TypeError, match="needs loss"):
+    with pytest.raises(TypeError, match="'loss'"):
         StepRecord(**{name: value for name, value in REQUIRED.items() if name != "loss"})
     assert STEP.replace(loss=2.0).loss == 2.0 and STEP.loss == 3.0 and STEP.replace(loss=2.0) != STEP

@@ -5,9 +5,10 @@ import math
 
 import pytest
 
-from megatron_moe.report.builtin_metrics import dropped_share
 from megatron_moe.report.health import load_max_over_mean
-from megatron_moe.report.records import EvalRecord, eval_from_json, exact, step_from_json, to_json
+from megatron_moe.report.jsonl import eval_from_json, step_from_json, to_json
+from megatron_moe.report.metric import dropped_share
+from megatron_moe.report.records import EvalRecord, exact
 from tests.report import steps
 
 STEP = steps.STEP.replace(

@@ -14,8 +14,7 @@ from megatron_moe.config import schema
 from megatron_moe.config.schema import Run
 from megatron_moe.report import tracker
 from megatron_moe.report.jsonl import read_events
-from megatron_moe.report.metric import StepRecord
-from megatron_moe.report.records import EvalRecord
+from megatron_moe.report.records import EvalRecord, StepRecord
 from tests.report.steps import STEP, reporter
 
 SECRET = "0123456789abcdef"

@@ -5,9 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from megatron_moe.report.console import LEGEND, Interval
+from megatron_moe.report.console import LEGEND, SMALLEST, Curve, Interval, LiveDashboard
 from megatron_moe.report.metric import metrics
-from megatron_moe.report.panel import SMALLEST, Curve, View
 from megatron_moe.report.records import EvalRecord
 from tests.report.test_console import STEP
 from tests.report.test_health import HEALTH
@@ -20,7 +19,7 @@ def drawn(view, columns=100, rows=40):
 
 
 def watched(steps=3, **changes):
-    view = View(True, 400, 0)
+    view = LiveDashboard(True, 400, 0)
     view.start({"device": "cpu", "layout": "TP 1, EP 2", "dtype": "bfloat16", "parameters": 7})
     for iteration in range(1, steps + 1):
         view.step(STEP.replace(iteration=iteration, **changes))
