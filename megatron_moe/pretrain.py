@@ -25,19 +25,26 @@ from megatron_moe.report.console import legend_text
 from megatron_moe.training.signals import die_with_launcher
 
 if TYPE_CHECKING:
+    from megatron_moe.report.reporter import MakePageSink
     from megatron_moe.training.callbacks.precision import StepAudit
 
 
-def main(argv: list[str], load_audit: Callable[[], StepAudit] | None = None) -> int:
+def main(
+    argv: list[str],
+    load_audit: Callable[[], StepAudit] | None = None,
+    page_sink: MakePageSink | None = None,
+) -> int:
     """Run one rank and return the exit status; every rank of a run calls this with the same arguments.
 
-    `load_audit` loads what traces a step for `--audit-precision`, which the trainer has not.
+    Args:
+        load_audit: loads what traces a step for `--audit-precision`, which the trainer has not.
+        page_sink: makes the sink of `--report-file`, which the trainer has not.
     """
     die_with_launcher()
-    return run_program(launched.name(), lambda flags: _main(flags, load_audit), argv)
+    return run_program(launched.name(), lambda flags: _main(flags, load_audit, page_sink), argv)
 
 
-def _main(argv: list[str], load_audit: Callable[[], StepAudit] | None) -> int:
+def _main(argv: list[str], load_audit: Callable[[], StepAudit] | None, page_sink: MakePageSink | None) -> int:
     try:
         _, world_size = launched_world()
         run = checked(argv, world_size, local_world_size(world_size))
@@ -50,7 +57,7 @@ def _main(argv: list[str], load_audit: Callable[[], StepAudit] | None) -> int:
         from megatron_moe.training.run import pretrain
 
         audit = load_audit() if load_audit is not None and run.precision.audit_precision else None
-        pretrain(run, audit=audit, stage=stage)
+        pretrain(run, audit=audit, stage=stage, page_sink=page_sink)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         end_interrupted()

@@ -6,7 +6,8 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, cast
@@ -21,7 +22,10 @@ from megatron_moe.report.run_info import FINISHED, RunInfo, SummarySink, Totals
 from megatron_moe.report.sink import OwnSink, Sink, SinkError, TensorBoardSink
 from megatron_moe.report.tracker import SERVICES, TrackerSink
 
-_SECONDS_FOR_LAST_WORDS = 2.0
+MakePageSink = Callable[[Path, Path, Callable[[str], None]], Sink]
+"""Makes the sink of --report-file from the page, the file of --metrics-file, and a function that takes a warning."""
+
+_SECONDS_FOR_ABORT = 2.0
 
 
 class Reporter:
@@ -35,6 +39,7 @@ class Reporter:
             later iterations, of an incarnation that was killed, is taken back.
         stream: where log lines go; default standard output.
         also: further sinks; they get every event first, where this rank is the writer.
+        page_sink: makes the sink that writes the page of --report-file.
 
     Raises:
         ConfigError: a path cannot be written, holds something else, or needs a package that is missing.
@@ -48,46 +53,51 @@ class Reporter:
         start_iteration: int,
         stream: TextIO | None = None,
         also: Sequence[Sink] = (),
+        page_sink: MakePageSink | None = None,
     ) -> None:
-        self._sinks: list[Sink] = []
-        self._own = [OwnSink(sink) for sink in also if is_writer]
+        flags = run.logging
+        if flags.report_file and page_sink is None:
+            raise ConfigError(
+                f"--report-file {flags.report_file} needs the page that pretrain_moe.py hands to pretrain(); hand in "
+                "page_sink=megatron_moe_tools.pretrain.page_sink, or leave the flag out"
+            )
         self._closed = False
+        self._own = [OwnSink(sink) for sink in also if is_writer]
+        self._sinks = cast("list[Sink]", [*self._own])
+        self._files: JsonlSink | None = None
         if not is_writer:
             return
         self._iteration = start_iteration
         self._info = RunInfo(run, start_iteration)
+        metrics_file = Path(flags.metrics_file or "")
         # Trackers before the files, which take what those have to say at their end.
-        self._sinks.extend(cast("list[Sink]", self._own))
-        self._sinks.extend(self._trackers(run, start_iteration))
-        self._files: JsonlSink | None = None
-        flags = run.logging
-        # Files first: a path that cannot be written is reported before the terminal belongs to a progress line.
+        services = [flag for flag in SERVICES if getattr(flags, flag) is not None]
+        reported = {}
+        if services and start_iteration and metrics_file.is_file():
+            reported = {step.iteration: exact(step) for step in read_steps(metrics_file, start_iteration)}
+        for flag in services:
+            self._sinks.append(TrackerSink(flag, run, start_iteration, self._info, reported, self.event))
+        # Files before the console: a path that cannot be written is reported before a progress line has the terminal.
         if flags.metrics_file:
-            self._files = _writable(
-                "--metrics-file", flags.metrics_file, lambda path: self._open_metrics(path, start_iteration)
-            )
+            with _naming("--metrics-file", flags.metrics_file):
+                self._files = JsonlSink(metrics_file, start_iteration)
+                self._info.write()
+                start = f"attempt {self._info.values['attempt']}, from iteration {start_iteration}"
+                self._files.event(self._event("start", start))
             self._sinks.append(self._files)
         if flags.tensorboard_dir:
-            self._sinks.append(
-                _writable(
-                    "--tensorboard-dir",
-                    flags.tensorboard_dir,
-                    lambda path: TensorBoardSink(path, start_iteration, flags),
-                )
-            )
+            with _naming("--tensorboard-dir", flags.tensorboard_dir):
+                self._sinks.append(TensorBoardSink(Path(flags.tensorboard_dir), start_iteration, flags))
         if flags.summary_file:
             before = Totals() if self._files is None else self._files.totals
             self._sinks.append(SummarySink(Path(flags.summary_file), before, self._info))
-        if flags.plot_file:
+        if flags.plot_file:  # which, like the page, has metrics_file: rules.sources.pictures_need_metrics
             from megatron_moe.report.plot import PlotSink
 
-            assert flags.metrics_file, "rules.sources.pictures_need_metrics"
-            self._sinks.append(PlotSink(Path(flags.plot_file), Path(flags.metrics_file)))
-        if flags.report_file:
-            from megatron_moe_tools.report.build import PageSink
-
-            assert flags.metrics_file, "rules.sources.pictures_need_metrics"
-            self._sinks.append(PageSink(Path(flags.report_file), Path(flags.metrics_file), self._warn))
+            self._sinks.append(PlotSink(Path(flags.plot_file), metrics_file))
+        if flags.report_file and page_sink is not None:
+            warn = partial(self.event, "warning")
+            self._sinks.append(page_sink(Path(flags.report_file), metrics_file, warn))
         self._sinks.append(
             console_sink(
                 stream or sys.stdout,
@@ -98,28 +108,23 @@ class Reporter:
             )
         )
         if self._files is not None:
-            for kind, note in _notes_on(self._files, start_iteration):
-                self.event(kind, note)
+            self._report_gaps(self._files, start_iteration)
+
+    def _report_gaps(self, files: JsonlSink, start_iteration: int) -> None:
+        """Report what a run that continues has found in its metrics."""
+        if files.cut_lines:
+            self.message(f"{files.artifact}: took back {files.cut_lines} lines after iteration {start_iteration}")
+        if files.missing:
+            self.event(
+                "warning",
+                f"{files.artifact}: had {start_iteration - files.missing} lines of the {start_iteration} iterations "
+                "before this start: it is a new file, or another run's",
+            )
 
     @property
     def sink_failure(self) -> SinkError | None:
         """The first error that one of the program's own sinks raised on this rank."""
         return next((sink.failure for sink in self._own if sink.failure is not None), None)
-
-    def _trackers(self, run: Run, start_iteration: int) -> list[TrackerSink]:
-        """Return the sinks for W&B and MLflow, with what an earlier attempt has reported of the steps to come."""
-        wanted = [flag for flag in SERVICES if getattr(run.logging, flag) is not None]
-        path, reported = Path(run.logging.metrics_file or ""), {}
-        if wanted and start_iteration and path.is_file():
-            reported = {step.iteration: exact(step) for step in read_steps(path, start_iteration)}
-        return [TrackerSink(flag, run, start_iteration, self._info, reported, self.event) for flag in wanted]
-
-    def _open_metrics(self, path: Path, start_iteration: int) -> JsonlSink:
-        """Open the files of the metrics, and write what the run is next to them."""
-        files = JsonlSink(path, start_iteration)
-        self._info.write()
-        files.event(self._event("start", f"attempt {self._info.values['attempt']}, from iteration {start_iteration}"))
-        return files
 
     def start(self, facts: dict[str, Any]) -> None:
         """Show what is worth knowing about the run, in the order given.
@@ -141,7 +146,7 @@ class Reporter:
 
     def has_evaluated(self, split: str) -> bool:
         """Return whether the metrics file has an evaluation of the weights that this attempt starts from."""
-        return bool(self._sinks) and self._files is not None and self._files.has_evaluated(split)
+        return self._files is not None and self._files.has_evaluated(split)
 
     def evaluation(self, record: EvalRecord) -> None:
         """Record one evaluation."""
@@ -162,9 +167,6 @@ class Reporter:
             record = self._event(kind, text, facts, shown)
             for sink in self._sinks:
                 sink.event(record)
-
-    def _warn(self, text: str) -> None:
-        self.event("warning", text)
 
     def message(self, text: str) -> None:
         """Show one line that is no event of a kind of its own."""
@@ -203,7 +205,7 @@ class Reporter:
                 if sink.artifact is not None:
                     console.message(f"wrote {sink.artifact}")
 
-    def last_words(self, ending: str, fault: str | None = None) -> None:
+    def on_abort(self, ending: str, fault: str | None = None) -> None:
         """Record how the attempt ends where the process is about to be ended, from any thread. Sinks are not closed.
 
         Args:
@@ -213,21 +215,22 @@ class Reporter:
             return
         self._closed = True
 
+        def record_end() -> None:
+            with suppress(OSError):  # a disk that is full takes nothing away from the reason that is printed
+                if fault is not None and self._files is not None:
+                    self._files.event(self._event("fault", fault))
+                self._record_end(ending)
+            for sink in self._sinks:
+                sink.on_abort(ending, fault)
+
         # The reason for the end may be a file system that does not answer.
-        thread = threading.Thread(target=self._try_to_record_end, args=(ending, fault), name="last words", daemon=True)
+        thread = threading.Thread(target=record_end, name="on abort", daemon=True)
         thread.start()
-        thread.join(_SECONDS_FOR_LAST_WORDS)
+        thread.join(_SECONDS_FOR_ABORT)
 
-    def _try_to_record_end(self, ending: str, fault: str | None) -> None:
-        with suppress(OSError):  # a disk that is full takes nothing away from the reason that is printed
-            self._record_end(ending, fault)
-        for sink in self._sinks:
-            sink.last_words(ending, fault)
-
-    def _record_end(self, ending: str, fault: str | None = None) -> None:
-        for kind, text in (("fault", fault), ("end", ending)):
-            if self._files is not None and text is not None:
-                self._files.event(self._event(kind, text))
+    def _record_end(self, ending: str) -> None:
+        if self._files is not None:
+            self._files.event(self._event("end", ending))
         self._info.end(ending, self._iteration)
 
     def __enter__(self) -> Reporter:
@@ -248,18 +251,6 @@ class Reporter:
         return EventRecord(self._iteration, kind, text, **self._info.stamp(), facts=facts or {}, shown=shown)
 
 
-def _notes_on(files: JsonlSink, start_iteration: int) -> Iterator[tuple[str, str]]:
-    """Yield what is worth knowing about the metrics of a run that continues: a kind of event and its text."""
-    if files.cut_lines:
-        yield "message", f"{files.artifact}: took back {files.cut_lines} lines after iteration {start_iteration}"
-    if files.missing:
-        yield (
-            "warning",
-            f"{files.artifact}: had {start_iteration - files.missing} lines of the {start_iteration} iterations before "
-            "this start: it is a new file, or another run's",
-        )
-
-
 def _ending_of(error: BaseException) -> str:
     """Return how an attempt ended that an exception has ended."""
     if isinstance(error, KeyboardInterrupt):
@@ -276,10 +267,11 @@ def _text_of(error: BaseException) -> str:
     return text if known else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
-def _writable(flag: str, name: str, build: Callable[[Path], Any]) -> Any:
-    """Build a sink on a path; an error of the file system becomes one that names the flag."""
+@contextmanager
+def _naming(flag: str, name: str) -> Iterator[None]:
+    """Turn an error of the file system into one that names the flag."""
     try:
-        return build(Path(name))
+        yield
     except OSError as error:
         raise ConfigError(
             f"{flag} {name} cannot be written ({error}); name a path in a folder you may write to"

@@ -49,7 +49,7 @@ class Sink:
     def end(self, ending: str) -> None:
         """Take how this attempt ends: "finished", "stopped by SIGTERM", "failed: ..."; `close` follows."""
 
-    def last_words(self, ending: str, fault: str | None) -> None:
+    def on_abort(self, ending: str, fault: str | None) -> None:
         """Take how this attempt ends where the process is about to be ended, from any thread; nothing follows."""
 
     def close(self, summary: dict[str, Any] | None) -> None:

@@ -151,7 +151,7 @@ class TrackerSink(Sink):
             self._seconds_to_close = SECONDS_TO_CLOSE
         self._send({"ending": ending})
 
-    def last_words(self, ending: str, fault: str | None) -> None:
+    def on_abort(self, ending: str, fault: str | None) -> None:
         lines = [{"iteration": 0, "kind": "fault", "text": fault}] if fault is not None else []
         if self._process is not None and self._lock.acquire(timeout=1.0):
             self._unsent += _lines(*lines, {"ending": ending})

@@ -31,7 +31,7 @@ from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import RankFacts, seed_everything
 from megatron_moe.precision.contract import PrecisionGuard
-from megatron_moe.report.reporter import Reporter
+from megatron_moe.report.reporter import MakePageSink, Reporter
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.node_files import require_one_view
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler
@@ -69,7 +69,11 @@ class LoadedModel:
 
 
 def build_trainer(
-    planned: RunPlan, resources: ExitStack, also: Sequence[Sink], stage: Callable[[str], None]
+    planned: RunPlan,
+    resources: ExitStack,
+    also: Sequence[Sink],
+    stage: Callable[[str], None],
+    page_sink: MakePageSink | None = None,
 ) -> Trainer:
     """Build everything a run needs and load what it starts from.
 
@@ -84,7 +88,13 @@ def build_trainer(
     stage("building the datasets")
     splits = _build_splits(planned, ranks, built.loaded.progress)
     progress, source = built.loaded.progress, planned.start_from.source
-    reporter = Reporter(run, is_writer=ranks.facts.rank == 0, start_iteration=progress.iteration, also=also)
+    reporter = Reporter(
+        run,
+        is_writer=ranks.facts.rank == 0,
+        start_iteration=progress.iteration,
+        also=also,
+        page_sink=page_sink,
+    )
     resources.enter_context(reporter)
     if ranks.watchdog is not None:
         resources.push(ranks.watchdog.notice)  # last, to be called first
@@ -127,7 +137,7 @@ def build_trainer(
     )
     folder = fault_folder(run)
     if ranks.watchdog is not None:
-        ranks.watchdog.on_abort = reporter.last_words
+        ranks.watchdog.on_abort = reporter.on_abort
         ranks.watchdog.folder = folder  # not earlier: a folder for checkpoints is claimed first
     if folder is not None and groups.recorded() is not None:
         with suppress(OSError):  # NCCL would write its flight recorder there, and makes no folder

@@ -25,6 +25,7 @@ from megatron_moe.model.generate import generate
 from megatron_moe.parallel import groups
 from megatron_moe.platform import switches
 from megatron_moe.report.records import StepRecord, exact
+from megatron_moe.report.reporter import MakePageSink
 from megatron_moe.report.run_info import FINISHED
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.build import build_trainer
@@ -47,6 +48,7 @@ def pretrain(
     callbacks: Sequence[Callback] = (),
     audit: StepAudit | None = None,
     stage: Callable[[str], None] = lambda text: None,
+    page_sink: MakePageSink | None = None,
 ) -> dict[str, Any]:
     """Train as `run` says and return the summary; rank 0's is also written to `--summary-file`.
 
@@ -56,6 +58,7 @@ def pretrain(
         audit: what traces the second step where `--audit-precision` asks for it; pretrain_moe.py hands in
             `megatron_moe_tools.audit.step.auditing`.
         stage: called with what begins before the first line of the log, as "building the model".
+        page_sink: makes the sink of `--report-file`; pretrain_moe.py hands in `megatron_moe_tools.pretrain.page_sink`.
 
     Raises:
         ConfigError: a mistake in flags, data or folders, found before anything is allocated and equal on all ranks.
@@ -74,7 +77,7 @@ def pretrain(
         stop.before_end = _say_end
         try:
             with ExitStack() as resources:
-                trainer = build_trainer(planned, resources, also, stage)
+                trainer = build_trainer(planned, resources, also, stage, page_sink)
                 report_start(trainer)
                 stop.before_end = partial(_before_end, trainer)
                 _train(trainer, callbacks_of(stop, audit if run.precision.audit_precision else None, callbacks))
@@ -107,7 +110,7 @@ def _before_end(trainer: Trainer, number: int) -> None:
     """Report why, and what is saved, before a signal that does not save ends this process at once."""
     if trainer.watchdog is not None and number == signal.SIGTERM:
         trainer.watchdog.report_before_end()
-    trainer.reporter.last_words(f"stopped by {signal_name(number)}")
+    trainer.reporter.on_abort(f"stopped by {signal_name(number)}")
     saved = None if trainer.saver is None else trainer.saver.latest
     kept = "no checkpoint was saved" if saved is None else f"the last checkpoint is {saved}"
     works = "" if trainer.run.training.exit_signal_handler else " (--exit-signal-handler saves one first)"

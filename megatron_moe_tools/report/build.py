@@ -148,7 +148,7 @@ class PageSink(Sink):
     def end(self, ending: str) -> None:
         self._write(math.inf)
 
-    def last_words(self, ending: str, fault: str | None) -> None:
+    def on_abort(self, ending: str, fault: str | None) -> None:
         # Its own state: the run's thread may be using the other. Of a file too long to read the page before stays.
         state = RunState(self._state.metrics_file)
         with suppress(Exception):

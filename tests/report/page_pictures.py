@@ -21,6 +21,7 @@ from megatron_moe.config import schema
 from megatron_moe.report.console import LiveConsoleSink
 from megatron_moe.report.records import EvalRecord, StepRecord
 from megatron_moe.report.reporter import Reporter
+from megatron_moe_tools.pretrain import page_sink
 from tests.report import chromium
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -89,7 +90,9 @@ def train(page: Path, upto: int) -> str:
     random, terminal = Random(3), _Terminal()
     with (
         patch("socket.gethostname", return_value="node-0"),
-        Reporter(run, is_writer=True, start_iteration=0, stream=io.StringIO(), also=[terminal]) as reporter,
+        Reporter(
+            run, is_writer=True, start_iteration=0, stream=io.StringIO(), also=[terminal], page_sink=page_sink
+        ) as reporter,
     ):
         reporter.start({"device": "a made-up device", "dtype": "bf16", "unigram_entropy": 7.42})
         for iteration in range(1, upto + 1):

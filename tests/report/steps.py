@@ -9,6 +9,7 @@ from typing import Any
 from megatron_moe.config.schema import Run
 from megatron_moe.report.records import StepRecord
 from megatron_moe.report.reporter import Reporter
+from megatron_moe_tools.pretrain import page_sink
 
 REQUIRED: dict[str, Any] = {
     "iteration": 1,
@@ -26,7 +27,8 @@ STEP = StepRecord(**REQUIRED, tokens_per_second=2000.0, model_tflops=0.25, globa
 
 def reporter(run: Run, start: int = 0, stream: io.StringIO | None = None) -> Reporter:
     """The reporter of the rank that writes."""
-    return Reporter(run, is_writer=True, start_iteration=start, stream=stream or io.StringIO())
+    stream = stream or io.StringIO()
+    return Reporter(run, is_writer=True, start_iteration=start, stream=stream, page_sink=page_sink)
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -112,7 +112,7 @@ def test_last_words_are_kept_where_the_process_ends_at_once(tmp_path: Path) -> N
         running = reporter(schema.replace(run_of(tmp_path), report_file=str(tmp_path / "report.html")))
         running.start({"device": "cpu"})
         running.step(STEP.replace(iteration=1))
-        running.last_words("failed: rank 1 is gone", "rank 1 is gone")
+        running.on_abort("failed: rank 1 is gone", "rank 1 is gone")
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert info(tmp_path)["attempts"][-1]["ending"] == "failed: rank 1 is gone"

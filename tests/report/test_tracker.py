@@ -94,7 +94,7 @@ def test_the_last_steps_of_a_killed_run_arrive(server: Path, tmp_path: Path, say
         running = started(tmp_path)
         running.step(step(1, 3.0))
         if says:
-            running.last_words("failed: rank 1 is gone", "rank 1 is gone")
+            running.on_abort("failed: rank 1 is gone", "rank 1 is gone")
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     await_file(server)
