@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.report import tracker_process
+from megatron_moe.report import tracker
 from tests.report.tracked_runs import SECRET, about, events, of_wandb, patience, report, run_of  # noqa: F401 (autouse)
 
 # ---- MLflow whose server fails for a while
@@ -56,19 +56,19 @@ def away(monkeypatch: pytest.MonkeyPatch) -> None:
     entities = types.SimpleNamespace(Metric=lambda *of: of, Param=lambda *of: of, RunTag=lambda *of: of)
     for name, module in (("mlflow", None), ("mlflow.entities", entities), ("mlflow.tracking", None)):
         monkeypatch.setitem(sys.modules, name, module or types.SimpleNamespace(MlflowClient=Away))
-    monkeypatch.setattr(tracker_process, "RETRY_SECONDS", (0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(tracker, "RETRY_SECONDS", (0.0, 0.0, 0.0, 0.0))
     for name in ("ALLOW_FILE_STORE", "HTTP_REQUEST_TIMEOUT", "HTTP_REQUEST_MAX_RETRIES"):
         monkeypatch.setenv(f"MLFLOW_{name}", "1")
 
 
 def tracked(*messages: dict[str, Any], **about: Any) -> list[dict[str, str]]:
     """Return what the process of MLflow answers."""
-    asked = {"experiment": "e", "name": None, "uri": "http://host"}
+    asked = {"mlflow_experiment": "e", "mlflow_run_name": None, "mlflow_tracking_uri": "http://host"}
     what = {"run_id": "1", "attempt": 1, "command": "", "git": None, "flags": {}, "layout": {}, "versions": {}}
-    opened = {"asked": asked, "about": {**what, **about}, "start_iteration": 0}
+    opened = {"about": {**what, "all_flags": asked, **about}, "start_iteration": 0}
     replies = io.StringIO()
     lines = [json.dumps(message) + "\n" for message in (opened, *messages)]
-    tracker_process.track("MLflow", lines, replies, lambda: None)
+    tracker.track("MLflow", lines, replies, lambda: None)
     return [reply for reply in map(json.loads, replies.getvalue().splitlines()) if reply["kind"] != "message"]
 
 
@@ -107,7 +107,7 @@ def test_mlflow_goes_on_in_the_run_that_is_there_after_its_last_step(away: None,
 
 @pytest.mark.parametrize("failures", [3, 99])
 def test_a_server_that_fails_is_tried_again_for_a_while(monkeypatch: pytest.MonkeyPatch, failures: int):
-    monkeypatch.setattr(tracker_process, "RETRY_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(tracker, "RETRY_SECONDS", (0.0, 0.0, 0.0))
     calls, said = [], []
 
     def act() -> None:
@@ -116,7 +116,7 @@ def test_a_server_that_fails_is_tried_again_for_a_while(monkeypatch: pytest.Monk
             raise ConnectionError("no answer")
 
     with pytest.raises(ConnectionError) if failures == 99 else nullcontext():
-        tracker_process._patiently(act, lambda *words: said.append(words), threading.Event())
+        tracker._patiently(act, lambda *words: said.append(words), threading.Event())
     assert len(calls) == 4 and len(said) == 1
 
 
