@@ -20,8 +20,8 @@ from random import Random
 import psutil
 
 from megatron_moe.io.texts import size_text
-from megatron_moe_tools.report.build import write_page
-from megatron_moe_tools.report.files import RunState
+from megatron_moe_tools.report.page import write_page
+from megatron_moe_tools.report.run_state import RunState
 from tests.report import chromium
 
 OF_A_LAYER = ("effective_experts", "flip_rate", "margin_mean", "margin_p5", "max_logit", "bias_min", "bias_max")

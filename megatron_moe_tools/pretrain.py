@@ -27,6 +27,6 @@ def load_audit() -> StepAudit:
 
 def page_sink(page: Path, metrics_file: Path, warn: Callable[[str], None]) -> Sink:
     """Return the sink of `--report-file`; it is loaded where a run asks for it."""
-    from megatron_moe_tools.report.build import PageSink
+    from megatron_moe_tools.report.page import PageSink
 
     return PageSink(page, metrics_file, warn)

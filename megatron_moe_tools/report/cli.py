@@ -11,8 +11,8 @@ from megatron_moe.config.launch import program_name
 from megatron_moe.config.paths import require_writable_file
 from megatron_moe.io.program import DONE, run_program, say
 from megatron_moe.io.texts import size_text
-from megatron_moe_tools.report.build import run_name, write_page
-from megatron_moe_tools.report.files import RunState
+from megatron_moe_tools.report.page import run_name, write_page
+from megatron_moe_tools.report.run_state import RunState
 
 SCRIPT = "report.py"
 
@@ -59,18 +59,16 @@ def _main(argv: list[str]) -> int:
         states.append(state)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_page(output, states, [run_name(file) for file in files])
-    say(f"wrote {output} ({size_text(output.stat().st_size)}): {_steps(states)}")
+    steps = ", ".join(f"{state.count:,} steps" for state in states)
+    say(f"wrote {output} ({size_text(output.stat().st_size)}): {steps}")
     return DONE
 
 
 def _metrics_file(given: str) -> Path:
     path = Path(given)
-    file = path / "metrics.jsonl" if path.is_dir() else path
+    file, hint = path, "is not there"
+    if path.is_dir():
+        file, hint = path / "metrics.jsonl", "has no metrics.jsonl"
     if not file.is_file():
-        hint = "has no metrics.jsonl" if path.is_dir() else "is not there"
         raise ConfigError(f"RUN {given}: {hint}; give a folder with metrics.jsonl, or the file of --metrics-file")
     return file
-
-
-def _steps(states: list[RunState]) -> str:
-    return ", ".join(f"{state.count:,} steps" for state in states)

@@ -15,8 +15,8 @@ import pytest
 from megatron_moe.report.console import ConsoleSink
 from megatron_moe.report.health import Health, LayerHealth, load_health, scalars, summary_line
 from megatron_moe.report.jsonl import JsonlSink, read_steps, step_from_json, to_json
-from megatron_moe_tools.report import files
-from megatron_moe_tools.report.files import RunState
+from megatron_moe_tools.report import run_state
+from megatron_moe_tools.report.run_state import RunState
 from tests.report import steps
 
 LAYER = LayerHealth(
@@ -84,9 +84,9 @@ def test_a_step_with_health_comes_back_equal_from_metrics_jsonl_and_the_report_h
     assert list(read_steps(tmp_path / "metrics.jsonl")) == written
     state = RunState(tmp_path / "metrics.jsonl")
     assert state.update()
-    charts = (Path(files.__file__).parent / "assets" / "report.js").read_text(encoding="utf-8")
+    charts = (Path(run_state.__file__).parent / "assets" / "report.js").read_text(encoding="utf-8")
     shown = set(re.findall(r'"(health\.\w+)"', charts))
-    assert {"health.update_rounding", "health.flip_rate"} <= shown <= set(state.course.rows())
+    assert {"health.update_rounding", "health.flip_rate"} <= shown <= set(state.series.rows())
     # A line of an earlier version.
     line = json.loads(json.dumps(to_json(STEP)))
     for figure in ("first_moment_rounding", "second_moment_rounding", "update_rounding"):

@@ -20,11 +20,10 @@ from megatron_moe.config import schema
 from megatron_moe.report.jsonl import read_events, read_steps
 from megatron_moe.report.records import StepRecord
 from megatron_moe.report.reporter import Reporter
-from megatron_moe_tools.report import build
 from megatron_moe_tools.report import cli as report
-from megatron_moe_tools.report import files as page_files
-from megatron_moe_tools.report.course import Course
-from megatron_moe_tools.report.files import RunState
+from megatron_moe_tools.report import page as report_page
+from megatron_moe_tools.report import run_state
+from megatron_moe_tools.report.run_state import RunState, Series
 from tests.report import chromium, page_pictures, steps
 
 EVIL = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>'
@@ -64,13 +63,13 @@ FINISHED = {"attempts": [{"attempt": 1, "start_iteration": 0, "ending": "finishe
 
 
 def test_a_peak_of_one_step_stays_however_long_the_run_is() -> None:
-    course = Course(10)
+    series = Series(10)
     for iteration in range(1, 1001):
-        course.add(iteration, {"loss": 9.0 if iteration == 437 else 1.0})
-    rows = course.rows()["loss"]
+        series.add(iteration, {"loss": 9.0 if iteration == 437 else 1.0})
+    rows = series.rows()["loss"]
     assert len(rows["mean"]) <= 20 and max(value or 0 for value in rows["high"]) == 9.0
     means = [value or 0 for value in rows["mean"]]
-    assert sum(mean * course.width for mean in means[:-1]) + means[-1] * (1000 % course.width) == pytest.approx(1008)
+    assert sum(mean * series.width for mean in means[:-1]) + means[-1] * (1000 % series.width) == pytest.approx(1008)
 
 
 def test_torn_odd_and_repeated_lines_are_read_for_what_they_are(tmp_path: Path) -> None:
@@ -80,13 +79,13 @@ def test_torn_odd_and_repeated_lines_are_read_for_what_they_are(tmp_path: Path) 
         file.write('[]\n{"iteration": 6, "lo')
     state = RunState(run / "metrics.jsonl")
     state.update()
-    assert state.course.rows()["iteration"]["mean"] == [1, 2, 3, 4, 5]
-    assert state.course.rows()["loss"]["mean"][1:3] == [6.0, 7.0]
+    assert state.series.rows()["iteration"]["mean"] == [1, 2, 3, 4, 5]
+    assert state.series.rows()["loss"]["mean"][1:3] == [6.0, 7.0]
     assert (state.repeated, state.bad_lines, state.watch.not_finite, state.watch.skipped) == (1, 1, 2, 1)
     with open(run / "metrics.jsonl", "a") as file:
         file.write('ss": 1.0}\n')
     state.update()
-    assert state.course.rows()["iteration"]["mean"][-1] == 6
+    assert state.series.rows()["iteration"]["mean"][-1] == 6
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def test_an_expert_that_died_lately_is_dead_although_it_got_tokens_before(tmp_pa
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time of pages, which passes where a test says so."""
     shown = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(build, "time", SimpleNamespace(monotonic=lambda: shown.now))
+    monkeypatch.setattr(report_page, "time", SimpleNamespace(monotonic=lambda: shown.now))
     return shown
 
 
@@ -200,7 +199,7 @@ def test_a_page_that_took_long_is_written_more_rarely(tmp_path: Path, clock: Any
         clock.now += 2.0
         pages.append(every)
 
-    monkeypatch.setattr(build, "write_page", slow)
+    monkeypatch.setattr(report_page, "write_page", slow)
     running = reporter(tmp_path, tmp_path / "page.html")
     running.start({})
     for iteration in range(1, 11):
@@ -233,8 +232,8 @@ def test_after_a_restart_the_steps_before_it_are_read_a_second_at_a_time(
 
     page, metrics = tmp_path / "page.html", tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(line(iteration)) + "\n" for iteration in range(1, 9)))
-    running = build.PageSink(page, metrics, pytest.fail)
-    monkeypatch.setattr(page_files, "time", SimpleNamespace(monotonic=slowly))
+    running = report_page.PageSink(page, metrics, pytest.fail)
+    monkeypatch.setattr(run_state, "time", SimpleNamespace(monotonic=slowly))
     for number in (None, None, 8):
         running.step(record(9))
         assert (data_of(page)["runs"][0]["steps"] if page.exists() else None) == number
@@ -349,19 +348,19 @@ def test_the_page_is_what_the_metrics_say(browser: chromium.Page, tmp_path: Path
     assert {address.partition("#")[0] for address in browser.requests} == {(one / "page.html").as_uri()}
 
 
-@pytest.mark.test_all(instead="tests/report/test_build.py::test_the_page_is_what_the_metrics_say")
+@pytest.mark.test_all(instead="tests/report/test_page.py::test_the_page_is_what_the_metrics_say")
 def test_a_page_reloads_itself_while_the_run_goes_on_and_keeps_what_was_chosen(
     browser: chromium.Page, tmp_path: Path
 ) -> None:
     run = write(tmp_path / "run", [line(1), line(2)], attempts=[{"attempt": 1}])
     page, state = run / "page.html", RunState(run / "metrics.jsonl")
     state.update()
-    build.write_page(page, [state], ["run"], every=0.3)
+    report_page.write_page(page, [state], ["run"], every=0.3)
     browser.open(page)
     browser.evaluate("Charts.zoom([1.2, 1.9])")
     (run / "metrics.run.json").write_text(json.dumps({"run_id": "0", **FINISHED}))
     state.update()
-    build.write_page(page, [state], ["run"], every=0.3)
+    report_page.write_page(page, [state], ["run"], every=0.3)
     until = time.monotonic() + chromium.SECONDS
     shown = ""
     while shown != "finished":
@@ -375,7 +374,7 @@ def test_a_page_reloads_itself_while_the_run_goes_on_and_keeps_what_was_chosen(
     assert browser.evaluate("window.same"), "the page of a run that has ended stays"
 
 
-@pytest.mark.test_all(instead="tests/report/test_build.py::test_the_page_is_what_the_metrics_say")
+@pytest.mark.test_all(instead="tests/report/test_page.py::test_the_page_is_what_the_metrics_say")
 def test_a_page_of_58_layers_and_256_experts_is_small_and_draws_what_is_in_sight(
     browser: chromium.Page, tmp_path: Path
 ) -> None:
@@ -393,7 +392,7 @@ def test_a_page_of_58_layers_and_256_experts_is_small_and_draws_what_is_in_sight
     assert browser.errors == []
 
 
-@pytest.mark.test_all(instead="tests/report/test_build.py::test_the_page_is_what_the_metrics_say")
+@pytest.mark.test_all(instead="tests/report/test_page.py::test_the_page_is_what_the_metrics_say")
 def test_the_pictures_of_the_docs_are_made_from_a_run_and_small(browser: chromium.Page, tmp_path: Path) -> None:
     page_pictures.draw(tmp_path, upto=40)
     for name in ("report.png", "panel.png"):

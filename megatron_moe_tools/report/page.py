@@ -12,8 +12,10 @@ import html
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import resources
 from pathlib import Path
@@ -23,8 +25,8 @@ from megatron_moe.io.files import finite, replace_text
 from megatron_moe.report.metric import metrics
 from megatron_moe.report.records import EvalRecord, StepRecord
 from megatron_moe.report.sink import Sink
-from megatron_moe_tools.report.files import RunState
-from megatron_moe_tools.report.verdict import findings, status_of
+from megatron_moe_tools.report.findings import findings, status_of
+from megatron_moe_tools.report.run_state import RunState
 
 _LEAST_SECONDS, _TIMES_ITS_COST = 30.0, 50.0
 _MOST_SECONDS_TO_READ = 1.0
@@ -33,11 +35,6 @@ _SCRIPTS, _STYLES = ("uPlot.iife.min.js", "charts.js", "report.js"), ("uPlot.min
 
 def write_page(path: Path, states: Sequence[RunState], names: Sequence[str], *, every: float | None = None) -> None:
     """Write the page of runs, atomically; `every` is after how many seconds it is written again while a run trains."""
-    replace_text(path, page(states, names, every=every))
-
-
-def page(states: Sequence[RunState], names: Sequence[str], *, every: float | None = None) -> str:
-    """Return the page of runs as HTML."""
     titles = unique(names)
     data = {
         "runs": [run_data(state, title) for state, title in zip(states, titles)],
@@ -46,52 +43,54 @@ def page(states: Sequence[RunState], names: Sequence[str], *, every: float | Non
         "every": every,
     }
     text = json.dumps(finite(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    scripts, styles = [_asset(name) for name in _SCRIPTS], [_asset(name) for name in _STYLES]
+    head = body = script_hashes = style_hashes = ""
+    for style in map(_asset, _STYLES):
+        head += f"<style>{style}</style>\n"
+        style_hashes += f" {_hash(style)}"
+    for script in map(_asset, _SCRIPTS):
+        body += f"<script>{script}</script>\n"
+        script_hashes += f" {_hash(script)}"
     policy = (
-        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {' '.join(map(_hash, styles))}; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src{script_hashes}; style-src{style_hashes}; base-uri 'none'; form-action 'none'"
     )
     title = html.escape(", ".join(titles))
-    head = "".join(f"<style>{style}</style>\n" for style in styles)
-    body = "".join(f"<script>{script}</script>\n" for script in scripts)
-    return (
+    replace_text(
+        path,
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<!-- The charts are drawn by uPlot.\n{html.escape(_asset('uPlot.LICENSE'), quote=False)}-->\n"
         f"<title>{title} - megatron_moe</title>\n{head}</head><body>\n"
         '<main id="page"><noscript>This page draws its charts with JavaScript.</noscript></main>\n'
-        f'<script type="application/json" id="data">{text}</script>\n{body}</body></html>\n'
+        f'<script type="application/json" id="data">{text}</script>\n{body}</body></html>\n',
     )
 
 
 def run_data(state: RunState, name: str) -> dict[str, Any]:
     """Return what the page shows of one run, as plain values."""
-    status = status_of(state)
-    series = {key: columns for key, columns in state.course.rows().items() if not key.startswith(("loss_hex",))}
-    x = {
-        axis: series.pop(key, {"mean": []})
-        for axis, key in (("iteration", "iteration"), ("tokens", "total_tokens"), ("hours", "hours"))
-    }
-    info = {key: state.info[key] for key in state.info if key != "attempts"}
-    last = {key: value for key, value in state.last.items() if not isinstance(value, (dict, list))}
+    status, series = status_of(state), state.series.rows()
+    x = {}
+    for axis, key in (("iteration", "iteration"), ("tokens", "total_tokens"), ("hours", "hours")):
+        x[axis] = series.pop(key, {"mean": []})
+    info = dict(state.info)
+    attempts = info.pop("attempts", None) or []
     return {
         "name": name,
         "status": status,
-        "findings": findings(state, status),
+        "findings": [asdict(finding) for finding in findings(state, status)],
         "info": info,
-        "attempts": state.info.get("attempts") or [],
+        "attempts": attempts,
         "steps": state.count,
         "repeated": state.repeated,
         "seconds": state.seconds,
         "tokens": state.tokens,
-        "width": state.course.width,
-        "last": last,
+        "width": state.series.width,
+        "last": {key: value for key, value in state.last.items() if not isinstance(value, (dict, list))},
         "x": x,
         "series": series,
-        "skipped": state.course.sums("skipped"),
-        "notFinite": state.course.sums("not_finite"),
-        "evaluations": {split: course.rows() for split, course in state.evaluations.items()},
+        "skipped": state.series.sums("skipped"),
+        "notFinite": state.series.sums("not_finite"),
+        "evaluations": {split: evaluated.rows() for split, evaluated in state.evaluations.items()},
         "loads": state.loads.as_json(("load", "dead")),
         "health": state.health.as_json(),
         "experts": state.experts.as_json(),
@@ -111,10 +110,10 @@ def run_name(metrics_file: Path) -> str:
 
 def unique(names: Sequence[str]) -> list[str]:
     """Return the names with a number behind those that came before."""
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     found = []
     for name in names:
-        seen[name] = seen.get(name, 0) + 1
+        seen[name] += 1
         found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
     return found
 

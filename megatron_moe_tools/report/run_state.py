@@ -1,0 +1,560 @@
+"""What a page shows of a run, read from its growing files into bounded memory, up to the last line written.
+
+Lines are taken as they are: older files lack keys, other programs' files have more, a last line may be torn.
+
+A series keeps its numbers in bins of `width` iterations. Where there are more than twice `room` bins, neighbours join
+and the width doubles, so a run of any length keeps between `room` and twice `room` bins. A bin keeps the extremes and
+the mean, so that a peak of one step is seen however long the run is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from megatron_moe.report.jsonl import evaluations_path, events_path
+from megatron_moe.report.run_info import read_info
+
+MOST_SERIES = 200
+"""Names of numbers that a series takes; those of a file that has more are left out."""
+_BINS, _BINS_OF_LOADS, _BINS_OF_HEALTH = 1000, 150, 60
+_WINDOW, _DEAD_STEPS = 100, 20
+_MOST_EVENTS, _MOST_SPIKES = 400, 200
+_NO_SERIES = {"iteration", "tokens_per_expert", "dropped_per_expert", "health", "seconds_left", "attempt"}
+_WORST = {"effective_experts": min, "flip_rate": max, "margin_mean": min, "margin_p5": min, "max_logit": max,
+          "bias_min": min, "bias_max": max}  # fmt: skip
+_OF_A_LAYER = (*_WORST, "bias_mean")
+_OF_A_RUN = (
+    "dense_grad_norm", "expert_grad_norm", "skip_rate",
+    "first_moment_rounding", "second_moment_rounding", "update_rounding",
+)  # fmt: skip
+
+_STEPS_COMPARED, _ENOUGH_STEPS = 64, 20
+_SPIKE_DEVIATIONS, _LEAST_SPIKE = 8.0, 0.1
+_NORM_SPIKE, _SLOW = 8.0, 3.0
+
+Line = dict[str, Any]
+Numbers = dict[str, float]
+Cell = TypeVar("Cell")
+
+
+class _Bins(Generic[Cell]):
+    """Cells of `width` iterations each, of which neighbours join where there are more than twice `room`."""
+
+    def __init__(self, room: int) -> None:
+        self.width = 1
+        self._room, self._first = room, 0
+        self._cells: dict[int, Cell] = {}
+
+    def _bin_of(self, iteration: int) -> int | None:
+        """Return the number of an iteration's bin; None for one before the first."""
+        if not self._cells:
+            self._first = iteration
+        elif iteration < self._first:
+            return None
+        while (iteration - self._first) // self.width >= 2 * self._room:
+            narrow, self._cells = self._cells, {}
+            self.width *= 2
+            for number, cell in narrow.items():
+                self._put(number // 2, cell)
+        return (iteration - self._first) // self.width
+
+    def _put(self, number: int, cell: Cell) -> None:
+        if number in self._cells:
+            self._merge(self._cells[number], cell)
+        else:
+            self._cells[number] = cell
+
+    def _merge(self, into: Cell, cell: Cell) -> None:
+        raise NotImplementedError
+
+    def _in_order(self) -> list[Cell]:
+        return [self._cells[number] for number in sorted(self._cells)]
+
+
+_NOTHING = [math.nan, math.nan, math.nan, 1]
+
+
+class Series(_Bins[dict[str, list[float]]]):
+    """Numbers by name over iterations: of each bin and name the least, the largest, the sum and how many there are."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__(room)
+        self._names: dict[str, None] = {}
+
+    def add(self, iteration: int, values: Mapping[str, float]) -> None:
+        """Take the numbers of one iteration; those that are not finite are left out."""
+        number = self._bin_of(iteration)
+        if number is None:
+            return
+        cells = self._cells.setdefault(number, {})
+        for name, value in values.items():
+            if value - value != 0:
+                continue
+            cell = cells.get(name)
+            if cell is not None:
+                if value < cell[0]:
+                    cell[0] = value
+                elif value > cell[1]:
+                    cell[1] = value
+                cell[2] += value
+                cell[3] += 1
+            elif name in self._names or len(self._names) < MOST_SERIES:
+                self._names[name] = None
+                cells[name] = [value, value, value, 1]
+
+    def _merge(self, into: dict[str, list[float]], cell: dict[str, list[float]]) -> None:
+        for name, (low, high, total, count) in cell.items():
+            old = into.get(name)
+            if old is None:
+                into[name] = [low, high, total, count]
+            else:
+                into[name] = [min(low, old[0]), max(high, old[1]), total + old[2], count + old[3]]
+
+    def forget_from(self, iteration: int) -> None:
+        """Drop the bins that begin at this iteration or later: their steps were repeated."""
+        for number in list(self._cells):
+            if self._first + number * self.width >= iteration:
+                del self._cells[number]
+
+    def rows(self) -> dict[str, dict[str, list[float | None]]]:
+        """Return name -> mean, and where they differ low and high, each a list over the bins that have anything."""
+        bins, found = self._in_order(), {}
+        for name in self._names:
+            means, lows, highs, differ = [], [], [], False
+            for cells in bins:
+                low, high, total, count = cells.get(name, _NOTHING)
+                means.append(short(total / count))
+                lows.append(short(low))
+                highs.append(short(high))
+                differ = differ or low < high
+            found[name] = {"mean": means}
+            if differ:
+                found[name].update(low=lows, high=highs)
+        return found
+
+    def sums(self, name: str) -> list[float]:
+        """Return the sum of a number over each bin that has anything, 0 where it has none of these."""
+        return [cells.get(name, (0, 0, 0.0, 0))[2] for cells in self._in_order()]
+
+
+@dataclass
+class _Column:
+    """Figures of layers over iterations `first` to `last`: name -> sums, counts and largest values, [L] each."""
+
+    first: int
+    last: int
+    figures: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]
+
+
+class LayerSeries(_Bins[_Column]):
+    """Figures of layers over iterations: of each bin, figure and layer the mean and the largest value."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__(room)
+        self.layers: list[int] = []
+
+    def add(self, iteration: int, layers: list[int], figures: Mapping[str, np.ndarray]) -> None:
+        """Take figures of all layers, name -> [L] with NaN where there is none; other layers start it anew."""
+        if layers != self.layers:
+            self.layers, self._cells, self.width = layers, {}, 1
+        number = self._bin_of(iteration)
+        if number is None:
+            return
+        column = _Column(iteration, iteration, {})
+        for name, values in figures.items():
+            known = np.isfinite(values)
+            column.figures[name] = (np.where(known, values, 0.0), known.astype(np.int64), values)
+        self._put(number, column)
+
+    def _merge(self, into: _Column, cell: _Column) -> None:
+        into.first, into.last = min(into.first, cell.first), max(into.last, cell.last)
+        for name, (total, count, high) in cell.figures.items():
+            if name in into.figures:
+                old = into.figures[name]
+                into.figures[name] = (old[0] + total, old[1] + count, np.fmax(old[2], high))
+            else:
+                into.figures[name] = (total, count, high)
+
+    def forget_from(self, iteration: int) -> None:
+        """Drop the bins with nothing before this iteration."""
+        for number, column in list(self._cells.items()):
+            if column.first >= iteration:
+                del self._cells[number]
+
+    def as_json(self, with_high: tuple[str, ...] = ()) -> dict[str, Any] | None:
+        """Return layers, from and to of each column, and name -> columns of a value per layer; None where it is empty.
+
+        Args:
+            with_high: figures of which NAME_high are the largest values of each column.
+        """
+        if not self._cells:
+            return None
+        columns = self._in_order()
+        nothing = (np.zeros(len(self.layers)), np.zeros(len(self.layers)), np.full(len(self.layers), np.nan))
+        figures: dict[str, list[list[float | None]]] = {}
+        for name in {name: None for column in columns for name in column.figures}:
+            means, highs = [], []
+            for column in columns:
+                total, count, high = column.figures.get(name, nothing)
+                means.append(numbers(np.where(count > 0, total / np.maximum(count, 1), np.nan)))
+                highs.append(numbers(high))
+            figures[name] = means
+            if name in with_high:
+                figures[f"{name}_high"] = highs
+        return {
+            "layers": self.layers,
+            "from": [column.first for column in columns],
+            "to": [column.last for column in columns],
+            "figures": figures,
+        }
+
+
+def short(value: float) -> float | None:
+    """Return a number in six digits, None for NaN; whole numbers up to 2^53 stay what they are."""
+    if math.isnan(value):
+        return None
+    if value == int(value) and abs(value) < 2**53:
+        return int(value)
+    return float(f"{value:.6g}")
+
+
+def numbers(values: np.ndarray) -> list[float | None]:
+    """Return [N] as numbers in four digits, None for what is not finite."""
+    return [float(f"{value:.4g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+@dataclass
+class _Block:
+    """The tokens of up to `_WINDOW` steps, of the iterations `first` to `last`."""
+
+    first: int
+    last: int
+    steps: int
+    tokens: np.ndarray
+
+
+class ExpertWindow:
+    """The tokens of every expert over the last counted steps: between `_WINDOW` of them and twice as many."""
+
+    def __init__(self) -> None:
+        self._layers: list[int] = []
+        self._blocks: list[_Block] = []
+        self._silent = np.zeros((0, 0), dtype=np.int64)
+        self._counted = 0
+
+    def add(self, iteration: int, layers: list[int], table: np.ndarray) -> None:
+        """Take [L, E] counts of one step."""
+        if layers != self._layers or (self._blocks and self._blocks[-1].tokens.shape != table.shape):
+            self._layers, self._blocks, self._counted = layers, [], 0
+        if not self._blocks:
+            self._silent = np.zeros_like(table)
+        self._silent, self._counted = np.where(table > 0, 0, self._silent + 1), self._counted + 1
+        if not self._blocks or self._blocks[-1].steps == _WINDOW:
+            self._blocks = [*self._blocks[-1:], _Block(iteration, iteration, 0, np.zeros_like(table))]
+        block = self._blocks[-1]
+        block.last, block.steps, block.tokens = iteration, block.steps + 1, block.tokens + table
+
+    def dead(self) -> np.ndarray:
+        """Return [L, E] whether an expert got no token in the last `_DEAD_STEPS` counted steps, or all of fewer."""
+        return self._silent >= min(_DEAD_STEPS, self._counted)
+
+    def load(self) -> np.ndarray | None:
+        """Return [L, E] tokens over the layer's mean; None where nothing was counted."""
+        if not self._blocks:
+            return None
+        total = np.sum([block.tokens for block in self._blocks], axis=0)
+        load: np.ndarray = total / np.maximum(total.mean(axis=1, keepdims=True), 1e-9)
+        return load
+
+    def as_json(self) -> dict[str, Any] | None:
+        """Return layers, from, to, steps, load by layer and expert, and dead, pairs of a place in layers and an expert.
+
+        None where nothing was counted.
+        """
+        load = self.load()
+        if load is None:
+            return None
+        return {
+            "layers": self._layers,
+            "from": self._blocks[0].first,
+            "to": self._blocks[-1].last,
+            "steps": sum(block.steps for block in self._blocks),
+            "load": [[float(f"{value:.3g}") for value in row] for row in load.tolist()],
+            "dead": np.argwhere(self.dead()).tolist(),
+            "deadSteps": min(_DEAD_STEPS, self._counted),
+        }
+
+
+class StepWatch:
+    """Counts and places of unusual steps, each compared with the steps shortly before it.
+
+    A loss spikes where it is above the median of the last 64 by 8 deviations (of the median absolute deviation) and by
+    a tenth of it; a gradient norm where it is 8 times the median; a step is slow where it takes 3 times the median.
+    """
+
+    def __init__(self) -> None:
+        self.clip: float | None = None
+        """The norm from which on gradients are clipped, where the run's flags are known."""
+        self.skipped = self.not_finite = self.clipped = self.norms = self.slow = 0
+        self.skipped_in_a_row = 0
+        """The skipped steps since the last one that was applied."""
+        self.seconds_lost = 0.0
+        self.last_skipped: int | None = None
+        self.spikes: deque[tuple[int, float]] = deque(maxlen=_MOST_SPIKES)
+        self.spike_count = self.norm_spikes = 0
+        self.first_not_finite: int | None = None
+        self._losses, self._norms, self._times = (deque[float](maxlen=_STEPS_COMPARED) for _ in range(3))
+
+    def step(self, line: Line, values: Numbers) -> None:
+        """Take a step: its line, and the finite numbers of it by name."""
+        iteration = line["iteration"]
+        loss, norm, seconds = (values.get(name) for name in ("loss", "grad_norm", "seconds"))
+        if line.get("skipped"):
+            self.skipped += 1
+            self.last_skipped = iteration
+            self.skipped_in_a_row += 1
+        else:
+            self.skipped_in_a_row = 0
+        if loss is None:
+            self.not_finite += 1
+            self.first_not_finite = self.first_not_finite or iteration
+        elif not line.get("skipped"):
+            if len(self._losses) >= _ENOUGH_STEPS and loss > self._most_loss():
+                self.spike_count += 1
+                self.spikes.append((iteration, loss))
+            self._losses.append(loss)
+        if norm is not None:
+            self.norms += 1
+            self.clipped += bool(self.clip) and norm > (self.clip or 0)
+            if len(self._norms) >= _ENOUGH_STEPS and norm > _NORM_SPIKE * _median(self._norms):
+                self.norm_spikes += 1
+            self._norms.append(norm)
+        if seconds is not None:
+            if len(self._times) >= _ENOUGH_STEPS and seconds > _SLOW * _median(self._times):
+                self.slow += 1
+                self.seconds_lost += seconds - _median(self._times)
+            self._times.append(seconds)
+
+    def _most_loss(self) -> float:
+        middle = _median(self._losses)
+        deviation = 1.4826 * _median(abs(loss - middle) for loss in self._losses)
+        return middle + max(_SPIKE_DEVIATIONS * deviation, _LEAST_SPIKE * abs(middle))
+
+
+def _median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return float(ordered[len(ordered) // 2])
+
+
+class GrowingLines:
+    """The lines of a file that grows; a line is taken when its end is there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+        self.bad = 0
+        """Lines that are not JSON objects with an iteration."""
+
+    def was_cut(self) -> bool:
+        """Return whether the file is shorter than what was read: another attempt took lines back."""
+        return self._path.exists() and self._path.stat().st_size < self._offset
+
+    def new(self) -> Iterator[Line]:
+        """Yield the lines since the last call."""
+        if not self._path.exists():
+            return
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            for raw in file:
+                if not raw.endswith(b"\n"):
+                    return
+                self._offset += len(raw)
+                try:
+                    line = json.loads(raw)
+                except ValueError:
+                    line = None
+                if isinstance(line, dict) and isinstance(line.get("iteration"), int):
+                    yield line
+                else:
+                    self.bad += 1
+
+
+class RunState:
+    """Everything that a page shows of one run, kept up to date by `update`."""
+
+    def __init__(self, metrics_file: Path) -> None:
+        self.metrics_file = metrics_file
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps = GrowingLines(self.metrics_file)
+        self._evaluated = GrowingLines(evaluations_path(self.metrics_file))
+        self._happened = GrowingLines(events_path(self.metrics_file))
+        self.series = Series(_BINS)
+        self.evaluations: dict[str, Series] = {}
+        self.loads, self.health = LayerSeries(_BINS_OF_LOADS), LayerSeries(_BINS_OF_HEALTH)
+        self.experts = ExpertWindow()
+        self.watch = StepWatch()
+        self.events: deque[Line] = deque(maxlen=_MOST_EVENTS)
+        self.saves: deque[int] = deque(maxlen=_MOST_EVENTS)
+        self.event_counts: Counter[str] = Counter()
+        self.info: dict[str, Any] = {}
+        self.last: Line = {}
+        self.last_evaluation: dict[str, Line] = {}
+        self.count = self.repeated = 0
+        self.tokens, self.seconds = 0.0, 0.0
+        self._start: float | None = None
+
+    @property
+    def bad_lines(self) -> int:
+        """Return how many lines of the run's files could not be read."""
+        return self._steps.bad + self._evaluated.bad + self._happened.bad
+
+    def update(self, most_seconds: float = math.inf) -> bool:
+        """Read what the files have more than at the last call; all of it where lines were taken back.
+
+        Args:
+            most_seconds: how long to read steps; the next call goes on.
+
+        Returns:
+            Whether all was read.
+
+        Raises:
+            ConfigError: the file about the run is something else, see `run_info.read_info`.
+        """
+        if self._steps.was_cut() or self._evaluated.was_cut():
+            self._begin()
+        self.info = read_info(self.metrics_file)
+        self.watch.clip = (self.info.get("all_flags") or {}).get("clip_grad")
+        until = time.monotonic() + most_seconds
+        for line in self._steps.new():
+            self._step(line)
+            if time.monotonic() > until:
+                return False
+        for line in self._evaluated.new():
+            self._evaluation(line)
+        for line in self._happened.new():
+            kind = str(line.get("kind"))
+            self.event_counts[kind] += 1
+            if kind == "saved":
+                self.saves.append(line["iteration"])
+            if kind != "message":
+                self.events.append({**line, "kind": kind, "text": str(line.get("text") or "")[:2000]})
+        return True
+
+    def _step(self, line: Line) -> None:
+        iteration = line["iteration"]
+        if self.last and iteration <= self.last["iteration"]:
+            self.repeated += 1
+            for kept in (self.series, self.loads, self.health):
+                kept.forget_from(iteration)
+        self.last, self.count = line, self.count + 1
+        values = _numbers_of(line)
+        self.tokens += values.get("tokens", 0.0)
+        self.seconds += values.get("seconds", 0.0)
+        values.update(iteration=iteration, total_tokens=self.tokens, hours=self._hours(line))
+        self.watch.step(line, values)
+        if line.get("skipped"):
+            values["skipped"] = 1.0
+            values.pop("loss", None)
+        if line.get("loss") is None or ("loss" not in values and not line.get("skipped")):
+            values["not_finite"] = 1.0
+        counts = line.get("tokens_per_expert")
+        if isinstance(counts, dict) and counts:
+            self._take_loads(iteration, counts)
+        health = line.get("health")
+        if isinstance(health, dict):
+            self._take_health(iteration, health, values)
+        self.series.add(iteration, values)
+
+    def _hours(self, line: Line) -> float:
+        """Return hours since the first step; without clock times, hours of training."""
+        at = seconds_of(line.get("time"))
+        if at is None:
+            return self.seconds / 3600
+        if self._start is None:
+            self._start = at - float(line.get("seconds") or 0.0)
+        return (at - self._start) / 3600
+
+    def _take_loads(self, iteration: int, counts: dict[str, list[int]]) -> None:
+        layers = sorted(map(int, counts))
+        rows = [counts[str(layer)] for layer in layers]
+        if len(set(map(len, rows))) != 1 or not rows[0]:
+            return
+        table = np.array(rows, dtype=np.int64)
+        mean = table.mean(axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            load = np.where(mean > 0, table.max(axis=1) / mean, np.nan)
+        self.loads.add(iteration, layers, {"load": load, "dead": (table == 0).sum(axis=1).astype(float)})
+        self.experts.add(iteration, layers, table)
+
+    def _take_health(self, iteration: int, health: Line, values: Numbers) -> None:
+        for name in _OF_A_RUN:
+            _put(values, f"health.{name}", health.get(name))
+        if health.get("gradient_additions"):
+            values["health.gradient_lost"] = health["gradient_swallowed"] / health["gradient_additions"]
+        layers = sorted(map(int, health["layers"]))
+        figures = {}
+        for name in _OF_A_LAYER:
+            column = []
+            for layer in layers:
+                of_layer = health["layers"][str(layer)]
+                value = {**of_layer, **(of_layer.get("load") or {})}.get(name)
+                column.append(math.nan if value is None else float(value))
+            known = [value for value in column if math.isfinite(value)]
+            if known:
+                figures[name] = np.array(column)
+                if name in _WORST:
+                    values[f"health.{name}"] = _WORST[name](known)
+        if figures:
+            self.health.add(iteration, layers, figures)
+
+    def _evaluation(self, line: Line) -> None:
+        split = str(line.get("split"))
+        values: Numbers = {"iteration": line["iteration"]}
+        _put(values, "loss", line.get("loss"))
+        series = self.evaluations.setdefault(split, Series(_BINS))
+        series.forget_from(line["iteration"])
+        series.add(line["iteration"], values)
+        self.last_evaluation[split] = line
+
+
+def _numbers_of(line: Line) -> Numbers:
+    """Return the finite numbers of a line by name; those of an object or list are NAME.KEY."""
+    found: Numbers = {}
+    for name, value in line.items():
+        if name in _NO_SERIES:
+            continue
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                _put(found, f"{name}.{key}", inner)
+        elif isinstance(value, list):
+            for number, inner in enumerate(value, start=1):
+                _put(found, f"{name}.{number}", inner)
+        else:
+            _put(found, name, value)
+    return found
+
+
+def _put(values: Numbers, name: str, value: object) -> None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        values[name] = value
+
+
+def seconds_of(text: object) -> float | None:
+    """Return seconds since 1970 of a time in ISO 8601; None for anything else."""
+    if not isinstance(text, str):
+        return None
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
