@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import replacing
 from megatron_moe.report.jsonl import read_evaluations, read_steps
 from megatron_moe.report.metric import metrics
-from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.sink import Sink
 
 if TYPE_CHECKING:
@@ -72,73 +70,67 @@ class Spans:
 
     def means(self) -> np.ndarray:
         """Return the means, [spans, R]."""
-        in_last = self.rows - (len(self._sums) - 1) * self.width
-        sizes = np.array([*[self.width] * (len(self._sums) - 1), in_last])
+        sizes = np.full(len(self._sums), self.width)
+        sizes[-1] = self.rows - (len(self._sums) - 1) * self.width
         return np.stack(self._sums) / sizes[:, None]
 
 
-def _spans() -> Spans:
-    return Spans(MAX_COLUMNS)
-
-
-@dataclass
 class Loads:
-    """The loads of the experts in the steps where they were counted: tokens over the mean of the expert's layer."""
+    """The loads of the experts in the steps where they were counted: tokens over the mean of the expert's layer.
 
-    steps: Spans = field(default_factory=_spans)
-    """Their iterations."""
-    first: int = 0
-    last: int = 0
-    by_expert: bool = True
-    """Whether `of_layer` has a column per expert; it has one of the fullest expert otherwise (`MAX_ROWS`)."""
-    of_layer: dict[int, Spans] = field(default_factory=dict)
-    fullest: dict[int, Spans] = field(default_factory=dict)
-    """Of each layer the load of its fullest expert."""
+    Args:
+        experts: layer -> its number of experts, in the order of the layers.
+    """
+
+    def __init__(self, experts: dict[int, int]) -> None:
+        self.experts = experts
+        self.by_expert = sum(experts.values()) <= MAX_ROWS
+        """Whether `rows` has one for each expert; otherwise it is `fullest`."""
+        self.iterations: list[int] = []
+        """The first and the last step."""
+        self.steps = Spans(MAX_COLUMNS)
+        """The iterations, [1]."""
+        self.fullest = Spans(MAX_COLUMNS)
+        """Of each layer the load of its fullest expert, [L]."""
+        self.rows = Spans(MAX_COLUMNS) if self.by_expert else self.fullest
 
     def add(self, iteration: int, tokens_per_expert: dict[int, list[int]]) -> None:
         """Add a step."""
-        if self.steps.rows == 0:
-            self.first = iteration
-            self.by_expert = sum(map(len, tokens_per_expert.values())) <= MAX_ROWS
-        self.last = iteration
+        self.iterations = [*self.iterations[:1], iteration]
         self.steps.add(np.array([iteration], dtype=np.float64))
-        for layer, counts in tokens_per_expert.items():
-            row = np.asarray(counts, dtype=np.float64)
-            row /= max(float(row.mean()), 1e-9)
-            fullest = row.max(keepdims=True)
-            self.fullest.setdefault(layer, _spans()).add(fullest)
-            self.of_layer.setdefault(layer, _spans()).add(row if self.by_expert else fullest)
+        loads = []
+        for layer in self.experts:
+            counts = np.asarray(tokens_per_expert[layer], dtype=np.float64)
+            loads.append(counts / max(float(counts.mean()), 1e-9))
+        self.fullest.add(np.array([load.max() for load in loads]))
+        if self.by_expert:
+            self.rows.add(np.concatenate(loads))
 
 
-@dataclass
 class History:
-    """The data of a run that the picture shows."""
+    """The data of a run that the picture shows, read from its metrics file; a skipped step has a gap in the loss."""
 
-    iterations: array[int] = field(default_factory=lambda: array("q"))
-    losses: array[float] = field(default_factory=lambda: array("d"))
-    loads: Loads = field(default_factory=Loads)
-    evaluations: list[EvalRecord] = field(default_factory=list)
-    tokens: int = 0
-    seconds: float = 0.0
-    plotted: dict[str, array[float]] = field(default_factory=dict)
-    """Of each metric that has a panel of its own (`Metric.plot`), its values; NaN where there is none."""
-
-    @classmethod
-    def read(cls, metrics_file: Path) -> History:
-        """Read a metrics file and its evaluations. A skipped step has a gap in the loss."""
-        history = cls(plotted={metric.name: array("d") for metric in metrics() if metric.plot})
+    def __init__(self, metrics_file: Path) -> None:
+        self.iterations, self.losses = array("q"), array("d")
+        self.loads: Loads | None = None
+        """None where no load was counted."""
+        self.tokens, self.seconds = 0, 0.0
+        self.plotted = {metric.name: array("d") for metric in metrics() if metric.plot}
+        """Of each metric that has a panel of its own (`Metric.plot`), its values; NaN where there is none."""
         for record in read_steps(metrics_file):
-            for name, values in history.plotted.items():
+            self.iterations.append(record.iteration)
+            self.losses.append(math.nan if record.skipped else record.loss)
+            for name, values in self.plotted.items():
                 value = getattr(record, name)
                 values.append(math.nan if value is None else float(value))
-            history.iterations.append(record.iteration)
-            history.losses.append(math.nan if record.skipped else record.loss)
-            history.tokens += record.tokens
-            history.seconds += record.seconds
+            self.tokens += record.tokens
+            self.seconds += record.seconds
             if record.tokens_per_expert:
-                history.loads.add(record.iteration, record.tokens_per_expert)
-        history.evaluations = list(read_evaluations(metrics_file))
-        return history
+                experts = {layer: len(counts) for layer, counts in sorted(record.tokens_per_expert.items())}
+                if self.loads is None or self.loads.experts != experts:
+                    self.loads = Loads(experts)
+                self.loads.add(record.iteration, record.tokens_per_expert)
+        self.evaluations = list(read_evaluations(metrics_file))
 
 
 class PlotSink(Sink):
@@ -181,19 +173,23 @@ def draw(metrics_file: Path, plot_file: Path, *, unigram_entropy: float | None =
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    history = History.read(metrics_file)
-    own_panels = [metric for metric in metrics() if metric.plot]
-    heights = [3.2, *([1.7, 2.8] if history.loads.steps.rows else []), *[1.7 for _ in own_panels]]
+    history = History(metrics_file)
+    heights = [3.2]
+    if history.loads is not None:
+        heights += [1.7, 2.8]
+    heights += [1.7] * len(history.plotted)
     with matplotlib.rc_context(_INK):
         figure = Figure(figsize=(10, 1.3 + sum(heights)), dpi=130, layout="constrained")
         FigureCanvasAgg(figure)
-        grid = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights, sharex=True)
-        panels: list[Axes] = list(grid[:, 0])
+        panels: list[Axes] = list(
+            figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights, sharex=True)[:, 0]
+        )
         _draw_loss(panels[0], history, unigram_entropy)
-        if history.loads.steps.rows:
+        if history.loads is not None:
             _draw_balance(panels[1], history.loads)
             _draw_load(panels[2], history.loads)
-        for panel, metric in zip(panels[len(panels) - len(own_panels) :], own_panels):
+        own_panels = panels[len(panels) - len(history.plotted) :]
+        for panel, metric in zip(own_panels, filter(lambda metric: metric.plot, metrics())):
             panel.plot(history.iterations, history.plotted[metric.name], ".-", color=_TRAIN, lw=1.0, ms=3)
             panel.set_title(metric.name)
             panel.set_ylabel(metric.unit)
@@ -222,16 +218,10 @@ def running_mean(values: np.ndarray, reach: int) -> np.ndarray:
 
 def _draw_loss(panel: Axes, history: History, unigram_entropy: float | None) -> None:
     losses = np.asarray(history.losses, dtype=np.float64)
-    few = len(losses) < 30
-    panel.plot(
-        history.iterations,
-        losses,
-        color=_TRAIN,
-        lw=1.4 if few else 0.7,
-        alpha=1 if few else 0.35,
-        label="train" if few else None,
-    )
-    if not few:
+    if len(losses) < 30:
+        panel.plot(history.iterations, losses, color=_TRAIN, lw=1.4, alpha=1, label="train")
+    else:
+        panel.plot(history.iterations, losses, color=_TRAIN, lw=0.7, alpha=0.35)
         reach = max(3, len(losses) // 50)
         smooth = running_mean(losses, reach)
         smooth[-reach // 2 :] = np.nan  # so near the end it is a mean of few, and would show their noise as a trend
@@ -239,14 +229,12 @@ def _draw_loss(panel: Axes, history: History, unigram_entropy: float | None) -> 
     for split, colour in _SPLITS.items():
         points = [record for record in history.evaluations if record.split == split]
         if points:
-            x, y = [p.iteration for p in points], [p.loss for p in points]
-            panel.plot(
-                x, y, "o-", color=colour, ms=5, lw=1.0, label=f"{split} (last {y[-1]:.3f})", zorder=3, clip_on=False
-            )
+            x, y = [point.iteration for point in points], [point.loss for point in points]
+            label = f"{split} (last {y[-1]:.3f})"
+            panel.plot(x, y, "o-", color=colour, ms=5, lw=1.0, label=label, zorder=3, clip_on=False)
     if unigram_entropy is not None:
-        panel.axhline(
-            unigram_entropy, color=_ENTROPY, ls=(0, (5, 3)), lw=1.2, label=f"unigram entropy {unigram_entropy:.3f}"
-        )
+        label = f"unigram entropy {unigram_entropy:.3f}"
+        panel.axhline(unigram_entropy, color=_ENTROPY, ls=(0, (5, 3)), lw=1.2, label=label)
     panel.set_title("Loss")
     panel.set_ylabel("nats per token")
     if history.seconds > 0:
@@ -260,41 +248,47 @@ def _draw_loss(panel: Axes, history: History, unigram_entropy: float | None) -> 
 def _draw_balance(panel: Axes, loads: Loads) -> None:
     from matplotlib import colormaps
 
-    layers, steps = sorted(loads.fullest), loads.steps.means()
-    colours = colormaps["viridis"](np.linspace(0.1, 0.85, len(layers)))
-    for layer, colour in zip(layers, colours, strict=True):
-        label = f"layer {layer}" if len(layers) <= 8 else None
-        panel.plot(steps[:, 0], loads.fullest[layer].means()[:, 0], color=colour, lw=1.0, alpha=0.9, label=label)
+    iterations, fullest = loads.steps.means()[:, 0], loads.fullest.means()
+    few = len(loads.experts) <= 8
+    colours = colormaps["viridis"](np.linspace(0.1, 0.85, len(loads.experts)))
+    for column, (layer, colour) in enumerate(zip(loads.experts, colours, strict=True)):
+        label = f"layer {layer}" if few else None
+        panel.plot(iterations, fullest[:, column], color=colour, lw=1.0, alpha=0.9, label=label)
     panel.axhline(1.0, color=_ENTROPY, ls=(0, (5, 3)), lw=1.0)
     panel.set_ylim(bottom=0.9)
     panel.set_title("Load of the fullest expert, max / mean tokens")
     panel.set_ylabel("max / mean")
-    if len(layers) <= 8:
-        panel.legend(loc="upper right", ncols=len(layers))
+    if few:
+        panel.legend(loc="upper right", ncols=len(loads.experts))
 
 
 def _draw_load(panel: Axes, loads: Loads) -> None:
-    layers, by_expert = sorted(loads.of_layer), loads.by_expert
-    rows = [loads.of_layer[layer].means() for layer in layers]  # per layer [spans, E], or [spans, 1]
-    image = np.concatenate(rows, axis=1).T
+    layers, image = list(loads.experts), loads.rows.means().T
+    if loads.by_expert:
+        title, colours, low, high = "Tokens of each expert / mean of its layer", "RdBu_r", 0.0, 2.0
+        rows_of_layers = list(loads.experts.values())
+    else:
+        title, colours, low, high = "Load of each layer's fullest expert", "viridis", 1.0, 4.0
+        rows_of_layers = [1] * len(layers)
     # A column begins and ends half a distance next to the first and the last step that it is the mean of.
-    half = (loads.last - loads.first) / max(loads.steps.rows - 1, 1) / 2 or 0.5
-    left = loads.first - half
+    first, last = loads.iterations[0], loads.iterations[-1]
+    half = (last - first) / max(loads.steps.rows - 1, 1) / 2 or 0.5
+    right = first - half + 2 * half * loads.steps.width * image.shape[1]
     mesh = panel.imshow(
         image,
         aspect="auto",
-        cmap="RdBu_r" if by_expert else "viridis",
-        vmin=0.0 if by_expert else 1.0,
-        vmax=2.0 if by_expert else 4.0,
+        cmap=colours,
+        vmin=low,
+        vmax=high,
         interpolation="nearest",
-        extent=(left, left + 2 * half * loads.steps.width * image.shape[1], len(image), 0),
+        extent=(first - half, right, len(image), 0),
     )
-    edges = np.cumsum([0] + [part.shape[1] for part in rows])
-    for edge in edges[1:-1] if by_expert else ():
-        panel.axhline(edge, color="#222222", lw=0.8)
+    edges = np.cumsum([0, *rows_of_layers])
+    if loads.by_expert:
+        for edge in edges[1:-1]:
+            panel.axhline(edge, color="#222222", lw=0.8)
     shown = range(0, len(layers), max(1, len(layers) // 16))
     panel.set_yticks([(edges[i] + edges[i + 1]) / 2 for i in shown], [f"layer {layers[i]}" for i in shown])
     panel.grid(False)
-    what = "Tokens of each expert / mean of its layer" if by_expert else "Load of each layer's fullest expert"
-    panel.set_title(what)
+    panel.set_title(title)
     panel.figure.colorbar(mesh, ax=panel, pad=0.01, fraction=0.03, extend="max")

@@ -179,7 +179,7 @@ def test_a_dense_run_with_a_skipped_step_is_drawn_too(tmp_path):
         for iteration in range(1, 41):
             odd = {"loss": 99.0, "skipped": True} if iteration == 5 else {}
             running.step(STEP.replace(iteration=iteration, tokens_per_expert={}, **odd))
-    history = plot.History.read(tmp_path / "metrics.jsonl")
+    history = plot.History(tmp_path / "metrics.jsonl")
     assert math.isnan(history.losses[4]) and history.losses[5] == 3.0
     plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
