@@ -1,8 +1,7 @@
 """The metrics of a training step: what is known about a step, the metrics computed from it, and where they are shown.
 
 A `Metric` declares where a value is shown. `BUILT_IN` lists the metrics of every run; a program adds its own, which
-also compute their value from the `StepFacts` of a step, with `register_metric`. `compute_metrics` makes the
-`StepRecord` of a step.
+also compute their value from the `StepFacts` of a step, with `register_metric`.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_moe.config.schema import Run
 from megatron_moe.io.texts import duration_text
-from megatron_moe.report.health import Health, load_max_over_mean, scalars, summary_line
+from megatron_moe.report.health import load_max_over_mean, scalars, summary_line
 from megatron_moe.report.records import StepRecord
 
-_TERA = 1e12
 _EVALUATION_TAGS = ("loss/valid", "loss/test")
 
 
@@ -46,66 +44,23 @@ class ExpertLoad:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """The facts about a step that its metrics are computed from, on every rank; see `Metric.compute`."""
+    """What is known about a step on every rank, for `Metric.compute`. Fields of `record` are attributes of it, too."""
 
     run: Run
     world_size: int
-    iteration: int
-    """Completed steps, this one included."""
-    consumed_samples: int
-    global_batch_size: int
-    loss: float
-    """In nats per token over the global batch; not finite in some steps that were skipped."""
-    mtp_losses: list[float]
-    learning_rate: float
-    grad_norm: float | None
-    """The norm before clipping."""
-    loss_scale: float
-    skipped: bool
-    """The step was not applied."""
-    data_hash: str | None
-    """What the step read, in 16 hex digits; the same on every layout."""
-    expert_bias_hash: str | None
-    """Every layer's expert_bias after the step, in the same form."""
+    record: StepRecord
+    """The metrics of every run; time, run_id and attempt are filled in where it is written."""
     load: ExpertLoad
     """Without counts at steps between those of --log-interval and --health-interval: they are not gathered there."""
-    health: Health | None
-    """At the steps of --health-interval."""
     flops_per_token: float
     """Model FLOPs, no recomputation counted."""
-    seconds: float
-    """This rank's time of the step."""
-    seconds_left: float
-    memory_bytes: int
-    """This rank's peak."""
-    params_norm: float | None = None
-    """The norm of all weights after the step, at those of --log-interval with --log-params-norm."""
-    num_zeros: int | None = None
-    """Elements of all gradients that are 0, at the same steps with --log-num-zeros-in-grad."""
-    max_attention_logit: float | None = None
-    """The largest attention logit of any head, with --qk-clip or --log-max-attention-logit."""
-    clipped_heads: int | None = None
-    """With --qk-clip, the heads of all layers with a logit above its threshold; None at skipped steps."""
     part_seconds: Mapping[str, float] = field(default_factory=dict)
-    """The slowest rank's time per iteration in each part of a step, at the same steps with --timing-log-level."""
-    memory: Mapping[str, int] = field(default_factory=dict)
-    """What the allocator of this rank's device holds, by Megatron-LM's names, with --log-memory-to-tensorboard."""
+    """The slowest rank's time per iteration in each part of a step, at logged steps with --timing-log-level."""
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the global batch."""
-        return self.global_batch_size * self.run.model.seq_length
+    if not TYPE_CHECKING:
 
-    @property
-    def model_tflops(self) -> float:
-        """The rate of model FLOPs of one device, in 10^12 per second."""
-        return self.flops_per_token * self.tokens / self.seconds / self.world_size / _TERA
-
-    @property
-    def mfu(self) -> float | None:
-        """`model_tflops` as a share of --peak-tflops, None without that flag."""
-        peak = self.run.logging.peak_tflops
-        return self.model_tflops / peak if peak else None
+        def __getattr__(self, name: str) -> Any:  # called for names that are not fields
+            return getattr(self.__dict__["record"], name)
 
 
 class MetricError(Exception):
@@ -126,7 +81,7 @@ class Metric:
     compute: Callable[[StepFacts], Any] | None = None
     """Return the value from what is known about the step: a number, a string, a list or dict of such, or None where
     there is none. It is called at every step on every rank, with the same facts but for `seconds` and `memory_bytes`.
-    The metrics of every run have no function: `compute_metrics` computes them."""
+    The metrics of every run have no function: the trainer computes them."""
     console: str | Callable[[Sequence[StepRecord]], str | None] | None = None
     """Its part of a log line: a format string for the last value of the line's steps, such as "share {:.3f}", or a
     function of these steps' records, of the last 10,000 at most, that returns the part. The last record alone has
@@ -152,7 +107,7 @@ class Metric:
             value = self.compute(facts)
         except Exception as error:
             raise MetricError(
-                f"metric {self.name} failed at iteration {facts.iteration}: {type(error).__name__}: {error}; "
+                f"metric {self.name} failed at iteration {facts.record.iteration}: {type(error).__name__}: {error}; "
                 "return None at steps that have no value"
             ) from error
         if isinstance(self.console, str) or isinstance(self.tensorboard, str) or self.plot or self.exact:
@@ -161,7 +116,7 @@ class Metric:
             wanted, fits = "plain values", is_plain(value)
         if not fits:
             raise MetricError(
-                f"metric {self.name} returned a {type(value).__name__} at iteration {facts.iteration}; "
+                f"metric {self.name} returned a {type(value).__name__} at iteration {facts.record.iteration}; "
                 f"return {wanted} or None, of a tensor for example tensor.item()"
             )
         return value
@@ -459,48 +414,10 @@ def unregister_metric(name: str) -> None:
     del _added[name]
 
 
-def compute_metrics(facts: StepFacts) -> StepRecord:
-    """Return the record of a step; the reporter of the rank that writes fills in time, run_id and attempt.
+def with_added_metrics(facts: StepFacts) -> StepRecord:
+    """Return the record of a step with the metrics that a program added.
 
     Raises:
-        MetricError: a metric that a program added failed.
+        MetricError: one of them failed.
     """
-    flags, load = facts.run.logging, facts.load
-    timers = {}
-    if flags.log_timers_to_tensorboard:
-        timers = {"iteration": facts.seconds, **facts.part_seconds}
-    return StepRecord(
-        iteration=facts.iteration,
-        consumed_samples=facts.consumed_samples,
-        loss=facts.loss,
-        learning_rate=facts.learning_rate,
-        grad_norm=facts.grad_norm,
-        loss_scale=facts.loss_scale,
-        skipped=facts.skipped,
-        tokens=facts.tokens,
-        seconds=facts.seconds,
-        tokens_per_second=facts.tokens / facts.seconds,
-        model_tflops=facts.model_tflops,
-        mfu=facts.mfu,
-        tokens_per_expert=load.tokens_per_expert,
-        expert_load=load.worst,
-        empty_experts=load.empty,
-        expert_bias_max=load.expert_bias_max,
-        aux_losses=load.aux_losses,
-        seconds_left=facts.seconds_left,
-        global_batch_size=facts.global_batch_size,
-        memory_bytes=facts.memory_bytes,
-        health=facts.health,
-        dropped_per_expert=load.dropped_per_expert,
-        mtp_losses=facts.mtp_losses,
-        params_norm=facts.params_norm,
-        num_zeros=facts.num_zeros,
-        max_attention_logit=facts.max_attention_logit,
-        clipped_heads=facts.clipped_heads,
-        timers=timers,
-        memory=facts.memory,
-        world_size=facts.world_size if flags.log_world_size_to_tensorboard else None,
-        data_hash=facts.data_hash,
-        expert_bias_hash=facts.expert_bias_hash,
-        extra={name: metric.value(facts) for name, metric in _added.items()},
-    )
+    return facts.record.replace(extra={name: metric.value(facts) for name, metric in _added.items()})

@@ -20,16 +20,16 @@ class StepRecord:
 
     iteration: int
     consumed_samples: int
-    loss: float
+    loss: float  # not finite in some steps that were skipped
     learning_rate: float
-    grad_norm: float | None
+    grad_norm: float | None  # before clipping
     loss_scale: float
-    skipped: bool
+    skipped: bool  # the step was not applied
     tokens: int
     seconds: float
     tokens_per_second: float = 0.0
     model_tflops: float = 0.0
-    mfu: float | None = None
+    mfu: float | None = None  # with --peak-tflops
     tokens_per_expert: dict[int, list[int]] = field(default_factory=dict)
     expert_load: float | None = None
     empty_experts: int = 0
@@ -38,7 +38,7 @@ class StepRecord:
     seconds_left: float = 0.0
     global_batch_size: int = 0
     memory_bytes: int = 0
-    health: Health | None = None
+    health: Health | None = None  # at the steps of --health-interval
     dropped_per_expert: dict[int, list[int]] = field(default_factory=dict)
     mtp_losses: list[float] = field(default_factory=list)
     params_norm: float | None = None
@@ -48,8 +48,8 @@ class StepRecord:
     timers: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
     world_size: int | None = None
-    data_hash: str | None = None
-    expert_bias_hash: str | None = None
+    data_hash: str | None = None  # of what the step read; the same on every layout
+    expert_bias_hash: str | None = None  # of every layer's expert_bias after the step
     time: str | None = None
     run_id: str | None = None
     attempt: int | None = None
@@ -92,17 +92,8 @@ class EvalRecord:
     attempt: int | None = None
 
 
-EVENTS: dict[str, str] = {
-    "start": "the run, or its next attempt, begins",
-    "loaded": "weights were read; `path`",
-    "saved": "a checkpoint is written; `path` and `seconds`",
-    "fault": "a value that is not finite, a loss spike, replicas that differ, an error, a rank that died or hangs",
-    "warning": "what the summary repeats, a checkpoint that was not written, a batch that teaches nothing",
-    "stop": "a signal or flag ends the run before its last iteration; `by` names it",
-    "end": "the attempt ends, as metrics.run.json says",
-    "message": "any other line for the person who watches",
-}
-"""The kinds of events -> what happened, and the facts that they have."""
+EVENTS = ("start", "loaded", "saved", "fault", "warning", "stop", "end", "message")
+"""The kinds of events; docs/metrics.md says what happened, and which facts each has."""
 
 
 @dataclass(frozen=True)

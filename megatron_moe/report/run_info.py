@@ -32,38 +32,7 @@ _PACKAGES = ("megatron-core", "torch", "transformer-engine", "numpy", "sentencep
 _GIT_SECONDS = 5.0
 
 FINISHED = "finished"
-"""The ending of an attempt that has done its work; see `ATTEMPT_FIELDS` for others."""
-
-FIELDS: dict[str, tuple[str, str]] = {
-    "run_id": ("string", "16 hex digits, the same in every attempt of a run"),
-    "attempt": ("integer", "1 for the first start, one more each time the run is continued"),
-    "start_time": ("string", "when the first attempt started"),
-    "attempts": ("list of objects", "the attempts, with the keys of the table below"),
-    "command": ("string", "the command line of this attempt, quoted for a shell"),
-    "flags": ("object", "the settings that differ from the defaults, field to value"),
-    "all_flags": ("object", "every setting, field to value"),
-    "host": ("string", "the machine of rank 0"),
-    "ranks": ("integer", "how many ranks train"),
-    "ranks_per_node": ("integer or null", "the ranks of that machine, null where the launcher does not say"),
-    "layout": ("object", "axis (TP, CP, PP, DP, EP, ETP) to size"),
-    "data": ("object", "those of `flags` that say where tokens come from"),
-    "versions": ("object", "Python and the packages that a run's numbers depend on"),
-    "git": ("object or null", "`commit` of the package and whether files differ from it, `dirty`; null outside of git"),
-    "facts": ("object", "what the log shows at the start, such as device, parameters and batch"),
-}
-"""The keys of metrics.run.json, which summary.json has too: key -> (type, meaning)."""
-
-ATTEMPT_FIELDS: dict[str, tuple[str, str]] = {
-    "attempt": ("integer", "its number"),
-    "start_time": ("string", "when it started"),
-    "start_iteration": ("integer", "the iteration that it continues from"),
-    "host": ("string", "the machine of rank 0"),
-    "command": ("string", "its command line"),
-    "end_time": ("string", "when it ended"),
-    "end_iteration": ("integer", "the last iteration that it did"),
-    "ending": ("string", "`finished`, `stopped by SIGTERM` or another signal or flag, `failed: ` and the first line"),
-}
-"""The keys of an attempt; one that was killed has none of the last three."""
+"""The ending of an attempt that has done its work; docs/metrics.md has others."""
 
 
 def versions() -> dict[str, str]:
@@ -104,7 +73,7 @@ def read_info(metrics_file: Path) -> dict[str, Any]:
 
 
 class RunInfo:
-    """What a run is, by the keys of `FIELDS`, from its start to its end; `pretrain` makes one on rank 0.
+    """What a run is, by the keys of docs/metrics.md, from start to end; `pretrain` makes one on rank 0.
 
     Args:
         start_iteration: the iteration that this attempt continues from; 0 for a new run.
@@ -129,7 +98,7 @@ class RunInfo:
         self.write()
 
     def end(self, ending: str, iteration: int) -> None:
-        """Add how this attempt ended, see `ATTEMPT_FIELDS`, after so many iterations."""
+        """Add how this attempt ended after so many iterations."""
         self.values["attempts"][-1].update(end_time=_now(), end_iteration=iteration, ending=ending)
         self.write()
 
@@ -245,8 +214,7 @@ class SummarySink(Sink):
     """A sink that writes the summary to `path`: the run's results, over what the records say, and what the run is.
 
     The records say `iterations`, `train_seconds` and `tokens_per_second`. `totals` holds the steps of earlier
-    incarnations, so that the summary of a resumed run covers all of them. What the run is has the keys of
-    `FIELDS`.
+    incarnations, so that the summary of a resumed run covers all of them.
     """
 
     def __init__(self, path: Path, totals: Totals, info: RunInfo) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megatron_moe import platform
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.report.health import Health
-from megatron_moe.report.metric import ExpertLoad, MetricError, StepFacts, added_metrics, compute_metrics
+from megatron_moe.report.metric import ExpertLoad, MetricError, StepFacts, added_metrics, with_added_metrics
 from megatron_moe.report.records import StepRecord
 from megatron_moe.training.finalize_model_grads import RouterUpdate
 from megatron_moe.training.step import StepResult
@@ -109,36 +110,46 @@ class Meter:
         if len(self._recent) == 1 and self._recent[0] > 2 * seconds:
             self._recent.clear()
         self._recent.append(seconds)
-        per_step = sum(self._recent) / len(self._recent)
-        return compute_metrics(
-            StepFacts(
-                run=self._run,
-                world_size=self._world_size,
-                iteration=iteration,
-                consumed_samples=consumed_samples,
-                global_batch_size=global_batch_size,
-                loss=result.loss,
-                mtp_losses=list(result.mtp_losses),
-                learning_rate=result.learning_rate,
-                grad_norm=result.grad_norm,
-                loss_scale=result.loss_scale,
-                skipped=not result.committed,
-                data_hash=result.data_hash,
-                expert_bias_hash=result.expert_bias_hash,
-                load=load,
-                health=health,
-                flops_per_token=self._flops_per_token,
-                seconds=seconds,
-                seconds_left=per_step * max((self._run.training.train_iters or 0) - iteration, 0),
-                memory_bytes=platform.max_memory_bytes(),
-                params_norm=params_norm,
-                num_zeros=result.gradient_zeros,
-                max_attention_logit=result.max_attention_logit,
-                clipped_heads=result.clipped_heads,
-                part_seconds=part_seconds or {},
-                memory=platform.memory_statistics() if self._run.logging.log_memory_to_tensorboard else {},
-            )
+        seconds_left = fmean(self._recent) * max((self._run.training.train_iters or 0) - iteration, 0)
+        flags, part_seconds = self._run.logging, part_seconds or {}
+        tokens = global_batch_size * self._run.model.seq_length
+        model_tflops = self._flops_per_token * tokens / seconds / self._world_size / 1e12
+        record = StepRecord(
+            iteration=iteration,
+            consumed_samples=consumed_samples,
+            loss=result.loss,
+            learning_rate=result.learning_rate,
+            grad_norm=result.grad_norm,
+            loss_scale=result.loss_scale,
+            skipped=not result.committed,
+            tokens=tokens,
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            model_tflops=model_tflops,
+            mfu=model_tflops / flags.peak_tflops if flags.peak_tflops else None,
+            tokens_per_expert=load.tokens_per_expert,
+            expert_load=load.worst,
+            empty_experts=load.empty,
+            expert_bias_max=load.expert_bias_max,
+            aux_losses=load.aux_losses,
+            seconds_left=seconds_left,
+            global_batch_size=global_batch_size,
+            memory_bytes=platform.max_memory_bytes(),
+            health=health,
+            dropped_per_expert=load.dropped_per_expert,
+            mtp_losses=list(result.mtp_losses),
+            params_norm=params_norm,
+            num_zeros=result.gradient_zeros,
+            max_attention_logit=result.max_attention_logit,
+            clipped_heads=result.clipped_heads,
+            timers={"iteration": seconds, **part_seconds} if flags.log_timers_to_tensorboard else {},
+            memory=platform.memory_statistics() if flags.log_memory_to_tensorboard else {},
+            world_size=self._world_size if flags.log_world_size_to_tensorboard else None,
+            data_hash=result.data_hash,
+            expert_bias_hash=result.expert_bias_hash,
         )
+        facts = StepFacts(self._run, self._world_size, record, load, self._flops_per_token, part_seconds)
+        return with_added_metrics(facts)
 
 
 def agreed_record(meter: Meter, result: StepResult, load: ExpertLoad, **numbers: Any) -> StepRecord:

@@ -79,7 +79,7 @@ def test_two_metrics_of_a_program_cannot_have_one_name_or_one_tag() -> None:
 
 
 def test_what_raises_or_cannot_be_shown_as_a_number_is_an_error_that_names_the_metric() -> None:
-    facts: Any = SimpleNamespace(iteration=7)
+    facts: Any = SimpleNamespace(record=STEP.replace(iteration=7))
     for returned, kind in (("much", "str"), ([1.0], "list"), (object(), "object")):
         with pytest.raises(MetricError, match=f"metric top_share returned a {kind} at iteration 7"):
             Metric("top_share", compute=lambda _, value=returned: value, console="{:.1f}").value(facts)
