@@ -20,7 +20,7 @@ _LEVELS = ("bad", "attention", "good")
 
 
 @dataclass(frozen=True)
-class Finding:
+class RunFinding:
     """Something to know about a run, of a level of `_LEVELS`.
 
     chart: which chart shows it. do: what helps. page: where the documentation describes it.
@@ -71,7 +71,7 @@ def _silent_seconds(state: RunState) -> float:
     return max(0.0, time.time() - latest) if latest else math.inf
 
 
-def findings(state: RunState, status: dict[str, str]) -> list[Finding]:
+def findings(state: RunState, status: dict[str, str]) -> list[RunFinding]:
     """Return what is good in a run and what needs attention, the worst first."""
     found = [*_of_steps(state), *_of_loss(state, status), *_of_experts(state), *_of_attempts(state, status)]
     return sorted(found, key=lambda finding: _LEVELS.index(finding.level))
@@ -81,36 +81,38 @@ def _count(number: int, name: str) -> str:
     return f"{number:,} {name}{'s' * (number != 1)}"
 
 
-def _of_steps(state: RunState) -> list[Finding]:
+def _of_steps(state: RunState) -> list[RunFinding]:
     watch, found = state.watch, []
     if watch.not_finite:
         count = _count(watch.not_finite, "step")
         text = f"{count} had a loss that is NaN or infinite, the first at {watch.first_not_finite:,}"
         do = "see which batch, and whether --on-nan skips it"
-        found.append(Finding("bad", text, "loss", do, "reliability.md#r7-nan-and-inf"))
+        found.append(RunFinding("bad", text, "loss", do, "reliability.md#r7-nan-and-inf"))
     if watch.skipped:
         found.append(_of_skipped(state))
     if state.count and not watch.not_finite and not watch.skipped:
-        found.append(Finding("good", "every step was finite and applied", "loss"))
+        found.append(RunFinding("good", "every step was finite and applied", "loss"))
     if watch.spike_count:
         places = ", ".join(f"{iteration:,}" for iteration, _ in list(watch.spikes)[-5:])
         text = f"the loss jumped {_count(watch.spike_count, 'time')}, last at {places}"
         do = "--loss-spike-factor keeps the batch of such a step; a lower --lr or more warm-up helps"
-        found.append(Finding("attention", text, "loss", do, "reliability.md#what-happens-and-the-flag-for-it"))
+        found.append(RunFinding("attention", text, "loss", do, "reliability.md#what-happens-and-the-flag-for-it"))
     if watch.norm_spikes:
         text = f"the gradient norm was over 8 times its median at {_count(watch.norm_spikes, 'step')}"
-        found.append(Finding("attention", text, "grad_norm", "look at the loss at the same steps"))
+        found.append(RunFinding("attention", text, "grad_norm", "look at the loss at the same steps"))
     if state.seconds and watch.seconds_lost > _MUCH_LOST * state.seconds:
         lost = f"{duration_text(watch.seconds_lost)} of {duration_text(state.seconds)}"
         text = f"{_count(watch.slow, 'slow step')} cost {lost}"
         do = "--timing-log-level 1 says which part of a step is slow"
-        found.append(Finding("attention", text, "seconds", do, "gpu.md#host-synchronisation"))
+        found.append(RunFinding("attention", text, "seconds", do, "gpu.md#host-synchronisation"))
     if state.bad_lines:
-        found.append(Finding("attention", f"{_count(state.bad_lines, 'line')} of its files could not be read", "loss"))
+        found.append(
+            RunFinding("attention", f"{_count(state.bad_lines, 'line')} of its files could not be read", "loss")
+        )
     return found
 
 
-def _of_skipped(state: RunState) -> Finding:
+def _of_skipped(state: RunState) -> RunFinding:
     """Return what the skipped steps mean: fp16 begins with some while its loss scale falls, others are faults."""
     watch, page = state.watch, "precision.md#a-step-is-a-transaction"
     text = f"{_count(watch.skipped, 'step')} of {state.count:,} skipped, the last at {watch.last_skipped or 0:,}"
@@ -119,16 +121,16 @@ def _of_skipped(state: RunState) -> Finding:
     if watch.skipped_in_a_row > usual:
         last = _count(watch.skipped_in_a_row, "step")
         text = f"the last {last} were all skipped: nothing is learnt any more ({text})"
-        return Finding("bad", text, "grad_norm", "go back to a checkpoint before them, with a lower --lr", page)
+        return RunFinding("bad", text, "grad_norm", "go back to a checkpoint before them, with a lower --lr", page)
     often = watch.skipped > _MANY_SKIPPED * state.count
     if fp16:
         do = "fp16 skips a few while it looks for its loss scale; many later mean overflow: try bf16 or a lower --lr"
-        return Finding("attention" if often else "good", text, "loss_scale", do, page)
+        return RunFinding("attention" if often else "good", text, "loss_scale", do, page)
     do = "their loss or gradient was not finite: the events say where; a lower --lr helps if it is not the data"
-    return Finding("bad" if often else "attention", text, "grad_norm", do, page)
+    return RunFinding("bad" if often else "attention", text, "grad_norm", do, page)
 
 
-def _of_loss(state: RunState, status: dict[str, str]) -> list[Finding]:
+def _of_loss(state: RunState, status: dict[str, str]) -> list[RunFinding]:
     losses = [loss for loss in state.series.rows().get("loss", {}).get("mean", []) if loss is not None]
     if not losses:
         return []
@@ -139,21 +141,21 @@ def _of_loss(state: RunState, status: dict[str, str]) -> list[Finding]:
     entropy = (state.info.get("facts") or {}).get("unigram_entropy")
     if isinstance(entropy, (int, float)):
         if now < entropy:
-            found.append(Finding("good", f"{which} is {entropy - now:.3f} below the unigram entropy", "loss"))
+            found.append(RunFinding("good", f"{which} is {entropy - now:.3f} below the unigram entropy", "loss"))
         else:
             text = f"{which}, {now:.3f}, is {now - entropy:.3f} above the unigram entropy: no context is used yet"
             late = state.count > _ENOUGH_STEPS and status["state"] == "finished"
             do = "normal in the first steps; later, check data, tokenizer and --lr"
-            found.append(Finding("bad" if late else "attention", text, "loss", do))
+            found.append(RunFinding("bad" if late else "attention", text, "loss", do))
     if losses[-1] > losses[0] and len(losses) > 1:
         text = f"the loss rose from {losses[0]:.3f} to {losses[-1]:.3f}"
-        found.append(Finding("bad", text, "loss", "a lower --lr, more warm-up, or a check of the data"))
+        found.append(RunFinding("bad", text, "loss", "a lower --lr, more warm-up, or a check of the data"))
     elif len(losses) > 1:
-        found.append(Finding("good", f"the loss fell from {losses[0]:.3f} to {losses[-1]:.3f}", "loss"))
+        found.append(RunFinding("good", f"the loss fell from {losses[0]:.3f} to {losses[-1]:.3f}", "loss"))
     return found
 
 
-def _of_experts(state: RunState) -> list[Finding]:
+def _of_experts(state: RunState) -> list[RunFinding]:
     load = state.experts.load()
     if load is None:
         return []
@@ -164,7 +166,7 @@ def _of_experts(state: RunState) -> list[Finding]:
         count = _count(int(dead.sum()), "expert")
         text = f"{count} got no token lately, {int(dead[worst])} of them in layer {layers[worst]}"
         do = "raise --moe-router-bias-update-rate or the coefficient of an auxiliary loss"
-        found.append(Finding("bad", text, "experts", do, page))
+        found.append(RunFinding("bad", text, "experts", do, page))
     shares = load / np.maximum(load.sum(axis=1, keepdims=True), 1e-9)
     logs = np.log(np.where(shares > 0, shares, 1.0))
     effective = np.exp(-(shares * logs).sum(axis=1)) / load.shape[1]
@@ -174,22 +176,24 @@ def _of_experts(state: RunState) -> list[Finding]:
         lowest = int(effective.argmin())
         text = f"layer {layers[lowest]} uses {100 * effective[lowest]:.0f} % of its experts: its load has collapsed"
         do = "go back to a checkpoint before it, with stronger balancing"
-        found.append(Finding("bad", text, "experts", do, page))
+        found.append(RunFinding("bad", text, "experts", do, page))
     elif peak[worst] > _UNEVEN:
         text = f"the fullest expert of layer {layers[worst]} gets {peak[worst]:.2f} times the mean"
-        found.append(Finding("attention", text, "loads", "normal in the first steps; later, stronger balancing", page))
+        found.append(
+            RunFinding("attention", text, "loads", "normal in the first steps; later, stronger balancing", page)
+        )
     elif peak[worst] < _EVEN and not dead.any():
         text = f"experts are evenly loaded: at most {peak[worst]:.2f} times the mean (layer {layers[worst]})"
-        found.append(Finding("good", text, "loads"))
+        found.append(RunFinding("good", text, "loads"))
     return found
 
 
-def _of_attempts(state: RunState, status: dict[str, str]) -> list[Finding]:
+def _of_attempts(state: RunState, status: dict[str, str]) -> list[RunFinding]:
     attempts, found = state.info.get("attempts") or [], []
     if len(attempts) > 1:
         killed = sum(attempt.get("ending") is None for attempt in attempts[:-1])
         text = f"{len(attempts)} attempts, {killed} of them killed"
-        found.append(Finding("attention" if killed else "good", text, "attempts", "", "reliability.md"))
+        found.append(RunFinding("attention" if killed else "good", text, "attempts", "", "reliability.md"))
     faults = state.event_counts["fault"]
     if faults:
         last = ""
@@ -199,10 +203,10 @@ def _of_attempts(state: RunState, status: dict[str, str]) -> list[Finding]:
         if len(last) > _MOST_TEXT:
             last = f"{last[:_MOST_TEXT]}..."
         text = f"{_count(faults, 'fault')} recorded, the last: {last}"
-        found.append(Finding("attention", text, "events", "the table of events has each", "reliability.md"))
+        found.append(RunFinding("attention", text, "events", "the table of events has each", "reliability.md"))
     if status["state"] in ("failed", "killed"):
         how = {"failed": "failed", "killed": "was killed"}[status["state"]]
         at = f" at iteration {state.last['iteration']:,}" if state.last else ""
         do = "the same command goes on from the last checkpoint, where --save and --load are given"
-        found.append(Finding("bad", f"the last attempt {how}{at}", "attempts", do, "reliability.md"))
+        found.append(RunFinding("bad", f"the last attempt {how}{at}", "attempts", do, "reliability.md"))
     return found

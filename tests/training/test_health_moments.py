@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_moe.precision.packed_state import Chances
-from megatron_moe.training.moment_rounding import SAMPLE, MomentRounding
+from megatron_moe.training.callbacks.health import SAMPLE, MomentRounding
 from megatron_moe.training.packed_muon import PackedMuon
 from tests.helpers.errors import relative
 
