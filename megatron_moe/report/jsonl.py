@@ -160,28 +160,19 @@ class JsonlSink(Sink):
         """Steps up to `start_iteration` that the file has no line of."""
         self.totals = Totals()
         """Of the steps up to `start_iteration`."""
+        steps, evaluations, events = path, evaluations_path(path), events_path(path)
         # All files are read before one is changed.
-        found = {
-            part: _count(part, up_to, totals)
-            for part, up_to, totals in (
-                (path, start_iteration, self.totals),
-                (evaluations_path(path), start_iteration, None),
-                (events_path(path), None, None),
-            )
-            if part.exists()
-        }
+        counted_steps = _count(steps, start_iteration, self.totals)
+        counted_evaluations, counted_events = _count(evaluations, start_iteration), _count(events, None)
         if start_iteration == 0:
             _set_aside(path)
         else:
-            for part, lines in found.items():
-                if lines.kept < lines.all:
-                    _cut(part, lines.bytes_kept)
-                    self.cut_lines += lines.all - lines.kept if part != events_path(path) else 0
-        self.missing = start_iteration - (found[path].kept if path in found else 0)
+            self.cut_lines = _cut(steps, counted_steps) + _cut(evaluations, counted_evaluations)
+            _cut(events, counted_events)  # a line that a kill tore apart
+        self.missing = start_iteration - counted_steps.kept
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._steps: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
-        self._evaluations: IO[str] | None = None
-        self._events: IO[str] | None = None
+        self._steps, self._evaluations, self._events = _Appended(steps), _Appended(evaluations), _Appended(events)
+        self._steps.open()
         # Later ones were cut, and earlier ones are not made again.
         self._evaluated = {_identity(one) for one in read_evaluations(path) if one.iteration == start_iteration}
 
@@ -190,45 +181,54 @@ class JsonlSink(Sink):
         return any(one[1] == split for one in self._evaluated)
 
     def step(self, record: StepRecord) -> None:
-        _append(self._steps, record)
+        self._steps.append(record)
 
     def evaluation(self, record: EvalRecord) -> None:
         """Write an evaluation once: a run that was killed after its last evaluation repeats it after a restart."""
-        if _identity(record) in self._evaluated:
-            return
-        self._evaluated = {one for one in self._evaluated if one[0] == record.iteration} | {_identity(record)}
-        if self._evaluations is None:
-            assert self.artifact is not None
-            path = evaluations_path(self.artifact)
-            self._evaluations = open(path, "a", encoding="utf-8")  # noqa: SIM115
-        _append(self._evaluations, record)
+        if _identity(record) not in self._evaluated:
+            self._evaluated = {one for one in self._evaluated if one[0] == record.iteration} | {_identity(record)}
+            self._evaluations.append(record)
 
     def event(self, record: EventRecord) -> None:
-        if self._events is None:
-            assert self.artifact is not None
-            self._events = open(events_path(self.artifact), "a", encoding="utf-8")  # noqa: SIM115
-        _append(self._events, record)
+        self._events.append(record)
 
     def flush(self) -> None:
-        for file in self._open_files():
-            os.fsync(file.fileno())
+        for file in (self._steps, self._evaluations, self._events):
+            file.sync()
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        for file in self._open_files():
+        for file in (self._steps, self._evaluations, self._events):
             file.close()
 
-    def _open_files(self) -> list[IO[str]]:
-        files = (self._steps, self._evaluations, self._events)
-        return [file for file in files if file is not None and not file.closed]
+
+class _Appended:
+    """A file that lines are appended to; the first one makes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[str] | None = None
+
+    def open(self) -> IO[str]:
+        if self._file is None:
+            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        return self._file
+
+    def append(self, record: StepRecord | EvalRecord | EventRecord) -> None:
+        file = self.open()
+        file.write(json.dumps(to_json(record), allow_nan=False) + "\n")
+        file.flush()
+
+    def sync(self) -> None:
+        if self._file is not None and not self._file.closed:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def _identity(record: EvalRecord) -> tuple[int, str, int, str]:
     return record.iteration, record.split, record.tokens, float(record.loss).hex()
-
-
-def _append(file: IO[str], record: StepRecord | EvalRecord | EventRecord) -> None:
-    file.write(json.dumps(to_json(record), allow_nan=False) + "\n")
-    file.flush()
 
 
 def _lines(path: Path, after: int = 0) -> Iterator[dict[str, Any]]:
@@ -298,6 +298,8 @@ def _count(path: Path, up_to: int | None, totals: Totals | None = None) -> _Line
     """
     kept = total = size = 0
     in_front = True
+    if not path.exists():
+        return _Lines(0, 0, 0)
     with open(path, "rb") as file:
         for raw in file:
             total += 1
@@ -318,8 +320,13 @@ def _count(path: Path, up_to: int | None, totals: Totals | None = None) -> _Line
     return _Lines(total, kept, size)
 
 
-def _cut(path: Path, size: int) -> None:
-    """Keep the first `size` bytes. A cut is whole or was not made, and needs no space, as a copy would."""
-    with open(path, "r+b") as file:
-        file.truncate(size)
-        os.fsync(file.fileno())
+def _cut(path: Path, lines: _Lines) -> int:
+    """Cut off the lines that are not kept; return their number.
+
+    A cut is whole or was not made, and needs no space, as a copy would.
+    """
+    if lines.kept < lines.all:
+        with open(path, "r+b") as file:
+            file.truncate(lines.bytes_kept)
+            os.fsync(file.fileno())
+    return lines.all - lines.kept
