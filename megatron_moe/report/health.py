@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,27 @@ class LayerHealth:
     bias_max: float | None
     bias_mean: float | None
 
+    def figures(self) -> dict[str, float]:
+        """Return the numbers that the layer has, those of its load included."""
+        found = dataclasses.asdict(self)
+        found.update(found.pop("load") or {})
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+
+WORST_OF_LAYERS: dict[str, Callable[[list[float]], float]] = {
+    "max_violation": max,
+    "effective_experts": min,
+    "dead_experts": sum,
+    "hot_experts": sum,
+    "flip_rate": max,
+    "margin_mean": min,
+    "margin_p5": min,
+    "max_logit": max,
+    "bias_min": min,
+    "bias_max": max,
+}
+"""Figures of a layer -> what makes one number of all layers'."""
+
 
 @dataclass(frozen=True)
 class Health:
@@ -82,20 +103,13 @@ class Health:
 
         Figures that no layer has are left out.
         """
-        layers, loads = self.layers.values(), [layer.load for layer in self.layers.values() if layer.load is not None]
-        found = {
-            "max_violation": _most(load.max_violation for load in loads),
-            "effective_experts": _least(load.effective_experts for load in loads),
-            "dead_experts": float(sum(load.dead_experts for load in loads)) if loads else None,
-            "hot_experts": float(sum(load.hot_experts for load in loads)) if loads else None,
-            "flip_rate": _most(layer.flip_rate for layer in layers),
-            "margin_mean": _least(layer.margin_mean for layer in layers),
-            "margin_p5": _least(layer.margin_p5 for layer in layers),
-            "max_logit": _most(layer.max_logit for layer in layers),
-            "bias_min": _least(layer.bias_min for layer in layers),
-            "bias_max": _most(layer.bias_max for layer in layers),
-        }
-        return {name: value for name, value in found.items() if value is not None}
+        of_layers = [layer.figures() for layer in self.layers.values()]
+        worst = {}
+        for name, combine in WORST_OF_LAYERS.items():
+            known = [figures[name] for figures in of_layers if name in figures]
+            if known:
+                worst[name] = combine(known)
+        return worst
 
 
 def load_max_over_mean(counts: list[int]) -> float | None:
@@ -122,23 +136,24 @@ def health_from_json(line: dict[str, Any] | None) -> Health | None:
     """Return the health that `dataclasses.asdict` and JSON made `line` of; None for None."""
     if line is None:
         return None
-    layers = {
-        int(number): LayerHealth(**{**layer, "load": None if layer["load"] is None else LoadHealth(**layer["load"])})
-        for number, layer in line["layers"].items()
-    }
+    layers = {}
+    for number, layer in line["layers"].items():
+        load = LoadHealth(**layer["load"]) if layer["load"] is not None else None
+        layers[int(number)] = LayerHealth(**{**layer, "load": load})
     return Health(**{**line, "layers": layers})
 
 
 def scalars(health: Health) -> dict[str, float]:
     """Return one number per figure: `health/NAME` of the run and the worst layer, `health_by_layer/NAME_LAYER`."""
-    plain = dataclasses.asdict(health)
-    layers = plain.pop("layers")
-    found = {f"health/{name}": value for name, value in {**plain, **health.worst}.items()}
-    for number, layer in layers.items():
-        for name, value in {**layer, **(layer["load"] or {})}.items():
-            if name != "load":
-                found[f"health_by_layer/{name}_{number}"] = value
-    return {name: float(value) for name, value in found.items() if value is not None}
+    found = {f"health/{name}": value for name, value in health.worst.items()}
+    for field in dataclasses.fields(health):
+        value = getattr(health, field.name)
+        if field.name != "layers" and value is not None:
+            found[f"health/{field.name}"] = float(value)
+    for number, layer in health.layers.items():
+        for name, value in layer.figures().items():
+            found[f"health_by_layer/{name}_{number}"] = value
+    return found
 
 
 def summary_line(health: Health) -> str:
@@ -154,19 +169,13 @@ def summary_line(health: Health) -> str:
         parts.append(f"effective {worst['effective_experts']:.1f}")
     if "flip_rate" in worst:
         parts.append(f"flips {100 * worst['flip_rate']:.1f}%")
-    if any(layer.sampled_tokens for layer in health.layers.values()):
-        broken = any(layer.sampled_tokens and layer.max_logit is None for layer in health.layers.values())
-        parts.append("max logit inf" if broken else f"max logit {worst['max_logit']:.3g}")
+    sampled = [layer for layer in health.layers.values() if layer.sampled_tokens]
+    if any(layer.max_logit is None for layer in sampled):
+        parts.append("max logit inf")
+    elif sampled:
+        parts.append(f"max logit {worst['max_logit']:.3g}")
     if health.expert_grad_norm is not None and health.dense_grad_norm is not None:
         parts.append(f"dense/expert norm {health.dense_grad_norm:.2g}/{health.expert_grad_norm:.2g}")
     if health.update_rounding is not None:
         parts.append(f"update rounding {100 * health.update_rounding:.2g}%")
     return " | ".join(parts)
-
-
-def _most(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _least(values: Iterable[float | None]) -> float | None:
-    return min((value for value in values if value is not None), default=None)
