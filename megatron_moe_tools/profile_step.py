@@ -133,11 +133,11 @@ def profiled(run: Run, warmup: int, steps: int) -> StepProfiler:
     require_rendezvous(world_size)
     check_start(run, world_size, local_world_size(world_size))
     # Not before flags and files are right: loading torch and the engine takes seconds.
-    from megatron_moe.training.callbacks.profiler import stations
+    from megatron_moe.training.callbacks.profiler import profiler_ranges
     from megatron_moe.training.run import pretrain
 
     profiler = StepProfiler(warmup, steps)
-    with stations():
+    with profiler_ranges():
         pretrain(run, also=(profiler,))
     return profiler
 

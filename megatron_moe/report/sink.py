@@ -110,7 +110,6 @@ def step_scalars(record: StepRecord, options: LoggingConfig) -> Iterator[tuple[s
     Raises:
         MetricError: two metrics have one tag.
     """
-    of_megatron = options.tensorboard_names == "megatron"
     written: dict[str, str] = {}
     for metric in metrics():
         for tag, number in metric.scalars(record).items():
@@ -118,17 +117,24 @@ def step_scalars(record: StepRecord, options: LoggingConfig) -> Iterator[tuple[s
                 raise MetricError(f"metric {metric.name}: TensorBoard tag {tag} is that of {written[tag]}")
             written[tag] = metric.name
             # Of a step that was not applied Megatron-LM has no loss.
-            if not (of_megatron and record.skipped and tag == "loss/train"):
-                yield _of_megatron(tag) if of_megatron else tag, number
+            if not (record.skipped and tag == "loss/train" and options.tensorboard_names == "megatron"):
+                yield _tag(tag, options), number
 
 
 def evaluation_scalars(record: EvalRecord, options: LoggingConfig) -> Iterator[tuple[str, float]]:
     """Yield the scalars of an evaluation, by the tags of `--tensorboard-names`."""
-    tag = f"loss/{record.split}"
-    yield _of_megatron(tag) if options.tensorboard_names == "megatron" else tag, record.loss
+    yield _tag(f"loss/{record.split}", options), record.loss
     if options.log_validation_ppl_to_tensorboard:
-        split = {"valid": "validation"}.get(record.split, record.split)
+        split = "validation" if record.split == "valid" else record.split
         yield f"lm loss {split} ppl", math.exp(min(record.loss, 20.0))  # bounded as in Megatron-LM
+
+
+def _tag(tag: str, options: LoggingConfig) -> str:
+    if options.tensorboard_names != "megatron":
+        return tag
+    if tag.startswith("loss/mtp_"):
+        return f"{tag.removeprefix('loss/')} loss"
+    return MEGATRON_TAGS.get(tag, tag)
 
 
 class TensorBoardSink(Sink):
@@ -192,8 +198,3 @@ class TensorBoardSink(Sink):
         # None before the first step of this process: an evaluation that a signal had put off.
         if self._over_samples is not None and tag in _OVER_SAMPLES:
             self._over_samples.add_scalar(f"{tag} vs samples", number, self._consumed_samples)
-
-
-def _of_megatron(tag: str) -> str:
-    depth = tag.removeprefix("loss/mtp_")
-    return f"mtp_{depth} loss" if depth != tag else MEGATRON_TAGS.get(tag, tag)

@@ -75,7 +75,7 @@ class Profiler(Callback):
             self._open = ExitStack()
             if self.trainer.run.logging.use_pytorch_profiler:
                 self._open.enter_context(self._traced())
-                self._open.enter_context(stations())
+                self._open.enter_context(profiler_ranges())
             else:
                 self._open.enter_context(platform.cuda_profile())
 
@@ -109,7 +109,7 @@ def activities() -> list[ProfilerActivity]:
 
 
 @contextmanager
-def stations() -> Iterator[None]:
+def profiler_ranges() -> Iterator[None]:
     """Put a range around every station within the block."""
     open_ranges: list[tuple[torch.nn.Module, Any]] = []
 
@@ -126,13 +126,13 @@ def stations() -> Iterator[None]:
 
     with ExitStack() as stack:
         for path, station in FUNCTIONS.items():
-            stack.enter_context(_ranged(path, station))
+            stack.enter_context(_with_range(path, station))
         for handle in (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)):
             stack.callback(handle.remove)
         yield
 
 
-def _ranged(path: str, station: str) -> Any:
+def _with_range(path: str, station: str) -> Any:
     """Return a context in which the function at `path` ("module:name" or "module:Class.name") is a range."""
     module, _, name = path.partition(":")
     owner: Any = importlib.import_module(module)
