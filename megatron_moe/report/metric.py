@@ -7,7 +7,7 @@ also compute their value from the `StepFacts` of a step, with `register_metric`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -189,26 +189,27 @@ def _grad_norm(records: Sequence[StepRecord]) -> str:
     return "grad norm -" if norm is None else f"grad norm {norm:.3f}"
 
 
-def _over_time(records: Sequence[StepRecord], amounts: Iterable[float]) -> float:
-    """Return the sum of amounts over the time of all steps."""
-    seconds = sum(record.seconds for record in records)
-    return sum(amounts) / seconds if seconds > 0 else 0.0
+def _mean_rate(records: Sequence[StepRecord], name: str) -> float:
+    """Return the mean of a rate over the time of all steps."""
+    amount = seconds = 0.0
+    for record in records:
+        amount += (getattr(record, name) or 0.0) * record.seconds
+        seconds += record.seconds
+    return amount / seconds if seconds > 0 else 0.0
 
 
 def _tokens_per_second(records: Sequence[StepRecord]) -> str:
-    return f"{_over_time(records, (record.tokens for record in records)):,.0f} tok/s"
+    return f"{_mean_rate(records, 'tokens_per_second'):,.0f} tok/s"
 
 
 def _model_tflops(records: Sequence[StepRecord]) -> str:
-    rate = _over_time(records, (record.model_tflops * record.seconds for record in records))
-    return f"{rate:.3g} TFLOP/s"
+    return f"{_mean_rate(records, 'model_tflops'):.3g} TFLOP/s"
 
 
 def _mfu(records: Sequence[StepRecord]) -> str | None:
     if records[-1].mfu is None:
         return None
-    share = _over_time(records, ((record.mfu or 0.0) * record.seconds for record in records))
-    return f"MFU {100 * share:.1f}%"
+    return f"MFU {100 * _mean_rate(records, 'mfu'):.1f}%"
 
 
 def _health(records: Sequence[StepRecord]) -> str | None:

@@ -45,22 +45,25 @@ def main(argv: list[str]) -> int:
 
 def _main(argv: list[str]) -> int:
     flags = parser().parse_args(argv)
-    files = [_metrics_file(given) for given in flags.runs]
-    output = Path(flags.output) if flags.output is not None else files[0].with_name("report.html")
-    require_writable_file("--output", str(output) if flags.output is None else flags.output)
-    if output.resolve() in [file.resolve() for file in files]:
-        raise ConfigError(f"--output {output}: this is the run's metrics file; name a file of its own")
-    states = []
+    files = list(map(_metrics_file, flags.runs))
+    if flags.output is None:
+        flags.output = str(files[0].with_name("report.html"))
+    require_writable_file("--output", flags.output)
+    output = Path(flags.output)
+    states, names, steps = [], [], []
     for given, file in zip(flags.runs, files):
+        if output.resolve() == file.resolve():
+            raise ConfigError(f"--output {output}: this is the run's metrics file; name a file of its own")
         state = RunState(file)
         state.update()
         if not state.count and state.bad_lines:
             raise ConfigError(f"RUN {given}: {file} has no line of metrics; name the file of --metrics-file")
         states.append(state)
+        names.append(run_name(file))
+        steps.append(f"{state.count:,} steps")
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_page(output, states, [run_name(file) for file in files])
-    steps = ", ".join(f"{state.count:,} steps" for state in states)
-    say(f"wrote {output} ({size_text(output.stat().st_size)}): {steps}")
+    write_page(output, states, names)
+    say(f"wrote {output} ({size_text(output.stat().st_size)}): {', '.join(steps)}")
     return DONE
 
 

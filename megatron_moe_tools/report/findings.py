@@ -42,7 +42,7 @@ def status_of(state: RunState) -> dict[str, str]:
     attempts = state.info.get("attempts") or []
     if not state.count and not attempts:
         return {"state": "empty", "text": "no step yet"}
-    at = f"at iteration {state.last['iteration']:,}" if state.last else "before its first step"
+    at = _at(state) or "before its first step"
     if not attempts:
         return {"state": "unknown", "text": f"{at}; it has no metrics.run.json, which says how a run ended"}
     ending = attempts[-1].get("ending")
@@ -65,9 +65,9 @@ def _silent_seconds(state: RunState) -> float:
         latest = state.metrics_file.stat().st_mtime
     except OSError:
         latest = 0.0
-    times = [attempt.get("start_time") for attempt in state.info.get("attempts") or []]
-    for text in [*times, state.last.get("time")]:
-        latest = max(latest, seconds_of(text) or 0.0)
+    latest = max(latest, seconds_of(state.last.get("time")) or 0.0)
+    for attempt in state.info.get("attempts") or []:
+        latest = max(latest, seconds_of(attempt.get("start_time")) or 0.0)
     return max(0.0, time.time() - latest) if latest else math.inf
 
 
@@ -75,6 +75,10 @@ def findings(state: RunState, status: dict[str, str]) -> list[RunFinding]:
     """Return what is good in a run and what needs attention, the worst first."""
     found = [*_of_steps(state), *_of_loss(state, status), *_of_experts(state), *_of_attempts(state, status)]
     return sorted(found, key=lambda finding: _LEVELS.index(finding.level))
+
+
+def _at(state: RunState) -> str:
+    return f"at iteration {state.last['iteration']:,}" if state.last else ""
 
 
 def _count(number: int, name: str) -> str:
@@ -206,7 +210,7 @@ def _of_attempts(state: RunState, status: dict[str, str]) -> list[RunFinding]:
         found.append(RunFinding("attention", text, "events", "the table of events has each", "reliability.md"))
     if status["state"] in ("failed", "killed"):
         how = {"failed": "failed", "killed": "was killed"}[status["state"]]
-        at = f" at iteration {state.last['iteration']:,}" if state.last else ""
         do = "the same command goes on from the last checkpoint, where --save and --load are given"
-        found.append(RunFinding("bad", f"the last attempt {how}{at}", "attempts", do, "reliability.md"))
+        text = f"the last attempt {how} {_at(state)}".rstrip()
+        found.append(RunFinding("bad", text, "attempts", do, "reliability.md"))
     return found

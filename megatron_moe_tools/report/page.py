@@ -37,7 +37,7 @@ def write_page(path: Path, states: Sequence[RunState], names: Sequence[str], *, 
     """Write the page of runs, atomically; `every` is after how many seconds it is written again while a run trains."""
     titles = unique(names)
     data = {
-        "runs": [run_data(state, title) for state, title in zip(states, titles)],
+        "runs": list(map(run_data, states, titles)),
         "units": {metric.name: metric.unit for metric in metrics() if metric.unit},
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "every": every,
@@ -77,7 +77,7 @@ def run_data(state: RunState, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "status": status,
-        "findings": [asdict(finding) for finding in findings(state, status)],
+        "findings": list(map(asdict, findings(state, status))),
         "info": info,
         "attempts": attempts,
         "steps": state.count,
@@ -104,8 +104,9 @@ def run_data(state: RunState, name: str) -> dict[str, Any]:
 
 def run_name(metrics_file: Path) -> str:
     """Return what a page calls a run: its folder, or the name of a metrics file that has one of its own."""
-    folder = metrics_file.resolve().parent.name
-    return folder if metrics_file.name == "metrics.jsonl" and folder else metrics_file.stem
+    if metrics_file.name != "metrics.jsonl":
+        return metrics_file.stem
+    return metrics_file.resolve().parent.name or metrics_file.stem
 
 
 def unique(names: Sequence[str]) -> list[str]:

@@ -201,8 +201,14 @@ class LayerSeries(_Bins[_Column]):
             return None
         columns = self._in_order()
         nothing = (np.zeros(len(self.layers)), np.zeros(len(self.layers)), np.full(len(self.layers), np.nan))
+        edges: dict[str, list[int]] = {"from": [], "to": []}
+        names: dict[str, None] = {}
+        for column in columns:
+            edges["from"].append(column.first)
+            edges["to"].append(column.last)
+            names.update(dict.fromkeys(column.figures))
         figures: dict[str, list[list[float | None]]] = {}
-        for name in {name: None for column in columns for name in column.figures}:
+        for name in names:
             means, highs = [], []
             for column in columns:
                 total, count, high = column.figures.get(name, nothing)
@@ -211,12 +217,7 @@ class LayerSeries(_Bins[_Column]):
             figures[name] = means
             if name in with_high:
                 figures[f"{name}_high"] = highs
-        return {
-            "layers": self.layers,
-            "from": [column.first for column in columns],
-            "to": [column.last for column in columns],
-            "figures": figures,
-        }
+        return {"layers": self.layers, **edges, "figures": figures}
 
 
 def short(value: float) -> float | None:
@@ -228,9 +229,9 @@ def short(value: float) -> float | None:
     return float(f"{value:.6g}")
 
 
-def numbers(values: np.ndarray) -> list[float | None]:
-    """Return [N] as numbers in four digits, None for what is not finite."""
-    return [float(f"{value:.4g}") if math.isfinite(value) else None for value in values.tolist()]
+def numbers(values: np.ndarray, digits: int = 4) -> list[float | None]:
+    """Return [N] as numbers in so many digits, None for what is not finite."""
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
 @dataclass
@@ -289,7 +290,7 @@ class ExpertWindow:
             "from": self._blocks[0].first,
             "to": self._blocks[-1].last,
             "steps": sum(block.steps for block in self._blocks),
-            "load": [[float(f"{value:.3g}") for value in row] for row in load.tolist()],
+            "load": [numbers(row, 3) for row in load],
             "dead": np.argwhere(self.dead()).tolist(),
             "deadSteps": min(_DEAD_STEPS, self._counted),
         }
@@ -313,12 +314,14 @@ class StepWatch:
         self.spikes: deque[tuple[int, float]] = deque(maxlen=_MOST_SPIKES)
         self.spike_count = self.norm_spikes = 0
         self.first_not_finite: int | None = None
-        self._losses, self._norms, self._times = (deque[float](maxlen=_STEPS_COMPARED) for _ in range(3))
+        self._losses: deque[float] = deque(maxlen=_STEPS_COMPARED)
+        self._norms: deque[float] = deque(maxlen=_STEPS_COMPARED)
+        self._times: deque[float] = deque(maxlen=_STEPS_COMPARED)
 
     def step(self, line: Line, values: Numbers) -> None:
         """Take a step: its line, and the finite numbers of it by name."""
         iteration = line["iteration"]
-        loss, norm, seconds = (values.get(name) for name in ("loss", "grad_norm", "seconds"))
+        loss, norm, seconds = values.get("loss"), values.get("grad_norm"), values.get("seconds")
         if line.get("skipped"):
             self.skipped += 1
             self.last_skipped = iteration
@@ -505,16 +508,17 @@ class RunState:
         layers = sorted(map(int, health["layers"]))
         figures = {}
         for name in _OF_A_LAYER:
-            column = []
-            for layer in layers:
+            column = np.full(len(layers), np.nan)
+            for row, layer in enumerate(layers):
                 of_layer = health["layers"][str(layer)]
                 value = {**of_layer, **(of_layer.get("load") or {})}.get(name)
-                column.append(math.nan if value is None else float(value))
-            known = [value for value in column if math.isfinite(value)]
-            if known:
-                figures[name] = np.array(column)
+                if value is not None:
+                    column[row] = value
+            known = column[np.isfinite(column)]
+            if known.size:
+                figures[name] = column
                 if name in _WORST:
-                    values[f"health.{name}"] = _WORST[name](known)
+                    values[f"health.{name}"] = float(_WORST[name](known))
         if figures:
             self.health.add(iteration, layers, figures)
 
