@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
-from itertools import islice
+from dataclasses import dataclass
+from itertools import chain, islice
+from operator import attrgetter
 from statistics import fmean
-from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.errors import RunFault
@@ -23,60 +25,72 @@ from megatron_moe.training.step import StepResult
 NO_EXPERT_LOAD = ExpertLoad({}, None, {})
 
 
+@dataclass(frozen=True)
+class LayerLoad:
+    """What the router of one layer did in a step, read from the device; see `RouterUpdate` and `ExpertLoad`."""
+
+    number: int
+    tokens_per_expert: list[int]
+    expert_bias_max: float | None
+    aux_losses: dict[str, float]
+    dropped_per_expert: list[int] | None
+
+
 def expert_load(update: RouterUpdate, pg_collection: ProcessGroupCollection) -> ExpertLoad:
     """Gather the load of all pipeline stages' routers. Collective over the pipeline group where there is one.
 
     aux_losses are means over the layers that have the loss.
     """
-    local = _layer_loads(update)
-    layers = local
+    layers = _layer_loads(update)
     if pg_collection.pp.size() > 1:
-        gathered: list[Any] = [None] * pg_collection.pp.size()
-        torch.distributed.all_gather_object(gathered, local, group=pg_collection.pp)
-        layers = [layer for stage in gathered for layer in stage]
-    layers.sort(key=lambda layer: layer[0])
-    biases = [bias for _, _, bias, *_ in layers if bias is not None]
-    names = sorted({name for *_, losses, _ in layers for name in losses})
-    means = {}
-    for name in names:
-        values = [losses[name] for *_, losses, _ in layers if name in losses]
-        means[name] = sum(values) / len(values)
-    return ExpertLoad(
-        {number: counts for number, counts, *_ in layers},
-        max(biases, default=None),
-        means,
-        {number: dropped for number, *_, dropped in layers if dropped is not None},
-    )
-
-
-LayerLoad = tuple[int, list[int], float | None, dict[str, float], list[int] | None]
-"""Of a layer: number, tokens per expert, largest bias, auxiliary losses, dropped choices per expert."""
+        stages: list[list[LayerLoad]] = [[]] * pg_collection.pp.size()
+        torch.distributed.all_gather_object(stages, layers, group=pg_collection.pp)
+        layers = list(chain.from_iterable(stages))
+    tokens, dropped = {}, {}
+    biases: list[float] = []
+    losses: defaultdict[str, list[float]] = defaultdict(list)
+    for layer in sorted(layers, key=attrgetter("number")):
+        tokens[layer.number] = layer.tokens_per_expert
+        if layer.dropped_per_expert is not None:
+            dropped[layer.number] = layer.dropped_per_expert
+        if layer.expert_bias_max is not None:
+            biases.append(layer.expert_bias_max)
+        for name, loss in layer.aux_losses.items():
+            losses[name].append(loss)
+    means = {name: sum(losses[name]) / len(losses[name]) for name in sorted(losses)}
+    return ExpertLoad(tokens, max(biases, default=None), means, dropped)
 
 
 def _layer_loads(update: RouterUpdate) -> list[LayerLoad]:
     """Return the load of each layer of this rank, with one read from the device."""
-    pieces: list[torch.Tensor] = []
-    for counts, bias, losses, dropped in zip(
-        update.tokens_per_expert, update.expert_bias, update.aux_losses, update.dropped_per_expert
-    ):
-        pieces += [counts, *([] if bias is None else [bias.abs().max()]), *losses.values()]
-        pieces += [] if dropped is None else [dropped]
-    if not pieces:
+    layers = list(
+        zip(
+            update.layer_numbers,
+            update.tokens_per_expert,
+            update.expert_bias,
+            update.aux_losses,
+            update.dropped_per_expert,
+        )
+    )
+    tensors: list[Tensor] = []
+    for _, counts, bias, losses, dropped in layers:
+        tensors += [counts, *losses.values()]
+        if bias is not None:
+            tensors.append(bias.abs().max())
+        if dropped is not None:
+            tensors.append(dropped)
+    if not tensors:
         return []
     # fp64 has every count up to 2^53.
-    numbers = iter(torch.cat([piece.double().flatten() for piece in pieces]).tolist())
-
-    def whole(like: torch.Tensor) -> list[int]:
-        return [int(number) for number in islice(numbers, like.numel())]
-
-    layers: list[LayerLoad] = []
-    for layer, counts, bias, losses, dropped in zip(
-        update.layer_numbers, update.tokens_per_expert, update.expert_bias, update.aux_losses, update.dropped_per_expert
-    ):
-        load, largest = whole(counts), None if bias is None else next(numbers)
-        values = {name: next(numbers) for name in losses}
-        layers.append((layer, load, largest, values, None if dropped is None else whole(dropped)))
-    return layers
+    numbers = iter(torch.cat([tensor.double().flatten() for tensor in tensors]).tolist())
+    loads = []
+    for number, counts, bias, losses, dropped in layers:
+        tokens = list(map(int, islice(numbers, counts.numel())))
+        values = dict(zip(losses, numbers))
+        largest = next(numbers) if bias is not None else None
+        lost = list(map(int, islice(numbers, dropped.numel()))) if dropped is not None else None
+        loads.append(LayerLoad(number, tokens, largest, values, lost))
+    return loads
 
 
 class Meter:
@@ -103,8 +117,10 @@ class Meter:
     ) -> StepRecord:
         """Return one step's record.
 
+        Collective over all ranks where a program has added metrics: one of them may fail on one rank alone.
+
         Raises:
-            MetricError: a metric failed.
+            RunFault: on all ranks, naming the metric that failed.
         """
         # The first step also builds buffers and loads kernels: it says nothing about the others.
         if len(self._recent) == 1 and self._recent[0] > 2 * seconds:
@@ -148,29 +164,16 @@ class Meter:
             data_hash=result.data_hash,
             expert_bias_hash=result.expert_bias_hash,
         )
+        if not added_metrics():
+            return record
         facts = StepFacts(self._run, self._world_size, record, load, self._flops_per_token, part_seconds)
-        return with_added_metrics(facts)
-
-
-def agreed_record(meter: Meter, result: StepResult, load: ExpertLoad, **numbers: Any) -> StepRecord:
-    """Return `meter.record(...)`, where every rank could compute it.
-
-    Collective over all ranks where a program has added metrics: one of them may fail on one rank alone.
-
-    Raises:
-        RunFault: on all ranks, naming the metric.
-    """
-    record, failure = None, None
-    try:
-        record = meter.record(result, load, **numbers)
-    except MetricError as error:
-        failure = error
-    if added_metrics():
+        failure = None
+        try:
+            record = with_added_metrics(facts)
+        except MetricError as error:
+            failure = error
         raise_together(failure, "; the step is applied, and not reported")
-    if record is None:
-        assert failure is not None
-        raise failure
-    return record
+        return record
 
 
 def raise_together(failure: Exception | None, then: str = "") -> None:
@@ -183,7 +186,7 @@ def raise_together(failure: Exception | None, then: str = "") -> None:
     torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX)
     if not failed.item():
         return
-    reasons: list[Any] = [None] * torch.distributed.get_world_size()
+    reasons: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(reasons, None if failure is None else str(failure))
     rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
     raise RunFault(f"{reason} (rank {rank}){then}") from failure

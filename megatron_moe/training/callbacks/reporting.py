@@ -8,7 +8,7 @@ from megatron_moe.report.records import exact
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.callbacks.health import HealthProbe
 from megatron_moe.training.gradients import weights_norm
-from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, agreed_record, expert_load
+from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, expert_load
 from megatron_moe.training.step import StepResult
 from megatron_moe.training.timers import interval_times, start_timing, times_text
 from megatron_moe.training.trainer import Trainer
@@ -54,8 +54,7 @@ class Reporting(Callback):
             health = self._probe.health(load.tokens_per_expert, trainer.progress, groups.pp)
         if self._is_logged(step) and options.log_params_norm:
             params_norm = weights_norm(trainer.trained.optimizer)
-        step.record = agreed_record(
-            self._meter,
+        step.record = self._meter.record(
             result,
             load,
             iteration=step.iteration,
