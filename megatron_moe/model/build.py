@@ -30,7 +30,7 @@ from megatron_moe.model.initialize import initialize_weights
 from megatron_moe.model.linear_fp8 import multiply_in_fp8
 from megatron_moe.model.loss import FusedLoss, OutputLayer
 from megatron_moe.model.mla import ReplicatedLinear
-from megatron_moe.model.mtp import FurtherPredictions, without_second_table
+from megatron_moe.model.mtp import MultiTokenPrediction, without_second_table
 from megatron_moe.model.overlap import ChunkPlan
 from megatron_moe.model.spec import LOCAL, LayerSettings, block_spec, prediction_spec
 from megatron_moe.moe.experts import GroupedExperts
@@ -99,7 +99,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 @returns_wider("the loss per token is fp32")
-class LanguageModel(FurtherPredictions, CopiesShareGroups, GPTModel):
+class LanguageModel(MultiTokenPrediction, CopiesShareGroups, GPTModel):
     """The engine's GPTModel with one set of checkpoint keys.
 
     Parallel linear layers and all Transformer Engine modules have an `_extra_state` that is empty without FP8. It is

@@ -48,7 +48,7 @@ class PredictionParts:
     pg_collection: Any
 
 
-class PredictionLayer(CopiesShareGroups, MegatronModule):
+class MTPLayer(CopiesShareGroups, MegatronModule):
     """One depth of multi-token prediction, for the engine's MultiTokenPredictionBlock.
 
     Its parameters have the names of Megatron-LM's checkpoints. The engine's own layer is not used: its names change
@@ -135,7 +135,7 @@ class PredictionLayer(CopiesShareGroups, MegatronModule):
         return merged.to(residual_dtype(self.config.fp32_residual_connection, dtype))
 
 
-class FurtherPredictions:
+class MultiTokenPrediction:
     """A mixin before the engine's GPTModel that adds multi-token prediction in training.
 
     Attributes:
@@ -145,7 +145,7 @@ class FurtherPredictions:
 
     further_losses: Tensor | None = None
 
-    def take_further_losses(self) -> Tensor | None:
+    def pop_mtp_losses(self) -> Tensor | None:
         """Return `further_losses` and reset it. None on a chunk without these layers, and before a micro-batch."""
         taken, self.further_losses = self.further_losses, None
         return taken

@@ -26,7 +26,7 @@ from megatron_moe import platform
 from megatron_moe.config.schema import Run
 from megatron_moe.model.attention import MeasuredCoreAttention, SDPACoreAttention
 from megatron_moe.model.mla import LatentAttention, MLASubmodules
-from megatron_moe.model.mtp import PredictionLayer, PredictionParts
+from megatron_moe.model.mtp import MTPLayer, PredictionParts
 from megatron_moe.model.norm import RMSNorm, fp32_bias_dropout_add
 from megatron_moe.moe.layer import MoELayer, MoESubmodules
 from megatron_moe.moe.options import MoEOptions
@@ -147,7 +147,7 @@ def prediction_spec(
     chosen = parts(config.transformer_impl)
     last = layer_spec(config, settings, chosen, pg_collection, bool(config.moe_layer_freq[-1]))
     submodules = PredictionParts(chosen.norm, chosen.column_linear, last, pg_collection)
-    depth = ModuleSpec(module=PredictionLayer, submodules=submodules)
+    depth = ModuleSpec(module=MTPLayer, submodules=submodules)
     return MultiTokenPredictionBlockSubmodules(layer_specs=[depth] * config.mtp_num_layers)
 
 

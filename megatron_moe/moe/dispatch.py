@@ -149,7 +149,7 @@ class Dispatcher(ABC):
         """Return the sum of the experts' results [R, H] for each token, [T, H] in the same dtype."""
 
 
-class SteppedDispatcher(Dispatcher):
+class PhasedDispatcher(Dispatcher):
     """A dispatcher in steps, so that a schedule can put the exchanges next to the work of another micro-batch.
 
     A dispatch is `prepare`, `send` and `arrange`, a combine is `collect`, `send_back` and `add_up`. Rows travel in
@@ -175,10 +175,10 @@ class SteppedDispatcher(Dispatcher):
 
     @abstractmethod
     def send_back(self, results: Tensor, plan: Any) -> Tensor:
-        """Return what came home to this rank."""
+        """Return the rows that came back to this rank."""
 
     @abstractmethod
-    def add_up(self, home: Tensor, plan: Any) -> Tensor:
+    def add_up(self, returned_rows: Tensor, plan: Any) -> Tensor:
         """Return the sum of the results for each token, [T, H]."""
 
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_moe.config.derived import grouped_product_refusal
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.dispatch import ExpertInput
-from megatron_moe.moe.grouped_gemm import GroupedLinear, LaterGradients, TorchProduct
+from megatron_moe.moe.grouped_gemm import DelayedWgrad, GroupedLinear, TorchProduct
 from megatron_moe.moe.grouped_gemm_fp8 import Fp8Product
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.options import MoEOptions
@@ -131,7 +131,7 @@ class LocalExperts(CopiesShareGroups, MegatronModule, ABC):
         self.local_ffn_size = options.ffn_hidden_size // groups.etp_size
 
     @abstractmethod
-    def forward(self, expert_input: ExpertInput, later: LaterGradients | None = None) -> Tensor:
+    def forward(self, expert_input: ExpertInput, later: DelayedWgrad | None = None) -> Tensor:
         """Return down(prob * silu(gate) * up) for rows [R, H]: [R, H] in the same dtype, partial over ETP ranks.
 
         later: takes over the weights' gradients, where `--delay-wgrad-compute` asks for it; only grouped_mm's experts
@@ -209,7 +209,7 @@ class GroupedExperts(LocalExperts):
             config.init_method(self.weight1)
             config.output_layer_init_method(self.weight2)
 
-    def forward(self, expert_input: ExpertInput, later: LaterGradients | None = None) -> Tensor:
+    def forward(self, expert_input: ExpertInput, later: DelayedWgrad | None = None) -> Tensor:
         """See `LocalExperts.forward`."""
         rows, probs, offsets = expert_input.rows, expert_input.probs, expert_input.offsets
         gate_up_linear = self.gate_up_linear if later is None else later.grouped_linear

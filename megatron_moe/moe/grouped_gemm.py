@@ -99,7 +99,7 @@ def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tenso
     return torch.cat(outputs)
 
 
-class LaterGradients:
+class DelayedWgrad:
     """The gradients of weights that a backward pass left out, to be computed when the device has nothing better to do.
 
     It serves one forward and backward pass of an expert's products, one after the other.

@@ -19,7 +19,7 @@ from megatron_moe.moe.capacity import build_layer_dispatcher
 from megatron_moe.moe.dispatch import ExpertInput
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
 from megatron_moe.moe.flex import flex_dispatcher
-from megatron_moe.moe.grouped_gemm import LaterGradients, TransformerEngineProduct, grouped_linear_loop
+from megatron_moe.moe.grouped_gemm import DelayedWgrad, TransformerEngineProduct, grouped_linear_loop
 from megatron_moe.moe.grouped_gemm_fp8 import TransformerEngineFp8, fp8_products
 from megatron_moe.moe.groups import MoEGroups, moe_groups
 from megatron_moe.moe.options import MoEOptions
@@ -138,7 +138,7 @@ class MoELayer(CopiesShareGroups, MegatronModule):
         output = self.dispatcher.combine(self.compute_experts(expert_input), plan).view(hidden.shape)
         return self.schedule.add(self.compute_shared, output, shared)
 
-    def compute_experts(self, expert_input: ExpertInput, later: LaterGradients | None = None) -> Tensor:
+    def compute_experts(self, expert_input: ExpertInput, later: DelayedWgrad | None = None) -> Tensor:
         """Return the routed experts' output [R, H]; see `LocalExperts.forward`.
 
         Raises:

@@ -25,7 +25,7 @@ EXACT_FP32_INTEGER = 2**24
 """Every integer up to this one is a float32; a count beyond it would be rounded."""
 
 
-class LostTokens(RuntimeError):
+class TokenCountError(RuntimeError):
     """An error for a step whose counts are not its tokens x K: some were lost, or counted twice."""
 
 
@@ -54,10 +54,10 @@ def count_tokens(
     return counts.scatter_add_(0, cell.flatten(), valid.flatten()).view(num_sequences, num_experts)
 
 
-def demand_of(routed: RoutedTokens) -> Tensor:
+def requested_counts(routed: RoutedTokens) -> Tensor:
     """Return the number of choices per sequence and expert, [B, E] int64, before the capacity drops any.
 
-    Balancing goes by the demand, including the choices that an expert has no capacity for.
+    Balancing goes by these counts, including choices that an expert has no capacity for.
     """
     ids, micro_batch = routed.decision.expert_ids, routed.micro_batch
     return count_tokens(ids, routed.scores.shape[-1], micro_batch.is_padding, micro_batch.num_sequences)
@@ -217,15 +217,15 @@ class AuxLosses:
         self.totals = {}
         self._counted = None
 
-    def attach(self, routed: RoutedTokens, demand: Tensor, global_batch: GlobalBatch | None) -> RoutingDecision:
+    def attach(self, routed: RoutedTokens, requested: Tensor, global_batch: GlobalBatch | None) -> RoutingDecision:
         """Attach the losses' gradients to the graph at the probs, with the scale that the engine's schedule sets.
 
         Args:
-            demand: [B, E] int64, this rank's choices per sequence and expert, dropped ones included.
+            requested: [B, E] int64, this rank's choices per sequence and expert, dropped ones included.
             global_batch: the batch that the step has announced; None if it has not.
         """
         is_padding = routed.micro_batch.is_padding
-        counts = sum_over_ranks(demand, self.groups.tp_cp)
+        counts = sum_over_ranks(requested, self.groups.tp_cp)
         scores = self._distributions(routed.scores, is_padding)
         seen = BalancedTokens(routed.logits, scores, counts, is_padding, global_batch)
         weight = self._weight(seen)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_moe.moe.capacity import build_limit
 from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.moe.groups import moe_groups
-from megatron_moe.moe.load_balance import StepTokens, build_aux_losses, demand_of
+from megatron_moe.moe.load_balance import StepTokens, build_aux_losses, requested_counts
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision, build_choice, route
 from megatron_moe.parallel.copying import CopiesShareGroups
@@ -199,20 +199,22 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         num_tokens, is_padding = routed.decision.expert_ids.shape[0], routed.micro_batch.is_padding
         self.step.add(num_tokens, where=f"layer {self.layer_number}")
         self.local_num_tokens += num_tokens if is_padding is None else (~is_padding).sum()
-        demand = demand_of(routed)
-        self._add_counts(demand[0] if len(demand) == 1 else demand.sum(dim=0), routed.decision)
+        requested = requested_counts(routed)
+        self._add_counts(requested[0] if len(requested) == 1 else requested.sum(dim=0), routed.decision)
         if self.aux_losses is None:
             return routed.decision
-        return self.aux_losses.attach(routed, demand, self.step.global_batch)
+        return self.aux_losses.attach(routed, requested, self.step.global_batch)
 
     @torch.no_grad()
-    def _add_counts(self, demand: Tensor, decision: RoutingDecision) -> None:
+    def _add_counts(self, requested: Tensor, decision: RoutingDecision) -> None:
         if decision.kept is None:
-            self.local_tokens_per_expert += demand
+            self.local_tokens_per_expert += requested
             return
-        kept = torch.zeros_like(demand).scatter_add_(0, decision.expert_ids.flatten(), decision.kept.flatten().long())
+        kept = torch.zeros_like(requested).scatter_add_(
+            0, decision.expert_ids.flatten(), decision.kept.flatten().long()
+        )
         self.local_tokens_per_expert += kept.to(torch.float32)
-        self.local_dropped_per_expert += (demand - kept).to(torch.float32)
+        self.local_dropped_per_expert += (requested - kept).to(torch.float32)
 
 
 class Jitter:

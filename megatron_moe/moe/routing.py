@@ -264,7 +264,7 @@ MAX_ROUNDS = 1000
 
 
 @torch.no_grad()
-def balanced_scores(logits: Tensor, is_padding: Tensor | None, group: Any) -> Tensor:
+def sinkhorn_scores(logits: Tensor, is_padding: Tensor | None, group: Any) -> Tensor:
     """Return exp(logits) [T, E] fp64, times a factor per expert that makes the experts' shares of tokens equal.
 
     Rows and columns are normalised in turn until the experts' factors change by less than 1e-4 in the mean. The sums
@@ -336,7 +336,7 @@ class BySinkhorn:
     def __call__(self, logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         if not micro_batch.training:
             return choose_experts(scores, None, self.options)
-        balanced = balanced_scores(logits, micro_batch.is_padding, self.groups.tp_cp)
+        balanced = sinkhorn_scores(logits, micro_batch.is_padding, self.groups.tp_cp)
         return balanced.topk(self.options.topk, dim=-1).indices
 
 

@@ -81,7 +81,7 @@ class SharedExperts(CopiesShareGroups, MLP):
         return sharded
 
 
-class SharedAfterRouted:
+class SequentialSharedExperts:
     """The schedule of a shared expert that computes when the routed experts are done."""
 
     def fork(self, hidden: Tensor) -> Tensor:
@@ -97,14 +97,14 @@ class SharedAfterRouted:
         return output + shared_experts(shared)
 
 
-class NoSharedExpert(SharedAfterRouted):
+class NoSharedExpert(SequentialSharedExperts):
     """The schedule of a layer without a shared expert."""
 
     def add(self, shared_experts: Callable[[Tensor], Tensor], output: Tensor, shared: Tensor) -> Tensor:
         return output
 
 
-class SharedBesideRouted(SharedAfterRouted):
+class OverlappedSharedExperts(SequentialSharedExperts):
     """The schedule of a shared expert on a stream of its own, next to the dispatch, the experts and the combine.
 
     It waits for the layer's input alone. In CPU time it comes after the dispatch, so that the all-to-all, which needs
@@ -122,8 +122,8 @@ class SharedBesideRouted(SharedAfterRouted):
         return output + streams.join(shared)
 
 
-def shared_schedule(options: MoEOptions) -> SharedAfterRouted:
+def shared_schedule(options: MoEOptions) -> SequentialSharedExperts:
     """Return when the shared expert of a layer with these options computes; without CUDA there are no streams."""
     if not options.shared_ffn_hidden_size:
         return NoSharedExpert()
-    return SharedBesideRouted() if options.shared_overlap and platform.has_streams() else SharedAfterRouted()
+    return OverlappedSharedExperts() if options.shared_overlap and platform.has_streams() else SequentialSharedExperts()

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_moe.moe.load_balance import GlobalBatch, demand_of
+from megatron_moe.moe.load_balance import GlobalBatch, requested_counts
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import RoutedTokens
 from megatron_moe.parallel.collectives import sum_over_ranks
@@ -60,7 +60,7 @@ def counting_ahead(model_chunks: Sequence[torch.nn.Module]) -> Iterator[list[Ten
 
 
 def _add_demand(count: Tensor, _: TopKRouter, routed: RoutedTokens) -> None:
-    count += demand_of(routed).sum(dim=0)
+    count += requested_counts(routed).sum(dim=0)
 
 
 @dataclass(frozen=True)
