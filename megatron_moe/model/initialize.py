@@ -17,6 +17,8 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
+from megatron_moe.platform.protocols import EngineConfig
+
 
 @dataclass(frozen=True)
 class Split:
@@ -143,7 +145,7 @@ def _experts(chunk: torch.nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in chunk.named_modules() if name.endswith(".mlp.experts")]
 
 
-def _split(module_name: str, parameter_name: str, config: Any) -> Split:
+def _split(module_name: str, parameter_name: str, config: EngineConfig) -> Split:
     split = _SPLITS[module_name, parameter_name]
     gated = module_name == "linear_fc1" and config.gated_linear_unit
     return Split(split.axis, stride=2) if gated else split

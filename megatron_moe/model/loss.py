@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from megatron_moe.model.cross_entropy import linear_cross_entropy
 from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks, sum_over_ranks
 from megatron_moe.parallel.copying import CopiesShareGroups
+from megatron_moe.platform.protocols import AutogradContext
 from megatron_moe.precision.contract import returns_wider
 
 
@@ -59,7 +60,7 @@ class _WithoutPadding(torch.autograd.Function):
     """A function that writes the least number into the columns from `tokens` on, in place to save memory."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: int) -> Tensor:
+    def forward(ctx: AutogradContext, logits: Tensor, tokens: int) -> Tensor:
         ctx.tokens = tokens
         ctx.mark_dirty(logits)
         logits[..., tokens:] = torch.finfo(logits.dtype).min
@@ -67,7 +68,7 @@ class _WithoutPadding(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
         grad[..., ctx.tokens :] = 0  # the softmax leaves 0 there; a function of the logits of another kind may not
         return grad, None
 

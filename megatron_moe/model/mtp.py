@@ -32,6 +32,7 @@ from torch import Tensor
 from megatron_moe.model.norm import residual_dtype
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.parallel.sequence import shifted
+from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class PredictionParts:
     norm: type
     column_linear: type
     transformer_layer: ModuleSpec
-    pg_collection: Any
+    pg_collection: ProcessGroups
 
 
 class MTPLayer(CopiesShareGroups, MegatronModule):
@@ -64,7 +65,7 @@ class MTPLayer(CopiesShareGroups, MegatronModule):
 
     def __init__(
         self,
-        config: Any,
+        config: EngineConfig,
         submodules: PredictionParts,
         layer_number: int = 1,
         vp_stage: int | None = None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from megatron_moe.moe.dispatch import (
 from megatron_moe.moe.routing import RoutingDecision
 from megatron_moe.parallel.collectives import all_to_all_rows, packed_rows, trailing_weights
 from megatron_moe.platform.host_copy import HostCopy
+from megatron_moe.platform.protocols import AutogradContext
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,15 @@ class ExchangePlan:
 
 class _Pack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, sent: SortPlan, weighed: SortPlan, partial: bool) -> Tensor:
+    def forward(
+        ctx: AutogradContext, rows: Tensor, weights: Tensor, sent: SortPlan, weighed: SortPlan, partial: bool
+    ) -> Tensor:
         ctx.save_for_backward(sent.slots, weighed.slots)
         ctx.hidden, ctx.dtype, ctx.partial = rows.shape[1], weights.dtype, partial
         return packed_rows(rows, weights, sent.source, weighed.source)
 
     @staticmethod
-    def backward(ctx: Any, returned_rows: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, returned_rows: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         row_slots, weight_slots = ctx.saved_tensors
         of_weights = sum_rows(trailing_weights(returned_rows, ctx.hidden, ctx.dtype), weight_slots, ctx.partial)
         # Sums of whole rows, of which the last elements mean nothing: `sum_rows` would copy a part of rows.
@@ -82,7 +84,7 @@ class _Pack(torch.autograd.Function):
 class _Unpack(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, arrived: Tensor, order: Tensor, inverse: Tensor, hidden: int, dtype: torch.dtype
+        ctx: AutogradContext, arrived: Tensor, order: Tensor, inverse: Tensor, hidden: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(inverse)
         ctx.dtype = dtype
@@ -90,7 +92,7 @@ class _Unpack(torch.autograd.Function):
         return arrived[:, :hidden].index_select(0, order), weights.index_select(0, order)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (inverse,) = ctx.saved_tensors
         return packed_rows(grad, weights_grad.to(ctx.dtype), inverse, inverse), None, None, None, None
 

@@ -27,7 +27,7 @@ from megatron_moe.moe.dispatch import (
     sort_by_expert,
     sum_copies,
 )
-from megatron_moe.moe.groups import MoEGroups
+from megatron_moe.moe.options import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
 
 _NOWHERE = -1  # DeepEP's index of a choice that is not sent, or whose expert is on another rank

@@ -44,7 +44,7 @@ class _Note:
     def __init__(self, name: str, trail: _Trail) -> None:
         self._name, self._trail = name, trail
 
-    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: object, output: object) -> None:
         self._trail.last = self._name
 
 

@@ -14,8 +14,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_moe.moe.load_balance import TokenCountError, updated_expert_bias
-from megatron_moe.moe.router import TopKRouter
-from megatron_moe.moe.state import routers
+from megatron_moe.moe.router import TopKRouter, routers
 from megatron_moe.precision.contract import PrecisionError
 
 

@@ -33,7 +33,7 @@ from megatron_moe import platform
 from megatron_moe.data.batches import NOTHING, Batch, BatchIterator, hex_of
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.model.loss import loss_func
-from megatron_moe.moe.state import RouterSnapshot
+from megatron_moe.moe.router import RouterSnapshot
 from megatron_moe.platform.host_copy import HostCopy
 from megatron_moe.platform.isolation import without_autocast, without_loss_scale
 from megatron_moe.training.finalize_model_grads import RouterUpdate, finalize_model_grads

@@ -17,10 +17,10 @@ from benchmarks.problem import Shape, make_problem, oracle, relative_error
 from megatron_moe import platform
 from megatron_moe.config import cli
 from megatron_moe.config.schema import replace
+from megatron_moe.moe.layer import OverlappedSharedExperts, SequentialSharedExperts
 from megatron_moe.moe.load_balance import updated_expert_bias
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import MicroBatch, build_choice, route
-from megatron_moe.moe.shared_experts import OverlappedSharedExperts, SequentialSharedExperts
 from megatron_moe.parallel import groups
 from megatron_moe_tools.doctor.assemble import assemble
 from megatron_moe_tools.doctor.compare import FP32, compare, rounding_error, tolerances_of

@@ -44,6 +44,7 @@ def test_what_a_kernel_does_not_cover_is_computed_by_torch(monkeypatch: pytest.M
         return NotImplemented
 
     monkeypatch.setenv(switches.KERNELS, "triton")
-    monkeypatch.setattr(choice, "_kernel", lambda module, name: refuses)
-    doubled = choice.has_kernel("anywhere")(lambda x: x * 2)
+    monkeypatch.setitem(choice.KERNELS, "doubled", choice.Kernels("anywhere.doubled"))
+    monkeypatch.setattr(choice, "_triton", lambda path: refuses)
+    doubled = choice.has_kernel("doubled")(lambda x: x * 2)
     assert doubled(torch.ones(2)).tolist() == [2, 2] and len(asked) == 1

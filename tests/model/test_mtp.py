@@ -9,7 +9,7 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.build import build_model
 from megatron_moe.model.generate import next_token_logits
 from megatron_moe.model.loss import loss_func
-from megatron_moe.moe.state import routers
+from megatron_moe.moe.router import routers
 from megatron_moe.parallel import groups
 from tests.helpers.errors import relative
 from tests.model.test_build_ranks import MODELS

@@ -18,12 +18,11 @@ from megatron_moe.moe.capacity import (
     kept_choices,
     micro_batches_among,
 )
-from megatron_moe.moe.groups import moe_groups
 from megatron_moe.moe.load_balance import GlobalBatch, TokenCountError
-from megatron_moe.moe.router import Jitter
+from megatron_moe.moe.options import moe_groups
+from megatron_moe.moe.router import Jitter, announce_global_batch
 from megatron_moe.moe.routing import sinkhorn_scores
 from megatron_moe.moe.routing_probe import RoutingProbe
-from megatron_moe.moe.state import announce_global_batch
 from megatron_moe.training.finalize_model_grads import update_routers
 from tests.helpers.called import Called
 from tests.helpers.routers import config, tokens

@@ -18,7 +18,7 @@ from megatron_moe import TopKRouter
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.batches import context_parallel_slice
 from megatron_moe.moe.load_balance import GlobalBatch
-from megatron_moe.moe.state import announce_global_batch, counting_ahead
+from megatron_moe.moe.router import announce_global_batch, counting_ahead
 from megatron_moe.parallel import groups
 from megatron_moe.training.finalize_model_grads import update_routers
 from tests.helpers.errors import relative

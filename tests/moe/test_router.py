@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER
-from megatron_moe.moe.state import RouterSnapshot
+from megatron_moe.moe.router import RouterSnapshot
 from tests.helpers.routers import router, tokens
 
 pytestmark = pytest.mark.engine

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer as EngineMoELayer
 
 from megatron_moe import Float16Module, TopKRouter, finalize_model_grads
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.moe import state
+from megatron_moe.moe import router
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from tests.helpers import routers
@@ -61,7 +61,7 @@ def train(ep_size: int, half: str) -> dict[str, Any]:
         ddp(tokens, torch.arange(8).expand_as(tokens), mask, labels=tokens).mean().backward()
         update = finalize_model_grads([ddp], None, pg_collection=pg)
         counts.append([c.tolist() for c in update.tokens_per_expert])
-    found = list(state.routers([ddp]))
+    found = list(router.routers([ddp]))
     left = [r.local_tokens_per_expert.sum().item() for r in found]
     return dict(counts=counts, bias=[r.expert_bias.clone() for r in found], left=left)
 

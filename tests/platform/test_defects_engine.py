@@ -40,7 +40,7 @@ from megatron_moe.model.initialize import normal
 from megatron_moe.model.loss import loss_func
 from megatron_moe.model.norm import RMSNorm
 from megatron_moe.model.spec import LOCAL, LayerSettings, layer_spec
-from megatron_moe.moe.recompute import without_output
+from megatron_moe.moe.experts import without_output
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import shared_by_ranks, sum_over_ranks
 from megatron_moe.training.finalize_model_grads import update_routers

@@ -21,7 +21,7 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.moe.load_balance import updated_expert_bias
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.state import RouterSnapshot
+from megatron_moe.moe.router import RouterSnapshot
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import sum_over_ranks
 from megatron_moe.training.finalize_model_grads import update_routers

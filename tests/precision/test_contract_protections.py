@@ -21,7 +21,7 @@ def _subject(name: str, pg_collection: Any) -> torch.nn.Module:
     from megatron_moe.model.engine_config import transformer_config
     from megatron_moe.moe.layer import MoELayer
     from megatron_moe.moe.options import MoEOptions
-    from megatron_moe.moe.state import routers
+    from megatron_moe.moe.router import routers
 
     run = _run()
     if name == "MoELayer":

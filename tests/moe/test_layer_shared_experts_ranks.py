@@ -17,7 +17,7 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.moe.shared_experts import (
+from megatron_moe.moe.layer import (
     NoSharedExpert,
     OverlappedSharedExperts,
     SequentialSharedExperts,

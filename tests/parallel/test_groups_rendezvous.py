@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_moe.config.errors import MachineError
 from megatron_moe.io import launched
-from megatron_moe.parallel import groups, meeting
+from megatron_moe.parallel import groups
 
 
 @pytest.fixture
@@ -29,25 +29,25 @@ def two_ranks(monkeypatch):
 def notes(monkeypatch):
     """What is printed, and whether it was."""
     said, printed = [], threading.Event()
-    monkeypatch.setattr(meeting, "note", lambda text: (said.append(text), printed.set()))
+    monkeypatch.setattr(groups, "note", lambda text: (said.append(text), printed.set()))
     return said, printed
 
 
 def test_rank_0_says_how_many_ranks_it_waits_for(two_ranks, notes, monkeypatch):
     said, printed = notes
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **more: printed.wait(600))
-    groups._join("gloo", timedelta(seconds=1))
+    groups._init_distributed("gloo", timedelta(seconds=1))
     assert "waiting for 1 of 2 ranks" in said[0] and f"127.0.0.1:{two_ranks.port}" in said[0]
 
 
 def test_a_rank_that_has_come_is_no_longer_waited_for(two_ranks, notes, monkeypatch):
     said, printed = notes
     monkeypatch.setenv("RANK", "1")
-    with meeting.watched():
+    with groups._watched_rendezvous():
         while two_ranks.add("arrived/0", 0) == 0:
             pass
     monkeypatch.setenv("RANK", "0")
-    with meeting.watched():
+    with groups._watched_rendezvous():
         while two_ranks.add("arrived/0", 0) < 2:
             pass
         assert not printed.wait(0.5)
@@ -56,11 +56,11 @@ def test_a_rank_that_has_come_is_no_longer_waited_for(two_ranks, notes, monkeypa
 
 def test_an_error_of_the_meeting_passes_and_a_port_that_is_held_is_one_line(two_ranks, notes, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(ValueError, match="the original"), meeting.watched():
+    with pytest.raises(ValueError, match="the original"), groups._watched_rendezvous():
         raise ValueError("the original")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(MachineError, match=f"MASTER_PORT {port}: another program listens there; choose another"):
-            groups._join("gloo", timedelta(seconds=5))
+            groups._init_distributed("gloo", timedelta(seconds=5))
     assert notes[0] == []
