@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_moe.model.cross_entropy import linear_cross_entropy
-from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks, sum_over_ranks
+from megatron_moe.parallel.collectives import all_gather_rows, all_reduce_sum, shared_by_ranks
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.protocols import AutogradContext
 from megatron_moe.precision.contract import returns_wider
@@ -49,11 +49,7 @@ class OutputLayer(CopiesShareGroups, ColumnParallelLinear):
         whole = logits.shape[-1] != self.output_size_per_partition
         first = 0 if whole else self.tp_group.rank() * self.output_size_per_partition
         tokens = max(self.vocab_size - first, 0)
-        return (_without_padding(logits, tokens) if tokens < logits.shape[-1] else logits), bias
-
-
-def _without_padding(logits: Tensor, tokens: int) -> Tensor:
-    return _WithoutPadding.apply(logits, tokens)
+        return (_WithoutPadding.apply(logits, tokens) if tokens < logits.shape[-1] else logits), bias
 
 
 class _WithoutPadding(torch.autograd.Function):
@@ -169,5 +165,5 @@ def loss_func(
     # The schedule divides `total` in place; the logged value must not follow.
     logged = torch.stack((total.detach().clone(), tokens))
     if shared_by is not None and shared_by.size() > 1:
-        total, tokens = total * shared_by.size(), sum_over_ranks(tokens, shared_by)
+        total, tokens = total * shared_by.size(), all_reduce_sum(tokens, shared_by)
     return total, tokens.to(torch.int), {"lm loss": logged}

@@ -17,7 +17,7 @@ from megatron_moe.config.registry import SCORE_FUNCTIONS
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.options import MoEGroups, MoEOptions
 from megatron_moe.moe.routing import RoutedTokens, RoutingDecision
-from megatron_moe.parallel.collectives import sum_over_ranks
+from megatron_moe.parallel.collectives import all_reduce_sum
 from megatron_moe.platform.protocols import AutogradContext
 
 EXACT_FP32_INTEGER = 2**24
@@ -224,7 +224,7 @@ class AuxLosses:
             global_batch: the batch that the step has announced; None if it has not.
         """
         is_padding = routed.micro_batch.is_padding
-        counts = sum_over_ranks(requested, self.groups.tp_cp)
+        counts = all_reduce_sum(requested, self.groups.tp_cp)
         scores = routed.scores
         if not self.sums_to_one:
             scores = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
@@ -260,7 +260,7 @@ class AuxLosses:
             return balance_share(seen.scores, announced.tokens_per_expert.unsqueeze(0))
         # Without counts ahead, the part of the global batch that was seen so far, which is all of it if there is one
         # micro-batch. All TP x CP ranks of a micro-batch bring its counts: of every expert equally many times too much.
-        now = sum_over_ranks(seen.counts.sum(dim=0, keepdim=True), self.groups.tp_dp_cp)
+        now = all_reduce_sum(seen.counts.sum(dim=0, keepdim=True), self.groups.tp_dp_cp)
         self._counted = now if self._counted is None else self._counted + now
         return balance_share(seen.scores, self._counted)
 

@@ -17,7 +17,7 @@ from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.moe.load_balance import AuxLosses, GlobalBatch, StepTokens, requested_counts
 from megatron_moe.moe.options import MoEOptions, moe_groups
 from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision, build_choice, route
-from megatron_moe.parallel.collectives import sum_over_ranks
+from megatron_moe.parallel.collectives import all_reduce_sum
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.isolation import without_autocast
 from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
@@ -163,7 +163,19 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         """
         is_padding = None if padding_mask is None else padding_mask.reshape(-1).bool()
         num_sequences = num_sequences or (hidden.shape[1] if hidden.dim() == 3 else 1)
-        decision = self._decide(hidden.reshape(-1, hidden.shape[-1]), is_padding, num_sequences)
+        micro_batch = MicroBatch(is_padding, num_sequences, self.training)
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        with without_autocast(hidden.device.type):
+            hidden = self.perturb(hidden, self.training)
+            logits = self.gate(hidden)
+            decision, scores = route(logits, self.expert_bias, self.options, micro_batch, self.choose)
+            decision = self.limit(decision, micro_batch)
+            counted = self.training and torch.is_grad_enabled()
+            routed = RoutedTokens(hidden, logits, scores, decision, micro_batch, counted)
+            for see in self._observers:
+                see(self, routed)
+            if counted:
+                decision = self._balance(routed)
         return self._dense(decision, is_padding) if dense else decision
 
     def _dense(self, decision: RoutingDecision, is_padding: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -186,20 +198,6 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         self.step = StepTokens()
         if self.aux_losses is not None:
             self.aux_losses.reset()
-
-    def _decide(self, hidden: Tensor, is_padding: Tensor | None, num_sequences: int) -> RoutingDecision:
-        """Compute what `route` returns; the only reader of the weight and of the bias."""
-        micro_batch = MicroBatch(is_padding, num_sequences, self.training)
-        with without_autocast(hidden.device.type):
-            hidden = self.perturb(hidden, self.training)
-            logits = self.gate(hidden)
-            decision, scores = route(logits, self.expert_bias, self.options, micro_batch, self.choose)
-            decision = self.limit(decision, micro_batch)
-            counted = self.training and torch.is_grad_enabled()
-            routed = RoutedTokens(hidden, logits, scores, decision, micro_batch, counted)
-            for see in self._observers:
-                see(self, routed)
-            return self._balance(routed) if counted else decision
 
     def _balance(self, routed: RoutedTokens) -> RoutingDecision:
         """Count the micro-batch, and attach its auxiliary losses to the decision."""
@@ -284,7 +282,7 @@ def counting_ahead(model_chunks: Sequence[torch.nn.Module]) -> Iterator[list[Ten
         yield counts
     if not found:
         return
-    total = sum_over_ranks(torch.cat(counts), found[0].groups.tp_dp_cp)
+    total = all_reduce_sum(torch.cat(counts), found[0].groups.tp_dp_cp)
     for count, of_all_ranks in zip(counts, total.split([len(count) for count in counts])):
         count.copy_(of_all_ranks)
 

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from megatron_moe.config.registry import SCORE_FUNCTIONS
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.options import MoEGroups, MoEOptions
-from megatron_moe.parallel.collectives import sum_over_ranks
+from megatron_moe.parallel.collectives import all_reduce_sum
 from megatron_moe.platform.protocols import AutogradContext
 
 
@@ -285,11 +285,11 @@ def sinkhorn_scores(logits: Tensor, is_padding: Tensor | None, group: ProcessGro
     if is_padding is not None:
         valid = (~is_padding).double()
         cost = cost * valid.unsqueeze(-1)
-    num_tokens, num_experts = sum_over_ranks(valid.sum(), group), cost.shape[1]
+    num_tokens, num_experts = all_reduce_sum(valid.sum(), group), cost.shape[1]
     factors = cost.new_ones(num_experts)
     for _ in range(MAX_ROUNDS):
         token_factors = 1 / (num_tokens * (cost @ factors + _EPSILON))
-        columns = sum_over_ranks(token_factors @ cost, group)
+        columns = all_reduce_sum(token_factors @ cost, group)
         updated = 1 / (num_experts * (columns + _EPSILON))
         change = (updated - factors).abs().mean()
         factors = updated

@@ -148,7 +148,7 @@ def shared_by_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     return x if group.size() == 1 else _SharedByRanks.apply(x, group)
 
 
-def sum_over_ranks(values: Tensor, group: ProcessGroup) -> Tensor:
+def all_reduce_sum(values: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of `values` over the group as a new tensor without gradient; `values` stays as it is.
 
     Raises:

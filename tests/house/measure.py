@@ -59,24 +59,24 @@ def named_once(*folders: str) -> float:
     return sum(uses[name] == 1 for name in names) / len(names)
 
 
-def readers() -> dict[Path, set[Path]]:
-    """Return file -> the files of the packages that import it or from it."""
+def readers(package: str) -> list[int]:
+    """Return for each file of a package how many files of both import it or from it."""
     modules = {}
     for path in sources(*PACKAGES):
         name = str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
         modules[name.removesuffix(".__init__")] = path
     found: dict[Path, set[Path]] = {path: set() for path in modules.values()}
-    for path in modules.values():
+    for path in found:
         for name, _ in imported(path):
             target = modules.get(name) or modules.get(name.rpartition(".")[0])
             if target is not None and target != path:
                 found[target].add(path)
-    return found
+    return [len(by) for path, by in found.items() if path.is_relative_to(ROOT / package)]
 
 
 def read_once(package: str) -> float:
     """Return the share of a package's files that one other file reads."""
-    counts = [len(by) for path, by in readers().items() if path.is_relative_to(ROOT / package)]
+    counts = readers(package)
     return counts.count(1) / len(counts)
 
 
@@ -247,7 +247,7 @@ def main() -> None:
         print(f"  functions named from one place only: {named_once(package):.1%}")
         print(f"  files read by one other file: {read_once(package):.1%}")
     both = f"named from one place {named_once(*PACKAGES):.1%}, parameters annotated Any {annotated_any(*PACKAGES):.1%}"
-    once = sum(len(by) == 1 for by in readers().values())
+    once = sum(readers(package).count(1) for package in PACKAGES)
     print(f"together: {both}, files read by one other file {once}")
     print(f"{'room':18} {'Any':>6} {'comprehensions':>15} {'conditionals':>13}   (per 1,000 lines)")
     for room in [*sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")), *PACKAGES]:

@@ -56,9 +56,9 @@ def test_a_public_class_name_has_one_meaning():
 
 BOUNDS = {
     "functions named from one place": 0.337,
-    "files of the trainer that one file reads": 0.192,
+    "files of the trainer that one file reads": 0.2,
     "files of the tools that one file reads": 0.370,
-    "parameters annotated Any": 0.065,
+    "parameters annotated Any": 0.047,
     "comprehensions in training, per 1,000 lines": 36.0,
     "conditional expressions in training, per 1,000 lines": 27.5,
     "comprehensions in the tools, per 1,000 lines": 47.0,
@@ -67,7 +67,7 @@ BOUNDS = {
     "lines a setting": 32.5,
     "files on a token's trip": 27,
     "files a flag passes": 16,
-    "climbs from pretrain on": 51,
+    "climbs from pretrain on": 55,
 }
 
 
