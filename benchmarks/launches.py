@@ -138,7 +138,7 @@ def of_layer(
     from benchmarks.problem import Shape
     from megatron_moe import platform
     from megatron_moe.config import schema
-    from megatron_moe.kernels.launching import launches_seen_by
+    from megatron_moe.kernels.choice import launches_seen_by
     from megatron_moe.moe.layer import MoELayer
     from megatron_moe.parallel import groups
     from megatron_moe.platform import switches

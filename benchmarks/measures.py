@@ -14,7 +14,7 @@ import torch
 from benchmarks.contestants import Contestant
 from benchmarks.launches import Launches
 from megatron_moe import platform
-from megatron_moe.kernels.launching import launches_seen_by
+from megatron_moe.kernels.choice import launches_seen_by
 from megatron_moe_tools.plan.meta_tracer import LiveBytes
 
 

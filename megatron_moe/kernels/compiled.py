@@ -20,7 +20,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -87,24 +87,17 @@ def same_on_all_ranks() -> Iterator[None]:
         _objections.clear()
 
 
-def operation(name: str, tensor: Any) -> Callable[..., Any] | None:
-    """Return the kernel of an operation, by the operation's name, for its first argument; None if there is none.
+def computes(tensor: object) -> bool:
+    """Return whether kernels in C compute with this tensor.
 
-    There is none for a tensor that is not in a CPU's memory, and while something watches torch's operations (an audit,
-    a compiler, a tracer), which would not see what C does.
+    Not for a tensor that is not in a CPU's memory, and while something watches torch's operations (an audit, a
+    compiler, a tracer), which would not see what C does.
     """
-    kernel = _KERNELS.get(name)
-    if kernel is None or type(tensor) is not Tensor or tensor.device.type != "cpu":
-        return None
+    if type(tensor) is not Tensor or tensor.device.type != "cpu":
+        return False
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return None
-    return kernel if why_not() is None else None
-
-
-def call(name: str, tensor: Tensor, *args: Any) -> Any:
-    """Return what the kernel of an operation computes from its arguments; NotImplemented where torch's form has to."""
-    kernel = operation(name, tensor)
-    return NotImplemented if kernel is None else kernel(tensor, *args)
+        return False
+    return why_not() is None
 
 
 def weighted_swiglu_forward(gate_up: Tensor, probs: Tensor) -> Any:
@@ -219,12 +212,6 @@ def _adam_is_torchs() -> bool:
     _adam_update(grad, AdamState(main, None, None, None, moments, (None, None)), step, None)
     update_by_torch(copies[0], grad, copies[1:], step)
     return all(torch.equal(one, other) for one, other in zip((main, *moments), copies))
-
-
-_KERNELS: dict[str, Callable[..., Any]] = {
-    one.__name__: one
-    for one in (weighted_swiglu_forward, weighted_swiglu_backward, rms_norm_forward, rms_norm_backward, adam_update)
-}
 
 
 def _covers(gate_up: Tensor, probs: Tensor) -> bool:

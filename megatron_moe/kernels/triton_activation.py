@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.launching import launch
+from megatron_moe.kernels.choice import launch
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.launching import launch
+from megatron_moe.kernels.choice import launch
 from megatron_moe.platform.host_copy import on_device
 from megatron_moe.precision.packed_state import GROUP, NOT_FINITE, AdamState, AdamStep, Chances
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.launching import launch
+from megatron_moe.kernels.choice import launch
 
 PART = 256
 # Arguments that change from step to step. A kernel that is specialised for them would be compiled again within a run.

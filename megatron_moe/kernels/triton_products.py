@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.launching import launch
+from megatron_moe.kernels.choice import launch
 
 # Tiles in half precision, where tensor cores multiply, and in fp32, where they would round the operands.
 _HALF = {"HIGH": 128, "WIDE": 128, "ROWS": 64, "num_warps": 8, "num_stages": 4}

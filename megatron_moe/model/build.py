@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,18 +24,18 @@ from megatron_moe.model.activation_offload import ActivationOffload
 from megatron_moe.model.cross_entropy import cross_entropy
 from megatron_moe.model.engine_config import ddp_config, transformer_config
 from megatron_moe.model.float16_module import Float16Module, keep_in_fp32, model_dtypes
-from megatron_moe.model.frozen import freeze
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel, Sharding
-from megatron_moe.model.initialize import initialize_weights
+from megatron_moe.model.initialize import global_name, initialize_weights
 from megatron_moe.model.linear_fp8 import multiply_in_fp8
 from megatron_moe.model.loss import FusedLoss, OutputLayer
 from megatron_moe.model.mla import ReplicatedLinear
-from megatron_moe.model.mtp import FurtherPredictions, without_second_table
+from megatron_moe.model.mtp import MultiTokenPrediction, without_second_table
 from megatron_moe.model.overlap import ChunkPlan
 from megatron_moe.model.spec import LOCAL, LayerSettings, block_spec, prediction_spec
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.parallel.copying import CopiesShareGroups
+from megatron_moe.platform.protocols import AutogradContext, EngineConfig, ProcessGroups
 from megatron_moe.precision.contract import PrecisionGuard, returns_wider
 from megatron_moe.precision.gates import install_gates
 
@@ -53,13 +53,13 @@ class _Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, ids: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.shape, ctx.dtype = weight.shape, weight.dtype
         return torch.nn.functional.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[None, Tensor]:
         ids = ctx.saved_tensors[0].flatten()
         wide = torch.promote_types(ctx.dtype, torch.float32)
         # Sums for the tokens and not for the table, which is much larger: all tokens of an id add to one row.
@@ -99,7 +99,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 @returns_wider("the loss per token is fp32")
-class LanguageModel(FurtherPredictions, CopiesShareGroups, GPTModel):
+class LanguageModel(MultiTokenPrediction, CopiesShareGroups, GPTModel):
     """The engine's GPTModel with one set of checkpoint keys.
 
     Parallel linear layers and all Transformer Engine modules have an `_extra_state` that is empty without FP8. It is
@@ -159,7 +159,7 @@ class _Vocabulary(NamedTuple):
 
 def build_model(
     run: Run,
-    pg_collection: Any,
+    pg_collection: ProcessGroups,
     vocab_size: int,
     wrap: bool = True,
     guard: PrecisionGuard | None = None,
@@ -209,47 +209,36 @@ def build_model(
         chunks = [Float16Module(config, chunk) for chunk in chunks]
         guard.check("wrapping in Float16Module", model_dtypes(run, chunks))
     if run.derived.zero_stage >= 2:
-        return _fully_sharded(run, config, pg_collection, chunks, guard) if draw else chunks
-    return _replicated(run, config, pg_collection, chunks, guard)
-
-
-def _fully_sharded(
-    run: Run, config: Any, pg_collection: Any, chunks: list[torch.nn.Module], guard: PrecisionGuard
-) -> list[torch.nn.Module]:
-    """Return the chunks with their weights spread over the data-parallel ranks."""
-    sharding = Sharding.from_run(run)
-    chunks = [FullyShardedDataParallel(config, ddp_config(run), chunk, sharding, pg_collection) for chunk in chunks]
-    guard.check("wrapping in FullyShardedDataParallel", model_dtypes(run, chunks))
-    return chunks
-
-
-def _replicated(
-    run: Run, config: Any, pg_collection: Any, chunks: list[torch.nn.Module], guard: PrecisionGuard
-) -> list[torch.nn.Module]:
-    """Return the chunks in the engine's DistributedDataParallel."""
-    chunks = [
-        DistributedDataParallel(
+        if not draw:
+            return chunks
+        sharding = Sharding.from_run(run)
+        chunks = [FullyShardedDataParallel(config, ddp_config(run), chunk, sharding, pg_collection) for chunk in chunks]
+        guard.check("wrapping in FullyShardedDataParallel", model_dtypes(run, chunks))
+        return chunks
+    wrapped: list[torch.nn.Module] = []
+    for chunk in chunks:
+        # Only the first chunk's reduction is on the critical path, as Megatron-LM has it.
+        without_buckets = bool(wrapped)
+        replica = DistributedDataParallel(
             config=config,
             ddp_config=ddp_config(run),
             module=chunk,
-            # Only the first chunk's reduction is on the critical path, as Megatron-LM has it.
-            disable_bucketing=index > 0,
+            disable_bucketing=without_buckets,
             pg_collection=pg_collection,
         )
-        for index, chunk in enumerate(chunks)
-    ]
-    for chunk in chunks:
+        wrapped.append(replica)
+    for replica in wrapped:
         # Equal by construction; this keeps ranks equal also where their libraries are not.
-        chunk.broadcast_params()
-    guard.check("wrapping in DistributedDataParallel", model_dtypes(run, chunks))
-    return chunks
+        replica.broadcast_params()
+    guard.check("wrapping in DistributedDataParallel", model_dtypes(run, wrapped))
+    return wrapped
 
 
 def _chunk(
     run: Run,
-    config: Any,
+    config: EngineConfig,
     settings: LayerSettings,
-    pg_collection: Any,
+    pg_collection: ProcessGroups,
     vocabulary: _Vocabulary,
     vp_stage: int | None,
     draw: bool,
@@ -305,3 +294,46 @@ def _quiet(logger_name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+# ---- Parameters that `--freeze` leaves out of the training.
+#
+# The engine gives a parameter that requires no gradient no place in its gradient buffers and in its optimizers. So a
+# frozen one has no gradient, no moments, no fp32 copy and no weight decay, and no share of the gradient's norm.
+
+
+def freeze(chunk: torch.nn.Module, names: Collection[str]) -> None:
+    """Freeze what has these names in the whole model, before the chunk is wrapped.
+
+    Behind a frozen embedding the hidden states require a gradient as if it were trained: layers that are recomputed,
+    and a stage of the pipeline, have a backward pass only if their input has a gradient.
+    """
+    for name, parameter in chunk.named_parameters():
+        if global_name(chunk, name) in names:
+            parameter.requires_grad_(False)
+    embedding = getattr(chunk, "embedding", None)
+    if embedding is not None and not any(parameter.requires_grad for parameter in embedding.parameters()):
+        embedding.register_forward_hook(_require_gradient)
+
+
+def _require_gradient(_module: object, _inputs: object, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def count_frozen(model: Sequence[torch.nn.Module], pg_collection: ProcessGroups) -> int:
+    """Return the elements of all frozen parameters of the whole model. Collective over all ranks."""
+    total = torch.zeros((), dtype=torch.float64, device=platform.device())
+    for chunk in model:
+        for parameter in chunk.parameters():
+            if not parameter.requires_grad:
+                total += parameter.numel() / _copies(parameter, pg_collection)
+    torch.distributed.all_reduce(total)
+    return round(total.item())
+
+
+def _copies(parameter: torch.nn.Parameter, pg_collection: ProcessGroups) -> int:
+    """Return how many ranks have the same part of a parameter."""
+    if not getattr(parameter, "allreduce", True):
+        return pg_collection.expt_dp.size()
+    is_split = getattr(parameter, "tensor_model_parallel", False)
+    return pg_collection.dp_cp.size() if is_split else pg_collection.tp_dp_cp.size()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_moe import platform
 from megatron_moe.parallel.sequence import all_gather_sequence, by_rank, chunk_numbers
+from megatron_moe.platform.protocols import AutogradContext
 
 
 def of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,7 +105,9 @@ def attend_on_cpu(
 
 class _FlashOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor, scale: float, group: ProcessGroup
+    ) -> Tensor:
         gathered = (_gathered(key, group), _gathered(value, group))
         context, logsumexp = attend_chunks(query, *gathered, scale, group.rank(), group.size())
         ctx.save_for_backward(query, key, value, context, logsumexp)
@@ -114,7 +116,7 @@ class _FlashOverRanks(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, context, logsumexp = ctx.saved_tensors
         group = ctx.group
         grad_query, grad_key, grad_value = chunk_gradients(

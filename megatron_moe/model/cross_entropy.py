@@ -13,7 +13,7 @@ tokens in fp32 and rounded once, one block at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
 from megatron_moe.kernels.choice import has_kernel
+from megatron_moe.platform.protocols import AutogradContext
 from megatron_moe.precision.contract import PrecisionError
 from megatron_moe.precision.main_grad import add_product, main_grad_of, no_gradient
 
@@ -79,7 +80,7 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
@@ -102,7 +103,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    def backward(
+        ctx: AutogradContext, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         hidden, weight, labels, maximum, exp_sum = ctx.saved_tensors
         tiles = _Tiles(hidden, weight[: ctx.rows], labels, ctx.chunk_tokens)
         grad_hidden = tiles.wide_zeros(hidden.shape) if ctx.needs_input_grad[0] else None
@@ -156,7 +159,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, group: ProcessGroup | None = N
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: ProcessGroup | None) -> Tensor:
+    def forward(ctx: AutogradContext, logits: Tensor, labels: Tensor, group: ProcessGroup | None) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         statistics = _Statistics.zeros(labels, wide)
         for tokens, tile in _tiles_of(logits, wide):
@@ -167,7 +170,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, labels, maximum, exp_sum = ctx.saved_tensors
         for tokens, tile in _tiles_of(logits, maximum.dtype):
             of_tokens = (labels[tokens], maximum[tokens], exp_sum[tokens], grad[tokens])
@@ -223,7 +226,7 @@ class _Statistics(NamedTuple):
         return torch.log(exp_sum) - label_logit
 
 
-@has_kernel("triton_loss")
+@has_kernel("add_statistics")
 def add_statistics(tile: Tensor, columns: Tensor, maximum: Tensor, exp_sum: Tensor, label_logit: Tensor) -> None:
     """Add a tile of logits [t, b] to the statistics [t] of its tokens, in place. The tile is overwritten.
 
@@ -237,7 +240,7 @@ def add_statistics(tile: Tensor, columns: Tensor, maximum: Tensor, exp_sum: Tens
     maximum.copy_(new_maximum)
 
 
-@has_kernel("triton_loss")
+@has_kernel("gradient_of_tile")
 def gradient_of_tile(
     tile: Tensor, columns: Tensor, maximum: Tensor, exp_sum: Tensor, grad: Tensor, dtype: torch.dtype
 ) -> Tensor:

@@ -30,21 +30,51 @@ def params_dtype(run: Run) -> torch.dtype:
 
 def transformer_config(run: Run) -> TransformerConfig:
     """Return the engine's model configuration, for this machine's device."""
+    model, training, precision, dtype = run.model, run.training, run.precision, params_dtype(run)
+    # Given "mlp", the engine would recompute our MoE layers too, which it does not know; it refuses "moe_act" without
+    # its own grouped experts. Our modules recompute these themselves.
+    recomputed = [module for module in run.derived.recomputed_modules if module in ("core_attn", "layernorm")]
     fields = {
         **_sizes(run),
         **_moe(run),
         **_layout(run),
-        **_precision(run),
+        "bf16": precision.bf16,
+        "fp16": precision.fp16,
+        "params_dtype": dtype,
+        "pipeline_dtype": residual_dtype(precision.fp32_residual_connection, dtype),
+        "autocast_dtype": dtype,
+        "enable_autocast": False,
+        "attention_softmax_in_fp32": precision.attention_softmax_in_fp32,
+        "fp32_residual_connection": precision.fp32_residual_connection,
         **_kernels(run),
         "calculate_per_token_loss": run.optimizer.calculate_per_token_loss,
-        **_recomputation(run),
+        "recompute_granularity": training.recompute_granularity,
+        "recompute_method": training.recompute_method,
+        "recompute_num_layers": training.recompute_num_layers,
+        "recompute_modules": recomputed,
         # Weights are drawn by model/initialize.py, whatever the layout.
         "perform_initialization": False,
-        "init_method_std": run.model.init_method_std,
+        "init_method_std": model.init_method_std,
     }
-    if run.model.multi_latent_attention:
-        return MLATransformerConfig(**fields, **_latent_attention(run))
-    return TransformerConfig(**fields)
+    if not model.multi_latent_attention:
+        return TransformerConfig(**fields)
+    return MLATransformerConfig(
+        **fields,
+        q_lora_rank=model.q_lora_rank,
+        kv_lora_rank=model.kv_lora_rank,
+        qk_head_dim=model.qk_head_dim,
+        qk_pos_emb_head_dim=model.qk_pos_emb_head_dim,
+        v_head_dim=model.v_head_dim,
+        rope_type=model.rope_type,
+        rotary_base=model.rotary_base,
+        rotary_percent=model.rotary_percent,
+        rotary_scaling_factor=model.rotary_scaling_factor,
+        original_max_position_embeddings=model.original_max_position_embeddings,
+        beta_fast=model.beta_fast,
+        beta_slow=model.beta_slow,
+        mscale=model.mscale,
+        mscale_all_dim=model.mscale_all_dim,
+    )
 
 
 def _sizes(run: Run) -> dict[str, Any]:
@@ -73,26 +103,6 @@ def _sizes(run: Run) -> dict[str, Any]:
         "mtp_num_layers": model.mtp_num_layers,
         "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
         "log_max_attention_logit": run.optimizer.qk_clip or run.logging.log_max_attention_logit,
-    }
-
-
-def _latent_attention(run: Run) -> dict[str, Any]:
-    model = run.model
-    return {
-        "q_lora_rank": model.q_lora_rank,
-        "kv_lora_rank": model.kv_lora_rank,
-        "qk_head_dim": model.qk_head_dim,
-        "qk_pos_emb_head_dim": model.qk_pos_emb_head_dim,
-        "v_head_dim": model.v_head_dim,
-        "rope_type": model.rope_type,
-        "rotary_base": model.rotary_base,
-        "rotary_percent": model.rotary_percent,
-        "rotary_scaling_factor": model.rotary_scaling_factor,
-        "original_max_position_embeddings": model.original_max_position_embeddings,
-        "beta_fast": model.beta_fast,
-        "beta_slow": model.beta_slow,
-        "mscale": model.mscale,
-        "mscale_all_dim": model.mscale_all_dim,
     }
 
 
@@ -129,13 +139,14 @@ def _two_micro_batches(run: Run) -> dict[str, Any]:
 def _layout(run: Run) -> dict[str, Any]:
     layout = run.parallel
     virtual, several = run.derived.virtual_pipeline_size, layout.pipeline_model_parallel_size > 1
+    stages = [[LETTERS[letter] for letter in stage.letters] for stage in run.derived.pipeline_stages]
     return {
         "tensor_model_parallel_size": layout.tensor_model_parallel_size,
         "sequence_parallel": layout.sequence_parallel and layout.tensor_model_parallel_size > 1,
         "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": virtual,
         # The engine does not divide the layers once more by itself.
-        "pipeline_model_parallel_layout": _stages(run) if several else None,
+        "pipeline_model_parallel_layout": stages if several else None,
         "context_parallel_size": layout.context_parallel_size,
         "cp_comm_type": layout.cp_comm_type,  # ours gathers anyway; Transformer Engine's attention needs it
         "expert_model_parallel_size": layout.expert_model_parallel_size,
@@ -154,38 +165,6 @@ def _layout(run: Run) -> dict[str, Any]:
     }
 
 
-def _stages(run: Run) -> list[list[str]]:
-    """Return the contents of each stage of the pipeline, in the engine's words."""
-    return [[LETTERS[letter] for letter in stage.letters] for stage in run.derived.pipeline_stages]
-
-
-def _recomputation(run: Run) -> dict[str, Any]:
-    training = run.training
-    # Given "mlp", the engine would recompute our MoE layers too, which it does not know; it refuses "moe_act" without
-    # its own grouped experts. Our modules recompute these themselves.
-    engines = [module for module in run.derived.recomputed_modules if module in ("core_attn", "layernorm")]
-    return {
-        "recompute_granularity": training.recompute_granularity,
-        "recompute_method": training.recompute_method,
-        "recompute_num_layers": training.recompute_num_layers,
-        "recompute_modules": engines,
-    }
-
-
-def _precision(run: Run) -> dict[str, Any]:
-    dtype = params_dtype(run)
-    return {
-        "bf16": run.precision.bf16,
-        "fp16": run.precision.fp16,
-        "params_dtype": dtype,
-        "pipeline_dtype": residual_dtype(run.precision.fp32_residual_connection, dtype),
-        "autocast_dtype": dtype,
-        "enable_autocast": False,
-        "attention_softmax_in_fp32": run.precision.attention_softmax_in_fp32,
-        "fp32_residual_connection": run.precision.fp32_residual_connection,
-    }
-
-
 def _kernels(run: Run) -> dict[str, Any]:
     """Return the choice of fused kernels: those by torch.compile on CUDA, and none that needs an extension.
 
@@ -199,6 +178,10 @@ def _kernels(run: Run) -> dict[str, Any]:
     compiled = cuda and not run.training.deterministic_mode
     fields = TransformerConfig.__dataclass_fields__
     graph_scope = "cuda_graph_modules" if "cuda_graph_modules" in fields else "cuda_graph_scope"  # 0.19.2, 0.16.1
+    # The engine's linear layers add to fp32 sums with an extension that is compiled for the machine, and refuse to be
+    # built without it. The output layer is the engine's next to Transformer Engine's layers too: one setting for all.
+    wanted = run.precision.gradient_accumulation_fusion is not False and run.derived.grads_in_fp32
+    fused = cuda and wanted and run.derived.zero_stage < 2 and layers._grad_accum_fusion_available
     return {
         graph_scope: [],
         "use_cpu_initialization": not cuda,  # where the engine allocates; it initialises nothing
@@ -207,20 +190,9 @@ def _kernels(run: Run) -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": cuda and _linear_gradients_are_fused(run),
+        "gradient_accumulation_fusion": fused,
         "deterministic_mode": run.training.deterministic_mode,
     }
-
-
-def _linear_gradients_are_fused(run: Run) -> bool:
-    """Return whether the engine's linear layers, or Transformer Engine's, add to fp32 sums in their products on CUDA.
-
-    The engine's do with an extension that is compiled for the machine, and refuse to be built without it; the output
-    layer is the engine's next to Transformer Engine's layers too, and the setting is one for all.
-    """
-    if run.precision.gradient_accumulation_fusion is False or not run.derived.grads_in_fp32:
-        return False
-    return run.derived.zero_stage < 2 and layers._grad_accum_fusion_available
 
 
 def ddp_config(run: Run) -> DistributedDataParallelConfig:

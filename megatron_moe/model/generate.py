@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
 from megatron_moe.parallel.sequence import context_parallel_slice, holder
@@ -152,7 +152,7 @@ def _agreed(token: int) -> int:
     return int(shared)
 
 
-def _micro_batches(tokens: Tensor, repeats: int, cp: Any) -> Iterator[tuple[Tensor, Tensor, None]]:
+def _micro_batches(tokens: Tensor, repeats: int, cp: ProcessGroup) -> Iterator[tuple[Tensor, Tensor, None]]:
     """Return this rank's (tokens, positions, no mask) as the model's forward takes them."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if cp.size() > 1:
@@ -160,7 +160,7 @@ def _micro_batches(tokens: Tensor, repeats: int, cp: Any) -> Iterator[tuple[Tens
     return iter([(tokens, positions, None)] * repeats)
 
 
-def _gather_vocabulary(logits: Tensor, group: Any) -> Tensor:
+def _gather_vocabulary(logits: Tensor, group: ProcessGroup) -> Tensor:
     """Return [B, V] from [B, V/TP] of every TP rank."""
     if group.size() == 1:
         return logits.contiguous()
@@ -169,7 +169,7 @@ def _gather_vocabulary(logits: Tensor, group: Any) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def _from_last_stage(logits: Tensor, batch: int, group: Any) -> Tensor:
+def _from_last_stage(logits: Tensor, batch: int, group: ProcessGroup) -> Tensor:
     """Broadcast the last pipeline stage's logits to every stage."""
     if group.size() == 1:
         return logits

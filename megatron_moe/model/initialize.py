@@ -17,6 +17,8 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
+from megatron_moe.platform.protocols import EngineConfig
+
 
 @dataclass(frozen=True)
 class Split:
@@ -86,7 +88,8 @@ def initialize_weights(chunk: torch.nn.Module, seed: int) -> None:
     Weights are normal with the configured standard deviation; projections back into the residual stream have it divided
     by sqrt(2 x layers), as Megatron-LM does. Norms are one, biases zero.
     """
-    config, tp_group = chunk.config, chunk.pg_collection.tp
+    config, groups = chunk.config, chunk.pg_collection
+    rank, ranks = groups.tp.rank(), groups.tp.size()
     std = config.init_method_std
     output_std = std / (2 * config.num_layers) ** 0.5
     for prefix, experts in _experts(chunk):
@@ -105,8 +108,11 @@ def initialize_weights(chunk: torch.nn.Module, seed: int) -> None:
             parameter.fill_(1.0)
         else:
             width = output_std if module_name in _OUTPUT_PROJECTIONS else std
-            full = normal(seed, full_name, _full_shape(parameter, split, tp_group.size()), width)
-            parameter.copy_(part(full, split, tp_group.rank(), tp_group.size()))
+            full_shape: list[Any] = list(parameter.shape)
+            if split.axis is not None:
+                full_shape[split.axis] *= ranks
+            full = normal(seed, full_name, tuple(full_shape), width)
+            parameter.copy_(part(full, split, rank, ranks))
 
 
 def placement(chunk: torch.nn.Module) -> dict[str, tuple[str, Split]]:
@@ -143,7 +149,7 @@ def _experts(chunk: torch.nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in chunk.named_modules() if name.endswith(".mlp.experts")]
 
 
-def _split(module_name: str, parameter_name: str, config: Any) -> Split:
+def _split(module_name: str, parameter_name: str, config: EngineConfig) -> Split:
     split = _SPLITS[module_name, parameter_name]
     gated = module_name == "linear_fc1" and config.gated_linear_unit
     return Split(split.axis, stride=2) if gated else split
@@ -156,10 +162,3 @@ def _mark(parameter: torch.nn.Parameter, split: Split) -> None:
     """
     if split.axis is not None and not hasattr(parameter, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(parameter, True, split.axis, split.stride)
-
-
-def _full_shape(parameter: Tensor, split: Split, ranks: int) -> tuple[int, ...]:
-    shape = list(parameter.shape)
-    if split.axis is not None:
-        shape[split.axis] *= ranks
-    return tuple(shape)

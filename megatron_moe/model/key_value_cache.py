@@ -115,7 +115,7 @@ class _Rows:
 class _CachedCore(torch.nn.Module):
     """Core attention that caches the keys and values it is given, after their rotation."""
 
-    def __init__(self, core: Any, length: _Length) -> None:
+    def __init__(self, core: torch.nn.Module, length: _Length) -> None:
         super().__init__()
         _refuse_foreign(core)
         self.core, self._length = core, length
@@ -132,11 +132,11 @@ class _CachedCore(torch.nn.Module):
 class _CachedSelfAttention(torch.nn.Module):
     """The engine's attention with rotary positions that continue after the cached tokens."""
 
-    def __init__(self, attention: Any, table: Tensor | None, length: _Length) -> None:
+    def __init__(self, attention: torch.nn.Module, table: Tensor | None, length: _Length) -> None:
         super().__init__()
         self.attention, self._table, self._length = attention, table, length
 
-    def forward(self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Any = None, **options: Any) -> Any:
+    def forward(self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Tensor | None = None, **options: Any) -> Any:
         """Attend as the engine's SelfAttention, but not at the model's positions, which start at 0 in each pass."""
         if self._table is not None:
             known = self._length.known
@@ -190,7 +190,7 @@ class _CachedLatentAttention(torch.nn.Module):
         return torch.einsum("sbnr,nvr->sbnv", context.to(up.dtype), up_value).to(query_rest.dtype).flatten(2)
 
 
-def _refuse_foreign(core: Any) -> None:
+def _refuse_foreign(core: torch.nn.Module) -> None:
     if not isinstance(core, SDPACoreAttention):
         raise ValueError(f"a key-value cache needs --transformer-impl local, not {type(core).__name__}")
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_moe.model.cross_entropy import linear_cross_entropy
-from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks, sum_over_ranks
+from megatron_moe.parallel.collectives import all_gather_rows, all_reduce_sum, shared_by_ranks
 from megatron_moe.parallel.copying import CopiesShareGroups
+from megatron_moe.platform.protocols import AutogradContext
 from megatron_moe.precision.contract import returns_wider
 
 
@@ -48,18 +49,14 @@ class OutputLayer(CopiesShareGroups, ColumnParallelLinear):
         whole = logits.shape[-1] != self.output_size_per_partition
         first = 0 if whole else self.tp_group.rank() * self.output_size_per_partition
         tokens = max(self.vocab_size - first, 0)
-        return (_without_padding(logits, tokens) if tokens < logits.shape[-1] else logits), bias
-
-
-def _without_padding(logits: Tensor, tokens: int) -> Tensor:
-    return _WithoutPadding.apply(logits, tokens)
+        return (_WithoutPadding.apply(logits, tokens) if tokens < logits.shape[-1] else logits), bias
 
 
 class _WithoutPadding(torch.autograd.Function):
     """A function that writes the least number into the columns from `tokens` on, in place to save memory."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: int) -> Tensor:
+    def forward(ctx: AutogradContext, logits: Tensor, tokens: int) -> Tensor:
         ctx.tokens = tokens
         ctx.mark_dirty(logits)
         logits[..., tokens:] = torch.finfo(logits.dtype).min
@@ -67,7 +64,7 @@ class _WithoutPadding(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
         grad[..., ctx.tokens :] = 0  # the softmax leaves 0 there; a function of the logits of another kind may not
         return grad, None
 
@@ -168,5 +165,5 @@ def loss_func(
     # The schedule divides `total` in place; the logged value must not follow.
     logged = torch.stack((total.detach().clone(), tokens))
     if shared_by is not None and shared_by.size() > 1:
-        total, tokens = total * shared_by.size(), sum_over_ranks(tokens, shared_by)
+        total, tokens = total * shared_by.size(), all_reduce_sum(tokens, shared_by)
     return total, tokens.to(torch.int), {"lm loss": logged}

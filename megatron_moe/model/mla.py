@@ -22,10 +22,11 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.model.rotary import Rotary, softmax_scale
-from megatron_moe.moe.recompute import without_output
+from megatron_moe.moe.experts import without_output
 from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.half_products import linear
+from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 
 # DeepSeek's code leaves the latent norms at the default of its RMSNorm, whatever the model's rms_norm_eps is.
 LATENT_NORM_EPSILON = 1e-6
@@ -64,12 +65,12 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
 
     def __init__(
         self,
-        config: Any,
+        config: EngineConfig,
         submodules: MLASubmodules,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        pg_collection: ProcessGroups | None = None,
         pp_layer_offset: int | None = None,
         name: str | None = None,
         recomputed: Collection[str] = (),
@@ -99,7 +100,7 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
             pg_collection=pg_collection,
         )
 
-    def _build_projections(self, config: Any, submodules: MLASubmodules) -> None:
+    def _build_projections(self, config: EngineConfig, submodules: MLASubmodules) -> None:
         heads, hidden = config.num_attention_heads, config.hidden_size
 
         def column(input_size: int, output_size: int, buffer_name: str) -> torch.nn.Module:
@@ -126,7 +127,11 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
             self.linear_q_down_proj = ReplicatedLinear(config, hidden, config.q_lora_rank)
             self.q_layernorm = latent_norm(config.q_lora_rank)
             self.linear_q_up_proj = column(config.q_lora_rank, heads * self.query_width, "q_up_proj")
-            self._settle_query_norm(config)
+            # The engine sums the gradients of every q_layernorm over TP ranks (finalize_model_grads): right for the
+            # norms of a rank's own heads. Ours has the whole gradient on every rank already, unless the sequence is
+            # split: the mean of equal gradients does not change it.
+            if self.q_layernorm is not None and not config.sequence_parallel:
+                self.q_layernorm.weight.average_gradients_across_tp_domain = True
         self.linear_kv_down_proj = ReplicatedLinear(config, hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim)
         self.kv_layernorm = latent_norm(config.kv_lora_rank)
         self.linear_kv_up_proj = column(config.kv_lora_rank, heads * self.key_value_width, "kv_up_proj")
@@ -142,16 +147,6 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
             tp_comm_buffer_name="proj",
             tp_group=self.tp_group,
         )
-
-    def _settle_query_norm(self, config: Any) -> None:
-        """Let the engine average the gradients of the query's norm over TP ranks instead of summing them.
-
-        Its finalize_model_grads sums the gradients of every q_layernorm, which is right for norms of a rank's own
-        heads. Ours has the whole gradient on every rank already, unless the sequence is split: the mean of equal
-        gradients does not change it.
-        """
-        if self.q_layernorm is not None and not config.sequence_parallel:
-            self.q_layernorm.weight.average_gradients_across_tp_domain = True
 
     def forward(
         self,
@@ -237,7 +232,7 @@ class ReplicatedLinear(torch.nn.Module):
     otherwise all ranks have the same, whole gradient.
     """
 
-    def __init__(self, config: Any, input_size: int, output_size: int) -> None:
+    def __init__(self, config: EngineConfig, input_size: int, output_size: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(
             torch.empty(output_size, input_size, dtype=config.params_dtype, device=platform.device())

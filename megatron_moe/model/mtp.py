@@ -32,6 +32,7 @@ from torch import Tensor
 from megatron_moe.model.norm import residual_dtype
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.parallel.sequence import shifted
+from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,10 @@ class PredictionParts:
     norm: type
     column_linear: type
     transformer_layer: ModuleSpec
-    pg_collection: Any
+    pg_collection: ProcessGroups
 
 
-class PredictionLayer(CopiesShareGroups, MegatronModule):
+class MTPLayer(CopiesShareGroups, MegatronModule):
     """One depth of multi-token prediction, for the engine's MultiTokenPredictionBlock.
 
     Its parameters have the names of Megatron-LM's checkpoints. The engine's own layer is not used: its names change
@@ -64,7 +65,7 @@ class PredictionLayer(CopiesShareGroups, MegatronModule):
 
     def __init__(
         self,
-        config: Any,
+        config: EngineConfig,
         submodules: PredictionParts,
         layer_number: int = 1,
         vp_stage: int | None = None,
@@ -135,7 +136,7 @@ class PredictionLayer(CopiesShareGroups, MegatronModule):
         return merged.to(residual_dtype(self.config.fp32_residual_connection, dtype))
 
 
-class FurtherPredictions:
+class MultiTokenPrediction:
     """A mixin before the engine's GPTModel that adds multi-token prediction in training.
 
     Attributes:
@@ -145,7 +146,7 @@ class FurtherPredictions:
 
     further_losses: Tensor | None = None
 
-    def take_further_losses(self) -> Tensor | None:
+    def pop_mtp_losses(self) -> Tensor | None:
         """Return `further_losses` and reset it. None on a chunk without these layers, and before a micro-batch."""
         taken, self.further_losses = self.further_losses, None
         return taken

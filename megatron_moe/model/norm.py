@@ -10,7 +10,6 @@ an fp32 stream that was rounded to bf16 in every layer. `fp32_bias_dropout_add` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.kernels import compiled
+from megatron_moe.platform.protocols import AutogradContext, EngineConfig
 from megatron_moe.precision.contract import mixes_dtypes
 
 
@@ -34,7 +34,7 @@ class RMSNorm(torch.nn.Module):
         eps: added to the mean square.
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6) -> None:
+    def __init__(self, config: EngineConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device()))
@@ -63,8 +63,8 @@ class _RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     @mixes_dtypes("the weight, in the model's dtype, is multiplied in fp32 without a copy of it")
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        found = compiled.call("rms_norm_forward", x, weight, eps, dtype)
+    def forward(ctx: AutogradContext, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        found = compiled.rms_norm_forward(x, weight, eps, dtype) if compiled.computes(x) else NotImplemented
         if found is not NotImplemented:
             y, inverse_rms = found
             ctx.save_for_backward(x, weight, inverse_rms)
@@ -76,9 +76,9 @@ class _RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     @mixes_dtypes("the weight, in the model's dtype, is multiplied in fp32 without a copy of it")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
-        found = compiled.call("rms_norm_backward", grad, x, weight, inverse_rms)
+        found = compiled.rms_norm_backward(grad, x, weight, inverse_rms) if compiled.computes(grad) else NotImplemented
         if found is not NotImplemented:
             return *found, None, None
         normed = x.float() * inverse_rms

@@ -25,8 +25,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from torch import Tensor
 
-from megatron_moe.moe.dispatch import SteppedDispatcher
-from megatron_moe.moe.grouped_gemm import LaterGradients
+from megatron_moe.moe.dispatch import PhasedDispatcher
+from megatron_moe.moe.grouped_gemm import DelayedWgrad
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.platform import streams
 
@@ -85,7 +85,7 @@ class LayerPlan(TransformerLayerSchedulePlan):
             self.mlp = node(comp_stream, dense.mlp, "mlp")
 
 
-class _Later(LaterGradients):
+class _Later(DelayedWgrad):
     """Gradients that are left out in a node's backward pass, with the methods that the engine calls."""
 
     def backward_dw(self) -> None:
@@ -140,10 +140,10 @@ class MoESteps(DenseSteps):
     engine frees the memory of some inputs when a step is done, so that no step saves its inputs for backward.
     """
 
-    def __init__(self, layer: Any, later: LaterGradients | None) -> None:
+    def __init__(self, layer: Any, later: DelayedWgrad | None) -> None:
         super().__init__(layer)
         self.moe: MoELayer = layer.mlp
-        assert isinstance(self.moe.dispatcher, SteppedDispatcher), "rules.moe.expert_overlap_can_work"
+        assert isinstance(self.moe.dispatcher, PhasedDispatcher), "rules.moe.expert_overlap_can_work"
         self.dispatcher = self.moe.dispatcher
         self.later = later
 
@@ -192,8 +192,8 @@ class MoESteps(DenseSteps):
         """Return the residual stream after the layer."""
         state, layer = node.layer_state, self.layer
         streams.keep((state.plan, state.residual, state.shared))
-        home = self.dispatcher.send_back(results, state.plan)
-        output = self.dispatcher.add_up(home, state.plan).view(state.residual.shape)
+        returned_rows = self.dispatcher.send_back(results, state.plan)
+        output = self.dispatcher.add_up(returned_rows, state.plan).view(state.residual.shape)
         if state.shared is not None:
             output = output + state.shared
         with self.random_streams(), layer.bias_dropout_add_exec_handler():

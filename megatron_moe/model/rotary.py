@@ -7,7 +7,6 @@ reaches them.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.parallel.sequence import context_parallel_slice
+from megatron_moe.platform.protocols import AutogradContext, EngineConfig
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
@@ -22,7 +22,7 @@ def yarn_magnitude(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def softmax_scale(config: Any) -> float:
+def softmax_scale(config: EngineConfig) -> float:
     """Return latent attention's scale of q k^T: 1/sqrt(key width), times yarn's squared magnitude if configured."""
     scale = (config.qk_head_dim + config.qk_pos_emb_head_dim) ** -0.5
     if config.rope_type == "yarn" and config.mscale_all_dim:
@@ -42,7 +42,7 @@ class Rotary:
         ConfigError: a rotary_percent other than 1; the width itself says how much latent attention rotates.
     """
 
-    def __init__(self, config: Any, cp_rank: int = 0, cp_size: int = 1) -> None:
+    def __init__(self, config: EngineConfig, cp_rank: int = 0, cp_size: int = 1) -> None:
         width = config.qk_pos_emb_head_dim
         if config.rotary_percent != 1.0:
             raise ConfigError(
@@ -100,14 +100,14 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return pairs.flatten(-2).to(x.dtype)
 
 
-@has_kernel("triton_rotary")
+@has_kernel("join_positions")
 def join_positions(rest: Tensor, positional: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return heads [S, B, n, width + w] of `rest` [S, B, n, width] and the rotated `positional` [S, B, n or 1, w]."""
     turned = rotated(positional, cos, sin).expand(-1, -1, rest.shape[2], -1)
     return torch.cat((rest, turned), dim=-1)
 
 
-@has_kernel("triton_rotary")
+@has_kernel("join_positions_backward")
 def join_positions_backward(grad: Tensor, cos: Tensor, sin: Tensor, width: int, shared: bool) -> Tensor:
     """Return the gradient of `positional`, added up over the heads in fp32 where they share it, and rounded once.
 
@@ -119,20 +119,20 @@ def join_positions_backward(grad: Tensor, cos: Tensor, sin: Tensor, width: int, 
 
 class _JoinPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rest: Tensor, positional: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, rest: Tensor, positional: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.width, ctx.shared = rest.shape[-1], positional.shape[2] != rest.shape[2]
         return join_positions(rest, positional, cos, sin)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         found = join_positions_backward(grad, cos, sin, ctx.width, ctx.shared)
         return grad[..., : ctx.width], found, None, None
 
 
-def _interpolated(frequencies: Tensor, config: Any) -> Tensor:
+def _interpolated(frequencies: Tensor, config: EngineConfig) -> Tensor:
     """Return yarn's frequencies: slow ones divided by the factor, fast ones kept, those between blended linearly."""
     width, base = config.qk_pos_emb_head_dim, config.rotary_base
 

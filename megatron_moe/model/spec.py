@@ -21,15 +21,17 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
 from megatron_moe.model.attention import MeasuredCoreAttention, SDPACoreAttention
 from megatron_moe.model.mla import LatentAttention, MLASubmodules
-from megatron_moe.model.mtp import PredictionLayer, PredictionParts
+from megatron_moe.model.mtp import MTPLayer, PredictionParts
 from megatron_moe.model.norm import RMSNorm, fp32_bias_dropout_add
 from megatron_moe.moe.layer import MoELayer, MoESubmodules
 from megatron_moe.moe.options import MoEOptions
+from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class LayerSettings:
 class RecomputedMLP(MLP):
     """The engine's dense MLP, recomputed in the backward pass: its input alone is kept in training."""
 
-    def forward(self, hidden_states: Any, *args: Any, **options: Any) -> Any:
+    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         """Compute the engine's MLP, under a checkpoint in training."""
         forward = partial(super().forward, **options)
         return checkpoint(forward, False, hidden_states, *args) if self.training else forward(hidden_states, *args)
@@ -111,13 +113,13 @@ class MLPSpec:
     submodules: Any
     params: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, *, config: Any, **_: Any) -> Any:
+    def __call__(self, *, config: EngineConfig, **_: Any) -> Any:
         """Build the module, for 0.19.2, which calls the spec."""
         return self.module(config=config, submodules=self.submodules, **self.params)
 
 
 def block_spec(
-    config: Any, settings: LayerSettings, pg_collection: Any, layers: Iterable[int]
+    config: EngineConfig, settings: LayerSettings, pg_collection: ProcessGroups, layers: Iterable[int]
 ) -> TransformerBlockSubmodules:
     """Return the layers of one stage of the pipeline.
 
@@ -136,7 +138,7 @@ def block_spec(
 
 
 def prediction_spec(
-    config: Any, settings: LayerSettings, pg_collection: Any
+    config: EngineConfig, settings: LayerSettings, pg_collection: ProcessGroups
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Return the layers of multi-token prediction, or None without the flag.
 
@@ -147,11 +149,13 @@ def prediction_spec(
     chosen = parts(config.transformer_impl)
     last = layer_spec(config, settings, chosen, pg_collection, bool(config.moe_layer_freq[-1]))
     submodules = PredictionParts(chosen.norm, chosen.column_linear, last, pg_collection)
-    depth = ModuleSpec(module=PredictionLayer, submodules=submodules)
+    depth = ModuleSpec(module=MTPLayer, submodules=submodules)
     return MultiTokenPredictionBlockSubmodules(layer_specs=[depth] * config.mtp_num_layers)
 
 
-def layer_spec(config: Any, settings: LayerSettings, chosen: Parts, pg_collection: Any, moe: bool) -> ModuleSpec:
+def layer_spec(
+    config: EngineConfig, settings: LayerSettings, chosen: Parts, pg_collection: ProcessGroups, moe: bool
+) -> ModuleSpec:
     """Return one transformer layer: attention, then the MoE layer or a dense MLP, each after its norm."""
     add = fp32_bias_dropout_add if config.fp32_residual_connection else get_bias_dropout_add
     return ModuleSpec(
@@ -167,7 +171,7 @@ def layer_spec(config: Any, settings: LayerSettings, chosen: Parts, pg_collectio
     )
 
 
-def _attention(config: Any, settings: LayerSettings, chosen: Parts) -> ModuleSpec:
+def _attention(config: EngineConfig, settings: LayerSettings, chosen: Parts) -> ModuleSpec:
     head_norm = chosen.norm if config.qk_layernorm else None
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
     core = MeasuredCoreAttention if config.log_max_attention_logit else chosen.core_attention
@@ -187,13 +191,13 @@ def _attention(config: Any, settings: LayerSettings, chosen: Parts) -> ModuleSpe
     return ModuleSpec(module=module, params=params, submodules=submodules)
 
 
-def _dense(config: Any, settings: LayerSettings, chosen: Parts, pg_collection: Any) -> MLPSpec:
+def _dense(config: EngineConfig, settings: LayerSettings, chosen: Parts, pg_collection: ProcessGroups) -> MLPSpec:
     linears = MLPSubmodules(linear_fc1=chosen.column_linear, linear_fc2=chosen.row_linear)
     module = RecomputedMLP if "mlp" in settings.recomputed else MLP
     return MLPSpec(module, linears, {"tp_group": pg_collection.tp, "ffn_hidden_size": config.ffn_hidden_size})
 
 
-def _moe(config: Any, settings: LayerSettings, chosen: Parts, pg_collection: Any) -> MLPSpec:
+def _moe(config: EngineConfig, settings: LayerSettings, chosen: Parts, pg_collection: ProcessGroups) -> MLPSpec:
     if settings.moe is not None and settings.moe.backend == "te":  # the layer's own error gets the engine's words
         platform.require_transformer_engine("--moe-expert-backend te", "--moe-expert-backend grouped_mm")
     linears = MoESubmodules(linear_fc1=chosen.column_linear, linear_fc2=chosen.row_linear)

@@ -18,8 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init
 from megatron_moe import platform
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.parallel.groups import neighbours, partition, ranks_of_machine
-from megatron_moe.parallel.quantization import Segments
-from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter
+from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, Segments
 
 
 class _Sending(Protocol):

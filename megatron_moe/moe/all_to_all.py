@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from megatron_moe.moe.dispatch import (
     ExpertInput,
+    PhasedDispatcher,
     SortPlan,
-    SteppedDispatcher,
     copy_rows,
     first_rows,
     sort_kept,
@@ -22,10 +21,11 @@ from megatron_moe.moe.dispatch import (
 from megatron_moe.moe.routing import RoutingDecision
 from megatron_moe.parallel.collectives import all_to_all_rows, packed_rows, trailing_weights
 from megatron_moe.platform.host_copy import HostCopy
+from megatron_moe.platform.protocols import AutogradContext
 
 
 @dataclass(frozen=True)
-class _Departure:
+class SendPlan:
     """What an exchange of rows needs, and what of it the host does not know yet.
 
     sent: the sort on the token's side, with one slot per chosen expert and ETP rank. splits: on their way to the host.
@@ -40,10 +40,10 @@ class _Departure:
 
 
 @dataclass(frozen=True)
-class _Arrival:
-    """A `_Departure` whose rows have arrived. send_splits, recv_splits: rows to and from each rank."""
+class RecvPlan:
+    """A `SendPlan` whose rows have arrived. send_splits, recv_splits: rows to and from each rank."""
 
-    departure: _Departure
+    send_plan: SendPlan
     send_splits: list[int]
     recv_splits: list[int]
 
@@ -52,7 +52,7 @@ class _Arrival:
 class ExchangePlan:
     """The plan of an all-to-all between two sorts.
 
-    sent, send_splits, recv_splits: see `_Departure` and `_Arrival`. order, inverse [R]: from arrival order (by source
+    sent, send_splits, recv_splits: see `SendPlan` and `RecvPlan`. order, inverse [R]: from arrival order (by source
     rank) to expert order, and back.
     """
 
@@ -65,24 +65,26 @@ class ExchangePlan:
 
 class _Pack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, sent: SortPlan, weighed: SortPlan, partial: bool) -> Tensor:
+    def forward(
+        ctx: AutogradContext, rows: Tensor, weights: Tensor, sent: SortPlan, weighed: SortPlan, partial: bool
+    ) -> Tensor:
         ctx.save_for_backward(sent.slots, weighed.slots)
         ctx.hidden, ctx.dtype, ctx.partial = rows.shape[1], weights.dtype, partial
         return packed_rows(rows, weights, sent.source, weighed.source)
 
     @staticmethod
-    def backward(ctx: Any, home: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, returned_rows: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         row_slots, weight_slots = ctx.saved_tensors
-        of_weights = sum_rows(trailing_weights(home, ctx.hidden, ctx.dtype), weight_slots, ctx.partial)
+        of_weights = sum_rows(trailing_weights(returned_rows, ctx.hidden, ctx.dtype), weight_slots, ctx.partial)
         # Sums of whole rows, of which the last elements mean nothing: `sum_rows` would copy a part of rows.
-        of_rows = sum_rows(home, row_slots, ctx.partial)[:, : ctx.hidden].contiguous()
+        of_rows = sum_rows(returned_rows, row_slots, ctx.partial)[:, : ctx.hidden].contiguous()
         return of_rows, of_weights, None, None, None
 
 
 class _Unpack(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, arrived: Tensor, order: Tensor, inverse: Tensor, hidden: int, dtype: torch.dtype
+        ctx: AutogradContext, arrived: Tensor, order: Tensor, inverse: Tensor, hidden: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(inverse)
         ctx.dtype = dtype
@@ -90,7 +92,7 @@ class _Unpack(torch.autograd.Function):
         return arrived[:, :hidden].index_select(0, order), weights.index_select(0, order)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (inverse,) = ctx.saved_tensors
         return packed_rows(grad, weights_grad.to(ctx.dtype), inverse, inverse), None, None, None, None
 
@@ -122,10 +124,10 @@ def unpack_weighted(
     return _Unpack.apply(arrived, order, inverse, hidden, dtype)
 
 
-class AllToAllDispatcher(SteppedDispatcher):
+class AllToAllDispatcher(PhasedDispatcher):
     """A dispatcher that sends each row to the ranks of its expert and its result back, by one all-to-all each way."""
 
-    def prepare(self, hidden: Tensor, decision: RoutingDecision) -> tuple[tuple[Tensor, ...], _Departure]:
+    def prepare(self, hidden: Tensor, decision: RoutingDecision) -> tuple[tuple[Tensor, ...], SendPlan]:
         num_tokens, topk = decision.expert_ids.shape
         etp, group = self.groups.etp_size, self.groups.expert
         order, inverse, ends = sort_kept(self.destinations(decision), self.num_experts, self.drops)
@@ -144,23 +146,23 @@ class AllToAllDispatcher(SteppedDispatcher):
         sent = SortPlan(source=pairs // topk, slots=slots.view(num_tokens, topk * etp))
         probs = decision.probs.flatten()
         packed = pack_weighted(hidden, probs, sent, SortPlan(source=pairs, slots=slots), self.drops)
-        return (packed,), _Departure(sent, copied, received_counts, hidden.shape[1], probs.dtype)
+        return (packed,), SendPlan(sent, copied, received_counts, hidden.shape[1], probs.dtype)
 
-    def send(self, leaving: tuple[Tensor, ...], plan: _Departure) -> tuple[tuple[Tensor, ...], _Arrival]:
+    def send(self, leaving: tuple[Tensor, ...], plan: SendPlan) -> tuple[tuple[Tensor, ...], RecvPlan]:
         rows_to_ep, recv_splits = self.splits(plan.splits)
         send_splits = [n for n in rows_to_ep for _ in range(self.groups.etp_size)]
         arrived = all_to_all_rows(leaving[0], send_splits, recv_splits, self.groups.expert)
-        return (arrived,), _Arrival(plan, send_splits, recv_splits)
+        return (arrived,), RecvPlan(plan, send_splits, recv_splits)
 
-    def arrange(self, arrived: tuple[Tensor, ...], plan: _Arrival) -> tuple[ExpertInput, ExchangePlan]:
-        departure, num_rows = plan.departure, sum(plan.recv_splits)
-        counts = departure.counts.flatten()
+    def arrange(self, arrived: tuple[Tensor, ...], plan: RecvPlan) -> tuple[ExpertInput, ExchangePlan]:
+        send_plan, num_rows = plan.send_plan, sum(plan.recv_splits)
+        counts = send_plan.counts.flatten()
         local_experts = torch.arange(self.num_local_experts, device=counts.device).repeat(self.groups.expert.size())
         arrived_ids = local_experts.repeat_interleave(counts, output_size=num_rows)
         order, inverse, ends = sort_kept(arrived_ids, self.num_local_experts, drops=False)
-        rows, row_weights = unpack_weighted(arrived[0], order, inverse, departure.hidden, departure.dtype)
-        host_offsets = departure.splits.result()[-self.num_local_experts :]
-        back = ExchangePlan(departure.sent, plan.send_splits, plan.recv_splits, order, inverse)
+        rows, row_weights = unpack_weighted(arrived[0], order, inverse, send_plan.hidden, send_plan.dtype)
+        host_offsets = send_plan.splits.result()[-self.num_local_experts :]
+        back = ExchangePlan(send_plan.sent, plan.send_splits, plan.recv_splits, order, inverse)
         return ExpertInput(rows, row_weights, ends.to(torch.int32), host_offsets), back
 
     def splits(self, copied: HostCopy) -> tuple[list[int], list[int]]:
@@ -174,8 +176,8 @@ class AllToAllDispatcher(SteppedDispatcher):
     def send_back(self, results: Tensor, plan: ExchangePlan) -> Tensor:
         return all_to_all_rows(results, plan.recv_splits, plan.send_splits, self.groups.expert)
 
-    def add_up(self, home: Tensor, plan: ExchangePlan) -> Tensor:
-        return sum_copies(home, plan.sent.source, plan.sent.slots, partial=self.drops)
+    def add_up(self, returned_rows: Tensor, plan: ExchangePlan) -> Tensor:
+        return sum_copies(returned_rows, plan.sent.source, plan.sent.slots, partial=self.drops)
 
 
 def _with_copies(order: Tensor, inverse: Tensor, rows_to_ep: list[int], etp: int) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.moe.dispatch import Dispatcher, ExpertInput, build_dispatcher, copy_rows, sum_copies
-from megatron_moe.moe.groups import MoEGroups
-from megatron_moe.moe.options import MoEOptions
+from megatron_moe.moe.options import MoEGroups, MoEOptions
 from megatron_moe.moe.routing import MicroBatch, RoutingDecision, positions
 from megatron_moe.parallel.collectives import all_gather_rows
 
@@ -83,13 +82,6 @@ class ExpertCapacity:
 def dropless(decision: RoutingDecision, micro_batch: MicroBatch) -> RoutingDecision:
     """Return the decision as it is: every choice is kept."""
     return decision
-
-
-def build_limit(options: MoEOptions, groups: MoEGroups) -> Limit:
-    """Return the limit on the choices of a router with these options."""
-    if options.capacity_factor is None:
-        return dropless
-    return ExpertCapacity(options, groups, options.capacity_factor)
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.config.registry import DISPATCHERS
 from megatron_moe.kernels.choice import has_kernel
-from megatron_moe.moe.groups import MoEGroups
+from megatron_moe.moe.options import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
 from megatron_moe.parallel.collectives import all_gather_rows, reduce_scatter_rows
+from megatron_moe.platform.protocols import AutogradContext
 
 # Rows are moved between token order and expert order with gathers in both directions. A permutation is stored as two
 # index tables: `source` has the row that each copy comes from, `slots` the positions of a row's copies. Copying is a
@@ -32,13 +33,13 @@ from megatron_moe.parallel.collectives import all_gather_rows, reduce_scatter_ro
 # the other way round. No backward pass scatters, so the result is deterministic on every device, without atomics.
 
 
-@has_kernel("triton_dispatch")
+@has_kernel("gather_rows")
 def gather_rows(rows: Tensor, source: Tensor, slots: Tensor) -> Tensor:
     """Return copies [R, ...] of rows [T, ...]; the tables are those of `copy_rows`."""
     return rows.index_select(0, source)
 
 
-@has_kernel("triton_dispatch")
+@has_kernel("sum_rows")
 def sum_rows(copies: Tensor, slots: Tensor, partial: bool) -> Tensor:
     """Return the sum [T, ...] of each row's copies [R, ...], added in fp32 or wider and rounded once.
 
@@ -57,25 +58,25 @@ def sum_rows(copies: Tensor, slots: Tensor, partial: bool) -> Tensor:
 
 class _CopyRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, source: Tensor, slots: Tensor, partial: bool) -> Tensor:
+    def forward(ctx: AutogradContext, rows: Tensor, source: Tensor, slots: Tensor, partial: bool) -> Tensor:
         ctx.save_for_backward(slots)
         ctx.partial = partial
         return gather_rows(rows, source, slots)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (slots,) = ctx.saved_tensors
         return sum_rows(grad, slots, ctx.partial), None, None, None
 
 
 class _SumCopies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, source: Tensor, slots: Tensor, partial: bool) -> Tensor:
+    def forward(ctx: AutogradContext, rows: Tensor, source: Tensor, slots: Tensor, partial: bool) -> Tensor:
         ctx.save_for_backward(source, slots)
         return sum_rows(rows, slots, partial)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
         source, slots = ctx.saved_tensors
         return gather_rows(grad, source, slots), None, None, None
 
@@ -149,7 +150,7 @@ class Dispatcher(ABC):
         """Return the sum of the experts' results [R, H] for each token, [T, H] in the same dtype."""
 
 
-class SteppedDispatcher(Dispatcher):
+class PhasedDispatcher(Dispatcher):
     """A dispatcher in steps, so that a schedule can put the exchanges next to the work of another micro-batch.
 
     A dispatch is `prepare`, `send` and `arrange`, a combine is `collect`, `send_back` and `add_up`. Rows travel in
@@ -175,10 +176,10 @@ class SteppedDispatcher(Dispatcher):
 
     @abstractmethod
     def send_back(self, results: Tensor, plan: Any) -> Tensor:
-        """Return what came home to this rank."""
+        """Return the rows that came back to this rank."""
 
     @abstractmethod
-    def add_up(self, home: Tensor, plan: Any) -> Tensor:
+    def add_up(self, returned_rows: Tensor, plan: Any) -> Tensor:
         """Return the sum of the results for each token, [T, H]."""
 
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, Any]:
@@ -198,7 +199,7 @@ class SortPlan:
     slots: Tensor
 
 
-@has_kernel("triton_dispatch")
+@has_kernel("sort_by_expert")
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the order of the choices by expert, stable in the token; its inverse; each expert's end in it, int64.
 

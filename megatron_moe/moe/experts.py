@@ -10,21 +10,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_moe.config.derived import grouped_product_refusal
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.dispatch import ExpertInput
-from megatron_moe.moe.grouped_gemm import GroupedLinear, LaterGradients, TorchProduct
+from megatron_moe.moe.grouped_gemm import DelayedWgrad, GroupedLinear, TorchProduct
 from megatron_moe.moe.grouped_gemm_fp8 import Fp8Product
-from megatron_moe.moe.groups import MoEGroups
-from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.recompute import without_output
+from megatron_moe.moe.options import MoEGroups, MoEOptions
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.parallel.groups import ranks_of_machine
 from megatron_moe.platform import host
 from megatron_moe.platform.isolation import unaffected_by_autocast
+from megatron_moe.platform.protocols import AutogradContext, EngineConfig
 from megatron_moe.precision.contract import mixes_dtypes
 
 # The activation is SwiGLU times the routing weight, as one step of the graph. Multiplying by the weight here, on rows
@@ -33,7 +33,7 @@ from megatron_moe.precision.contract import mixes_dtypes
 # linear.
 
 
-@has_kernel("triton_activation")
+@has_kernel("weighted_swiglu_forward")
 @mixes_dtypes("rows in the model's dtype are multiplied in place into fp32")
 def weighted_swiglu_forward(gate_up: Tensor, probs: Tensor) -> Tensor:
     """Return `weighted_swiglu` without its graph."""
@@ -45,7 +45,7 @@ def weighted_swiglu_forward(gate_up: Tensor, probs: Tensor) -> Tensor:
     return hidden.to(gate_up.dtype)
 
 
-@has_kernel("triton_activation")
+@has_kernel("weighted_swiglu_backward")
 @mixes_dtypes("rows in the model's dtype are multiplied in fp32, and rounded once as they are written")
 def weighted_swiglu_backward(grad: Tensor, gate_up: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of `gate_up` [R, 2F] and `probs` [R], from that of the result [R, F]."""
@@ -75,13 +75,13 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     @unaffected_by_autocast
-    def forward(ctx: Any, gate_up: Tensor, probs: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, gate_up: Tensor, probs: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, probs)
         return weighted_swiglu_forward(gate_up, probs)
 
     @staticmethod
     @unaffected_by_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate_up, probs = ctx.saved_tensors
         return weighted_swiglu_backward(grad, gate_up, probs)
 
@@ -115,7 +115,7 @@ class LocalExperts(CopiesShareGroups, MegatronModule, ABC):
         ValueError: the experts' width does not divide among the ETP ranks.
     """
 
-    def __init__(self, config: Any, options: MoEOptions, groups: MoEGroups) -> None:
+    def __init__(self, config: EngineConfig, options: MoEOptions, groups: MoEGroups) -> None:
         super().__init__(config)
         self.options = options
         self.groups = groups
@@ -131,7 +131,7 @@ class LocalExperts(CopiesShareGroups, MegatronModule, ABC):
         self.local_ffn_size = options.ffn_hidden_size // groups.etp_size
 
     @abstractmethod
-    def forward(self, expert_input: ExpertInput, later: LaterGradients | None = None) -> Tensor:
+    def forward(self, expert_input: ExpertInput, later: DelayedWgrad | None = None) -> Tensor:
         """Return down(prob * silu(gate) * up) for rows [R, H]: [R, H] in the same dtype, partial over ETP ranks.
 
         later: takes over the weights' gradients, where `--delay-wgrad-compute` asks for it; only grouped_mm's experts
@@ -190,7 +190,7 @@ class GroupedExperts(LocalExperts):
 
     def __init__(
         self,
-        config: Any,
+        config: EngineConfig,
         options: MoEOptions,
         groups: MoEGroups,
         kernel: GroupedLinear | None = None,
@@ -209,7 +209,7 @@ class GroupedExperts(LocalExperts):
             config.init_method(self.weight1)
             config.output_layer_init_method(self.weight2)
 
-    def forward(self, expert_input: ExpertInput, later: LaterGradients | None = None) -> Tensor:
+    def forward(self, expert_input: ExpertInput, later: DelayedWgrad | None = None) -> Tensor:
         """See `LocalExperts.forward`."""
         rows, probs, offsets = expert_input.rows, expert_input.probs, expert_input.offsets
         gate_up_linear = self.gate_up_linear if later is None else later.grouped_linear
@@ -280,3 +280,21 @@ def mark_expert_parameter(parameter: torch.nn.Parameter, partition_dim: int) -> 
 
 def _empty(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(*shape, dtype=dtype))
+
+
+def without_output(produce: Callable[..., Any], consume: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return consume(*produce(*inputs)), with the same numbers, without keeping what `produce` returned.
+
+    The storage is freed after `consume`. When the gradient of the result arrives, `produce` runs again and fills the
+    storage, so that everything `consume` saved of it, views included, is complete before it is read.
+
+    Args:
+        produce: returns a tensor or a tuple of tensors that no function but `consume` reads. Gradients of inputs and
+            parameters are found as usual.
+        consume: takes them as its arguments; its result must depend on them.
+    """
+    checkpoint = CheckpointWithoutOutput(fp8=None)  # its default, False, stands for "FP8, with Transformer Engine"
+    produced = checkpoint.checkpoint(produce, *inputs)
+    result = consume(*produced) if isinstance(produced, tuple) else consume(produced)
+    checkpoint.discard_output_and_register_recompute(result)
+    return result

@@ -21,20 +21,20 @@ from megatron_moe.moe.all_to_all import AllToAllDispatcher
 from megatron_moe.moe.dispatch import (
     Dispatcher,
     ExpertInput,
+    PhasedDispatcher,
     SortPlan,
-    SteppedDispatcher,
     copy_rows,
     sort_by_expert,
     sum_copies,
 )
-from megatron_moe.moe.groups import MoEGroups
+from megatron_moe.moe.options import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
 
 _NOWHERE = -1  # DeepEP's index of a choice that is not sent, or whose expert is on another rank
 
 
 @dataclass(frozen=True)
-class _Arrival:
+class DeepEPReceived:
     """What DeepEP returned besides tensors with a gradient.
 
     handle: DeepEP's own. local_ids [N, K]: the local experts of each arrived row, or -1. counts [e]: on the host.
@@ -53,7 +53,7 @@ class FlexPlan:
     sort: SortPlan
 
 
-class DeepEPDispatcher(SteppedDispatcher):
+class DeepEPDispatcher(PhasedDispatcher):
     """A dispatcher that sends a row once to each rank with experts of its token, by DeepEP.
 
     DeepEP counts the arriving rows on the host, which waits for that. Its kernels take bf16 rows and fp32 weights.
@@ -78,14 +78,14 @@ class DeepEPDispatcher(SteppedDispatcher):
             ids = ids.masked_fill(~decision.kept, _NOWHERE)
         return (hidden, decision.probs.float()), ids
 
-    def send(self, leaving: tuple[Tensor, ...], plan: Tensor) -> tuple[tuple[Tensor, ...], _Arrival]:
+    def send(self, leaving: tuple[Tensor, ...], plan: Tensor) -> tuple[tuple[Tensor, ...], DeepEPReceived]:
         # Without streams of its own: the current one waits for the rows.
         rows, local_ids, weights, counts, handle = fused_a2a.fused_dispatch(
             leaving[0], plan, leaving[1], self.num_experts, self.groups.expert
         )
-        return (rows, weights), _Arrival(handle, local_ids, counts)
+        return (rows, weights), DeepEPReceived(handle, local_ids, counts)
 
-    def arrange(self, arrived: tuple[Tensor, ...], plan: _Arrival) -> tuple[ExpertInput, FlexPlan]:
+    def arrange(self, arrived: tuple[Tensor, ...], plan: DeepEPReceived) -> tuple[ExpertInput, FlexPlan]:
         (rows, weights), topk = arrived, plan.local_ids.shape[1]
         # A choice of another rank's expert sorts last, and is cut off.
         choices = plan.local_ids.masked_fill(plan.local_ids == _NOWHERE, self.num_local_experts)
@@ -105,11 +105,11 @@ class DeepEPDispatcher(SteppedDispatcher):
         combined, _ = fused_a2a.fused_combine(results, self.groups.expert, plan.handle)
         return combined
 
-    def add_up(self, home: Tensor, plan: FlexPlan) -> Tensor:
-        return home
+    def add_up(self, returned_rows: Tensor, plan: FlexPlan) -> Tensor:
+        return returned_rows
 
 
-class HybridEPDispatcher(SteppedDispatcher):
+class HybridEPDispatcher(PhasedDispatcher):
     """A dispatcher by HybridEP, which also copies the arrived rows for their experts, and adds up their results.
 
     HybridEP takes the choices as a map of tokens and experts. Its ranks send equally many tokens. The host waits
@@ -157,8 +157,8 @@ class HybridEPDispatcher(SteppedDispatcher):
     def send_back(self, results: Tensor, plan: Any) -> Tensor:
         return fused_a2a.hybrid_ep_combine(results, plan, results.shape[0], None)
 
-    def add_up(self, home: Tensor, plan: Any) -> Tensor:
-        return home
+    def add_up(self, returned_rows: Tensor, plan: Any) -> Tensor:
+        return returned_rows
 
 
 _LIBRARIES = {"deepep": DeepEPDispatcher, "hybridep": HybridEPDispatcher}

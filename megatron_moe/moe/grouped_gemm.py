@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.platform import half_products, numerics
 from megatron_moe.platform.half_products import grouped_product
 from megatron_moe.platform.isolation import unaffected_by_autocast
+from megatron_moe.platform.protocols import AutogradContext
 from megatron_moe.precision.main_grad import add_product, main_grad_of, no_gradient
 
 
@@ -28,7 +28,7 @@ class _GateProduct(torch.autograd.Function):
 
     @staticmethod
     @unaffected_by_autocast
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:
+    def forward(ctx: AutogradContext, hidden: Tensor, weight: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.parameter, ctx.fused = weight, fused
         if _multiplies_into_fp32(hidden, weight, dtype):
@@ -40,7 +40,7 @@ class _GateProduct(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     @unaffected_by_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight = ctx.saved_tensors
         grad_hidden = grad_weight = None
         with numerics.full_products():
@@ -99,7 +99,11 @@ def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tenso
     return torch.cat(outputs)
 
 
-class LaterGradients:
+_LeaveOut = Callable[[Callable[[Tensor], Tensor]], None]
+"""Takes a function of the weights that computes their gradient."""
+
+
+class DelayedWgrad:
     """The gradients of weights that a backward pass left out, to be computed when the device has nothing better to do.
 
     It serves one forward and backward pass of an expert's products, one after the other.
@@ -114,10 +118,11 @@ class LaterGradients:
 
     def grouped_linear(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """Return what `TorchProduct` returns; the backward pass finds the gradient of the rows alone."""
-        return _GroupedMM.apply(rows, weights.detach(), offsets, self._fused, partial(self._leave_out, weights))
 
-    def _leave_out(self, weights: Tensor, gradient: Callable[[Tensor], Tensor]) -> None:
-        self._left_out.append((weights, gradient))
+        def leave_out(gradient: Callable[[Tensor], Tensor]) -> None:
+            self._left_out.append((weights, gradient))
+
+        return _GroupedMM.apply(rows, weights.detach(), offsets, self._fused, leave_out)
 
     def compute(self) -> None:
         """Compute what was left out, and pass it on to the parameters, as the backward pass would have done."""
@@ -128,7 +133,7 @@ class LaterGradients:
         self._left_out.clear()
 
 
-@has_kernel("triton_products")
+@has_kernel("add_grouped_product")
 def add_grouped_product(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:
     """Add left_e^T right_e to the sum of each expert e, in place and in fp32.
 
@@ -183,7 +188,12 @@ class _GroupedMM(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor, fused: bool | None, leave_out: Any = None
+        ctx: AutogradContext,
+        rows: Tensor,
+        weights: Tensor,
+        offsets: Tensor,
+        fused: bool | None,
+        leave_out: _LeaveOut | None = None,
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, offsets)
         ctx.parameter = weights
@@ -195,7 +205,7 @@ class _GroupedMM(torch.autograd.Function):
 
     @staticmethod
     @unaffected_by_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         rows, weights, offsets = ctx.saved_tensors
         grad, fused = grad.contiguous(), ctx.fused
 
@@ -261,7 +271,10 @@ class TransformerEngineProduct:
         if rows.shape[0] == 0:  # what the extension makes of no row at all is not documented
             return grouped_linear_loop(rows, weights, torch.zeros(len(splits), dtype=torch.int32))
         matrices = weights.flatten(1, -2)
-        module = self._module_for(matrices)
+        shape = tuple(matrices.shape)
+        if shape not in self._modules:
+            self._modules[shape] = _without_parameters(matrices)
+        module = self._modules[shape]
         for name, weight in zip(module.borrowed, matrices.unbind(0)):
             setattr(module, name, weight)
         try:
@@ -269,13 +282,6 @@ class TransformerEngineProduct:
         finally:
             for name in module.borrowed:
                 delattr(module, name)
-
-    def _module_for(self, weights: Tensor) -> Any:
-        """Return the module of the weights' shape."""
-        shape = tuple(weights.shape)
-        if shape not in self._modules:
-            self._modules[shape] = _without_parameters(weights)
-        return self._modules[shape]
 
 
 def _without_parameters(weights: Tensor) -> Any:

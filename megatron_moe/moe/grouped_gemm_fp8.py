@@ -31,7 +31,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +41,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.moe.grouped_gemm import TransformerEngineProduct
 from megatron_moe.platform import switches
 from megatron_moe.platform.isolation import unaffected_by_autocast
+from megatron_moe.platform.protocols import AutogradContext
 
 TILE = 128
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -300,7 +300,7 @@ class _GroupedFp8(torch.autograd.Function):
     @staticmethod
     @unaffected_by_autocast
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor, gradients: torch.dtype, form: type[_Form]
+        ctx: AutogradContext, rows: Tensor, weights: Tensor, offsets: Tensor, gradients: torch.dtype, form: type[_Form]
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, offsets)
         ctx.gradients, ctx.form = gradients, form
@@ -311,7 +311,7 @@ class _GroupedFp8(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     @unaffected_by_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         rows, weights, offsets = ctx.saved_tensors
         if rows.shape[0] == 0:
             return torch.zeros_like(rows), torch.zeros_like(weights), None, None, None

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
 from megatron_moe.config.registry import DISPATCHERS, EXPERT_BACKENDS
@@ -19,25 +24,26 @@ from megatron_moe.moe.capacity import build_layer_dispatcher
 from megatron_moe.moe.dispatch import ExpertInput
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
 from megatron_moe.moe.flex import flex_dispatcher
-from megatron_moe.moe.grouped_gemm import LaterGradients, TransformerEngineProduct, grouped_linear_loop
+from megatron_moe.moe.grouped_gemm import DelayedWgrad, TransformerEngineProduct, gate_product, grouped_linear_loop
 from megatron_moe.moe.grouped_gemm_fp8 import TransformerEngineFp8, fp8_products
-from megatron_moe.moe.groups import MoEGroups, moe_groups
-from megatron_moe.moe.options import MoEOptions
+from megatron_moe.moe.options import MoEGroups, MoEOptions, moe_groups
 from megatron_moe.moe.router import TopKRouter
-from megatron_moe.moe.shared_experts import SharedExperts, shared_schedule
 from megatron_moe.parallel.copying import CopiesShareGroups
+from megatron_moe.platform import streams
 from megatron_moe.platform.isolation import is_autocast_on, without_autocast
+from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
+from megatron_moe.precision.contract import mixes_dtypes
 from megatron_moe.precision.gates import require_dtype
 
 
-def _grouped_experts(config: Any, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
+def _grouped_experts(config: EngineConfig, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
     if options.fp8_format is None:
         return GroupedExperts(config, options, groups)
     gate_up, down = fp8_products(options.fp8_format)
     return GroupedExperts(config, options, groups, down, down.form == "scaled", gate_up)
 
 
-def _te_experts(config: Any, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
+def _te_experts(config: EngineConfig, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
     platform.require_transformer_engine("--moe-expert-backend te", "--moe-expert-backend grouped_mm")
     product = TransformerEngineProduct() if options.fp8_format is None else TransformerEngineFp8(options.fp8_format)
     return GroupedExperts(config, options, groups, product, offsets_on_host=True)
@@ -48,6 +54,115 @@ EXPERT_BACKENDS.register("loop", partial(GroupedExperts, kernel=grouped_linear_l
 EXPERT_BACKENDS.register("te", _te_experts)
 DISPATCHERS.register("alltoall", AllToAllDispatcher)
 DISPATCHERS.register("flex", flex_dispatcher)
+
+
+@mixes_dtypes("rows in the model's dtype are weighed in fp32 without a copy of them in fp32")
+def _weighed(output: Tensor, gate: Tensor) -> Tensor:
+    """Return `output` [S, B, H], in the model's dtype, times `gate` [S, B, 1], fp32 or fp64, in the gate's dtype."""
+    return output * gate
+
+
+class SharedExperts(CopiesShareGroups, MLP):
+    """The engine's tensor-parallel MLP at the shared width, optionally gated (Qwen2-MoE).
+
+    Args:
+        config: the engine's TransformerConfig.
+        options: the layer's; width and gate are read from them.
+        submodules: the engine's MLPSubmodules (column- and row-parallel linear layers).
+        tp_group: the tensor-parallel group.
+    """
+
+    def __init__(
+        self, config: EngineConfig, options: MoEOptions, submodules: MLPSubmodules, tp_group: ProcessGroup
+    ) -> None:
+        # The engine's MLP takes one of its two widths from the configuration, whatever width it is given.
+        own_config, width = copy.copy(config), options.shared_ffn_hidden_size
+        assert width is not None
+        own_config.ffn_hidden_size = width
+        super().__init__(own_config, submodules, ffn_hidden_size=width, tp_group=tp_group)
+        self.gate_weight: torch.nn.Parameter | None = None
+        self.fuse_weight_gradients = options.fuse_weight_gradients is not False
+        if options.shared_gate:
+            self.gate_weight = torch.nn.Parameter(torch.empty(1, options.hidden_size, dtype=config.params_dtype))
+            # Under sequence parallelism each TP rank gates its own tokens: gradients are summed over TP.
+            self.gate_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            if config.perform_initialization:
+                config.init_method(self.gate_weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the MLP's output [S, B, H] for `hidden` [S, B, H], in the same dtype.
+
+        A surrounding autocast does not change the result, also where the layer recomputes this module alone in a
+        backward pass under autocast.
+        """
+        with without_autocast(hidden.device.type):
+            output, bias = super().forward(hidden)
+            if bias is not None:
+                output = output + bias
+            if self.gate_weight is not None:
+                # The gate is one number per token; in fp32 (or in the fp64 of the model) it costs nothing.
+                wide = torch.promote_types(hidden.dtype, torch.float32)
+                gate = torch.sigmoid(gate_product(hidden, self.gate_weight, wide, self.fuse_weight_gradients))
+                output = _weighed(output, gate).to(hidden.dtype)
+            return output
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Return the engine's sharded state, which covers submodules but not own parameters, plus the gate."""
+        sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.gate_weight is not None:
+            own = {"gate_weight": self.gate_weight}
+            sharded.update(make_sharded_tensors_for_checkpoint(own, prefix, {}, sharded_offsets))
+        return sharded
+
+
+class SequentialSharedExperts:
+    """The schedule of a shared expert that computes when the routed experts are done."""
+
+    def fork(self, hidden: Tensor) -> Tensor:
+        """Return hidden [S, B, H] as `compute` takes it; called before the tokens are dispatched."""
+        return hidden
+
+    def compute(self, shared_experts: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Return what `add` takes; called when the dispatch is queued, before the experts compute."""
+        return hidden
+
+    def add(self, shared_experts: Callable[[Tensor], Tensor], output: Tensor, shared: Tensor) -> Tensor:
+        """Return the combined output [S, B, H] with the shared expert's."""
+        return output + shared_experts(shared)
+
+
+class NoSharedExpert(SequentialSharedExperts):
+    """The schedule of a layer without a shared expert."""
+
+    def add(self, shared_experts: Callable[[Tensor], Tensor], output: Tensor, shared: Tensor) -> Tensor:
+        return output
+
+
+class OverlappedSharedExperts(SequentialSharedExperts):
+    """The schedule of a shared expert on a stream of its own, next to the dispatch, the experts and the combine.
+
+    It waits for the layer's input alone. In CPU time it comes after the dispatch, so that the all-to-all, which needs
+    few multiprocessors, is queued before products that take all of them.
+    """
+
+    def fork(self, hidden: Tensor) -> Tensor:
+        return streams.fork(hidden)
+
+    def compute(self, shared_experts: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        with streams.on_side():
+            return shared_experts(hidden)
+
+    def add(self, shared_experts: Callable[[Tensor], Tensor], output: Tensor, shared: Tensor) -> Tensor:
+        return output + streams.join(shared)
+
+
+def shared_schedule(options: MoEOptions) -> SequentialSharedExperts:
+    """Return when the shared expert of a layer with these options computes; without CUDA there are no streams."""
+    if not options.shared_ffn_hidden_size:
+        return NoSharedExpert()
+    return OverlappedSharedExperts() if options.shared_overlap and platform.has_streams() else SequentialSharedExperts()
 
 
 @dataclass(frozen=True)
@@ -75,10 +190,10 @@ class MoELayer(CopiesShareGroups, MegatronModule):
 
     def __init__(
         self,
-        config: Any,
+        config: EngineConfig,
         submodules: MoESubmodules | None = None,
         layer_number: int | None = None,
-        pg_collection: Any = None,
+        pg_collection: ProcessGroups | None = None,
         is_mtp_layer: bool = False,
         name: str | None = None,
         options: MoEOptions | None = None,
@@ -138,7 +253,7 @@ class MoELayer(CopiesShareGroups, MegatronModule):
         output = self.dispatcher.combine(self.compute_experts(expert_input), plan).view(hidden.shape)
         return self.schedule.add(self.compute_shared, output, shared)
 
-    def compute_experts(self, expert_input: ExpertInput, later: LaterGradients | None = None) -> Tensor:
+    def compute_experts(self, expert_input: ExpertInput, later: DelayedWgrad | None = None) -> Tensor:
         """Return the routed experts' output [R, H]; see `LocalExperts.forward`.
 
         Raises:

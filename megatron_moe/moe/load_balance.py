@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -16,20 +15,20 @@ from torch import Tensor
 
 from megatron_moe.config.registry import SCORE_FUNCTIONS
 from megatron_moe.kernels.choice import has_kernel
-from megatron_moe.moe.groups import MoEGroups
-from megatron_moe.moe.options import MoEOptions
+from megatron_moe.moe.options import MoEGroups, MoEOptions
 from megatron_moe.moe.routing import RoutedTokens, RoutingDecision
-from megatron_moe.parallel.collectives import sum_over_ranks
+from megatron_moe.parallel.collectives import all_reduce_sum
+from megatron_moe.platform.protocols import AutogradContext
 
 EXACT_FP32_INTEGER = 2**24
 """Every integer up to this one is a float32; a count beyond it would be rounded."""
 
 
-class LostTokens(RuntimeError):
+class TokenCountError(RuntimeError):
     """An error for a step whose counts are not its tokens x K: some were lost, or counted twice."""
 
 
-@has_kernel("triton_routing")
+@has_kernel("count_tokens")
 def count_tokens(
     expert_ids: Tensor, num_experts: int, is_padding: Tensor | None = None, num_sequences: int = 1
 ) -> Tensor:
@@ -54,10 +53,10 @@ def count_tokens(
     return counts.scatter_add_(0, cell.flatten(), valid.flatten()).view(num_sequences, num_experts)
 
 
-def demand_of(routed: RoutedTokens) -> Tensor:
+def requested_counts(routed: RoutedTokens) -> Tensor:
     """Return the number of choices per sequence and expert, [B, E] int64, before the capacity drops any.
 
-    Balancing goes by the demand, including the choices that an expert has no capacity for.
+    Balancing goes by these counts, including choices that an expert has no capacity for.
     """
     ids, micro_batch = routed.decision.expert_ids, routed.micro_batch
     return count_tokens(ids, routed.scores.shape[-1], micro_batch.is_padding, micro_batch.num_sequences)
@@ -118,14 +117,6 @@ def balance_share(scores: Tensor, tokens_per_expert: Tensor) -> Tensor:
     choices = tokens_per_expert.sum(dim=-1, keepdim=True).clamp(min=1)
     f = (tokens_per_expert.double() / choices).to(scores.dtype)  # counts of a global batch may pass 2^24
     return num_experts * (f * scores.view(-1, num_sets, num_experts).sum(dim=0)).sum()
-
-
-def z_loss_share(logits: Tensor, is_padding: Tensor | None = None) -> Tensor:
-    """Return this rank's share of the router z-loss (ST-MoE, arXiv 2202.08906): sum over tokens of logsumexp^2."""
-    squares = torch.logsumexp(logits, dim=-1).square()
-    if is_padding is not None:
-        squares = squares.masked_fill(is_padding, 0.0)
-    return squares.sum()
 
 
 # Each auxiliary loss is a sum over sets of tokens, loss of the set x tokens of the set, divided by the tokens of the
@@ -191,6 +182,14 @@ class BalancedTokens:
     global_batch: GlobalBatch | None
 
 
+def z_loss_share(seen: BalancedTokens) -> Tensor:
+    """Return this rank's share of the router z-loss (ST-MoE, arXiv 2202.08906): sum over tokens of logsumexp^2."""
+    squares = torch.logsumexp(seen.logits, dim=-1).square()
+    if seen.is_padding is not None:
+        squares = squares.masked_fill(seen.is_padding, 0.0)
+    return squares.sum()
+
+
 class AuxLosses:
     """The auxiliary losses of one router, and their sums since the last step.
 
@@ -210,25 +209,36 @@ class AuxLosses:
         }
         self._terms = [(name, coeff, shares[name]) for name, coeff in options.aux_losses]
         if options.z_loss_coeff:
-            self._terms.append(("z_loss", options.z_loss_coeff, _z_loss_share))
+            self._terms.append(("z_loss", options.z_loss_coeff, z_loss_share))
 
     def reset(self) -> None:
         """Reset the sums, after a step was committed or abandoned."""
         self.totals = {}
         self._counted = None
 
-    def attach(self, routed: RoutedTokens, demand: Tensor, global_batch: GlobalBatch | None) -> RoutingDecision:
+    def attach(self, routed: RoutedTokens, requested: Tensor, global_batch: GlobalBatch | None) -> RoutingDecision:
         """Attach the losses' gradients to the graph at the probs, with the scale that the engine's schedule sets.
 
         Args:
-            demand: [B, E] int64, this rank's choices per sequence and expert, dropped ones included.
+            requested: [B, E] int64, this rank's choices per sequence and expert, dropped ones included.
             global_batch: the batch that the step has announced; None if it has not.
         """
         is_padding = routed.micro_batch.is_padding
-        counts = sum_over_ranks(demand, self.groups.tp_cp)
-        scores = self._distributions(routed.scores, is_padding)
+        counts = all_reduce_sum(requested, self.groups.tp_cp)
+        scores = routed.scores
+        if not self.sums_to_one:
+            scores = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+        if is_padding is not None:
+            scores = scores.masked_fill(is_padding.unsqueeze(-1), 0.0)
+        weight: float | Tensor
+        if global_batch is not None:
+            weight = global_batch.loss_weight
+            weight = weight.to(scores.dtype) if isinstance(weight, Tensor) else weight
+        elif self.options.per_token_loss:
+            weight = 1.0
+        else:
+            weight = self.options.topk / counts.sum().clamp(min=1).to(scores.dtype)
         seen = BalancedTokens(routed.logits, scores, counts, is_padding, global_batch)
-        weight = self._weight(seen)
         probs = routed.decision.probs
         for name, coeff, share in self._terms:
             value = share(seen)
@@ -237,19 +247,6 @@ class AuxLosses:
             self.totals[name] = now if previous is None else previous + now
             probs = _Attached.apply(probs, value * coeff * weight)
         return routed.decision._replace(probs=probs)
-
-    def _weight(self, seen: BalancedTokens) -> float | Tensor:
-        if seen.global_batch is not None:
-            weight = seen.global_batch.loss_weight
-            return weight.to(seen.scores.dtype) if isinstance(weight, Tensor) else weight
-        if self.options.per_token_loss:
-            return 1.0
-        return self.options.topk / seen.counts.sum().clamp(min=1).to(seen.scores.dtype)
-
-    def _distributions(self, scores: Tensor, is_padding: Tensor | None) -> Tensor:
-        if not self.sums_to_one:
-            scores = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
-        return scores if is_padding is None else scores.masked_fill(is_padding.unsqueeze(-1), 0.0)
 
     def _sequence_share(self, seen: BalancedTokens) -> Tensor:
         return balance_share(seen.scores, seen.counts)
@@ -263,7 +260,7 @@ class AuxLosses:
             return balance_share(seen.scores, announced.tokens_per_expert.unsqueeze(0))
         # Without counts ahead, the part of the global batch that was seen so far, which is all of it if there is one
         # micro-batch. All TP x CP ranks of a micro-batch bring its counts: of every expert equally many times too much.
-        now = sum_over_ranks(seen.counts.sum(dim=0, keepdim=True), self.groups.tp_dp_cp)
+        now = all_reduce_sum(seen.counts.sum(dim=0, keepdim=True), self.groups.tp_dp_cp)
         self._counted = now if self._counted is None else self._counted + now
         return balance_share(seen.scores, self._counted)
 
@@ -276,21 +273,12 @@ class _Attached(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, probs: Tensor, loss: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, probs: Tensor, loss: Tensor) -> Tensor:
         ctx.save_for_backward(loss)
         return probs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor]:
         (loss,) = ctx.saved_tensors
         scale = MoEAuxLossAutoScaler.main_loss_backward_scale
         return grad, torch.ones_like(loss) if scale is None else torch.ones_like(loss) * scale
-
-
-def _z_loss_share(seen: BalancedTokens) -> Tensor:
-    return z_loss_share(seen.logits, seen.is_padding)
-
-
-def build_aux_losses(options: MoEOptions, groups: MoEGroups) -> AuxLosses | None:
-    """Return the losses that the options ask for; None if there is none."""
-    return AuxLosses(options, groups) if options.aux_losses or options.z_loss_coeff else None

@@ -1,4 +1,4 @@
-"""The options of a MoE layer and its parts.
+"""The options and process groups of a MoE layer and its parts.
 
 `MoEOptions.from_run` reads them from the run's sections, once per model (`model/build.py`); the layer's spec passes
 them to every MoE layer, and the layer to its router, dispatcher, experts and shared expert. This is where the schema's
@@ -10,13 +10,18 @@ no run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from torch.distributed import ProcessGroup
 
+from megatron_moe.config.model_flags import MoEConfig
 from megatron_moe.config.registry import SCORE_FUNCTIONS
 from megatron_moe.config.schema import Run
+from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 
 _ROUTER_DTYPES = {None: torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -120,7 +125,7 @@ class MoEOptions:
         )
 
     @classmethod
-    def from_engine_config(cls, config: Any) -> MoEOptions:
+    def from_engine_config(cls, config: EngineConfig) -> MoEOptions:
         """Read the options from megatron-core's TransformerConfig.
 
         It lacks what this project adds (probability normalisation, expert backend, emulated FP8, centred bias, counts
@@ -134,7 +139,9 @@ class MoEOptions:
                 megatron-core's group score with fewer experts per token than groups, which scores all groups 0.
         """
         topk = config.moe_router_topk
-        score_function, pre_softmax = _score_function(config), config.moe_router_pre_softmax
+        score_function, pre_softmax = config.moe_router_score_function, config.moe_router_pre_softmax
+        if score_function not in SCORE_FUNCTIONS:
+            raise ValueError(f"moe_router_score_function {score_function}: our router has {', '.join(SCORE_FUNCTIONS)}")
         norm_topk_prob = getattr(config, "moe_router_norm_topk_prob", None)
         if norm_topk_prob is None:  # Megatron-LM's rule
             norm_topk_prob = not pre_softmax if score_function == "softmax" else topk > 1
@@ -182,7 +189,7 @@ class MoEOptions:
         )
 
 
-def _dispatcher(config: Any) -> dict[str, Any]:
+def _dispatcher(config: MoEConfig | EngineConfig) -> dict[str, Any]:
     """Return the dispatcher, and what its entry takes besides sizes and groups; only the flex dispatcher takes more.
 
     config: the run's section or the engine's TransformerConfig, of which a later release has one number for all.
@@ -195,7 +202,7 @@ def _dispatcher(config: Any) -> dict[str, Any]:
     return {"dispatcher": "flex", "dispatcher_settings": {"library": library, "num_sms": num_sms}}
 
 
-def _aux_losses(kinds: Any, coeffs: Any) -> tuple[tuple[str, float], ...]:
+def _aux_losses(kinds: Sequence[str], coeffs: float | Sequence[float]) -> tuple[tuple[str, float], ...]:
     """Return the losses that have a coefficient, each its own or all one; "none" and "sinkhorn" have none."""
     coeffs = [coeffs] * len(kinds) if isinstance(coeffs, (int, float)) else coeffs
     return tuple((kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind not in ("none", "sinkhorn") and coeff)
@@ -209,14 +216,7 @@ def _sinkhorn_weights(topk: int) -> tuple[str, bool, bool]:
     return "sigmoid" if topk == 1 else "softmax", topk > 1, False
 
 
-def _score_function(config: Any) -> str:
-    name = config.moe_router_score_function
-    if name not in SCORE_FUNCTIONS:
-        raise ValueError(f"moe_router_score_function {name}: our router has {', '.join(SCORE_FUNCTIONS)}")
-    return name
-
-
-def _group_score(config: Any) -> str:
+def _group_score(config: EngineConfig) -> str:
     """Return the rule that scores groups of experts: megatron-core's own where the configuration names none."""
     rule = getattr(config, "moe_router_group_score", "megatron")
     topk, group_topk = config.moe_router_topk, config.moe_router_group_topk
@@ -227,3 +227,66 @@ def _group_score(config: Any) -> str:
             'works, or moe_router_group_score "max" or "top2"'
         )
     return rule
+
+
+# ---- process groups
+
+
+class _OneRank:
+    """A stand-in for a process group, for a router or a layer used in a plain script without process groups."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class MoEGroups:
+    """The process groups that a MoE layer communicates in.
+
+    tp: tensor parallel. tp_cp: ranks that share a micro-batch. tp_dp_cp: ranks that share a global batch and hold the
+    same layers. expert: the EP x ETP ranks that together hold all experts of the layer, ETP fastest. expert_dp: ranks
+    that hold the same part of the same experts.
+    """
+
+    tp: ProcessGroup
+    tp_cp: ProcessGroup
+    tp_dp_cp: ProcessGroup
+    expert: ProcessGroup
+    expert_dp: ProcessGroup
+    ep_size: int
+    ep_rank: int
+    etp_size: int
+    etp_rank: int
+
+
+def moe_groups(pg_collection: ProcessGroups | None = None) -> MoEGroups:
+    """Return the groups from the engine's ProcessGroupCollection, or from its global state if None is given."""
+    if pg_collection is not None:
+        pg = pg_collection
+        tp, tp_cp, tp_dp_cp, expert, expert_dp = pg.tp, pg.tp_cp, pg.tp_dp_cp, pg.tp_ep, pg.expt_dp
+        ep, etp = pg.ep, pg.expt_tp
+    elif parallel_state.model_parallel_is_initialized():
+        tp = parallel_state.get_tensor_model_parallel_group()
+        tp_cp = parallel_state.get_tensor_and_context_parallel_group()
+        tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        expert = parallel_state.get_expert_tensor_and_model_parallel_group()
+        expert_dp = parallel_state.get_expert_data_parallel_group()
+        ep = parallel_state.get_expert_model_parallel_group()
+        etp = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        alone: Any = _OneRank()
+        tp = tp_cp = tp_dp_cp = expert = expert_dp = ep = etp = alone
+    return MoEGroups(
+        tp=tp,
+        tp_cp=tp_cp,
+        tp_dp_cp=tp_dp_cp,
+        expert=expert,
+        expert_dp=expert_dp,
+        ep_size=ep.size(),
+        ep_rank=ep.rank(),
+        etp_size=etp.size(),
+        etp_rank=etp.rank(),
+    )

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_moe.moe.capacity import build_limit
+from megatron_moe.moe.capacity import ExpertCapacity, Limit, dropless
 from megatron_moe.moe.grouped_gemm import gate_product
-from megatron_moe.moe.groups import moe_groups
-from megatron_moe.moe.load_balance import StepTokens, build_aux_losses, demand_of
-from megatron_moe.moe.options import MoEOptions
+from megatron_moe.moe.load_balance import AuxLosses, GlobalBatch, StepTokens, requested_counts
+from megatron_moe.moe.options import MoEOptions, moe_groups
 from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision, build_choice, route
+from megatron_moe.parallel.collectives import all_reduce_sum
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.isolation import without_autocast
+from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 from megatron_moe.precision.contract import returns_wider
 from megatron_moe.precision.fp32_state import Fp32State
 
@@ -59,8 +62,8 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
 
     def __init__(
         self,
-        config: Any,
-        pg_collection: Any = None,
+        config: EngineConfig,
+        pg_collection: ProcessGroups | None = None,
         is_mtp_layer: bool = False,
         options: MoEOptions | None = None,
     ) -> None:
@@ -85,8 +88,12 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
             Jitter(options.input_jitter_eps, options.router_dtype) if options.input_jitter_eps else _unchanged
         )
         self.choose = build_choice(options, self.groups)
-        self.limit = build_limit(options, self.groups)
-        self.aux_losses = build_aux_losses(options, self.groups)
+        self.limit: Limit = dropless
+        if options.capacity_factor is not None:
+            self.limit = ExpertCapacity(options, self.groups, options.capacity_factor)
+        self.aux_losses: AuxLosses | None = None
+        if options.aux_losses or options.z_loss_coeff:
+            self.aux_losses = AuxLosses(options, self.groups)
         self.step = StepTokens()
         self._observers: list[Observer] = []
 
@@ -156,7 +163,19 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         """
         is_padding = None if padding_mask is None else padding_mask.reshape(-1).bool()
         num_sequences = num_sequences or (hidden.shape[1] if hidden.dim() == 3 else 1)
-        decision = self._decide(hidden.reshape(-1, hidden.shape[-1]), is_padding, num_sequences)
+        micro_batch = MicroBatch(is_padding, num_sequences, self.training)
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        with without_autocast(hidden.device.type):
+            hidden = self.perturb(hidden, self.training)
+            logits = self.gate(hidden)
+            decision, scores = route(logits, self.expert_bias, self.options, micro_batch, self.choose)
+            decision = self.limit(decision, micro_batch)
+            counted = self.training and torch.is_grad_enabled()
+            routed = RoutedTokens(hidden, logits, scores, decision, micro_batch, counted)
+            for see in self._observers:
+                see(self, routed)
+            if counted:
+                decision = self._balance(routed)
         return self._dense(decision, is_padding) if dense else decision
 
     def _dense(self, decision: RoutingDecision, is_padding: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -180,39 +199,24 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         if self.aux_losses is not None:
             self.aux_losses.reset()
 
-    def _decide(self, hidden: Tensor, is_padding: Tensor | None, num_sequences: int) -> RoutingDecision:
-        """Compute what `route` returns; the only reader of the weight and of the bias."""
-        micro_batch = MicroBatch(is_padding, num_sequences, self.training)
-        with without_autocast(hidden.device.type):
-            hidden = self.perturb(hidden, self.training)
-            logits = self.gate(hidden)
-            decision, scores = route(logits, self.expert_bias, self.options, micro_batch, self.choose)
-            decision = self.limit(decision, micro_batch)
-            counted = self.training and torch.is_grad_enabled()
-            routed = RoutedTokens(hidden, logits, scores, decision, micro_batch, counted)
-            for see in self._observers:
-                see(self, routed)
-            return self._balance(routed) if counted else decision
-
     def _balance(self, routed: RoutedTokens) -> RoutingDecision:
         """Count the micro-batch, and attach its auxiliary losses to the decision."""
         num_tokens, is_padding = routed.decision.expert_ids.shape[0], routed.micro_batch.is_padding
         self.step.add(num_tokens, where=f"layer {self.layer_number}")
         self.local_num_tokens += num_tokens if is_padding is None else (~is_padding).sum()
-        demand = demand_of(routed)
-        self._add_counts(demand[0] if len(demand) == 1 else demand.sum(dim=0), routed.decision)
+        requested, decision = requested_counts(routed), routed.decision
+        by_expert = requested[0] if len(requested) == 1 else requested.sum(dim=0)
+        with torch.no_grad():
+            if decision.kept is None:
+                self.local_tokens_per_expert += by_expert
+            else:
+                ids, is_kept = decision.expert_ids.flatten(), decision.kept.flatten().long()
+                kept = torch.zeros_like(by_expert).scatter_add_(0, ids, is_kept)
+                self.local_tokens_per_expert += kept.to(torch.float32)
+                self.local_dropped_per_expert += (by_expert - kept).to(torch.float32)
         if self.aux_losses is None:
-            return routed.decision
-        return self.aux_losses.attach(routed, demand, self.step.global_batch)
-
-    @torch.no_grad()
-    def _add_counts(self, demand: Tensor, decision: RoutingDecision) -> None:
-        if decision.kept is None:
-            self.local_tokens_per_expert += demand
-            return
-        kept = torch.zeros_like(demand).scatter_add_(0, decision.expert_ids.flatten(), decision.kept.flatten().long())
-        self.local_tokens_per_expert += kept.to(torch.float32)
-        self.local_dropped_per_expert += (demand - kept).to(torch.float32)
+            return decision
+        return self.aux_losses.attach(routed, requested, self.step.global_batch)
 
 
 class Jitter:
@@ -235,3 +239,88 @@ class Jitter:
 
 def _unchanged(hidden: Tensor, training: bool) -> Tensor:
     return hidden
+
+
+# ---- all routers of a model
+
+
+def routers(model_chunks: Iterable[torch.nn.Module]) -> Iterator[TopKRouter]:
+    """Yield every router of these chunks, wrapped or not, in the order of the layers."""
+    for chunk in model_chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                yield module
+
+
+def announce_global_batch(
+    model_chunks: Sequence[torch.nn.Module], global_batch: GlobalBatch, counted: Sequence[Tensor] | None = None
+) -> None:
+    """Announce the coming global batch to every router, which forgets it when its counts are reset.
+
+    It is called before the batch's first forward pass in training, and after any counting ahead.
+
+    Args:
+        counted: what `counting_ahead` yielded; None if nothing was counted ahead.
+    """
+    for index, router in enumerate(routers(model_chunks)):
+        router.step.global_batch = replace(global_batch, tokens_per_expert=None if counted is None else counted[index])
+
+
+@contextmanager
+def counting_ahead(model_chunks: Sequence[torch.nn.Module]) -> Iterator[list[Tensor]]:
+    """Count the choices of experts in the forward passes of the block, which run without gradients.
+
+    Yields:
+        A tensor [E] int64 per router. After the block it holds the sum over all ranks, by a collective over TP x CP x
+        DP.
+    """
+    found = list(routers(model_chunks))
+    counts = [torch.zeros(r.options.num_experts, dtype=torch.int64, device=r.weight.device) for r in found]
+    with torch.no_grad(), ExitStack() as stack:
+        for router, count in zip(found, counts):
+            stack.enter_context(router.observed_by(partial(_add_demand, count), every_pass=True))
+        yield counts
+    if not found:
+        return
+    total = all_reduce_sum(torch.cat(counts), found[0].groups.tp_dp_cp)
+    for count, of_all_ranks in zip(counts, total.split([len(count) for count in counts])):
+        count.copy_(of_all_ranks)
+
+
+def _add_demand(count: Tensor, _: TopKRouter, routed: RoutedTokens) -> None:
+    count += requested_counts(routed).sum(dim=0)
+
+
+@dataclass(frozen=True)
+class RouterSnapshot:
+    """A copy of the routers' state that a step may change, made before the step.
+
+    A step that is not committed (overflow, NaN, rerun) restores it: the bias keeps its bits, and the counts of the
+    abandoned step are discarded. The tensors are E floats per layer.
+    """
+
+    model_chunks: tuple[torch.nn.Module, ...]
+    expert_bias: tuple[Tensor | None, ...]
+
+    @classmethod
+    def capture(cls, model_chunks: Iterable[torch.nn.Module]) -> RouterSnapshot:
+        """Copy the biases and reset all counts, since what was counted before belongs to no step."""
+        chunks = tuple(model_chunks)
+        biases = []
+        for router in routers(chunks):
+            router.reset_counts()
+            biases.append(None if router.expert_bias is None else router.expert_bias.clone())
+        return cls(chunks, tuple(biases))
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """The copied expert biases, without the routers that have none."""
+        return [bias for bias in self.expert_bias if bias is not None]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Undo the step: restore the bits of each bias, and reset counts and auxiliary losses."""
+        for router, bias in zip(routers(self.model_chunks), self.expert_bias):
+            if bias is not None:
+                router.expert_bias.copy_(bias)
+            router.reset_counts()

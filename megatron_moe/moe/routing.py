@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_moe.config.registry import SCORE_FUNCTIONS
 from megatron_moe.kernels.choice import has_kernel
-from megatron_moe.moe.groups import MoEGroups
-from megatron_moe.moe.options import MoEOptions
-from megatron_moe.parallel.collectives import sum_over_ranks
+from megatron_moe.moe.options import MoEGroups, MoEOptions
+from megatron_moe.parallel.collectives import all_reduce_sum
+from megatron_moe.platform.protocols import AutogradContext
 
 
 @dataclass(frozen=True)
@@ -141,13 +142,13 @@ def choice_scores(ranked: Tensor, expert_bias: Tensor | None, options: MoEOption
     return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-@has_kernel("triton_routing")
+@has_kernel("choose_experts")
 def choose_experts(ranked: Tensor, expert_bias: Tensor | None, options: MoEOptions) -> Tensor:
     """Return the K best experts of each token, [T, K] int64, by `ranked_values` plus bias, without gradient."""
     return choice_scores(ranked, expert_bias, options).topk(options.topk, dim=-1).indices
 
 
-@has_kernel("triton_routing")
+@has_kernel("expert_weights")
 def expert_weights(
     weighed: Tensor,
     logits: Tensor,
@@ -178,7 +179,7 @@ def expert_weights(
     return probs if padding is None else probs.masked_fill(padding.unsqueeze(-1), 0.0)
 
 
-@has_kernel("triton_routing")
+@has_kernel("expert_weights_backward")
 def expert_weights_backward(
     grad: Tensor,
     weighed: Tensor,
@@ -202,14 +203,16 @@ def expert_weights_backward(
 
 class _ExpertWeights(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weighed: Tensor, logits: Tensor, ids: Tensor, padding: Tensor | None, *how: Any) -> Tensor:
+    def forward(
+        ctx: AutogradContext, weighed: Tensor, logits: Tensor, ids: Tensor, padding: Tensor | None, *how: Any
+    ) -> Tensor:
         ctx.save_for_backward(weighed, ids, padding)
         ctx.how = how
         return expert_weights(weighed, logits, ids, padding, *how)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         weighed, ids, padding = ctx.saved_tensors
         return expert_weights_backward(grad, weighed, ids, padding, *ctx.how), *(None,) * 6
 
@@ -264,7 +267,7 @@ MAX_ROUNDS = 1000
 
 
 @torch.no_grad()
-def balanced_scores(logits: Tensor, is_padding: Tensor | None, group: Any) -> Tensor:
+def sinkhorn_scores(logits: Tensor, is_padding: Tensor | None, group: ProcessGroup) -> Tensor:
     """Return exp(logits) [T, E] fp64, times a factor per expert that makes the experts' shares of tokens equal.
 
     Rows and columns are normalised in turn until the experts' factors change by less than 1e-4 in the mean. The sums
@@ -282,11 +285,11 @@ def balanced_scores(logits: Tensor, is_padding: Tensor | None, group: Any) -> Te
     if is_padding is not None:
         valid = (~is_padding).double()
         cost = cost * valid.unsqueeze(-1)
-    num_tokens, num_experts = sum_over_ranks(valid.sum(), group), cost.shape[1]
+    num_tokens, num_experts = all_reduce_sum(valid.sum(), group), cost.shape[1]
     factors = cost.new_ones(num_experts)
     for _ in range(MAX_ROUNDS):
         token_factors = 1 / (num_tokens * (cost @ factors + _EPSILON))
-        columns = sum_over_ranks(token_factors @ cost, group)
+        columns = all_reduce_sum(token_factors @ cost, group)
         updated = 1 / (num_experts * (columns + _EPSILON))
         change = (updated - factors).abs().mean()
         factors = updated
@@ -336,7 +339,7 @@ class BySinkhorn:
     def __call__(self, logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         if not micro_batch.training:
             return choose_experts(scores, None, self.options)
-        balanced = balanced_scores(logits, micro_batch.is_padding, self.groups.tp_cp)
+        balanced = sinkhorn_scores(logits, micro_batch.is_padding, self.groups.tp_cp)
         return balanced.topk(self.options.topk, dim=-1).indices
 
 

@@ -6,12 +6,12 @@ this rank; `megatron_moe/training/health.py` combines the ranks afterwards.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_moe.moe.options import MoEOptions
+from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import RoutedTokens, choice_scores, choose_experts, ranked_values, scores_from_logits
 
 _STEPS_PER_OCTAVE, _LOWEST, _HIGHEST = 8, -40, 8
@@ -42,7 +42,7 @@ class RoutingProbe:
         self.max_logit: Tensor | None = None
 
     @torch.no_grad()
-    def see(self, router: Any, routed: RoutedTokens) -> None:
+    def see(self, router: TopKRouter, routed: RoutedTokens) -> None:
         """Measure one micro-batch."""
         logits, is_padding = routed.logits, routed.micro_batch.is_padding
         valid = None if is_padding is None else (~is_padding).nonzero().squeeze(-1)
@@ -79,7 +79,7 @@ def evenly(number: int, wanted: int, device: torch.device) -> Tensor:
     return (torch.arange(take, device=device) * number) // max(take, 1)
 
 
-def flipped(router: Any, hidden: Tensor, expert_ids: Tensor) -> Tensor:
+def flipped(router: TopKRouter, hidden: Tensor, expert_ids: Tensor) -> Tensor:
     """Return [T] fp64, 1 where a router in fp64 chooses other experts than `expert_ids` [T, K] for `hidden` [T, H]."""
     bias = None if router.expert_bias is None else router.expert_bias.double()
     logits = F.linear(hidden.double(), router.weight.double())
@@ -88,7 +88,7 @@ def flipped(router: Any, hidden: Tensor, expert_ids: Tensor) -> Tensor:
     return (shadow.sort(dim=-1).values != expert_ids.sort(dim=-1).values).any(dim=-1).double()
 
 
-def choice_margins(ranked: Tensor, expert_bias: Tensor | None, options: Any) -> Tensor:
+def choice_margins(ranked: Tensor, expert_bias: Tensor | None, options: MoEOptions) -> Tensor:
     """Return the K-th minus the (K+1)-th choice score, fp64, of the tokens that had an alternative; 0 is a tie."""
     if options.topk == options.num_experts:
         return torch.zeros(0, dtype=torch.float64, device=ranked.device)

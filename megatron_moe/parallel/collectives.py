@@ -7,12 +7,12 @@ rank nothing is sent: the input is returned.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megatron_moe.platform.protocols import AutogradContext
 
 
 def _exchange(rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
@@ -23,12 +23,14 @@ def _exchange(rows: Tensor, send_splits: list[int], recv_splits: list[int], grou
 
 class _AllToAllRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: AutogradContext, rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup
+    ) -> Tensor:
         ctx.splits, ctx.group = (send_splits, recv_splits), group
         return _exchange(rows, send_splits, recv_splits, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
         send_splits, recv_splits = ctx.splits
         return _exchange(grad, recv_splits, send_splits, ctx.group), None, None, None
 
@@ -93,12 +95,12 @@ def _reduce_scatter_fp32(rows: Tensor, group: ProcessGroup) -> Tensor:
 
 class _AllGatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: AutogradContext, rows: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return _gather(rows, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
         return _reduce_scatter_fp32(grad, ctx.group), None
 
 
@@ -112,12 +114,12 @@ def all_gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
 
 class _ReduceScatterRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: AutogradContext, rows: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return _reduce_scatter_fp32(rows, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
         return _gather(grad, ctx.group), None
 
 
@@ -130,12 +132,12 @@ class _SharedByRanks(torch.autograd.Function):
     """Identity whose backward sums; the engine's own leaves a non-contiguous gradient as it was."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
@@ -146,7 +148,7 @@ def shared_by_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     return x if group.size() == 1 else _SharedByRanks.apply(x, group)
 
 
-def sum_over_ranks(values: Tensor, group: ProcessGroup) -> Tensor:
+def all_reduce_sum(values: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of `values` over the group as a new tensor without gradient; `values` stays as it is.
 
     Raises:

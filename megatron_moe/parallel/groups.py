@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import random
-from collections.abc import Callable, Sequence
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,18 +24,29 @@ from unittest import mock
 import numpy
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_moe import platform
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, MachineError
 from megatron_moe.config.schema import Run, flatten
-from megatron_moe.parallel import meeting, nccl
+from megatron_moe.io import launched
+from megatron_moe.io.program import note
 from megatron_moe.platform import numerics
 
 _SIDE_TIMEOUT = timedelta(seconds=10)
+_POLL_SECONDS = 0.2
+_STORE_SECONDS = 10.0
+NCCL_BEHIND_WATCHDOG = timedelta(minutes=2)
+"""How much longer than our watchdog NCCL waits, so that our report comes first: NCCL aborts the process."""
+_NCCL_HEARTBEAT = timedelta(minutes=8)  # torch's own patience with a thread of NCCL's that does not answer
+_NCCL_RECORDER_ENTRIES = 2000
+# What is set, and the names that a user may have set it by.
+_RECORDER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_RECORDER_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 @dataclass(frozen=True)
@@ -89,8 +104,8 @@ def initialize(run: Run, fault_folder: Path | None = None) -> ProcessGroupCollec
             backend = platform.backend(run.parallel.distributed_backend)
             timeout = collective_timeout(run, backend)
             if backend == "nccl":
-                nccl.prepare(timeout, fault_folder)
-            _join(backend, timeout)
+                prepare_nccl(timeout, fault_folder)
+            _init_distributed(backend, timeout)
         _agree_on(run)
         return _build(run)
     except BaseException:
@@ -104,7 +119,7 @@ def collective_timeout(run: Run, backend: str) -> timedelta:
     gloo raises an error then, which the watchdog reads; NCCL aborts the process.
     """
     timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
-    return timeout + nccl.BEHIND_WATCHDOG if backend == "nccl" and run.faults.watchdog else timeout
+    return timeout + NCCL_BEHIND_WATCHDOG if backend == "nccl" and run.faults.watchdog else timeout
 
 
 def imagine(run: Run, rank: int, world_size: int) -> ProcessGroupCollection:
@@ -239,9 +254,9 @@ def side_store() -> dist.Store | None:
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_SIDE_TIMEOUT)
 
 
-def recorded() -> Callable[[], dict[str, Any]] | None:
+def collectives_record() -> Callable[[], dict[str, Any]] | None:
     """Return what reads NCCL's flight recorder in this process; None with another backend."""
-    return nccl.recorded if dist.get_backend() == "nccl" else None
+    return nccl_record if dist.get_backend() == "nccl" else None
 
 
 def destroy(abort: bool = False) -> None:
@@ -276,15 +291,123 @@ def _agree_on(run: Run) -> None:
             raise ConfigError(f"all ranks need the same flags: {shown}; start every node with the same command")
 
 
-def _join(backend: str, timeout: timedelta) -> None:
+def _init_distributed(backend: str, timeout: timedelta) -> None:
     """Create the default process group."""
     if backend == "nccl":
         torch.cuda.set_device(platform.device())
     if "WORLD_SIZE" in os.environ:
-        with meeting.watched():
+        with _watched_rendezvous():
             dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+
+
+# ---- Rendezvous: rank 0 says which ranks are still waited for while the process group is created.
+#
+# torch waits without a word until all ranks are there. A thread of each rank counts it as arrived in the store through
+# which the ranks meet, and rank 0's says how many are missing. It changes nothing about the rendezvous: where the store
+# cannot be reached, torch's error becomes one line.
+
+
+@contextmanager
+def _watched_rendezvous() -> Iterator[None]:
+    """Count this rank as arrived, and on rank 0 say what is waited for, until the block ends.
+
+    Raises:
+        MachineError: the store's port is taken, or the ranks could not meet there.
+    """
+    met = threading.Event()
+    thread = threading.Thread(target=_count_arrivals, args=(met,), name="rendezvous", daemon=True)
+    if os.environ["WORLD_SIZE"] != "1":
+        thread.start()
+    try:
+        yield
+    except dist.DistError as error:
+        # The thread is left: a program that is no store and holds the port may never answer it.
+        where = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
+        raise MachineError(launched.not_met(where, error)) from error
+    finally:
+        met.set()
+    if thread.is_alive():
+        thread.join()
+
+
+def _count_arrivals(met: threading.Event) -> None:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # A launcher's store outlives the ranks that it starts again.
+    key = f"arrived/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    waiting, store = launched.Waiting(), None
+    with suppress(RuntimeError):  # of the store, as which torch's own call fails too
+        while not met.is_set():
+            if store is None and _listens(address, port):
+                timeout = timedelta(seconds=_STORE_SECONDS)
+                store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+                store.add(key, 1)
+            if store is not None and rank != 0:
+                return
+            if store is not None and waiting.is_due():
+                missing = world_size - store.add(key, 0)
+                if missing > 0:
+                    note(
+                        f"{launched.name()}: waiting for {missing} of {world_size} ranks, which meet at "
+                        f"{address}:{port}, for {waiting.seconds:.0f} s"
+                    )
+            met.wait(_POLL_SECONDS)
+
+
+def _listens(address: str, port: int) -> bool:
+    """Return whether the store is there: torch's connection would wait for it, with lines on the screen."""
+    try:
+        with socket.create_connection((address, port), timeout=_STORE_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+# ---- NCCL: its settings by environment variables, and its record of the collectives of this process.
+
+
+def prepare_nccl(timeout: timedelta, folder: Path | None) -> None:
+    """Set what NCCL reads when its first group is made, but nothing that the user has set.
+
+    TORCH_NCCL_ASYNC_ERROR_HANDLING stays torch's: an error that NCCL finds ends the process at once, where the run
+    would otherwise stand still until its timeout.
+
+    Args:
+        timeout: of the groups.
+        folder: where torch writes the recorder of each rank when its own timeout has passed; None: its own choice.
+    """
+    # The thread that is watched may be stuck in the same call of CUDA as the run, and is ended behind the timeout.
+    heartbeat = max(_NCCL_HEARTBEAT, timeout + NCCL_BEHIND_WATCHDOG)
+    values = {
+        _RECORDER_SIZE: str(_NCCL_RECORDER_ENTRIES),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+        ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",): str(int(heartbeat.total_seconds())),
+    }
+    if folder is not None:
+        values[_RECORDER_FILE] = str(folder.resolve() / "nccl_trace_rank_")
+    for names, value in values.items():
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
+
+
+def nccl_record() -> dict[str, Any]:
+    """Return the dump of the flight recorder with the members of all groups; see `training/hang_report.py`.
+
+    Where the recorder is off, it holds how many collectives each group has begun.
+    """
+    bindings: Any = torch._C._distributed_c10d
+    # As JSON, without frames, which would have to be read from the hanging interpreter.
+    dump: dict[str, Any] = json.loads(bindings._dump_nccl_trace_json(includeCollectives=True, onlyActive=False))
+    world: Any = c10d._world
+    for group, name in world.pg_names.items():
+        config = dump["pg_config"].setdefault(name, {"name": name, "desc": group.group_desc, "ranks": "[]"})
+        config["ranks"] = sorted(world.pg_group_ranks[group])
+        if not dump.get("entries"):
+            dump["pg_status"][name] = {"last_enqueued_collective": group._get_sequence_number_for_group()}
+    dump["pg_config"] = {name: config for name, config in dump["pg_config"].items() if config["name"]}
+    return dump
 
 
 # ---- Seeds: the random streams of every rank, from the seed of the run.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from megatron_moe.platform import hardware, switches
 from megatron_moe.platform.isolation import unaffected_by_autocast, without_autocast
+from megatron_moe.platform.protocols import AutogradContext
 
 # Any of these makes torch's own product of that dtype fast. x86 names first, then those of 64-bit Arm.
 _INSTRUCTIONS = {
@@ -51,13 +51,13 @@ def _has_instructions(dtype: torch.dtype) -> bool:
 class _Linear(torch.autograd.Function):
     @staticmethod
     @unaffected_by_autocast
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return torch.matmul(x.float(), weight.float().t()).to(x.dtype)
 
     @staticmethod
     @unaffected_by_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         wide = grad.float()
         grad_x = torch.matmul(wide, weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_moe.platform.protocols import AutogradContext
+
 # ---- torch.autocast.
 #
 # A surrounding autocast rounds every matrix product on its list to half precision, whatever dtype its operands were
@@ -43,7 +45,7 @@ def unaffected_by_autocast(function: _Function) -> _Function:
     """
 
     @functools.wraps(function)
-    def run(ctx: Any, *args: Any) -> Any:
+    def run(ctx: AutogradContext, *args: Any) -> Any:
         device_type = next(value.device.type for value in args if isinstance(value, Tensor))
         with without_autocast(device_type):
             return function(ctx, *args)

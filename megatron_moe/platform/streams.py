@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.platform.protocols import AutogradContext
+
 
 @functools.cache
 def _side(device: int) -> torch.cuda.Stream:
@@ -31,14 +33,14 @@ def side() -> torch.cuda.Stream:
 
 class _Crossing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, origin: torch.cuda.Stream, target: torch.cuda.Stream) -> Tensor:
+    def forward(ctx: AutogradContext, tensor: Tensor, origin: torch.cuda.Stream, target: torch.cuda.Stream) -> Tensor:
         ctx.streams = origin, target
         target.wait_stream(origin)
         tensor.record_stream(target)
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None]:
         origin, target = ctx.streams
         origin.wait_stream(target)
         grad.record_stream(origin)

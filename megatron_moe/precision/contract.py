@@ -139,11 +139,13 @@ class _Crossing:
         self.emits = emits
         self.entered: torch.dtype | None = None
 
-    def enter(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def enter(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         self.entered = _first_floating_dtype((args, kwargs))
         return _mapped(args, _widened), _mapped(kwargs, _widened)
 
-    def leave(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+    def leave(self, module: torch.nn.Module, args: object, output: Any) -> Any:
         if self.emits.as_computed:
             return output
         dtype = self.entered if self.emits.dtype is None else self.emits.dtype()
@@ -170,7 +172,7 @@ def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _first_floating_dtype(value: Any) -> torch.dtype | None:
+def _first_floating_dtype(value: object) -> torch.dtype | None:
     found: list[torch.dtype] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -273,7 +275,7 @@ class PrecisionGuard:
             self._right_at[name, what] = boundary
         return right
 
-    def _broken(self, name: str, what: str, value: Any, wanted: Any, boundary: str) -> str:
+    def _broken(self, name: str, what: str, value: object, wanted: object, boundary: str) -> str:
         right_at = self._right_at.get((name, what))
         since = f"changed between {right_at} and {boundary}" if right_at else f"so from the start, {boundary}"
         return f"{name} ({what}) is {value}, must be {wanted}: {since}"

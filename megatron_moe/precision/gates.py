@@ -44,7 +44,7 @@ class _Note:
     def __init__(self, name: str, trail: _Trail) -> None:
         self._name, self._trail = name, trail
 
-    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: object, output: object) -> None:
         self._trail.last = self._name
 
 
@@ -61,18 +61,16 @@ class _Gate:
         if not isinstance(rows, Tensor):
             return
         for weight in weights:
-            if weight.dim() > 1 and weight.dtype != rows.dtype:
-                raise PrecisionError(self._message(module, rows, weight))
-
-    def _message(self, module: torch.nn.Module, rows: Tensor, weight: Tensor) -> str:
-        made_by = f" (last operation {rows.grad_fn.name()})" if rows.grad_fn is not None else ""
-        autocast = " (torch.autocast is on: call the model without it)" if is_autocast_on(rows.device.type) else ""
-        return (
-            f"{self._name} ({type(module).__name__}) got {rows.dtype} input {list(rows.shape)}, its weight is "
-            f"{weight.dtype}; the input came from {self._trail.last}{made_by}, which has to return {weight.dtype}. "
-            f"megatron-moe audit, or --audit-precision, names the line that changed it; --keep-fp32 {self._name} "
-            f"makes this module compute in fp32{autocast}"
-        )
+            if weight.dim() <= 1 or weight.dtype == rows.dtype:
+                continue
+            made_by = f" (last operation {rows.grad_fn.name()})" if rows.grad_fn is not None else ""
+            autocast = " (torch.autocast is on: call the model without it)" if is_autocast_on(rows.device.type) else ""
+            raise PrecisionError(
+                f"{self._name} ({type(module).__name__}) got {rows.dtype} input {list(rows.shape)}, its weight is "
+                f"{weight.dtype}; the input came from {self._trail.last}{made_by}, which has to return {weight.dtype}. "
+                f"megatron-moe audit, or --audit-precision, names the line that changed it; --keep-fp32 {self._name} "
+                f"makes this module compute in fp32{autocast}"
+            )
 
 
 def install_gates(model: torch.nn.Module, multiplies: Callable[[torch.nn.Module], bool]) -> int:

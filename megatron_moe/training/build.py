@@ -139,7 +139,7 @@ def build_trainer(
     if ranks.watchdog is not None:
         ranks.watchdog.on_abort = reporter.on_abort
         ranks.watchdog.folder = folder  # not earlier: a folder for checkpoints is claimed first
-    if folder is not None and groups.recorded() is not None:
+    if folder is not None and groups.collectives_record() is not None:
         with suppress(OSError):  # NCCL would write its flight recorder there, and makes no folder
             folder.mkdir(parents=True, exist_ok=True)
     return trainer
@@ -262,7 +262,7 @@ def _watchdog(run: Run, facts: RankFacts) -> Watchdog:
         60 * run.parallel.distributed_timeout_minutes,
         prefix=f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         on_device=platform.has_cuda(),
-        recorded=groups.recorded(),
+        recorded=groups.collectives_record(),
     )
 
 

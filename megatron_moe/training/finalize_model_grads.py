@@ -13,9 +13,8 @@ from megatron.core.distributed import finalize_model_grads as engine_finalize_mo
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_moe.moe.load_balance import LostTokens, updated_expert_bias
-from megatron_moe.moe.router import TopKRouter
-from megatron_moe.moe.state import routers
+from megatron_moe.moe.load_balance import TokenCountError, updated_expert_bias
+from megatron_moe.moe.router import TopKRouter, routers
 from megatron_moe.precision.contract import PrecisionError
 
 
@@ -62,7 +61,7 @@ def finalize_model_grads(
 
     Raises:
         PrecisionError: if a count or a bias is not float32: it would have been rounded already.
-        LostTokens: if a router's counts are not its tokens x K.
+        TokenCountError: if a router's counts are not its tokens x K.
     """
     with _engine_bias_update_off(get_model_config(model[0])):
         engine_finalize_model_grads(model, num_tokens, pg_collection, force_all_reduce, **engine_options)
@@ -113,7 +112,7 @@ def _global_counts(found: list[TopKRouter]) -> list[_LayerCounts]:
 
     Raises:
         PrecisionError: a count or a bias is not float32.
-        LostTokens: a token of the global batch was not given K experts once, in some layer.
+        TokenCountError: a token of the global batch was not given K experts once, in some layer.
     """
     if not found:
         return []
@@ -137,18 +136,18 @@ def _global_counts(found: list[TopKRouter]) -> list[_LayerCounts]:
         count = _LayerCounts(*own.split([experts, experts, 1]))
         counts.append(count)
         sums.append(torch.stack([count.kept.sum(), count.dropped.sum(), count.tokens.sum()]))
-    for router, (got, turned_away, num_tokens) in zip(found, torch.stack(sums).tolist()):
-        _require_conservation(router, got, turned_away, num_tokens)
+    for router, (got, dropped_counts, num_tokens) in zip(found, torch.stack(sums).tolist()):
+        _require_conservation(router, got, dropped_counts, num_tokens)
     return counts
 
 
-def _require_conservation(router: TopKRouter, got: int, turned_away: int, num_tokens: int) -> None:
+def _require_conservation(router: TopKRouter, got: int, dropped: int, num_tokens: int) -> None:
     announced, topk = router.step.global_batch, router.options.topk
     wanted = num_tokens if announced is None else announced.num_tokens
-    if num_tokens != wanted or got + turned_away != wanted * topk:
-        raise LostTokens(
+    if num_tokens != wanted or got + dropped != wanted * topk:
+        raise TokenCountError(
             f"layer {router.layer_number}: {wanted} tokens of the global batch x {topk} experts are "
-            f"{wanted * topk} choices, but {got} were dispatched and {turned_away} dropped, of {num_tokens} tokens "
+            f"{wanted * topk} choices, but {got} were dispatched and {dropped} dropped, of {num_tokens} tokens "
             "counted. Tokens are lost or counted twice; the step is not applied."
         )
 

@@ -24,7 +24,7 @@ from megatron_moe import platform
 from megatron_moe.data.batches import Batch
 from megatron_moe.moe.load_balance import GlobalBatch
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.state import announce_global_batch, counting_ahead
+from megatron_moe.moe.router import announce_global_batch, counting_ahead
 from megatron_moe.training.timers import untimed
 
 

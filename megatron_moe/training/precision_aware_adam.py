@@ -42,7 +42,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 _PIECE, _PIECE_ON_CPU = 2**22, 2**14
 
 
-@has_kernel("triton_adam")
+@has_kernel("adam_update")
 @mixes_dtypes("optimizer state that is stored in fewer bytes is unpacked to fp32, updated, and packed")
 def adam_update(
     grads: Sequence[Tensor], states: Sequence[AdamState], step: AdamStep, chances: Sequence[Chances] | None

@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 from megatron_moe import platform
 from megatron_moe.data.batches import Batch, BatchIterator
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
-from megatron_moe.moe.state import RouterSnapshot
+from megatron_moe.moe.router import RouterSnapshot
 from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.global_batch import same_random_states
 from megatron_moe.training.step import run_micro_batches

@@ -8,7 +8,7 @@ from megatron_moe import platform
 from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
 from megatron_moe.config.schema import Run
 from megatron_moe.kernels import compiled
-from megatron_moe.model.frozen import count_frozen
+from megatron_moe.model.build import count_frozen
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_form
 from megatron_moe.platform import advisories, switches
 from megatron_moe.training.trainer import Trainer

@@ -16,7 +16,7 @@ from megatron_moe.checkpoint.state import Trained
 from megatron_moe.config.schema import Run
 from megatron_moe.model.float16_module import model_dtypes, without_wrappers
 from megatron_moe.model.fully_sharded import local
-from megatron_moe.moe.state import routers
+from megatron_moe.moe.router import routers
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.precision.contract import PrecisionGuard, TensorDtype
 from megatron_moe.precision.packed_state import NOT_FINITE, stored_dtype

@@ -33,7 +33,7 @@ from megatron_moe import platform
 from megatron_moe.data.batches import NOTHING, Batch, BatchIterator, hex_of
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.model.loss import loss_func
-from megatron_moe.moe.state import RouterSnapshot
+from megatron_moe.moe.router import RouterSnapshot
 from megatron_moe.platform.host_copy import HostCopy
 from megatron_moe.platform.isolation import without_autocast, without_loss_scale
 from megatron_moe.training.finalize_model_grads import RouterUpdate, finalize_model_grads
@@ -63,8 +63,8 @@ from megatron_moe.training.step_sums import (
     local_bias_words,
     local_loss,
     local_mtp_sums,
+    pop_mtp_losses,
     sum_over_ranks,
-    take_further_losses,
 )
 from megatron_moe.training.timers import timed
 from megatron_moe.training.weight_average import WeightAverage
@@ -377,7 +377,7 @@ def run_micro_batches(
             seq_length=seq_length,
             pg_collection=pg_collection,
         )
-        take_further_losses(model)  # of a pass that was no step
+        pop_mtp_losses(model)  # of a pass that was no step
         # The one jump that a reader cannot see: the schedule below runs all micro-batches and then, before it returns,
         # calls `finalize`, which reduces the gradients over ranks and moves the expert bias. The schedule finds its
         # groups where `parallel.groups.initialize` put them: given a collection, it would want a communicator of ours.

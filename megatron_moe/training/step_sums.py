@@ -177,19 +177,19 @@ def local_bias_words(update: RouterUpdate, copied: HostCopy | None) -> tuple[flo
     return added(words_of(number, bias.numpy().tobytes()) for (number, _), bias in zip(layers, on_host))
 
 
-def take_further_losses(model: Model) -> Tensor | None:
+def pop_mtp_losses(model: Model) -> Tensor | None:
     """Take [D, 2] loss sum and targets of each depth of multi-token prediction since the last call.
 
     They are those of this rank's tokens; None without such depths, and on every stage but the last.
     """
     if not get_model_config(model[-1]).mtp_num_layers:
         return None
-    return get_attr_wrapped_model(model[-1], "take_further_losses")()
+    return get_attr_wrapped_model(model[-1], "pop_mtp_losses")()
 
 
 def local_mtp_sums(model: Model, pg_collection: ProcessGroupCollection) -> Tensor:
     """Return loss sum and targets of each depth in turn, equally many numbers on every rank, counted as the loss is."""
-    taken = take_further_losses(model)
+    taken = pop_mtp_losses(model)
     if taken is None or pg_collection.tp.rank() != 0:
         depths = get_model_config(model[-1]).mtp_num_layers or 0
         return torch.zeros(2 * depths, dtype=torch.float64, device=platform.device())

@@ -72,7 +72,7 @@ def parameter_shards(chunk: torch.nn.Module) -> list[tuple[ParameterShard, torch
 
 
 def router_names(chunk: torch.nn.Module) -> list[tuple[str, TopKRouter]]:
-    """Return every router of one chunk and its layer's name in the whole model, in the order of `moe.state.routers`."""
+    """Return every router of one chunk and its layer's name in the whole model, in the order of `routers`."""
     model = unwrapped(chunk)
     return [
         (global_name(model, name + ".").removesuffix(".mlp.router."), module)

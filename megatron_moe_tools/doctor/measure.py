@@ -26,11 +26,11 @@ from megatron_moe.model.build import build_model
 from megatron_moe.model.fully_sharded import gathered_dtype, local, own_range
 from megatron_moe.moe.routing import (
     RoutedTokens,
-    balanced_scores,
     choice_scores,
     group_scores,
     ranked_values,
     scores_from_logits,
+    sinkhorn_scores,
     weigh_experts,
 )
 from megatron_moe.moe.routing_probe import RoutingProbe
@@ -46,7 +46,7 @@ from megatron_moe.training.optimizer import (
     owned_part,
 )
 from megatron_moe.training.step import connect, forward_step, train_step
-from megatron_moe.training.step_sums import take_further_losses
+from megatron_moe.training.step_sums import pop_mtp_losses
 from megatron_moe_tools.doctor.assemble import ParameterShard, parameter_shards, router_names
 
 # ---- What is recorded of a step: gradients, each router's rounding errors and its closest choices.
@@ -144,7 +144,7 @@ class RouterRecord(RoutingProbe):
             weights = weights.masked_fill(~decision.kept, 0.0)
         self.error = max(self.error, _worst(logits, exact), _worst(decision.probs, weights))
         if options.sinkhorn:  # every rank of the micro-batch is here
-            ranked = balanced_scores(logits, routed.micro_batch.is_padding, router.groups.tp_cp)
+            ranked = sinkhorn_scores(logits, routed.micro_batch.is_padding, router.groups.tp_cp)
         else:
             ranked = ranked_values(logits, routed.scores, options)
         self.margins.append(torch.minimum(_choice_margins(ranked, router), _group_margins(ranked, router)))
@@ -414,7 +414,7 @@ def _clearest(chunk: torch.nn.Module, samples: MadeUpSamples, candidates: Sequen
         margins.append(closest.view(-1, len(numbers)).amin(dim=0))
     for _, router in router_names(chunk):
         router.reset_counts()
-    take_further_losses([chunk])
+    pop_mtp_losses([chunk])
     best = torch.cat(margins).topk(wanted).indices
     return [candidates[index] for index in sorted(best.tolist())]
 

@@ -26,8 +26,8 @@ from megatron_moe import platform
 from megatron_moe.model.fully_sharded import Sharding, Unit, shard_axis
 from megatron_moe.model.zero_plus_plus import is_quantized
 from megatron_moe.parallel.groups import neighbours
-from megatron_moe.parallel.quantization import Segments
-from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter
+from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, Segments
+from megatron_moe.platform.protocols import AutogradContext
 from megatron_moe_tools.plan.buffers import Rates, rates_of
 
 
@@ -289,12 +289,12 @@ class _Passed(torch.autograd.Function):
     """The identity, whose backward calls a function when the gradients of all its inputs are there."""
 
     @staticmethod
-    def forward(ctx: Any, then: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: AutogradContext, then: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.then = then
         return tensors
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Any, ...]:
         ctx.then()
         return None, *gradients
 

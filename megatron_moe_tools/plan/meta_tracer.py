@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from megatron_moe import platform
+from megatron_moe.platform.protocols import AutogradContext
 
 # ---- The bytes of all live tensors, storage by storage, while operations run.
 #
@@ -339,7 +340,9 @@ class _Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, tracer: MetaTracer) -> Tensor:
+    def forward(
+        ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor, causal: bool, tracer: MetaTracer
+    ) -> Tensor:
         batch, heads, length, _ = query.shape
         context = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # as the kernels lay it out
         logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -349,7 +352,7 @@ class _Attend(torch.autograd.Function):
         return context
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, *_ = ctx.saved_tensors
         ctx.tracer.flops += 2 * ctx.flops
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
@@ -359,12 +362,12 @@ class _Normalise(torch.autograd.Function):
     """A norm of [..., H] with weight [H] -> [..., H]. It saves both, and one fp32 number per row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron_moe.config.pipeline_layout import Stage
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.parallel.quantization import Segments
+from megatron_moe.parallel.quantized_collectives import Segments
 from megatron_moe_tools.plan.buffers import Buffer
 from megatron_moe_tools.plan.gathering import GatheredUnit
 from megatron_moe_tools.plan.layouts import (

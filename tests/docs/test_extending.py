@@ -46,7 +46,7 @@ def changed_files() -> dict[str, str]:
 
 def trained(words: list[str]) -> tuple[set[tuple[str, str]], str]:
     """Run the page's program with a command line: the entries that were looked up, and what it prints."""
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
     looked_up, look_up = set(), Registry.__getitem__
 
     def recorded(registry: Registry, name: str) -> Any:

@@ -17,10 +17,10 @@ from benchmarks.problem import Shape, make_problem, oracle, relative_error
 from megatron_moe import platform
 from megatron_moe.config import cli
 from megatron_moe.config.schema import replace
+from megatron_moe.moe.layer import OverlappedSharedExperts, SequentialSharedExperts
 from megatron_moe.moe.load_balance import updated_expert_bias
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import MicroBatch, build_choice, route
-from megatron_moe.moe.shared_experts import SharedAfterRouted, SharedBesideRouted
 from megatron_moe.parallel import groups
 from megatron_moe_tools.doctor.assemble import assemble
 from megatron_moe_tools.doctor.compare import FP32, compare, rounding_error, tolerances_of
@@ -114,8 +114,8 @@ def _shared_overlap(stage: Stage) -> None:
             layer = build_layer(case, {})[0].to(stage.device)
             hidden, _ = tokens_and_padding(case, 16 if stage.dry else 2048, 4)
             found = []
-            beside = SharedBesideRouted if platform.has_streams() else SharedAfterRouted
-            for schedule in (SharedAfterRouted, *[beside] * 10):
+            beside = OverlappedSharedExperts if platform.has_streams() else SequentialSharedExperts
+            for schedule in (SequentialSharedExperts, *[beside] * 10):
                 layer.schedule = schedule()
                 layer.zero_grad(set_to_none=True)
                 given = hidden.to(stage.device).requires_grad_()

@@ -65,7 +65,7 @@ def digest(tensors: Any) -> str:
 
 def digests(trained: Any) -> dict[str, str]:
     """Digest of everything in a run's state that a step may change."""
-    from megatron_moe.moe.state import routers
+    from megatron_moe.moe.router import routers
     from megatron_moe.training.optimizer import parts
 
     found = list(routers(trained.model))

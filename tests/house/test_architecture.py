@@ -58,7 +58,7 @@ DOORS: dict[str, str] = {
     "optimizer.optimizer.ChainedOptimizer": "training/optimizer.py training/gradients.py",
     "timers": "training/timers.py",
     # our MoE layer also serves a model that the engine built, and then takes the engine's own groups
-    "parallel_state": "parallel/groups.py moe/groups.py",
+    "parallel_state": "parallel/groups.py moe/options.py",
     "transformer": "model/spec.py",
     "transformer.spec_utils": "model/spec.py model/mtp.py",
     "transformer.transformer_layer": "model/spec.py model/mtp.py model/activation_offload.py",
@@ -81,15 +81,15 @@ DOORS: dict[str, str] = {
     "tensor_parallel.mappings": "model/build.py model/linear_fp8.py model/mtp.py",
     "tensor_parallel.get_cuda_rng_tracker": "model/attention.py model/mtp.py model/overlap.py",
     "tensor_parallel.random": "checkpoint/state.py training/global_batch.py training/replay.py",
-    "tensor_parallel.random.CheckpointWithoutOutput": "moe/recompute.py model/overlap.py",
+    "tensor_parallel.random.CheckpointWithoutOutput": "moe/experts.py model/overlap.py",
     "tensor_parallel.model_parallel_cuda_manual_seed": "parallel/groups.py",
     "tensor_parallel.layers": (
         "model/engine_config.py model/spec.py model/build.py model/linear_fp8.py model/loss.py moe/layer.py "
         "model/initialize.py"
     ),
     "transformer.module.MegatronModule": "model/mla.py model/mtp.py moe/experts.py moe/layer.py moe/router.py",
-    "transformer.mlp": "model/spec.py moe/layer.py moe/shared_experts.py",
-    "transformer.utils.make_sharded_tensors_for_checkpoint": "moe/shared_experts.py",
+    "transformer.mlp": "model/spec.py moe/layer.py",
+    "transformer.utils.make_sharded_tensors_for_checkpoint": "moe/layer.py",
     "dist_checkpointing.ShardedTensor": "moe/experts.py",
     # types that are passed through, and small questions
     "optimizer.MegatronOptimizer": (

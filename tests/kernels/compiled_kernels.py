@@ -40,7 +40,7 @@ def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """Return a launch of each kernel: of DeepSeek-V3's MoE layer, attention and loss, on the meta device."""
     import torch
 
-    from megatron_moe.kernels.launching import launches_seen_by
+    from megatron_moe.kernels.choice import launches_seen_by
 
     fused = all_kernels()
     found: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from benchmarks import launches
+from benchmarks.contestants import engine_config
+from benchmarks.problem import Shape
 from megatron_moe import platform
+from megatron_moe.config.schema import Run
 from megatron_moe.kernels import choice
 from megatron_moe.kernels.choice import takes_kernels
+from megatron_moe.moe.layer import MoELayer
+from megatron_moe.parallel import groups
 from megatron_moe.platform import switches
+from tests.helpers.errors import largest, relative
+from tests.kernels.compiled_kernels import ROOT
 
 
 class OnGpu(NamedTuple):
@@ -44,6 +57,69 @@ def test_what_a_kernel_does_not_cover_is_computed_by_torch(monkeypatch: pytest.M
         return NotImplemented
 
     monkeypatch.setenv(switches.KERNELS, "triton")
-    monkeypatch.setattr(choice, "_kernel", lambda module, name: refuses)
-    doubled = choice.has_kernel("anywhere")(lambda x: x * 2)
+    monkeypatch.setitem(choice.KERNELS, "doubled", choice.Kernels("anywhere.doubled"))
+    monkeypatch.setattr(choice, "_triton", lambda path: refuses)
+    doubled = choice.has_kernel("doubled")(lambda x: x * 2)
     assert doubled(torch.ones(2)).tolist() == [2, 2] and len(asked) == 1
+
+
+# ---- a layer with kernels: the numbers of one without, what a GPU would launch, and what the kernels take of it
+
+
+SHAPE = {"tokens": 4096, "hidden": 7168, "experts": 32, "topk": 8, "ffn": 2048}
+
+
+def totals(kernels: str, sums: str = "none") -> SimpleNamespace:
+    every = [one for found in launches.of_layer(**SHAPE, kernels=kernels, sums=sums) for one in found]
+    return SimpleNamespace(
+        launches=sum(one.launches for one in every),
+        gigabytes=sum(one.size for one in every if not one.flops) / 1e9,
+        tflops=sum(one.flops for one in every) / sum(one.seconds for one in every) / 1e12,
+    )
+
+
+def test_a_layer_launches_45_operations_at_most_also_with_sums_that_products_add_to() -> None:
+    alone, added, fused = (totals("triton", sums) for sums in ("none", "added", "fused"))
+    assert alone.launches <= 45 and alone.gigabytes <= 3.8 and alone.tflops >= 555
+    assert fused.gigabytes < alone.gigabytes + 0.01 and added.gigabytes > alone.gigabytes + 14
+    assert fused.launches < added.launches and fused.tflops >= 555 and added.tflops < 480
+
+
+def test_without_kernels_it_launches_twice_as_many() -> None:
+    found = totals("torch")
+    assert found.launches > 80 and found.gigabytes > 15 and found.tflops < 500
+
+
+@pytest.mark.test_all(instead="tests/kernels/test_choice.py::test_a_layer_is_the_same_with_kernels")
+def test_the_kernels_compile_within_their_budget(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.kernels.compiled_kernels", "--check"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def stepped(kernels: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """A small MoE layer's output, gradients and counts with this form of its operations."""
+    config = engine_config(Shape(24, 16, 8, 2, 8, 0), dtype, moe_shared_expert_intermediate_size=None)
+    config.moe_expert_backend = "grouped_mm"
+    layer = MoELayer(config, layer_number=1).train()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    hidden = torch.randn(24, 1, 16, generator=generator).to(dtype).requires_grad_()
+    monkeypatch.setenv(switches.KERNELS, kernels)
+    output = layer(hidden)[0]
+    output.backward(torch.randn(24, 1, 16, generator=generator).to(dtype))
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    counts = layer.router.local_tokens_per_expert
+    return {"output": output.detach(), "hidden": hidden.grad, **gradients, "counts": counts}
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_a_layer_is_the_same_with_kernels(dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups.initialize(Run())
+    wanted, found = stepped("torch", dtype, monkeypatch), stepped("triton", dtype, monkeypatch)
+    assert torch.equal(found.pop("counts"), wanted.pop("counts"))
+    errors = {name: relative(found[name], right) for name, right in wanted.items()}
+    assert len(errors) == 5 and largest(errors.values()) <= bound, errors

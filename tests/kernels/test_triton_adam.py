@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels import compiled
-from megatron_moe.kernels.launching import launches_seen_by
+from megatron_moe.kernels.choice import launches_seen_by
 from megatron_moe.precision.packed_state import GROUP, AdamState, AdamStep
 from megatron_moe.training.precision_aware_adam import adam_update
 from tests.helpers.rows import rows

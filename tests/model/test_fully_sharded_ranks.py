@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_moe.model.float16_module import without_wrappers
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel, local, shard_of
-from megatron_moe.moe.state import routers
+from megatron_moe.moe.router import routers
 from megatron_moe.training.evaluate import evaluation_mode
 from megatron_moe.training.optimizer import parts
 from megatron_moe.training.run import _quiet_engine

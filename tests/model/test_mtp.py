@@ -9,7 +9,7 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.build import build_model
 from megatron_moe.model.generate import next_token_logits
 from megatron_moe.model.loss import loss_func
-from megatron_moe.moe.state import routers
+from megatron_moe.moe.router import routers
 from megatron_moe.parallel import groups
 from tests.helpers.errors import relative
 from tests.model.test_build_ranks import MODELS
@@ -60,7 +60,7 @@ def losses_and_gradients(chunk, length):
     total, count, _ = loss_func(mask, output)
     (total / count).backward()
     gradients = {name: parameter.grad for name, parameter in chunk.named_parameters()}
-    return output.detach(), chunk.take_further_losses(), gradients
+    return output.detach(), chunk.pop_mtp_losses(), gradients
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["two tables", "one table"])
@@ -97,13 +97,13 @@ def test_losses_evaluation_and_generation_are_the_next_tokens(model):
         trained = chunk(tokens, positions, None, labels=labels)
         numbers = [router.layer_number for router in routers([chunk])]
         counts = [router.local_tokens_per_expert.clone() for router in routers([chunk])]
-        chunk.take_further_losses()
+        chunk.pop_mtp_losses()
         with torch.no_grad():
             seen = chunk(tokens, positions, None, labels=labels)
             evaluated = chunk.eval()(tokens, positions, None, labels=labels)
             logits = next_token_logits([chunk], tokens, position=6)
         # Neither a pass without gradients nor an evaluation logs a loss or counts a token.
-        assert chunk.take_further_losses() is None
+        assert chunk.pop_mtp_losses() is None
         assert all(map(torch.equal, counts, (router.local_tokens_per_expert for router in routers([chunk]))))
         return numbers, [trained, seen, evaluated, logits]
 

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import utils
 from megatron_moe import platform
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model import build, engine_config
-from megatron_moe.moe.grouped_gemm import LaterGradients
+from megatron_moe.moe.grouped_gemm import DelayedWgrad
 from megatron_moe.training.replay import without_overlap
 from megatron_moe.training.start_notes import _expert_notes
 from tests.helpers.rows import rows
@@ -49,7 +49,7 @@ class _Event:
 @contextlib.contextmanager
 def noted(notes: list[str]) -> Iterator[None]:
     """Within the block there are streams; nodes of the schedule, exchanges of rows and later gradients are noted."""
-    compute = LaterGradients.compute
+    compute = DelayedWgrad.compute
 
     def computed(self: Any) -> None:
         notes.append("later gradients")
@@ -85,7 +85,7 @@ def noted(notes: list[str]) -> Iterator[None]:
         mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None),
         mock.patch.object(platform, "has_streams", lambda: True),
         mock.patch.object(dist, "all_to_all_single", exchanged),
-        mock.patch.object(LaterGradients, "compute", computed),
+        mock.patch.object(DelayedWgrad, "compute", computed),
         named("forward"),
         named("backward"),
     ):

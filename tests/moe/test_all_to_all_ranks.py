@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.moe import all_to_all
-from megatron_moe.moe.groups import MoEGroups
+from megatron_moe.moe.options import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 

@@ -18,12 +18,11 @@ from megatron_moe.moe.capacity import (
     kept_choices,
     micro_batches_among,
 )
-from megatron_moe.moe.groups import moe_groups
-from megatron_moe.moe.load_balance import GlobalBatch, LostTokens
-from megatron_moe.moe.router import Jitter
-from megatron_moe.moe.routing import balanced_scores
+from megatron_moe.moe.load_balance import GlobalBatch, TokenCountError
+from megatron_moe.moe.options import moe_groups
+from megatron_moe.moe.router import Jitter, announce_global_batch
+from megatron_moe.moe.routing import sinkhorn_scores
 from megatron_moe.moe.routing_probe import RoutingProbe
-from megatron_moe.moe.state import announce_global_batch
 from megatron_moe.training.finalize_model_grads import update_routers
 from tests.helpers.called import Called
 from tests.helpers.routers import config, tokens
@@ -74,7 +73,7 @@ def test_equal_weights_are_kept_by_position() -> None:
 
 def test_sinkhorn_has_megatrons_scores_and_the_references() -> None:
     logits = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
-    balanced = balanced_scores(logits, None, moe_groups().tp_cp)
+    balanced = sinkhorn_scores(logits, None, moe_groups().tp_cp)
     engine = moe_utils.sinkhorn(logits)
     slow = torch.tensor(reference.sinkhorn(logits.tolist()), dtype=torch.float64)
     for scores in (engine.double(), slow):  # equal up to a factor per token
@@ -140,12 +139,12 @@ def test_a_count_that_is_not_its_tokens_stops_the_step() -> None:
     r = router()
     r.route(tokens())
     r.local_tokens_per_expert[3] += 1
-    with pytest.raises(LostTokens, match="10 tokens of the global batch x 2 experts are 20 choices, but 21 were"):
+    with pytest.raises(TokenCountError, match="10 tokens of the global batch x 2 experts are 20 choices, but 21 were"):
         update_routers([r])
     r.reset_counts()
     announce_global_batch([r], GlobalBatch(30, 1.0))
     r.route(tokens())
-    with pytest.raises(LostTokens, match="30 tokens of the global batch x 2 experts are 60 choices, but 20 were"):
+    with pytest.raises(TokenCountError, match="30 tokens of the global batch x 2 experts are 60 choices, but 20 were"):
         update_routers([r])
 
 

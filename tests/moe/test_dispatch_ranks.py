@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.moe.dispatch import build_dispatcher
-from megatron_moe.moe.groups import MoEGroups
+from megatron_moe.moe.options import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
 
 RESULTS = (256.0, 1.0, -256.0, 1.0)  # of expert 0 to 3; bf16 has no number between 256 and 258

@@ -13,9 +13,8 @@ from megatron_moe import Float16Module
 from megatron_moe.moe.dispatch import LocalDispatcher, build_dispatcher, copy_rows, sum_copies
 from megatron_moe.moe.experts import GroupedExperts, weighted_swiglu
 from megatron_moe.moe.grouped_gemm import GroupedLinear, TorchProduct, grouped_linear_loop
-from megatron_moe.moe.groups import moe_groups
 from megatron_moe.moe.layer import MoELayer
-from megatron_moe.moe.options import MoEOptions
+from megatron_moe.moe.options import MoEOptions, moe_groups
 from megatron_moe.moe.routing import RoutingDecision
 from tests.helpers.routers import config
 

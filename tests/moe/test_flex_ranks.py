@@ -12,7 +12,7 @@ from megatron.core.transformer.moe import fused_a2a
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.moe.dispatch import DISPATCHERS
 from megatron_moe.moe.flex import DeepEPDispatcher, HybridEPDispatcher, flex_dispatcher
-from megatron_moe.moe.groups import moe_groups
+from megatron_moe.moe.options import moe_groups
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 from tests.helpers.rows import rows
 from tests.moe import deep_ep_stub

@@ -134,7 +134,7 @@ def test_linear_layers_split_over_tp_round_the_same_tiles(once: Any, sequence_pa
 
 def step(flags: dict[str, Any]) -> dict[str, Any]:
     """A step of a tiny model: initial weights, loss, and what it leaves behind."""
-    from megatron_moe.moe.state import routers
+    from megatron_moe.moe.router import routers
     from tests.helpers.stepped_trainer import Trainer, digest
 
     trainer = Trainer({"bf16": True, **flags})

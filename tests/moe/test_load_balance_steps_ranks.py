@@ -12,7 +12,7 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.build import build_model
 from megatron_moe.moe.load_balance import GlobalBatch
-from megatron_moe.moe.state import announce_global_batch, routers
+from megatron_moe.moe.router import announce_global_batch, routers
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.training.finalize_model_grads import finalize_model_grads

@@ -10,8 +10,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_moe import TopKRouter
-from megatron_moe.moe.groups import moe_groups
-from megatron_moe.moe.options import MoEOptions
+from megatron_moe.moe.options import MoEOptions, moe_groups
 from megatron_moe.moe.routing import ByScore, MicroBatch, RoutingDecision, positions, route
 from megatron_moe.parallel.sequence import context_parallel_slice
 from megatron_moe.training.finalize_model_grads import update_routers

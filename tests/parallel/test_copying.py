@@ -15,7 +15,7 @@ from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.copying import _groups_of
 from tests.helpers.routers import router, tokens
-from tests.precision.test_contract_protections import _subject
+from tests.precision.test_contract import _subject
 
 SAVED = {
     "pickle": pickle.dumps,

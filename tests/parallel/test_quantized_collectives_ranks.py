@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.quantization import Segments
-from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter
+from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, Segments
 from tests.helpers.rows import rows
 from tests.numbers.reference_quantization import bound, rounded
 

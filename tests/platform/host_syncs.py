@@ -125,7 +125,7 @@ def _phase(where: str, functions: set[str], files: set[tuple[str, str]]) -> str:
         return "finalize"
     if "run_micro_batches" in functions:
         in_layer = ("megatron_moe/moe/layer.py", "_mixture") in files
-        of_layer = where.startswith("megatron_moe/moe/") and not where.startswith("megatron_moe/moe/state.py")
+        of_layer = where.startswith("megatron_moe/moe/") and not where.endswith(" counting_ahead")
         return "layer" if in_layer or of_layer else "micro-batches"
     if "train_step" in functions:
         return "step"

@@ -40,9 +40,9 @@ from megatron_moe.model.initialize import normal
 from megatron_moe.model.loss import loss_func
 from megatron_moe.model.norm import RMSNorm
 from megatron_moe.model.spec import LOCAL, LayerSettings, layer_spec
-from megatron_moe.moe.recompute import without_output
+from megatron_moe.moe.experts import without_output
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.collectives import shared_by_ranks, sum_over_ranks
+from megatron_moe.parallel.collectives import all_reduce_sum, shared_by_ranks
 from megatron_moe.training.finalize_model_grads import update_routers
 from tests.checkpoint.checkpoint_steps import make_step
 from tests.helpers.moe_cases import build_layer, random_case
@@ -103,7 +103,7 @@ def of_two_ranks() -> dict[str, Any]:
     whole = torch.ones(1, 1, 4, requires_grad=True)
     (shared_by_ranks(whole, pg.tp) * weight).sum().backward()
     transposed = torch.arange(6.0).view(2, 3).t()
-    ours = sum_over_ranks(transposed.clone(memory_format=torch.preserve_format), pg.tp)
+    ours = all_reduce_sum(transposed.clone(memory_format=torch.preserve_format), pg.tp)
     return {
         "gradients": (part.grad.unique().tolist(), whole.grad.unique().tolist()),
         "weight": weight,

@@ -24,7 +24,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.initialize import Split, _mark
 from megatron_moe.moe.experts import mark_expert_parameter
-from megatron_moe.moe.state import RouterSnapshot
+from megatron_moe.moe.router import RouterSnapshot
 from megatron_moe.parallel import groups
 from megatron_moe.training.finalize_model_grads import finalize_model_grads
 from megatron_moe.training.optimizer import SharedLossScale, _settle_positions

@@ -21,9 +21,9 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.moe.load_balance import updated_expert_bias
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.state import RouterSnapshot
+from megatron_moe.moe.router import RouterSnapshot
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.collectives import sum_over_ranks
+from megatron_moe.parallel.collectives import all_reduce_sum
 from megatron_moe.training.finalize_model_grads import update_routers
 from tests.platform.stock import (
     BF16,
@@ -102,7 +102,7 @@ def counts_after_a_sum() -> dict[str, Any]:
     routing_map = torch.ones(mine, 1, dtype=torch.bool)
     _, local, total = moe_utils.get_tokens_per_expert_and_token_count(routing_map, pg.tp_cp, 1, with_padding_mask=True)
     counts = torch.tensor([mine])
-    summed = sum_over_ranks(counts, pg.tp_cp)
+    summed = all_reduce_sum(counts, pg.tp_cp)
     return {"stock": (int(local), int(total)), "ours": (counts.item(), summed.item()), "right": (mine, 8)}
 
 

@@ -27,10 +27,10 @@ from megatron_moe.model.rotary import _JoinPositions
 from megatron_moe.moe.dispatch import copy_rows, sum_copies
 from megatron_moe.moe.experts import weighted_swiglu
 from megatron_moe.moe.grouped_gemm import gate_product
+from megatron_moe.moe.layer import SharedExperts
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import _ExpertWeights
-from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, shared_by_ranks
 from tests.helpers.routers import config

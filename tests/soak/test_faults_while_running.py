@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.training.test_faults_ranks import KINDS, check
 
 from tests.helpers import kills
 from tests.helpers.launchers import Forked
@@ -17,6 +16,7 @@ from tests.helpers.stepped_trainer import EP2, PP2, TP2
 from tests.launch import broken_jobs
 from tests.soak.conftest import Figure, Scaled
 from tests.training import fault_cases, replica_cases
+from tests.training.test_non_finite_ranks import KINDS, check
 
 TIMEOUT = 10.0
 

@@ -98,7 +98,7 @@ VISITS: dict[str, tuple[str, dict[str, Plant]]] = {
             "training/finalize_model_grads.py",
             "group = found[0].groups.tp_dp_cp\n    if group.size() > 1:\n        dist.all_reduce(local, group=group)",
             "group = found[0].groups.tp_cp\n    if group.size() > 1:\n        dist.all_reduce(local, group=group)",
-            "dp2", (), ("LostTokens", "tokens of the global batch"),
+            "dp2", (), ("TokenCountError", "tokens of the global batch"),
         ),
     }),
     # What follows is found by the default layouts.
@@ -127,8 +127,8 @@ VISITS: dict[str, tuple[str, dict[str, Plant]]] = {
         ),
         "expert_bias is rounded to the model's dtype": Plant(
             "training/finalize_model_grads.py",
-            "(updated_expert_bias(router.expert_bias, got + turned_away, rate, center))",
-            "(updated_expert_bias(router.expert_bias, got + turned_away, rate, center).to(router.weight.dtype))",
+            "(updated_expert_bias(bias, count.kept + count.dropped, rate, center))",
+            "(updated_expert_bias(bias, count.kept + count.dropped, rate, center).to(router.weight.dtype))",
             "bf16-against-fp32", ("expert_bias decoder.layers.0", "expert_bias decoder.layers.1"),
             spared=("token counts", "gradient"),
         ),

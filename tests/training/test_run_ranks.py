@@ -24,7 +24,7 @@ def loaded_biases(flags: dict[str, Any]) -> dict[int, tuple[str, str, list[float
     from megatron_moe.checkpoint.plan import plan
     from megatron_moe.checkpoint.state import Trained
     from megatron_moe.model.build import build_model
-    from megatron_moe.moe.state import routers
+    from megatron_moe.moe.router import routers
     from megatron_moe.parallel import groups
     from megatron_moe.training.optimizer import build_optimizer, build_scheduler
 

@@ -93,7 +93,7 @@ def gradients_around_a_step(flags: dict[str, Any]) -> dict[str, Any]:
     """The router's gradient of a layer's own backward pass, outside a run, before and after a step of a run."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from megatron_moe.moe.state import routers
+    from megatron_moe.moe.router import routers
 
     def outside() -> torch.Tensor:
         probs = router.route(hidden).probs

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.config.errors import RunFault
-from megatron_moe.parallel import nccl
+from megatron_moe.parallel import groups
 from megatron_moe.training import stack_reading
 from megatron_moe.training.watchdog import Watchdog
 
@@ -103,7 +103,7 @@ def recorded() -> dict[str, Any]:
     """
     bindings: Any = torch._C._distributed_c10d
     bindings._dump_nccl_trace_json = bindings._dump_fr_trace_json
-    dump = nccl.recorded()
+    dump = groups.nccl_record()
     for entry in dump.get("entries", ()):
         if WORKS[int(entry["collective_seq_id"]) - 1].is_completed():
             entry["state"] = "completed"

@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_moe import platform
 from megatron_moe.checkpoint.state import TrainingProgress
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
-from megatron_moe.moe.router import TopKRouter
+from megatron_moe.moe.router import TopKRouter, routers
 from megatron_moe.moe.routing_probe import MARGIN_BINS, RoutingProbe, margin_percentile
-from megatron_moe.moe.state import routers
 from megatron_moe.precision.packed_state import GROUP, AdamStep
 from megatron_moe.report.health import Health, LayerHealth, load_health
 from megatron_moe.training.gradients import part_grad_norms

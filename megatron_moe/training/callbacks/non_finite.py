@@ -22,9 +22,8 @@ from megatron_moe.checkpoint.state import Trained
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
-from megatron_moe.moe.router import TopKRouter
+from megatron_moe.moe.router import TopKRouter, routers
 from megatron_moe.moe.routing import RoutedTokens
-from megatron_moe.moe.state import routers
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.replay import StepReplay

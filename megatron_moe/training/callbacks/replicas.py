@@ -20,7 +20,7 @@ from megatron_moe import platform
 from megatron_moe.checkpoint.state import Trained
 from megatron_moe.config.errors import RunFault
 from megatron_moe.model.fully_sharded import local
-from megatron_moe.moe.state import routers
+from megatron_moe.moe.router import routers
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.state_checks import global_names

@@ -17,7 +17,12 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.moe.shared_experts import NoSharedExpert, SharedAfterRouted, SharedBesideRouted, shared_schedule
+from megatron_moe.moe.layer import (
+    NoSharedExpert,
+    OverlappedSharedExperts,
+    SequentialSharedExperts,
+    shared_schedule,
+)
 from megatron_moe.parallel import groups
 from megatron_moe.platform import streams
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
@@ -88,7 +93,7 @@ def both_passes(pg: Any, gate: bool) -> dict[str, Any]:
         given = hidden.clone().requires_grad_()
         named = {given.data_ptr(): "hidden"}
         layer.zero_grad(set_to_none=True)
-        layer.schedule = SharedBesideRouted() if name == "with" else SharedAfterRouted()
+        layer.schedule = OverlappedSharedExperts() if name == "with" else SequentialSharedExperts()
         watched = noted_layer(layer, notes, named) if name == "with" else contextlib.nullcontext()
         with noted_streams(notes, named), watched:
             output, _ = layer(given, padding_mask=padding)
@@ -157,9 +162,9 @@ def test_streams_wait_for_each_other_in_both_passes_and_no_bit_changes(gloo: Any
 @pytest.mark.parametrize(
     ("width", "asked", "streams_here", "chosen"),
     [
-        (8, False, True, SharedAfterRouted),
-        (8, True, False, SharedAfterRouted),
-        (8, True, True, SharedBesideRouted),
+        (8, False, True, SequentialSharedExperts),
+        (8, True, False, SequentialSharedExperts),
+        (8, True, True, OverlappedSharedExperts),
         (None, False, True, NoSharedExpert),
     ],
 )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.parallel import groups, nccl
+from megatron_moe.parallel import groups
 from megatron_moe.training.hang_report import progress
 from tests.helpers.gloo_pool import GlooPool
 
@@ -67,7 +67,7 @@ def test_nccl_waits_longer_than_the_watchdog_and_records_what_it_does(joined, tm
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(14 * 60),
     }
-    assert groups.recorded() is nccl.recorded
+    assert groups.collectives_record() is groups.nccl_record
 
 
 def test_without_the_watchdog_nccls_timeout_is_the_runs(joined):
@@ -79,7 +79,7 @@ def test_without_the_watchdog_nccls_timeout_is_the_runs(joined):
 
 def test_what_the_user_has_set_stays_and_with_gloo_nothing_is_set(monkeypatch):
     groups.initialize(Run(), Path("faults"))
-    assert environment() == {} and groups.recorded() is None
+    assert environment() == {} and groups.collectives_record() is None
     theirs = {
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/somewhere/else_",
@@ -88,7 +88,7 @@ def test_what_the_user_has_set_stays_and_with_gloo_nothing_is_set(monkeypatch):
     }
     for name, value in theirs.items():
         monkeypatch.setenv(name, value)
-    nccl.prepare(timedelta(minutes=10), Path("faults"))
+    groups.prepare_nccl(timedelta(minutes=10), Path("faults"))
     assert environment() == theirs
 
 
@@ -105,7 +105,7 @@ def begin_some(recorder: bool) -> tuple[Any, ...]:
     deadline = time.monotonic() + 20.0
     with mock.patch.object(bindings, "_dump_nccl_trace_json", dump, create=True):
         while True:
-            mine = next(group for group in progress(nccl.recorded()) if group.about == "both of them")
+            mine = next(group for group in progress(groups.nccl_record()) if group.about == "both of them")
             if not recorder or mine.ended == 3 or time.monotonic() > deadline:  # a thread of torch's records ends
                 break
             time.sleep(0.01)

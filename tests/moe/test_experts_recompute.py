@@ -12,7 +12,7 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.build import build_model
 from megatron_moe.model.loss import loss_func
-from megatron_moe.moe.state import routers
+from megatron_moe.moe.router import routers
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.training.finalize_model_grads import finalize_model_grads

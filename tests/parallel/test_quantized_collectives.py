@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_moe.parallel.quantization import BLOCK, Segments, dequantize, packed_bytes, quantize
+from megatron_moe.parallel.quantized_collectives import BLOCK, Segments, dequantize, packed_bytes, quantize
 from tests.numbers.reference_quantization import bound, rounded
 
 SHAPES = [(1, 1), (3, 255), (2, 256), (1, 257), (2, 1000)]

@@ -1,0 +1,111 @@
+"""What this code reads of objects that torch and the engine make, as types: the engine's classes have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class AutogradContext(Protocol):
+    """The `ctx` of an autograd function, on which `forward` leaves what `backward` needs."""
+
+    saved_tensors: tuple[Any, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def __getattr__(self, name: str) -> Any: ...
+
+    def __setattr__(self, name: str, value: object) -> None: ...
+
+
+class ProcessGroups(Protocol):
+    """The engine's ProcessGroupCollection. Names join axes: tp_cp is the group of the ranks of TP x CP."""
+
+    tp: ProcessGroup
+    pp: ProcessGroup
+    cp: ProcessGroup
+    dp_cp: ProcessGroup
+    tp_cp: ProcessGroup
+    tp_dp_cp: ProcessGroup
+    ep: ProcessGroup
+    tp_ep: ProcessGroup
+    expt_tp: ProcessGroup
+    expt_dp: ProcessGroup
+
+
+class EngineConfig(Protocol):
+    """The engine's TransformerConfig, or for latent attention its MLATransformerConfig."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    layernorm_epsilon: float
+    attention_dropout: float
+    gated_linear_unit: bool
+    add_bias_linear: bool
+    qk_layernorm: bool
+    multi_latent_attention: bool
+    fp32_residual_connection: bool
+    log_max_attention_logit: bool
+    mtp_num_layers: int | None
+    mtp_loss_scaling_factor: float
+    transformer_impl: str
+    # precision, initialisation, parallelism, recomputation
+    params_dtype: torch.dtype
+    perform_initialization: bool
+    init_method: Callable[[Tensor], Any]
+    output_layer_init_method: Callable[[Tensor], Any]
+    sequence_parallel: bool
+    context_parallel_size: int
+    calculate_per_token_loss: bool
+    gradient_accumulation_fusion: bool
+    recompute_granularity: str | None
+    recompute_modules: Sequence[str] | None
+    # latent attention
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+    rope_type: str
+    rotary_base: float
+    rotary_percent: float
+    rotary_scaling_factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+    # mixture of experts
+    num_moe_experts: int
+    moe_ffn_hidden_size: int | None
+    moe_layer_freq: Sequence[int]
+    moe_shared_expert_intermediate_size: int | None
+    moe_shared_expert_overlap: bool
+    moe_router_topk: int
+    moe_router_dtype: str | None
+    moe_router_score_function: str
+    moe_router_pre_softmax: bool
+    moe_router_num_groups: int | None
+    moe_router_group_topk: int | None
+    moe_router_topk_scaling_factor: float | None
+    moe_router_enable_expert_bias: bool
+    moe_router_bias_update_rate: float
+    moe_router_load_balancing_type: str | Sequence[str]
+    moe_router_force_load_balancing: bool
+    moe_aux_loss_coeff: float | Sequence[float]
+    moe_z_loss_coeff: float | None
+    moe_input_jitter_eps: float | None
+    moe_expert_capacity_factor: float | None
+    moe_token_drop_policy: str
+    moe_pad_expert_input_to_capacity: bool
+    moe_token_dispatcher_type: str
+    moe_flex_dispatcher_backend: str
+    moe_deepep_num_sms: int
+    moe_hybridep_num_sms: int
