@@ -199,7 +199,9 @@ def _mean_rate(records: Sequence[StepRecord], name: str) -> float:
 
 
 def _tokens_per_second(records: Sequence[StepRecord]) -> str:
-    return f"{_mean_rate(records, 'tokens_per_second'):,.0f} tok/s"
+    seconds = sum(record.seconds for record in records)
+    rate = sum(record.tokens for record in records) / seconds if seconds > 0 else 0.0
+    return f"{rate:,.0f} tok/s"
 
 
 def _model_tflops(records: Sequence[StepRecord]) -> str:
