@@ -215,7 +215,7 @@ def build_model(
         chunks = [FullyShardedDataParallel(config, ddp_config(run), chunk, sharding, pg_collection) for chunk in chunks]
         guard.check("wrapping in FullyShardedDataParallel", model_dtypes(run, chunks))
         return chunks
-    wrapped: list[torch.nn.Module] = []
+    wrapped: list[Any] = []
     for chunk in chunks:
         # Only the first chunk's reduction is on the critical path, as Megatron-LM has it.
         without_buckets = bool(wrapped)

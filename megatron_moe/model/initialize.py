@@ -88,8 +88,9 @@ def initialize_weights(chunk: torch.nn.Module, seed: int) -> None:
     Weights are normal with the configured standard deviation; projections back into the residual stream have it divided
     by sqrt(2 x layers), as Megatron-LM does. Norms are one, biases zero.
     """
-    config, groups = chunk.config, chunk.pg_collection
-    rank, ranks = groups.tp.rank(), groups.tp.size()
+    model: Any = chunk  # its configuration and groups are the engine's
+    rank, ranks = model.pg_collection.tp.rank(), model.pg_collection.tp.size()
+    config: EngineConfig = model.config
     std = config.init_method_std
     output_std = std / (2 * config.num_layers) ** 0.5
     for prefix, experts in _experts(chunk):
@@ -108,7 +109,7 @@ def initialize_weights(chunk: torch.nn.Module, seed: int) -> None:
             parameter.fill_(1.0)
         else:
             width = output_std if module_name in _OUTPUT_PROJECTIONS else std
-            full_shape: list[Any] = list(parameter.shape)
+            full_shape = list(parameter.shape)
             if split.axis is not None:
                 full_shape[split.axis] *= ranks
             full = normal(seed, full_name, tuple(full_shape), width)
@@ -120,19 +121,22 @@ def placement(chunk: torch.nn.Module) -> dict[str, tuple[str, Split]]:
 
     Routed experts are not included: they are split over EP and ETP, see `GroupedExperts`.
     """
+    model: Any = chunk
     routed = tuple(f"{prefix}." for prefix, _ in _experts(chunk))
-    return {
-        name: (global_name(chunk, name), _split(*name.split(".")[-2:], chunk.config))
-        for name, _ in chunk.named_parameters()
-        if not name.startswith(routed)
-    }
+    found = {}
+    for name, _ in chunk.named_parameters():
+        if not name.startswith(routed):
+            module_name, parameter_name = name.split(".")[-2:]
+            found[name] = global_name(chunk, name), _split(module_name, parameter_name, model.config)
+    return found
 
 
 def global_name(chunk: torch.nn.Module, name: str) -> str:
     """Return a parameter's name in the whole model: with the layer's global number, from 0, without tied copies."""
     if chunk.share_embeddings_and_output_weights and name == "output_layer.weight":
         return "embedding.word_embeddings.weight"  # the last stage's copy of the first stage's table
-    layers = chunk.decoder.layers
+    model: Any = chunk
+    layers = model.decoder.layers
     return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{layers[int(m[1])].layer_number - 1}.", name)
 
 

@@ -117,8 +117,7 @@ class _CachedCore(torch.nn.Module):
 
     def __init__(self, core: torch.nn.Module, length: _Length) -> None:
         super().__init__()
-        _refuse_foreign(core)
-        self.core, self._length = core, length
+        self.core, self._length = _own(core), length
         self._keys, self._values = _Rows(length), _Rows(length)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -149,7 +148,7 @@ class _CachedLatentAttention(torch.nn.Module):
 
     def __init__(self, attention: LatentAttention, length: _Length) -> None:
         super().__init__()
-        _refuse_foreign(attention.core_attention)
+        _own(attention.core_attention)
         self.attention, self._length, self._kept = attention, length, _Rows(length)
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
@@ -190,9 +189,11 @@ class _CachedLatentAttention(torch.nn.Module):
         return torch.einsum("sbnr,nvr->sbnv", context.to(up.dtype), up_value).to(query_rest.dtype).flatten(2)
 
 
-def _refuse_foreign(core: torch.nn.Module) -> None:
+def _own(core: torch.nn.Module) -> SDPACoreAttention:
+    """Refuse core attention that is not ours."""
     if not isinstance(core, SDPACoreAttention):
         raise ValueError(f"a key-value cache needs --transformer-impl local, not {type(core).__name__}")
+    return core
 
 
 def continuation(

@@ -77,6 +77,7 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
         rotary: bool = True,
     ) -> None:
         super().__init__(config=config)
+        assert pg_collection is not None  # the engine's protocol has a default
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.tp_group = pg_collection.tp
@@ -103,7 +104,7 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
     def _build_projections(self, config: EngineConfig, submodules: MLASubmodules) -> None:
         heads, hidden = config.num_attention_heads, config.hidden_size
 
-        def column(input_size: int, output_size: int, buffer_name: str) -> torch.nn.Module:
+        def column(input_size: int, output_size: int, buffer_name: str) -> Any:
             return submodules.column_linear(
                 input_size,
                 output_size,
@@ -117,7 +118,7 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
                 tp_group=self.tp_group,
             )
 
-        def latent_norm(width: int) -> torch.nn.Module | None:
+        def latent_norm(width: int) -> Any:
             norm = submodules.latent_norm
             return None if norm is None else norm(config=config, hidden_size=width, eps=LATENT_NORM_EPSILON)
 

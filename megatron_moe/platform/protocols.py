@@ -59,6 +59,7 @@ class EngineConfig(Protocol):
     # precision, initialisation, parallelism, recomputation
     params_dtype: torch.dtype
     perform_initialization: bool
+    init_method_std: float
     init_method: Callable[[Tensor], Any]
     output_layer_init_method: Callable[[Tensor], Any]
     sequence_parallel: bool

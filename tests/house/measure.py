@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,21 +47,27 @@ def functions(*folders: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [node for node in every if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
-def named_once(*folders: str) -> float:
-    """Return the share of functions whose name is used in one place, imports left out; dunder methods do not count."""
-    uses: Counter[str] = Counter()
-    for path in sources(*folders):
+@cache
+def uses() -> Counter[str]:
+    """Return how often the packages name what, imports left out."""
+    found: Counter[str] = Counter()
+    for path in sources(*PACKAGES):
         for node in nodes(path):
             if isinstance(node, ast.Name):
-                uses[node.id] += 1
+                found[node.id] += 1
             elif isinstance(node, ast.Attribute):
-                uses[node.attr] += 1
+                found[node.attr] += 1
+    return found
+
+
+def named_once(*folders: str) -> float:
+    """Return the share of functions that the packages name in one place; dunder methods do not count."""
     names = [node.name for node in functions(*folders) if not node.name.startswith("__")]
-    return sum(uses[name] == 1 for name in names) / len(names)
+    return sum(uses()[name] == 1 for name in names) / len(names)
 
 
-def readers(package: str) -> list[int]:
-    """Return for each file of a package how many files of both import it or from it."""
+def readers(folder: str) -> list[int]:
+    """Return for each file of a folder how many files of both import it or from it."""
     modules = {}
     for path in sources(*PACKAGES):
         name = str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
@@ -71,12 +78,12 @@ def readers(package: str) -> list[int]:
             target = modules.get(name) or modules.get(name.rpartition(".")[0])
             if target is not None and target != path:
                 found[target].add(path)
-    return [len(by) for path, by in found.items() if path.is_relative_to(ROOT / package)]
+    return [len(by) for path, by in found.items() if path.is_relative_to(ROOT / folder)]
 
 
-def read_once(package: str) -> float:
-    """Return the share of a package's files that one other file reads."""
-    counts = readers(package)
+def read_once(folder: str) -> float:
+    """Return the share of a folder's files that one other file reads."""
+    counts = readers(folder)
     return counts.count(1) / len(counts)
 
 
@@ -240,20 +247,22 @@ def main() -> None:
     """Print the figures."""
     for package in PACKAGES:
         lengths = sorted((node.end_lineno or 0) - node.lineno + 1 for node in functions(package))
-        files = sources(package)
-        print(f"{package}: {len(files)} files, {sum(map(lines_of, files)):,} lines")
-        longest = f"p90 {lengths[len(lengths) * 9 // 10]}, max {lengths[-1]}"
-        print(f"  functions: {len(lengths):,}, lines median {statistics.median(lengths):.0f}, {longest}")
-        print(f"  functions named from one place only: {named_once(package):.1%}")
-        print(f"  files read by one other file: {read_once(package):.1%}")
-    both = f"named from one place {named_once(*PACKAGES):.1%}, parameters annotated Any {annotated_any(*PACKAGES):.1%}"
+        median, p90 = statistics.median(lengths), lengths[len(lengths) * 9 // 10]
+        print(
+            f"{package}: {len(lengths):,} functions of {median:.0f} lines (median), {p90} (p90), {lengths[-1]} (most)"
+        )
     once = sum(readers(package).count(1) for package in PACKAGES)
-    print(f"together: {both}, files read by one other file {once}")
-    print(f"{'room':18} {'Any':>6} {'comprehensions':>15} {'conditionals':>13}   (per 1,000 lines)")
+    print(
+        f"together: named once {named_once(*PACKAGES):.1%}, Any {annotated_any(*PACKAGES):.1%}, {once} files read once"
+    )
+    print("files; lines; functions named from one place; files that one file reads; parameters annotated Any;")
+    print("comprehensions and conditional expressions in 1,000 lines")
     for room in [*sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")), *PACKAGES]:
         folder = room if room in PACKAGES else f"megatron_moe/{room}"
-        dense = f"{density(folder, COMPREHENSIONS):15.1f} {density(folder, ast.IfExp):13.1f}"
-        print(f"{room:18} {annotated_any(folder):6.1%} {dense}")
+        files = sources(folder)
+        shares = f"{named_once(folder):7.1%} {read_once(folder):7.1%} {annotated_any(folder):7.1%}"
+        dense = f"{density(folder, COMPREHENSIONS):6.1f} {density(folder, ast.IfExp):6.1f}"
+        print(f"{room:18} {len(files):4} {sum(map(lines_of, files)):7,} {shares} {dense}")
     patched = [found for path in sources(*PACKAGES) if (found := patches(path))]
     engine = [path for path in sources(*PACKAGES) if "megatron.core" in path.read_text()]
     print(f"files that name megatron.core: {len(engine)}")
