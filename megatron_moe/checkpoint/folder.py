@@ -1,4 +1,4 @@
-"""The folder of checkpoints: names, which step is loaded, the pointer to the latest one. No torch.
+"""The folder of checkpoints: names, which step is loaded, publishing a step, removing old ones. No torch.
 
     SAVE/
       .megatron_moe_checkpoints            the mark of a folder of ours
@@ -19,17 +19,22 @@ construction; by the manifest, copies that were cut short and damaged files are 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint import manifest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.paths import require_readable
+from megatron_moe.io.files import free_bytes, replace_text, sync
+from megatron_moe.io.hashing import FileEntry
 from megatron_moe.io.texts import hub_hint
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -54,6 +59,7 @@ LARGEST_JSON = 64 * 2**20
 """The largest configuration or state that is read, in bytes."""
 
 _STEP = re.compile(r"iter_(0\d{6}|[1-9]\d{6,})", re.ASCII)
+_LEFT_BEHIND = re.compile(r"\.iter_\d{7,}\.(saving|deleting)")
 
 
 def step_folder(root: Path, iteration: int) -> Path:
@@ -61,7 +67,7 @@ def step_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def hidden_folder(root: Path, iteration: int) -> Path:
+def staging_dir(root: Path, iteration: int) -> Path:
     """Return the folder in which a step is written before it is complete."""
     return root / f".iter_{iteration:07d}.saving"
 
@@ -112,8 +118,7 @@ def find_step(
             earlier format, or none of several steps is sound.
     """
     require_readable("--load", str(root))
-    _refuse_megatron(root)
-    _check_is_root(root)
+    _require_root(root)
     available = steps(root)
     known = known_bad or {}
 
@@ -133,22 +138,22 @@ def find_step(
         reason = reason_against(iteration)
         if reason is None:
             return step, [*notes, *_pointer_notes(root, iteration)]
-        if _is_other_format(step):
+        try:
+            manifest.read(step)
+        except manifest.OtherFormatError:
             raise ConfigError(
                 f"--load {root}: step {iteration} cannot be read: {reason}; continue it with the version that saved "
                 "it, or load another folder"
-            )
+            ) from None
+        except manifest.ManifestError:
+            pass
         notes.append(f"{WARNING}step {iteration} is damaged and passed over: {reason} ({step})")
     if notes:
-        raise ConfigError(
-            "\n".join(
-                [
-                    f"--load {root}: none of its {len(notes)} steps can be loaded; bring one back from a copy, or "
-                    "leave out --load and save to another folder to start afresh:",
-                    *(f"  {note.removeprefix(WARNING)}" for note in notes),
-                ]
-            )
+        head = (
+            f"--load {root}: none of its {len(notes)} steps can be loaded; bring one back from a copy, or leave out "
+            "--load and save to another folder to start afresh:"
         )
+        raise ConfigError("\n".join([head, *(f"  {note.removeprefix(WARNING)}" for note in notes)]))
     return None, []
 
 
@@ -196,27 +201,34 @@ def steps_below(root: Path) -> str:
     return ""
 
 
-def _refuse_megatron(root: Path) -> None:
-    """Refuse Megatron-LM's checkpoints, with the command that converts them."""
-    if (root / OWNER).exists():
+def _require_root(root: Path) -> None:
+    """Refuse what is no folder of checkpoints, with the command or the flag that it is for."""
+    if not root.exists():
         return
-    found = [step for step in (root, root / "release", *(step_folder(root, n) for n in steps(root)))
-             if is_of_megatron(step)]  # fmt: skip
-    if found:
+    if not root.is_dir():
+        raise ConfigError(f"--load {root}: is a file; give the folder that holds iter_* folders")
+    if not (root / OWNER).exists():
+        for step in (*(step_folder(root, number) for number in reversed(steps(root))), root / "release", root):
+            if is_of_megatron(step):
+                raise ConfigError(
+                    f"--load {root}: {step.name} is a checkpoint of Megatron-LM; convert it, and load the result: "
+                    f"megatron-moe convert --from megatron --to native --load {root} --save {root.name}-converted"
+                )
+    if _STEP.fullmatch(root.name) and (root / STATE).exists():
         raise ConfigError(
-            f"--load {root}: {found[-1].name} is a checkpoint of Megatron-LM; convert it, and load the result: "
-            f"megatron-moe convert --from megatron --to native --load {root} --save {root.name}-converted"
+            f"--load {root}: is one step; give its parent and choose the step: "
+            f"--load {root.parent} --ckpt-step {int(root.name[len('iter_') :])}"
         )
-
-
-def _is_other_format(step: Path) -> bool:
-    try:
-        manifest.read(step)
-    except manifest.OtherFormatError:
-        return True
-    except manifest.ManifestError:
-        pass
-    return False
+    names = sorted(entry.name for entry in root.iterdir())
+    if not names or OWNER in names or LATEST in names or any(_STEP.fullmatch(name) for name in names):
+        return
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    works = f"give the folder that an earlier run named with --save{steps_below(root)}"
+    if "config.json" in names:
+        works = f"a folder of Hugging Face's is where a run begins: --load-hf {root}"
+    raise ConfigError(
+        f"--load {root}: is not a checkpoint folder: it holds {shown}, and neither iter_* nor {LATEST}; {works}"
+    )
 
 
 def _pointer_notes(root: Path, iteration: int) -> list[str]:
@@ -229,33 +241,6 @@ def _pointer_notes(root: Path, iteration: int) -> list[str]:
     if named == str(iteration):
         return []
     return [f"{pointer} names step {named or 'nothing'}; the newest complete step is {iteration}"]
-
-
-def _check_is_root(root: Path) -> None:
-    if not root.exists():
-        return
-    if not root.is_dir():
-        raise ConfigError(f"--load {root}: is a file; give the folder that holds iter_* folders")
-    if _STEP.fullmatch(root.name) and (root / STATE).exists():
-        raise ConfigError(
-            f"--load {root}: is one step; give its parent and choose the step: "
-            f"--load {root.parent} --ckpt-step {int(root.name[len('iter_') :])}"
-        )
-    names = {entry.name for entry in root.iterdir()}
-    ours = any(_STEP.fullmatch(name) for name in names) or names & {OWNER, LATEST}
-    if names and not ours:
-        works = f"give the folder that an earlier run named with --save{steps_below(root)}"
-        if "config.json" in names:
-            works = f"a folder of Hugging Face's is where a run begins: --load-hf {root}"
-        raise ConfigError(
-            f"--load {root}: is not a checkpoint folder: it holds {_some(names)}, and neither iter_* nor {LATEST}; "
-            + works
-        )
-
-
-def _some(names: set[str]) -> str:
-    shown = sorted(names)[:3]
-    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_save_root(
@@ -308,3 +293,150 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {str(error)[:100]}") from None
     return content
+
+
+# Publishing and removing steps: at every instant a complete step is there.
+
+
+def claim_root(root: Path) -> None:
+    """Make the folder and mark it as a folder of checkpoints."""
+    root.mkdir(parents=True, exist_ok=True)
+    (root / OWNER).touch()
+    sync(root)
+
+
+def open_hidden(root: Path, iteration: int, num_bytes: int = 0) -> Path:
+    """Make an empty hidden folder for a step of at most `num_bytes`; what a writer that died left there is removed.
+
+    A step of this number that cannot be loaded is renamed.
+
+    Raises:
+        FileExistsError: the step is there, sound: nothing is overwritten. OSError: no room, or the folder is gone.
+    """
+    step, hidden = step_folder(root, iteration), staging_dir(root, iteration)
+    shutil.rmtree(hidden, ignore_errors=True)
+    if step.exists():
+        if not (defect(step) or manifest.content_defect(step, manifest.read(step).files)):
+            raise FileExistsError(errno.EEXIST, "it is there already; checkpoints are never overwritten", str(step))
+        names = (step.with_name(f"{step.name}.bad{number or ''}") for number in range(1000))
+        os.rename(step, next(path for path in names if not path.exists()))
+    free = free_bytes(root)
+    if free is not None and free < num_bytes:
+        raise OSError(errno.ENOSPC, "there is not enough room", str(root))
+    hidden.mkdir()  # not its parents: a folder that was moved away is not made anew
+    (hidden / "rng").mkdir()
+    return hidden
+
+
+def publish(root: Path, iteration: int, files: dict[str, FileEntry]) -> Path:
+    """Make a written step visible: the manifest, the disk, the rename, the pointer, in this order.
+
+    Args:
+        files: everything in the hidden folder, each on the disk already.
+
+    Raises:
+        OSError: the system refused, or the hidden folder does not hold exactly these files.
+    """
+    hidden, step = staging_dir(root, iteration), step_folder(root, iteration)
+    for part in ("rng", "hf"):
+        if (hidden / part).is_dir():
+            sync(hidden / part)
+    manifest.write(hidden, iteration, files)
+    if (wrong := defect(hidden)) is not None:
+        raise OSError(f"{hidden}: {wrong}; --save has to be one folder that all ranks write to")
+    pointer = root / LATEST
+    before = pointer.read_bytes() if pointer.exists() else None
+    os.rename(hidden, step)
+    try:
+        sync(root)
+        replace_text(pointer, f"{iteration}\n", sole_writer=True)
+    except OSError:
+        os.rename(step, hidden)  # a step that is reported as not saved must not be there
+        with suppress(OSError):  # the pointer is restored as well as a disk that fails allows it
+            if before is None:
+                pointer.unlink(missing_ok=True)
+            elif pointer.read_bytes() != before:
+                aside = pointer.with_name(f".{pointer.name}.new")
+                aside.write_bytes(before)
+                os.replace(aside, pointer)
+        raise
+    return step
+
+
+def discard(root: Path, iteration: int) -> None:
+    """Remove a step that was not published, so that a full disk does not stay full."""
+    shutil.rmtree(staging_dir(root, iteration), ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The rule of `--keep-last-k` and `--save-retain-interval`: which steps stay.
+
+    keep_last: how many of the steps that do not stay for ever; None: all. forever_every: multiples of it stay.
+    """
+
+    keep_last: int | None = None
+    forever_every: int | None = None
+
+    def surplus(self, sound: list[int], protected: Collection[int]) -> list[int]:
+        """Return those of the sound steps that may go, in ascending order; not the newest and no protected one."""
+        if self.keep_last is None:
+            return []
+        passing = [number for number in sound if not (self.forever_every and number % self.forever_every == 0)]
+        going = passing[: max(0, len(passing) - self.keep_last)]
+        return [number for number in going if number not in protected and number != sound[-1]]
+
+
+def retention(keep_last_k: int | None, save_retain_interval: int | None) -> Retention:
+    """Return the rule of the flags: `--save-retain-interval` alone keeps its multiples and the last step."""
+    if keep_last_k is None and save_retain_interval is not None:
+        keep_last_k = 1
+    return Retention(keep_last_k, save_retain_interval)
+
+
+def remove_surplus(
+    root: Path, rule: Retention, protected: Collection[int], *, published: int | None = None
+) -> list[str]:
+    """Remove the steps that may go. A step with a defect is not counted and not removed: somebody should see it.
+
+    Args:
+        published: the step that was just saved. Later ones were found damaged when the run started: whether their
+            sizes are right or not, they are not counted either.
+
+    Returns:
+        What could not be removed and why, for the log; it is tried again after the next step.
+    """
+    if rule.keep_last is None:
+        return []
+    counted = [number for number in steps(root) if published is None or number <= published]
+    sound = [number for number in counted if defect(step_folder(root, number)) is None]
+    notes = []
+    for number in rule.surplus(sound, protected):
+        try:
+            remove_step(step_folder(root, number))
+        except OSError as error:
+            notes.append(f"step {number} is not needed any more, but could not be removed: {error}")
+    return notes
+
+
+def remove_left_behind(root: Path) -> list[str]:
+    """Remove steps that a writer which died left half written or half deleted; the caller has to hold the lock.
+
+    Returns:
+        The names of the folders that were removed.
+    """
+    if not root.is_dir():
+        return []
+    left = sorted(entry for entry in root.iterdir() if _LEFT_BEHIND.fullmatch(entry.name))
+    for path in left:
+        shutil.rmtree(path)
+    return [path.name for path in left]
+
+
+def remove_step(step: Path) -> None:
+    """Hide a step at once, then delete it, so that no reader finds a half deleted step."""
+    hidden = step.with_name(f".{step.name}.deleting")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.rename(step, hidden)
+    sync(step.parent)
+    shutil.rmtree(hidden)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.checkpoint.async_save import Saver
-from megatron_moe.checkpoint.state import Trained, TrainingProgress
+from megatron_moe.checkpoint.save import Saver
+from megatron_moe.checkpoint.state import TrainingProgress, TrainState
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import BatchIterator, batch_iterators
-from megatron_moe.data.fingerprint import Fingerprint
+from megatron_moe.data.checks import Fingerprint
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.precision.contract import PrecisionGuard
 from megatron_moe.report.reporter import Reporter
@@ -57,7 +57,7 @@ class Trainer:
 
     run: Run
     rank_facts: RankFacts
-    trained: Trained
+    trained: TrainState
     schedule: BatchSchedule
     splits: Splits
     vocab_size: int

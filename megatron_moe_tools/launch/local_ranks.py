@@ -35,7 +35,9 @@ START_SECONDS = 180.0
 GRACE_SECONDS = 10.0
 STACK_SECONDS = 1.5
 _POLL_SECONDS = 1.0
-_RANK = "import sys; sys.path[0] = sys.argv[1]; from megatron_moe.io.local_ranks import serve; serve(sys.argv[2])"
+_RANK = (
+    "import sys; sys.path[0] = sys.argv[1]; from megatron_moe_tools.launch.local_ranks import serve; serve(sys.argv[2])"
+)
 """Code of a rank. Python would search the folder first in which the program was started; the package's goes there."""
 _SHOWN_CHARACTERS = 3000
 """Characters of a dead rank's output that a failure shows."""
@@ -79,7 +81,7 @@ class LocalRanks:
     def __enter__(self) -> LocalRanks:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -88,7 +90,7 @@ class LocalRanks:
         """A folder for files that the ranks and the caller exchange; it goes when the ranks do."""
         return self._folder
 
-    def call(self, argument: Any, ranks: int | None = None) -> list[Any]:
+    def call(self, argument: object, ranks: int | None = None) -> list[Any]:
         """Call the function with `argument` on `ranks` ranks, default all, and return their values in order.
 
         Raises:
