@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, choice_suggestion
-from megatron_moe.config.rules.wording import origin, value
+from megatron_moe.config.rules.rule import rule, source, value
 from megatron_moe.config.schema import Run
 
 
@@ -175,22 +175,7 @@ RANGES: dict[str, Range] = {
 }
 
 
-def numbers_are_in_range(run: Run, world_size: int) -> None:
-    """Require sizes and counts that are positive, rates and coefficients that are not negative, all finite."""
-    found = {}
-    for name, allowed in RANGES.items():
-        given = value(run, name)
-        for number in given if isinstance(given, tuple) else (given,):
-            if number is not None and not allowed.holds(number):
-                finite = "" if math.isfinite(number) else "finite and "
-                found[name] = (
-                    f"{all_fields()[name].flag} {number}{origin(run, name)}: must be {finite}{allowed};"
-                    f" e.g. {_working(name, allowed)}"
-                )
-    if found:
-        raise ConfigError(*found.values(), fields=found)
-
-
+@rule()
 def choices_are_known(run: Run, world_size: int) -> None:
     """Require a listed value where a field has choices, also where no command line was read."""
     found = {}
@@ -201,6 +186,23 @@ def choices_are_known(run: Run, world_size: int) -> None:
                 listed = ", ".join(map(str, field.choices))
                 near = choice_suggestion(str(word), map(str, field.choices))
                 found[name] = f"{field.flag} {word}: not one of {listed}{near}"
+    if found:
+        raise ConfigError(*found.values(), fields=found)
+
+
+@rule()
+def numbers_are_in_range(run: Run, world_size: int) -> None:
+    """Require sizes and counts that are positive, rates and coefficients that are not negative, all finite."""
+    found = {}
+    for name, allowed in RANGES.items():
+        given = value(run, name)
+        for number in given if isinstance(given, tuple) else (given,):
+            if number is not None and not allowed.holds(number):
+                finite = "" if math.isfinite(number) else "finite and "
+                found[name] = (
+                    f"{all_fields()[name].flag} {number}{source(run, name)}: must be {finite}{allowed};"
+                    f" e.g. {_working(name, allowed)}"
+                )
     if found:
         raise ConfigError(*found.values(), fields=found)
 

@@ -7,9 +7,9 @@ import shlex
 
 import pytest
 
-from megatron_moe.config import cli
-from megatron_moe_tools.megatron_flags.cli import main
-from megatron_moe_tools.megatron_flags.script import read
+from megatron_moe_tools import compat
+from megatron_moe_tools.compat.flags import main
+from megatron_moe_tools.compat.script import read
 
 ARRAYS = """#!/bin/bash
 #SBATCH --nodes 4
@@ -113,8 +113,8 @@ def test_a_rewritten_command_keeps_values_and_names_what_it_leaves_out(answered)
     words = shlex.split(command.replace("\\\n", " "))
     defaults, megatron, *flags = words[words.index("pretrain_moe.py") + 1 :]
     assert (defaults, megatron) == ("--defaults", "megatron")
-    run = cli.parse([*flags[:6], "--seed", "3"])
-    assert run.model.num_layers == 4 and run.notes == ()
+    run = compat.parse([*flags[:6], "--seed", "3"])
+    assert run.model.num_layers == 4 and run.warnings == ()
     said = answered("--rewrite", "--n-group", "8", "--use-fused-rmsnorm", status=1)
     assert "# unknown: --n-group 8: use --moe-router-num-groups" in said and "rmsnorm: a kernel" in said
 

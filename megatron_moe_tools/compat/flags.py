@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_moe.config import cli, megatron_flags
+from megatron_moe.config.command_line import groups, is_flag, parts
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.launch import program_name
-from megatron_moe.config.megatron_flags import ANSWERS, Answer
 from megatron_moe.config.paths import read_settings
 from megatron_moe.io.program import DONE, FAILED, note, run_program, say
-from megatron_moe_tools.megatron_flags import script
+from megatron_moe_tools import compat
+from megatron_moe_tools.compat import megatron_flags, script
+from megatron_moe_tools.compat.megatron_flags import ANSWERS, Answer
 
 SCRIPT = "megatron_flags.py"
 BY_VALUE = "by value"
@@ -58,7 +59,7 @@ def _main(argv: list[str]) -> int:
     if "--help" in switches or not (files or words):
         say(f"usage: {program_name(SCRIPT)} {USAGE}")
         return DONE
-    read = script.Script(flags=[megatron_flags.parts(group) for group in megatron_flags.groups(words)])
+    read = script.Script(flags=[parts(group) for group in groups(words)])
     for file in files:
         text = read_settings("--script", file, "shell script")
         found = script.read_test_case(text, file) if file.endswith((".yaml", ".yml")) else script.read(text)
@@ -100,7 +101,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str], set[str]]:
             switches.add("--help" if word == "-h" else word)
         else:
             words.append(word)
-    if words and not megatron_flags.is_flag(words[0]):
+    if words and not is_flag(words[0]):
         raise ConfigError(f"{words[0]}: is no flag; write e.g. --moe-grouped-gemm, or --script FILE")
     return files, words, switches
 
@@ -131,7 +132,7 @@ def ask(flag: str, values: Sequence[str], resolved: Sequence[str]) -> Asked:
 def _own() -> dict[str, str]:
     """Return this project's flags, each with the help of its field."""
     helps = {name: field.help for name, field in all_fields().items()}
-    actions = cli._build_parser()._actions
+    actions = compat.parser()._actions
     return {option: helps.get(action.dest, action.help or "") for action in actions for option in action.option_strings}
 
 
@@ -164,7 +165,7 @@ def rewritten(asked: Sequence[Asked], read: script.Script) -> str:
             comments.append(f"# {one.answer}: {typed}: {reason}")
         elif one.answer in ("taken", "alias"):
             words = [one.flag, *one.values] if one.row is None else one.row.in_place(one.values)
-            for group in megatron_flags.groups(words):
+            for group in groups(words):
                 if lines.get(group[0], group) != group:
                     comments.append(f"# given more than once, the last is kept: {' '.join(lines[group[0]])}")
                 lines[group[0]] = group

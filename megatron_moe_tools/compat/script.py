@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import yaml
 
+from megatron_moe.config.command_line import groups, is_flag, parts
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.megatron_flags import groups, is_flag, parts
 
 _ASSIGNED = re.compile(r"^(?:export |local |declare |readonly )?([A-Za-z_]\w*)\+?=", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{?!?([A-Za-z_]\w*)")

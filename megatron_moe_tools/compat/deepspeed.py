@@ -13,10 +13,10 @@ from pathlib import PurePath
 from typing import Any
 
 from megatron_moe.config import schema
-from megatron_moe.config.deepspeed_file import DeepSpeedFile, read
-from megatron_moe.config.deepspeed_keys import AUTO, DEFAULTS, IMPLIED, LOSS_SCALE_KEYS, RIVALS, TAKEN
-from megatron_moe.config.deepspeed_schedule import optimizer_settings, scheduler_settings
 from megatron_moe.config.fields import all_fields
+from megatron_moe_tools.compat.deepspeed_file import DeepSpeedFile, read
+from megatron_moe_tools.compat.deepspeed_keys import AUTO, DEFAULTS, IMPLIED, LOSS_SCALE_KEYS, RIVALS, TAKEN
+from megatron_moe_tools.compat.deepspeed_schedule import optimizer_settings, scheduler_settings
 
 _TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _DTYPES = {
@@ -32,32 +32,35 @@ _MAX_SCALE_POWER = 127  # of a finite fp32 number
 
 
 @dataclass(frozen=True)
-class MergedSettings:
-    """Settings of a command line with a DeepSpeed file.
+class FileSettings:
+    """What a DeepSpeed file sets.
 
     Args:
-        flat: field -> value.
+        values: field -> value, without what flags and `--config` say otherwise.
+        places: field -> "key in file".
         notes: what to report at the start of the run, a line each.
-        origins: field -> "key in file", for the values that are the file's.
     """
 
-    flat: dict[str, Any]
+    values: dict[str, Any]
+    places: dict[str, str]
     notes: tuple[str, ...]
-    origins: dict[str, str]
 
 
-def merged(
-    path: str, below: Mapping[str, Any], above: Mapping[str, Any], world_size: int | None = None
-) -> MergedSettings:
+def settings_of(
+    path: str | None, below: Mapping[str, Any], above: Mapping[str, Any], world_size: int | None = None
+) -> FileSettings:
     """Return the settings of a DeepSpeed file between those that it overrides and those that override it.
 
     Args:
+        path: None for no file, which sets nothing.
         below: settings of the preset. above: those of flags and `--config`.
         world_size: ranks of the run, from which the batch sizes follow; None where it is not known yet.
 
     Raises:
         ConfigError: the file cannot be read, asks for something else than this framework does, or contradicts itself.
     """
+    if path is None:
+        return FileSettings({}, {}, ())
     file = read(path)
     merge = _Merge(file, below, above)
     _take_plain_settings(merge)
@@ -76,9 +79,14 @@ class _Merge:
     def __init__(self, file: DeepSpeedFile, below: Mapping[str, Any], above: Mapping[str, Any]) -> None:
         self.file, self.above = file, above
         self._without = {**below, **above}
-        self.flat: dict[str, Any] = {**below, **above}
         self.notes: list[str] = []
-        self._origins: dict[str, str] = {}
+        self._taken: dict[str, Any] = {}
+        self._places: dict[str, str] = {}
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """All settings so far."""
+        return {**self._without, **self._taken}
 
     def take(self, key: str, settings: Mapping[str, Any]) -> None:
         """Add the settings of a key, without those that flags or `--config` override."""
@@ -88,11 +96,11 @@ class _Merge:
                 shown = self.file.values.get(key, value)
                 self.note(f"{key} {_json(shown)} is overridden by {_typed(winner, self.above[winner])}")
             elif field not in self.above:
-                self.flat[field] = value
-                self._origins[field] = f"{key} in {self.file.name}"
+                self._taken[field] = value
+                self._places[field] = f"{key} in {self.file.name}"
                 for other, implied in IMPLIED.get((field, value), {}).items():
-                    if other not in self.above and other not in self._origins:
-                        self.flat[other] = implied
+                    if other not in self.above and other not in self._places:
+                        self._taken[other] = implied
 
     def _winner(self, field: str, value: Any) -> str | None:
         """Return the field of a flag or of `--config` that contradicts a setting, if there is one."""
@@ -107,7 +115,7 @@ class _Merge:
         """Add a note about the file."""
         self.notes.append(f"{self.file.name}: {text}")
 
-    def result(self) -> MergedSettings:
+    def result(self) -> FileSettings:
         """Return the settings, with notes: what the file sets, what it leaves to defaults, what has no meaning."""
         sets = []
         for field, value in self.flat.items():
@@ -115,7 +123,7 @@ class _Merge:
                 sets.append(_typed(field, value))
         first = f"{self.file.name} sets {' '.join(sets) if sets else 'nothing that is not so already'}"
         notes = [first, *self.notes, *self._left_to_defaults(), *self.file.notes]
-        return MergedSettings(self.flat, tuple(notes), self._origins)
+        return FileSettings(self._taken, self._places, tuple(notes))
 
     def _left_to_defaults(self) -> list[str]:
         """Say where a key that is left out has another default in DeepSpeed."""
@@ -127,7 +135,7 @@ class _Merge:
                 continue
             for field, theirs in defaults.items():
                 ours = self.flat.get(field, _default(field))
-                if ours != theirs and field not in self.above and field not in self._origins:
+                if ours != theirs and field not in self.above and field not in self._places:
                     lines.append(
                         f"{self.file.name} leaves out {key}: DeepSpeed's default is {_typed(field, theirs)}, here"
                         f" {_typed(field, ours)} holds"

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_moe.config.deepspeed_file import DeepSpeedFile
-from megatron_moe.config.deepspeed_keys import SCHEDULERS
+from megatron_moe_tools.compat.deepspeed_file import DeepSpeedFile
+from megatron_moe_tools.compat.deepspeed_keys import SCHEDULERS
 
 Settings = dict[str, dict[str, Any]]
 """Key of the file -> the fields that it sets."""

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.config.deepspeed_keys import (
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import suggestion
+from megatron_moe.config.paths import read_settings
+from megatron_moe_tools.compat.deepspeed_keys import (
     ALIASES,
     AUTO,
     MEANINGLESS,
@@ -21,9 +24,6 @@ from megatron_moe.config.deepspeed_keys import (
     TAKEN,
     Refused,
 )
-from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.fields import suggestion
-from megatron_moe.config.paths import read_settings
 
 # Strings are kept as they are; of comments and of commas before a closing bracket nothing is left.
 _TEXT_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|\#[^\n]*|/\*.*?\*/', re.DOTALL)

@@ -1,0 +1,149 @@
+"""What a rule is, how it becomes one of the rules that are checked, and how its refusal is worded.
+
+A rule is a function of (run, world size) that raises a ConfigError if the run breaks it: flag, value, why, and a
+setting that works. Rules are checked in the order in which they are written, file by file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_moe.config.errors import ConfigError, MissingPackage
+from megatron_moe.config.fields import all_fields
+from megatron_moe.config.schema import Run
+
+Check = Callable[[Run, int], None]
+
+LAYOUT, LENGTH, FILES = "layout", "length", "files"
+"""What a rule is about that not every program has: the layout on ranks, how long a run trains, data and files."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check with its name; `needs` is LAYOUT, LENGTH or FILES, or None for what every model has."""
+
+    name: str
+    check: Check
+    needs: str | None
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Settings that only some runs read. Other runs that set them are refused.
+
+    Args:
+        fields: the settings.
+        readers: the settings that decide whether these are read; messages name them.
+        reason: why they are not read, then a semicolon, then what to do.
+        is_read: whether a run reads them.
+        in_megatron: whether Megatron-LM accepts and ignores them: its command is taken without them.
+        refused_there: fields of these that are refused in its command, too.
+    """
+
+    fields: tuple[str, ...]
+    readers: tuple[str, ...]
+    reason: str
+    is_read: Callable[[Run], Any]
+    in_megatron: bool
+    refused_there: tuple[str, ...]
+
+
+RULES: list[Rule] = []
+UNREAD: list[Unread] = []
+
+
+def rule(needs: str | None = None) -> Callable[[Check], Check]:
+    """Make a function a rule.
+
+    Args:
+        needs: LAYOUT, LENGTH or FILES for a rule that programs without these leave out.
+    """
+
+    def added(check: Check) -> Check:
+        RULES.append(Rule(check.__name__, check, needs))
+        return check
+
+    return added
+
+
+def unread(
+    fields: tuple[str, ...],
+    readers: str | tuple[str, ...],
+    reason: str,
+    *,
+    at: str | None = None,
+    is_read: Callable[[Run], Any] | None = None,
+    needs: str | None = None,
+    in_megatron: bool = False,
+    refused_there: tuple[str, ...] = (),
+) -> None:
+    """Add a rule that refuses settings which a run does not read, named by the first setting and the first reader.
+
+    Args:
+        at: the reader's value at which they are read; without it and `is_read`, any that switches the reader on.
+        needs: as `rule`'s. The rest is as in `Unread`.
+    """
+    readers = (readers,) if isinstance(readers, str) else readers
+
+    def reader_is_on(run: Run) -> bool:
+        given = value(run, readers[0])
+        return given == at if at is not None else given not in (None, False, 0)
+
+    entry = Unread(fields, readers, reason, is_read or reader_is_on, in_megatron, refused_there)
+
+    def check(run: Run, world_size: int) -> None:
+        stray = set_among(run, fields)
+        if stray and not entry.is_read(run):
+            raise refuse(run, (*stray, *readers), reason)
+
+    UNREAD.append(entry)
+    RULES.append(Rule(f"{fields[0]}_needs_{readers[0]}", check, needs))
+
+
+def value(run: Run, name: str) -> Any:
+    """Return the value of a field, whichever section it is in."""
+    return getattr(getattr(run, all_fields()[name].section), name)
+
+
+def is_set(run: Run, name: str) -> bool:
+    """Return whether a field differs from its default, which is as near as a `Run` comes to "was given"."""
+    return value(run, name) != all_fields()[name].default
+
+
+def set_among(run: Run, names: Iterable[str]) -> list[str]:
+    """Return the named fields that differ from their defaults."""
+    return [name for name in names if is_set(run, name)]
+
+
+def refuse(run: Run, names: Iterable[str], rule: str) -> ConfigError:
+    """Return the error to raise: the named fields as they would be typed, then the rule and the remedy."""
+    names = tuple(names)
+    return ConfigError(f"{', '.join(spelled(run, name) for name in names)}: {rule}", fields=names)
+
+
+def package_missing(run: Run, names: Iterable[str], rule: str) -> MissingPackage:
+    """Return the error to raise where a package is not installed that the named fields ask for."""
+    return MissingPackage(str(refuse(run, names, rule)), fields=names)
+
+
+def spelled(run: Run, name: str) -> str:
+    """Return a field as it would be typed, with the place of a value that no flag of ours has given."""
+    return all_fields()[name].typed(value(run, name)) + source(run, name)
+
+
+def source(run: Run, name: str) -> str:
+    """Return ` (key in file)` for a value that no flag of ours has given; else nothing."""
+    return f" ({run.sources[name]})" if name in run.sources else ""
+
+
+def divisors(number: int, at_most: int = 64) -> str:
+    """Return the divisors of a number, for "use one of": 1, 2, 4, 8."""
+    return ", ".join(str(d) for d in range(1, min(number, at_most) + 1) if number % d == 0)
+
+
+def nearest_multiples(number: int, step: int) -> str:
+    """Return the positive multiples of `step` on both sides of a number it does not divide: `8 or 16`."""
+    below = number // step * step
+    return f"{below} or {below + step}" if below else str(step)
