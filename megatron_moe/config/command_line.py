@@ -12,9 +12,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from megatron_moe.config.accidents import FREE_TEXT, require_expanded, require_typed
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.fields import choice_suggestion, number_meant, suggestion
+from megatron_moe.config.fields import (
+    FREE_TEXT,
+    choice_suggestion,
+    number_meant,
+    require_expanded,
+    require_typed,
+    suggestion,
+)
 from megatron_moe.config.launch import SCRIPT, rank_that_prints
 
 WHOLE_MESSAGE = "\0"

@@ -14,7 +14,6 @@ from megatron_moe.config import rules, schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.rules import training
-from megatron_moe.config.rules.ranges import RANGES
 from megatron_moe_tools import compat
 
 BARE = "--preset tiny"
@@ -28,6 +27,7 @@ BASES = {
     "FLAT": f"{TINY} --moe-router-num-groups none --moe-router-group-topk none",
 }
 TABLE = yaml.load(Path(__file__).with_name("refusals.yaml").read_text(), Loader=yaml.CSafeLoader)
+RANGES = {name: field.within for name, field in all_fields().items() if field.within is not None}
 ROWS = [pytest.param(rule, row, id=f"{rule}-{n}") for rule, found in TABLE.items() for n, row in enumerate(found)]
 
 

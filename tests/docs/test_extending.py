@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_moe.config.registry import DISPATCHERS, EXPERT_BACKENDS, SCORE_FUNCTIONS, Registry
+from megatron_moe.config.setting import DISPATCHERS, EXPERT_BACKENDS, SCORE_FUNCTIONS, Registry
 from megatron_moe.hf import config as hf_config
 from megatron_moe.hf.families import FAMILIES
 from tests.helpers.sources import ROOT

@@ -1,6 +1,6 @@
 """The rules that a run has to meet; `rule.py` says what one is.
 
-Single values come first, so that later rules may divide by them.
+Rules about single values come first, so that later rules may divide by them.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from megatron_moe.config.errors import ConfigError, MissingPackage
 
 # In the order in which they are checked.
-from megatron_moe.config.rules import ranges, model, layout, precision, training, sources  # isort: skip
+from megatron_moe.config.rules import model, layout, precision, training, sources  # isort: skip
 from megatron_moe.config.rules.rule import FILES, LAYOUT, LENGTH, RULES
 from megatron_moe.config.schema import Run
 
-__all__ = ["layout", "model", "precision", "ranges", "sources", "training"]
+__all__ = ["layout", "model", "precision", "sources", "training"]
 
 
 def check_model(run: Run, world_size: int) -> None:

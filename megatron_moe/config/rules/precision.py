@@ -193,8 +193,8 @@ def fp32_patterns_name_modules(run: Run, world_size: int) -> None:
 def tied_weights_stay_together(run: Run, world_size: int) -> None:
     """Require one dtype of a tied embedding and output layer, which are one tensor."""
     kept = module_names.kept_in_fp32(run)
-    ends = [any(name.startswith(end) for name in kept) for end in (module_names.EMBEDDING, module_names.OUTPUT_LAYER)]
-    if not run.model.untie_embeddings_and_output_weights and ends[0] != ends[1]:
+    embedding, output_layer = module_names.at_ends(kept)
+    if not run.model.untie_embeddings_and_output_weights and embedding != output_layer:
         raise refuse(
             run,
             ("keep_fp32", "untie_embeddings_and_output_weights"),
@@ -245,9 +245,9 @@ def frozen_parts_are_tried(run: Run, world_size: int) -> None:
 def frozen_tables_are_whole(run: Run, world_size: int) -> None:
     """Require of a tied embedding and output layer that both are frozen or none, on one stage of the pipeline."""
     frozen = module_names.frozen(run)
-    ends = [any(name.startswith(end) for name in frozen) for end in (module_names.EMBEDDING, module_names.OUTPUT_LAYER)]
+    embedding, output_layer = module_names.at_ends(frozen)
     tied = not run.model.untie_embeddings_and_output_weights
-    if tied and ends[0] != ends[1]:
+    if tied and embedding != output_layer:
         raise refuse(
             run,
             (_FREEZE, _TIED),
@@ -255,7 +255,7 @@ def frozen_tables_are_whole(run: Run, world_size: int) -> None:
             "--untie-embeddings-and-output-weights",
         )
     copied = [name for name, shares in (("mtp_num_layers", run.model.mtp_num_layers), (_TIED, tied)) if shares]
-    if ends[0] and copied and run.parallel.pipeline_model_parallel_size > 1:
+    if embedding and copied and run.parallel.pipeline_model_parallel_size > 1:
         raise refuse(
             run,
             (_FREEZE, *copied, "pipeline_model_parallel_size"),

@@ -1,4 +1,4 @@
-"""What a rule is, how it becomes one of the rules that are checked, and how its refusal is worded.
+"""What a rule is, how it is added and words its refusal; and the rules about single values, which come first.
 
 A rule is a function of (run, world size) that raises a ConfigError if the run breaks it: flag, value, why, and a
 setting that works. Rules are checked in the order in which they are written, file by file.
@@ -6,13 +6,15 @@ setting that works. Rules are checked in the order in which they are written, fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError, MissingPackage
-from megatron_moe.config.fields import all_fields
+from megatron_moe.config.fields import Field, all_fields, choice_suggestion
 from megatron_moe.config.schema import Run
+from megatron_moe.config.setting import Range
 
 Check = Callable[[Run, int], None]
 
@@ -147,3 +149,47 @@ def nearest_multiples(number: int, step: int) -> str:
     """Return the positive multiples of `step` on both sides of a number it does not divide: `8 or 16`."""
     below = number // step * step
     return f"{below} or {below + step}" if below else str(step)
+
+
+# Rules about single values
+
+
+@rule()
+def choices_are_known(run: Run, world_size: int) -> None:
+    """Require a listed value where a field has choices, also where no command line was read."""
+    found = {}
+    for name, field in all_fields().items():
+        given = value(run, name)
+        for word in given if isinstance(given, tuple) else (given,):
+            if field.choices is not None and word is not None and word not in field.choices:
+                listed = ", ".join(map(str, field.choices))
+                near = choice_suggestion(str(word), map(str, field.choices))
+                found[name] = f"{field.flag} {word}: not one of {listed}{near}"
+    if found:
+        raise ConfigError(*found.values(), fields=found)
+
+
+@rule()
+def numbers_are_in_range(run: Run, world_size: int) -> None:
+    """Require sizes and counts that are positive, rates and coefficients that are not negative, all finite."""
+    found = {}
+    for name, field in all_fields().items():
+        given = value(run, name)
+        for number in given if isinstance(given, tuple) else (given,):
+            if field.within is not None and number is not None and not field.within.holds(number):
+                finite = "" if math.isfinite(number) else "finite and "
+                found[name] = (
+                    f"{field.flag} {number}{source(run, name)}: must be {finite}{field.within};"
+                    f" e.g. {_working(field, field.within)}"
+                )
+    if found:
+        raise ConfigError(*found.values(), fields=found)
+
+
+_USUAL = {"ema_decay": 0.9999, "decoupled_lr": 1e-4}
+
+
+def _working(field: Field, allowed: Range) -> str:
+    """Return a setting in the range: the default, a usual one, or a number near the lowest."""
+    tried = (field.default, allowed.low, _USUAL.get(field.name), 1, 2, 0.1)
+    return f"{field.flag} {next(n for n in tried if isinstance(n, (int, float)) and allowed.holds(n)):g}"
