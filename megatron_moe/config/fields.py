@@ -153,10 +153,12 @@ def number_meant(text: str, kinds: tuple[type, ...]) -> str:
     if kinds == (int,):
         if not all(number.is_integer() for number in numbers):
             return ""
-        numbers = [int(number) for number in numbers]
-    elif float not in kinds:
+        shown = [str(int(number)) for number in numbers]
+    elif float in kinds:
+        shown = [f"{number:g}" for number in numbers]
+    else:
         return ""
-    return f"; write {' or '.join(f'{number:d}' if isinstance(number, int) else f'{number:g}' for number in numbers)}"
+    return f"; write {' or '.join(shown)}"
 
 
 def from_file(field: Field, value: Any, where: str) -> Any:

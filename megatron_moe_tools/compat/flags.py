@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+
+import yaml
 
 from megatron_moe.config.command_line import groups, is_flag, parts
 from megatron_moe.config.errors import ConfigError
@@ -15,7 +18,7 @@ from megatron_moe.config.launch import program_name
 from megatron_moe.config.paths import read_settings
 from megatron_moe.io.program import DONE, FAILED, note, run_program, say
 from megatron_moe_tools import compat
-from megatron_moe_tools.compat import megatron_flags, script
+from megatron_moe_tools.compat import megatron_flags
 from megatron_moe_tools.compat.megatron_flags import ANSWERS, Answer
 
 SCRIPT = "megatron_flags.py"
@@ -59,10 +62,10 @@ def _main(argv: list[str]) -> int:
     if "--help" in switches or not (files or words):
         say(f"usage: {program_name(SCRIPT)} {USAGE}")
         return DONE
-    read = script.Script(flags=[parts(group) for group in groups(words)])
+    read = Script(flags=[parts(group) for group in groups(words)])
     for file in files:
         text = read_settings("--script", file, "shell script")
-        found = script.read_test_case(text, file) if file.endswith((".yaml", ".yml")) else script.read(text)
+        found = read_test_case(text, file) if file.endswith((".yaml", ".yml")) else read_script(text)
         if not found.flags:
             raise ConfigError(
                 f"--script {file}: has no command of a .py program with flags; give a shell script, or a test case of "
@@ -136,7 +139,7 @@ def _own() -> dict[str, str]:
     return {option: helps.get(action.dest, action.help or "") for action in actions for option in action.option_strings}
 
 
-def listed(asked: Sequence[Asked], read: script.Script) -> str:
+def listed(asked: Sequence[Asked], read: Script) -> str:
     """Return a line for each flag, by answer, and the counts; flags that are taken are only counted."""
     counts = Counter(one.answer for one in asked)
     lines = []
@@ -148,7 +151,7 @@ def listed(asked: Sequence[Asked], read: script.Script) -> str:
     return "\n".join([*lines, *_open_in(read)])
 
 
-def rewritten(asked: Sequence[Asked], read: script.Script) -> str:
+def rewritten(asked: Sequence[Asked], read: Script) -> str:
     """Return the command with this project's flags, and before it a comment for each flag that has no place in it.
 
     What the script leaves open has Megatron-LM's defaults there, which the command takes.
@@ -174,9 +177,308 @@ def rewritten(asked: Sequence[Asked], read: script.Script) -> str:
     return "\n".join([*(f"# {line}" for line in _open_in(read)), *comments, command])
 
 
-def _open_in(read: script.Script) -> list[str]:
+def _open_in(read: Script) -> list[str]:
     """Return what a script's text leaves open, a line each."""
     return [
         *(f"not read: {file}, which the script sources; add --script for it" for file in read.sourced),
         *(f"only if {test}: {flag}; take it out if that does not hold" for flag, test in read.conditions.items()),
     ]
+
+
+# The flags of a training command in a shell script's text, which is read and not run
+#
+# A script holds flags in arrays (`ARGS=( --a 1 )`), in quoted assignments (`ARGS="--a 1"`), and in the command itself,
+# which names the others (`torchrun ... pretrain_gpt.py ${ARGS[@]}`). Words keep their text: `${VAR}` is left as it is.
+# A plain list of flags is a script too.
+
+_ASSIGNED = re.compile(r"^(?:export |local |declare |readonly )?([A-Za-z_]\w*)\+?=", re.DOTALL)
+_REFERENCE = re.compile(r"\$\{?!?([A-Za-z_]\w*)")
+_HEREDOC = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
+_BREAK = re.compile(r"[\s;<>]|\|[\s|]|\|\Z")  # a bar within a word is a pipeline layout's
+_PAIRS = {"{": "}", "(": ")"}
+_LAUNCHERS = frozenset(
+    "nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv-conf standalone max-restarts monitor-interval"
+    " start-method role module no-python run-path log-dir redirects tee local-ranks-filter node-rank master-addr"
+    " master-port local-addr logs-specs use-env".split()
+)
+"""Flags of torchrun, also where an array holds them."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of a script: its raw text with quotes, and whether a command or an array ends before it.
+
+    `inside` is the text of an array that the word opens (`NAME=(`...).
+    """
+
+    text: str
+    first: bool
+    inside: str | None = None
+
+
+@dataclass
+class Script:
+    """What a script's text says.
+
+    Attributes:
+        flags: each flag with its values, as typed, in the order of the text.
+        launcher: the words that start the program, as typed, with the arrays that they name put in; empty where the
+            text has none.
+        conditions: the flags that stand in an `if`, with its test: whether they are there depends on it.
+        variables: the simple assignments, name -> text.
+        sourced: files that the script reads, whose flags are not here.
+    """
+
+    flags: list[tuple[str, list[str]]] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    launcher: list[str] = field(default_factory=list)
+    conditions: dict[str, str] = field(default_factory=dict)
+    sourced: list[str] = field(default_factory=list)
+
+    def resolved(self, text: str, depth: int = 5) -> str:
+        """Return a word without quotes, with the variables that the script assigns put in."""
+
+        def put_in(match: re.Match[str]) -> str:
+            name, default = match[1] or match[3], match[2]
+            return self.variables.get(name, default if default is not None else match[0])
+
+        found = unquoted(text)
+        for _ in range(depth):
+            found = re.sub(r"\$\{([A-Za-z_]\w*)(?::-([^{}]*))?\}|\$([A-Za-z_]\w*)", put_in, found)
+        return unquoted(found)
+
+
+def unquoted(text: str) -> str:
+    """Return a word's text without the quotes around it and without backslashes before other characters."""
+    for quote in "'\"":
+        if len(text) > 1 and text[0] == text[-1] == quote and quote not in text[1:-1]:
+            return text[1:-1]
+    return re.sub(r"\\(.)", r"\1", re.sub(r"(?<!\\)['\"]", "", text))
+
+
+def read_script(text: str) -> Script:
+    """Return the flags of the training command in a script's text, those of the arrays it names included."""
+    script = Script()
+    held: dict[str, list[str]] = {}
+    commands: list[tuple[str, list[str]]] = []
+    launchers: dict[str, list[str]] = {}
+    tests: list[str] = []
+    for command in _commands(text):
+        _follow_ifs(command, tests)
+        _take_assignments(command, script, held, tests)
+        program = next((i for i, word in enumerate(command) if unquoted(word.text).endswith(".py")), None)
+        if unquoted(command[0].text) in ("source", ".") and len(command) > 1:
+            script.sourced.append(unquoted(command[1].text))
+        elif program is not None:
+            name = unquoted(command[program].text)
+            commands.append((name, [word.text for word in command[program + 1 :]]))
+            launchers[name] = _launcher([word.text for word in command[:program]])
+        elif is_flag(command[0].text) or command[0].text.startswith("$"):
+            commands.append(("", [word.text for word in command]))
+    training = [words for name, words in commands if "train" in name.rpartition("/")[2]]
+    chosen = training or [words for name, words in commands if not name] or [words for _, words in commands]
+    named = [name for words in chosen for name in _references(words, held)]
+    lists = [held[name] for name in held if name in named] if named else ([] if training else list(held.values()))
+    for words in [*lists, *chosen]:
+        script.flags += _flags([word for word in words if not _is_list_of_flags(word, held)])
+    trained = next((name for name, words in commands if words in chosen and name), None)
+    script.launcher = [put for word in launchers.get(trained or "", []) for put in _with_arrays(word, held)]
+    return script
+
+
+def read_test_case(text: str, file: str) -> Script:
+    """Return the flags of a functional test of Megatron-LM's, the mapping MODEL_ARGS of its YAML file.
+
+    Raises:
+        ConfigError: the text is not YAML; the message names the file.
+    """
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"--script {file}: is not YAML: {' '.join(str(error).split())}") from None
+    arguments = content.get("MODEL_ARGS") if isinstance(content, dict) else None
+    given = arguments.items() if isinstance(arguments, dict) else ()
+    values = {str(flag): [] if value is True else str(value).split() for flag, value in given if value is not False}
+    return Script(flags=[(flag, [_in_shell(word) for word in words]) for flag, words in values.items()])
+
+
+def _in_shell(word: str) -> str:
+    """Return a word as a shell reads it; its variables stay variables."""
+    return word if re.fullmatch(r"[\w./,:=${}@%+-]+", word) else f'"{word}"'
+
+
+def _launcher(words: list[str]) -> list[str]:
+    """Return the words of a command from its launcher on: torchrun or Python, without what starts that."""
+    starts = (at for at, word in enumerate(words) if re.search(r"(^|/)(torchrun|python[\d.]*)$", unquoted(word)))
+    found = words[next(starts, len(words)) :]
+    for module in ("torch.distributed.run", "torch.distributed.launch"):
+        if found[1:3] == ["-m", module]:
+            return ["torchrun", *found[3:]]
+    return found
+
+
+def _with_arrays(word: str, held: dict[str, list[str]]) -> list[str]:
+    """Return the words of an array that a word stands for, or the word itself."""
+    named = _REFERENCE.search(word)
+    if named is None or named[1] not in held or unquoted(word).strip("${}[@]*!") != named[1]:
+        return [word]
+    return [put for inner in held[named[1]] for put in _with_arrays(inner, held)]
+
+
+def _is_list_of_flags(word: str, held: dict[str, list[str]]) -> bool:
+    """Say whether a word is one variable that holds flags, as the one in `--seed 1 $ARGS`: no value of `--seed`."""
+    if re.fullmatch(r"\$(\w+|\{\w+\})", unquoted(word)) is None:
+        return False
+    return any(is_flag(inside) for name in _references([word], held) for inside in held[name])
+
+
+def _follow_ifs(command: list[Word], tests: list[str]) -> None:
+    """Keep the tests of the `if`s that the coming commands stand in, the innermost last."""
+    words = [word.text for word in command]
+    if words[0] == "if":
+        tests.append(" ".join(words[1:]))
+    elif words[0] in ("elif", "else") and tests:
+        tests[-1] = " ".join(words[1:]) if words[0] == "elif" else f"not {tests[-1]}"
+    elif words[0] == "fi" and tests:
+        tests.pop()
+
+
+def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
+    for group in groups(words):
+        flag, values = parts(group)
+        if is_flag(group[0]) and "$" not in flag and flag[2:].replace("_", "-") not in _LAUNCHERS:
+            yield flag, [value for value in values if "[@]" not in value and "[*]" not in value]
+
+
+def _take_assignments(command: list[Word], script: Script, held: dict[str, list[str]], tests: list[str]) -> None:
+    """Add what a command assigns: to the variables, and to the lists of words where there are flags in it."""
+    for word in command:
+        match = _ASSIGNED.match(word.text)
+        if match is None:
+            continue
+        value = word.text[match.end() :]
+        inside = word.inside if word.inside is not None else unquoted(value)
+        if word.inside is None:
+            own_default = re.fullmatch(rf"\$\{{{match[1]}:?-(.*)\}}", inside, re.DOTALL)  # NAME=${NAME:-value}
+            script.variables[match[1]] = inside if own_default is None else own_default[1]
+        words = [found.text for found in _words(inside, in_list=True)]
+        if any(is_flag(found) for found in words) or any(found.startswith("$") for found in words):
+            held.setdefault(match[1], []).extend(words)
+            if tests:
+                script.conditions |= dict.fromkeys((flag for flag, _ in _flags(words)), " and ".join(tests))
+
+
+def _references(words: list[str], held: dict[str, list[str]]) -> set[str]:
+    """Return the names of the lists that words name, and that those name in turn."""
+    found: set[str] = set()
+    waiting = [name for word in words for name in _REFERENCE.findall(word)]
+    while waiting:
+        name = waiting.pop()
+        if name in held and name not in found:
+            found.add(name)
+            waiting += [other for word in held[name] for other in _REFERENCE.findall(word)]
+    return found
+
+
+def _commands(text: str) -> Iterator[list[Word]]:
+    """Yield the words of each command; those of an `eval` or a `... bash -c` are read from its string."""
+    command: list[Word] = []
+    for word in [*_words(text), Word("", True)]:
+        if word.first and command:
+            texts = [unquoted(w.text) for w in command]
+            strings = [i for i in range(2, len(texts)) if texts[i - 1] == "-c" and texts[i - 2].endswith("sh")]
+            if texts[0] == "eval":
+                yield from _commands(" ".join(texts[1:]))
+            elif strings:
+                yield from _commands(texts[strings[0]])
+            else:
+                yield command
+            command = []
+        if word.text:
+            command.append(word)
+
+
+def _words(text: str, in_list: bool = False) -> Iterator[Word]:
+    """Yield the words of a shell text; a line ends a command, unless `in_list`."""
+    at, first = 0, True
+    waiting: list[str] = []
+    text = text.replace("\\\r\n", "  ").replace("\\\n", "  ")
+    previous = ""
+    while at < len(text):
+        character = text[at]
+        if character == "\n" and waiting:
+            at = _after_heredoc(text, at, waiting.pop(0))
+        if character == "#":
+            at = (text + "\n").index("\n", at)
+        elif (match := _HEREDOC.match(text, at)) and not in_list:
+            waiting.append(match[2])
+            at = match.end()
+        elif character in " \t\r" or (character == "\n" and in_list):
+            at += 1
+        elif redirect := re.match(r"[0-9&]*[<>]+(?!\()&?[0-9-]*[ \t]*[^\s;|&()]*", text[at:]):
+            at += redirect.end()
+        elif character in "\n;&|" or (character in "()" and not (character == "(" and is_flag(previous))):
+            at, first = at + 1, True
+        else:
+            end, inside = _end_of_word(text, at)
+            previous = text[at:end] if inside is None else ""
+            opened = text[at:end] if inside is None else text[at : text.index("(", at)]
+            yield Word(opened, first, inside)
+            at, first = end, False
+
+
+def _after_heredoc(text: str, at: int, name: str) -> int:
+    """Return the place of the line break that ends a here-document's last line."""
+    match = re.compile(rf"^\t*{re.escape(name)}[ \t]*$", re.MULTILINE).search(text, at + 1)
+    return len(text) if match is None else match.end()
+
+
+def _end_of_word(text: str, at: int) -> tuple[int, str | None]:
+    """Return where a word ends, and the text of the array that it opens, if it does."""
+    begin, depth = at, 0
+    while at < len(text):
+        character = text[at]
+        if character == "\\":
+            at += 2
+        elif character in "'\"`":
+            at = _after_quote(text, at)
+        elif character == "$" and text[at + 1 : at + 2] in _PAIRS:
+            at = _after_pair(text, at + 1)
+        elif character == "(" and depth == 0 and _ASSIGNED.fullmatch(text[begin:at]):
+            end = _after_pair(text, at)
+            return end, text[at + 1 : end - 1]
+        elif _BREAK.match(text, at) or (character in ")&" and not depth):
+            break
+        else:
+            depth += (character == "(") - (character == ")")
+            at += 1
+    return min(at, len(text)), None
+
+
+def _after_quote(text: str, at: int) -> int:
+    """Return the place after the quoted text that begins here."""
+    quote, at = text[at], at + 1
+    while at < len(text) and text[at] != quote:
+        at += 2 if text[at] == "\\" and quote != "'" else 1
+    return at + 1
+
+
+def _after_pair(text: str, at: int) -> int:
+    """Return the place after the bracket that closes the one here; quotes and comments inside are passed over."""
+    opening, depth = text[at], 0
+    while at < len(text):
+        character = text[at]
+        if character == "\\":
+            at += 2
+            continue
+        if character in "'\"`":
+            at = _after_quote(text, at)
+            continue
+        if character == "#" and opening == "(" and text[at - 1] in " \t\n(":
+            at = (text + "\n").index("\n", at)
+            continue
+        depth += (character == opening) - (character == _PAIRS[opening])
+        at += 1
+        if depth == 0:
+            break
+    return at

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_moe.config.fields import all_fields
-from megatron_moe_tools.compat import deepspeed_keys as keys
+from megatron_moe_tools.compat import deepspeed_file as keys
 from megatron_moe_tools.compat.deepspeed_file import read
 from tests.compat.deepspeed_files import ADAMW, BF16, FP16, changed, scheduler, zero
 from tests.config.refused import refused

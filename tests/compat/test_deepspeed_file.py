@@ -12,7 +12,7 @@ import pytest
 
 from megatron_moe.config import rules, schema
 from megatron_moe_tools import compat
-from megatron_moe_tools.compat import deepspeed_keys as keys
+from megatron_moe_tools.compat import deepspeed_file as keys
 from tests.config.refused import refused
 
 FILES = Path(__file__).with_name("deepspeed")

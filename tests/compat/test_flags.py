@@ -8,8 +8,7 @@ import shlex
 import pytest
 
 from megatron_moe_tools import compat
-from megatron_moe_tools.compat.flags import main
-from megatron_moe_tools.compat.script import read
+from megatron_moe_tools.compat.flags import main, read_script
 
 ARRAYS = """#!/bin/bash
 #SBATCH --nodes 4
@@ -70,29 +69,30 @@ def answered(tmp_path, capsys):
 
 
 def test_arrays_that_the_command_names_are_read_and_nothing_else(answered):
-    assert dict(read(ARRAYS).flags) == {
+    assert dict(read_script(ARRAYS).flags) == {
         "--use-mcore-models": [], "--num-layers": ["4"], "--moe-layer-freq": ['"([0]*1+[1]*3)"'], "--lr": ["1e-4"],
         "--ckpt-format": ["$FMT"], "--dist-ckpt-format": ["torch_dist"], "--decoder-seq-length": ["1024"],
         "--recompute-activations": [], "--tensor-model-parallel-size": ["$TP"], "--seed": ["-1"],
         "--save": ['"${CKPT}/a b"'],
     }  # fmt: skip
-    assert read(ARRAYS).sourced == ["common.sh"]
-    assert read(ARRAYS).resolved('"$FMT"') == "torch_dist" and read(ARRAYS).resolved("${TP}") == "2"
+    assert read_script(ARRAYS).sourced == ["common.sh"]
+    assert read_script(ARRAYS).resolved('"$FMT"') == "torch_dist" and read_script(ARRAYS).resolved("${TP}") == "2"
     # the value of a variable decides
     assert json.loads(answered("--json", script=ARRAYS, status=1))["--ckpt-format"]["answer"] == "always"
     assert answered(script=ARRAYS, status=1).splitlines()[-3] == "6 taken, 1 alias, 3 always, 1 refused"
 
 
 def test_strings_of_flags_are_read_through_the_commands_that_run_them_and_a_plain_list_is_a_script():
-    assert read(STRINGS).flags == [
+    assert read_script(STRINGS).flags == [
         ("--num-layers", ["4"]), ("--bf16", []), ("--split", ["99,1,0"]), ("--lr", ["${LR}"]),
         ("--save", ["'${CKPT}'"]),
     ]  # fmt: skip
-    assert read(EVAL).flags == [
+    assert read_script(EVAL).flags == [
         ("--num-layers", ["$(expr 2 + 2)"]), ("--hidden-size", ["$((2*8))"]),
         ("--seed", ["1"]), ("--data-path", ["0.5", "a", "0.5", "b"]),
     ]  # fmt: skip
-    assert read("--moe-layer-freq ([0]*3+[1]*58)\n--pipeline-model-parallel-layout Et|(tt|)*30mL --bf16").flags == [
+    plain = "--moe-layer-freq ([0]*3+[1]*58)\n--pipeline-model-parallel-layout Et|(tt|)*30mL --bf16"
+    assert read_script(plain).flags == [
         ("--moe-layer-freq", ["([0]*3+[1]*58)"]), ("--pipeline-model-parallel-layout", ["Et|(tt|)*30mL"]),
         ("--bf16", []),
     ]  # fmt: skip
