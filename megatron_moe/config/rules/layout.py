@@ -9,9 +9,9 @@ from megatron_moe.config.model_flags import SHARDING_STRATEGIES
 from megatron_moe.config.pipeline_layout import spelled_out
 from megatron_moe.config.rules.rule import (
     LAYOUT,
+    Refusal,
     divisors,
     nearest_multiples,
-    refuse,
     rule,
     set_among,
     spelled,
@@ -22,33 +22,31 @@ from megatron_moe.config.schema import Run
 
 
 @rule(needs=LAYOUT)
-def tensor_parallel_divides_heads(run: Run, world_size: int) -> None:
+def tensor_parallel_divides_heads(run: Run) -> None:
     """Require that every tensor-parallel rank has the same number of heads."""
     heads, tp = run.model.num_attention_heads, run.parallel.tensor_model_parallel_size
     if heads % tp:
-        raise refuse(
-            run,
+        raise Refusal(
             ("num_attention_heads", "tensor_model_parallel_size"),
             f"the heads must divide by TP; use --tensor-model-parallel-size out of {divisors(heads)}",
         )
 
 
 @rule(needs=LAYOUT)
-def tensor_parallel_divides_query_groups(run: Run, world_size: int) -> None:
+def tensor_parallel_divides_query_groups(run: Run) -> None:
     """Require that every tensor-parallel rank has its own key/value heads; they are not replicated."""
     if run.model.multi_latent_attention or not run.model.group_query_attention:
         return
     groups, tp = run.derived.num_query_groups, run.parallel.tensor_model_parallel_size
     if groups % tp:
-        raise refuse(
-            run,
+        raise Refusal(
             ("num_query_groups", "tensor_model_parallel_size"),
             f"the key/value heads must divide by TP; use --tensor-model-parallel-size out of {divisors(groups)}",
         )
 
 
 @rule(needs=LAYOUT)
-def tensor_parallel_divides_widths(run: Run, world_size: int) -> None:
+def tensor_parallel_divides_widths(run: Run) -> None:
     """Require that TP divides the MLP's and the shared expert's width, and expert-TP an expert's."""
     tp = run.parallel.tensor_model_parallel_size
     widths = {"ffn_hidden_size": (run.derived.ffn_hidden_size, tp, "tensor_model_parallel_size")}
@@ -66,41 +64,38 @@ def tensor_parallel_divides_widths(run: Run, world_size: int) -> None:
             del widths["ffn_hidden_size"]
     for name, (width, ranks, flag) in widths.items():
         if width % ranks:
-            raise refuse(
-                run, (name, flag), f"a width of {width} must divide by {ranks}; use {nearest_multiples(width, ranks)}"
+            raise Refusal(
+                (name, flag), f"a width of {width} must divide by {ranks}; use {nearest_multiples(width, ranks)}"
             )
 
 
 @rule(needs=LAYOUT)
-def sequence_parallel_needs_tensor_parallel(run: Run, world_size: int) -> None:
+def sequence_parallel_needs_tensor_parallel(run: Run) -> None:
     """Refuse sequence parallelism without TP, since it splits activations over the TP ranks."""
     if run.parallel.sequence_parallel and run.parallel.tensor_model_parallel_size == 1:
-        raise refuse(
-            run,
+        raise Refusal(
             ("sequence_parallel", "tensor_model_parallel_size"),
             "needs TP above 1; drop --sequence-parallel or use --tensor-model-parallel-size 2",
         )
 
 
 @rule(needs=LAYOUT)
-def experts_with_tensor_parallel_need_sequence_parallel(run: Run, world_size: int) -> None:
+def experts_with_tensor_parallel_need_sequence_parallel(run: Run) -> None:
     """Require sequence parallelism for experts with TP, or all TP ranks would route the same tokens."""
     p = run.parallel
     if run.moe.num_experts is not None and p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
-        raise refuse(
-            run,
+        raise Refusal(
             ("tensor_model_parallel_size", "num_experts", "sequence_parallel"),
             "a MoE model with TP needs its tokens split over the TP ranks; add --sequence-parallel",
         )
 
 
 @rule(needs=LAYOUT)
-def sequence_divides_by_context_parallel(run: Run, world_size: int) -> None:
+def sequence_divides_by_context_parallel(run: Run) -> None:
     """Require that every context-parallel rank has an early and a late chunk of equal length."""
     cp, length = run.parallel.context_parallel_size, run.model.seq_length
     if cp > 1 and length % (2 * cp):
-        raise refuse(
-            run,
+        raise Refusal(
             ("seq_length", "context_parallel_size"),
             f"the sequence must divide into 2 x CP = {2 * cp} chunks; use"
             f" --seq-length {nearest_multiples(length, 2 * cp)}",
@@ -108,7 +103,7 @@ def sequence_divides_by_context_parallel(run: Run, world_size: int) -> None:
 
 
 @rule(needs=LAYOUT)
-def sequence_divides_by_tensor_parallel(run: Run, world_size: int) -> None:
+def sequence_divides_by_tensor_parallel(run: Run) -> None:
     """Require that every TP rank has an equal piece of the sequence, or of a CP rank's part of it."""
     tp, cp, length = (
         run.parallel.tensor_model_parallel_size,
@@ -116,14 +111,12 @@ def sequence_divides_by_tensor_parallel(run: Run, world_size: int) -> None:
         run.model.seq_length,
     )
     if run.parallel.sequence_parallel and cp == 1 and length % tp:
-        raise refuse(
-            run,
+        raise Refusal(
             ("seq_length", "tensor_model_parallel_size"),
             f"the sequence must divide by TP; use --seq-length {nearest_multiples(length, tp)}",
         )
     if run.parallel.sequence_parallel and cp > 1 and length // cp % tp:
-        raise refuse(
-            run,
+        raise Refusal(
             ("seq_length", "tensor_model_parallel_size", "context_parallel_size"),
             f"a CP rank's {length // cp} tokens must divide by TP; use"
             f" --seq-length {nearest_multiples(length, math.lcm(2 * cp, tp * cp))}",
@@ -131,7 +124,7 @@ def sequence_divides_by_tensor_parallel(run: Run, world_size: int) -> None:
 
 
 @rule(needs=LAYOUT)
-def context_parallel_latents_need_our_attention(run: Run, world_size: int) -> None:
+def context_parallel_latents_need_our_attention(run: Run) -> None:
     """Refuse latent attention over context-parallel ranks in Transformer Engine.
 
     Its attention asserts that keys and values are of one width where it gathers them.
@@ -141,8 +134,7 @@ def context_parallel_latents_need_our_attention(run: Run, world_size: int) -> No
         and run.model.multi_latent_attention
         and run.model.transformer_impl == "transformer_engine"
     ):
-        raise refuse(
-            run,
+        raise Refusal(
             ("transformer_impl", "multi_latent_attention", "context_parallel_size"),
             "Transformer Engine's attention does not gather keys and values of two widths; use"
             " --transformer-impl local or --context-parallel-size 1",
@@ -150,12 +142,11 @@ def context_parallel_latents_need_our_attention(run: Run, world_size: int) -> No
 
 
 @rule()
-def experts_divide_by_expert_parallel(run: Run, world_size: int) -> None:
+def experts_divide_by_expert_parallel(run: Run) -> None:
     """Require that every expert-parallel rank has the same number of experts, at least one."""
     experts, ep = run.moe.num_experts, run.parallel.expert_model_parallel_size
     if experts is not None and experts % ep:
-        raise refuse(
-            run,
+        raise Refusal(
             ("num_experts", "expert_model_parallel_size"),
             f"every rank holds equally many experts; use --expert-model-parallel-size out of {divisors(experts)}",
         )
@@ -165,7 +156,7 @@ _LAYOUT, _RANKS = "pipeline_model_parallel_layout", "pipeline_model_parallel_siz
 
 
 @rule(needs=LAYOUT)
-def counted_embedding_and_loss_split_evenly(run: Run, world_size: int) -> None:
+def counted_embedding_and_loss_split_evenly(run: Run) -> None:
     """Require of a split that counts embedding or loss as a layer that it is even, and the only one.
 
     Then the command line has written it as letters (`ignored.split_that_counts_embedding_and_loss`).
@@ -176,8 +167,7 @@ def counted_embedding_and_loss_split_evenly(run: Run, world_size: int) -> None:
     ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
     others = set_among(run, (_LAYOUT, *ends, "num_layers_per_virtual_pipeline_stage"))
     layers = run.model.num_layers + len(names)
-    raise refuse(
-        run,
+    raise Refusal(
         (*names, "num_layers", _RANKS, *others),
         f"{layers} layers, counted so, must divide by PP and by the layers of a virtual stage, without other splits;"
         f" use --pipeline-model-parallel-size out of {divisors(layers)}, or --pipeline-model-parallel-layout",
@@ -188,7 +178,7 @@ _VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pip
 
 
 @rule(needs=LAYOUT)
-def layout_is_the_only_split(run: Run, world_size: int) -> None:
+def layout_is_the_only_split(run: Run) -> None:
     """Refuse next to a layout by letters the other flags that say which layers a stage has."""
     others = set_among(
         run,
@@ -199,40 +189,37 @@ def layout_is_the_only_split(run: Run, world_size: int) -> None:
         ),
     )
     if run.parallel.pipeline_model_parallel_layout is not None and others:
-        raise refuse(run, (_LAYOUT, *others), "the layout says what every stage has; drop the rest")
+        raise Refusal((_LAYOUT, *others), "the layout says what every stage has; drop the rest")
 
 
 @rule(needs=LAYOUT)
-def layout_has_stages_for_all_ranks(run: Run, world_size: int) -> None:
+def layout_has_stages_for_all_ranks(run: Run) -> None:
     """Require letters that can be read, as many stages on every rank, and something to do for each."""
     if run.parallel.pipeline_model_parallel_layout is None:
         return
     stages, ranks = run.derived.pipeline_stages, run.parallel.pipeline_model_parallel_size
     if len(stages) % ranks:
-        raise refuse(
-            run,
+        raise Refusal(
             (_LAYOUT, _RANKS),
             f"the layout has {len(stages)} stages, which must be a multiple of PP; use --pipeline-model-parallel-size"
             f" out of {divisors(len(stages))}, or {nearest_multiples(len(stages), ranks)} stages",
         )
     if ranks == 1 and len(stages) > 1:
-        raise refuse(
-            run,
+        raise Refusal(
             (_LAYOUT, _RANKS),
             "one rank has one stage; drop the layout, or use --pipeline-model-parallel-size out of"
             f" {divisors(len(stages))}",
         )
     idle = [rank for rank in range(ranks) if not any(s.letters for s in run.derived.chunks_of_pipeline_rank(rank))]
     if idle:
-        raise refuse(
-            run,
+        raise Refusal(
             (_LAYOUT, _RANKS),
             f"pipeline rank {idle[0]} has nothing to do; give one of its stages a layer, or use fewer ranks",
         )
 
 
 @rule(needs=LAYOUT)
-def layout_is_the_model(run: Run, world_size: int) -> None:
+def layout_is_the_model(run: Run) -> None:
     """Require that the letters are the model's parts, each as often as the model has it, and in its order."""
     layout = run.parallel.pipeline_model_parallel_layout
     if layout is None:
@@ -241,15 +228,13 @@ def layout_is_the_model(run: Run, world_size: int) -> None:
     letters, depths = "".join(stages), run.model.mtp_num_layers or 0
     for letter, name, wanted in (("t", "num_layers", run.model.num_layers), ("m", "mtp_num_layers", depths)):
         if letters.count(letter) != wanted:
-            raise refuse(
-                run,
+            raise Refusal(
                 (_LAYOUT, name),
                 f"the layout has {letters.count(letter)} times {letter}, and the model {wanted}; change one of the two",
             )
     in_order = "E" + "t" * run.model.num_layers + "m" * depths + "L"
     if letters != in_order or not stages[0].startswith("E") or not stages[-1].endswith("L"):
-        raise refuse(
-            run,
+        raise Refusal(
             (_LAYOUT,),
             "E begins the first stage, L ends the last one, and all t, then all m, are between them; put bars into"
             f" Et*{run.model.num_layers}{'m' * depths}L",
@@ -257,18 +242,17 @@ def layout_is_the_model(run: Run, world_size: int) -> None:
 
 
 @rule(needs=LAYOUT)
-def predictions_are_in_one_stage(run: Run, world_size: int) -> None:
+def predictions_are_in_one_stage(run: Run) -> None:
     """Require one place for all layers of multi-token prediction, which the engine looks for at the end of a rank."""
     if run.parallel.pipeline_model_parallel_layout is None:
         return
     stages, ranks = run.derived.pipeline_stages, run.parallel.pipeline_model_parallel_size
     places = [index for index, stage in enumerate(stages) if stage.predictions]
     if len(places) > 1:
-        raise refuse(run, (_LAYOUT,), "all m are computed one after the other, from one embedding; move the bar")
+        raise Refusal((_LAYOUT,), "all m are computed one after the other, from one embedding; move the bar")
     rank = run.derived.predictions_pipeline_rank
     if rank is not None and (rank == 0 or places[0] < len(stages) - ranks):
-        raise refuse(
-            run,
+        raise Refusal(
             (_LAYOUT, _RANKS),
             "the stage of m is the last stage of its rank, and not of the first rank, which has the model's embedding:"
             f" one of the last {ranks - 1} of {len(stages)} stages; move the bars, or use mL for the last stage",
@@ -276,19 +260,18 @@ def predictions_are_in_one_stage(run: Run, world_size: int) -> None:
 
 
 @rule(needs=LAYOUT)
-def end_stage_layers_need_pipeline(run: Run, world_size: int) -> None:
+def end_stage_layers_need_pipeline(run: Run) -> None:
     """Refuse a first or last stage that differs without pipeline parallelism."""
     stray = set_among(run, ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
     if stray and run.parallel.pipeline_model_parallel_size == 1:
-        raise refuse(
-            run,
+        raise Refusal(
             (*stray, "pipeline_model_parallel_size"),
             "there is one stage only; drop the flag or use --pipeline-model-parallel-size 2",
         )
 
 
 @rule(needs=LAYOUT)
-def layers_divide_over_stages(run: Run, world_size: int) -> None:
+def layers_divide_over_stages(run: Run) -> None:
     """Require a layer on every stage, and equally many on those in the middle, where no letters say otherwise."""
     if run.parallel.pipeline_model_parallel_layout is not None:
         return
@@ -299,8 +282,7 @@ def layers_divide_over_stages(run: Run, world_size: int) -> None:
             return
     except ConfigError:
         pass  # worded below, with the remedy
-    raise refuse(
-        run,
+    raise Refusal(
         ("num_layers", "pipeline_model_parallel_size", *ends),
         "every stage needs a layer, and stages without a count of their own equally many; use"
         f" --pipeline-model-parallel-size out of {divisors(layers)}"
@@ -309,38 +291,32 @@ def layers_divide_over_stages(run: Run, world_size: int) -> None:
 
 
 @rule(needs=LAYOUT)
-def virtual_stages_need_pipeline(run: Run, world_size: int) -> None:
+def virtual_stages_need_pipeline(run: Run) -> None:
     """Refuse the interleaved schedule without pipeline parallelism."""
     given = set_among(run, _VIRTUAL)
     if given and run.parallel.pipeline_model_parallel_size == 1:
-        raise refuse(
-            run,
+        raise Refusal(
             (*given, "pipeline_model_parallel_size"),
             "needs more than one stage; drop it or use --pipeline-model-parallel-size 2",
         )
 
 
 @rule(needs=LAYOUT)
-def virtual_stages_divide_layers(run: Run, world_size: int) -> None:
+def virtual_stages_divide_layers(run: Run) -> None:
     """Require that each stage's layers divide into equal virtual stages, whose size or number is given."""
     p = run.parallel
     given = set_among(run, _VIRTUAL)
     if not given:
         return
     if len(given) > 1:
-        raise refuse(run, given, "both say how a stage is divided; drop one of the two")
+        raise Refusal(given, "both say how a stage is divided; drop one of the two")
     divisor = value(run, given[0])
     ends = set_among(run, ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
     if ends:
-        raise refuse(
-            run,
-            (*given, *ends),
-            "virtual stages need equal stages; drop one or the other",
-        )
+        raise Refusal((*given, *ends), "virtual stages need equal stages; drop one or the other")
     layers = run.model.num_layers // p.pipeline_model_parallel_size
     if layers % divisor:
-        raise refuse(
-            run,
+        raise Refusal(
             (*given, "num_layers", "pipeline_model_parallel_size"),
             f"a stage's {layers} layers must divide by the layers, or the number, of its virtual stages; use one of "
             f"{divisors(layers)}",
@@ -352,8 +328,7 @@ def world_divides_by_model(run: Run, world_size: int) -> None:
     """Require that the ranks have a whole number of copies of the model."""
     ranks = run.derived.model_ranks
     if world_size % ranks:
-        raise refuse(
-            run,
+        raise Refusal(
             ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
             f"the world size {world_size} must be a multiple of TP x PP x CP = {ranks}; start"
             f" {nearest_multiples(world_size, ranks)} processes",
@@ -367,8 +342,7 @@ def world_divides_by_experts(run: Run, world_size: int) -> None:
     if run.moe.num_experts is not None and world_size % ranks:
         etp = run.derived.expert_tensor_parallel_size
         note = "" if run.parallel.expert_tensor_parallel_size is not None else f" (expert-TP is {etp}, as TP)"
-        raise refuse(
-            run,
+        raise Refusal(
             ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size"),
             f"EP x expert-TP x PP = {ranks}{note} must divide the world size {world_size}; start"
             f" {nearest_multiples(world_size, ranks)} processes, or lower --expert-model-parallel-size",
@@ -376,18 +350,16 @@ def world_divides_by_experts(run: Run, world_size: int) -> None:
 
 
 @rule(needs=LAYOUT)
-def sharding_flags_agree(run: Run, world_size: int) -> None:
+def sharding_flags_agree(run: Run) -> None:
     """Refuse two flags that say what data-parallel ranks share, and differ in it."""
     strategy = run.parallel.data_parallel_sharding_strategy
     if run.parallel.use_torch_fsdp2 and strategy not in (None, "optim_grads_params"):
-        raise refuse(
-            run,
+        raise Refusal(
             ("use_torch_fsdp2", "data_parallel_sharding_strategy"),
             "the first is another name of optim_grads_params; drop one of the two",
         )
     if run.optimizer.use_distributed_optimizer and strategy == "no_shard":
-        raise refuse(
-            run,
+        raise Refusal(
             ("data_parallel_sharding_strategy", "use_distributed_optimizer"),
             "one shards the optimizer and the other does not; use --data-parallel-sharding-strategy optim, or"
             " --no-use-distributed-optimizer over a preset",
@@ -404,7 +376,7 @@ def _stage_flags(run: Run) -> tuple[str, ...]:
 
 
 @rule(needs=LAYOUT)
-def zero_flags_fit_the_stage(run: Run, world_size: int) -> None:
+def zero_flags_fit_the_stage(run: Run) -> None:
     """Require of each ZeRO++ switch a stage that sends or keeps what it changes."""
     needed = {
         "zero_quantized_weights": (2, "weights are gathered"),
@@ -416,8 +388,7 @@ def zero_flags_fit_the_stage(run: Run, world_size: int) -> None:
         lowest, why = needed[name]
         if stage < lowest:
             works = " or ".join(SHARDING_STRATEGIES[lowest:])
-            raise refuse(
-                run,
+            raise Refusal(
                 (name, *_stage_flags(run)),
                 f"needs ZeRO stage {' or '.join(map(str, range(lowest, 4)))}, where {why}, and this is stage {stage};"
                 f" use --data-parallel-sharding-strategy {works}, or drop it",
@@ -425,11 +396,10 @@ def zero_flags_fit_the_stage(run: Run, world_size: int) -> None:
 
 
 @rule(needs=LAYOUT)
-def sharded_gradients_need_one_stage(run: Run, world_size: int) -> None:
+def sharded_gradients_need_one_stage(run: Run) -> None:
     """Refuse sharded gradients with pipeline parallelism."""
     if run.derived.zero_stage >= 2 and run.parallel.pipeline_model_parallel_size > 1:
-        raise refuse(
-            run,
+        raise Refusal(
             (*_stage_flags(run), "pipeline_model_parallel_size"),
             "a pipeline's schedule has several micro-batches in flight, and each would gather and reduce every layer"
             " again; use --data-parallel-sharding-strategy optim, or --pipeline-model-parallel-size 1",
@@ -437,12 +407,11 @@ def sharded_gradients_need_one_stage(run: Run, world_size: int) -> None:
 
 
 @rule(needs=LAYOUT)
-def sharded_gradients_overlap_by_themselves(run: Run, world_size: int) -> None:
+def sharded_gradients_overlap_by_themselves(run: Run) -> None:
     """Refuse the flags of the engine's gradient buckets where there are none."""
     stray = set_among(run, ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size"))
     if stray and run.derived.zero_stage >= 2:
-        raise refuse(
-            run,
+        raise Refusal(
             (*stray, *_stage_flags(run)),
             "from ZeRO stage 2 on each layer is gathered and reduced behind the computation of the next, without"
             " buckets; drop it",
@@ -474,11 +443,11 @@ def secondary_partition_divides(run: Run, world_size: int) -> None:
         "" if copies == 1 else f", and with TP be a divisor or a multiple of the {experts} ranks of one set of experts"
     )
     names = ["zero_hpz_partition_size", *set_among(run, ("context_parallel_size", "expert_model_parallel_size"))]
-    raise refuse(run, names, f"must divide DP x CP = {dense}, the ranks that share the dense weights{also}; {works}")
+    raise Refusal(names, f"must divide DP x CP = {dense}, the ranks that share the dense weights{also}; {works}")
 
 
 @rule(needs=LAYOUT)
-def parameter_gather_overlap_needs_its_base(run: Run, world_size: int) -> None:
+def parameter_gather_overlap_needs_its_base(run: Run) -> None:
     """Require the distributed optimizer and its overlap for gathering parameters behind the forward pass."""
     missing = [
         name
@@ -489,8 +458,7 @@ def parameter_gather_overlap_needs_its_base(run: Run, world_size: int) -> None:
         if not there
     ]
     if run.parallel.overlap_param_gather and missing:
-        raise refuse(
-            run,
+        raise Refusal(
             ("overlap_param_gather", *missing),
             "needs --use-distributed-optimizer and --overlap-grad-reduce; add them or drop it",
         )
@@ -510,8 +478,7 @@ def global_batch_divides(run: Run, world_size: int) -> None:
     micro, dp = run.training.micro_batch_size, run.derived.data_parallel_size(world_size)
     batch = run.derived.global_batch_size(world_size)
     if batch % (micro * dp):
-        raise refuse(
-            run,
+        raise Refusal(
             ("global_batch_size", "micro_batch_size"),
             f"must be a multiple of micro-batch size {micro} x DP {dp} = {micro * dp};"
             f" use --global-batch-size {nearest_multiples(batch, micro * dp)}",

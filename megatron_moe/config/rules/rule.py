@@ -1,11 +1,13 @@
 """What a rule is, how it is added and words its refusal; and the rules about single values, which come first.
 
-A rule is a function of (run, world size) that raises a ConfigError if the run breaks it: flag, value, why, and a
-setting that works. Rules are checked in the order in which they are written, file by file.
+A rule is a function that raises a `Refusal` if a run breaks it: the settings, why, and a setting that works. Rules are
+checked in the order in which they are written, file by file.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -56,15 +58,42 @@ RULES: list[Rule] = []
 UNREAD: list[Unread] = []
 
 
-def rule(needs: str | None = None) -> Callable[[Check], Check]:
-    """Make a function a rule.
+class Refusal(Exception):
+    """What a rule raises if a run breaks it.
+
+    Args:
+        names: the settings to name, as they would be typed.
+        reason: why, and a setting that works.
+        package: whether a package is missing that the settings ask for.
+    """
+
+    def __init__(self, names: Iterable[str], reason: str, *, package: bool = False) -> None:
+        self.names, self.reason, self.package = tuple(names), reason, package
+
+    def error(self, run: Run) -> ConfigError:
+        """Return the error for the user."""
+        text = f"{', '.join(spelled(run, name) for name in self.names)}: {self.reason}"
+        return (MissingPackage if self.package else ConfigError)(text, fields=self.names)
+
+
+def rule(needs: str | None = None) -> Callable[[Callable[..., None]], Check]:
+    """Make a function of (run) or of (run, world size) a rule, which raises a ConfigError for a `Refusal`.
 
     Args:
         needs: LAYOUT, LENGTH or FILES for a rule that programs without these leave out.
     """
 
-    def added(check: Check) -> Check:
-        RULES.append(Rule(check.__name__, check, needs))
+    def added(function: Callable[..., None]) -> Check:
+        takes_world_size = "world_size" in inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def check(run: Run, world_size: int) -> None:
+            try:
+                function(*((run, world_size) if takes_world_size else (run,)))
+            except Refusal as refusal:
+                raise refusal.error(run) from None
+
+        RULES.append(Rule(function.__name__, check, needs))
         return check
 
     return added
@@ -98,7 +127,7 @@ def unread(
     def check(run: Run, world_size: int) -> None:
         stray = set_among(run, fields)
         if stray and not entry.is_read(run):
-            raise refuse(run, (*stray, *readers), reason)
+            raise Refusal((*stray, *readers), reason).error(run)
 
     UNREAD.append(entry)
     RULES.append(Rule(f"{fields[0]}_needs_{readers[0]}", check, needs))
@@ -117,17 +146,6 @@ def is_set(run: Run, name: str) -> bool:
 def set_among(run: Run, names: Iterable[str]) -> list[str]:
     """Return the named fields that differ from their defaults."""
     return [name for name in names if is_set(run, name)]
-
-
-def refuse(run: Run, names: Iterable[str], rule: str) -> ConfigError:
-    """Return the error to raise: the named fields as they would be typed, then the rule and the remedy."""
-    names = tuple(names)
-    return ConfigError(f"{', '.join(spelled(run, name) for name in names)}: {rule}", fields=names)
-
-
-def package_missing(run: Run, names: Iterable[str], rule: str) -> MissingPackage:
-    """Return the error to raise where a package is not installed that the named fields ask for."""
-    return MissingPackage(str(refuse(run, names, rule)), fields=names)
 
 
 def spelled(run: Run, name: str) -> str:
@@ -155,7 +173,7 @@ def nearest_multiples(number: int, step: int) -> str:
 
 
 @rule()
-def choices_are_known(run: Run, world_size: int) -> None:
+def choices_are_known(run: Run) -> None:
     """Require a listed value where a field has choices, also where no command line was read."""
     found = {}
     for name, field in all_fields().items():
@@ -170,7 +188,7 @@ def choices_are_known(run: Run, world_size: int) -> None:
 
 
 @rule()
-def numbers_are_in_range(run: Run, world_size: int) -> None:
+def numbers_are_in_range(run: Run) -> None:
     """Require sizes and counts that are positive, rates and coefficients that are not negative, all finite."""
     found = {}
     for name, field in all_fields().items():
