@@ -6,7 +6,9 @@ import pytest
 
 from megatron_moe.config import cli, schema
 from megatron_moe.config.fields import all_fields
+from megatron_moe.config.launch import SCRIPT
 from megatron_moe.config.presets import PRESETS
+from tests.config.refused import refused
 
 
 def typed(field) -> list[str]:
@@ -101,3 +103,8 @@ def test_help_is_printed_by_the_first_rank_only(capsys, monkeypatch):
 def test_a_run_survives_flatten_and_build():
     run = cli.parse(["--preset", "demo", "--data-path", "1", "a", "--rampup-batch-size", "8", "8", "100"])
     assert schema.build(schema.flatten(run)) == run
+
+
+def test_flags_of_megatrons_alone_are_unknown_here_and_the_message_says_who_reads_them():
+    refused(lambda: cli.parse(["--use-mcore-models", "--moe-grouped-gemm"]), "--use-mcore-models", SCRIPT, lines=3)
+    assert cli.parse(["--num-layers", "2", "--sequence-parallel"]).explicit == {"num_layers", "sequence_parallel"}

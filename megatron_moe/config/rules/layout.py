@@ -467,7 +467,7 @@ def parameter_gather_overlap_needs_its_base(run: Run) -> None:
 unread(
     ("ddp_bucket_size",),
     "overlap_grad_reduce",
-    "there is one bucket, and the size would be ignored; add --overlap-grad-reduce or drop it",
+    "the size would be ignored; add --overlap-grad-reduce or drop it",
     needs=LAYOUT,
 )
 

@@ -54,7 +54,8 @@ unread(
         "rotary_interleaved",
     ),
     "multi_latent_attention",
-    "latent attention does not read these, its heads have --qk-head-dim and --v-head-dim; drop them",
+    "latent attention does not read these, its heads have --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim; drop"
+    " them",
     is_read=lambda run: not run.model.multi_latent_attention,
     in_megatron=True,
     refused_there=("rotary_percent", "rotary_interleaved"),

@@ -134,7 +134,7 @@ unread(
         "on_save_error",
     ),
     "save",
-    "NOTHING IS SAVED without --save; add --save FOLDER or drop it",
+    "NOTHING IS SAVED; add --save FOLDER or drop it",
     needs=FILES,
     in_megatron=True,
     refused_there=("keep_last_k", "on_save_error"),
