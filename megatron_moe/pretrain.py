@@ -29,25 +29,38 @@ if TYPE_CHECKING:
     from megatron_moe.training.callbacks.precision import StepAudit
 
 
+Parse = Callable[[list[str], int], Run]
+"""Reads a command line for a number of ranks."""
+
+
+def parse(argv: list[str], world_size: int) -> Run:
+    """Return the run of a command line in our own flags."""
+    return cli.parse(argv, architecture.filled_in)
+
+
 def main(
     argv: list[str],
+    parse: Parse = parse,
     load_audit: Callable[[], StepAudit] | None = None,
     page_sink: MakePageSink | None = None,
 ) -> int:
     """Run one rank and return the exit status; every rank of a run calls this with the same arguments.
 
     Args:
+        parse: may read other flags, too.
         load_audit: loads what traces a step for `--audit-precision`, which the trainer has not.
         page_sink: makes the sink of `--report-file`, which the trainer has not.
     """
     die_with_launcher()
-    return run_program(launched.name(), lambda flags: _main(flags, load_audit, page_sink), argv)
+    return run_program(launched.name(), lambda flags: _main(flags, parse, load_audit, page_sink), argv)
 
 
-def _main(argv: list[str], load_audit: Callable[[], StepAudit] | None, page_sink: MakePageSink | None) -> int:
+def _main(
+    argv: list[str], parse: Parse, load_audit: Callable[[], StepAudit] | None, page_sink: MakePageSink | None
+) -> int:
     try:
         _, world_size = launched_world()
-        run = checked(argv, world_size, local_world_size(world_size))
+        run = checked(argv, world_size, local_world_size(world_size), parse)
         if run is None:
             return DONE
         require_rendezvous(world_size)
@@ -64,7 +77,7 @@ def _main(argv: list[str], load_audit: Callable[[], StepAudit] | None, page_sink
     return DONE
 
 
-def checked(argv: list[str], world_size: int, ranks_here: int | None) -> Run | None:
+def checked(argv: list[str], world_size: int, ranks_here: int | None, parse: Parse = parse) -> Run | None:
     """Return the run of a command line that can work on so many ranks, without loading torch, which takes seconds.
 
     `ranks_here` is how many of them this machine has, None where that is not known.
@@ -74,7 +87,7 @@ def checked(argv: list[str], world_size: int, ranks_here: int | None) -> Run | N
     Raises:
         ConfigError: a mistake in the flags, or in files or settings of this machine.
     """
-    run = cli.parse(argv, architecture.filled_in, world_size)
+    run = parse(argv, world_size)
     if run.logging.log_legend:
         if rank_that_prints() == 0:
             say(legend_text())

@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trace": ("megatron_moe_tools.trace:main", "write what a checkpoint computes on given tokens"),
     "report": ("megatron_moe_tools.report.cli:main", "write one HTML page of runs: charts, verdict, flags, events"),
     "profile": ("megatron_moe_tools.profile_step:main", "show where the time of a step goes"),
-    "flags": ("megatron_moe_tools.megatron_flags.cli:main", "say what becomes of a Megatron-LM flag or script"),
+    "flags": ("megatron_moe_tools.compat.flags:main", "say what becomes of a Megatron-LM flag or script"),
 }
 """Command -> the function that takes its arguments and returns the exit status, and what it does."""
 

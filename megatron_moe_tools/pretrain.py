@@ -1,4 +1,4 @@
-"""What `pretrain_moe.py` and `megatron-moe train` run on each rank: the trainer, with what watches it from outside."""
+"""The rank of `pretrain_moe.py` and `megatron-moe train`: the trainer, with other programs' flags and the audit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_moe import pretrain
+from megatron_moe.config.schema import Run
+from megatron_moe.hf.architecture import filled_in
+from megatron_moe_tools import compat
 
 if TYPE_CHECKING:
     from megatron_moe.report.sink import Sink
@@ -15,7 +18,12 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """Run one rank and return the exit status; every rank of a run calls this with the same arguments."""
-    return pretrain.main(argv, load_audit, page_sink)
+    return pretrain.main(argv, parse, load_audit, page_sink)
+
+
+def parse(argv: list[str], world_size: int) -> Run:
+    """Return the run of a command line in our flags, Megatron-LM's, or both."""
+    return compat.parse(argv, filled_in, world_size)
 
 
 def load_audit() -> StepAudit:

@@ -12,12 +12,12 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_moe.config import cli, rules
+from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import launched_world, local_world_size, program_name, require_rendezvous
 from megatron_moe.config.presets import with_made_up_data
-from megatron_moe.config.rules.ignored import READ_WITH, SCALARS
+from megatron_moe.config.rules.sources import READ_WITH, SCALARS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import require_writable
@@ -25,6 +25,7 @@ from megatron_moe.io.program import DONE, run_program, say
 from megatron_moe.report.records import StepRecord
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.plan import check_start
+from megatron_moe_tools import compat
 
 SCRIPT = "profile_step.py"
 
@@ -63,7 +64,7 @@ def _main(argv: list[str]) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} {number}: it has to be at least 1")
     require_writable("--trace", flags.trace)
     _, world_size = launched_world()
-    run = with_made_up_data(cli.parse(rest, filled_in, world_size))
+    run = with_made_up_data(compat.parse(rest, filled_in, world_size))
     rules.check(run, world_size)
     profiler = profiled(run, flags.profile_warmup, flags.profile_steps)
     if profiler.shares is None:  # another rank than 0

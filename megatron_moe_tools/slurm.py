@@ -19,15 +19,15 @@ import sys
 from pathlib import Path
 
 from megatron_moe import pretrain
-from megatron_moe.config import cli, rules
+from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import suggestion
 from megatron_moe.config.schema import Run
-from megatron_moe.hf import architecture
 from megatron_moe.io.program import DONE, note, run_program, say
 from megatron_moe_tools.launch.slurm_script import Job, text
 from megatron_moe_tools.preflight import cli as preflight
+from megatron_moe_tools.pretrain import parse
 
 NAME = "megatron-moe slurm"
 _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
@@ -201,16 +201,16 @@ def _completed(flags: list[str], world_size: int, in_container: bool) -> Run:
     if "--exit-signal-handler" not in flags:
         flags.append("--exit-signal-handler")
     elsewhere = ["--dry-run"]  # the job runs on other machines, which may have packages that this one lacks
-    save = cli.parse(flags, architecture.filled_in, world_size).checkpoint
+    save = parse(flags, world_size).checkpoint
     if not save.save:
         raise ConfigError("--save: is missing; the job goes on from its checkpoints, e.g. --save runs/a/checkpoints")
     if not save.load:
         flags += ["--load", save.save]
     if in_container:
-        run = cli.parse([*flags, *elsewhere], architecture.filled_in, world_size)
+        run = parse([*flags, *elsewhere], world_size)
         rules.check(run, world_size)
         return run
-    checked = pretrain.checked([*flags, *elsewhere], world_size, None)
+    checked = pretrain.checked([*flags, *elsewhere], world_size, None, parse)
     if checked is None:
         raise ConfigError("the flags ask for a table or a list, which needs no job; use megatron-moe train")
     for missing in rules.missing_packages(checked, world_size):

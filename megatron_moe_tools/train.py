@@ -19,6 +19,7 @@ from megatron_moe.platform import host
 from megatron_moe_tools.launch import options
 from megatron_moe_tools.launch.start import start
 from megatron_moe_tools.pretrain import main as run_rank
+from megatron_moe_tools.pretrain import parse
 
 
 def main(argv: list[str]) -> int:
@@ -31,7 +32,7 @@ def _main(argv: list[str]) -> int:
     launch, flags = options.split(argv)
     if launch is None:
         return run_rank(flags)
-    run = pretrain.checked(flags, launch.world_size, launch.nproc_per_node)
+    run = pretrain.checked(flags, launch.world_size, launch.nproc_per_node, parse)
     if run is None:
         return 0
     note(f"{launched.LAUNCHER}: starting {launch.world_size} ranks{_of_nodes(launch)}, {_backend(run)} ...")

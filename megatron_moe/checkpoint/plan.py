@@ -158,7 +158,7 @@ def _check_state(state: dict[str, Any], step: Path) -> None:
 def architecture_keys() -> list[str]:
     """Return the configuration keys that a checkpoint and the run that loads it must agree on."""
     compared = [field for section in (ModelConfig, MoEConfig) for field in dataclasses.fields(section)]
-    return [field.name for field in compared if not field.metadata["free"]]
+    return [field.name for field in compared if field.metadata["resume"] != "free"]
 
 
 def check_matches(run: Run, saved: dict[str, Any], where: str, *, has_main_weights: bool = True) -> None:
@@ -227,7 +227,7 @@ def check_frozen(run: Run, saved: dict[str, Any], where: str) -> None:
 def changed_settings(run: Run, saved: dict[str, Any]) -> list[str]:
     """Return what else differs and is allowed to, as `name: old -> new`, for a resumed run to report."""
     current = flatten(run)
-    reported = {name for name, (_, field) in fields_by_name().items() if field.metadata["reported"]}
+    reported = {name for name, (_, field) in fields_by_name().items() if field.metadata["report"]}
     if run.training.train_samples is not None:
         reported.discard("train_iters")  # which follow from them and from the batches so far
     return [

@@ -1,8 +1,8 @@
 """The command line and the YAML file, made from the schema: one field is one flag and one key.
 
-Precedence: flags, then `--config FILE`, then `--deepspeed-config FILE`, then `--preset NAME`, then the folder of
-`--load-hf` or `--use-checkpoint-args`, then Megatron-LM's defaults with `--defaults megatron`, then the schema's.
-Overriding a folder's architecture is an error.
+Precedence: flags, then `--config FILE`, then `--preset NAME`, then the folder of `--load-hf` or
+`--use-checkpoint-args`, then the schema's defaults. Overriding a folder's architecture is an error.
+`megatron_moe_tools.compat` puts the settings of other programs' commands and files between these.
 """
 
 from __future__ import annotations
@@ -10,26 +10,190 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import yaml
 
-from megatron_moe.config import deepspeed, flag_help, megatron_defaults, megatron_flags, schema
-from megatron_moe.config.command_line import WHOLE_MESSAGE, Formatter, Parser, unexpected
+from megatron_moe.config import command_line, schema
+from megatron_moe.config.command_line import WHOLE_MESSAGE, Formatter, Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import Field, all_fields, choice_suggestion, from_file, from_text, suggestion
 from megatron_moe.config.launch import SCRIPT, program_name
 from megatron_moe.config.paths import read_settings
 from megatron_moe.config.presets import PRESETS
-from megatron_moe.config.rules.ignored import as_megatron_reads
 from megatron_moe.config.schema import Run
+
+FillIn = Callable[[dict[str, Any]], dict[str, Any]]
+"""Adds the architecture of a folder that the settings name, and refuses settings that contradict it."""
 
 # Megatron-LM's own spellings of flags that are named for their opposite here: flag -> (field, value).
 SPELLINGS: dict[str, tuple[str, Any]] = {"--disable-bias-linear": ("add_bias_linear", False)}
 
-_START = ("preset", "defaults", "deepspeed_config")
-"""Flags that start from something named, and no fields: keys of a YAML file too."""
+START = "start from"
+"""The group of flags that name what a run starts from, and are no settings."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Settings from one place: a preset, a file, the flags.
+
+    Args:
+        values: field -> value.
+        places: field -> how messages name the place of a value that no flag of ours has given.
+        explicit: whether the user has typed these settings.
+    """
+
+    values: Mapping[str, Any]
+    places: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    explicit: bool = False
+
+
+@dataclass
+class MergedSettings:
+    """Settings of several sources, where a later source wins.
+
+    Attributes:
+        values: field -> value.
+        places: as a source's, of the values that have won.
+        explicit: fields whose value the user has typed.
+        from_folder: whether the architecture is a folder's.
+    """
+
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    places: dict[str, str] = dataclasses.field(default_factory=dict)
+    explicit: set[str] = dataclasses.field(default_factory=set)
+    from_folder: bool = False
+
+    def add(self, source: Source) -> None:
+        """Add a source that wins over the ones before it."""
+        for name, value in source.values.items():
+            self.values[name] = value
+            self.places.pop(name, None)
+            self.explicit.discard(name)
+            if name in source.places:
+                self.places[name] = source.places[name]
+            if source.explicit and value is not None:
+                self.explicit.add(name)
+
+    def change(self, values: Mapping[str, Any]) -> None:
+        """Replace the settings; what the user has typed and is changed no longer counts as typed."""
+        self.explicit = {name for name in self.explicit if values.get(name) == self.values.get(name)}
+        self.values = dict(values)
+
+    def run(self, warnings: Sequence[str] = ()) -> Run:
+        """Return the run that has these settings."""
+        explicit = frozenset(self.explicit)
+        return dataclasses.replace(
+            schema.build(self.values), warnings=tuple(warnings), sources=self.places, explicit=explicit
+        )
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What a command line says.
+
+    Attributes:
+        starts: what the run starts from besides a preset, by the flag's name.
+        preset, file, flags: the settings of each; the later win.
+    """
+
+    starts: dict[str, str | None]
+    preset: dict[str, Any]
+    file: dict[str, Any]
+    flags: dict[str, Any]
+
+    @property
+    def above_preset(self) -> dict[str, Any]:
+        """Settings of flags and of `--config`."""
+        return {**self.file, **self.flags}
+
+
+def parse(argv: Sequence[str], filled_in: FillIn | None = None) -> Run:
+    """Return the run of a command line. Values are typed here; `rules.check` checks their combination.
+
+    Raises:
+        ConfigError: for an unknown flag or key, a value of the wrong type, a missing file or an unknown preset.
+        SystemExit: with status 0, after printing the help.
+    """
+    command_line.answer_help(argv, parser())
+    parser().require_sound(argv)
+    wrong = [command_line.unknown_flag(flag, parser().fields_by_flag()) for flag in _unknown_flags(argv)]
+    if wrong:
+        raise ConfigError(*(f"{text}; {SCRIPT} reads Megatron-LM's flags, too" for text in wrong))
+    command = read(argv, parser())
+    sources = [Source(command.preset), Source(command.file), Source(command.flags, explicit=True)]
+    return merged(sources, command, filled_in).run()
+
+
+def _unknown_flags(argv: Sequence[str]) -> list[str]:
+    own = parser().fields_by_flag()
+    flags = [command_line.parts(group)[0] for group in command_line.groups(argv) if command_line.is_flag(group[0])]
+    return [flag for flag in flags if flag not in own]
+
+
+def read(argv: Sequence[str], parser: Parser) -> CommandLine:
+    """Read the flags, and the preset and the file that they name.
+
+    Args:
+        parser: of `build_parser`, perhaps with more flags in the group START: these are keys of a file, too.
+
+    Raises:
+        ConfigError: as `parse`; `UnknownKey` for an unknown key of the file.
+    """
+    words, extra = parser.parse_known_args(argv)
+    if extra:
+        raise ConfigError(command_line.unexpected(extra[0], list(parser.fields_by_flag())))
+    given = vars(words)
+    path = given.pop("config", None)
+    starts_known = set(parser.fields_by_flag().values()) - all_fields().keys() - {"help", "config"}
+    file = read_yaml(path, starts_known) if path is not None else {}
+    starts = {name: values.pop(name) for values in (file, given) for name in starts_known & values.keys()}
+    preset = starts.pop("preset", None)
+    if preset is not None and preset not in PRESETS:
+        near = choice_suggestion(preset, PRESETS)
+        raise ConfigError(f"--preset {preset}: not one of {', '.join(PRESETS)}{near}")
+    flags = {name: _as_tuple(all_fields()[name], value) for name, value in given.items()}
+    return CommandLine(starts, PRESETS[preset] if preset is not None else {}, file, flags)
+
+
+def merged(sources: Iterable[Source], command: CommandLine, filled_in: FillIn | None) -> MergedSettings:
+    """Return the settings of sources, the later of which win, with the architecture of the folder that they name."""
+    found = MergedSettings()
+    for source in sources:
+        found.add(source)
+    found.add(Source(_whole_steps(found.values, command.above_preset)))
+    if filled_in is None:
+        return found
+    values = filled_in(found.values)
+    # A folder of --pretrained-checkpoint alone gives weights, and no architecture.
+    added = values.keys() - found.values.keys()
+    found.from_folder = values is not found.values and not added <= {"load", "finetune"}
+    found.values = values
+    return found
+
+
+def _whole_steps(settings: Mapping[str, Any], above_preset: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the iterations of `--train-samples`: whole steps of the global batch, as Megatron-LM counts them.
+
+    Smaller batches of a ramp-up, or before a resume, are not among them: `training.plan` counts the steps once more.
+    """
+    samples, batch = settings.get("train_samples"), settings.get("global_batch_size")
+    if samples is None or batch is None:
+        return {}
+    if above_preset.get("train_iters") is not None:
+        raise ConfigError(
+            f"--train-samples {samples}, --train-iters {above_preset['train_iters']}: both say how long the training"
+            " is; keep one"
+        )
+    if 0 < samples < batch:
+        raise ConfigError(
+            f"--train-samples {samples}, --global-batch-size {batch}: is less than one step; use at least "
+            f"--train-samples {batch}"
+        )
+    return {"train_iters": samples // batch}
 
 
 class _Loader(yaml.SafeLoader):
@@ -61,11 +225,22 @@ _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]{0,999})")
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    """Read the file's settings as a flat dict, field name (or one of `_START`) -> value of the field's type.
+class UnknownKey(ConfigError):
+    """A key of a `--config` file that is no setting: its place, its name, and a hint at what was meant."""
+
+    def __init__(self, where: str, name: str, hint: str) -> None:
+        super().__init__(f"{where}: unknown key{hint}")
+        self.where, self.name = where, name
+
+
+def read_yaml(path: str, starts: Collection[str] = ("preset",)) -> dict[str, Any]:
+    """Read the file's settings as a flat dict, field name (or one of `starts`) -> value of the field's type.
 
     Keys are flat, or grouped under the schema's section names, where that section's keys alone are allowed. A key may
     be written with `-` or `_`.
+
+    Args:
+        starts: flags that are no settings and may be keys.
 
     Raises:
         ConfigError: if the file cannot be read, is not a YAML mapping, or has an unknown key, a key twice or a value of
@@ -90,23 +265,23 @@ def read_yaml(path: str) -> dict[str, Any]:
         # `optimizer` is a section and also a field; only a mapping can be a section.
         if isinstance(value, dict) and key in schema.sections():
             for inner, inner_value in value.items():
-                _put(flat, inner, inner_value, path, section=str(key))
+                _put(flat, inner, inner_value, path, (), section=str(key))
         else:
-            _put(flat, key, value, path, section=None)
+            _put(flat, key, value, path, starts, section=None)
     return flat
 
 
-def _put(flat: dict[str, Any], key: Any, value: Any, path: str, section: str | None) -> None:
+def _put(flat: dict[str, Any], key: Any, value: Any, path: str, starts: Collection[str], section: str | None) -> None:
     name = str(key).replace("-", "_")
     where = f"--config {path}: {key if section is None else f'{section}.{key}'}"
-    if name in _START and section is None:
+    if name in starts:
         if name in flat or not isinstance(value, str):
             raise ConfigError(f"{where}: takes one name, once; e.g. `preset: tiny`")
         flat[name] = value
         return
     fields = {f.spelling or f.name: f for f in all_fields().values()} | all_fields()
     if name not in fields:
-        raise ConfigError(f"{where}: unknown key{_hint(name, [*fields, *schema.sections()])}")
+        raise UnknownKey(where, name, suggestion(name, [*fields, *schema.sections()]))
     field = fields[name]
     if section is not None and field.section != section:
         raise ConfigError(f"{where}: belongs to section {field.section}; move it there, or to the top level")
@@ -115,149 +290,27 @@ def _put(flat: dict[str, Any], key: Any, value: Any, path: str, section: str | N
     flat[field.name] = from_file(field, value, where)
 
 
-def _hint(name: str, known: list[str]) -> str:
-    row = megatron_flags.row_for("--" + name.replace("_", "-"), ())
-    if row is None:
-        return suggestion(name, known)
-    if row.answer == "unknown":
-        return megatron_flags.instead(row)
-    target = f"{row.target}: " if row.target else ""
-    return f"; Megatron-LM's {row.flag} is {row.answer}: {target}{row.reason}"
+@lru_cache(maxsize=1)
+def parser() -> Parser:
+    """Return the parser of the flags, which takes longer to build than a command line to read."""
+    return build_parser()
 
 
-def parse(
-    argv: Sequence[str],
-    filled_in: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    world_size: int | None = None,
-) -> Run:
-    """Return the run of a command line. Values are typed here; `rules.check` checks their combination.
-
-    Args:
-        filled_in: adds the architecture of a folder that the settings name, and refuses settings that contradict it.
-        world_size: ranks of the run, by which the batch sizes of a DeepSpeed file are checked and completed.
-
-    Raises:
-        ConfigError: for an unknown flag or key, a value of the wrong type, a missing file or an unknown preset.
-        SystemExit: with status 0, after printing the help.
-    """
-    parser = _build_parser()
-    flag_help.answer(argv, parser)
-    parser.require_sound(argv)
-    options = {option: action.dest for action in parser._actions for option in action.option_strings}
-    translated = megatron_flags.translate(argv, options)
-    if translated.problems:
-        raise ConfigError(*translated.problems)
-    words, extra = parser.parse_known_args(translated.argv)
-    if extra:
-        raise ConfigError(unexpected(extra[0], list(options)))
-    given = vars(words)
-    path = given.pop("config", None)
-    above = read_yaml(path) if path is not None else {}
-    given = {name: above.pop(name) for name in _START if name in above} | given
-    preset, deepspeed_path = given.pop("preset", None), _deepspeed_path(given)
-    defaults = _defaults(given.pop("defaults", None), deepspeed_path)
-    below = _preset(preset) if preset is not None else {}
-    above |= {name: _as_tuple(all_fields()[name], value) for name, value in given.items()}
-    typed = {name for name in given if above[name] is not None}
-    below, above = _whole_steps(below, above)
-    read = deepspeed.MergedSettings({**below, **above}, (), {})
-    if deepspeed_path is not None:
-        read = deepspeed.merged(deepspeed_path, below, above, world_size)
-    flat = read.flat if filled_in is None else filled_in(read.flat)
-    # A folder of --pretrained-checkpoint alone gives weights, and no architecture.
-    has_folder = flat is not read.flat and not flat.keys() - read.flat.keys() <= {"load", "finetune"}
-    closed = megatron_defaults.closed_by(below, folder=has_folder)
-    of_defaults: tuple[str, ...] = ()
-    if defaults == "megatron":
-        flat, of_defaults = megatron_defaults.taken(flat, closed)
-    elif defaults is None and translated.notes:  # flags that Megatron-LM alone has: it is one of its commands
-        of_defaults = megatron_defaults.note_of_open(flat, closed)
-    as_given = flat
-    flat, ignored = as_megatron_reads(flat)
-    unchanged = (name for name in typed if flat.get(name) == as_given.get(name))
-    notes = (*translated.notes, *of_defaults, *ignored, *read.notes)
-    origins = {options[flag]: source for flag, source in translated.sources.items()} | read.origins
-    return dataclasses.replace(schema.build(flat), notes=notes, origins=origins, typed=frozenset(unchanged))
-
-
-def _defaults(name: str | None, deepspeed_path: str | None) -> str | None:
-    """Return whose defaults are asked for, None where the command does not say."""
-    known = megatron_defaults.NAMES
-    if name is not None and name not in known:
-        raise ConfigError(f"--defaults {name}: not one of {', '.join(known)}{suggestion(name, known)}")
-    if name == "megatron" and deepspeed_path is not None:
-        raise ConfigError(
-            f"--defaults {name}, --deepspeed-config {deepspeed_path}: what the file leaves out has DeepSpeed's meaning;"
-            " keep one"
-        )
-    return name
-
-
-def _whole_steps(below: dict[str, Any], above: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings with `--train-samples` in whole steps of the global batch, as Megatron-LM counts them.
-
-    Smaller batches of a ramp-up, or before a resume, are not among them: `training.plan` counts the steps once more.
-    """
-    samples = above.get("train_samples", below.get("train_samples"))
-    batch = above.get("global_batch_size", below.get("global_batch_size"))
-    if samples is None or batch is None:
-        return below, above
-    if above.get("train_iters") is not None:
-        raise ConfigError(
-            f"--train-samples {samples}, --train-iters {above['train_iters']}: both say how long the training is;"
-            " keep one"
-        )
-    if 0 < samples < batch:
-        raise ConfigError(
-            f"--train-samples {samples}, --global-batch-size {batch}: is less than one step; use at least "
-            f"--train-samples {batch}"
-        )
-    return below, {**above, "train_iters": samples // batch}
-
-
-def _deepspeed_path(given: dict[str, Any]) -> str | None:
-    """Take the path of a DeepSpeed file out of the words: by `--deepspeed-config`, or as transformers' programs do."""
-    path, switch = given.pop("deepspeed_config", None), given.pop("deepspeed", "")
-    if switch is None and path is None:
-        raise ConfigError("--deepspeed: names no file; use --deepspeed-config FILE")
-    if switch and path not in (None, switch):
-        raise ConfigError(f"--deepspeed {switch}, --deepspeed-config {path}: name two files; keep one")
-    return path or switch or None
-
-
-def _build_parser() -> Parser:
+def build_parser() -> Parser:
     """Build a parser with one argument group per section, and no defaults: what was not typed is not in the result."""
     parser = Parser(
         prog=program_name(SCRIPT),
-        usage="%(prog)s [--preset NAME] [--deepspeed-config FILE] [--config FILE] [flags]",
+        usage="%(prog)s [--preset NAME] [--config FILE] [flags]",
         description="Pre-train a mixture-of-experts transformer.",
-        epilog="Flags win over --config, --config over --deepspeed-config, that over --preset, and that over"
-        " --defaults. The word `none` unsets a flag that has no default.",
+        epilog="Flags win over --config, that over --preset. The word `none` unsets a flag that has no default.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=Formatter,
     )
-    parser.checks_words = False  # `parse` checks what was typed, not its translation
-    start = parser.add_argument_group("start from")
+    parser.checks_words = False  # `parse` checks what was typed, which may be translated before it is read here
+    start = parser.add_argument_group(START)
     start.add_argument("--preset", metavar="NAME", help=f"a named configuration: {', '.join(PRESETS)}")
     start.add_argument("--config", metavar="FILE", help="a YAML file; keys are the flags' names, preset too")
-    start.add_argument(
-        "--defaults",
-        metavar="{" + ",".join(megatron_defaults.NAMES) + "}",
-        help="whose defaults to use for what nothing else sets (default: ours; docs/from_megatron.md lists the others)",
-    )
-    start.add_argument(
-        "--deepspeed-config",
-        "--deepspeed_config",
-        metavar="FILE",
-        help="a DeepSpeed configuration (JSON); the run says at its start what is taken and what is not",
-    )
-    start.add_argument(
-        "--deepspeed",
-        metavar="FILE",
-        nargs="?",
-        help="as --deepspeed-config; without FILE, next to it, it says nothing",
-    )
     for section, cls in schema.sections().items():
         group = parser.add_argument_group(section, " ".join((cls.__doc__ or "").split()))
         for field in all_fields().values():
@@ -334,9 +387,3 @@ def _as_tuple(field: Field, value: Any) -> Any:
     if None in value:
         raise ConfigError(f"{field.flag}: `none` is among other values; write it alone, to unset the flag")
     return tuple(value)
-
-
-def _preset(name: str) -> dict[str, Any]:
-    if name not in PRESETS:
-        raise ConfigError(f"--preset {name}: not one of {', '.join(PRESETS)}{choice_suggestion(name, PRESETS)}")
-    return PRESETS[name]

@@ -1,24 +1,80 @@
-"""The parser of every program: mistakes that can be made with any flag are found here, before a value is read."""
+"""The parser of every program, which finds mistakes that can be made with any flag; and the help of the flags."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from megatron_moe.config import megatron_flags
-from megatron_moe.config.accidents import FREE_TEXT, require_expanded, require_typed
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.fields import choice_suggestion, number_meant, suggestion
-from megatron_moe.config.launch import rank_that_prints
+from megatron_moe.config.fields import (
+    FREE_TEXT,
+    choice_suggestion,
+    number_meant,
+    require_expanded,
+    require_typed,
+    suggestion,
+)
+from megatron_moe.config.launch import SCRIPT, rank_that_prints
 
 WHOLE_MESSAGE = "\0"
 """What begins an error of a conversion that names its flag: argparse puts the flag before each."""
 _SWITCH_WORDS = frozenset("true false on off yes no 1 0".split())
 _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|-(inf|nan)$")
+
+_NUMBER = re.compile(r"-(\.?\d|inf|nan)")
+
+
+# Words of a command line
+
+
+def is_flag(word: str) -> bool:
+    """Return whether a word of a command line is a flag, as argparse has it: `--name` or `--name=value`."""
+    return len(word) > 2 and word.startswith("--") and " " not in word.split("=")[0]
+
+
+def groups(argv: Iterable[str]) -> Iterator[list[str]]:
+    """Yield each flag of a command line with the words up to the next one; words before the first are a group too.
+
+    A word with one dash that is no number begins a group of its own: argparse takes it for a flag.
+    """
+    group: list[str] = []
+    for word in argv:
+        if is_flag(word) or (word.startswith("-") and not _NUMBER.match(word)):
+            if group:
+                yield group
+            group = []
+        group.append(word)
+    if group:
+        yield group
+
+
+def parts(group: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the flag of a group and its values, also of `--flag=value`."""
+    flag, equals, value = group[0].partition("=")
+    return flag, ([value] if equals else []) + list(group[1:])
+
+
+def unknown_flag(flag: str, known: Collection[str], also: Iterable[str] = (), hint: str = "") -> str:
+    """Return the error for an unknown flag, with the one that was meant.
+
+    Args:
+        also: flags that are not ours, and may be meant. hint: what was meant, where the caller knows it.
+    """
+    plain = flag.replace("_", "-")
+    prefixed = [name for name in known if name.startswith(plain)] if len(plain) > 4 else []
+    if not hint:
+        hint = f"; did you mean {prefixed[0]}?" if len(prefixed) == 1 else suggestion(plain, [*known, *also])
+    return f"unknown flag {flag} (flags may not be shortened){hint or '; --help lists every flag'}"
+
+
+# The parser
 
 
 class Formatter(argparse.HelpFormatter):
@@ -87,7 +143,7 @@ class Parser(argparse.ArgumentParser):
         found, extra = self.parse_known_args(args, namespace)
         if extra:
             flag = extra[0].partition("=")[0]
-            if megatron_flags.is_flag(extra[0]):
+            if is_flag(extra[0]):
                 raise ConfigError(f"unknown flag {flag}{suggestion(flag, self._every_option())}")
             raise ConfigError(unexpected(extra[0], self._every_option()))
         return found
@@ -99,8 +155,8 @@ class Parser(argparse.ArgumentParser):
             ConfigError: a flag has two values, an empty value or is a switch with a value, or was pasted.
         """
         typed: dict[str, str] = {}
-        for group in megatron_flags.groups(words):
-            flag, given = megatron_flags.parts(group)
+        for group in groups(words):
+            flag, given = parts(group)
             action = self._option_string_actions.get(flag)
             if action is not None and action.dest in FREE_TEXT:
                 continue
@@ -124,6 +180,10 @@ class Parser(argparse.ArgumentParser):
             if typed.get(action.dest, shown) != shown and not isinstance(action, argparse._AppendAction):
                 raise ConfigError(f"{typed[action.dest]}, {shown}: is given twice; keep one")
             typed[action.dest] = shown
+
+    def fields_by_flag(self) -> dict[str, str]:
+        """Return each flag with the name of its value."""
+        return {option: action.dest for action in self._actions for option in action.option_strings}
 
     def _every_option(self) -> list[str]:
         """Return the options of this parser and of its commands."""
@@ -155,3 +215,178 @@ def unexpected(word: str, options: Sequence[str]) -> str:
     else:
         hint = "every value follows its flag"
     return f"unexpected argument {word!r}: {hint}"
+
+
+# The help: about thirty lines, all flags, a group or one flag; and the page of all
+
+EXAMPLES = (
+    ("try it", "train --preset tiny --mock-data --vocab-size 1000 --train-iters 20"),
+    (
+        "own text, in two steps",
+        "prepare --input text.jsonl --output-prefix data/mine --tokenizer-type ByteTokenizer --append-eod",
+        "train --preset demo --data-path data/mine_text_document --tokenizer-type ByteTokenizer "
+        "--train-iters 200 --save runs/a --load runs/a --save-interval 50",
+    ),
+    (
+        "a downloaded model, on 8 GPUs",
+        "train --nproc-per-node 8 --load-hf models/DeepSeek-V2-Lite --bf16 --expert-model-parallel-size 8 ...",
+    ),
+)
+MOST_USED = (
+    "preset config data_path mock_data tokenizer_type tokenizer_model seq_length micro_batch_size global_batch_size "
+    "train_iters lr bf16 tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size save load "
+    "save_interval metrics_file"
+).split()
+_COLUMN = 40
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The help of one flag. flags: its spellings, `--x` before `--no-x`. values: as they are typed. text: its meaning.
+
+    group: the section of the schema, or `start from`. dest: the field, or the name of a flag that is none.
+    """
+
+    dest: str
+    group: str
+    flags: tuple[str, ...]
+    values: str
+    text: str
+
+    @property
+    def typed(self) -> str:
+        """The flags with their value, `--x, --no-x` or `--lr X`."""
+        return f"{', '.join(self.flags)} {self.values}".rstrip()
+
+
+def entries(parser: argparse.ArgumentParser) -> list[Entry]:
+    """Return an entry for each setting of the parser of the flags, in the order of its groups."""
+    found: dict[str, Entry] = {}
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            known = found.get(action.dest)
+            if known is not None:  # the opposite of a switch
+                flags = (*known.flags, *action.option_strings)
+                found[action.dest] = Entry(known.dest, known.group, flags, known.values, known.text)
+            elif not isinstance(action, argparse._HelpAction):
+                values = "" if action.nargs == 0 else str(action.metavar)
+                values += " ..." if action.nargs == "+" else ""
+                text = (action.help or "").replace("%%", "%")
+                found[action.dest] = Entry(action.dest, str(group.title), tuple(action.option_strings), values, text)
+    return list(found.values())
+
+
+def answer_help(
+    argv: Sequence[str], parser: argparse.ArgumentParser, foreign: Callable[[], Mapping[str, str]] = dict
+) -> None:
+    """Print the help and leave with status 0 where the command line asks for it, on the rank that prints.
+
+    Args:
+        foreign: gives the help of flags that are none of the parser's, such as Megatron-LM's.
+
+    Raises:
+        ConfigError: the word after `--help` is neither `all`, a group nor a flag.
+        SystemExit: the help was asked for.
+    """
+    place = next((i for i, word in enumerate(argv) if word in ("-h", "--help")), None)
+    if place is None:
+        return
+    if place + 1 == len(argv):
+        shown = short_help(parser, "" if foreign is dict else ", also for Megatron-LM's")
+    else:
+        shown = help_about(argv[place + 1], parser, foreign())
+    if rank_that_prints() == 0:
+        try:
+            print(shown, flush=True)
+        except BrokenPipeError:  # `--help all | head`; Python would flush once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(0)
+
+
+def short_help(parser: argparse.ArgumentParser, of_others: str) -> str:
+    """Return the help that fits a terminal: examples, the flags that are used most, and where the others are."""
+    every = {entry.dest: entry for entry in entries(parser)}
+    starters = f"Several ranks: megatron-moe train with torchrun's options, or torchrun {SCRIPT}."
+    lines = [parser.format_usage().strip(), "", f"{parser.description} {starters}"]
+    for title, *commands in EXAMPLES:
+        lines.append(f"  {title}:")
+        lines += [f"    megatron-moe {command}" for command in commands]
+    width = _width()
+    lines.append("")
+    for name in MOST_USED:
+        entry = every[name]
+        left = f"  {entry.flags[0]} {'' if len(entry.values) > 20 else entry.values}".rstrip()
+        lines.append(textwrap.shorten(entry.text, width - _COLUMN, placeholder=" ..."))
+        lines[-1] = f"{left:<{_COLUMN}}{lines[-1]}"
+    groups = ", ".join(dict.fromkeys(entry.group for entry in every.values() if entry.group != "start from"))
+    lines += [
+        "",
+        f"--help GROUP for all flags of {groups};",
+        f"--help FLAG for one{of_others}; --help all;",
+    ]
+    return "\n".join([*lines, "docs/flags.md has the same as a page."])
+
+
+def help_about(topic: str, parser: argparse.ArgumentParser, foreign: Mapping[str, str]) -> str:
+    """Return the help on `all`, on a group of flags, or on a flag, with or without its dashes.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    every = entries(parser)
+    groups = list(dict.fromkeys(entry.group for entry in every))
+    if topic == "all":
+        usage = parser.format_usage().strip()
+        return "\n\n".join([usage, *(_group(every, group) for group in groups), str(parser.epilog)])
+    flag = "--" + topic.lstrip("-").partition("=")[0].replace("_", "-")
+    if not topic.startswith("-") and topic in groups:
+        return _group(every, topic)
+    for entry in every:
+        if flag in entry.flags:
+            return "\n".join([f"{entry.typed}    [{entry.group}]", *wrapped(entry.text, "  ")])
+    if flag not in foreign:
+        known = [*groups, *(flag for entry in every for flag in entry.flags), *foreign]
+        near = suggestion(topic, known) or suggestion(flag, known)
+        raise ConfigError(f"--help {topic}: is no flag and none of all, {', '.join(groups)}{near}")
+    return foreign[flag]
+
+
+def _group(every: Sequence[Entry], group: str) -> str:
+    lines = [f"{group}:"]
+    for entry in every:
+        if entry.group == group:
+            left = f"  {entry.typed}"
+            text = wrapped(entry.text, " " * _COLUMN)
+            if len(left) + 2 <= _COLUMN:
+                text[0] = left.ljust(_COLUMN) + text[0].lstrip()
+            else:
+                lines.append(left)
+            lines += text
+    return "\n".join(lines)
+
+
+def wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, _width(), initial_indent=indent, subsequent_indent=indent) or [indent]
+
+
+def _width() -> int:
+    return max(60, min(shutil.get_terminal_size((100, 24)).columns, 130))
+
+
+def help_page(parser: argparse.ArgumentParser) -> str:
+    """Return docs/flags.md: every flag with its values, default and meaning."""
+    every = entries(parser)
+    lines = [
+        "# Flags",
+        "",
+        "Every flag of `pretrain_moe.py`, and so each key of a `--config` file (without the dashes). Written by",
+        "`python -m tests.docs.flags_page` from the schema in `megatron_moe/config/`; `make check` compares.",
+        "Megatron-LM's other flags: `megatron-moe flags FLAG`, or `megatron-moe train --help FLAG`.",
+    ]
+    for group in dict.fromkeys(entry.group for entry in every):
+        lines += ["", f"## {group}", "", "| flag | meaning |", "|---|---|"]
+        for entry in every:
+            if entry.group == group:
+                cells = [f"`{entry.typed}`", entry.text]
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

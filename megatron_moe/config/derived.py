@@ -294,20 +294,27 @@ class DerivedSettings:
 
     # Counts
 
+    def _attention_matrices(self) -> int:
+        """Return the weights of the matrices of one layer's attention."""
+        m, h, n = self._run.model, self._run.model.hidden_size, self._run.model.num_attention_heads
+        if not m.multi_latent_attention:
+            return 2 * h * (n + self.num_query_groups) * self.head_size
+        qk = m.qk_head_dim + m.qk_pos_emb_head_dim
+        query = h * n * qk if m.q_lora_rank is None else m.q_lora_rank * (h + n * qk)
+        down = h * (m.kv_lora_rank + m.qk_pos_emb_head_dim)
+        up = m.kv_lora_rank * n * (m.qk_head_dim + m.v_head_dim)
+        return query + down + up + n * m.v_head_dim * h
+
     def _attention_parameters(self) -> int:
-        m, h = self._run.model, self._run.model.hidden_size
+        m = self._run.model
+        found = self._attention_matrices()
         if m.multi_latent_attention:
-            n, qk = m.num_attention_heads, m.qk_head_dim + m.qk_pos_emb_head_dim
-            query = h * n * qk if m.q_lora_rank is None else m.q_lora_rank * (h + n * qk)
-            key_value = h * (m.kv_lora_rank + m.qk_pos_emb_head_dim) + m.kv_lora_rank * n * (
-                m.qk_head_dim + m.v_head_dim
-            )
-            norms = ((m.q_lora_rank or 0) + m.kv_lora_rank) if m.qk_layernorm else 0
-            return query + key_value + norms + n * m.v_head_dim * h
-        d, n, g = self.head_size, m.num_attention_heads, self.num_query_groups
-        qkv_bias = (n + 2 * g) * d if m.add_bias_linear or m.add_qkv_bias else 0
-        out_bias = h if m.add_bias_linear else 0
-        return h * (n + 2 * g) * d + qkv_bias + n * d * h + out_bias + (2 * d if m.qk_layernorm else 0)
+            return found + ((m.q_lora_rank or 0) + m.kv_lora_rank if m.qk_layernorm else 0)
+        if m.add_bias_linear or m.add_qkv_bias:
+            found += (m.num_attention_heads + 2 * self.num_query_groups) * self.head_size
+        if m.add_bias_linear:
+            found += m.hidden_size
+        return found + (2 * self.head_size if m.qk_layernorm else 0)
 
     def _mlp_parameters(self, width: int) -> int:
         h, up = self._run.model.hidden_size, (2 if self._run.model.swiglu else 1)
@@ -394,16 +401,10 @@ class DerivedSettings:
         """
         m, h = self._run.model, self._run.model.hidden_size
         keys = m.seq_length / 2
+        widths = 2 * self.head_size  # of a query's products with a key and of a weight's with a value
         if m.multi_latent_attention:
-            n, qk = m.num_attention_heads, m.qk_head_dim + m.qk_pos_emb_head_dim
-            query = h * n * qk if m.q_lora_rank is None else m.q_lora_rank * (h + n * qk)
-            key_value = h * (m.kv_lora_rank + m.qk_pos_emb_head_dim) + m.kv_lora_rank * n * (
-                m.qk_head_dim + m.v_head_dim
-            )
-            attention = 2 * (query + key_value + n * m.v_head_dim * h) + 2 * n * (qk + m.v_head_dim) * keys
-        else:
-            d, n, g = self.head_size, m.num_attention_heads, self.num_query_groups
-            attention = 2 * h * (n + 2 * g) * d + 2 * n * d * h + 4 * n * d * keys
+            widths = m.qk_head_dim + m.qk_pos_emb_head_dim + m.v_head_dim
+        attention = 2 * self._attention_matrices() + 2 * m.num_attention_heads * widths * keys
         matrices = 3 if m.swiglu else 2
         pattern = self.moe_layer_pattern
         dense = 2 * matrices * h * self.ffn_hidden_size

@@ -1,19 +1,309 @@
-"""Names of the model's modules and parameters, from a run alone, and the patterns of flags that name them.
+"""The parts of a model by name, from a run alone: modules, parameters, dtypes, and patterns that name them.
 
-Names are those of the whole model, as in a checkpoint: layers are numbered from 0 over all pipeline stages. They follow
-from the records of `model_parts.py`. No torch.
+One record for each kind of module has its names, parameters, state and dtypes. The words of `--keep-fp32`, what a
+module kept in fp32 emits, the state that is always fp32 and the printed precision contract follow from these records;
+a test compares them with built models. A new kind of module is a record here, its class, and how its parameters are
+split over tensor-parallel ranks (`model/initialize.py`).
+
+Names are those of the whole model, as in a checkpoint: layers are numbered from 0 over all pipeline stages. No torch.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from megatron_moe.config.model_parts import ModelPart, placed
 from megatron_moe.config.schema import Run
 
-EMBEDDING, OUTPUT_LAYER = "embedding", "output_layer"
+Condition = Callable[[Run], bool]
+
+# Dtypes: fp32, fp64, bf16, fp16, int64, or a word that stands for one of them in a given run
+
+SHORT = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16", "int64": "int64"}
+NONE = "-"
+MODEL, RESIDUAL, ROUTER, GRADIENTS, EVALUATION = "{model}", "{residual}", "{router}", "{gradients}", "{evaluation}"
+PRODUCTS, GRADIENTS_OF_PRODUCTS = "{products}", "{gradients_of_products}"
+"""The dtypes in which a part multiplies, and multiplies the gradients of its outputs: OWN without FP8."""
+OWN = "{own}"
+"""The dtype of a part's own weights: the model's, or fp32 where `--keep-fp32` names the part."""
+INPUT = "{input}"
+"""The dtype of a module's first floating input."""
+
+
+def dtype_words(run: Run) -> dict[str, str]:
+    """Return the dtype that each word stands for in this run, without those that depend on the module."""
+    model = SHORT[run.derived.params_dtype_name]
+    return {
+        "model": model,
+        "residual": "fp32" if run.precision.fp32_residual_connection else model,
+        "router": run.moe.moe_router_dtype,
+        "gradients": "fp32" if run.derived.grads_in_fp32 else model,
+        "evaluation": "fp32" if run.precision.eval_in_fp32 else model,
+    }
+
+
+def _always(run: Run) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class TensorClass:
+    """One line of the precision contract; "-" is an empty entry.
+
+    stored: between steps. computed: in arithmetic, before the result is rounded to the stored dtype or passed
+    on. accumulated: sums on one rank. reduced: sums over ranks. saved: in a checkpoint. when: in which runs.
+    """
+
+    name: str
+    stored: str
+    computed: str = NONE
+    accumulated: str = NONE
+    reduced: str = NONE
+    saved: str = NONE
+    note: str = ""
+    when: Condition = _always
+
+
+def _weights(name: str, *, computed: str = OWN, accumulated: str = "fp32", reduced: str = NONE) -> TensorClass:
+    """Return a class of weights. A product adds in fp32 inside the kernel and rounds to the dtype it computes in."""
+    return TensorClass(name, OWN, computed, accumulated, reduced, OWN)
+
+
+# Kinds of modules, in the order of the forward pass
+
+
+def _emits_input(run: Run, kept: tuple[str, ...]) -> str:
+    return INPUT
+
+
+@dataclass(frozen=True, eq=False)
+class ModelPart:
+    """One kind of module of the model.
+
+    parameters: the module's own parameters, by name, and the runs in which they exist.
+    when: the runs in which a module that may contain this part does.
+    alias: the word of `--keep-fp32` that names all modules of this kind.
+    tensors: its lines of the precision contract; the first is that of its weights and of those inside it.
+    state: buffers that stay fp32 under casts, and their lines of the contract, which say when they exist.
+    fp8: the word of `--fp8-modules` for its products: its own, or those of the linear layers inside it.
+    emits: as an fp32 island, the dtype of what it returns; OWN leaves it in fp32, ROUTER is for a router, which casts
+        for itself. Its arguments are the run and the modules that are kept.
+    parts: the modules inside, by name.
+    """
+
+    parameters: Mapping[str, Condition] = field(default_factory=dict)
+    when: Condition = _always
+    alias: str | None = None
+    tensors: tuple[TensorClass, ...] = ()
+    state: Mapping[str, TensorClass] = field(default_factory=dict)
+    fp8: str | None = None
+    emits: Callable[[Run, tuple[str, ...]], str] = _emits_input
+    parts: Mapping[str, ModelPart] = field(default_factory=dict)
+
+
+WEIGHT: Mapping[str, Condition] = {"weight": _always}
+
+
+def _is_latent(run: Run) -> bool:
+    return run.model.multi_latent_attention
+
+
+def _has_query_latent(run: Run) -> bool:
+    return _is_latent(run) and run.model.q_lora_rank is not None
+
+
+def _norm_emits(run: Run, kept: tuple[str, ...]) -> str:
+    """Return the model's dtype if a norm reads an fp32 residual stream, otherwise that of its input."""
+    return MODEL if run.precision.fp32_residual_connection else INPUT
+
+
+def _final_norm_emits(run: Run, kept: tuple[str, ...]) -> str:
+    """Return fp32 if the output layer is kept in fp32 too, otherwise the dtype of another norm."""
+    return OWN if "output_layer" in kept else _norm_emits(run, kept)
+
+
+NORM = ModelPart(
+    WEIGHT,
+    alias="norms",
+    tensors=(replace(_weights("norms", computed="fp32"), note="rounded once"),),
+    emits=_norm_emits,
+)
+FINAL_NORM = replace(NORM, emits=_final_norm_emits)
+LINEAR = ModelPart({**WEIGHT, "bias": lambda run: run.model.add_bias_linear})
+
+EMBEDDING = ModelPart(
+    alias="embedding",
+    tensors=(_weights("embedding"), TensorClass("residual stream", RESIDUAL, RESIDUAL)),
+    emits=lambda run, kept: RESIDUAL,  # it starts the stream
+    parts={"word_embeddings": ModelPart(WEIGHT, emits=lambda run, kept: RESIDUAL)},
+)
+
+ATTENTION = ModelPart(
+    alias="attention",
+    fp8="attention",
+    tensors=(
+        _weights("attention weights", computed=PRODUCTS, reduced=OWN),
+        TensorClass("attention softmax", NONE, "fp32", "fp32"),
+        TensorClass(
+            "keys and values over CP ranks",
+            OWN,
+            reduced="fp32",
+            note="reduced: their gradients",
+            when=lambda run: run.parallel.context_parallel_size > 1,
+        ),
+    ),
+    parts={
+        # grouped-query attention
+        "linear_qkv": ModelPart(
+            {**WEIGHT, "bias": lambda run: run.model.add_bias_linear or run.model.add_qkv_bias},
+            when=lambda run: not _is_latent(run),
+        ),
+        # multi-latent attention
+        "linear_q_proj": ModelPart(WEIGHT, when=lambda run: _is_latent(run) and not _has_query_latent(run)),
+        "linear_q_down_proj": ModelPart(WEIGHT, when=_has_query_latent),
+        "linear_q_up_proj": ModelPart(WEIGHT, when=_has_query_latent),
+        "linear_kv_down_proj": ModelPart(WEIGHT, when=_is_latent),
+        "linear_kv_up_proj": ModelPart(WEIGHT, when=_is_latent),
+        "kv_layernorm": replace(NORM, when=lambda run: _is_latent(run) and run.model.qk_layernorm),
+        # both
+        "q_layernorm": replace(
+            NORM, when=lambda run: run.model.qk_layernorm and (_has_query_latent(run) or not _is_latent(run))
+        ),
+        "k_layernorm": replace(NORM, when=lambda run: run.model.qk_layernorm and not _is_latent(run)),
+        "core_attention": ModelPart(alias="softmax"),
+        "linear_proj": LINEAR,
+    },
+)
+
+DENSE_MLP = ModelPart(
+    fp8="mlp",
+    tensors=(_weights("dense MLP weights", computed=PRODUCTS, reduced=OWN),),
+    parts={"linear_fc1": LINEAR, "linear_fc2": LINEAR},
+)
+
+_COUNTS = TensorClass("token counts", "fp32", "int64", "fp32", "int64", note="whole numbers, exact; 0 between steps")
+_DROPPED = replace(
+    _COUNTS,
+    name="dropped choices",
+    note="as the token counts, next to them",
+    when=lambda run: run.moe.moe_expert_capacity_factor is not None,
+)
+_TOKENS = TensorClass("counted tokens", "int64", "int64", "int64", "int64", note="of a layer; 0 between steps")
+_BIAS = TensorClass(
+    "expert_bias",
+    "fp32",
+    "fp32",
+    saved="fp32",
+    note="sign of the step in int64",
+    when=lambda run: run.moe.moe_router_enable_expert_bias,
+)
+
+TOP_K_ROUTER = ModelPart(
+    WEIGHT,
+    alias="router",
+    tensors=(
+        _weights("router weight", computed=ROUTER, accumulated=ROUTER),
+        TensorClass("router logits", ROUTER, ROUTER, ROUTER),
+        TensorClass("router scores", ROUTER, ROUTER, ROUTER),
+        TensorClass("router probs", ROUTER, ROUTER, ROUTER),
+        TensorClass("auxiliary losses", ROUTER, ROUTER, ROUTER, "fp64"),
+    ),
+    state={
+        "local_tokens_per_expert": _COUNTS,
+        "local_dropped_per_expert": _DROPPED,
+        "local_num_tokens": _TOKENS,
+        "expert_bias": _BIAS,
+    },
+    emits=lambda run, kept: ROUTER,
+)
+
+
+EXPERTS = ModelPart(
+    {"weight1": _always, "weight2": _always},
+    alias="experts",
+    fp8="experts",
+    tensors=(
+        _weights("expert weights", computed=PRODUCTS, reduced="fp32"),
+        TensorClass("experts' activation", MODEL, "fp32", note="rounded once"),
+        TensorClass("combine of the experts", MODEL, "fp32", "fp32", "fp32", note="rounded once"),
+    ),
+)
+
+SHARED_EXPERTS = replace(
+    DENSE_MLP,
+    parameters={"gate_weight": lambda run: run.moe.moe_shared_expert_gate},
+    when=lambda run: bool(run.moe.moe_shared_expert_intermediate_size),
+    alias="shared_experts",
+    fp8="shared_experts",
+    tensors=(_weights("shared expert weights", computed=PRODUCTS, reduced=OWN),),
+)
+
+MOE_MLP = ModelPart(parts={"router": TOP_K_ROUTER, "experts": EXPERTS, "shared_experts": SHARED_EXPERTS})
+
+
+def _layer(mlp: ModelPart) -> ModelPart:
+    parts = {"input_layernorm": NORM, "self_attention": ATTENTION, "pre_mlp_layernorm": NORM, "mlp": mlp}
+    return ModelPart(parts=parts)
+
+
+DENSE_LAYER, MOE_LAYER = _layer(DENSE_MLP), _layer(MOE_MLP)
+
+OUTPUT_LAYER = ModelPart(
+    WEIGHT,
+    alias="output_layer",
+    tensors=(
+        _weights("output layer"),
+        TensorClass("loss", "fp32", "fp32", "fp32", "fp64", note="sums and token counts over ranks in fp64"),
+    ),
+    emits=lambda run, kept: OWN,  # the loss alone reads logits, in fp32
+)
+
+# Its transformer layer is like the model's last, and is added by `placed`.
+PREDICTION = ModelPart(
+    parts={
+        "enorm": NORM,
+        "hnorm": NORM,
+        "eh_proj": ModelPart(
+            WEIGHT,
+            tensors=(
+                _weights("merge of further predictions", reduced=OWN),
+                TensorClass("further losses", "fp32", "fp32", "fp32", "fp64", note="logged sums and counts in fp64"),
+            ),
+        ),
+        "final_layernorm": FINAL_NORM,
+    }
+)
+
+# The model
+
+MODEL_PARTS = (EMBEDDING, DENSE_LAYER, MOE_LAYER, FINAL_NORM, OUTPUT_LAYER, PREDICTION)
+"""The outermost parts, in the order of the precision contract's lines."""
+
+
+def placed(run: Run) -> Iterator[tuple[str, ModelPart]]:
+    """Yield the outermost modules of a run's model: name in the whole model, and kind."""
+    pattern = run.derived.moe_layer_pattern
+    kinds = [MOE_LAYER if is_moe else DENSE_LAYER for is_moe in pattern]
+    yield "embedding", EMBEDDING
+    for layer, kind in enumerate(kinds):
+        yield f"decoder.layers.{layer}", kind
+    yield "decoder.final_layernorm", FINAL_NORM
+    for depth in range(run.model.mtp_num_layers or 0):
+        yield f"mtp.layers.{depth}", PREDICTION
+        yield f"mtp.layers.{depth}.transformer_layer", kinds[-1]
+    yield "output_layer", OUTPUT_LAYER
+
+
+def every_part(parts: Iterable[ModelPart] = MODEL_PARTS) -> Iterator[ModelPart]:
+    """Yield every kind of module, each before those inside it; one that is in several is yielded several times."""
+    for part in parts:
+        yield part
+        yield from every_part(part.parts.values())
+
+
+# Modules and parameters by name
 
 
 def parts(run: Run) -> dict[str, ModelPart]:
@@ -86,8 +376,8 @@ def patterns_of(run: Run, parameters: Collection[str]) -> tuple[str, ...]:
         if inside - covered and inside <= chosen:
             found.append(pattern)
             covered |= inside
-    if EMBEDDING in found and not run.model.untie_embeddings_and_output_weights:
-        found.append(OUTPUT_LAYER)
+    if "embedding" in found and not run.model.untie_embeddings_and_output_weights:
+        found.append("output_layer")
     return tuple(found)
 
 
@@ -107,6 +397,11 @@ def frozen(run: Run) -> frozenset[str]:
     """Return the parameters that `--freeze` names, by their names in the whole model."""
     patterns = run.optimizer.freeze or ()
     return frozenset(name for pattern in patterns for name in parameters_of(run, pattern))
+
+
+def at_ends(names: Collection[str]) -> tuple[bool, bool]:
+    """Return whether there are names of the embedding, and of the output layer."""
+    return any(name.startswith("embedding") for name in names), any(name.startswith("output_layer") for name in names)
 
 
 def near_names(run: Run, pattern: str) -> list[str]:

@@ -4,138 +4,169 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_moe.config.flag import flag, mute
 from megatron_moe.config.model_flags import ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig
+from megatron_moe.config.setting import COUNT, NOT_NEGATIVE, POSITIVE, POSITIVE_COUNT, PROBABILITY, Range, setting
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Optimizer and learning-rate schedule."""
 
-    optimizer: str = flag(
+    optimizer: str = setting(
         "adam",
         "adam is AdamW; muon: Muon for the matrices of hidden layers, AdamW for the rest",
         choices=("adam", "muon"),
     )
-    lr: float = flag(1e-3, "peak learning rate")
-    min_lr: float = flag(0.0, "learning rate at the end of the decay")
-    decoupled_lr: float | None = flag(
-        None, "peak learning rate of the word embeddings and the output layer; default: lr, with min-lr"
+    lr: float = setting(1e-3, "peak learning rate", within=POSITIVE)
+    min_lr: float = setting(0.0, "learning rate at the end of the decay", within=NOT_NEGATIVE)
+    decoupled_lr: float | None = setting(
+        None,
+        "peak learning rate of the word embeddings and the output layer; default: lr, with min-lr",
+        within=POSITIVE,
     )
-    decoupled_min_lr: float | None = flag(None, "their learning rate at the end of the decay; default: min-lr")
-    lr_mult: tuple[str, ...] | None = flag(
+    decoupled_min_lr: float | None = setting(
+        None, "their learning rate at the end of the decay; default: min-lr", within=NOT_NEGATIVE
+    )
+    lr_mult: tuple[str, ...] | None = setting(
         None,
         "PATTERN=X ...: the learning rate of parameters, as a multiple; patterns of freeze, the last match decides",
     )
-    lr_decay_style: str = flag("cosine", "schedule after the warm-up", choices=("constant", "cosine", "linear", "WSD"))
-    lr_decay_iters: int | None = flag(None, "iterations of the decay; default train-iters")
-    lr_decay_samples: int | None = flag(None, "the same in sequences", unit="sequences")
-    lr_warmup_iters: int = flag(0, "iterations of linear warm-up")
-    lr_warmup_samples: int | None = flag(None, "the same in sequences", unit="sequences")
-    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of lr-decay-iters, instead of lr-warmup-iters")
-    lr_warmup_init: float = flag(0.0, "learning rate at the first step of the warm-up")
-    lr_wsd_decay_style: str = flag("exponential", "WSD: the last phase", choices=("exponential", "linear", "cosine"))
-    lr_wsd_decay_iters: int | None = flag(None, "WSD: iterations of the last phase")
-    lr_wsd_decay_samples: int | None = flag(None, "the same in sequences", unit="sequences")
-    weight_decay: float = flag(0.01, "decoupled weight decay (not on norms and biases)")
-    weight_decay_mult: tuple[str, ...] | None = flag(
+    lr_decay_style: str = setting(
+        "cosine", "schedule after the warm-up", choices=("constant", "cosine", "linear", "WSD")
+    )
+    lr_decay_iters: int | None = setting(None, "iterations of the decay; default train-iters", within=POSITIVE_COUNT)
+    lr_decay_samples: int | None = setting(None, "the same in sequences", unit="sequences", within=POSITIVE_COUNT)
+    lr_warmup_iters: int = setting(0, "iterations of linear warm-up", within=COUNT)
+    lr_warmup_samples: int | None = setting(None, "the same in sequences", unit="sequences", within=COUNT)
+    lr_warmup_fraction: float | None = setting(
+        None, "warm-up as a share of lr-decay-iters, instead of lr-warmup-iters", within=PROBABILITY
+    )
+    lr_warmup_init: float = setting(0.0, "learning rate at the first step of the warm-up", within=NOT_NEGATIVE)
+    lr_wsd_decay_style: str = setting("exponential", "WSD: the last phase", choices=("exponential", "linear", "cosine"))
+    lr_wsd_decay_iters: int | None = setting(None, "WSD: iterations of the last phase", within=POSITIVE_COUNT)
+    lr_wsd_decay_samples: int | None = setting(None, "the same in sequences", unit="sequences", within=POSITIVE_COUNT)
+    weight_decay: float = setting(0.01, "decoupled weight decay (not on norms and biases)", within=NOT_NEGATIVE)
+    weight_decay_mult: tuple[str, ...] | None = setting(
         None, "PATTERN=X ...: the same of the weight decay, 0 for none; also of norms and biases"
     )
-    adam_beta1: float = flag(0.9, "decay of the first moment")
-    adam_beta2: float = flag(0.95, "decay of the second moment")
-    adam_eps: float = flag(1e-8, "epsilon of Adam")
-    muon_momentum: float = flag(0.95, "Muon: decay of the momentum")
-    muon_nesterov: bool = flag(False, "Muon: Nesterov's momentum")
-    muon_num_ns_steps: int = flag(5, "Muon: steps of the Newton-Schulz iteration")
-    muon_coefficient_type: str = flag(
+    adam_beta1: float = setting(0.9, "decay of the first moment", within=PROBABILITY)
+    adam_beta2: float = setting(0.95, "decay of the second moment", within=PROBABILITY)
+    adam_eps: float = setting(1e-8, "epsilon of Adam", within=Range(low=2.0**-126))
+    muon_momentum: float = setting(0.95, "Muon: decay of the momentum", within=PROBABILITY)
+    muon_nesterov: bool = setting(False, "Muon: Nesterov's momentum")
+    muon_num_ns_steps: int = setting(5, "Muon: steps of the Newton-Schulz iteration", within=Range(low=1, high=100))
+    muon_coefficient_type: str = setting(
         "quintic",
         "Muon: coefficients of the iteration: one set per step, or the same in all",
         choices=("quintic", "simple"),
     )
-    muon_fp32_matmul_prec: str = flag(
+    muon_fp32_matmul_prec: str = setting(
         "medium", "Muon: precision of the iteration, bf16 (medium) or fp32 (highest)", choices=("medium", "highest")
     )
-    muon_scale_mode: str = flag(
+    muon_scale_mode: str = setting(
         "spectral",
         "Muon: an update [m, n] is scaled by sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n))",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
-    muon_extra_scale_factor: float = flag(0.2, "Muon: and by this; with spectral, 0.2 gives updates AdamW's size")
-    muon_split_qkv: bool = flag(True, "Muon: queries, keys and values are three matrices, not one")
-    muon_split_qkv_per_head: bool = flag(
+    muon_extra_scale_factor: float = setting(
+        0.2, "Muon: and by this; with spectral, 0.2 gives updates AdamW's size", within=POSITIVE
+    )
+    muon_split_qkv: bool = setting(True, "Muon: queries, keys and values are three matrices, not one")
+    muon_split_qkv_per_head: bool = setting(
         False, "Muon: the queries, keys and values of each attention head are matrices of their own"
     )
-    qk_clip: bool = flag(False, "scale down queries and keys of heads whose attention logits exceed a threshold")
-    qk_clip_alpha: float = flag(0.5, "qk-clip: the share, as a power of the factor, that falls to the queries")
-    qk_clip_threshold: float = flag(100.0, "qk-clip: the largest logit that is left alone")
-    clip_grad: float = flag(1.0, "largest gradient norm; 0 switches clipping off")
-    use_distributed_optimizer: bool = flag(False, "spread master weights and moments over the data-parallel ranks")
-    use_precision_aware_optimizer: bool = flag(
+    qk_clip: bool = setting(False, "scale down queries and keys of heads whose attention logits exceed a threshold")
+    qk_clip_alpha: float = setting(
+        0.5, "qk-clip: the share, as a power of the factor, that falls to the queries", within=Range(low=0, high=1)
+    )
+    qk_clip_threshold: float = setting(100.0, "qk-clip: the largest logit that is left alone", within=POSITIVE)
+    clip_grad: float = setting(1.0, "largest gradient norm; 0 switches clipping off", within=NOT_NEGATIVE)
+    use_distributed_optimizer: bool = setting(False, "spread master weights and moments over the data-parallel ranks")
+    use_precision_aware_optimizer: bool = setting(
         False,
         "store optimizer state in fewer bytes: main weights as bf16 weight and 16-bit rest, and the moments below",
     )
-    exp_avg_dtype: str = flag(
+    exp_avg_dtype: str = setting(
         "fp32",
         "dtype in which the first moment, Muon's momentum too, is stored",
         choices=("fp32", "bf16", "fp8", "int8"),
     )
-    exp_avg_sq_dtype: str = flag("fp32", "the same of the second moment", choices=("fp32", "bf16", "fp8", "int8"))
-    optimizer_cpu_offload: bool = flag(
+    exp_avg_sq_dtype: str = setting("fp32", "the same of the second moment", choices=("fp32", "bf16", "fp8", "int8"))
+    optimizer_cpu_offload: bool = setting(
         False, "keep the moments in host memory; with a strategy that shards gradients master weights and gradients too"
     )
-    freeze: tuple[str, ...] | None = flag(
+    freeze: tuple[str, ...] | None = setting(
         None, "PATTERN ...: names of parameters and modules, as in a checkpoint, that are not trained"
     )
-    ema_decay: float | None = flag(
-        None, "keep the exponential moving average of the main weights, in fp32: its decay at each step, e.g. 0.9999"
+    ema_decay: float | None = setting(
+        None,
+        "keep the exponential moving average of the main weights, in fp32: its decay at each step, e.g. 0.9999",
+        within=Range(above=0, below=1),
     )
-    calculate_per_token_loss: bool = flag(False, "weigh every token of the global batch alike, not every micro-batch")
+    calculate_per_token_loss: bool = setting(
+        False, "weigh every token of the global batch alike, not every micro-batch"
+    )
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """Batches, length, evaluation, seeds, recomputation."""
 
-    micro_batch_size: int = flag(1, "sequences per micro-batch and rank")
-    global_batch_size: int | None = flag(None, "sequences per optimizer step; default micro-batch-size x DP")
-    rampup_batch_size: tuple[int, ...] | None = flag(
-        None, "START INCREMENT SAMPLES: grow the global batch over SAMPLES"
+    micro_batch_size: int = setting(1, "sequences per micro-batch and rank", within=Range(low=1, high=2**24))
+    global_batch_size: int | None = setting(
+        None, "sequences per optimizer step; default micro-batch-size x DP", within=Range(low=1, high=2**24)
     )
-    train_iters: int | None = flag(None, "optimizer steps of the whole run")
-    train_samples: int | None = flag(
-        None, "the same in sequences: as many whole steps of --global-batch-size as these have", unit="sequences"
+    rampup_batch_size: tuple[int, ...] | None = setting(
+        None, "START INCREMENT SAMPLES: grow the global batch over SAMPLES", within=POSITIVE_COUNT
     )
-    eval_interval: int = flag(0, "iterations between evaluations; 0: only at the end")
-    eval_iters: int = flag(10, "global batches per evaluation; 0 switches evaluation off")
-    seed: int = flag(1234, "seed of the weights, dropout and data order")
-    deterministic_mode: bool = flag(
+    train_iters: int | None = setting(None, "optimizer steps of the whole run", within=Range(low=1, high=10**12))
+    train_samples: int | None = setting(
+        None,
+        "the same in sequences: as many whole steps of --global-batch-size as these have",
+        unit="sequences",
+        within=POSITIVE_COUNT,
+    )
+    eval_interval: int = setting(0, "iterations between evaluations; 0: only at the end", within=COUNT)
+    eval_iters: int = setting(10, "global batches per evaluation; 0 switches evaluation off", within=COUNT)
+    seed: int = setting(1234, "seed of the weights, dropout and data order", within=Range(low=0, below=2**31))
+    deterministic_mode: bool = setting(
         False, "add in one order on CUDA too: the same bits from the same ranks, devices, versions and flags; slower"
     )
-    exit_interval: int | None = flag(None, "save and stop after an iteration that this divides")
-    exit_duration_in_mins: float | None = flag(None, "save and stop after this many minutes", unit="min")
-    exit_signal_handler: bool = flag(False, "save and stop on SIGTERM or SIGUSR1")
-    manual_gc: bool = flag(False, "run Python's garbage collector by hand, on all ranks between the same steps")
-    manual_gc_interval: int = flag(0, "with manual-gc: iterations between collections; 0: none but at the start")
-    manual_gc_eval: bool = flag(True, "with manual-gc: collect before and after an evaluation too")
-    recompute_granularity: str | None = flag(
+    exit_interval: int | None = setting(
+        None, "save and stop after an iteration that this divides", within=POSITIVE_COUNT
+    )
+    exit_duration_in_mins: float | None = setting(
+        None, "save and stop after this many minutes", unit="min", within=POSITIVE
+    )
+    exit_signal_handler: bool = setting(False, "save and stop on SIGTERM or SIGUSR1")
+    manual_gc: bool = setting(False, "run Python's garbage collector by hand, on all ranks between the same steps")
+    manual_gc_interval: int = setting(
+        0, "with manual-gc: iterations between collections; 0: none but at the start", within=COUNT
+    )
+    manual_gc_eval: bool = setting(True, "with manual-gc: collect before and after an evaluation too")
+    recompute_granularity: str | None = setting(
         None, "recompute activations in the backward pass", choices=("full", "selective")
     )
-    recompute_method: str | None = flag(None, "full recomputation: which layers", choices=("uniform", "block"))
-    recompute_num_layers: int | None = flag(None, "full recomputation: layers per chunk (uniform) or per stage (block)")
-    recompute_modules: tuple[str, ...] | None = flag(
+    recompute_method: str | None = setting(None, "full recomputation: which layers", choices=("uniform", "block"))
+    recompute_num_layers: int | None = setting(
+        None, "full recomputation: layers per chunk (uniform) or per stage (block)", within=POSITIVE_COUNT
+    )
+    recompute_modules: tuple[str, ...] | None = setting(
         None,
         "selective recomputation: modules",
         choices=("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts"),
     )
-    fine_grained_activation_offloading: bool = flag(
+    fine_grained_activation_offloading: bool = setting(
         False, "keep what --offload-modules save for the backward pass in host memory, between the passes (CUDA)"
     )
-    offload_modules: tuple[str, ...] | None = flag(
+    offload_modules: tuple[str, ...] | None = setting(
         None,
         "modules whose inputs are offloaded; of core_attn its output too",
         choices=("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
     )
-    min_offloaded_tensor_size: int = flag(2**20, "offload tensors of at least so many elements", unit="elements")
+    min_offloaded_tensor_size: int = setting(
+        2**20, "offload tensors of at least so many elements", unit="elements", within=POSITIVE_COUNT
+    )
 
 
 TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
@@ -156,32 +187,37 @@ TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_fi
 class DataConfig:
     """Tokens: where they come from and how they are split."""
 
-    data_path: tuple[str, ...] | None = flag(
+    data_path: tuple[str, ...] | None = setting(
         None, "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...: indexed datasets, split by --split"
     )
-    split: str | None = flag(None, "shares of train, valid, test, e.g. 969,30,1")
-    train_data_path: tuple[str, ...] | None = flag(None, "as data-path, for training only")
-    valid_data_path: tuple[str, ...] | None = flag(None, "as data-path, for validation only")
-    test_data_path: tuple[str, ...] | None = flag(None, "as data-path, for testing only")
-    data_cache_path: str | None = flag(None, "folder of the index caches; default: next to the data")
-    mock_data: bool = flag(False, "made-up tokens, no files")
-    tokenizer_type: str | None = flag(None, "kind of tokenizer", choices=tuple(TOKENIZER_FILES))
-    tokenizer_model: str | None = flag(None, "file or folder of the tokenizer")
-    vocab_file: str | None = flag(None, "GPT2BPETokenizer: its vocab.json")
-    merge_file: str | None = flag(None, "GPT2BPETokenizer: its merges.txt")
-    tiktoken_pattern: str = flag("v2", "TikTokenizer: the pattern that splits texts", choices=("v1", "v2"))
-    tiktoken_num_special_tokens: int = flag(1000, "TikTokenizer: ids of special tokens, which come first")
-    tiktoken_special_tokens: tuple[str, ...] | None = flag(
+    split: str | None = setting(None, "shares of train, valid, test, e.g. 969,30,1")
+    train_data_path: tuple[str, ...] | None = setting(None, "as data-path, for training only")
+    valid_data_path: tuple[str, ...] | None = setting(None, "as data-path, for validation only")
+    test_data_path: tuple[str, ...] | None = setting(None, "as data-path, for testing only")
+    data_cache_path: str | None = setting(None, "folder of the index caches; default: next to the data")
+    mock_data: bool = setting(False, "made-up tokens, no files")
+    tokenizer_type: str | None = setting(None, "kind of tokenizer", choices=tuple(TOKENIZER_FILES))
+    tokenizer_model: str | None = setting(None, "file or folder of the tokenizer")
+    vocab_file: str | None = setting(None, "GPT2BPETokenizer: its vocab.json")
+    merge_file: str | None = setting(None, "GPT2BPETokenizer: its merges.txt")
+    tiktoken_pattern: str = setting("v2", "TikTokenizer: the pattern that splits texts", choices=("v1", "v2"))
+    tiktoken_num_special_tokens: int = setting(
+        1000, "TikTokenizer: ids of special tokens, which come first", within=POSITIVE_COUNT
+    )
+    tiktoken_special_tokens: tuple[str, ...] | None = setting(
         None, "TikTokenizer: the first special tokens; default: <unk> <s> </s> <mask> <pad> <cls> <sep>"
     )
-    num_workers: int = flag(0, "processes that read data, per rank")
-    reset_position_ids: bool = flag(False, "positions start again after an end-of-document token")
-    eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
-    no_mmap_bin_files: bool = flag(False, "read .bin files instead of mapping them")
-    data_verify_gb: float = flag(
-        4.0, "check SHA-256 of .bin files at the start up to this much in all; beyond it their sizes", unit="GB"
+    num_workers: int = setting(0, "processes that read data, per rank", within=COUNT)
+    reset_position_ids: bool = setting(False, "positions start again after an end-of-document token")
+    eod_mask_loss: bool = setting(False, "no loss on end-of-document tokens")
+    no_mmap_bin_files: bool = setting(False, "read .bin files instead of mapping them")
+    data_verify_gb: float = setting(
+        4.0,
+        "check SHA-256 of .bin files at the start up to this much in all; beyond it their sizes",
+        unit="GB",
+        within=NOT_NEGATIVE,
     )
-    accept_changed_data: bool = flag(
+    accept_changed_data: bool = setting(
         False, "resume although a data file is not the one that the checkpoint was trained on"
     )
 
@@ -190,56 +226,72 @@ class DataConfig:
 class CheckpointConfig:
     """Checkpoints: saving, loading, retention."""
 
-    save: str | None = mute(None, "folder for checkpoints")
-    save_interval: int | None = flag(None, "iterations between checkpoints; default: only at the end")
-    load: str | None = mute(None, "folder to continue from: its latest step; may be empty where it is --save's")
-    load_hf: str | None = mute(
-        None, "Hugging Face folder to start from: architecture and weights; a step in --load takes precedence"
+    save: str | None = setting(None, "folder for checkpoints", report=False)
+    save_interval: int | None = setting(
+        None, "iterations between checkpoints; default: only at the end", within=POSITIVE_COUNT
     )
-    allow_suspicious_weights: bool = flag(
+    load: str | None = setting(
+        None, "folder to continue from: its latest step; may be empty where it is --save's", report=False
+    )
+    load_hf: str | None = setting(
+        None,
+        "Hugging Face folder to start from: architecture and weights; a step in --load takes precedence",
+        report=False,
+    )
+    allow_suspicious_weights: bool = setting(
         False, "--load-hf: go on where the folder's weights look damaged: zeros of a broken download, equal experts"
     )
-    pretrained_checkpoint: str | None = mute(
-        None, "folder whose weights the run starts from where --load has no step yet: as --load FOLDER --finetune"
+    pretrained_checkpoint: str | None = setting(
+        None,
+        "folder whose weights the run starts from where --load has no step yet: as --load FOLDER --finetune",
+        report=False,
     )
-    use_checkpoint_args: bool = mute(False, "take architecture and vocabulary from the step that --load reads")
-    ckpt_step: int | None = mute(None, "load this step instead of the latest")
-    exit_on_missing_checkpoint: bool = flag(
+    use_checkpoint_args: bool = setting(
+        False, "take architecture and vocabulary from the step that --load reads", report=False
+    )
+    ckpt_step: int | None = setting(None, "load this step instead of the latest", within=COUNT, report=False)
+    exit_on_missing_checkpoint: bool = setting(
         False, "fail when --load has no checkpoint, also where it is the folder of --save"
     )
-    finetune: bool = flag(False, "load weights only: iteration, optimizer, scheduler and RNG start fresh")
-    no_load_optim: bool = flag(False, "do not load the optimizer")
-    no_load_rng: bool = flag(False, "do not load the random states")
-    no_save_optim: bool = flag(False, "do not save the optimizer")
-    no_save_rng: bool = flag(False, "do not save the random states")
-    async_save: bool = flag(False, "write checkpoints in the background, while the training goes on")
-    save_retain_interval: int | None = flag(
-        None, "iterations between checkpoints that are kept permanently; of the others --keep-last-k stay, 1 by default"
+    finetune: bool = setting(False, "load weights only: iteration, optimizer, scheduler and RNG start fresh")
+    no_load_optim: bool = setting(False, "do not load the optimizer")
+    no_load_rng: bool = setting(False, "do not load the random states")
+    no_save_optim: bool = setting(False, "do not save the optimizer")
+    no_save_rng: bool = setting(False, "do not save the random states")
+    async_save: bool = setting(False, "write checkpoints in the background, while the training goes on")
+    save_retain_interval: int | None = setting(
+        None,
+        "iterations between checkpoints that are kept permanently; of the others --keep-last-k stay, 1 by default",
+        within=POSITIVE_COUNT,
     )
-    keep_last_k: int | None = flag(None, "how many of the checkpoints stay; default: all")
-    on_save_error: str = flag(
+    keep_last_k: int | None = setting(None, "how many of the checkpoints stay; default: all", within=POSITIVE_COUNT)
+    on_save_error: str = setting(
         "stop", "a checkpoint cannot be written (full disk): stop, or go on without", choices=("stop", "continue")
     )
-    verify_checkpoint: bool = flag(True, "check the SHA-256 of every file of a step before it is used")
+    verify_checkpoint: bool = setting(True, "check the SHA-256 of every file of a step before it is used")
 
 
 @dataclass(frozen=True)
 class FaultConfig:
     """Non-finite numbers, loss spikes, and ranks that die or hang."""
 
-    on_nan: str = flag(
+    on_nan: str = setting(
         "skip",
         "a loss or gradient that is NaN or infinite: skip the step, or stop (fp16's overflows are always skipped)",
         choices=("skip", "stop"),
     )
-    check_weight_hash_across_dp_replicas_interval: int | None = flag(
-        None, "iterations between comparisons of all replicas of every weight, bit by bit; none: never"
+    check_weight_hash_across_dp_replicas_interval: int | None = setting(
+        None,
+        "iterations between comparisons of all replicas of every weight, bit by bit; none: never",
+        within=POSITIVE_COUNT,
     )
-    loss_spike_factor: float | None = flag(
-        None, "record the batch of a step whose loss is this many deviations above the median of the last 128"
+    loss_spike_factor: float | None = setting(
+        None,
+        "record the batch of a step whose loss is this many deviations above the median of the last 128",
+        within=POSITIVE,
     )
-    watchdog: bool = flag(True, "when a rank dies or hangs, name it, show the stacks of all ranks and end the run")
-    fault_dir: str | None = flag(
+    watchdog: bool = setting(True, "when a rank dies or hangs, name it, show the stacks of all ranks and end the run")
+    fault_dir: str | None = setting(
         None, "folder for the stacks of a run that hung and the batches of loss spikes; default: faults/ under --save"
     )
 
@@ -248,70 +300,90 @@ class FaultConfig:
 class LoggingConfig:
     """Log lines, metrics files, measurements and samples."""
 
-    log_interval: int = flag(1, "iterations between log lines")
-    log_legend: bool = mute(False, "print what the words of a log line mean, and stop")
-    console: str = mute(
+    log_interval: int = setting(1, "iterations between log lines", within=POSITIVE_COUNT)
+    log_legend: bool = setting(False, "print what the words of a log line mean, and stop", report=False)
+    console: str = setting(
         "auto",
         "what a terminal shows below the lines: a panel or one line that follow every step, nothing (plain), or what "
         "fits (auto)",
         choices=("auto", "panel", "line", "plain"),
+        report=False,
     )
-    tensorboard_dir: str | None = mute(None, "folder for TensorBoard events")
-    tensorboard_log_interval: int = flag(1, "iterations between values in TensorBoard, W&B and MLflow")
-    tensorboard_queue_size: int = flag(1000, "TensorBoard's events in memory before they are written, at most")
-    tensorboard_names: str = mute(
+    tensorboard_dir: str | None = setting(None, "folder for TensorBoard events", report=False)
+    tensorboard_log_interval: int = setting(
+        1, "iterations between values in TensorBoard, W&B and MLflow", within=POSITIVE_COUNT
+    )
+    tensorboard_queue_size: int = setting(
+        1000, "TensorBoard's events in memory before they are written, at most", within=POSITIVE_COUNT
+    )
+    tensorboard_names: str = setting(
         "ours",
         "tags of TensorBoard, W&B and MLflow: ours, or Megatron-LM's where it has one; those over samples are in "
         "TensorBoard's vs_samples/",
         choices=("ours", "megatron"),
+        report=False,
     )
-    log_timers_to_tensorboard: bool = flag(False, "step time, throughput and --timing-log-level's times, there")
-    log_memory_to_tensorboard: bool = flag(False, "what the allocator of rank 0's device holds, there")
-    log_validation_ppl_to_tensorboard: bool = flag(False, "the perplexity of evaluations, there")
-    log_world_size_to_tensorboard: bool = flag(False, "the number of ranks, there")
-    wandb_project: str | None = mute(
-        None, "project of Weights & Biases (W&B) that gets the run; with WANDB_MODE=offline it stays on this machine"
+    log_timers_to_tensorboard: bool = setting(False, "step time, throughput and --timing-log-level's times, there")
+    log_memory_to_tensorboard: bool = setting(False, "what the allocator of rank 0's device holds, there")
+    log_validation_ppl_to_tensorboard: bool = setting(False, "the perplexity of evaluations, there")
+    log_world_size_to_tensorboard: bool = setting(False, "the number of ranks, there")
+    wandb_project: str | None = setting(
+        None,
+        "project of Weights & Biases (W&B) that gets the run; with WANDB_MODE=offline it stays on this machine",
+        report=False,
     )
-    wandb_exp_name: str | None = mute(None, "its name there; default: W&B makes one up")
-    wandb_entity: str | None = mute(None, "team or user of the project; default: yours")
-    wandb_save_dir: str | None = mute(None, "folder for W&B's files; default: wandb/ under --save, or as W&B says")
-    mlflow_experiment: str | None = mute(None, "experiment of MLflow that gets the run")
-    mlflow_tracking_uri: str | None = mute(
-        None, "where its runs are: http://HOST:PORT, file:FOLDER or sqlite:///FILE; default: MLFLOW_TRACKING_URI"
+    wandb_exp_name: str | None = setting(None, "its name there; default: W&B makes one up", report=False)
+    wandb_entity: str | None = setting(None, "team or user of the project; default: yours", report=False)
+    wandb_save_dir: str | None = setting(
+        None, "folder for W&B's files; default: wandb/ under --save, or as W&B says", report=False
     )
-    mlflow_run_name: str | None = mute(None, "its name there; default: MLflow makes one up")
-    metrics_file: str | None = mute(None, "JSONL file, one line per iteration")
-    plot_file: str | None = mute(None, "PNG of the loss and of the expert load, drawn at the end")
-    report_file: str | None = mute(None, "HTML page of the run, written anew while it trains and when it ends")
-    summary_file: str | None = mute(None, "JSON with the run's result, written at the end")
-    sample_prompt: str | None = flag(None, "text to continue at the end of the run")
-    sample_tokens: int = flag(48, "tokens to generate after --sample-prompt")
-    peak_tflops: float | None = flag(None, "peak of one device, for the model FLOPs utilisation", unit="TFLOP/s")
-    dry_run: bool = mute(False, "check the configuration and stop")
-    log_params_norm: bool = flag(False, "the norm of all weights after a step, in log lines, files and TensorBoard")
-    log_num_zeros_in_grad: bool = flag(False, "how many elements of the gradients are 0, there too")
-    log_max_attention_logit: bool = flag(False, "the largest attention logit, there too; qk-clip logs it anyway")
-    timing_log_level: int = flag(
+    mlflow_experiment: str | None = setting(None, "experiment of MLflow that gets the run", report=False)
+    mlflow_tracking_uri: str | None = setting(
+        None,
+        "where its runs are: http://HOST:PORT, file:FOLDER or sqlite:///FILE; default: MLFLOW_TRACKING_URI",
+        report=False,
+    )
+    mlflow_run_name: str | None = setting(None, "its name there; default: MLflow makes one up", report=False)
+    metrics_file: str | None = setting(None, "JSONL file, one line per iteration", report=False)
+    plot_file: str | None = setting(None, "PNG of the loss and of the expert load, drawn at the end", report=False)
+    report_file: str | None = setting(
+        None, "HTML page of the run, written anew while it trains and when it ends", report=False
+    )
+    summary_file: str | None = setting(None, "JSON with the run's result, written at the end", report=False)
+    sample_prompt: str | None = setting(None, "text to continue at the end of the run")
+    sample_tokens: int = setting(48, "tokens to generate after --sample-prompt", within=POSITIVE_COUNT)
+    peak_tflops: float | None = setting(
+        None, "peak of one device, for the model FLOPs utilisation", unit="TFLOP/s", within=POSITIVE
+    )
+    dry_run: bool = setting(False, "check the configuration and stop", report=False)
+    log_params_norm: bool = setting(False, "the norm of all weights after a step, in log lines, files and TensorBoard")
+    log_num_zeros_in_grad: bool = setting(False, "how many elements of the gradients are 0, there too")
+    log_max_attention_logit: bool = setting(False, "the largest attention logit, there too; qk-clip logs it anyway")
+    timing_log_level: int = setting(
         0, "log where a step's time goes: 1 its parts, 2 every micro-batch; adds barriers", choices=(0, 1, 2)
     )
-    health_interval: int | None = flag(
-        None, "iterations between measurements of routing and rounding; 0: never; default: log-interval, 10 at least"
+    health_interval: int | None = setting(
+        None,
+        "iterations between measurements of routing and rounding; 0: never; default: log-interval, 10 at least",
+        within=COUNT,
     )
-    profile: bool = flag(
+    profile: bool = setting(
         False,
         "profile steps by CUDA's profiler (nsys profile --capture-range=cudaProfilerApi), or by use-pytorch-profiler",
     )
-    use_pytorch_profiler: bool = flag(
+    use_pytorch_profiler: bool = setting(
         False, "profile by torch's, into a trace per rank in --tensorboard-dir, or profile/ under --save"
     )
-    profile_step_start: int = flag(10, "steps before the first one that is profiled")
-    profile_step_end: int = flag(12, "steps up to the last one that is profiled")
-    profile_ranks: tuple[int, ...] = flag((0,), "ranks that are profiled")
-    list_advisories: bool = flag(
+    profile_step_start: int = setting(10, "steps before the first one that is profiled", within=COUNT)
+    profile_step_end: int = setting(12, "steps up to the last one that is profiled", within=POSITIVE_COUNT)
+    profile_ranks: tuple[int, ...] = setting((0,), "ranks that are profiled", within=COUNT)
+    list_advisories: bool = setting(
         False, "print the known defects of the engine, which of them these flags meet, what is done, and stop"
     )
-    health_sample_tokens: int = flag(
-        256, "tokens per layer and rank whose routing is compared with an fp64 shadow, at --health-interval"
+    health_sample_tokens: int = setting(
+        256,
+        "tokens per layer and rank whose routing is compared with an fp64 shadow, at --health-interval",
+        within=POSITIVE_COUNT,
     )
 
 

@@ -25,14 +25,14 @@ class Run(RunSections):
     How the settings were read is no part of them: runs are equal, and stored, without it.
 
     Args:
-        notes: what to report of it at the start of the run, a line each.
-        origins: field -> "key in file", of values that come from a DeepSpeed file, or a flag of Megatron-LM's alone.
-        typed: the fields that the command line names, also where the value is the default.
+        warnings: what to report of it at the start of the run, a line each.
+        sources: field -> where the value comes from, for messages, if not from a flag of ours: "key in file", say.
+        explicit: the fields that the command line names, also where the value is the default.
     """
 
-    notes: tuple[str, ...] = field(default=(), compare=False)
-    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
-    typed: frozenset[str] = field(default=frozenset(), compare=False)
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    explicit: frozenset[str] = field(default=frozenset(), compare=False)
 
     @cached_property
     def derived(self) -> DerivedSettings:
@@ -85,7 +85,10 @@ def build(flat: dict[str, Any]) -> Run:
 
 def replace(run: Run, **changes: Any) -> Run:
     """Return a copy of `run` with the named fields changed, whichever section they are in."""
-    origins = {name: key for name, key in run.origins.items() if name not in changes}
+    sources = {name: place for name, place in run.sources.items() if name not in changes}
     return dataclasses.replace(
-        build({**flatten(run), **changes}), notes=run.notes, origins=origins, typed=run.typed - changes.keys()
+        build({**flatten(run), **changes}),
+        warnings=run.warnings,
+        sources=sources,
+        explicit=run.explicit - changes.keys(),
     )

@@ -11,7 +11,7 @@ from megatron.core.transformer.module import Float16Module as EngineFloat16Modul
 from torch.distributed.tensor import DTensor
 
 from megatron_moe.config import module_names
-from megatron_moe.config.model_parts import INPUT, MODEL, OWN, RESIDUAL, ROUTER, SHORT, dtype_words
+from megatron_moe.config.module_names import INPUT, MODEL, OWN, RESIDUAL, ROUTER, SHORT, dtype_words
 from megatron_moe.config.schema import Run
 from megatron_moe.model.initialize import global_name
 from megatron_moe.parallel.copying import CopiesShareGroups

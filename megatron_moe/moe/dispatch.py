@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.config.registry import DISPATCHERS
+from megatron_moe.config.setting import DISPATCHERS
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.options import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
-from megatron_moe.config.registry import DISPATCHERS, EXPERT_BACKENDS
+from megatron_moe.config.setting import DISPATCHERS, EXPERT_BACKENDS
 from megatron_moe.moe.all_to_all import AllToAllDispatcher
 from megatron_moe.moe.capacity import build_layer_dispatcher
 from megatron_moe.moe.dispatch import ExpertInput

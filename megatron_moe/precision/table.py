@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_moe.config import module_names
-from megatron_moe.config.model_parts import (
+from megatron_moe.config.module_names import (
     EVALUATION,
     GRADIENTS,
     GRADIENTS_OF_PRODUCTS,

@@ -62,7 +62,7 @@ class RunPlan:
     def notes(self) -> list[str]:
         """All notes of the plan, in the order to show."""
         return [
-            *self.run.notes,
+            *self.run.warnings,
             *_stage_notes(self.run),
             *self.start_from.notes,
             *(self.imported.notes if self.imported else ()),

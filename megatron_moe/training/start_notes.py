@@ -22,7 +22,7 @@ def report_start(trainer: Trainer) -> None:
         trainer.reporter.event("loaded", f"read {trainer.started_from}", shown=False, path=str(trainer.started_from))
     warnings = {*trainer.precision_warnings, *trainer.checkpoint_warnings}
     for note in (
-        *run.notes,
+        *run.warnings,
         *platform.unusable_libraries(),
         *trainer.build_notes,
         *_precision_notes(run),

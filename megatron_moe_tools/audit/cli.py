@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_moe.config import cli, rules
+from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import program_name
@@ -21,6 +21,7 @@ from megatron_moe.io.files import replace_text, require_writable
 from megatron_moe.io.program import run_program, say
 from megatron_moe.io.texts import hub_hint
 from megatron_moe.report.run_info import versions
+from megatron_moe_tools import compat
 
 SCRIPT = "audit_precision.py"
 
@@ -78,7 +79,7 @@ def _main(argv: list[str]) -> int:
     if flags.module is not None or flags.hf is not None:
         audit = _foreign(flags, rest)
     else:
-        run = with_made_up_data(cli.parse(rest, filled_in, 1))
+        run = with_made_up_data(compat.parse(rest, filled_in, 1))
         rules.check(run, 1)
         tokenizer = build_tokenizer(run.data, run.model.vocab_size)
         _refuse_large(run, run.derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size), flags.max_gib)

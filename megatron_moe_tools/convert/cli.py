@@ -25,6 +25,7 @@ from megatron_moe.hf.source import locate
 from megatron_moe.io.files import free_bytes, require_writable
 from megatron_moe.io.program import note, run_program
 from megatron_moe.io.texts import size_text
+from megatron_moe_tools import compat
 
 SCRIPT = "convert_checkpoint.py"
 
@@ -200,7 +201,6 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     """Return the settings of the model on the command line, by field: they go before those of a checkpoint."""
-    from megatron_moe.config import cli as flags
     from megatron_moe.config.fields import all_fields
 
     if words and (args.origin, args.target) != ("megatron", "native"):
@@ -212,7 +212,7 @@ def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         return settings
 
     if words:
-        flags.parse(words, filled_in=kept)
+        compat.parse(words, filled_in=kept)
     fields = all_fields()
     others = [
         fields[name].typed(value) for name, value in given.items() if fields[name].section not in ("model", "moe")

@@ -7,7 +7,7 @@ import math
 import threading
 from pathlib import Path
 
-from megatron_moe.config import cli, rules
+from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import program_name
@@ -16,6 +16,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import run_program, say
+from megatron_moe_tools import compat
 from megatron_moe_tools.doctor.default_layouts import default_choice, model
 from megatron_moe_tools.doctor.layouts import choose
 from megatron_moe_tools.doctor.small_copy import small_copy
@@ -68,7 +69,7 @@ def _main(argv: list[str]) -> int:
         raise ConfigError(f"--steps {flags.steps} --timeout {flags.timeout:g}: both have to be above 0, and finite")
     require_writable("--json", flags.json)
     if rest:
-        own = cli.parse(rest, filled_in)
+        own = compat.parse(rest, filled_in)
         _check_own(own)
         copy = small_copy(own)
         if own.precision.fp8_format is not None:

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from megatron_moe.config import cli
 from megatron_moe.config.model_flags import PrecisionConfig
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.architecture import filled_in
+from megatron_moe_tools import compat
 from megatron_moe_tools.doctor.layouts import (
     EVERY_KIND,
     Layout,
@@ -102,7 +102,7 @@ DEFAULT_LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
 @cache
 def model(name: str) -> tuple[Run, Run]:
     """Return a model as its flags give it, and its small copy, in half precision where the flags say so."""
-    own = cli.parse(shlex.split(MODELS[name]), filled_in)
+    own = compat.parse(shlex.split(MODELS[name]), filled_in)
     if name not in _HALF:
         return own, small_copy(own)
     return own, dataclasses.replace(with_few_choices(small_copy(own)), precision=own.precision)

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_moe.checkpoint.plan import architecture_keys
-from megatron_moe.config import megatron_defaults, megatron_flags
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import Field, all_fields, from_file
 from megatron_moe.config.rules import check_model
-from megatron_moe.config.rules.ignored import YARN_FIELDS, as_megatron_reads
+from megatron_moe.config.rules.model import YARN_FIELDS
 from megatron_moe.config.schema import Run, build, flatten
+from megatron_moe_tools.compat import megatron_defaults, megatron_flags
+from megatron_moe_tools.compat.megatron_ignored import as_megatron_reads
 
 _ALSO_TAKEN = ("seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "mtp_loss_scaling_factor")
 """Settings that are no architecture, and that a run without others should have."""

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.config import cli, rules
+from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import program_name
@@ -20,6 +20,7 @@ from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import DONE, FAILED, run_program, say
 from megatron_moe.platform import host
+from megatron_moe_tools import compat
 from megatron_moe_tools.plan.layouts import quoted, require_a_layout, spelled, with_batch
 from megatron_moe_tools.plan.neighbours import RECOMPUTATION, Machine, legal, nearest_legal, recomputed, vocabulary
 from megatron_moe_tools.plan.report import comparison_report, fit_report, text_report
@@ -109,9 +110,9 @@ def _main(argv: list[str]) -> int:
     if flags.alternatives < 0:
         raise ConfigError(f"--alternatives {flags.alternatives}: is a number of layouts; 0 shows none")
     _require_one_size(flags)
-    given = cli.parse(rest, _architecture, flags.world_size)
+    given = compat.parse(rest, _architecture, flags.world_size)
     run = _traceable(given)
-    for note in run.notes:
+    for note in run.warnings:
         say(note)
     vocabulary(run)
     if flags.fit is None:
@@ -149,9 +150,9 @@ def _fit(run: Run, rest: list[str], flags: argparse.Namespace) -> dict[str, Any]
     from megatron_moe_tools.plan.fit import fitted_plan
 
     fitted, plan = fitted_plan(run, flags.world_size, machine, flags.alternatives, {})
-    added = spelled(cli.parse(rest, _architecture, flags.world_size), fitted)
+    added = spelled(compat.parse(rest, _architecture, flags.world_size), fitted)
     # What is printed is what was planned: the same parser reads it, and the rules allow it.
-    again = cli.parse([*rest, *added], _architecture, flags.world_size)
+    again = compat.parse([*rest, *added], _architecture, flags.world_size)
     assert spelled(again, fitted) == [], (added, spelled(again, fitted))
     rules.check_layout(again, flags.world_size)
     plan["fit"]["flags"] = [*rest, *added]

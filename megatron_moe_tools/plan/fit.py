@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.rules.wording import spelled as spelled_field
+from megatron_moe.config.rules.rule import spelled as spelled_field
 from megatron_moe.config.schema import Run
 from megatron_moe_tools.plan.alternatives import FILLED
 from megatron_moe_tools.plan.layouts import (

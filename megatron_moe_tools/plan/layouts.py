@@ -21,8 +21,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES
 from megatron_moe.config.pipeline_layout import Stage
-from megatron_moe.config.rules import activations
-from megatron_moe.config.rules.wording import is_set
+from megatron_moe.config.rules import training
+from megatron_moe.config.rules.rule import is_set
 from megatron_moe.config.schema import Run, replace
 from megatron_moe_tools.plan.neighbours import Machine, legal
 
@@ -80,7 +80,7 @@ def fixed_fields(run: Run) -> set[str]:
     return {
         name
         for name in _SEARCHED
-        if name in run.typed or name in run.origins or (name not in of_preset and is_set(run, name))
+        if name in run.explicit or name in run.sources or (name not in of_preset and is_set(run, name))
     }
 
 
@@ -162,11 +162,11 @@ def _exists(run: Run, modules: tuple[str, ...]) -> bool:
     try:
         changed = replace(run, **recomputing(modules))
         for rule in (
-            activations.recomputed_modules_exist,
-            activations.offloaded_modules_exist,
-            activations.offloaded_products_keep_their_input,
-            activations.recomputed_modules_do_not_nest,
-            activations.offloaded_modules_are_kept,
+            training.recomputed_modules_exist,
+            training.offloaded_modules_exist,
+            training.offloaded_products_keep_their_input,
+            training.recomputed_modules_do_not_nest,
+            training.offloaded_modules_are_kept,
         ):
             rule(changed, 1)
     except ConfigError:

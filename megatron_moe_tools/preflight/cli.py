@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from megatron_moe.config import cli, rules
+from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import launched_world, program_name, rank_that_prints
@@ -14,6 +14,7 @@ from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import DONE, FAILED, note, run_program, say
 from megatron_moe.report.run_info import versions
+from megatron_moe_tools import compat
 from megatron_moe_tools.preflight.findings import DEFAULTS, FAIL, Finding, Thresholds, as_dict, table, worst
 
 SCRIPT = "preflight.py"
@@ -66,7 +67,7 @@ def _main(argv: list[str]) -> int:
     if flags.least_share > 1:
         raise ConfigError(f"--least-share {flags.least_share:g}: is a share, at most 1; e.g. --least-share 0.5")
     _, world_size = launched_world()
-    run = cli.parse(rest, filled_in, world_size)
+    run = compat.parse(rest, filled_in, world_size)
     if rest:
         rules.check_model(run, world_size)
     thresholds = Thresholds(flags.inside, flags.across, flags.least_share, flags.least_write)

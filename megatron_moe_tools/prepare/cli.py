@@ -6,12 +6,12 @@ import argparse
 from typing import Any
 
 from megatron_moe.config.cli import add_flags
-from megatron_moe.config.command_line import Parser
+from megatron_moe.config.command_line import Parser, groups, parts
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.launch import program_name
-from megatron_moe.config.megatron_flags import groups, parts, table, translate
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.io.program import DONE, note, run_program
+from megatron_moe_tools.compat.megatron_flags import table, translate
 from megatron_moe_tools.prepare.encoding import SKIP, STOP, PreprocessOptions
 from megatron_moe_tools.prepare.preprocess import preprocess
 from megatron_moe_tools.prepare.train_tokenizer import MODEL_TYPES

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint import folder
-from megatron_moe.config import cli, rules
+from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import launched_world, program_name, rank_that_prints
@@ -20,6 +20,7 @@ from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import run_program, say
 from megatron_moe.report.run_info import versions
+from megatron_moe_tools import compat
 from megatron_moe_tools.launch.local_ranks import LocalRanks, RankFailure
 from megatron_moe_tools.verify_resume.replay import (
     ReplayedStep,
@@ -132,7 +133,7 @@ def _planned(flags: argparse.Namespace, rest: list[str]) -> ResumeReplay:
 
 def _given(rest: list[str]) -> dict[str, Any]:
     """Return the flags of pretrain_moe.py that were typed, name -> value."""
-    run, plain = flatten(cli.parse(rest)), flatten(Run())
+    run, plain = flatten(compat.parse(rest)), flatten(Run())
     typed = {word.split("=")[0].removeprefix("--no-").removeprefix("--").replace("-", "_") for word in rest}
     typed |= {word.split("=")[0].removeprefix("--").replace("-", "_") for word in rest}
     return {name: value for name, value in run.items() if name in typed or value != plain[name]}

@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.config import cli
+from megatron_moe_tools import compat
 
 HEAVY = ("torch", "megatron.core", "transformers", "transformer_engine")
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -72,8 +72,7 @@ def main(path: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(asked["folder"])
     files = {name: Path(f"{path}.{name}") for name in ("out", "err", "heavy")}
-    parser = cli._build_parser()  # which takes longer than most mistakes
-    cli._build_parser = lambda: parser
+    compat.parser()  # which takes longer to build than most mistakes to find
     gc.collect()
     gc.freeze()  # the children share these pages
     for row in asked["rows"]:

@@ -6,11 +6,9 @@ import pytest
 
 from megatron_moe.config import cli, schema
 from megatron_moe.config.fields import all_fields
+from megatron_moe.config.launch import SCRIPT
 from megatron_moe.config.presets import PRESETS
-from megatron_moe.config.rules import ignored
-from megatron_moe.config.run_flags import TIKTOKEN_FIELDS
-
-pytestmark = pytest.mark.usefixtures("one_parser")
+from tests.config.refused import refused
 
 
 def typed(field) -> list[str]:
@@ -18,39 +16,6 @@ def typed(field) -> list[str]:
     if field.choices is not None:
         return [str(field.choices[-1])]
     return {int: ["7"], float: ["7.5"], str: ["text"]}[field.kinds[-1]]
-
-
-# What reads flags that are left out without it (test_rules_ignored.py).
-READERS = {
-    "--multi-latent-attention --rope-type yarn": ignored.YARN_FIELDS,
-    "--load somewhere": ignored.LOADING,
-    "--save somewhere": ignored.SAVING,
-    "--pipeline-model-parallel-size 2": (
-        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-    ),
-    "--group-query-attention": ("num_query_groups",),
-    "--multi-latent-attention": (
-        "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
-    ),
-    "--mtp-num-layers 1": ("mtp_loss_scaling_factor",),
-    "--fp16": ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
-    "--fp8-format e4m3": ("first_last_layers_bf16",),
-    "--first-last-layers-bf16 --fp8-format e4m3": ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-    "--lr-decay-style WSD": ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-    "--recompute-granularity full": ("recompute_method", "recompute_num_layers"),
-    "--recompute-granularity selective": ("recompute_modules",),
-    "--fine-grained-activation-offloading": ("offload_modules",),
-    "--decoupled-lr 1": ("decoupled_min_lr",),
-    "--tensor-model-parallel-size 2": ("sequence_parallel",),
-    "--tokenizer-type TikTokenizer": TIKTOKEN_FIELDS,
-    "--transformer-impl transformer_engine": ("attention_backend",),
-    "--manual-gc": ignored.READ_WITH["manual_gc"],
-    "--profile": ignored.READ_WITH["profile"],
-    "--tensorboard-dir somewhere": (*ignored.READ_WITH["tensorboard_dir"], *ignored.SCALARS),
-    "--qk-clip": ignored.READ_WITH["qk_clip"],
-    "--wandb-project mine": ignored.READ_WITH["wandb_project"],
-}  # fmt: skip
-READ_WITH = {name: words for words, names in READERS.items() for name in names}
 
 
 def test_no_flags_give_the_defaults():
@@ -63,22 +28,18 @@ def test_a_flag_sets_its_field_and_no_other():
             continue
         words = typed(field)
         expected = words[0] if field.kinds[-1] is str else field.kinds[-1](words[0])
-        readers = READ_WITH.get(name, "").split()
-        run, readers_alone = cli.parse([field.flag, *words, *readers]), cli.parse(readers)
-        assert run.notes == readers_alone.notes, name
-        assert run == schema.replace(readers_alone, **{name: (expected,) if field.repeated else expected}), name
+        run = cli.parse([field.flag, *words])
+        assert run == schema.replace(schema.Run(), **{name: (expected,) if field.repeated else expected}), name
         stored = getattr(getattr(run, field.section), name)
         assert type(stored[0] if field.repeated else stored) is field.kinds[-1], name
 
 
 def test_a_boolean_has_a_flag_for_each_side():
     for name, field in all_fields().items():
-        if not field.is_bool or name == "fp8_param_gather":  # which is left out whatever else is set
+        if not field.is_bool:
             continue
-        readers = READ_WITH.get(name, "").split()
-        neither = cli.parse(readers)
-        assert cli.parse([*readers, field.flag]) == schema.replace(neither, **{name: True}), name
-        assert cli.parse([*readers, field.negative_flag]) == schema.replace(neither, **{name: False}), name
+        assert cli.parse([field.flag]) == schema.replace(schema.Run(), **{name: True}), name
+        assert cli.parse([field.negative_flag]) == schema.replace(schema.Run(), **{name: False}), name
 
 
 @pytest.mark.parametrize(
@@ -142,3 +103,8 @@ def test_help_is_printed_by_the_first_rank_only(capsys, monkeypatch):
 def test_a_run_survives_flatten_and_build():
     run = cli.parse(["--preset", "demo", "--data-path", "1", "a", "--rampup-batch-size", "8", "8", "100"])
     assert schema.build(schema.flatten(run)) == run
+
+
+def test_flags_of_megatrons_alone_are_unknown_here_and_the_message_says_who_reads_them():
+    refused(lambda: cli.parse(["--use-mcore-models", "--moe-grouped-gemm"]), "--use-mcore-models", SCRIPT, lines=3)
+    assert cli.parse(["--num-layers", "2", "--sequence-parallel"]).explicit == {"num_layers", "sequence_parallel"}

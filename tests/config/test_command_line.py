@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_moe.config import cli
+from megatron_moe_tools import compat
 from tests.config.refused import refused
-
-pytestmark = pytest.mark.usefixtures("one_parser")
 
 
 @pytest.fixture
@@ -15,7 +14,7 @@ def parse(tmp_path):
     def parsed(text: str):
         path = tmp_path / "run.yaml"
         path.write_text(text)
-        return cli.parse(["--config", str(path)])
+        return compat.parse(["--config", str(path)])
 
     return parsed
 

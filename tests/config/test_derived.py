@@ -12,8 +12,6 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
 
-pytestmark = pytest.mark.usefixtures("one_parser")
-
 
 def run_of(flags: str) -> schema.Run:
     return cli.parse(shlex.split(flags))

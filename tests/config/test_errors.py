@@ -34,8 +34,9 @@ RUN_BY = {
     **{name: f"megatron_moe_tools.{name}" for name in ("generate", "profile_step", "trace")},
     **{
         name: f"megatron_moe_tools.{name}.cli"
-        for name in "audit convert doctor inspect megatron_flags plan preflight prepare report verify_resume".split()
+        for name in "audit convert doctor inspect plan preflight prepare report verify_resume".split()
     },
+    "megatron_flags": "megatron_moe_tools.compat.flags",
 }
 """Program -> the module whose `main` runs it."""
 SCRIPTS = {"train": "pretrain_moe.py", "plan": "tools/plan.py", "generate": "tools/generate.py"}

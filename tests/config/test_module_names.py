@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_moe.config import module_names
-from megatron_moe.config.model_parts import NONE, SHORT, every_part
+from megatron_moe.config.module_names import NONE, SHORT, every_part
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model import build

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_moe.config import cli, rules, schema
+from megatron_moe.config import rules, schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.rules import activations
-from megatron_moe.config.rules.ranges import RANGES
-
-pytestmark = pytest.mark.usefixtures("one_parser")
+from megatron_moe.config.rules import training
+from megatron_moe_tools import compat
 
 BARE = "--preset tiny"
 TINY = f"{BARE} --mock-data --vocab-size 256"
@@ -29,6 +27,7 @@ BASES = {
     "FLAT": f"{TINY} --moe-router-num-groups none --moe-router-group-topk none",
 }
 TABLE = yaml.load(Path(__file__).with_name("refusals.yaml").read_text(), Loader=yaml.CSafeLoader)
+RANGES = {name: field.within for name, field in all_fields().items() if field.within is not None}
 ROWS = [pytest.param(rule, row, id=f"{rule}-{n}") for rule, found in TABLE.items() for n, row in enumerate(found)]
 
 
@@ -37,7 +36,7 @@ def without_transformer_engine(monkeypatch):
     """The machine of these tests has no Transformer Engine, wherever they run."""
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        "megatron_moe.config.rules.model.importlib.util.find_spec",
+        "megatron_moe.config.rules.training.importlib.util.find_spec",
         lambda name: None if name == "transformer_engine" else found(name),
     )
 
@@ -48,15 +47,15 @@ def refusal(run: schema.Run, world_size: int) -> tuple[str, str]:
         rules.check(run, world_size)
     for rule in rules.RULES:
         try:
-            rule(run, world_size)
+            rule.check(run, world_size)
         except ConfigError as error:
             assert str(error) in str(caught.value)
-            return rule.__name__, str(error)
+            return rule.name, str(error)
     raise AssertionError("no rule refuses it")
 
 
 def run_of(base: str = "TINY", flags: str = "") -> schema.Run:
-    return cli.parse(shlex.split(f"{BASES[base]} {flags}"))
+    return compat.parse(shlex.split(f"{BASES[base]} {flags}"))
 
 
 @pytest.mark.parametrize(("rule", "row"), ROWS)
@@ -89,7 +88,7 @@ def test_a_dry_run_names_the_packages_that_this_machine_lacks_and_does_without()
 
 
 def test_every_rule_is_broken_by_a_row():
-    names = [rule.__name__ for rule in rules.RULES]
+    names = [rule.name for rule in rules.RULES]
     assert len(set(names)) == len(names)
     assert set(names) == TABLE.keys() | {"numbers_are_in_range", "choices_are_known"}
 
@@ -138,6 +137,6 @@ def test_an_unknown_choice_is_refused_also_without_a_command_line():
 )
 def test_inputs_of_products_are_offloaded_but_where_transformer_engine_makes_them_in_fp8(changes, modules, refused):
     offload = {"fine_grained_activation_offloading": True, "offload_modules": modules, "fp8_format": "hybrid"}
-    rule = activations.offloaded_products_keep_their_input
+    rule = training.offloaded_products_keep_their_input
     with pytest.raises(ConfigError, match=modules[-1]) if refused else contextlib.nullcontext():
         rule(schema.replace(schema.Run(), **offload, **changes), 1)

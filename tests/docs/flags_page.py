@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_moe.config import cli, flag_help
+from megatron_moe.config.command_line import help_page
+from megatron_moe_tools import compat
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
 
@@ -15,7 +16,7 @@ def main(arguments: list[str]) -> int:
     if arguments not in ([], ["--check"]):
         print("usage: python -m tests.docs.flags_page [--check]", file=sys.stderr)
         return 2
-    new = flag_help.page(cli._build_parser())
+    new = help_page(compat.parser())
     if not arguments:
         PAGE.write_text(new, encoding="utf-8")
         return 0

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.config import cli, rules
-from megatron_moe_tools import prepare
+from megatron_moe.config import rules
+from megatron_moe_tools import compat
+from megatron_moe_tools.prepare import cli as prepare
 from tests.helpers.ranks import ROOT, alive
 from tools import demo
 
@@ -131,7 +132,7 @@ def test_the_demos_own_stages_are_commands_that_the_programs_accept(tmp_path, mo
     for name in ("tokenizer", "valid", "test"):
         prepare.parser().parse_args(stages[name].command[2:])
     words = stages["train"].command
-    configuration = cli.parse(words[words.index("pretrain_moe.py") + 1 :])
+    configuration = compat.parse(words[words.index("pretrain_moe.py") + 1 :])
     assert configuration.logging.report_file == "runs/demo/report.html"
     rules.check(configuration, demo.RANKS)
     assert configuration.training.train_iters == 400

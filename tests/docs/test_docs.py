@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.config import cli
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build, flatten
+from megatron_moe_tools import compat
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -60,7 +60,7 @@ def test_the_readme_links_every_page() -> None:
 
 
 def test_every_flag_in_the_readme_is_one_of_a_program() -> None:
-    known = {option for action in cli._build_parser()._actions for option in action.option_strings}
+    known = {option for action in compat.parser()._actions for option in action.option_strings}
     for folder in ("megatron_moe", "megatron_moe_tools", "tools", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             known |= set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text_of(path)))

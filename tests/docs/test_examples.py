@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from megatron_moe import pretrain
-from megatron_moe.config import cli, rules
+from megatron_moe.config import rules
 from megatron_moe.config.presets import PRESETS
-from megatron_moe_tools import prepare, slurm
+from megatron_moe_tools import compat, slurm
 from megatron_moe_tools.doctor import cli as doctor_cli
 from megatron_moe_tools.launch import options as launch_options
 from megatron_moe_tools.plan import cli as planning_cli
 from megatron_moe_tools.preflight import cli as preflight_cli
+from megatron_moe_tools.prepare import cli as prepare
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(REPO.glob("examples/*.sh"))
@@ -50,9 +51,9 @@ def check(flags, world_size, folder, monkeypatch):
     """Parse and check a training command where it would run: a repository with configs and the pages' ds.json."""
     folder.mkdir()
     (folder / "examples").symlink_to(REPO / "examples", target_is_directory=True)
-    (folder / "ds.json").symlink_to(REPO / "tests" / "config" / "deepspeed" / "zeropp_bf16_failing_in_deepspeed.json")
+    (folder / "ds.json").symlink_to(REPO / "tests" / "compat" / "deepspeed" / "zeropp_bf16_failing_in_deepspeed.json")
     monkeypatch.chdir(folder)
-    run = cli.parse([*flags, "--dry-run"], imported, world_size)
+    run = compat.parse([*flags, "--dry-run"], imported, world_size)
     checked = rules.check_model if run.precision.print_precision or run.logging.list_advisories else rules.check
     checked(run, world_size)
 
@@ -106,9 +107,9 @@ def test_the_commands_of_an_example_are_accepted_and_it_ends_with_the_status_of_
     check(flags, world_size, tmp_path / "elsewhere", monkeypatch)
 
 
-def run_of(flags, world_size, _=None):
+def run_of(flags, world_size, *_):
     """The run of a job's flags, without its data and tokenizer, which are not here."""
-    run = cli.parse(flags, imported, world_size)
+    run = compat.parse(flags, imported, world_size)
     rules.check(run, world_size)
     return run
 
@@ -133,11 +134,11 @@ def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
             prepare.parser().parse_args([word for word in rest if word != "..."])
         elif tool == "plan.py":
             own, flags = planning_cli.parser().parse_known_args(rest)
-            rules.check_layout(cli.parse(flags), own.world_size)
+            rules.check_layout(compat.parse(flags), own.world_size)
         elif tool == "preflight.py":
             own, flags = preflight_cli.parser().parse_known_args(rest)
             assert own.least_share <= 1
-            rules.check_model(cli.parse(flags), 1)
+            rules.check_model(compat.parse(flags), 1)
         elif tool == "doctor.py":
             # run.yaml is the reader's own file.
             assert "run.yaml" in rest or doctor_cli.main([*rest, "--list"]) == 0, words

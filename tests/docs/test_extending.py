@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_moe.config.registry import DISPATCHERS, EXPERT_BACKENDS, SCORE_FUNCTIONS, Registry
+from megatron_moe.config.setting import DISPATCHERS, EXPERT_BACKENDS, SCORE_FUNCTIONS, Registry
 from megatron_moe.hf import config as hf_config
 from megatron_moe.hf.families import FAMILIES
 from tests.helpers.sources import ROOT
@@ -125,7 +125,7 @@ print(json.dumps({
         refusal(rules.check, zero, 1),
         refusal(config_of, half, family_of_run(half), "float32"),
     ],
-    "in help": "--moe-shared-expert-scale X" in cli._build_parser().format_help(),
+    "in help": "--moe-shared-expert-scale X" in cli.parser().format_help(),
     "stored": [flatten(run)["moe_shared_expert_scale"] for run in (half, whole)],
     "built": build(flatten(half)) == half,
     "has to agree": "moe_shared_expert_scale" in architecture_keys(),

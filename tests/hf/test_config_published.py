@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from megatron_moe.config.presets_published import PUBLISHED
+from megatron_moe.config.presets import PUBLISHED
 from megatron_moe.config.schema import build, flatten
 from megatron_moe.hf import config as hf_config
 from megatron_moe.hf.families import family_of_run

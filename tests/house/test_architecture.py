@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_moe.config import cli
 from megatron_moe.config.fields import all_fields
+from megatron_moe_tools import compat
 from tests.helpers.sources import PACKAGE, PACKAGES, ROOT, TOOLS, imported, name_of, nodes, sources
 
 # A room may import from the rooms before it.
@@ -35,7 +36,7 @@ ROOMS = (
 ENTRIES = {"__init__.py", "__main__.py", "pretrain.py"}
 
 # What the programs of megatron_moe_tools share; each other folder or file there is one of them.
-SHARED_BY_TOOLS = ("launch", "megatron_lm", "prepare")
+SHARED_BY_TOOLS = ("compat", "launch", "megatron_lm", "prepare")
 
 
 # Engine module (`megatron.core.` left out) -> the files, after spaces, that may import from it or from below it. The
@@ -334,6 +335,7 @@ def test_files_are_replaced_and_synced_in_one_place():
 
 # Rooms whose tests are of no module by itself.
 ROOMS_OF_TOOLS = {
+    "compat": ["compat"],
     "tools": [""],
     "launch": ["launch", ""],
     "megatron_lm": ["megatron_lm"],
@@ -358,7 +360,7 @@ def test_a_test_file_bears_the_name_of_the_module_that_it_tests():
 
 
 def test_one_field_is_one_flag():
-    parser = cli._build_parser()
+    parser = compat.parser()
     options: dict[str, str] = {}
     for action in parser._actions:
         for option in action.option_strings:
@@ -376,8 +378,9 @@ def test_one_field_is_one_flag():
 def test_reading_and_checking_a_command_line_loads_neither_torch_nor_the_engine():
     program = (
         "import sys\n"
-        "from megatron_moe.config import cli, rules\n"
-        "rules.check(cli.parse('--preset tiny --mock-data --vocab-size 99'.split()), 1)\n"
+        "from megatron_moe.config import rules\n"
+        "from megatron_moe_tools import compat\n"
+        "rules.check(compat.parse('--preset tiny --mock-data --vocab-size 99'.split()), 1)\n"
         "print([name for name in ('torch', 'numpy', 'megatron.core', 'transformers') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)

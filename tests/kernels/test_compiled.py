@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from benchmarks.launches import Launches
-from megatron_moe.config import cli
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.kernels import compiled
 from megatron_moe.model.norm import _RMSNormFunction
@@ -19,6 +18,7 @@ from megatron_moe.moe.experts import weighted_swiglu_backward, weighted_swiglu_f
 from megatron_moe.platform import switches
 from megatron_moe.report import Sink
 from megatron_moe.training.run import pretrain
+from megatron_moe_tools import compat
 
 needs_c = pytest.mark.skipif(compiled._loaded()[0] is None, reason=f"no kernels in C here: {compiled._loaded()[1]}")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -171,7 +171,7 @@ def test_without_a_compiler_torch_computes_and_the_run_says_so_once(compiled_ane
             said.append(text)
 
     flags = "--preset tiny --mock-data --vocab-size 256 --train-iters 1 --eval-iters 0"
-    summary = pretrain(cli.parse(flags.split(), world_size=1), also=[Messages()])
+    summary = pretrain(compat.parse(flags.split(), world_size=1), also=[Messages()])
     assert summary["cpu_kernels"] == "torch"
     (line,) = [text for text in said if "CPU kernels" in text]
     if os.uname().machine == "x86_64":

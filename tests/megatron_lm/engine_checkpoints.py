@@ -41,13 +41,13 @@ def batch(step: int) -> Tensor:
 
 def engine_of(name: str, *, distributed: bool = False, expert_ranks: int = 1) -> Any:
     """Return the engine's model, optimizer and schedule, with norms and expert biases that are far from their first."""
-    from megatron_moe.config import cli
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.groups import seed_everything
+    from megatron_moe_tools import compat
     from tests.numbers.reference_megatron import EngineTrainer
 
     words = [*shlex.split(LISTS[name]), "--expert-model-parallel-size", str(expert_ranks)]
-    run = cli.parse([*words, "--mock-data", "--defaults", "megatron"])
+    run = compat.parse([*words, "--mock-data", "--defaults", "megatron"])
     pg_collection = groups.initialize(run)
     seed_everything(run)
     engine = EngineTrainer(words, pg_collection, distributed=distributed)
@@ -172,12 +172,12 @@ def went_on(name: str, folder: str, expert_ranks: int) -> list[tuple[float, floa
 
 def continued(name: str, folder: str, save: str) -> None:
     """Go on from a native step with its optimizer, by one step of ours."""
-    from megatron_moe.config import cli
     from megatron_moe.training.run import pretrain
+    from megatron_moe_tools import compat
 
     words = shlex.split(LISTS[name].replace("--train-iters 8", f"--train-iters {STEPS + 1}"))
     words += ["--mock-data", "--defaults", "megatron", "--eval-iters", "0", "--load", folder, "--save", save]
-    pretrain(cli.parse(words))
+    pretrain(compat.parse(words))
 
 
 # ---- The format `torch`: the state of one rank, cut as several ranks would have it.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_moe.config.model_parts import SHORT
+from megatron_moe.config.module_names import SHORT
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.model.build import build_model
 from megatron_moe.model.context_parallel import OverRanks, attend_chunks, attend_lower_right, chunk_gradients

@@ -38,7 +38,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "experts": EXPERTS,
     "machines, experts": {**MACHINES, **EXPERTS},
     "all": {**WEIGHTS, **GRADIENTS, **MACHINES},
-    # What tests/config/deepspeed/zeropp_bf16_failing_in_deepspeed.json asks for, which fails elsewhere.
+    # What tests/compat/deepspeed/zeropp_bf16_failing_in_deepspeed.json asks for, which fails elsewhere.
     "published": {**WEIGHTS, **GRADIENTS, **MACHINES, "optimizer_cpu_offload": True},
 }
 # Each switch alone in one dtype, where its bytes are measured too; all of them in every dtype.

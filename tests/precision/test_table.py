@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_moe.config import cli
-from megatron_moe.config.model_parts import SHORT
+from megatron_moe.config.module_names import SHORT
 from megatron_moe.config.schema import build
 from megatron_moe.precision import table
 from megatron_moe_tools.pretrain import main

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.config import registry
+from megatron_moe.config import setting
 from megatron_moe_tools.launch.local_ranks import RankFailure
 from tests.helpers.gloo_pool import CaseFailed, GlooPool
 from tests.helpers.ranks import RankParent
@@ -28,8 +28,8 @@ def take_from(folder: str) -> None:
             tuple(f"{one}." for one in kept)
         ):
             del sys.modules[name]
-    for known in vars(registry).values():
-        if isinstance(known, registry.Registry):  # which is kept, and filled anew by the copy's modules
+    for known in vars(setting).values():
+        if isinstance(known, setting.Registry):  # which is kept, and filled anew by the copy's modules
             known._entries = dict.fromkeys(known._entries)
     for package in (PACKAGE, f"{PACKAGE}_tools"):
         if package in sys.modules:

@@ -53,13 +53,14 @@ def test_a_rank_whose_step_fails_writes_what_it_saw_and_fails(gloo, tmp_path):
 
 
 def steps(folder: Path, **flags: Any) -> list[dict[str, Any]]:
-    from megatron_moe.config import cli, rules
+    from megatron_moe.config import rules
     from megatron_moe.training.run import pretrain
+    from megatron_moe_tools import compat
     from megatron_moe_tools.audit.step import auditing
 
     words = "--preset tiny --mock-data --vocab-size 100 --bf16 --seq-length 16 --global-batch-size 2 --eval-iters 0"
     metrics = folder / f"{len(flags)}.jsonl"
-    run = replace(cli.parse([*words.split(), "--metrics-file", str(metrics)]), **{"train_iters": 3, **flags})
+    run = replace(compat.parse([*words.split(), "--metrics-file", str(metrics)]), **{"train_iters": 3, **flags})
     rules.check(run, 1)
     pretrain(run, audit=auditing)
     return [json.loads(line) for line in metrics.read_text().splitlines()]

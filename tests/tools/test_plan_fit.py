@@ -10,10 +10,10 @@ import shlex
 
 import pytest
 
-from megatron_moe.config import cli as run_cli
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build, replace
+from megatron_moe_tools import compat
 from megatron_moe_tools.plan import cli, layouts
 from megatron_moe_tools.plan.fit import Search, words
 from megatron_moe_tools.plan.neighbours import Machine, legal
@@ -35,7 +35,7 @@ ALL_TO_HOST = to_host(*all_fields()["offload_modules"].choices)
 
 
 def search(flat, world_size, typed=(), **machine):
-    run = dataclasses.replace(build(flat), typed=frozenset(typed))
+    run = dataclasses.replace(build(flat), explicit=frozenset(typed))
     return Search(run, world_size, Machine(**machine), {})
 
 
@@ -233,11 +233,11 @@ def test_what_the_user_sets_is_kept_and_what_changes_numbers_is_not_searched():
 
 
 def test_a_presets_zero_stage_is_searched_and_a_typed_one_is_not():
-    run = run_cli.parse("--preset qwen3-30b-a3b --global-batch-size 64".split())
+    run = compat.parse("--preset qwen3-30b-a3b --global-batch-size 64".split())
     assert layouts.fixed_fields(run) == set()
     every = list(layouts.layouts(run, 8, Machine(), layouts.widths(run, 8, Machine()), 1.0))
     assert {layout.zero for layout in every if layout.pp == 1} == {1, 2, 3}
-    typed = run_cli.parse("--preset qwen3-30b-a3b --global-batch-size 64 --use-distributed-optimizer".split())
+    typed = compat.parse("--preset qwen3-30b-a3b --global-batch-size 64 --use-distributed-optimizer".split())
     every = list(layouts.layouts(typed, 8, Machine(), layouts.widths(typed, 8, Machine()), 1.0))
     assert {layout.zero for layout in every} == {1}
     on_cpu = layouts.layouts(run, 8, Machine(device="cpu"), layouts.widths(run, 8, Machine()), 1.0)
@@ -264,7 +264,7 @@ def test_every_split_is_typed_as_a_layout_that_the_rules_read_as_it_is_meant(sta
         assert legal(chosen, stages)
         assert sum(len(stage.layers) for stage in layout.stages) == 11
         base = f"--preset tiny --num-layers 11 --moe-layer-freq 1 --mtp-num-layers {predictions or 'none'}"
-        typed = run_cli.parse([*base.split(), *layouts.spelled(run, chosen)])
+        typed = compat.parse([*base.split(), *layouts.spelled(run, chosen)])
         assert typed.derived.pipeline_stages == layout.stages
 
 
@@ -286,7 +286,7 @@ def test_more_and_more_is_offloaded_of_what_recomputation_keeps():
         assert any(layouts.TO_HOST + "attn_norm" in modules for modules in of_these)
         assert not any(layouts.TO_HOST + lost in modules for modules in of_these)
     assert layouts.offloadable(run, Machine(device="cpu")) == []
-    typed = run_cli.parse("--preset tiny --fine-grained-activation-offloading --offload-modules core_attn".split())
+    typed = compat.parse("--preset tiny --fine-grained-activation-offloading --offload-modules core_attn".split())
     assert layouts.offloadable(typed, Machine()) == []
     dense = layouts.offloadable(build(DENSE), Machine())
     assert set(itertools.chain(*dense)) == set(ALL_TO_HOST) - set(to_host("expert_fc1", "moe_act"))

@@ -7,13 +7,13 @@ import json
 import pytest
 
 from megatron_moe import platform
-from megatron_moe.config import cli
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.platform import switches
 from megatron_moe.report import Sink
 from megatron_moe.training.run import pretrain
 from megatron_moe.training.start_notes import _precision_notes, _sharding_notes
+from megatron_moe_tools import compat
 
 TINY = "--preset tiny --mock-data --vocab-size 256 --train-iters 1 --eval-iters 0".split()
 
@@ -32,10 +32,10 @@ class Messages(Sink):
 def test_the_notes_of_a_deepspeed_file_are_reported_once_and_first(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"seed": 7, "gradient_clipping": 0.5, "zero_optimization": {"overlap_comm": True}}))
-    run = cli.parse([*TINY, "--deepspeed-config", str(path), "--clip-grad", "0.25"], world_size=1)
+    run = compat.parse([*TINY, "--deepspeed-config", str(path), "--clip-grad", "0.25"], world_size=1)
     sink = Messages()
     pretrain(run, also=[sink])
-    assert len(run.notes) == 3 and sink.seen[:3] == list(run.notes)
+    assert len(run.warnings) == 3 and sink.seen[:3] == list(run.warnings)
     assert sum(text.startswith("ds.json") for text in sink.seen) == 3
     assert "overlap_comm" in sink.seen[2] and "--clip-grad 0.25" in sink.seen[1]
 
@@ -47,14 +47,14 @@ def test_a_dry_run_shows_the_notes_too_and_what_the_letters_give_each_rank(tmp_p
     path.write_text(json.dumps({"seed": 7, "aio": {}}))
     flags = f"--deepspeed-config {path} --dry-run --micro-batch-size 1 --global-batch-size 4"
     letters = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|t||t|||L"
-    pretrain(cli.parse([*TINY, *flags.split(), *letters.split()], world_size=4))
+    pretrain(compat.parse([*TINY, *flags.split(), *letters.split()], world_size=4))
     shown = capsys.readouterr().out
     assert "ds.json sets --seed 7" in shown and "0: Et | t, 1-2: t | -, 3: - | L" in shown
 
 
 def test_a_sharding_flag_without_an_effect_is_named():
     def told(flags: str) -> list[str]:
-        return _sharding_notes(cli.parse([*TINY, *flags.split()]), 4)
+        return _sharding_notes(compat.parse([*TINY, *flags.split()]), 4)
 
     ep, zero_3, parts = "--expert-model-parallel-size 4", "--use-torch-fsdp2", "--zero-hpz-partition-size"
     assert [told(flags) for flags in ("", ep, zero_3, f"{zero_3} {parts} 2")] == [[]] * 4

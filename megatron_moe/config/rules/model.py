@@ -1,117 +1,123 @@
-"""Rules about the transformer: its shape, its modules, and those that stay in fp32 in a bf16 or fp16 model."""
+"""Rules about the model: the transformer, and router, experts and load balancing. E experts, K per token."""
 
 from __future__ import annotations
 
 import importlib.util
-import sys
+import math
 
-from megatron_moe.config import module_names
-from megatron_moe.config.rules.ignored import YARN_FIELDS
-from megatron_moe.config.rules.wording import divisors, nearest_multiples, package_missing, refuse, set_among
+from megatron_moe.config import derived
+from megatron_moe.config.fields import all_fields
+from megatron_moe.config.rules.rule import (
+    Refusal,
+    divisors,
+    is_set,
+    nearest_multiples,
+    rule,
+    set_among,
+    unread,
+)
 from megatron_moe.config.schema import Run
 
-_MLA_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type")
-_GQA_FIELDS = (
+unread(
+    ("num_query_groups",),
     "group_query_attention",
-    "num_query_groups",
-    "kv_channels",
-    "add_qkv_bias",
-    "rotary_percent",
-    "rotary_interleaved",
+    "each head has a key and a value of its own; add --group-query-attention or drop them",
+    in_megatron=True,
 )
 
 
-def heads_divide_hidden(run: Run, world_size: int) -> None:
-    """Require that the heads divide the hidden size, unless their width is given or the attention is latent."""
-    m = run.model
-    if m.multi_latent_attention or m.kv_channels is not None or m.hidden_size % m.num_attention_heads == 0:
-        return
-    raise refuse(
-        run,
-        ("hidden_size", "num_attention_heads"),
-        f"the hidden size must divide by the heads; use heads out of {divisors(m.hidden_size)}, or set --kv-channels",
-    )
+@rule()
+def grouped_queries_have_a_number(run: Run) -> None:
+    """Require the number of groups with the switch of grouped-query attention, as in Megatron-LM."""
+    names = ("group_query_attention", "num_query_groups")
+    if run.model.group_query_attention and run.model.num_query_groups is None:
+        raise Refusal(names, "say how many groups, e.g. --num-query-groups 1")
 
 
-def query_groups_go_with_their_switch(run: Run, world_size: int) -> None:
-    """Require grouped-query attention's switch and its number of groups together, as in Megatron-LM."""
-    m = run.model
-    if m.group_query_attention and m.num_query_groups is None:
-        raise refuse(
-            run, ("group_query_attention", "num_query_groups"), "say how many groups, e.g. --num-query-groups 1"
-        )
-    if m.num_query_groups is not None and not m.group_query_attention:
-        raise refuse(
-            run,
-            ("num_query_groups", "group_query_attention"),
-            "the groups would be ignored; add --group-query-attention or drop them",
-        )
+unread(
+    ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
+    "multi_latent_attention",
+    "only latent attention reads these; add --multi-latent-attention or drop them",
+    in_megatron=True,
+    refused_there=("rope_type",),
+)
 
 
-def query_groups_divide_heads(run: Run, world_size: int) -> None:
-    """Require that every key/value head serves the same number of query heads."""
-    groups = run.derived.num_query_groups
-    if run.model.num_attention_heads % groups:
-        raise refuse(
-            run,
-            ("num_attention_heads", "num_query_groups"),
-            f"the heads must divide by the groups; use groups out of {divisors(run.model.num_attention_heads)}",
-        )
+# Latent attention has no separate key/value heads, and rotates its rotary part alone, always in pairs.
+unread(
+    (
+        "group_query_attention",
+        "num_query_groups",
+        "kv_channels",
+        "add_qkv_bias",
+        "rotary_percent",
+        "rotary_interleaved",
+    ),
+    "multi_latent_attention",
+    "latent attention does not read these, its heads have --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim; drop"
+    " them",
+    is_read=lambda run: not run.model.multi_latent_attention,
+    in_megatron=True,
+    refused_there=("rotary_percent", "rotary_interleaved"),
+)
 
 
-def latent_flags_need_latent_attention(run: Run, world_size: int) -> None:
-    """Refuse ranks and widths of latent attention, and yarn, with other attention, which ignores them."""
-    stray = set_among(run, _MLA_FIELDS)
-    if stray and not run.model.multi_latent_attention:
-        raise refuse(
-            run,
-            (*stray, "multi_latent_attention"),
-            "only latent attention reads these; add --multi-latent-attention or drop them",
-        )
-
-
-def grouped_query_flags_need_grouped_query_attention(run: Run, world_size: int) -> None:
-    """Refuse flags of grouped-query attention with latent attention.
-
-    Latent attention has no separate key/value heads, and rotates its rotary part alone, always in pairs.
-    """
-    stray = set_among(run, _GQA_FIELDS)
-    if stray and run.model.multi_latent_attention:
-        raise refuse(
-            run,
-            (*stray, "multi_latent_attention"),
-            "latent attention does not read these; drop them, or use --no-multi-latent-attention",
-        )
-
-
-def latent_attention_needs_rotary_embedding(run: Run, world_size: int) -> None:
+@rule()
+def latent_attention_needs_rotary_embedding(run: Run) -> None:
     """Require rotary embedding for latent attention, whose queries and keys have a rotary part."""
     if run.model.multi_latent_attention and run.model.position_embedding_type != "rope":
-        raise refuse(
-            run,
+        raise Refusal(
             ("position_embedding_type", "multi_latent_attention"),
             "latent attention needs --position-embedding-type rope",
         )
 
 
-def yarn_flags_need_yarn(run: Run, world_size: int) -> None:
-    """Refuse settings of yarn with the plain rotary embedding, which ignores them."""
-    stray = set_among(run, YARN_FIELDS)
-    if stray and run.model.rope_type != "yarn":
-        raise refuse(run, (*stray, "rope_type"), "only yarn reads these; use --rope-type yarn or drop them")
+@rule()
+def heads_divide_hidden(run: Run) -> None:
+    """Require that the heads divide the hidden size, unless their width is given or the attention is latent."""
+    m = run.model
+    if m.multi_latent_attention or m.kv_channels is not None or m.hidden_size % m.num_attention_heads == 0:
+        return
+    raise Refusal(
+        ("hidden_size", "num_attention_heads"),
+        f"the hidden size must divide by the heads; use heads out of {divisors(m.hidden_size)}, or set --kv-channels",
+    )
 
 
-def rotary_frequencies_are_not_scaled(run: Run, world_size: int) -> None:
+@rule()
+def query_groups_divide_heads(run: Run) -> None:
+    """Require that every key/value head serves the same number of query heads."""
+    groups = run.derived.num_query_groups
+    if run.model.num_attention_heads % groups:
+        raise Refusal(
+            ("num_attention_heads", "num_query_groups"),
+            f"the heads must divide by the groups; use groups out of {divisors(run.model.num_attention_heads)}",
+        )
+
+
+YARN_FIELDS = (
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+unread(YARN_FIELDS, "rope_type", "only yarn reads these; use --rope-type yarn or drop them", at="yarn")
+
+
+@rule()
+def rotary_frequencies_are_not_scaled(run: Run) -> None:
     """Refuse Llama 3's scaling of the rotary frequencies, which latent attention does not read in Megatron-LM."""
     if run.model.use_rope_scaling:
-        raise refuse(
-            run,
+        raise Refusal(
             ("use_rope_scaling",),
             "frequencies are not scaled; drop it where the sequence is not longer than the model was made for",
         )
 
 
-def yarn_betas_are_ordered(run: Run, world_size: int) -> None:
+@rule()
+def yarn_betas_are_ordered(run: Run) -> None:
     """Require that beta-fast is not below beta-slow.
 
     Frequencies are kept above beta-fast rotations and interpolated below beta-slow, with a ramp between them, which is
@@ -119,18 +125,18 @@ def yarn_betas_are_ordered(run: Run, world_size: int) -> None:
     """
     m = run.model
     if m.rope_type == "yarn" and m.beta_fast < m.beta_slow:
-        raise refuse(run, ("beta_fast", "beta_slow"), "the first must not be below the second; e.g. 32 and 1")
+        raise Refusal(("beta_fast", "beta_slow"), "the first must not be below the second; e.g. 32 and 1")
 
 
-def rotary_width_is_even(run: Run, world_size: int) -> None:
+@rule()
+def rotary_width_is_even(run: Run) -> None:
     """Require an even rotary width, since rotation takes pairs of channels."""
     m = run.model
     if m.position_embedding_type != "rope":
         return
     if m.multi_latent_attention:
         if m.qk_pos_emb_head_dim % 2:
-            raise refuse(
-                run,
+            raise Refusal(
                 ("qk_pos_emb_head_dim",),
                 f"rotation takes pairs of channels; use {nearest_multiples(m.qk_pos_emb_head_dim, 2)}",
             )
@@ -138,159 +144,440 @@ def rotary_width_is_even(run: Run, world_size: int) -> None:
     width = run.derived.head_size
     rotated = int(width * m.rotary_percent)
     if rotated % 2 or rotated == 0:
-        raise refuse(
-            run,
+        raise Refusal(
             ("rotary_percent", "kv_channels", "hidden_size", "num_attention_heads"),
             f"a head is {width} wide, of which {rotated} would be rotated; rotation takes pairs of channels:"
             " choose an even width, e.g. by --kv-channels",
         )
 
 
-def sequence_fits_positions(run: Run, world_size: int) -> None:
+@rule()
+def sequence_fits_positions(run: Run) -> None:
     """Require at least as many positions in the model as a sequence has."""
     m = run.model
     if m.seq_length > run.derived.max_position_embeddings:
-        raise refuse(
-            run,
+        raise Refusal(
             ("seq_length", "max_position_embeddings"),
             f"the sequence has more positions; use --max-position-embeddings {m.seq_length} or a shorter sequence",
         )
 
 
-def padded_vocabulary_holds_its_tokens(run: Run, world_size: int) -> None:
+@rule()
+def padded_vocabulary_holds_its_tokens(run: Run) -> None:
     """Require a row for each token in a table of a given size, and equal shares; see `derived.padded_vocab_size`."""
     # A tokenizer's vocabulary is not known before the tokenizer is read (training/plan.py).
     run.derived.padded_vocab_size(run.model.vocab_size or 1)
 
 
-def softmax_flag_is_read(run: Run, world_size: int) -> None:
-    """Refuse a softmax in half precision with our core attention, which always computes it in fp32."""
-    if not run.precision.attention_softmax_in_fp32 and run.model.transformer_impl == "local":
-        raise refuse(
-            run,
-            ("attention_softmax_in_fp32", "transformer_impl"),
-            "the local attention's softmax is always fp32; drop --no-attention-softmax-in-fp32",
-        )
+unread(
+    ("mtp_loss_scaling_factor",),
+    "mtp_num_layers",
+    "only multi-token prediction reads this; add --mtp-num-layers 1 or drop it",
+    in_megatron=True,
+)
 
 
-def attention_backend_is_read(run: Run, world_size: int) -> None:
-    """Refuse a choice among Transformer Engine's kernels with our core attention, whose kernel is torch's choice."""
-    if run.model.attention_backend != "auto" and run.model.transformer_impl == "local":
-        raise refuse(
-            run,
-            ("attention_backend", "transformer_impl"),
-            "the local attention takes the kernel that fits; use --attention-backend auto",
-        )
-
-
-def measured_attention_is_our_own(run: Run, world_size: int) -> None:
-    """Refuse to measure attention logits in Transformer Engine's attention, which ours measures alone."""
-    measuring = set_among(run, ("qk_clip", "log_max_attention_logit"))
-    if measuring and run.model.transformer_impl != "local":
-        raise refuse(
-            run,
-            (*measuring, "transformer_impl"),
-            "the local attention alone measures its logits; use --transformer-impl local",
-        )
-
-
-def clipped_queries_are_not_normed(run: Run, world_size: int) -> None:
-    """Refuse QK-clip where norms after the projections undo what it does to their weights.
-
-    The norms of latent attention are before the projections.
-    """
-    if run.optimizer.qk_clip and run.model.qk_layernorm and not run.model.multi_latent_attention:
-        raise refuse(
-            run,
-            ("qk_clip", "qk_layernorm"),
-            "the norms give queries and keys the same size whatever their weights are, and bound the logits; keep one",
-        )
-
-
-def transformer_engine_is_installed(run: Run, world_size: int) -> None:
-    """Require that Transformer Engine is installed if a flag chooses it."""
-    asking = [
-        name
-        for name, asks in (
-            ("transformer_impl", run.model.transformer_impl == "transformer_engine"),
-            ("moe_expert_backend", run.moe.moe_expert_backend == "te"),
-        )
-        if asks
-    ]
-    # One that cannot be loaded is hidden from the engine, by None in its place; what uses it says why.
-    hidden = "transformer_engine" in sys.modules
-    if asking and not hidden and importlib.util.find_spec("transformer_engine") is None:
-        raise package_missing(
-            run,
-            asking,
-            "Transformer Engine is not installed; install the extra [gpu], or use --transformer-impl local and"
-            " --moe-expert-backend grouped_mm",
-        )
-
-
-def prediction_weight_needs_its_layers(run: Run, world_size: int) -> None:
-    """Refuse a weight of the multi-token prediction loss without its layers."""
-    if set_among(run, ("mtp_loss_scaling_factor",)) and run.model.mtp_num_layers is None:
-        raise refuse(
-            run,
-            ("mtp_loss_scaling_factor", "mtp_num_layers"),
-            "only multi-token prediction reads this; add --mtp-num-layers 1 or drop it",
-        )
-
-
-def predictions_fit_the_sequence(run: Run, world_size: int) -> None:
+@rule()
+def predictions_fit_the_sequence(run: Run) -> None:
     """Require a target for each depth: depth k predicts k + 1 tokens ahead, within the sequence."""
     depths, length = run.model.mtp_num_layers, run.model.seq_length
     if depths is not None and depths >= length:
-        raise refuse(
-            run,
+        raise Refusal(
             ("mtp_num_layers", "seq_length"),
             f"the last depths would have no target; use --mtp-num-layers {max(length - 1, 1)} or less",
         )
 
 
-def fp32_patterns_name_modules(run: Run, world_size: int) -> None:
-    """Refuse a pattern of --keep-fp32 that matches no module, which would silently keep none in fp32."""
-    for pattern in run.precision.keep_fp32 or ():
-        if not module_names.matches(run, pattern):
-            near = module_names.near_names(run, pattern)
-            raise refuse(
-                run,
-                ("keep_fp32",),
-                f"{pattern!r} names no module and no parameter of this model; use e.g. {', '.join(near)}",
+@rule()
+def moe_flags_need_experts(run: Run) -> None:
+    """Refuse MoE flags in a dense model, which reads none of them."""
+    if run.moe.num_experts is not None:
+        return
+    of_experts = [name for name, field in all_fields().items() if field.section == "moe"]
+    stray = [name for name in of_experts if is_set(run, name) or name in run.explicit]
+    stray += set_among(run, ("expert_model_parallel_size", "expert_tensor_parallel_size"))
+    if stray:
+        raise Refusal(
+            (*stray, "num_experts"), "has no effect on a dense model; add --num-experts, e.g. 8, or drop the flag"
+        )
+
+
+@rule()
+def layer_pattern_fits(run: Run) -> None:
+    """Require a 0 or 1 for every layer in the pattern, and at least one MoE layer."""
+    if run.moe.num_experts is not None and sum(run.derived.moe_layer_pattern) == 0:
+        raise Refusal(
+            ("moe_layer_freq", "num_experts"),
+            "no layer would be a MoE layer; put a 1 into the pattern or drop --num-experts",
+        )
+
+
+@rule()
+def topk_within_experts(run: Run) -> None:
+    """Require at least K experts, since a token's K experts are different."""
+    if run.moe.num_experts is not None and run.moe.moe_router_topk > run.moe.num_experts:
+        raise Refusal(
+            ("moe_router_topk", "num_experts"),
+            f"a token cannot use more experts than there are; use --moe-router-topk {run.moe.num_experts} or less",
+        )
+
+
+@rule()
+def grouped_products_are_aligned(run: Run) -> None:
+    """Require widths that torch's grouped product takes: rows of whole 16 bytes."""
+    if run.moe.num_experts is None or run.moe.moe_expert_backend != "grouped_mm":
+        return
+    full, ranks = run.derived.moe_ffn_hidden_size, run.derived.expert_tensor_parallel_size
+    if full % ranks:
+        return  # has a rule of its own
+    refusal = derived.grouped_product_refusal(run.derived.params_dtype_name, run.model.hidden_size, full // ranks)
+    if refusal is not None:
+        raise Refusal(("moe_expert_backend", "hidden_size", "moe_ffn_hidden_size"), refusal)
+
+
+@rule()
+def groups_come_in_pairs_of_flags(run: Run) -> None:
+    """Require both flags of group-limited routing: the number of groups and how many a token may use."""
+    groups, group_topk = run.moe.moe_router_num_groups, run.moe.moe_router_group_topk
+    if groups is None and group_topk is not None:
+        raise Refusal(
+            ("moe_router_group_topk", "moe_router_num_groups"),
+            f"say how many groups there are, e.g. --moe-router-num-groups {2 * group_topk}",
+        )
+    if groups is not None and group_topk is None:
+        raise Refusal(
+            ("moe_router_num_groups", "moe_router_group_topk"),
+            f"say how many groups a token may use, e.g. --moe-router-group-topk {(groups + 1) // 2}, or drop them",
+        )
+
+
+unread(
+    ("moe_router_group_score",),
+    "moe_router_num_groups",
+    "there are no groups to score; drop it, or add --moe-router-num-groups and --moe-router-group-topk",
+)
+
+
+@rule()
+def groups_divide_experts(run: Run) -> None:
+    """Require that all groups have the same number of experts."""
+    experts, groups = run.moe.num_experts, run.moe.moe_router_num_groups
+    if experts is not None and groups is not None and experts % groups:
+        raise Refusal(
+            ("moe_router_num_groups", "num_experts"),
+            f"the experts must divide by the groups; use --moe-router-num-groups out of {divisors(experts)}",
+        )
+
+
+@rule()
+def group_topk_within_groups(run: Run) -> None:
+    """Require that a token uses at most as many groups as there are."""
+    groups, group_topk = run.moe.moe_router_num_groups, run.moe.moe_router_group_topk
+    if groups is not None and group_topk is not None and group_topk > groups:
+        raise Refusal(
+            ("moe_router_group_topk", "moe_router_num_groups"),
+            f"a token cannot use more groups than there are; use --moe-router-group-topk {groups} or less",
+        )
+
+
+@rule()
+def topk_uses_every_chosen_group(run: Run) -> None:
+    """Require at least one expert per chosen group, so that each chosen group is used."""
+    topk, group_topk = run.moe.moe_router_topk, run.moe.moe_router_group_topk
+    if group_topk is not None and topk < group_topk:
+        raise Refusal(
+            ("moe_router_topk", "moe_router_group_topk"),
+            f"some chosen groups would give no expert; use --moe-router-group-topk {topk} or less",
+        )
+
+
+@rule()
+def chosen_groups_hold_topk(run: Run) -> None:
+    """Require that the chosen groups together have at least K experts."""
+    experts, groups, group_topk = run.moe.num_experts, run.moe.moe_router_num_groups, run.moe.moe_router_group_topk
+    if experts is None or groups is None or group_topk is None:
+        return
+    reachable = experts // groups * group_topk
+    if run.moe.moe_router_topk > reachable:
+        raise Refusal(
+            ("moe_router_topk", "moe_router_group_topk", "moe_router_num_groups", "num_experts"),
+            f"the chosen groups hold only {reachable} experts; use --moe-router-topk {reachable} or choose more groups",
+        )
+
+
+@rule()
+def top2_group_score_needs_two_experts(run: Run) -> None:
+    """Require two experts per group for the sum of a group's best two."""
+    experts, groups = run.moe.num_experts, run.moe.moe_router_num_groups
+    if experts is None or groups is None or run.moe.moe_router_group_score != "top2":
+        return
+    if experts // groups < 2:
+        raise Refusal(
+            ("moe_router_group_score", "moe_router_num_groups", "num_experts"),
+            f"a group has {experts // groups} expert and needs two; use --moe-router-group-score max or fewer groups",
+        )
+
+
+unread(
+    ("moe_router_bias_update_rate", "moe_router_bias_center"),
+    "moe_router_enable_expert_bias",
+    "there is no bias to update; add --moe-router-enable-expert-bias or drop the flag",
+    in_megatron=True,
+    refused_there=("moe_router_bias_center",),
+)
+
+
+unread(
+    ("moe_router_pre_softmax",),
+    "moe_router_score_function",
+    "there is no softmax to place; drop --moe-router-pre-softmax or use --moe-router-score-function softmax",
+    at="softmax",
+    in_megatron=True,
+)
+
+
+@rule()
+def single_expert_needs_pre_softmax(run: Run) -> None:
+    """Refuse a softmax over one chosen expert, which is always 1 and gives the gate no gradient."""
+    moe = run.moe
+    if (
+        moe.num_experts is not None
+        and moe.moe_router_topk == 1
+        and moe.moe_router_score_function == "softmax"
+        and not moe.moe_router_pre_softmax
+        and "sinkhorn" not in moe.moe_router_load_balancing_type  # weighs by the sigmoid
+    ):
+        raise Refusal(
+            ("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
+            "a softmax over one expert is always 1 and teaches the gate nothing; add --moe-router-pre-softmax",
+        )
+
+
+@rule()
+def softmax_over_chosen_is_normalised(run: Run) -> None:
+    """Refuse to turn normalisation off for a softmax over the chosen experts, which sums to one."""
+    moe = run.moe
+    if (
+        moe.moe_router_norm_topk_prob is False
+        and moe.moe_router_score_function == "softmax"
+        and not moe.moe_router_pre_softmax
+    ):
+        raise Refusal(
+            ("moe_router_norm_topk_prob", "moe_router_score_function", "moe_router_pre_softmax"),
+            "a softmax over the chosen experts sums to one by itself; add --moe-router-pre-softmax",
+        )
+
+
+@rule()
+def balancing_lists_match(run: Run) -> None:
+    """Require one coefficient per auxiliary loss, in the same order.
+
+    Each loss is given once; `none` and `sinkhorn` stand alone.
+    """
+    kinds, coeffs = run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff
+    if len(kinds) != len(coeffs):
+        raise Refusal(
+            ("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
+            f"{len(kinds)} losses and {len(coeffs)} coefficients; give one coefficient per loss",
+        )
+    if len(set(kinds)) != len(kinds) or (len(kinds) > 1 and {"none", "sinkhorn"} & set(kinds)):
+        raise Refusal(
+            ("moe_router_load_balancing_type",),
+            "name each loss once, `none` and `sinkhorn` only alone; e.g. aux_loss seq_aux_loss",
+        )
+
+
+@rule()
+def balancing_coefficients_are_read(run: Run) -> None:
+    """Refuse a coefficient without a loss, and a loss with coefficient 0."""
+    for kind, coeff in zip(run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff):
+        if kind in ("none", "sinkhorn") and coeff:
+            raise Refusal(
+                ("moe_aux_loss_coeff", "moe_router_load_balancing_type"),
+                "the coefficient would be ignored; add --moe-router-load-balancing-type aux_loss or drop it",
+            )
+        if kind not in ("none", "sinkhorn") and not coeff:
+            raise Refusal(
+                ("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
+                f"{kind} with coefficient 0 does nothing; give one, e.g. --moe-aux-loss-coeff 0.01, or use type none",
             )
 
 
-def tied_weights_stay_together(run: Run, world_size: int) -> None:
-    """Require one dtype of a tied embedding and output layer, which are one tensor."""
-    kept = module_names.kept_in_fp32(run)
-    ends = [any(name.startswith(end) for name in kept) for end in (module_names.EMBEDDING, module_names.OUTPUT_LAYER)]
-    if not run.model.untie_embeddings_and_output_weights and ends[0] != ends[1]:
-        raise refuse(
-            run,
-            ("keep_fp32", "untie_embeddings_and_output_weights"),
-            "embedding and output layer share one weight, which has one dtype; name both, embedding and output_layer, "
-            "or use --untie-embeddings-and-output-weights",
+def _balances_by(run: Run, kind: str) -> bool:
+    return kind in run.moe.moe_router_load_balancing_type
+
+
+unread(
+    ("moe_global_aux_loss_counts",),
+    "moe_router_load_balancing_type",
+    "only global_aux_loss reads it; add --moe-router-load-balancing-type global_aux_loss or drop the flag",
+    is_read=lambda run: _balances_by(run, "global_aux_loss"),
+)
+
+
+_IGNORED_BY_SINKHORN = (
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_norm_topk_prob",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_enable_expert_bias",
+)
+
+
+@rule()
+def sinkhorn_chooses_by_itself(run: Run) -> None:
+    """Refuse scores, groups or a bias with Sinkhorn, which normalises logits over experts and tokens."""
+    stray = set_among(run, _IGNORED_BY_SINKHORN)
+    if stray and _balances_by(run, "sinkhorn"):
+        raise Refusal(
+            (*stray, "moe_router_load_balancing_type"),
+            "sinkhorn chooses by the logits and weighs by their sigmoid (K = 1) or softmax over all experts; drop the"
+            " flags, e.g. by --moe-router-score-function softmax --no-moe-router-enable-expert-bias, or use"
+            " --moe-router-load-balancing-type aux_loss",
         )
 
 
-def fp32_compute_is_our_own(run: Run, world_size: int) -> None:
-    """Refuse fp32 modules or an fp32 stream with Transformer Engine's modules, where they are not verified."""
-    wanted = [
-        name for name in ("keep_fp32", "fp32_residual_connection", "eval_in_fp32") if getattr(run.precision, name)
-    ]
-    engine = [
-        name
-        for name, asks in (
-            ("transformer_impl", run.model.transformer_impl == "transformer_engine"),
-            ("moe_expert_backend", run.moe.moe_expert_backend == "te"),
+@rule()
+def sinkhorn_has_no_capacity(run: Run) -> None:
+    """Refuse a capacity with Sinkhorn; the engine takes one with auxiliary losses or none."""
+    if run.moe.moe_expert_capacity_factor is not None and _balances_by(run, "sinkhorn"):
+        raise Refusal(
+            ("moe_expert_capacity_factor", "moe_router_load_balancing_type"),
+            "sinkhorn's choice is even already, and megatron-core refuses both; drop the capacity or use"
+            " --moe-router-load-balancing-type aux_loss",
         )
-        if asks
-    ]
-    if wanted and engine:
-        raise refuse(
-            run,
-            (*wanted, *engine),
-            "not with Transformer Engine's modules, whose dtypes are their own; use --transformer-impl local and "
-            "--moe-expert-backend grouped_mm",
+
+
+unread(
+    ("moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
+    "moe_expert_capacity_factor",
+    "experts take all their tokens; add --moe-expert-capacity-factor, e.g. 1.25, or drop the flag",
+    in_megatron=True,
+    refused_there=("moe_pad_expert_input_to_capacity",),
+)
+
+
+@rule()
+def forced_balance_is_not_saved(run: Run) -> None:
+    """Refuse to save a model whose tokens are sent round robin, since its router is not trained."""
+    if run.moe.moe_router_force_load_balancing and run.checkpoint.save is not None:
+        raise Refusal(
+            ("moe_router_force_load_balancing", "save"),
+            "it is for benchmarks: the router's choice is not used, and what comes of it is no model; drop --save, or"
+            " the flag",
+        )
+
+
+@rule()
+def forced_balance_is_the_only_choice(run: Run) -> None:
+    """Refuse round robin together with another way to choose experts."""
+    if run.moe.moe_router_force_load_balancing and _balances_by(run, "sinkhorn"):
+        raise Refusal(
+            ("moe_router_force_load_balancing", "moe_router_load_balancing_type"),
+            "round robin takes the place of sinkhorn's choice; use --moe-router-load-balancing-type none",
+        )
+
+
+@rule()
+def forced_balance_is_even(run: Run) -> None:
+    """Require for round robin that the experts divide a micro-batch's choices, so that each gets equally many."""
+    moe = run.moe
+    if moe.num_experts is None or not moe.moe_router_force_load_balancing:
+        return
+    of_sequence = run.model.seq_length * moe.moe_router_topk
+    choices = run.training.micro_batch_size * of_sequence
+    if choices % moe.num_experts:
+        raise Refusal(
+            ("moe_router_force_load_balancing", "micro_batch_size", "seq_length", "moe_router_topk", "num_experts"),
+            f"a micro-batch's {choices} choices do not divide by the experts; use a --micro-batch-size that is a"
+            f" multiple of {moe.num_experts // math.gcd(moe.num_experts, of_sequence)}, or another sequence length",
+        )
+
+
+unread(
+    ("moe_shared_expert_gate", "moe_shared_expert_overlap"),
+    "moe_shared_expert_intermediate_size",
+    "there is no shared expert; add --moe-shared-expert-intermediate-size or drop the flag",
+    in_megatron=True,
+)
+
+
+@rule()
+def shared_expert_stays_on_its_stream(run: Run) -> None:
+    """Refuse to overlap a shared expert that another setting takes off its stream."""
+    if not run.moe.moe_shared_expert_overlap:
+        return
+    if "shared_experts" in run.derived.recomputed_modules:
+        raise Refusal(
+            ("moe_shared_expert_overlap", "recompute_modules"),
+            "the shared expert alone is not recomputed on a stream of its own, in Megatron-LM neither; recompute moe,"
+            " or drop one of the two",
+        )
+    if run.derived.zero_stage >= 2:
+        raise Refusal(
+            ("moe_shared_expert_overlap", *set_among(run, ("data_parallel_sharding_strategy", "use_torch_fsdp2"))),
+            "weights and gradients that are gathered and freed on streams of their own were not made to wait for the"
+            " shared expert's; use --data-parallel-sharding-strategy optim, or drop the flag",
+        )
+
+
+@rule()
+def flex_flags_agree(run: Run) -> None:
+    """Refuse the settings of a library of the flex dispatcher without the dispatcher, or with another library."""
+    kind, library = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
+    own = {"deepep": ("moe_enable_deepep", "moe_deepep_num_sms"), "hybridep": ("moe_hybridep_num_sms",)}
+    stray = set_among(run, (library, *own["deepep"], *own["hybridep"]))
+    if run.moe.moe_token_dispatcher_type != "flex":
+        if stray:
+            raise Refusal((*stray, kind), "it is the flex dispatcher's; add --moe-token-dispatcher-type flex")
+        return
+    chosen = run.moe.moe_flex_dispatcher_backend
+    for name in ("deepep", "hybridep"):
+        stray = set_among(run, own[name])
+        if stray and name != chosen:
+            raise Refusal((*stray, library), f"use --moe-flex-dispatcher-backend {name}, or drop the flag")
+    if (run.moe.moe_deepep_num_sms or 0) % 2:
+        raise Refusal(("moe_deepep_num_sms",), "DeepEP takes an even number; e.g. --moe-deepep-num-sms 20")
+
+
+@rule()
+def flex_dispatcher_can_work(run: Run) -> None:
+    """Require for the flex dispatcher what DeepEP and HybridEP work with, and their package."""
+    kind = "moe_token_dispatcher_type"
+    if run.moe.moe_token_dispatcher_type != "flex":
+        return
+    if run.parallel.expert_model_parallel_size == 1:
+        raise Refusal(
+            (kind, "expert_model_parallel_size"),
+            "there is no other rank to send tokens to; use --expert-model-parallel-size 2 or more, or alltoall",
+        )
+    if run.derived.expert_tensor_parallel_size > 1:
+        raise Refusal(
+            (kind, "tensor_model_parallel_size", "expert_tensor_parallel_size"),
+            "a token is sent to a rank once, and not to several that share an expert; use"
+            " --expert-tensor-parallel-size 1, or --moe-token-dispatcher-type alltoall",
+        )
+    if not run.precision.bf16:
+        raise Refusal((kind, "bf16"), "it sends bf16; add --bf16, or use --moe-token-dispatcher-type alltoall")
+    if importlib.util.find_spec("deep_ep") is None:
+        raise Refusal(
+            (kind, "moe_flex_dispatcher_backend"),
+            "the package deep_ep is not installed (github.com/deepseek-ai/DeepEP); install it, or use"
+            " --moe-token-dispatcher-type alltoall",
+            package=True,
+        )
+
+
+@rule()
+def experts_are_gated_and_unbiased(run: Run) -> None:
+    """Require SwiGLU without biases, since the grouped experts have gate, up and down matrices alone."""
+    if run.moe.num_experts is None:
+        return
+    if not run.model.swiglu:
+        raise Refusal(("swiglu", "num_experts"), "experts are gated SiLU MLPs; use --swiglu, or a dense model")
+    if run.model.add_bias_linear:
+        raise Refusal(
+            ("add_bias_linear", "num_experts"),
+            "experts have no biases; use --disable-bias-linear, with --add-qkv-bias where the attention needs them",
         )

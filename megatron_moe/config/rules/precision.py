@@ -1,105 +1,385 @@
-"""Rules about dtypes: halves, the loss scale, fused gradients, fp32 exceptions, TF32, FP8 and the audit."""
+"""Rules about single parameters: their dtypes, FP8 and its audit, and which of them are trained, and how fast."""
 
 from __future__ import annotations
 
-from megatron_moe.config import module_names
-from megatron_moe.config.rules.wording import nearest_multiples, refuse, set_among
+import math
+from fnmatch import fnmatchcase
+
+from megatron_moe.config import module_names, param_groups
+from megatron_moe.config.fields import all_fields, number_meant
+from megatron_moe.config.module_names import frozen, kept_in_fp32, modules
+from megatron_moe.config.rules.rule import LAYOUT, Refusal, nearest_multiples, rule, set_among, unread
 from megatron_moe.config.schema import Run
+
+
+@rule()
+def one_half_precision(run: Run) -> None:
+    """Refuse bf16 and fp16 together: weights have one dtype."""
+    if run.precision.bf16 and run.precision.fp16:
+        raise Refusal(("bf16", "fp16"), "choose one; drop --fp16, or use --no-bf16 over a preset")
+
 
 _LOSS_SCALE_FIELDS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
-def one_half_precision(run: Run, world_size: int) -> None:
-    """Refuse bf16 and fp16 together: weights have one dtype."""
-    if run.precision.bf16 and run.precision.fp16:
-        raise refuse(run, ("bf16", "fp16"), "choose one; drop --fp16, or use --no-bf16 over a preset")
+unread(
+    ("loss_scale", *_LOSS_SCALE_FIELDS),
+    "fp16",
+    "only fp16 reads these; drop them or use --fp16",
+    in_megatron=True,
+    refused_there=("loss_scale",),
+)
 
 
-def loss_scale_flags_need_fp16(run: Run, world_size: int) -> None:
-    """Refuse loss scaling without fp16."""
-    stray = set_among(run, ("loss_scale", *_LOSS_SCALE_FIELDS))
-    if stray and not run.precision.fp16:
-        raise refuse(run, (*stray, "fp16"), "only fp16 reads these; drop them or use --fp16")
+unread(
+    _LOSS_SCALE_FIELDS,
+    "loss_scale",
+    "the constant scale ignores these; drop them or --loss-scale",
+    is_read=lambda run: run.precision.loss_scale is None,
+    in_megatron=True,
+)
 
 
-def constant_loss_scale_is_alone(run: Run, world_size: int) -> None:
-    """Refuse settings of the dynamic loss scale with a constant one."""
-    stray = set_among(run, _LOSS_SCALE_FIELDS)
-    if stray and run.precision.loss_scale is not None:
-        raise refuse(run, (*stray, "loss_scale"), "the constant scale ignores these; drop them or --loss-scale")
-
-
-def loss_scales_are_ordered(run: Run, world_size: int) -> None:
+@rule()
+def loss_scales_are_ordered(run: Run) -> None:
     """Require that the dynamic scale starts at or above its floor."""
     if run.precision.initial_loss_scale < run.precision.min_loss_scale:
-        raise refuse(
-            run,
+        raise Refusal(
             ("initial_loss_scale", "min_loss_scale"),
             f"the first scale is below the smallest; use --min-loss-scale {run.precision.initial_loss_scale:g} or less",
         )
 
 
-def bf16_reduction_needs_bf16(run: Run, world_size: int) -> None:
+@rule()
+def bf16_reduction_needs_bf16(run: Run) -> None:
     """Refuse gradients reduced in bf16 without a bf16 model, or together with fp32 gradients."""
     p = run.precision
     if p.grad_reduce_in_bf16 and not p.bf16:
-        raise refuse(run, ("grad_reduce_in_bf16", "bf16"), "the gradients are not bf16; use --bf16 or drop the flag")
+        raise Refusal(("grad_reduce_in_bf16", "bf16"), "the gradients are not bf16; use --bf16 or drop the flag")
     if p.grad_reduce_in_bf16 and p.accumulate_allreduce_grads_in_fp32:
-        raise refuse(
-            run, ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"), "these exclude each other; choose one"
+        raise Refusal(
+            ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"), "these exclude each other; choose one"
         )
 
 
-def fused_gradients_have_fp32_sums(run: Run, world_size: int) -> None:
+@rule()
+def fused_gradients_have_fp32_sums(run: Run) -> None:
     """Refuse to add weight gradients in the product where there is no fp32 sum, or the experts' product cannot."""
     if not run.precision.gradient_accumulation_fusion:
         return
     flag = "gradient_accumulation_fusion"
     if not run.derived.grads_in_fp32:
-        raise refuse(
-            run,
+        raise Refusal(
             (flag, *set_among(run, ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"))),
             "a sum in half precision rounds what is added to it; add gradients in fp32, or drop the flag",
         )
     if run.derived.zero_stage >= 2:
-        raise refuse(
-            run,
+        raise Refusal(
             (flag, *set_among(run, ("data_parallel_sharding_strategy", "use_torch_fsdp2"))),
             "gradients are sent as they are made, and no rank has the sum of a whole one; "
             "use --data-parallel-sharding-strategy optim, or drop the flag",
         )
     if run.moe.num_experts is not None and run.moe.moe_expert_backend in ("te", "loop"):
-        raise refuse(
-            run,
+        raise Refusal(
             (flag, "moe_expert_backend"),
             "its experts' gradients are rounded before they are added; use --moe-expert-backend grouped_mm, or drop "
             "the flag",
         )
     if run.derived.fp8_format_of_experts is not None:
-        raise refuse(
-            run,
+        raise Refusal(
             (flag, "fp8_format"),
             "the experts' gradients are rounded as they leave a product in FP8; give --fp8-modules without experts, or "
             "drop the flag",
         )
 
 
-def fp32_exceptions_need_half_precision(run: Run, world_size: int) -> None:
-    """Refuse fp32 exceptions in an fp32 run, where they have no effect."""
-    stray = set_among(run, ("keep_fp32", "fp32_residual_connection", "eval_in_fp32"))
-    if stray and not (run.precision.bf16 or run.precision.fp16):
-        raise refuse(run, (*stray, "bf16", "fp16"), "everything is fp32 already; add --bf16 or --fp16")
+def _stage_flags(run: Run) -> tuple[str, ...]:
+    """Return the flags that made the ZeRO stage what it is."""
+    if run.parallel.use_torch_fsdp2:
+        return ("use_torch_fsdp2",)
+    if run.parallel.data_parallel_sharding_strategy is None and run.optimizer.use_distributed_optimizer:
+        return ("use_distributed_optimizer",)
+    return ("data_parallel_sharding_strategy",)
 
 
-def moments_are_stored_by_the_precision_aware_optimizer(run: Run, world_size: int) -> None:
-    """Refuse dtypes of moments for an optimizer that stores them in fp32."""
-    options = run.optimizer
-    stray = [name for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(options, name) != "fp32"]
-    if stray and not options.use_precision_aware_optimizer:
-        raise refuse(
-            run,
-            (*stray, "use_precision_aware_optimizer"),
-            "without it moments are fp32; add --use-precision-aware-optimizer, or drop them",
+@rule(needs=LAYOUT)
+def sharded_gradients_are_reduced_in_fp32(run: Run) -> None:
+    """Refuse gradients in half precision where they are sharded: shards are fp32."""
+    half = run.precision.bf16 or run.precision.fp16
+    if run.derived.zero_stage >= 2 and half and not run.derived.grads_in_fp32:
+        raise Refusal(
+            (
+                *set_among(run, ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32")),
+                *_stage_flags(run),
+            ),
+            "from ZeRO stage 2 on gradients are reduced in fp32; drop it, and use --zero-quantized-gradients int8 to"
+            " send fewer bytes",
+        )
+
+
+@rule(needs=LAYOUT)
+def fp32_evaluation_needs_whole_weights(run: Run) -> None:
+    """Refuse evaluation in fp32 where weights are gathered in the model's dtype."""
+    half = run.precision.bf16 or run.precision.fp16
+    if run.derived.zero_stage >= 2 and half and run.precision.eval_in_fp32:
+        raise Refusal(
+            ("eval_in_fp32", *_stage_flags(run)),
+            "from ZeRO stage 2 on weights are gathered in the model's dtype; drop it, or use"
+            " --data-parallel-sharding-strategy optim",
+        )
+
+
+@rule(needs=LAYOUT)
+def offloaded_gradients_are_whole(run: Run) -> None:
+    """Refuse to offload gradients with tensor parallelism, whose ranks add up those of what they all hold."""
+    offloads = run.optimizer.optimizer_cpu_offload and run.derived.zero_stage >= 2
+    if offloads and run.parallel.tensor_model_parallel_size > 1:
+        raise Refusal(
+            ("optimizer_cpu_offload", "tensor_model_parallel_size", *_stage_flags(run)),
+            "gradients in host memory cannot be added up over a GPU's tensor-parallel ranks; use"
+            " --data-parallel-sharding-strategy optim, which offloads the moments alone, or drop the offload",
+        )
+
+
+unread(
+    ("keep_fp32", "fp32_residual_connection", "eval_in_fp32"),
+    ("bf16", "fp16"),
+    "everything is fp32 already; add --bf16 or --fp16",
+    is_read=lambda run: run.precision.bf16 or run.precision.fp16,
+)
+
+
+@rule()
+def tf32_is_for_fp32_runs(run: Run) -> None:
+    """Refuse TF32 in half precision, whose few products of fp32 numbers are there to be exact."""
+    half = set_among(run, ("bf16", "fp16"))
+    if run.precision.allow_tf32 and half:
+        raise Refusal(
+            ("allow_tf32", *half),
+            "it makes products of an fp32 run faster, and here fp32 is what has to be exact; drop one of the two",
+        )
+
+
+unread(
+    ("exp_avg_dtype", "exp_avg_sq_dtype"),
+    "use_precision_aware_optimizer",
+    "without it moments are fp32; add --use-precision-aware-optimizer, or drop them",
+)
+
+
+@rule()
+def fp32_patterns_name_modules(run: Run) -> None:
+    """Refuse a pattern of --keep-fp32 that matches no module, which would silently keep none in fp32."""
+    for pattern in run.precision.keep_fp32 or ():
+        if not module_names.matches(run, pattern):
+            near = module_names.near_names(run, pattern)
+            raise Refusal(
+                ("keep_fp32",),
+                f"{pattern!r} names no module and no parameter of this model; use e.g. {', '.join(near)}",
+            )
+
+
+@rule()
+def tied_weights_stay_together(run: Run) -> None:
+    """Require one dtype of a tied embedding and output layer, which are one tensor."""
+    kept = module_names.kept_in_fp32(run)
+    embedding, output_layer = module_names.at_ends(kept)
+    if not run.model.untie_embeddings_and_output_weights and embedding != output_layer:
+        raise Refusal(
+            ("keep_fp32", "untie_embeddings_and_output_weights"),
+            "embedding and output layer share one weight, which has one dtype; name both, embedding and output_layer, "
+            "or use --untie-embeddings-and-output-weights",
+        )
+
+
+_FREEZE, _TIED = "freeze", "untie_embeddings_and_output_weights"
+
+
+@rule()
+def frozen_patterns_name_parameters(run: Run) -> None:
+    """Refuse a pattern that matches no parameter, which would silently freeze none."""
+    for pattern in run.optimizer.freeze or ():
+        if not module_names.parameters_of(run, pattern):
+            near = module_names.near_names(run, pattern)
+            raise Refusal(
+                (_FREEZE,),
+                f"{pattern!r} names no module with parameters and no parameter of this model; use e.g. "
+                f"{', '.join(near)}",
+            )
+
+
+@rule()
+def frozen_parts_are_tried(run: Run) -> None:
+    """Refuse frozen parameters where the code that would leave them alone has not been written or tried."""
+    if not run.optimizer.freeze:
+        return
+    if run.derived.zero_stage >= 2:
+        raise Refusal(
+            (_FREEZE, *set_among(run, ("data_parallel_sharding_strategy", "use_torch_fsdp2"))),
+            "a fully sharded model keeps fp32 shards of all weights and gradients; use --use-distributed-optimizer",
+        )
+    if run.precision.fp8_format is not None:
+        raise Refusal((_FREEZE, "fp8_format"), "frozen weights were not tried in FP8; drop one of the two")
+    if run.moe.overlap_moe_expert_parallel_comm:
+        raise Refusal(
+            (_FREEZE, "overlap_moe_expert_parallel_comm"),
+            "the parts of a layer were not tried with frozen weights; drop one of the two",
+        )
+
+
+@rule()
+def frozen_tables_are_whole(run: Run) -> None:
+    """Require of a tied embedding and output layer that both are frozen or none, on one stage of the pipeline."""
+    frozen = module_names.frozen(run)
+    embedding, output_layer = module_names.at_ends(frozen)
+    tied = not run.model.untie_embeddings_and_output_weights
+    if tied and embedding != output_layer:
+        raise Refusal(
+            (_FREEZE, _TIED),
+            "embedding and output layer share one weight; name both, embedding and output_layer, or none, or use "
+            "--untie-embeddings-and-output-weights",
+        )
+    copied = [name for name, shares in (("mtp_num_layers", run.model.mtp_num_layers), (_TIED, tied)) if shares]
+    if embedding and copied and run.parallel.pipeline_model_parallel_size > 1:
+        raise Refusal(
+            (_FREEZE, *copied, "pipeline_model_parallel_size"),
+            "the last stage has a copy of the embedding, whose gradients the engine adds to the first one's; do not "
+            "freeze the embedding, or use --pipeline-model-parallel-size 1",
+        )
+
+
+def _least(field: str) -> str:
+    return "above 0" if field == "lr_mult" else "at least 0"
+
+
+@rule()
+def multiples_are_pairs(run: Run) -> None:
+    """Require that each multiple is PATTERN=X, with a number that a rate or a decay can be multiplied by."""
+    for field in param_groups.MULTIPLES:
+        for word in param_groups.words(run, field):
+            found = param_groups.pair(word)
+            if found is None:
+                meant = number_meant(word.rpartition("=")[2], (float,)) or "; write e.g. router=0.5"
+                raise Refusal((field,), f"{word!r} is not PATTERN=X, with a number X{meant}")
+            if not math.isfinite(found[1]) or found[1] < 0:
+                raise Refusal((field,), f"{word!r}: a multiple is {_least(field)} and finite; use e.g. {found[0]}=0.5")
+            if field == "lr_mult" and not found[1]:
+                raise Refusal(
+                    (field,),
+                    f"{word!r} would compute gradients and moments that change nothing; use --freeze {found[0]}, or a "
+                    "multiple above 0",
+                )
+
+
+def _reason(run: Run, field: str, pattern: str) -> str:
+    """Return why a pattern decides for no parameter, and what would."""
+    names = param_groups.named(run, pattern)
+    if not names:
+        if any(fnmatchcase(name, pattern) for name in param_groups.state_names(run)):
+            return (
+                f"{pattern!r} names no parameter but state that no optimizer updates; expert_bias moves by "
+                "--moe-router-bias-update-rate"
+            )
+        near = ", ".join(module_names.near_names(run, pattern))
+        return f"{pattern!r} names no module with parameters and no parameter of this model; use e.g. {near}"
+    if names <= module_names.frozen(run):
+        return f"{pattern!r} names parameters that --freeze leaves out of the training; drop it, or do not freeze them"
+    return (
+        f"{pattern!r} decides nothing: the last word that matches a parameter decides, and later ones of "
+        f"{all_fields()[field].flag} match all that it names; put it behind them, or drop it"
+    )
+
+
+@rule()
+def multiples_decide_something(run: Run) -> None:
+    """Require of each multiple a parameter that is trained and for which no later one decides, and a decay above 0."""
+    if param_groups.words(run, "weight_decay_mult") and not run.optimizer.weight_decay:
+        raise Refusal(
+            ("weight_decay_mult", "weight_decay"),
+            "multiplies a decay of 0; drop it, or use --weight-decay 0.1, and *=0 as the first word of the multiples to"
+            " decay nothing else",
+        )
+    for field in param_groups.MULTIPLES:
+        deciding = set(param_groups.decided(run, field).values())
+        for word in param_groups.words(run, field):
+            if word not in deciding:
+                pattern = word.rpartition("=")[0]
+                raise Refusal((field,), _reason(run, field, pattern))
+
+
+@rule()
+def an_average_is_saved(run: Run) -> None:
+    """Refuse an average that is in no checkpoint: it could neither be gone on with nor exported."""
+    if run.optimizer.ema_decay is not None and run.checkpoint.no_save_optim:
+        raise Refusal(("ema_decay", "no_save_optim"), "the average is saved with the optimizer; drop one of the two")
+
+
+_LAYOUT, _RANKS = "pipeline_model_parallel_layout", "pipeline_model_parallel_size"
+
+
+@rule(needs=LAYOUT)
+def each_stage_trains_something(run: Run) -> None:
+    """Require of frozen parameters that each virtual stage keeps one to train besides its experts.
+
+    The engine makes an optimizer for each kind of parameters on each stage, whose ranks then step together.
+    """
+    left_alone = frozen(run)
+    if not left_alone:
+        return
+    trained = [
+        name
+        for name, parameters in modules(run).items()
+        if not name.endswith(".experts") and any(f"{name}.{own}" not in left_alone for own in parameters)
+    ]
+    for number, stage in enumerate(run.derived.pipeline_stages):
+        starts = [f"decoder.layers.{layer}." for layer in stage.layers]
+        starts += ["embedding."] * stage.embedding + ["mtp."] * bool(stage.predictions)
+        starts += ["decoder.final_layernorm", "output_layer"] * stage.loss
+        if not any(name.startswith(tuple(starts)) for name in trained):
+            raise Refusal(
+                ("freeze", _RANKS),
+                f"stage {number} of the pipeline, counted from 0, has nothing to train but experts; leave a parameter "
+                f"of it out of the patterns, e.g. its norms, or use fewer stages",
+            )
+
+
+@rule(needs=LAYOUT)
+def normed_states_travel_in_the_models_dtype(run: Run) -> None:
+    """Refuse fp32 for what a stage sends behind the final norm, which is computed where the last layer is."""
+    stages = run.derived.pipeline_stages
+    if not run.model.mtp_num_layers or (stages[-1].layers and stages[-1].predictions):
+        return
+    asks = set_among(run, ("fp32_residual_connection",))
+    kept = kept_in_fp32(run)
+    if "output_layer" in kept and any(name.endswith("final_layernorm") for name in kept):
+        asks.append("keep_fp32")  # its output stays in fp32 then
+    if asks:
+        raise Refusal(
+            (_LAYOUT, "mtp_num_layers", *asks),
+            "with multi-token prediction the final norm is where the last t is, and its output is sent on in the"
+            " model's dtype; end the layout with a t before mL, or drop the rest",
+        )
+
+
+@rule()
+def fp32_compute_is_our_own(run: Run) -> None:
+    """Refuse fp32 modules or an fp32 stream with Transformer Engine's modules, where they are not verified."""
+    wanted = [
+        name for name in ("keep_fp32", "fp32_residual_connection", "eval_in_fp32") if getattr(run.precision, name)
+    ]
+    engine = [
+        name
+        for name, asks in (
+            ("transformer_impl", run.model.transformer_impl == "transformer_engine"),
+            ("moe_expert_backend", run.moe.moe_expert_backend == "te"),
+        )
+        if asks
+    ]
+    if wanted and engine:
+        raise Refusal(
+            (*wanted, *engine),
+            "not with Transformer Engine's modules, whose dtypes are their own; use --transformer-impl local and "
+            "--moe-expert-backend grouped_mm",
         )
 
 
@@ -111,65 +391,58 @@ _NOT_COMPUTED = {
 }
 
 
-def tf32_is_for_fp32_runs(run: Run, world_size: int) -> None:
-    """Refuse TF32 in half precision, whose few products of fp32 numbers are there to be exact."""
-    half = set_among(run, ("bf16", "fp16"))
-    if run.precision.allow_tf32 and half:
-        raise refuse(
-            run,
-            ("allow_tf32", *half),
-            "it makes products of an fp32 run faster, and here fp32 is what has to be exact; drop one of the two",
-        )
-
-
-def fp8_scales_are_per_block(run: Run, world_size: int) -> None:
+@rule()
+def fp8_scales_are_per_block(run: Run) -> None:
     """Refuse recipes of FP8 other than scales per tile and block, and weights that are stored in FP8."""
     p = run.precision
     if p.fp8_recipe in _NOT_COMPUTED:
-        raise refuse(run, ("fp8_recipe",), f"{_NOT_COMPUTED[p.fp8_recipe]}; use --fp8-recipe blockwise")
+        raise Refusal(("fp8_recipe",), f"{_NOT_COMPUTED[p.fp8_recipe]}; use --fp8-recipe blockwise")
     if p.fp8_param_gather:
-        raise refuse(
-            run,
+        raise Refusal(
             ("fp8_param_gather",),
             "weights are stored and gathered in the model's dtype, and rounded to FP8 for a product; drop the flag, or "
             "use --zero-quantized-weights to gather fewer bytes",
         )
 
 
-def fp8_narrowing_needs_fp8(run: Run, world_size: int) -> None:
-    """Refuse flags that leave something out of FP8 where nothing is in it."""
-    p = run.precision
-    stray = set_among(run, ("fp8_modules", "first_last_layers_bf16"))
-    if stray and p.fp8_format is None:
-        raise refuse(run, (*stray, "fp8_format"), "nothing is in FP8; drop them, or add --fp8-format e4m3")
-    stray = set_among(run, ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"))
-    if stray and not p.first_last_layers_bf16:
-        raise refuse(run, (*stray, "first_last_layers_bf16"), "these count its layers; add --first-last-layers-bf16")
+unread(
+    ("fp8_modules", "first_last_layers_bf16"),
+    "fp8_format",
+    "nothing is in FP8; drop them, or add --fp8-format e4m3",
+    in_megatron=True,
+    refused_there=("fp8_modules",),
+)
+unread(
+    ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    "first_last_layers_bf16",
+    "these count its layers; add --first-last-layers-bf16",
+    in_megatron=True,
+)
 
 
-def fp8_is_for_bf16_products(run: Run, world_size: int) -> None:
+@rule()
+def fp8_is_for_bf16_products(run: Run) -> None:
     """Require what FP8 is computed for: products of a bf16 model, and of its experts by a kernel that has FP8."""
     if run.precision.fp8_format is None:
         return
     if not run.precision.bf16:
-        raise refuse(run, ("fp8_format", "bf16"), "the model around products in FP8 is bf16; add --bf16")
+        raise Refusal(("fp8_format", "bf16"), "the model around products in FP8 is bf16; add --bf16")
     names = module_names.multiplied_in_fp8(run)
     if not names:
-        raise refuse(
-            run,
+        raise Refusal(
             ("fp8_format", "fp8_modules", "num_experts", "first_last_layers_bf16"),
             "no module of this model is left to multiply in FP8; name others, or drop --fp8-format",
         )
     experts = any(module_names.parts(run)[name].alias == "experts" for name in names)
     if experts and run.moe.moe_expert_backend not in ("grouped_mm", "te"):
-        raise refuse(
-            run,
+        raise Refusal(
             ("fp8_format", "moe_expert_backend"),
             "this kernel has no FP8; use --moe-expert-backend grouped_mm, or --fp8-modules without experts",
         )
 
 
-def fp8_of_transformer_engine_takes_whole_tiles(run: Run, world_size: int) -> None:
+@rule()
+def fp8_of_transformer_engine_takes_whole_tiles(run: Run) -> None:
     """Require that Transformer Engine cuts the experts' matrices where our own kernels do."""
     if run.derived.fp8_format_of_experts is None or run.moe.num_experts is None or run.moe.moe_expert_backend != "te":
         return
@@ -179,38 +452,28 @@ def fp8_of_transformer_engine_takes_whole_tiles(run: Run, world_size: int) -> No
         ("moe_ffn_hidden_size", run.derived.moe_ffn_hidden_size, 128 * etp),
     ):
         if width % step:
-            raise refuse(
-                run,
+            raise Refusal(
                 ("fp8_format", "moe_expert_backend", field, "expert_tensor_parallel_size"),
                 f"tiles of 128 would have numbers of two matrices; {nearest_multiples(width, step)} works, or "
                 "--moe-expert-backend grouped_mm",
             )
 
 
-def fp8_and_fp32_exclude_each_other(run: Run, world_size: int) -> None:
+@rule()
+def fp8_and_fp32_exclude_each_other(run: Run) -> None:
     """Refuse FP8 for modules that are to compute in fp32."""
     if run.precision.fp8_format is None:
         return
     if run.precision.eval_in_fp32:
-        raise refuse(run, ("fp8_format", "eval_in_fp32"), "products would still round to FP8; drop one of them")
+        raise Refusal(("fp8_format", "eval_in_fp32"), "products would still round to FP8; drop one of them")
     kept = module_names.kept_in_fp32(run)
     names = module_names.multiplied_in_fp8(run)
     both = [name for name in names if name in kept or module_names.is_inside(name, kept)]
     if both:
-        raise refuse(
-            run,
+        raise Refusal(
             ("fp8_format", "fp8_modules", "keep_fp32"),
             f"{both[0]} cannot be fp32 and FP8; keep other modules, name other --fp8-modules, or drop one flag",
         )
 
 
-def audit_output_needs_audit(run: Run, world_size: int) -> None:
-    """Refuse a path of the audit's files without an audit."""
-    if set_among(run, ("audit_precision_output",)) and not run.precision.audit_precision:
-        raise refuse(run, ("audit_precision_output", "audit_precision"), "nothing is written; add --audit-precision")
-
-
-def audit_needs_a_second_step(run: Run, world_size: int) -> None:
-    """Require two steps for the audit: the second is traced, since the first also builds buffers."""
-    if run.precision.audit_precision and run.training.train_iters == 1:
-        raise refuse(run, ("audit_precision", "train_iters"), "the second step is traced; use --train-iters 2 or more")
+unread(("audit_precision_output",), "audit_precision", "nothing is written; add --audit-precision")

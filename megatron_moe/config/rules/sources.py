@@ -10,90 +10,83 @@ from urllib.parse import urlsplit
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.paths import require_writable_file, require_writable_folder
-from megatron_moe.config.rules.ignored import unread
-from megatron_moe.config.rules.wording import is_set, refuse, set_among, value
+from megatron_moe.config.rules.rule import FILES, Refusal, rule, set_among, unread, value
 from megatron_moe.config.run_flags import TIKTOKEN_FIELDS, TOKENIZER_FILES
 from megatron_moe.config.schema import Run
 
 _SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 
-# Data
 
-
-_WRITTEN_FILES = ("metrics_file", "plot_file", "report_file", "summary_file")
-_WRITTEN_FOLDERS = ("save", "tensorboard_dir", "fault_dir", "wandb_save_dir")
-
-
-def one_data_source(run: Run, world_size: int) -> None:
+@rule(needs=FILES)
+def one_data_source(run: Run) -> None:
     """Require one source of tokens: made up, one blend that is split, or one blend per split."""
     per_split = set_among(run, _SPLIT_PATHS)
     sources = set_among(run, ("mock_data", "data_path")) + per_split[:1]
     if not sources:
-        raise refuse(
-            run,
+        raise Refusal(
             ("data_path", "train_data_path", "mock_data"),
             "say where the tokens come from: --data-path PREFIX, or --mock-data for made-up ones",
         )
     if len(sources) > 1:
-        raise refuse(run, sources, "choose one source of tokens and drop the others")
+        raise Refusal(sources, "choose one source of tokens and drop the others")
     if per_split and "train_data_path" not in per_split:
-        raise refuse(run, (*per_split, "train_data_path"), "there is nothing to train on; add --train-data-path")
+        raise Refusal((*per_split, "train_data_path"), "there is nothing to train on; add --train-data-path")
 
 
-def blend_is_weighted(run: Run, world_size: int) -> None:
+@rule(needs=FILES)
+def blend_is_weighted(run: Run) -> None:
     """Require of a blend one prefix, or pairs of a weight (finite, not negative, not all zero) and a prefix."""
     for name in ("data_path", *_SPLIT_PATHS):
         words = value(run, name) or ()
         if len(words) < 2:
             continue
         if len(words) % 2:
-            raise refuse(
-                run, (name,), f"{len(words)} words are no pairs; write WEIGHT PREFIX WEIGHT PREFIX ..., or one PREFIX"
+            raise Refusal(
+                (name,), f"{len(words)} words are no pairs; write WEIGHT PREFIX WEIGHT PREFIX ..., or one PREFIX"
             )
         try:
             weights = [float(word) for word in words[::2]]
         except ValueError:
-            raise refuse(
-                run, (name,), "every prefix needs a weight before it; e.g. 0.3 PREFIX_A 0.7 PREFIX_B"
-            ) from None
+            raise Refusal((name,), "every prefix needs a weight before it; e.g. 0.3 PREFIX_A 0.7 PREFIX_B") from None
         if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) == 0:
-            raise refuse(run, (name,), "weights are finite, not negative and not all 0; e.g. 0.3 PREFIX_A 0.7 PREFIX_B")
+            raise Refusal((name,), "weights are finite, not negative and not all 0; e.g. 0.3 PREFIX_A 0.7 PREFIX_B")
 
 
-def split_is_three_shares(run: Run, world_size: int) -> None:
+@rule(needs=FILES)
+def split_is_three_shares(run: Run) -> None:
     """Require a share of train, valid and test each, of which train's is not zero, and one blend to split."""
     text = run.data.split
     if text is None:
         return
     if set_among(run, _SPLIT_PATHS):
-        raise refuse(run, ("split", *set_among(run, _SPLIT_PATHS)), "each split has its own data; drop --split")
+        raise Refusal(("split", *set_among(run, _SPLIT_PATHS)), "each split has its own data; drop --split")
     try:
         shares = [float(word) for word in text.split(",")]
     except ValueError:
         shares = []
     if len(shares) != 3 or not all(math.isfinite(share) and share >= 0 for share in shares) or not shares[0]:
-        raise refuse(run, ("split",), "takes three shares with commas, train's above 0; e.g. --split 969,30,1")
+        raise Refusal(("split",), "takes three shares with commas, train's above 0; e.g. --split 969,30,1")
 
 
-def tokenizer_is_given(run: Run, world_size: int) -> None:
+@rule(needs=FILES)
+def tokenizer_is_given(run: Run) -> None:
     """Require a tokenizer, which has the vocabulary; made-up tokens need its size alone."""
     if run.data.tokenizer_type is not None or not set_among(run, ("mock_data", "data_path", *_SPLIT_PATHS)):
         return
     if not run.data.mock_data:
-        raise refuse(
-            run,
+        raise Refusal(
             ("tokenizer_type",),
             "data needs the tokenizer that made it; e.g. --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH",
         )
     if run.model.vocab_size is None:
-        raise refuse(
-            run,
+        raise Refusal(
             ("vocab_size", "tokenizer_type", "mock_data"),
             "made-up tokens need a range; add --vocab-size, e.g. 8192, or a tokenizer",
         )
 
 
-def tokenizer_files_go_with_their_type(run: Run, world_size: int) -> None:
+@rule(needs=FILES)
+def tokenizer_files_go_with_their_type(run: Run) -> None:
     """Require the files of a tokenizer that is read from files; refuse files that it does not read.
 
     A null tokenizer has a size and no file.
@@ -103,86 +96,103 @@ def tokenizer_files_go_with_their_type(run: Run, world_size: int) -> None:
     missing = [name for name in needed if value(run, name) is None]
     if missing:
         flags = " ".join(f"{all_fields()[name].flag} PATH" for name in missing)
-        raise refuse(run, ("tokenizer_type", *needed), f"is read from files; add {flags}")
+        raise Refusal(("tokenizer_type", *needed), f"is read from files; add {flags}")
     for name in set_among(run, ("tokenizer_model", "vocab_file", "merge_file")):
         if name not in needed:
             readers = " or ".join(of for of, names in TOKENIZER_FILES.items() if name in names)
-            raise refuse(run, (name, "tokenizer_type"), f"is read by {readers}; name that type or drop the file")
+            raise Refusal((name, "tokenizer_type"), f"is read by {readers}; name that type or drop the file")
     stray = set_among(run, TIKTOKEN_FIELDS)
     if stray and kind != "TikTokenizer":
-        raise refuse(run, (*stray, "tokenizer_type"), "TikTokenizer alone reads it; name that type or drop it")
+        raise Refusal((*stray, "tokenizer_type"), "TikTokenizer alone reads it; name that type or drop it")
     if kind == "NullTokenizer" and run.model.vocab_size is None:
-        raise refuse(run, ("tokenizer_type", "vocab_size"), "has only a size; add --vocab-size, e.g. 8192")
+        raise Refusal(("tokenizer_type", "vocab_size"), "has only a size; add --vocab-size, e.g. 8192")
 
 
-def sample_needs_tokenizer(run: Run, world_size: int) -> None:
+@rule(needs=FILES)
+def sample_needs_tokenizer(run: Run) -> None:
     """Require a tokenizer for the text of a prompt."""
     if run.logging.sample_prompt is not None and run.data.tokenizer_type in (None, "NullTokenizer"):
-        raise refuse(
-            run,
+        raise Refusal(
             ("sample_prompt", "tokenizer_type"),
             "a prompt needs a tokenizer that reads text; add one or drop the prompt",
         )
 
 
-def sample_length_needs_prompt(run: Run, world_size: int) -> None:
-    """Refuse a length of the sample without a prompt."""
-    if is_set(run, "sample_tokens") and run.logging.sample_prompt is None:
-        raise refuse(
-            run, ("sample_tokens", "sample_prompt"), "nothing would be generated; add --sample-prompt TEXT or drop it"
-        )
+unread(
+    ("sample_tokens",), "sample_prompt", "nothing would be generated; add --sample-prompt TEXT or drop it", needs=FILES
+)
 
 
-# Checkpoints
+unread(
+    (
+        "save_interval",
+        "save_retain_interval",
+        "no_save_optim",
+        "no_save_rng",
+        "async_save",
+        "keep_last_k",
+        "on_save_error",
+    ),
+    "save",
+    "NOTHING IS SAVED; add --save FOLDER or drop it",
+    needs=FILES,
+    in_megatron=True,
+    refused_there=("keep_last_k", "on_save_error"),
+)
 
 
-def save_flags_need_save(run: Run, world_size: int) -> None:
-    """Refuse flags about saving without a folder to save to."""
-    how = ("async_save", "save_retain_interval", "keep_last_k", "on_save_error")
-    stray = set_among(run, ("save_interval", "no_save_optim", "no_save_rng", *how))
-    if stray and run.checkpoint.save is None:
-        raise refuse(run, (*stray, "save"), "nothing would be saved; add --save FOLDER or drop it")
-
-
-def retained_steps_are_saved(run: Run, world_size: int) -> None:
+@rule(needs=FILES)
+def retained_steps_are_saved(run: Run) -> None:
     """Require that the steps to retain are saved."""
     every, interval = run.checkpoint.save_retain_interval, run.checkpoint.save_interval
     if every is not None and (interval is None or every % interval):
         works = f"e.g. --save-retain-interval {10 * interval}" if interval else "add --save-interval"
-        raise refuse(
-            run,
+        raise Refusal(
             ("save_retain_interval", "save_interval"),
             f"checkpoints that stay are multiples of both, so the one has to be a multiple of the other; {works}",
         )
 
 
-def load_flags_need_load(run: Run, world_size: int) -> None:
-    """Refuse flags about loading without a folder to load from."""
-    loading = ("use_checkpoint_args", "ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim")
-    stray = set_among(run, (*loading, "no_load_rng", "accept_changed_data", "verify_checkpoint"))
-    if stray and run.checkpoint.load is None:
-        raise refuse(run, (*stray, "load"), "nothing would be loaded; add --load FOLDER or drop it")
+_LOADING = ("finetune", "no_load_optim", "no_load_rng", "ckpt_step", "exit_on_missing_checkpoint")
+unread(
+    _LOADING,
+    "load",
+    "nothing would be loaded; add --load FOLDER or drop it",
+    is_read=lambda run: run.checkpoint.load is not None or run.checkpoint.load_hf is not None,
+    needs=FILES,
+    in_megatron=True,
+)
+unread(
+    ("use_checkpoint_args", "accept_changed_data", "verify_checkpoint", *_LOADING),
+    "load",
+    "nothing would be loaded; add --load FOLDER or drop it",
+    needs=FILES,
+)
 
 
-def imported_weights_are_a_start(run: Run, world_size: int) -> None:
+@rule(needs=FILES)
+def imported_weights_are_a_start(run: Run) -> None:
     """Require that a run from a Hugging Face folder loads all or none of what it has saved."""
     stray = set_among(run, ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"))
     if stray and run.checkpoint.load_hf is not None:
-        raise refuse(
-            run,
+        raise Refusal(
             ("load_hf", *stray),
             "weights and architecture come from the folder where --load holds no step yet, and a step that it holds "
             "is continued; drop --load-hf or the other",
         )
 
 
-def suspicious_weights_are_imported(run: Run, world_size: int) -> None:
-    """Refuse to allow suspicious weights where none are imported."""
-    if run.checkpoint.allow_suspicious_weights and run.checkpoint.load_hf is None:
-        raise refuse(run, ("allow_suspicious_weights", "load_hf"), "is about the folder of --load-hf; drop it")
+unread(("allow_suspicious_weights",), "load_hf", "is about the folder of --load-hf; drop it", needs=FILES)
 
 
-def written_paths_are_writable(run: Run, world_size: int) -> None:
+_WRITTEN_FILES = ("metrics_file", "plot_file", "report_file", "summary_file")
+
+
+_WRITTEN_FOLDERS = ("save", "tensorboard_dir", "fault_dir", "wandb_save_dir")
+
+
+@rule(needs=FILES)
+def written_paths_are_writable(run: Run) -> None:
     """Require that the files of a run can be written, before the first step and not when they are due."""
     audit = ("audit_precision_output",) if run.precision.audit_precision else ()
     for name in _WRITTEN_FOLDERS:
@@ -193,7 +203,8 @@ def written_paths_are_writable(run: Run, world_size: int) -> None:
             require_writable_file(all_fields()[name].flag, value(run, name), in_new_folder=True)
 
 
-def written_files_differ(run: Run, world_size: int) -> None:
+@rule(needs=FILES)
+def written_files_differ(run: Run) -> None:
     """Require that each file that a run writes has its own path, which is none of its folders."""
     taken: dict[Path, str] = {}
     for name in (*_WRITTEN_FOLDERS, *_WRITTEN_FILES):
@@ -201,54 +212,80 @@ def written_files_differ(run: Run, world_size: int) -> None:
             continue
         path = Path(os.path.abspath(value(run, name)))
         if path in taken and not (name in _WRITTEN_FOLDERS and taken[path] in _WRITTEN_FOLDERS):
-            raise refuse(run, (taken[path], name), "one would overwrite the other; give each its own path")
+            raise Refusal((taken[path], name), "one would overwrite the other; give each its own path")
         taken.setdefault(path, name)
 
 
-def pictures_need_metrics(run: Run, world_size: int) -> None:
-    """Require the metrics file for plot and report, which are drawn from it and so include interrupted runs."""
-    drawn = set_among(run, ("plot_file", "report_file"))
-    if drawn and run.logging.metrics_file is None:
-        raise refuse(run, (*drawn, "metrics_file"), "it is drawn from the metrics; add --metrics-file FILE.jsonl")
+# They are drawn from the metrics file, and so include interrupted runs.
+unread(
+    ("plot_file", "report_file"),
+    "metrics_file",
+    "it is drawn from the metrics; add --metrics-file FILE.jsonl",
+    needs=FILES,
+)
 
 
+@rule(needs=FILES)
 def profile_is_a_range_of_steps(run: Run, world_size: int) -> None:
     """Require a step to profile, on ranks that exist, and a folder for traces."""
     options = run.logging
     if not options.profile:
         return
     if options.profile_step_end <= options.profile_step_start:
-        raise refuse(
-            run,
+        raise Refusal(
             ("profile", "profile_step_start", "profile_step_end"),
             f"no step is between these; use --profile-step-end {options.profile_step_start + 2}",
         )
     beyond = [rank for rank in options.profile_ranks if rank >= world_size]
     if beyond:
-        raise refuse(run, ("profile", "profile_ranks"), f"there are {world_size} ranks, from 0; use --profile-ranks 0")
+        raise Refusal(("profile", "profile_ranks"), f"there are {world_size} ranks, from 0; use --profile-ranks 0")
     if options.use_pytorch_profiler and options.tensorboard_dir is None and run.checkpoint.save is None:
-        raise refuse(
-            run,
+        raise Refusal(
             ("use_pytorch_profiler", "tensorboard_dir", "save"),
             "traces need a folder; add --tensorboard-dir, or --save",
         )
 
 
-def settings_are_read(run: Run, world_size: int) -> None:
-    """Refuse settings of collecting by hand, of profiling and of reports where there is none of these."""
-    for flag, names in unread(lambda name: value(run, name)):
-        if stray := set_among(run, names):
-            raise refuse(run, (*stray, flag), "the first are read with the last alone; add it, or drop them")
+READ_WITH = {
+    "manual_gc": ("manual_gc_interval", "manual_gc_eval"),
+    "profile": ("use_pytorch_profiler", "profile_step_start", "profile_step_end", "profile_ranks"),
+    "qk_clip": ("qk_clip_alpha", "qk_clip_threshold"),
+    "tensorboard_dir": ("tensorboard_queue_size",),
+    "wandb_project": ("wandb_exp_name", "wandb_entity", "wandb_save_dir"),
+}
+"""Flag -> settings that are read with it alone, in Megatron-LM too."""
+
+SCALARS = (
+    "tensorboard_log_interval",
+    "log_timers_to_tensorboard",
+    "log_memory_to_tensorboard",
+    "log_validation_ppl_to_tensorboard",
+    "log_world_size_to_tensorboard",
+)
+"""Settings that are read where scalars go to TensorBoard, Weights & Biases or MLflow."""
 
 
-def mlflow_has_an_experiment(run: Run, world_size: int) -> None:
-    """Refuse settings of MLflow without the experiment that asks for it."""
-    stray = set_among(run, ("mlflow_tracking_uri", "mlflow_run_name"))
-    if stray and run.logging.mlflow_experiment is None:
-        raise refuse(run, (*stray, "mlflow_experiment"), "nothing goes to MLflow; add --mlflow-experiment NAME")
+_ALONE = "the first are read with the last alone; add it, or drop them"
+for _flag, _names in READ_WITH.items():
+    unread(_names, _flag, _ALONE, needs=FILES, in_megatron=True)
+unread(
+    SCALARS,
+    "tensorboard_dir",
+    _ALONE,
+    is_read=lambda run: run.logging.tensorboard_dir or run.logging.wandb_project or run.logging.mlflow_experiment,
+    needs=FILES,
+    in_megatron=True,
+)
+unread(
+    ("mlflow_tracking_uri", "mlflow_run_name"),
+    "mlflow_experiment",
+    "nothing goes to MLflow; add --mlflow-experiment NAME",
+    needs=FILES,
+)
 
 
-def mlflow_uri_is_public(run: Run, world_size: int) -> None:
+@rule(needs=FILES)
+def mlflow_uri_is_public(run: Run) -> None:
     """Refuse a place of MLflow's runs that is none, or that has a password in it; the message does not repeat one."""
     given = run.logging.mlflow_tracking_uri
     if given is None:
@@ -257,7 +294,7 @@ def mlflow_uri_is_public(run: Run, world_size: int) -> None:
         parts = urlsplit(given)
         secret = parts.password is not None or (parts.scheme in ("http", "https") and parts.username is not None)
     except ValueError as error:
-        raise refuse(run, ("mlflow_tracking_uri",), f"is no URI ({error}); e.g. http://HOST:PORT") from None
+        raise Refusal(("mlflow_tracking_uri",), f"is no URI ({error}); e.g. http://HOST:PORT") from None
     if secret:
         raise ConfigError(
             "--mlflow-tracking-uri: has a user or a password in it, which everybody sees in the list of processes and "

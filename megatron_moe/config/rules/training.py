@@ -1,54 +1,68 @@
-"""Rules about reports, the loss, optimizer, schedule, batches over time, and faults."""
+"""Rules about optimizer and schedule, batches, the memory of activations, micro-batches that overlap, and faults."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+
+from megatron_moe.config import module_names, param_groups
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.rules.wording import nearest_multiples, refuse, set_among, spelled
+from megatron_moe.config.rules.rule import (
+    LENGTH,
+    Refusal,
+    nearest_multiples,
+    rule,
+    set_among,
+    spelled,
+    unread,
+)
 from megatron_moe.config.schema import Run
 
-
-def health_sample_needs_health(run: Run, world_size: int) -> None:
-    """Refuse a sample size of the health measurements without measurements."""
-    if set_among(run, ("health_sample_tokens",)) and run.derived.health_interval == 0:
-        raise refuse(
-            run, ("health_sample_tokens", "health_interval"), "nothing is measured; use --health-interval 10, say"
-        )
-
-
-def chunk_tokens_need_the_fused_loss(run: Run, world_size: int) -> None:
-    """Refuse a chunk size without the fused loss."""
-    if set_among(run, ("cross_entropy_chunk_tokens",)) and not run.model.cross_entropy_loss_fusion:
-        raise refuse(
-            run,
-            ("cross_entropy_chunk_tokens", "cross_entropy_loss_fusion"),
-            "only the fused loss works in chunks; add --cross-entropy-loss-fusion",
-        )
+unread(
+    ("health_sample_tokens",),
+    "health_interval",
+    "nothing is measured; use --health-interval 10, say",
+    is_read=lambda run: run.derived.health_interval,
+)
 
 
-# Optimizer and schedule
+unread(
+    ("cross_entropy_chunk_tokens",),
+    "cross_entropy_loss_fusion",
+    "only the fused loss works in chunks; add --cross-entropy-loss-fusion",
+)
 
 
-def training_has_a_length(run: Run, world_size: int) -> None:
+@rule(needs=LENGTH)
+def training_has_a_length(run: Run) -> None:
     """Require the length of the training, which has no default."""
     if run.training.train_iters is None:
-        raise refuse(run, ("train_iters",), "say how many optimizer steps to train, e.g. --train-iters 1000")
+        raise Refusal(("train_iters",), "say how many optimizer steps to train, e.g. --train-iters 1000")
 
 
-def learning_rates_are_ordered(run: Run, world_size: int) -> None:
+@rule()
+def audit_needs_a_second_step(run: Run) -> None:
+    """Require two steps for the audit: the second is traced, since the first also builds buffers."""
+    if run.precision.audit_precision and run.training.train_iters == 1:
+        raise Refusal(("audit_precision", "train_iters"), "the second step is traced; use --train-iters 2 or more")
+
+
+@rule()
+def learning_rates_are_ordered(run: Run) -> None:
     """Require that the rate rises from the warm-up's start to the peak and falls to the end's rate."""
     o = run.optimizer
     for name, low in (("min_lr", o.min_lr), ("lr_warmup_init", o.lr_warmup_init)):
         if low > o.lr:
             flag = "--" + name.replace("_", "-")
-            raise refuse(run, (name, "lr"), f"is above the peak; use {flag} {o.lr} or less")
+            raise Refusal((name, "lr"), f"is above the peak; use {flag} {o.lr} or less")
 
 
-def decay_leaves_weights(run: Run, world_size: int) -> None:
+@rule()
+def decay_leaves_weights(run: Run) -> None:
     """Refuse a decay that takes all of a weight in one step, or more: a step takes rate times decay of it."""
     o = run.optimizer
     if o.lr * o.weight_decay >= 1.0:
-        raise refuse(
-            run,
+        raise Refusal(
             ("lr", "weight_decay"),
             f"a step takes lr x weight decay of each weight, all of it here; use --weight-decay below {1 / o.lr:g}",
         )
@@ -67,57 +81,70 @@ _MUON_FLAGS = (
 )
 
 
-def muon_flags_need_muon(run: Run, world_size: int) -> None:
-    """Refuse settings of Muon's for AdamW."""
-    stray = set_among(run, _MUON_FLAGS)
-    if stray and run.optimizer.optimizer != "muon":
-        raise refuse(run, (*stray, "optimizer"), "are settings of Muon's; add --optimizer muon, or drop them")
+unread(_MUON_FLAGS, "optimizer", "these are settings of Muon's; add --optimizer muon, or drop them", at="muon")
 
 
-def heads_are_split_apart(run: Run, world_size: int) -> None:
+@rule()
+def heads_are_split_apart(run: Run) -> None:
     """Refuse a matrix for each head where queries, keys and values are to be one."""
     o = run.optimizer
     if o.muon_split_qkv_per_head and not o.muon_split_qkv:
-        raise refuse(run, ("muon_split_qkv_per_head", "muon_split_qkv"), "contradict each other; drop one of them")
+        raise Refusal(("muon_split_qkv_per_head", "muon_split_qkv"), "contradict each other; drop one of them")
+
+
+unread(
+    ("decoupled_min_lr",),
+    "decoupled_lr",
+    "it ends the schedule of --decoupled-lr; give that too, or drop it",
+    in_megatron=True,
+)
+
+
+@rule()
+def decoupled_rates_are_ordered(run: Run) -> None:
+    """Require of the schedule of the embedding and the output layer what is required of the other one."""
+    options = run.optimizer
+    if options.decoupled_lr is None:
+        return
+    peak, least = param_groups.decoupled_range(run)
+    end = "min_lr" if options.decoupled_min_lr is None else "decoupled_min_lr"
+    if least > peak:
+        raise Refusal(("decoupled_lr", end), f"is above the peak at the end; use --decoupled-min-lr {peak} or less")
+    if options.lr_warmup_init > peak:
+        raise Refusal(
+            ("decoupled_lr", "lr_warmup_init"),
+            f"all schedules warm up from one rate, which is above this peak; use --lr-warmup-init {peak} or less",
+        )
+    if module_names.frozen(run).issuperset(param_groups.TABLES):
+        raise Refusal(("decoupled_lr", "freeze"), "the embedding and the output layer are frozen; drop one of the two")
 
 
 _SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
 
 
-def samples_have_a_batch(run: Run, world_size: int) -> None:
+@rule()
+def samples_have_a_batch(run: Run) -> None:
     """Require for what is counted in sequences how many a step has."""
     counted = set_among(run, _SAMPLES)
     if counted and run.training.global_batch_size is None:
-        raise refuse(run, (*counted, "global_batch_size"), "say how many sequences a step has: --global-batch-size 256")
+        raise Refusal((*counted, "global_batch_size"), "say how many sequences a step has: --global-batch-size 256")
 
 
-def lengths_are_given_once(run: Run, world_size: int) -> None:
+@rule()
+def lengths_are_given_once(run: Run) -> None:
     """Refuse a length given both in iterations and in sequences."""
     for samples in _SAMPLES[1:]:
         names = (samples, samples.replace("samples", "iters"))
         if len(set_among(run, names)) == 2:
-            raise refuse(run, names, "both say how long it is; keep one")
+            raise Refusal(names, "both say how long it is; keep one")
 
 
-def warmup_is_given_once(run: Run, world_size: int) -> None:
+@rule()
+def warmup_is_given_once(run: Run) -> None:
     """Refuse a warm-up given both as a count and as a share of the decay."""
     counts = set_among(run, ("lr_warmup_iters", "lr_warmup_samples"))
     if counts and run.optimizer.lr_warmup_fraction is not None:
-        raise refuse(run, (*counts, "lr_warmup_fraction"), "both say how long the warm-up is; keep one")
-
-
-def warmup_ends_before_decay(run: Run, world_size: int) -> None:
-    """Require that the warm-up ends before the schedule does."""
-    warmup, decay = run.derived.lr_warmup_length, run.derived.lr_decay_length
-    if decay is not None and warmup >= decay:
-        warmups = set_among(run, ("lr_warmup_samples", "lr_warmup_fraction")) or ["lr_warmup_iters"]
-        ends = set_among(run, ("lr_decay_iters", "lr_decay_samples", "train_samples")) or ["train_iters"]
-        raise refuse(
-            run,
-            (*warmups, ends[0]),
-            f"the warm-up must end before the schedule's {decay} {run.derived.schedule_unit}; use"
-            f" {_in_unit(run, 'lr_warmup_iters')} {decay // 10}",
-        )
+        raise Refusal((*counts, "lr_warmup_fraction"), "both say how long the warm-up is; keep one")
 
 
 def _in_unit(run: Run, iters: str) -> str:
@@ -126,46 +153,95 @@ def _in_unit(run: Run, iters: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def wsd_flags_need_wsd(run: Run, world_size: int) -> None:
-    """Refuse settings of the last phase of warm-up, stable, decay with another schedule."""
-    stray = set_among(run, ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"))
-    if stray and run.optimizer.lr_decay_style != "WSD":
-        raise refuse(run, (*stray, "lr_decay_style"), "only WSD reads these; use --lr-decay-style WSD or drop them")
+@rule()
+def warmup_ends_before_decay(run: Run) -> None:
+    """Require that the warm-up ends before the schedule does."""
+    warmup, decay = run.derived.lr_warmup_length, run.derived.lr_decay_length
+    if decay is not None and warmup >= decay:
+        warmups = set_among(run, ("lr_warmup_samples", "lr_warmup_fraction")) or ["lr_warmup_iters"]
+        ends = set_among(run, ("lr_decay_iters", "lr_decay_samples", "train_samples")) or ["train_iters"]
+        raise Refusal(
+            (*warmups, ends[0]),
+            f"the warm-up must end before the schedule's {decay} {run.derived.schedule_unit}; use"
+            f" {_in_unit(run, 'lr_warmup_iters')} {decay // 10}",
+        )
 
 
-def wsd_phases_fit(run: Run, world_size: int) -> None:
+unread(
+    ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    "lr_decay_style",
+    "only WSD reads these; use --lr-decay-style WSD or drop them",
+    at="WSD",
+    in_megatron=True,
+)
+
+
+@rule()
+def wsd_phases_fit(run: Run) -> None:
     """Require that warm-up and last phase fit into the schedule."""
     o, decay = run.optimizer, run.derived.lr_decay_length
     if o.lr_decay_style != "WSD" or decay is None:
         return
     last, flag = run.derived.lr_wsd_decay_length, _in_unit(run, "lr_wsd_decay_iters")
     if last is None:
-        raise refuse(
-            run,
+        raise Refusal(
             ("lr_decay_style", "lr_wsd_decay_iters"),
             f"say how long the last phase is, e.g. {flag} {max(1, decay // 10)}",
         )
     room = decay - run.derived.lr_warmup_length
     if last > room:
         phases = set_among(run, ("lr_wsd_decay_samples", "lr_warmup_samples")) or ["lr_wsd_decay_iters"]
-        raise refuse(
-            run,
+        raise Refusal(
             (*phases, "lr_warmup_iters", "lr_decay_iters", "train_iters"),
             f"only {room:g} {run.derived.schedule_unit} are left after the warm-up; use {flag} {int(room)} or less",
         )
 
 
-def clipped_logits_need_muon(run: Run, world_size: int) -> None:
-    """Refuse QK-clip with another optimizer than Muon, which scales the weights that it has updated."""
-    if run.optimizer.qk_clip and run.optimizer.optimizer != "muon":
-        raise refuse(
-            run, ("qk_clip", "optimizer"), "Muon alone scales weights after their update; use --optimizer muon"
+unread(("qk_clip",), "optimizer", "Muon alone scales weights after their update; use --optimizer muon", at="muon")
+
+
+@rule()
+def clipped_queries_are_not_normed(run: Run) -> None:
+    """Refuse QK-clip where norms after the projections undo what it does to their weights.
+
+    The norms of latent attention are before the projections.
+    """
+    if run.optimizer.qk_clip and run.model.qk_layernorm and not run.model.multi_latent_attention:
+        raise Refusal(
+            ("qk_clip", "qk_layernorm"),
+            "the norms give queries and keys the same size whatever their weights are, and bound the logits; keep one",
         )
 
 
-# Batches over time
+_FREEZE, _TIED = "freeze", "untie_embeddings_and_output_weights"
 
 
+_CLIPPED = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+
+
+@rule()
+def clipped_weights_are_trained(run: Run) -> None:
+    """Refuse QK-clip where the weights that it would scale are frozen."""
+    if not run.optimizer.qk_clip:
+        return
+    kept = sorted(name for name in module_names.frozen(run) if name.split(".")[-2] in _CLIPPED)
+    if kept:
+        raise Refusal(
+            ("qk_clip", _FREEZE),
+            f"{kept[0]} would have to be scaled, and is frozen; leave queries and keys out of the frozen parameters, "
+            "or drop --qk-clip",
+        )
+
+
+unread(
+    ("qk_clip", "log_max_attention_logit"),
+    "transformer_impl",
+    "the local attention alone measures its logits; use --transformer-impl local",
+    at="local",
+)
+
+
+@rule()
 def rampup_reaches_the_batch(run: Run, world_size: int) -> None:
     """Require that the batch grows from START by whole INCREMENTs to the global batch.
 
@@ -175,24 +251,23 @@ def rampup_reaches_the_batch(run: Run, world_size: int) -> None:
     if ramp is None:
         return
     if len(ramp) != 3:
-        raise refuse(run, ("rampup_batch_size",), "takes three numbers, START INCREMENT SAMPLES; e.g. 8 8 10000")
+        raise Refusal(("rampup_batch_size",), "takes three numbers, START INCREMENT SAMPLES; e.g. 8 8 10000")
     start, increment, samples = ramp
     batch = run.derived.global_batch_size(world_size)
     if start >= batch or (batch - start) % increment:
-        raise refuse(
-            run,
+        raise Refusal(
             ("rampup_batch_size", "global_batch_size"),
             f"{start} plus whole increments of {increment} must reach the global batch of {batch};"
             f" use --global-batch-size {start + max(1, (batch - start) // increment) * increment}",
         )
     if samples < (batch - start) // increment:
-        raise refuse(
-            run,
+        raise Refusal(
             ("rampup_batch_size", "global_batch_size"),
             f"{samples} samples are fewer than the {(batch - start) // increment} increments; use more samples",
         )
 
 
+@rule()
 def rampup_batches_divide(run: Run, world_size: int) -> None:
     """Require whole micro-batches per rank in every batch of the ramp-up, and whole rounds with interleaving."""
     ramp = run.training.rampup_batch_size
@@ -209,22 +284,322 @@ def rampup_batches_divide(run: Run, world_size: int) -> None:
             )
 
 
-def evaluation_has_iterations(run: Run, world_size: int) -> None:
-    """Refuse an evaluation interval without evaluation iterations."""
-    if run.training.eval_interval and not run.training.eval_iters:
-        raise refuse(
-            run, ("eval_interval", "eval_iters"), "nothing would be evaluated; use --eval-iters 10 or --eval-interval 0"
+unread(
+    ("eval_interval",),
+    "eval_iters",
+    "nothing would be evaluated; use --eval-iters 10 or --eval-interval 0",
+    in_megatron=True,
+)
+
+
+@rule()
+def full_recompute_is_described(run: Run) -> None:
+    """Require method and layers for the recomputation of whole layers."""
+    t = run.training
+    missing = [
+        n
+        for n, v in (("recompute_method", t.recompute_method), ("recompute_num_layers", t.recompute_num_layers))
+        if v is None
+    ]
+    if t.recompute_granularity == "full" and missing:
+        raise Refusal(
+            ("recompute_granularity", *missing),
+            "say which layers: --recompute-method uniform --recompute-num-layers 1 recomputes every one",
         )
 
 
-# Faults
+unread(
+    ("recompute_method", "recompute_num_layers"),
+    "recompute_granularity",
+    "nothing is recomputed; use --recompute-granularity full",
+    in_megatron=True,
+)
+unread(
+    ("recompute_num_layers", "recompute_method"),
+    "recompute_granularity",
+    "only full recomputation reads these; use --recompute-granularity full",
+    is_read=lambda run: run.training.recompute_granularity != "selective",
+)
+unread(
+    ("recompute_modules",),
+    "recompute_granularity",
+    "only selective recomputation reads these; use --recompute-granularity selective",
+    at="selective",
+    in_megatron=True,
+)
 
 
-def spikes_have_a_folder(run: Run, world_size: int) -> None:
+@rule()
+def recompute_layers_within_stage(run: Run) -> None:
+    """Require that no stage recomputes more layers than it has."""
+    chunk = max(len(stage.layers) for stage in run.derived.pipeline_stages)
+    count = run.training.recompute_num_layers
+    if count is not None and count > chunk:
+        raise Refusal(
+            ("recompute_num_layers", "num_layers", "pipeline_model_parallel_size"),
+            f"a stage has {chunk} layers; use --recompute-num-layers {chunk} or less",
+        )
+
+
+@rule()
+def recomputed_modules_exist(run: Run) -> None:
+    """Refuse to recompute modules that the model does not have."""
+    modules = run.training.recompute_modules or ()
+    needed = {
+        "moe": ("num_experts", run.moe.num_experts),
+        "moe_act": ("num_experts", run.moe.num_experts),
+        "shared_experts": ("moe_shared_expert_intermediate_size", run.moe.moe_shared_expert_intermediate_size),
+        "mla_up_proj": ("multi_latent_attention", run.model.multi_latent_attention),
+    }
+    for module in modules:
+        field, value = needed.get(module, ("", True))
+        if not value:
+            raise Refusal(
+                ("recompute_modules", field), f"there is no {module} to recompute; use mlp or core_attn instead"
+            )
+
+
+@rule()
+def recomputed_modules_do_not_nest(run: Run) -> None:
+    """Refuse to recompute parts of the MoE layer when the whole layer is recomputed."""
+    modules = run.training.recompute_modules or ()
+    inner = [module for module in ("moe_act", "shared_experts") if module in modules]
+    if "moe" in modules and inner:
+        raise Refusal(("recompute_modules",), f"moe holds {' and '.join(inner)}; drop moe or drop what it holds")
+
+
+_OFFLOAD = "fine_grained_activation_offloading"
+
+
+unread(
+    ("offload_modules",),
+    "fine_grained_activation_offloading",
+    "only the offload reads these; add --fine-grained-activation-offloading",
+    in_megatron=True,
+)
+
+
+@rule()
+def offload_has_modules(run: Run) -> None:
+    """Require modules for the offload of activations."""
+    if run.training.fine_grained_activation_offloading and not run.training.offload_modules:
+        works = "say which modules: --offload-modules core_attn attn_proj expert_fc1 moe_act, say"
+        raise Refusal((_OFFLOAD, "offload_modules"), works)
+
+
+def _offloaded(run: Run) -> tuple[str, ...]:
+    is_on = run.training.fine_grained_activation_offloading
+    return (run.training.offload_modules or ()) if is_on else ()
+
+
+@rule()
+def offloaded_modules_exist(run: Run) -> None:
+    """Refuse to offload modules that the model does not have, or whose input another one keeps."""
+    modules = _offloaded(run)
+    of_experts = [name for name in modules if name in ("expert_fc1", "moe_act")]
+    if of_experts and run.moe.num_experts is None:
+        raise Refusal(("offload_modules", "num_experts"), f"there are no experts; drop {' and '.join(of_experts)}")
+    if "attn_proj" in modules and "core_attn" not in modules:
+        raise Refusal(
+            ("offload_modules",),
+            "core_attn keeps the same tensor on the device, its output; add core_attn, or drop attn_proj",
+        )
+
+
+@rule()
+def offloaded_products_keep_their_input(run: Run) -> None:
+    """Refuse to offload inputs of products that Transformer Engine makes in FP8: it keeps other tensors."""
+    in_fp8 = run.precision.fp8_modules if run.precision.fp8_format is not None else ()
+    linear, experts = run.model.transformer_impl == "transformer_engine", run.moe.moe_expert_backend == "te"
+    for field, by_te, kind, names in (
+        ("transformer_impl", linear, "attention", ("qkv_linear", "attn_proj")),
+        ("moe_expert_backend", experts, "experts", ("expert_fc1",)),
+    ):
+        stray = [name for name in names if name in _offloaded(run)]
+        if stray and by_te and kind in in_fp8:
+            raise Refusal(
+                ("offload_modules", "fp8_format", field),
+                f"Transformer Engine keeps other tensors than the inputs in FP8; drop {' and '.join(stray)}",
+            )
+
+
+NOT_KEPT = {
+    "moe": ("expert_fc1", "moe_act"),
+    "layernorm": ("qkv_linear",),
+    "mla_up_proj": ("core_attn", "attn_proj"),
+}
+"""Recomputed modules, and the modules whose inputs are not kept then."""
+
+
+@rule()
+def offloaded_modules_are_kept(run: Run) -> None:
+    """Refuse to offload what recomputation does not keep."""
+    modules, recomputed = _offloaded(run), run.derived.recomputed_modules
+    if modules and run.training.recompute_granularity == "full":
+        raise Refusal(
+            (_OFFLOAD, "recompute_granularity"),
+            "whole layers keep their input alone; use --recompute-granularity selective, or drop the offload",
+        )
+    for recomputing, lost in NOT_KEPT.items():
+        stray = [name for name in lost if name in modules]
+        if recomputing in recomputed and stray:
+            raise Refusal(
+                ("recompute_modules", "offload_modules"),
+                f"with {recomputing} recomputed these are not kept; drop {' and '.join(stray)}, or {recomputing}",
+            )
+
+
+@rule()
+def offload_takes_whole_layers(run: Run) -> None:
+    """Refuse the offload with the schedule that takes layers apart."""
+    if run.training.fine_grained_activation_offloading and run.moe.overlap_moe_expert_parallel_comm:
+        raise Refusal(
+            (_OFFLOAD, "overlap_moe_expert_parallel_comm"),
+            "the offload follows whole layers, and that schedule computes them in parts; drop one of the two",
+        )
+
+
+unread(
+    ("attention_softmax_in_fp32",),
+    "transformer_impl",
+    "the local attention's softmax is always fp32; drop --no-attention-softmax-in-fp32",
+    is_read=lambda run: run.model.transformer_impl != "local",
+)
+
+
+unread(
+    ("attention_backend",),
+    "transformer_impl",
+    "the local attention takes the kernel of torch that fits; use --attention-backend auto",
+    is_read=lambda run: run.model.transformer_impl != "local",
+    in_megatron=True,
+)
+
+
+@rule()
+def transformer_engine_is_installed(run: Run) -> None:
+    """Require that Transformer Engine is installed if a flag chooses it."""
+    asking = [
+        name
+        for name, asks in (
+            ("transformer_impl", run.model.transformer_impl == "transformer_engine"),
+            ("moe_expert_backend", run.moe.moe_expert_backend == "te"),
+        )
+        if asks
+    ]
+    # One that cannot be loaded is hidden from the engine, by None in its place; what uses it says why.
+    hidden = "transformer_engine" in sys.modules
+    if asking and not hidden and importlib.util.find_spec("transformer_engine") is None:
+        raise Refusal(
+            asking,
+            "Transformer Engine is not installed; install the extra [gpu], or use --transformer-impl local and"
+            " --moe-expert-backend grouped_mm",
+            package=True,
+        )
+
+
+_OVERLAP = "overlap_moe_expert_parallel_comm"
+
+
+@rule()
+def expert_overlap_can_work(run: Run) -> None:
+    """Require what megatron-core's schedule of two micro-batches asks for, with the same limits."""
+    if not run.moe.overlap_moe_expert_parallel_comm:
+        return
+    if run.parallel.expert_model_parallel_size == 1:
+        raise Refusal(
+            (_OVERLAP, "expert_model_parallel_size"),
+            "there is no exchange to hide; use --expert-model-parallel-size 2 or more, or drop the flag",
+        )
+    if run.moe.moe_token_dispatcher_type not in ("alltoall", "flex"):
+        raise Refusal(
+            (_OVERLAP, "moe_token_dispatcher_type"),
+            "the schedule takes a dispatch apart; use --moe-token-dispatcher-type alltoall or flex",
+        )
+    if not (run.precision.bf16 or run.precision.fp16):
+        raise Refusal((_OVERLAP, "bf16"), "megatron-core has the schedule for half precision alone; add --bf16")
+    stages = run.parallel.pipeline_model_parallel_size
+    if stages > 1 and run.derived.virtual_pipeline_size is None:
+        raise Refusal(
+            (_OVERLAP, "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
+            "over several stages it is the interleaved schedule; add --num-layers-per-virtual-pipeline-stage 1, or"
+            " bars to --pipeline-model-parallel-layout",
+        )
+    if run.derived.predictions_pipeline_rank is not None:
+        raise Refusal(
+            (_OVERLAP, "pipeline_model_parallel_layout"),
+            "multi-token prediction is computed with the loss; use mL for the last stage",
+        )
+    if (run.model.mtp_num_layers or 0) > 1 or (run.model.mtp_num_layers and stages == 1):
+        raise Refusal(
+            (_OVERLAP, "mtp_num_layers", "pipeline_model_parallel_size"),
+            "megatron-core takes one layer of multi-token prediction, and 0.16.1 only over several stages; use"
+            " --mtp-num-layers 1 with --pipeline-model-parallel-size 2 or more, or drop one of the two",
+        )
+
+
+@rule()
+def expert_overlap_excludes(run: Run) -> None:
+    """Refuse with overlapping micro-batches what works on whole layers, which that schedule does not call."""
+    if not run.moe.overlap_moe_expert_parallel_comm:
+        return
+    if run.moe.moe_shared_expert_overlap:
+        raise Refusal(
+            (_OVERLAP, "moe_shared_expert_overlap"),
+            "the exchange is hidden once, behind another micro-batch; drop one of the two",
+        )
+    if run.training.recompute_granularity == "full" or "moe" in run.derived.recomputed_modules:
+        raise Refusal(
+            (_OVERLAP, "recompute_granularity", "recompute_modules"),
+            "a layer in parts is not recomputed as a whole; use --recompute-granularity selective, with e.g."
+            " --recompute-modules moe_act layernorm",
+        )
+    if run.moe.moe_pad_expert_input_to_capacity:
+        raise Refusal(
+            (_OVERLAP, "moe_pad_expert_input_to_capacity"),
+            "experts' rows are not padded between the parts of a layer; drop one of the two",
+        )
+    if run.derived.zero_stage >= 2:
+        raise Refusal(
+            (_OVERLAP, *set_among(run, ("data_parallel_sharding_strategy", "use_torch_fsdp2"))),
+            "weights are gathered when a layer is called as a whole; use --data-parallel-sharding-strategy optim",
+        )
+    if run.precision.keep_fp32:
+        raise Refusal(
+            (_OVERLAP, "keep_fp32"),
+            "modules that are kept in fp32 cast what they are called with, and parts of a layer are not called so;"
+            " drop one of the two",
+        )
+    if run.faults.loss_spike_factor is not None:
+        raise Refusal(
+            (_OVERLAP, "loss_spike_factor"),
+            "losses per token are kept when the model is called as a whole; drop one of the two",
+        )
+
+
+@rule()
+def delayed_gradients_can_work(run: Run) -> None:
+    """Require for later gradients the schedule that finds time for them, and products that can leave them out."""
+    if not run.moe.delay_wgrad_compute:
+        return
+    if not run.moe.overlap_moe_expert_parallel_comm:
+        raise Refusal(
+            ("delay_wgrad_compute", _OVERLAP),
+            "there is no other micro-batch's exchange to hide behind them; add --overlap-moe-expert-parallel-comm",
+        )
+    if run.moe.moe_expert_backend != "grouped_mm" or run.precision.fp8_format is not None:
+        raise Refusal(
+            ("delay_wgrad_compute", "moe_expert_backend", "fp8_format"),
+            "these products find the gradients of rows and weights together; use --moe-expert-backend grouped_mm"
+            " without --fp8-format, or drop the flag",
+        )
+
+
+@rule()
+def spikes_have_a_folder(run: Run) -> None:
     """Require a folder for the batches of loss spikes."""
     if run.faults.loss_spike_factor is not None and run.faults.fault_dir is None and run.checkpoint.save is None:
-        raise refuse(
-            run,
+        raise Refusal(
             ("loss_spike_factor", "fault_dir", "save"),
             "there is no folder for the batches; add --fault-dir FOLDER or --save FOLDER",
         )

@@ -11,7 +11,7 @@ import pytest
 import megatron_moe.moe.layer  # noqa: F401  it registers the package's own
 from megatron_moe.config import cli
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.registry import DISPATCHERS, EXPERT_BACKENDS, SCORE_FUNCTIONS, Registry
+from megatron_moe.config.setting import DISPATCHERS, EXPERT_BACKENDS, SCORE_FUNCTIONS, Registry
 
 
 @contextmanager

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.config import cli, rules, schema
-from megatron_moe.config import deepspeed_keys as keys
+from megatron_moe.config import rules, schema
+from megatron_moe_tools import compat
+from megatron_moe_tools.compat import deepspeed_file as keys
 from tests.config.refused import refused
-
-pytestmark = pytest.mark.usefixtures("one_parser")
 
 FILES = Path(__file__).with_name("deepspeed")
 TINY = "--preset tiny --mock-data --vocab-size 256 --train-iters 5000"
@@ -62,21 +61,21 @@ TAKEN = {
 
 def run_of(name: str, flags: str, world: int) -> schema.Run:
     words = [*shlex.split(f"{TINY} {flags}"), "--deepspeed-config", str(FILES / f"{name}.json")]
-    return cli.parse(words, world_size=world)
+    return compat.parse(words, world_size=world)
 
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_file_becomes_settings_that_keep_the_rules_as_if_its_flags_were_typed(name):
     case = TAKEN[name]
     run = run_of(name, case.flags, case.world)
-    for flags in (case.sets, run.notes[0].partition(" sets ")[2]):
-        typed = cli.parse(shlex.split(f"{TINY} {case.flags} {flags}"))
+    for flags in (case.sets, run.warnings[0].partition(" sets ")[2]):
+        typed = compat.parse(shlex.split(f"{TINY} {case.flags} {flags}"))
         assert run == typed and schema.flatten(run) == schema.flatten(typed)
-    assert not {"notes", "deepspeed_config"} & schema.flatten(run).keys()
+    assert not {"warnings", "deepspeed_config"} & schema.flatten(run).keys()
     rules.check(run, case.world)
-    text = "\n".join(run.notes)
+    text = "\n".join(run.warnings)
     assert [fragment for fragment in case.notes if fragment not in text] == []
-    assert all(line.startswith(f"{name}.json") for line in run.notes)
+    assert all(line.startswith(f"{name}.json") for line in run.warnings)
 
 
 def leaves(mapping: dict[str, Any], above: str = "") -> list[str]:
@@ -92,7 +91,7 @@ def leaves(mapping: dict[str, Any], above: str = "") -> list[str]:
 
 @pytest.mark.parametrize("name", [name for name in TAKEN if name != "hand_written_zero1"])
 def test_no_key_of_a_file_is_read_past_in_silence(name):
-    notes = "\n".join(run_of(name, TAKEN[name].flags, TAKEN[name].world).notes)
+    notes = "\n".join(run_of(name, TAKEN[name].flags, TAKEN[name].world).warnings)
     for key in leaves(json.loads((FILES / f"{name}.json").read_text())):
         parts = key.split(".")
         prefixes = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.config import cli, schema
+from megatron_moe.config import schema
+from megatron_moe_tools import compat
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {}}
 FP16 = {"fp16": {"enabled": True}}
@@ -16,12 +17,12 @@ BF16 = {"bf16": {"enabled": True}}
 def parsed(path: Path, content: dict[str, Any] | str, *flags: str, world: int | None = 4) -> schema.Run:
     """Parse flags with a DeepSpeed file of this content, on so many ranks."""
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return cli.parse(["--deepspeed-config", str(path), *flags], world_size=world)
+    return compat.parse(["--deepspeed-config", str(path), *flags], world_size=world)
 
 
 def changed(run: schema.Run, *flags: str) -> dict[str, Any]:
     """The settings in which a run differs from one with these flags alone."""
-    plain = schema.flatten(cli.parse(flags))
+    plain = schema.flatten(compat.parse(flags))
     return {name: value for name, value in schema.flatten(run).items() if value != plain[name]}
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.config import cli, rules
+from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.megatron_flags import ANSWERS, Answer, row_for, table, translate
-from tests.config.megatron_scripts import names
+from megatron_moe_tools import compat
+from megatron_moe_tools.compat.megatron_flags import ANSWERS, Answer, row_for, table, translate
+from tests.compat.megatron_scripts import names
 from tests.config.refused import refused
-
-pytestmark = pytest.mark.usefixtures("one_parser")
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -27,7 +26,7 @@ OTHER_PROGRAMS = {"--max-restarts", "--trace", "--no-load"}
 @cache
 def own() -> dict[str, str]:
     """Return our flags with their fields."""
-    return {option: action.dest for action in cli._build_parser()._actions for option in action.option_strings}
+    return {option: action.dest for action in compat.parser()._actions for option in action.option_strings}
 
 
 def rows() -> list[Answer]:
@@ -68,7 +67,7 @@ def test_what_takes_a_flags_place_is_a_flag_of_ours():
         assert words[0] in own(), row
         if row.answer == "alias":
             assert translate(words, own()).argv == words
-            cli.parse(words)
+            compat.parse(words)
 
 
 def test_flags_that_a_reason_names_exist():
@@ -81,12 +80,12 @@ def test_flags_that_a_reason_names_exist():
 
 def test_what_is_always_so_is_one_line_and_what_is_ignored_one_a_reason():
     tags = "--app-tag-run-name a --app-tag-run-version=1"
-    run = cli.parse(f"--use-mcore-models --no-rope-fusion --local_rank=1 {tags} --te-rng-tracker --lr 1".split())
-    always, logger, graphs, defaults = run.notes
+    run = compat.parse(f"--use-mcore-models --no-rope-fusion --local_rank=1 {tags} --te-rng-tracker --lr 1".split())
+    always, logger, graphs, defaults = run.warnings
     assert always == "always so here: --use-mcore-models, --no-rope-fusion, --local-rank 1"
     assert "--app-tag-run-name a, --app-tag-run-version 1:" in logger
     assert "--te-rng-tracker:" in graphs and "--defaults megatron" in defaults
-    assert run == cli.parse(["--lr", "1"])
+    assert run == compat.parse(["--lr", "1"])
 
 
 @pytest.mark.parametrize(
@@ -110,14 +109,14 @@ def test_what_is_always_so_is_one_line_and_what_is_ignored_one_a_reason():
 )
 def test_an_alias_is_what_it_stands_for(typed, ours):
     others = "--preset tiny --rope-type yarn --save steps".split()
-    run = cli.parse([*typed.split(), *others])
-    assert run == cli.parse([*ours.split(), *others])
-    (note,) = run.notes
+    run = compat.parse([*typed.split(), *others])
+    assert run == compat.parse([*ours.split(), *others])
+    (note,) = run.warnings
     assert note.startswith(f"{typed.replace('=', ' ')} is {ours} here")
 
 
 def test_a_mistake_in_an_alias_names_what_was_typed():
-    run = cli.parse("--preset tiny --mock-data --vocab-size 100 --main-grads-dtype bf16".split())
+    run = compat.parse("--preset tiny --mock-data --vocab-size 100 --main-grads-dtype bf16".split())
     with pytest.raises(ConfigError, match=r"--grad-reduce-in-bf16 \(--main-grads-dtype bf16\), --no-bf16"):
         rules.check(run, 1)
 
@@ -145,14 +144,14 @@ def test_the_value_decides_where_megatron_has_several():
 
 
 def test_a_switch_that_is_ignored_is_so_when_it_is_off():
-    (note, _) = cli.parse("--rl-partial-rollouts --no-rl-skip-bos-token --lr 1".split()).notes
+    (note, _) = compat.parse("--rl-partial-rollouts --no-rl-skip-bos-token --lr 1".split()).warnings
     assert "--rl-partial-rollouts, --no-rl-skip-bos-token" in note
     assert row_for("--no-sft", []) is None and row_for("--no-langrl-env-config", ["a"]) is None
 
 
 def test_all_errors_of_a_command_come_at_once():
     words = "--init-method-xavier-uniform --tp 2 --use-mcore-models yes --num-layerz 4 --sft".split()
-    said = refused(lambda: cli.parse(words), lines=6).splitlines()
+    said = refused(lambda: compat.parse(words), lines=6).splitlines()
     assert said[0].startswith("5 flags")
     fragments = ["--init-method-std", "--tensor-model-parallel-size", "takes 0", "--num-layers?", "--sft:"]
     assert all(fragment in line for fragment, line in zip(fragments, said[1:]))
@@ -174,8 +173,8 @@ def test_all_errors_of_a_command_come_at_once():
     ],
 )
 def test_a_wrong_flag_is_answered_with_what_was_meant(argv, fragment):
-    refused(lambda: cli.parse(argv), fragment, argv[0])
-    assert "did you mean" not in refused(lambda: cli.parse(["--moe-frobnicate"]))  # which is far from all
+    refused(lambda: compat.parse(argv), fragment, argv[0])
+    assert "did you mean" not in refused(lambda: compat.parse(["--moe-frobnicate"]))  # which is far from all
 
 
 def test_words_of_our_own_flags_are_left_as_they_are():

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_moe.config import cli, rules
+from megatron_moe.config import rules
+from megatron_moe.config.command_line import groups, parts
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.megatron_flags import groups, parts
-from tests.config.megatron_scripts import command, names
+from megatron_moe_tools import compat
+from tests.compat.megatron_scripts import command, names
 
 NUMBERS = [str(number) for number in range(len(names()[1]))]
 PASS, PASS_AS_THEY_ARE = 73, 53
@@ -30,7 +31,7 @@ REFUSED = {
 
 
 @pytest.fixture(autouse=True)
-def machine_with_everything(monkeypatch, one_parser, tmp_path):
+def machine_with_everything(monkeypatch, tmp_path):
     """A machine of these scripts has Transformer Engine and DeepEP."""
     monkeypatch.chdir(tmp_path)
     found = importlib.util.find_spec
@@ -72,18 +73,18 @@ def checked(name: str) -> Checked:
     words, ranks = command(name)
     words, has_length = filled_in(words)
     try:
-        run = cli.parse(words)
+        run = compat.parse(words)
         rules.check(run, ranks)
     except ConfigError as error:
         return Checked((), str(error), has_length)
-    return Checked(run.notes, "", has_length)
+    return Checked(run.warnings, "", has_length)
 
 
 def unread(name: str) -> Iterator[str]:
     """Yield the flags of a script that take a number of values that it does not give."""
     for group in groups(command(name)[0]):
         flag, given = parts(group)
-        action = cli._build_parser()._option_string_actions.get(flag)
+        action = compat.parser()._option_string_actions.get(flag)
         if action is not None and (action.nargs != 0) != bool(given):
             yield flag
 

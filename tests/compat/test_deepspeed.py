@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.config import deepspeed_keys as keys
-from megatron_moe.config.deepspeed_file import read
 from megatron_moe.config.fields import all_fields
-from tests.config.deepspeed_files import ADAMW, BF16, FP16, changed, scheduler, zero
+from megatron_moe_tools.compat import deepspeed_file as keys
+from megatron_moe_tools.compat.deepspeed_file import read
+from tests.compat.deepspeed_files import ADAMW, BF16, FP16, changed, scheduler, zero
 from tests.config.refused import refused
-
-pytestmark = pytest.mark.usefixtures("one_parser")
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -55,7 +53,7 @@ def test_a_key_without_a_meaning_is_named_with_its_reason(deepspeed):
         for key in of_reason:
             run = deepspeed(nested(key, True))
             assert changed(run) == {}, key
-            assert f"ds.json: {key}: no meaning here: {reason}" in run.notes
+            assert f"ds.json: {key}: no meaning here: {reason}" in run.warnings
 
 
 def test_a_key_that_asks_for_something_else_is_refused_with_what_works(deepspeed):
@@ -136,27 +134,29 @@ def test_the_schedules_rate_is_the_peak_and_the_optimizers_is_named(deepspeed):
     warmup = scheduler("WarmupLR", warmup_max_lr=1e-4, warmup_type="linear")
     run = deepspeed({**warmup, "optimizer": {"type": "AdamW", "params": {"lr": 3e-5}}})
     assert (run.optimizer.lr, run.optimizer.lr_warmup_iters) == (1e-4, 1000)
-    assert any("optimizer.params.lr 3e-05 is not used: warmup_max_lr 0.0001" in note for note in run.notes)
+    assert any("optimizer.params.lr 3e-05 is not used: warmup_max_lr 0.0001" in note for note in run.warnings)
     without = deepspeed({**scheduler("WarmupLR", warmup_type="linear"), "optimizer": {**ADAMW, "params": {"lr": 3e-5}}})
     assert without.optimizer.lr == 3e-5
     for steps in (10, "auto"):  # what is left out is DeepSpeed's logarithm
         run = deepspeed(scheduler("WarmupLR", warmup_num_steps=steps))
-        assert any("linear here (DeepSpeed's default is logarithmic)" in note for note in run.notes)
+        assert any("linear here (DeepSpeed's default is logarithmic)" in note for note in run.warnings)
 
 
 def test_a_dtype_that_nobody_decides_is_fp32_and_said(deepspeed):
     content = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
-    assert any('bf16.enabled and fp16.enabled "auto": no flag names' in note for note in deepspeed(content).notes)
-    assert not any("no flag names" in note for note in deepspeed(content, "--bf16").notes)
+    assert any('bf16.enabled and fp16.enabled "auto": no flag names' in note for note in deepspeed(content).warnings)
+    assert not any("no flag names" in note for note in deepspeed(content, "--bf16").warnings)
 
 
 def test_a_parameter_that_is_left_out_is_named_where_the_defaults_differ(deepspeed):
-    notes = "\n".join(deepspeed({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": "auto"}}}).notes)
+    notes = "\n".join(
+        deepspeed({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": "auto"}}}).warnings
+    )
     assert "--adam-beta2 0.999, here --adam-beta2 0.95" in notes and "scheduler.type" in notes
     assert "--clip-grad 0.0, here --clip-grad 1.0" in notes
     assert "leaves out optimizer.params.weight_decay" not in notes and "beta1" not in notes
-    assert "clip" not in "\n".join(deepspeed({"gradient_clipping": "auto"}).notes)
-    assert "clip" not in "\n".join(deepspeed({}, "--clip-grad", "2").notes)
+    assert "clip" not in "\n".join(deepspeed({"gradient_clipping": "auto"}).warnings)
+    assert "clip" not in "\n".join(deepspeed({}, "--clip-grad", "2").warnings)
 
 
 # ---- refused

@@ -13,10 +13,18 @@ from pathlib import PurePath
 from typing import Any
 
 from megatron_moe.config import schema
-from megatron_moe.config.deepspeed_file import DeepSpeedFile, read
-from megatron_moe.config.deepspeed_keys import AUTO, DEFAULTS, IMPLIED, LOSS_SCALE_KEYS, RIVALS, TAKEN
-from megatron_moe.config.deepspeed_schedule import optimizer_settings, scheduler_settings
 from megatron_moe.config.fields import all_fields
+from megatron_moe_tools.compat.deepspeed_file import (
+    AUTO,
+    DEFAULTS,
+    IMPLIED,
+    LOSS_SCALE_KEYS,
+    RIVALS,
+    SCHEDULERS,
+    TAKEN,
+    DeepSpeedFile,
+    read,
+)
 
 _TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _DTYPES = {
@@ -32,32 +40,35 @@ _MAX_SCALE_POWER = 127  # of a finite fp32 number
 
 
 @dataclass(frozen=True)
-class MergedSettings:
-    """Settings of a command line with a DeepSpeed file.
+class FileSettings:
+    """What a DeepSpeed file sets.
 
     Args:
-        flat: field -> value.
+        values: field -> value, without what flags and `--config` say otherwise.
+        places: field -> "key in file".
         notes: what to report at the start of the run, a line each.
-        origins: field -> "key in file", for the values that are the file's.
     """
 
-    flat: dict[str, Any]
+    values: dict[str, Any]
+    places: dict[str, str]
     notes: tuple[str, ...]
-    origins: dict[str, str]
 
 
-def merged(
-    path: str, below: Mapping[str, Any], above: Mapping[str, Any], world_size: int | None = None
-) -> MergedSettings:
+def settings_of(
+    path: str | None, below: Mapping[str, Any], above: Mapping[str, Any], world_size: int | None = None
+) -> FileSettings:
     """Return the settings of a DeepSpeed file between those that it overrides and those that override it.
 
     Args:
+        path: None for no file, which sets nothing.
         below: settings of the preset. above: those of flags and `--config`.
         world_size: ranks of the run, from which the batch sizes follow; None where it is not known yet.
 
     Raises:
         ConfigError: the file cannot be read, asks for something else than this framework does, or contradicts itself.
     """
+    if path is None:
+        return FileSettings({}, {}, ())
     file = read(path)
     merge = _Merge(file, below, above)
     _take_plain_settings(merge)
@@ -76,9 +87,14 @@ class _Merge:
     def __init__(self, file: DeepSpeedFile, below: Mapping[str, Any], above: Mapping[str, Any]) -> None:
         self.file, self.above = file, above
         self._without = {**below, **above}
-        self.flat: dict[str, Any] = {**below, **above}
         self.notes: list[str] = []
-        self._origins: dict[str, str] = {}
+        self._taken: dict[str, Any] = {}
+        self._places: dict[str, str] = {}
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """All settings so far."""
+        return {**self._without, **self._taken}
 
     def take(self, key: str, settings: Mapping[str, Any]) -> None:
         """Add the settings of a key, without those that flags or `--config` override."""
@@ -88,11 +104,11 @@ class _Merge:
                 shown = self.file.values.get(key, value)
                 self.note(f"{key} {_json(shown)} is overridden by {_typed(winner, self.above[winner])}")
             elif field not in self.above:
-                self.flat[field] = value
-                self._origins[field] = f"{key} in {self.file.name}"
+                self._taken[field] = value
+                self._places[field] = f"{key} in {self.file.name}"
                 for other, implied in IMPLIED.get((field, value), {}).items():
-                    if other not in self.above and other not in self._origins:
-                        self.flat[other] = implied
+                    if other not in self.above and other not in self._places:
+                        self._taken[other] = implied
 
     def _winner(self, field: str, value: Any) -> str | None:
         """Return the field of a flag or of `--config` that contradicts a setting, if there is one."""
@@ -107,7 +123,7 @@ class _Merge:
         """Add a note about the file."""
         self.notes.append(f"{self.file.name}: {text}")
 
-    def result(self) -> MergedSettings:
+    def result(self) -> FileSettings:
         """Return the settings, with notes: what the file sets, what it leaves to defaults, what has no meaning."""
         sets = []
         for field, value in self.flat.items():
@@ -115,7 +131,7 @@ class _Merge:
                 sets.append(_typed(field, value))
         first = f"{self.file.name} sets {' '.join(sets) if sets else 'nothing that is not so already'}"
         notes = [first, *self.notes, *self._left_to_defaults(), *self.file.notes]
-        return MergedSettings(self.flat, tuple(notes), self._origins)
+        return FileSettings(self._taken, self._places, tuple(notes))
 
     def _left_to_defaults(self) -> list[str]:
         """Say where a key that is left out has another default in DeepSpeed."""
@@ -127,7 +143,7 @@ class _Merge:
                 continue
             for field, theirs in defaults.items():
                 ours = self.flat.get(field, _default(field))
-                if ours != theirs and field not in self.above and field not in self._origins:
+                if ours != theirs and field not in self.above and field not in self._places:
                     lines.append(
                         f"{self.file.name} leaves out {key}: DeepSpeed's default is {_typed(field, theirs)}, here"
                         f" {_typed(field, ours)} holds"
@@ -364,3 +380,140 @@ def _typed(field: str, value: Any) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value)
+
+
+# Optimizer and schedule. The schedules that are taken equal one here, as functions of the iteration. With t iterations
+# done, W iterations of warm-up, and rates `low` and `high`, these are in DeepSpeed:
+#
+#     WarmupLR, linear        low + (high - low) min(t / W, 1)
+#     WarmupDecayLR, linear   the same up to W, then low + (high - low) max((T - t) / (T - W), 0)
+#     OneCycle                low + (high - low) t / W up to W, down again in the same way until T, then low
+#
+# and the schedules `constant` and `linear` here, with `low` as `--lr-warmup-init` and `--min-lr`. DeepSpeed counts the
+# steps of the first two from the second step on: its first two steps use `low`, where here the first does.
+
+Settings = dict[str, dict[str, Any]]
+"""Key of the file -> the fields that it sets."""
+
+_PARAMS = "scheduler.params."
+
+
+def optimizer_settings(file: DeepSpeedFile) -> Settings:
+    """Return what `optimizer` sets, in addition to the parameters that are taken as they are.
+
+    Raises:
+        ConfigError: Adam's weight decay is an L2 penalty, or the betas are no pair.
+    """
+    found: Settings = {}
+    kind, params = file.values.get("optimizer.type"), "optimizer.params."
+    if kind is None:
+        given = [key for key in file.values if key.startswith(params)]
+        if given and "optimizer.type" not in file.automatic:
+            raise file.refusal(given[0], 'DeepSpeed reads it with a type alone; add "type": "AdamW" to optimizer')
+    decoupled = file.values.get(f"{params}adam_w_mode", True)
+    if kind is not None and kind.lower() == "adam" and not decoupled:
+        decay = file.values.get(f"{params}weight_decay", 0.0)
+        if decay != 0.0:
+            raise file.refusal(
+                f"{params}adam_w_mode",
+                f"makes the weight_decay of {decay:g} an L2 penalty, which Adam divides by the second moment, and here"
+                " weights decay by themselves; use true, or a weight_decay of 0",
+            )
+        found[f"{params}adam_w_mode"] = {"weight_decay": 0.0}
+    betas = file.values.get(f"{params}betas")
+    if betas is not None:
+        if len(betas) != 2 or not all(type(beta) in (int, float) for beta in betas):
+            raise file.refusal(f"{params}betas", "takes two numbers, e.g. [0.9, 0.95]")
+        found[f"{params}betas"] = {"adam_beta1": float(betas[0]), "adam_beta2": float(betas[1])}
+    return found
+
+
+def scheduler_settings(file: DeepSpeedFile) -> tuple[Settings, list[str]]:
+    """Return what `scheduler` sets, and notes.
+
+    Raises:
+        ConfigError: the schedule is none that can be expressed here exactly.
+    """
+    kind = file.values.get("scheduler.type")
+    given = [key for key in (*file.values, *sorted(file.automatic)) if key.startswith(_PARAMS)]
+    if kind is None:
+        if given and "scheduler.type" not in file.automatic:
+            raise file.refusal(given[0], 'DeepSpeed reads it with a type alone; add "type": "WarmupLR" to scheduler')
+        return {}, []
+    stray = [key for key in given if key.removeprefix(_PARAMS) not in SCHEDULERS[kind]]
+    if stray:
+        raise file.refusal(stray[0], f"{kind} has no such parameter; it has {', '.join(SCHEDULERS[kind])}")
+    return _one_cycle(file) if kind == "OneCycle" else _warmup(file, kind)
+
+
+def _warmup(file: DeepSpeedFile, kind: str) -> tuple[Settings, list[str]]:
+    """Return the settings of a warm-up that is followed by a constant rate, or by a linear decay."""
+
+    def param(name: str) -> Any:
+        return file.number(_PARAMS + name, SCHEDULERS[kind][name])
+
+    decays = kind == "WarmupDecayLR"
+    steps, shape, notes = param("warmup_num_steps"), f"{_PARAMS}warmup_type", []
+    if shape not in file.values:
+        notes.append(f"{file.name}: {kind}: the warm-up is linear here (DeepSpeed's default is logarithmic)")
+    elif param("warmup_type") not in ("linear", None):
+        raise file.refusal(shape, 'the warm-up here is linear; use "warmup_type": "linear"')
+    found: Settings = {"scheduler.type": {"lr_decay_style": "linear" if decays else "constant"}}
+    low, high = param("warmup_min_lr"), param("warmup_max_lr")
+    if low is not None:
+        found[f"{_PARAMS}warmup_min_lr"] = {"lr_warmup_init": low, **({"min_lr": low} if decays else {})}
+    if high is not None:
+        found[f"{_PARAMS}warmup_max_lr"] = {"lr": high}
+        notes += _unused_rate(file, high, "warmup_max_lr")
+    if steps is not None:
+        if steps < 1:
+            raise file.refusal(f"{_PARAMS}warmup_num_steps", "must be at least 1; leave scheduler out for no warm-up")
+        # DeepSpeed's logarithm is not defined for one step, and so its shortest warm-up has two.
+        found[f"{_PARAMS}warmup_num_steps"] = {"lr_warmup_iters": max(2, steps)}
+        notes.append(
+            f"{file.name}: {kind}: here the warm-up's first rate is that of the first step; DeepSpeed uses it for two"
+        )
+    if decays and f"{_PARAMS}total_num_steps" not in file.automatic:
+        total = param("total_num_steps")
+        if total is None:
+            raise file.refusal("scheduler.type", 'needs total_num_steps; add it to params, or "auto" for --train-iters')
+        found[f"{_PARAMS}total_num_steps"] = {"lr_decay_iters": total}
+    return found, notes
+
+
+def _one_cycle(file: DeepSpeedFile) -> tuple[Settings, list[str]]:
+    """Return the settings of one linear rise and fall, which leaves Adam's betas and the last rate alone."""
+
+    def param(name: str) -> Any:
+        return file.number(_PARAMS + name, SCHEDULERS["OneCycle"][name])
+
+    if param("cycle_momentum") is not False:
+        raise file.refusal(f"{_PARAMS}cycle_momentum", "Adam's betas are constant here; use false")
+    for name in ("cycle_first_stair_count", "cycle_second_stair_count"):
+        if param(name):
+            raise file.refusal(_PARAMS + name, "the rate changes in every step, not in stairs; use 0")
+    if param("decay_lr_rate") and param("decay_step_size"):
+        raise file.refusal(f"{_PARAMS}decay_lr_rate", "after the cycle the rate is constant here; use 0")
+    found: Settings = {"scheduler.type": {"lr_decay_style": "linear"}}
+    for name in ("cycle_min_lr", "cycle_max_lr"):
+        if param(name) is None and _PARAMS + name not in file.automatic:
+            raise file.refusal("scheduler.type", f'needs {name}; add it to params, or "auto" for the flags to decide')
+    low, high = param("cycle_min_lr"), param("cycle_max_lr")
+    if low is not None:
+        found[f"{_PARAMS}cycle_min_lr"] = {"lr_warmup_init": low, "min_lr": low}
+    if high is not None:
+        found[f"{_PARAMS}cycle_max_lr"] = {"lr": high}
+    rise = param("cycle_first_step_size")
+    fall = file.number(f"{_PARAMS}cycle_second_step_size", rise)
+    if rise is not None:
+        found[f"{_PARAMS}cycle_first_step_size"] = {"lr_warmup_iters": rise}
+        if fall is not None:
+            found[f"{_PARAMS}cycle_second_step_size"] = {"lr_decay_iters": rise + fall}
+    return found, [] if high is None else _unused_rate(file, high, "cycle_max_lr")
+
+
+def _unused_rate(file: DeepSpeedFile, high: float, name: str) -> list[str]:
+    rate = file.values.get("optimizer.params.lr", high)
+    if rate == high:
+        return []
+    return [f"{file.name}: optimizer.params.lr {rate:g} is not used: {name} {high:g} decides, as in DeepSpeed"]

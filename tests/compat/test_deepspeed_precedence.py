@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_moe.config import cli, rules, schema
+from megatron_moe.config import rules, schema
 from megatron_moe.config.presets import PRESETS
-from tests.config.deepspeed_files import ADAMW, BF16, FP16, changed, scheduler, zero
+from megatron_moe_tools import compat
+from tests.compat.deepspeed_files import ADAMW, BF16, FP16, changed, scheduler, zero
 from tests.config.refused import refused
-
-pytestmark = pytest.mark.usefixtures("one_parser")
 
 
 def test_the_file_wins_over_the_preset_and_flags_and_config_over_the_file(deepspeed, tmp_path):
@@ -19,15 +18,15 @@ def test_the_file_wins_over_the_preset_and_flags_and_config_over_the_file(deepsp
     run = deepspeed(content, "--preset", "demo", "--config", str(yaml), "--clip-grad", "0.25")
     assert (run.optimizer.lr, run.training.seed, run.optimizer.clip_grad) == (2e-4, 8, 0.25)
     assert run.derived.zero_stage == 2 and run.optimizer.min_lr == PRESETS["demo"]["min_lr"]
-    assert "ds.json: gradient_clipping 0.5 is overridden by --clip-grad 0.25" in run.notes
-    assert "ds.json: seed 7 is overridden by --seed 8" in run.notes
-    assert set(run.origins) == {"data_parallel_sharding_strategy", "lr"}
+    assert "ds.json: gradient_clipping 0.5 is overridden by --clip-grad 0.25" in run.warnings
+    assert "ds.json: seed 7 is overridden by --seed 8" in run.warnings
+    assert set(run.sources) == {"data_parallel_sharding_strategy", "lr"}
 
 
 def test_a_flag_that_agrees_with_the_file_is_not_named(deepspeed):
     content = {"gradient_clipping": 0.5, **BF16, **zero(stage=3)}
     run = deepspeed(content, "--clip-grad", "0.5", "--bf16", "--use-torch-fsdp2")
-    assert "overridden" not in "\n".join(run.notes)
+    assert "overridden" not in "\n".join(run.warnings)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_a_flag_that_agrees_with_the_file_is_not_named(deepspeed):
 def test_a_flag_wins_over_a_key_that_says_the_opposite(deepspeed, content, flags, fields, note):
     run = deepspeed(content, *flags)
     assert changed(run) == fields
-    assert any(note in line for line in run.notes)
+    assert any(note in line for line in run.warnings)
 
 
 @pytest.mark.parametrize(("ours", "other"), [("bf16", "fp16"), ("fp16", "bf16")])
@@ -59,7 +58,9 @@ def test_one_dtype_of_the_file_takes_the_place_of_a_presets(deepspeed, ours, oth
     run = deepspeed({ours: {"enabled": True}, other: {"enabled": "auto"}}, "--preset", "demo")
     assert getattr(run.precision, ours) and not getattr(run.precision, other)
     # the preset is bf16
-    assert run.notes[0] == f"ds.json sets {'nothing that is not so already' if ours == 'bf16' else '--no-bf16 --fp16'}"
+    assert (
+        run.warnings[0] == f"ds.json sets {'nothing that is not so already' if ours == 'bf16' else '--no-bf16 --fp16'}"
+    )
 
 
 def test_stage_zero_takes_the_place_of_a_presets_distributed_optimizer(deepspeed):
@@ -122,7 +123,7 @@ def test_batch_sizes_that_do_not_multiply_are_refused(deepspeed, content, fragme
 
 def test_an_overridden_accumulation_is_named_with_the_product(deepspeed):
     run = deepspeed({TRAIN: 64, MICRO: 4, STEPS: 4}, "--micro-batch-size", "2")
-    assert f"ds.json: {STEPS} 4 is overridden by --micro-batch-size 2: 2 x 4 x DP 4 = 32, not 64" in run.notes
+    assert f"ds.json: {STEPS} 4 is overridden by --micro-batch-size 2: 2 x 4 x DP 4 = 32, not 64" in run.warnings
 
 
 def test_without_a_number_of_ranks_the_sizes_are_taken_as_they_are(deepspeed):
@@ -165,7 +166,7 @@ def test_a_rule_that_refuses_a_value_of_the_file_names_its_key(deepspeed, conten
 def test_a_changed_setting_no_longer_comes_from_the_file(deepspeed):
     run = deepspeed({"gradient_clipping": 0.5, "seed": 3})
     other = schema.replace(run, seed=4)
-    assert other.origins == {"clip_grad": "gradient_clipping in ds.json"} and other.notes == run.notes
+    assert other.sources == {"clip_grad": "gradient_clipping in ds.json"} and other.warnings == run.warnings
 
 
 # ---- the flag
@@ -185,9 +186,9 @@ def test_a_changed_setting_no_longer_comes_from_the_file(deepspeed):
 def test_other_programs_spellings_of_the_flag_are_known(tmp_path, words):
     path = tmp_path / "ds.json"
     path.write_text('{"seed": 7}')
-    assert cli.parse(words.replace("FILE", str(path)).split()).training.seed == 7
+    assert compat.parse(words.replace("FILE", str(path)).split()).training.seed == 7
 
 
 def test_two_files_are_refused():
     words = ["--deepspeed", "a.json", "--deepspeed-config", "b.json"]
-    refused(lambda: cli.parse(words), "a.json", "b.json", "two files")
+    refused(lambda: compat.parse(words), "a.json", "b.json", "two files")

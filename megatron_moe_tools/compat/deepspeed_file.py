@@ -1,14 +1,23 @@
-"""The keys of a DeepSpeed configuration file, as tables: what is taken, what has no meaning here, what is refused.
+"""A DeepSpeed configuration file: the keys that are taken, refused or without a meaning here, and its typed values.
 
-Keys are written with dots, `zero_optimization.stage`. A key of these tables whose value is a mapping covers all that is
-in it. `deepspeed.py` reads the tables; where several keys are read together, it also does what a table cannot say.
+Keys are written with dots, `zero_optimization.stage`. A key of the tables whose value is a mapping covers all that is
+in it. `deepspeed.py` turns the values into settings; where several keys are read together, it also does what a table
+cannot say.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import suggestion
+from megatron_moe.config.paths import read_settings
 
 AUTO = "auto"
 """The value that leaves a key to the program that DeepSpeed is used from."""
@@ -132,111 +141,93 @@ LOSS_SCALE_KEYS = (
 )
 """What a run without fp16 does not read; DeepSpeed does not either."""
 
+
+def _in(mapping: str, names: str) -> tuple[str, ...]:
+    """Return the keys of a mapping."""
+    return tuple(f"{mapping}.{name}" for name in names.split())
+
+
 MEANINGLESS: dict[str, tuple[str, ...]] = {
-    "from stage 2 on each layer is gathered and reduced as a whole, behind the computation of its neighbours; below, "
-    "--overlap-grad-reduce and --ddp-bucket-size say it": (
-        "zero_optimization.allgather_partitions",
-        "zero_optimization.allgather_bucket_size",
-        "zero_optimization.overlap_comm",
-        "zero_optimization.reduce_scatter",
-        "zero_optimization.reduce_bucket_size",
-        "zero_optimization.use_multi_rank_bucket_allreduce",
-        "zero_optimization.contiguous_gradients",
-        "zero_optimization.round_robin_gradients",
-        "zero_optimization.stage3_max_live_parameters",
-        "zero_optimization.max_live_parameters",
-        "zero_optimization.stage3_max_reuse_distance",
-        "zero_optimization.max_reuse_distance",
-        "zero_optimization.stage3_prefetch_bucket_size",
-        "zero_optimization.prefetch_bucket_size",
-        "zero_optimization.stage3_param_persistence_threshold",
-        "zero_optimization.param_persistence_threshold",
-        "zero_optimization.stage3_model_persistence_threshold",
-        "zero_optimization.model_persistence_threshold",
-        "zero_optimization.stage3_module_granularity_threshold",
-        "zero_optimization.stage3_use_all_reduce_for_fetch_params",
-        "zero_optimization.stage3_allgather_sequential",
-        "zero_optimization.stage3_partition_stream_chunk_size",
-        "zero_optimization.sub_group_size",
-        "zero_optimization.parameter_alignment",
-        "zero_optimization.mics_hierarchical_params_gather",
-        "zero_optimization.legacy_stage1",
+    "from stage 2 on each layer is gathered and reduced as a whole, behind the computation of its neighbours; "
+    "below, --overlap-grad-reduce and --ddp-bucket-size say it": (
+        *_in(
+            "zero_optimization",
+            "allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size "
+            "use_multi_rank_bucket_allreduce contiguous_gradients round_robin_gradients "
+            "stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance "
+            "stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold "
+            "param_persistence_threshold stage3_model_persistence_threshold model_persistence_threshold "
+            "stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params "
+            "stage3_allgather_sequential stage3_partition_stream_chunk_size sub_group_size parameter_alignment "
+            "mics_hierarchical_params_gather legacy_stage1",
+        ),
         "disable_allgather",
     ),
     "every parameter takes part in every step, experts without a token too": (
-        "zero_optimization.ignore_unused_parameters",
-        "zero_optimization.leaf_module",
+        *_in("zero_optimization", "ignore_unused_parameters leaf_module"),
         "sparse_gradients",
     ),
     "the offload to host memory has no settings of its own": (
-        "zero_optimization.offload_optimizer.pin_memory",
-        "zero_optimization.offload_optimizer.buffer_count",
-        "zero_optimization.offload_optimizer.fast_init",
-        "zero_optimization.offload_optimizer.nvme_path",
-        "zero_optimization.offload_optimizer.pipeline",
-        "zero_optimization.offload_optimizer.pipeline_read",
-        "zero_optimization.offload_optimizer.pipeline_write",
-        "zero_optimization.offload_param.pin_memory",
-        "zero_optimization.offload_param.buffer_count",
-        "zero_optimization.offload_param.buffer_size",
-        "zero_optimization.offload_param.max_in_cpu",
-        "zero_optimization.offload_param.nvme_path",
+        *_in(
+            "zero_optimization.offload_optimizer",
+            "pin_memory buffer_count fast_init nvme_path pipeline pipeline_read pipeline_write",
+        ),
+        *_in("zero_optimization.offload_param", "pin_memory buffer_count buffer_size max_in_cpu nvme_path"),
         "zero_optimization.cpu_offload_use_pin_memory",
         "aio",
     ),
     "a part of DeepSpeed that is not used": (
-        "zero_optimization.memory_efficient_linear",
-        "zero_optimization.override_module_apply",
-        "zero_optimization.log_trace_cache_warnings",
-        "zero_optimization.enable_sanity_checks",
-        "zero_optimization.compute_grad_norm",
-        "zero_optimization.save_muon_momentum_buffer_in_memory",
+        *_in(
+            "zero_optimization",
+            "memory_efficient_linear override_module_apply log_trace_cache_warnings enable_sanity_checks "
+            "compute_grad_norm save_muon_momentum_buffer_in_memory",
+        ),
         "seq_parallel_comm_data_type",
         "seq_parallel_communication_data_type",
-        "bf16.immediate_grad_update",
         "zero_allow_untested_optimizer",
         "zero_force_ds_cpu_optimizer",
         "managed_gradient_accumulation",
-        "optimizer.legacy_fusion",
-        "optimizer.params.torch_adam",
-        "optimizer.params.fused",
-        "optimizer.params.foreach",
-        "optimizer.params.fp32_optimizer_states",
-        "fp16.fused_mode",
-        "tensor_parallel.preset_model",
-        "tensor_parallel.partition_config",
-        "tensor_parallel.tp_overlap_comm",
-        "tensor_parallel.vocab_parallel_lm_head",
         "hybrid_engine",
         "compile",
         "graph_harvesting",
         "disable_python_gc",
         "dump_state",
         "use_data_before_expert_parallelism",
+        "bf16.immediate_grad_update",
+        "optimizer.legacy_fusion",
+        *_in("optimizer.params", "torch_adam fused foreach fp32_optimizer_states"),
+        "fp16.fused_mode",
+        *_in("tensor_parallel", "preset_model partition_config tp_overlap_comm vocab_parallel_lm_head"),
     ),
-    "a gradient is averaged over ranks by one division": ("prescale_gradients", "gradient_predivide_factor"),
+    "a gradient is averaged over ranks by one division": (
+        "prescale_gradients",
+        "gradient_predivide_factor",
+    ),
     "gradients are looked at in every step and dtype (--on-nan)": ("bf16.check_grad_overflow",),
-    "a model reads token ids, which are no numbers to cast": ("fp16.auto_cast", "bf16.auto_cast"),
+    "a model reads token ids, which are no numbers to cast": (
+        "fp16.auto_cast",
+        "bf16.auto_cast",
+    ),
     "bf16 has the range of fp32 and no loss scale": (
-        "bf16.loss_scale",
-        "bf16.initial_scale_power",
-        "bf16.loss_scale_window",
-        "bf16.hysteresis",
-        "bf16.consecutive_hysteresis",
-        "bf16.min_loss_scale",
+        *_in(
+            "bf16", "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale"
+        ),
     ),
     "checkpoints go to --save and are read at any layout; megatron-moe convert exports weights": (
         "checkpoint",
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-        "zero_optimization.gather_16bit_weights_on_model_save",
-        "zero_optimization.stage3_gather_fp16_weights_on_model_save",
-        "zero_optimization.load_from_fp32_weights",
-        "zero_optimization.elastic_checkpoint",
-        "zero_optimization.pipeline_loading_checkpoint",
+        *_in(
+            "zero_optimization",
+            "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save "
+            "stage3_gather_fp16_weights_on_model_save load_from_fp32_weights elastic_checkpoint "
+            "pipeline_loading_checkpoint",
+        ),
     ),
     "--recompute-granularity says what is recomputed": ("activation_checkpointing",),
-    "--wandb-project, --tensorboard-dir and --metrics-file record a run": ("comet", "csv_monitor"),
-    "W&B takes team and group from WANDB_ENTITY and WANDB_RUN_GROUP": ("wandb.team", "wandb.group"),
+    "--wandb-project, --tensorboard-dir and --metrics-file record a run": (
+        "comet",
+        "csv_monitor",
+    ),
+    "W&B takes team and group from WANDB_ENTITY and WANDB_RUN_GROUP": (*_in("wandb", "team group"),),
     "--timing-log-level 1 shows where the time of a step goes, megatron-moe plan memory and traffic": (
         "flops_profiler",
         "comms_logger",
@@ -392,3 +383,210 @@ IMPLIED: dict[tuple[str, Any], dict[str, Any]] = {
     ("grad_reduce_in_bf16", True): {"accumulate_allreduce_grads_in_fp32": None},
 }
 """Field and value that a file sets -> what a preset may have set otherwise, and is no longer so."""
+
+
+# Reading
+
+# Strings are kept as they are; of comments and of commas before a closing bracket nothing is left.
+_TEXT_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|\#[^\n]*|/\*.*?\*/', re.DOTALL)
+_TEXT_OR_COMMA = re.compile(r'"(?:\\.|[^"\\])*"|,(?=\s*[}\]])')
+_REASONS = {key: reason for reason, keys in MEANINGLESS.items() for key in keys}
+_KNOWN = {*TAKEN, *REFUSED, *_REASONS}
+_MAPPINGS = {key.rpartition(".")[0] for key in _KNOWN if "." in key}
+_NOUNS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
+
+
+@dataclass(frozen=True)
+class DeepSpeedFile:
+    """The keys of one file that are taken.
+
+    Args:
+        path: as the flag gives it.
+        values: key with dots -> value of the key's type, in the order of the file; without those that are "auto".
+        automatic: keys whose value is "auto", so that flags and defaults of this framework decide.
+        notes: a line for each reason why keys are read past.
+    """
+
+    path: str
+    values: dict[str, Any]
+    automatic: frozenset[str]
+    notes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The file's name, for notes."""
+        return Path(self.path).name
+
+    def refusal(self, key: str, rule: str) -> ConfigError:
+        """Return the error to raise for a key with the value that it has."""
+        return _refusal(self.path, key, self.values.get(key), rule)
+
+    def number(self, key: str, default: Any) -> Any:
+        """Return a key's value: DeepSpeed's default where it is left out, None where it is "auto"."""
+        return None if key in self.automatic else self.values.get(key, default)
+
+
+def read(path: str) -> DeepSpeedFile:
+    """Read a DeepSpeed configuration file.
+
+    Comments (`//`, `#`, `/* */`) and trailing commas are accepted, as DeepSpeed accepts them, and keys that start with
+    `_` or `//` count as comments. `null` is a key that is not given.
+
+    Raises:
+        ConfigError: the file cannot be read or is not JSON, a key is given twice, is unknown or asks for something that
+            this framework does not do, or a value has another type than its key.
+    """
+    document = _document(path)
+    _check_types(path, document)
+    keys: dict[str, Any] = {}
+    _collect(path, document, "", keys)
+    values: dict[str, Any] = {}
+    automatic = set()
+    meaningless: dict[str, list[str]] = {}
+    for key, value in keys.items():
+        if value == AUTO:
+            automatic.add(key)
+        elif key in TAKEN:
+            values[key] = _typed(path, key, value)
+        elif key in REFUSED:
+            _refuse(path, key, value, REFUSED[key])
+        else:
+            meaningless.setdefault(_REASONS[key], []).append(key)
+    notes = tuple(
+        f"{Path(path).name}: {', '.join(named)}: no meaning here: {reason}" for reason, named in meaningless.items()
+    )
+    return DeepSpeedFile(path, values, frozenset(automatic), notes)
+
+
+def _document(path: str) -> dict[str, Any]:
+    text = read_settings("--deepspeed-config", path, "JSON")
+
+    def kept(match: re.Match[str]) -> str:
+        return match[0] if match[0].startswith('"') else " "
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(f"--deepspeed-config {path}: key {twice[0]} is given twice; keep one")
+        return dict(pairs)
+
+    try:
+        document = json.loads(_TEXT_OR_COMMA.sub(kept, _TEXT_OR_COMMENT.sub(kept, text)), object_pairs_hook=once)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+        raise ConfigError(
+            f"--deepspeed-config {path}: is not JSON: {error}; write keys and text in double quotes"
+        ) from None
+    if not isinstance(document, dict):
+        raise ConfigError(f'--deepspeed-config {path}: holds no mapping; write {{"zero_optimization": {{"stage": 3}}}}')
+    return document
+
+
+def _check_types(path: str, document: dict[str, Any]) -> None:
+    """Refuse optimizers and schedules of other kinds, before their parameters are called unknown."""
+    for block, known in (("optimizer", OPTIMIZERS), ("scheduler", tuple(SCHEDULERS))):
+        mapping = document.get(block)
+        kind = mapping.get("type") if isinstance(mapping, dict) else None
+        if not isinstance(kind, str) or kind == AUTO:
+            continue
+        name = kind.lower() if block == "optimizer" else kind
+        if name in known:
+            continue
+        if block == "optimizer":
+            rule = f"{OTHER_OPTIMIZERS.get(name, 'is another optimizer')}; a file names AdamW alone: use AdamW"
+        else:
+            rule = OTHER_SCHEDULERS.get(name, f"not one of {', '.join(known)}{suggestion(name, known)}")
+            rule += "; without a scheduler in the file the flags decide"
+        raise _refusal(path, f"{block}.type", kind, rule)
+
+
+def _collect(path: str, mapping: dict[str, Any], above: str, found: dict[str, Any]) -> None:
+    """Put the keys of a mapping into `found`, with those of the mappings in it that are known."""
+    for name, value in mapping.items():
+        if name.startswith(("_", "//")) or name in ("comment", "comments"):
+            continue
+        key = above + name
+        key = ALIASES.get(key, key)
+        if key == "zero_optimization" and isinstance(value, bool):  # the first form of the setting
+            key, value = "zero_optimization.stage", int(value)
+        if value is None or (value == AUTO and key in _MAPPINGS):
+            continue
+        if key in _MAPPINGS and key not in _KNOWN:
+            if not isinstance(value, dict):
+                raise _refusal(path, key, value, f'holds keys; write {{"{name}": {{...}}}}')
+            _collect(path, value, f"{key}.", found)
+        elif key not in _KNOWN:
+            raise ConfigError(f"--deepspeed-config {path}: {key}: unknown key{_near(key)}")
+        elif key in found:
+            raise ConfigError(f"--deepspeed-config {path}: key {key} is given twice; keep one")
+        else:
+            found[key] = value
+
+
+def _near(key: str) -> str:
+    """Return the known key that an unknown one may have been meant for: elsewhere by its name, or spelled like it."""
+    name = key.rpartition(".")[2]
+    elsewhere = [known for known in sorted(_KNOWN | _MAPPINGS) if known.rpartition(".")[2] == name]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    return suggestion(key, sorted(_KNOWN | _MAPPINGS)) or "; remove it"
+
+
+def _refuse(path: str, key: str, value: Any, refused: Refused) -> None:
+    """Raise the error of a key that is refused, unless its value asks for nothing."""
+    if isinstance(value, dict):
+        leaves = _leaves(value)
+        asks = any(name == "enabled" and on is True for name, on in leaves) if refused.switched else bool(leaves)
+    else:
+        asks = not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in refused.harmless)
+    if asks:
+        raise _refusal(path, key, value, f"{refused.rule}; use {refused.works}")
+
+
+def _leaves(mapping: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the names and values in a mapping, at any depth, that are given."""
+    found = []
+    for name, value in mapping.items():
+        if isinstance(value, dict):
+            found += _leaves(value)
+        elif value is not None and value != AUTO:
+            found.append((name, value))
+    return found
+
+
+def _typed(path: str, key: str, value: Any) -> Any:
+    """Return a value in the type of its key. As for DeepSpeed, 5e8 is a whole number, and "true" and 1 are true."""
+    taken = TAKEN[key]
+    converted: Any = None
+    if taken.kind is bool:
+        converted = {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower())
+    elif taken.kind in (int, float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if taken.kind is float and not math.isnan(number):
+            converted = number
+        elif number.is_integer():
+            converted = int(number)
+    elif type(value) is taken.kind:
+        converted = value
+    if converted is None:
+        raise _refusal(path, key, value, f'is not {_NOUNS[taken.kind]}; or use "{AUTO}", for the flags to decide')
+    if taken.means and taken.sets is None and converted not in taken.means:
+        known = ", ".join(json.dumps(choice) for choice in taken.means)
+        raise _refusal(path, key, value, f"not one of {known}{_why_not(converted)}")
+    return converted
+
+
+def _why_not(value: Any) -> str:
+    return (
+        '; nothing is kept on NVMe, and --optimizer-cpu-offload is what "cpu" is taken for' if value == "nvme" else ""
+    )
+
+
+def _refusal(path: str, key: str, value: Any, rule: str) -> ConfigError:
+    shown = json.dumps(value)
+    return ConfigError(f"--deepspeed-config {path}: {key} {shown if len(shown) <= 80 else shown[:76] + ' ...'}: {rule}")

@@ -7,9 +7,8 @@ import shlex
 
 import pytest
 
-from megatron_moe.config import cli
-from megatron_moe_tools.megatron_flags.cli import main
-from megatron_moe_tools.megatron_flags.script import read
+from megatron_moe_tools import compat
+from megatron_moe_tools.compat.flags import main, read_script
 
 ARRAYS = """#!/bin/bash
 #SBATCH --nodes 4
@@ -70,29 +69,30 @@ def answered(tmp_path, capsys):
 
 
 def test_arrays_that_the_command_names_are_read_and_nothing_else(answered):
-    assert dict(read(ARRAYS).flags) == {
+    assert dict(read_script(ARRAYS).flags) == {
         "--use-mcore-models": [], "--num-layers": ["4"], "--moe-layer-freq": ['"([0]*1+[1]*3)"'], "--lr": ["1e-4"],
         "--ckpt-format": ["$FMT"], "--dist-ckpt-format": ["torch_dist"], "--decoder-seq-length": ["1024"],
         "--recompute-activations": [], "--tensor-model-parallel-size": ["$TP"], "--seed": ["-1"],
         "--save": ['"${CKPT}/a b"'],
     }  # fmt: skip
-    assert read(ARRAYS).sourced == ["common.sh"]
-    assert read(ARRAYS).resolved('"$FMT"') == "torch_dist" and read(ARRAYS).resolved("${TP}") == "2"
+    assert read_script(ARRAYS).sourced == ["common.sh"]
+    assert read_script(ARRAYS).resolved('"$FMT"') == "torch_dist" and read_script(ARRAYS).resolved("${TP}") == "2"
     # the value of a variable decides
     assert json.loads(answered("--json", script=ARRAYS, status=1))["--ckpt-format"]["answer"] == "always"
     assert answered(script=ARRAYS, status=1).splitlines()[-3] == "6 taken, 1 alias, 3 always, 1 refused"
 
 
 def test_strings_of_flags_are_read_through_the_commands_that_run_them_and_a_plain_list_is_a_script():
-    assert read(STRINGS).flags == [
+    assert read_script(STRINGS).flags == [
         ("--num-layers", ["4"]), ("--bf16", []), ("--split", ["99,1,0"]), ("--lr", ["${LR}"]),
         ("--save", ["'${CKPT}'"]),
     ]  # fmt: skip
-    assert read(EVAL).flags == [
+    assert read_script(EVAL).flags == [
         ("--num-layers", ["$(expr 2 + 2)"]), ("--hidden-size", ["$((2*8))"]),
         ("--seed", ["1"]), ("--data-path", ["0.5", "a", "0.5", "b"]),
     ]  # fmt: skip
-    assert read("--moe-layer-freq ([0]*3+[1]*58)\n--pipeline-model-parallel-layout Et|(tt|)*30mL --bf16").flags == [
+    plain = "--moe-layer-freq ([0]*3+[1]*58)\n--pipeline-model-parallel-layout Et|(tt|)*30mL --bf16"
+    assert read_script(plain).flags == [
         ("--moe-layer-freq", ["([0]*3+[1]*58)"]), ("--pipeline-model-parallel-layout", ["Et|(tt|)*30mL"]),
         ("--bf16", []),
     ]  # fmt: skip
@@ -113,8 +113,8 @@ def test_a_rewritten_command_keeps_values_and_names_what_it_leaves_out(answered)
     words = shlex.split(command.replace("\\\n", " "))
     defaults, megatron, *flags = words[words.index("pretrain_moe.py") + 1 :]
     assert (defaults, megatron) == ("--defaults", "megatron")
-    run = cli.parse([*flags[:6], "--seed", "3"])
-    assert run.model.num_layers == 4 and run.notes == ()
+    run = compat.parse([*flags[:6], "--seed", "3"])
+    assert run.model.num_layers == 4 and run.warnings == ()
     said = answered("--rewrite", "--n-group", "8", "--use-fused-rmsnorm", status=1)
     assert "# unknown: --n-group 8: use --moe-router-num-groups" in said and "rmsnorm: a kernel" in said
 

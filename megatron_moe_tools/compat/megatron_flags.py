@@ -9,17 +9,15 @@ Megatron-LM has. This file does not import torch.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from megatron_moe.config.fields import suggestion
+from megatron_moe.config.command_line import groups, is_flag, parts, unknown_flag, wrapped
 
 ANSWERS = ("taken", "alias", "always", "ignored", "refused", "unknown")
 TABLE = Path(__file__).with_name("megatron_flags.tsv")
-_NUMBER = re.compile(r"-(\.?\d|inf|nan)")
 _LAUNCHERS_SPELLINGS = {"--local_rank": "--local-rank"}
 """DeepSpeed's launcher, and torch's before torchrun, put such a flag into each rank's command."""
 
@@ -86,33 +84,6 @@ def row_for(flag: str, given: Sequence[str]) -> Answer | None:
         switched_on = table().get("--" + flag.removeprefix("--no-"), ())
         rows = tuple(replace(row, flag=flag) for row in switched_on if (row.answer, row.takes) == ("ignored", "0"))
     return next((row for row in rows if row.fits(given)), None)
-
-
-def is_flag(word: str) -> bool:
-    """Return whether a word of a command line is a flag, as argparse has it: `--name` or `--name=value`."""
-    return len(word) > 2 and word.startswith("--") and " " not in word.split("=")[0]
-
-
-def groups(argv: Iterable[str]) -> Iterator[list[str]]:
-    """Yield each flag of a command line with the words up to the next one; words before the first are a group too.
-
-    A word with one dash that is no number begins a group of its own: argparse takes it for a flag.
-    """
-    group: list[str] = []
-    for word in argv:
-        if is_flag(word) or (word.startswith("-") and not _NUMBER.match(word)):
-            if group:
-                yield group
-            group = []
-        group.append(word)
-    if group:
-        yield group
-
-
-def parts(group: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the flag of a group and its values, also of `--flag=value`."""
-    flag, equals, value = group[0].partition("=")
-    return flag, ([value] if equals else []) + list(group[1:])
 
 
 @dataclass
@@ -199,16 +170,34 @@ def instead(row: Answer) -> str:
 
 def unknown(flag: str, own: Collection[str]) -> str:
     """Return the error for a flag that is neither this project's nor Megatron-LM's, with the flag that was meant."""
-    plain = flag.replace("_", "-")
-    known = [*own, *(name for name, rows in table().items() if rows[0].answer != "unknown")]
-    prefixed = [name for name in own if name.startswith(plain)] if len(plain) > 4 else []
-    row = row_for(plain, ())
+    row = row_for(flag.replace("_", "-"), ())
     if row is not None and row.answer == "refused":
         return f"{flag}: {row.reason}"
-    if row is not None and row.answer == "unknown":
-        hint = instead(row)
-    elif len(prefixed) == 1:
-        hint = f"; did you mean {prefixed[0]}?"
-    else:
-        hint = suggestion(plain, known)
-    return f"unknown flag {flag} (flags may not be shortened){hint or '; --help lists every flag'}"
+    hint = instead(row) if row is not None and row.answer == "unknown" else ""
+    theirs = (name for name, rows in table().items() if rows[0].answer != "unknown")
+    return unknown_flag(flag, own, theirs, hint)
+
+
+def hint_for_key(name: str) -> str | None:
+    """Return what a key of a `--config` file is that is named like a flag of Megatron-LM's; None where it is none."""
+    row = row_for("--" + name.replace("_", "-"), ())
+    if row is None:
+        return None
+    if row.answer == "unknown":
+        return instead(row)
+    target = f"{row.target}: " if row.target else ""
+    return f"; Megatron-LM's {row.flag} is {row.answer}: {target}{row.reason}"
+
+
+def help_texts() -> dict[str, str]:
+    """Return the help of each flag of the table."""
+    return {flag: "\n".join(line for row in rows for line in _help_lines(row)) for flag, rows in table().items()}
+
+
+def _help_lines(row: Answer) -> Iterator[str]:
+    values = f" {' '.join(row.values)}" if row.values else ""
+    whose = "no flag here" if row.answer == "unknown" else f"Megatron-LM's, here {row.answer}"
+    use = f"; use {row.target}" if row.target else ""
+    yield f"{row.flag}{values}    [{whose}{use}]"
+    if row.reason:
+        yield from wrapped(row.reason, "  ")

@@ -12,13 +12,12 @@ import pytest
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_moe.config import cli, rules
+from megatron_moe.config import rules
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.megatron_defaults import DEFAULTS, MegatronDefault
 from megatron_moe.config.schema import Run, flatten
+from megatron_moe_tools import compat
+from megatron_moe_tools.compat.megatron_defaults import DEFAULTS, MegatronDefault
 from tests.config.refused import refused
-
-pytestmark = pytest.mark.usefixtures("one_parser")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from_megatron.md"
 MODEL = (
@@ -30,7 +29,7 @@ MEGATRON = "--defaults megatron"
 
 
 def parse(command: str) -> Run:
-    run = cli.parse(shlex.split(command))
+    run = compat.parse(shlex.split(command))
     rules.check(run, 2 if "-parallel-size 2" in command else 1)
     return run
 
@@ -142,7 +141,7 @@ def test_a_coefficient_without_a_kind_of_loss_is_megatrons():
 
 
 def test_a_note_says_what_is_taken_and_what_is_kept():
-    taken, kept = parse(f"{EXPERTS} --bf16 {MEGATRON}").notes
+    taken, kept = parse(f"{EXPERTS} --bf16 {MEGATRON}").warnings
     assert "--norm-epsilon 1e-05" in taken and "--ffn-hidden-size 256" in taken
     assert "--moe-router-dtype fp32" in kept and "--transformer-impl local" in kept
 
@@ -162,27 +161,27 @@ def test_the_architecture_of_a_folder_wins_over_defaults():
     def filled_in(given: dict[str, Any]) -> dict[str, Any]:
         return {**given, "num_layers": 3}
 
-    run = cli.parse(shlex.split(f"--mock-data --lr 1 {MEGATRON}"), filled_in)
+    run = compat.parse(shlex.split(f"--mock-data --lr 1 {MEGATRON}"), filled_in)
     assert (run.model.normalization, run.model.norm_epsilon, run.optimizer.adam_beta2) == ("RMSNorm", 1e-6, 0.999)
 
 
 def test_defaults_that_are_not_here_are_asked_for_all_at_once():
     texts = ["--normalization (LayerNorm there)", "--normalization RMSNorm", "--no-add-bias-linear", "--swiglu"]
     command = shlex.split(f"--num-layers 2 --num-experts 4 {MEGATRON}")
-    said = refused(lambda: cli.parse(command), *texts, "--lr:", "--hidden-size", lines=9)
+    said = refused(lambda: compat.parse(command), *texts, "--lr:", "--hidden-size", lines=9)
     assert "--num-layers" not in said and "--fp8-recipe" not in said
 
 
 def test_defaults_of_two_programs_are_refused():
     command = shlex.split(f"{EXPERTS} {MEGATRON} --deepspeed-config x.json")
-    refused(lambda: cli.parse(command), "--defaults", "--deepspeed-config")
+    refused(lambda: compat.parse(command), "--defaults", "--deepspeed-config")
 
 
 # ---- what is left
 
 
 def test_a_command_of_megatrons_is_told_which_defaults_are_others():
-    _, line = parse(f"{EXPERTS} --use-mcore-models").notes
+    _, line = parse(f"{EXPERTS} --use-mcore-models").warnings
     assert "--norm-epsilon 1e-06 (1e-05)" in line and "--adam-beta2 0.95 (0.999)" in line and MEGATRON in line
     assert "--ffn-hidden-size 4 x hidden-size" in line
     for same in ("--num-workers", "--log-interval", "--kv-lora-rank", "--normalization", "--transformer-impl"):
@@ -194,4 +193,4 @@ def test_a_command_of_megatrons_is_told_which_defaults_are_others():
     [EXPERTS, f"{EXPERTS} --use-mcore-models --defaults ours", "--preset tiny --use-mcore-models --mock-data"],
 )
 def test_others_are_not_told(command):
-    assert not any("--defaults" in note for note in cli.parse(shlex.split(command)).notes)
+    assert not any("--defaults" in note for note in compat.parse(shlex.split(command)).warnings)

@@ -1,0 +1,213 @@
+"""What a rule is, how it is added and words its refusal; and the rules about single values, which come first.
+
+A rule is a function that raises a `Refusal` if a run breaks it: the settings, why, and a setting that works. Rules are
+checked in the order in which they are written, file by file.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_moe.config.errors import ConfigError, MissingPackage
+from megatron_moe.config.fields import Field, all_fields, choice_suggestion
+from megatron_moe.config.schema import Run
+from megatron_moe.config.setting import Range
+
+Check = Callable[[Run, int], None]
+
+LAYOUT, LENGTH, FILES = "layout", "length", "files"
+"""What a rule is about that not every program has: the layout on ranks, how long a run trains, data and files."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check with its name; `needs` is LAYOUT, LENGTH or FILES, or None for what every model has."""
+
+    name: str
+    check: Check
+    needs: str | None
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Settings that only some runs read. Other runs that set them are refused.
+
+    Args:
+        fields: the settings.
+        readers: the settings that decide whether these are read; messages name them.
+        reason: why they are not read, then a semicolon, then what to do.
+        is_read: whether a run reads them.
+        in_megatron: whether Megatron-LM accepts and ignores them: its command is taken without them.
+        refused_there: fields of these that are refused in its command, too.
+    """
+
+    fields: tuple[str, ...]
+    readers: tuple[str, ...]
+    reason: str
+    is_read: Callable[[Run], Any]
+    in_megatron: bool
+    refused_there: tuple[str, ...]
+
+
+RULES: list[Rule] = []
+UNREAD: list[Unread] = []
+
+
+class Refusal(Exception):
+    """What a rule raises if a run breaks it.
+
+    Args:
+        names: the settings to name, as they would be typed.
+        reason: why, and a setting that works.
+        package: whether a package is missing that the settings ask for.
+    """
+
+    def __init__(self, names: Iterable[str], reason: str, *, package: bool = False) -> None:
+        self.names, self.reason, self.package = tuple(names), reason, package
+
+    def error(self, run: Run) -> ConfigError:
+        """Return the error for the user."""
+        text = f"{', '.join(spelled(run, name) for name in self.names)}: {self.reason}"
+        return (MissingPackage if self.package else ConfigError)(text, fields=self.names)
+
+
+def rule(needs: str | None = None) -> Callable[[Callable[..., None]], Check]:
+    """Make a function of (run) or of (run, world size) a rule, which raises a ConfigError for a `Refusal`.
+
+    Args:
+        needs: LAYOUT, LENGTH or FILES for a rule that programs without these leave out.
+    """
+
+    def added(function: Callable[..., None]) -> Check:
+        takes_world_size = "world_size" in inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def check(run: Run, world_size: int) -> None:
+            try:
+                function(*((run, world_size) if takes_world_size else (run,)))
+            except Refusal as refusal:
+                raise refusal.error(run) from None
+
+        RULES.append(Rule(function.__name__, check, needs))
+        return check
+
+    return added
+
+
+def unread(
+    fields: tuple[str, ...],
+    readers: str | tuple[str, ...],
+    reason: str,
+    *,
+    at: str | None = None,
+    is_read: Callable[[Run], Any] | None = None,
+    needs: str | None = None,
+    in_megatron: bool = False,
+    refused_there: tuple[str, ...] = (),
+) -> None:
+    """Add a rule that refuses settings which a run does not read, named by the first setting and the first reader.
+
+    Args:
+        at: the reader's value at which they are read; without it and `is_read`, any that switches the reader on.
+        needs: as `rule`'s. The rest is as in `Unread`.
+    """
+    readers = (readers,) if isinstance(readers, str) else readers
+
+    def reader_is_on(run: Run) -> bool:
+        given = value(run, readers[0])
+        return given == at if at is not None else given not in (None, False, 0)
+
+    entry = Unread(fields, readers, reason, is_read or reader_is_on, in_megatron, refused_there)
+
+    def check(run: Run, world_size: int) -> None:
+        stray = set_among(run, fields)
+        if stray and not entry.is_read(run):
+            raise Refusal((*stray, *readers), reason).error(run)
+
+    UNREAD.append(entry)
+    RULES.append(Rule(f"{fields[0]}_needs_{readers[0]}", check, needs))
+
+
+def value(run: Run, name: str) -> Any:
+    """Return the value of a field, whichever section it is in."""
+    return getattr(getattr(run, all_fields()[name].section), name)
+
+
+def is_set(run: Run, name: str) -> bool:
+    """Return whether a field differs from its default, which is as near as a `Run` comes to "was given"."""
+    return value(run, name) != all_fields()[name].default
+
+
+def set_among(run: Run, names: Iterable[str]) -> list[str]:
+    """Return the named fields that differ from their defaults."""
+    return [name for name in names if is_set(run, name)]
+
+
+def spelled(run: Run, name: str) -> str:
+    """Return a field as it would be typed, with the place of a value that no flag of ours has given."""
+    return all_fields()[name].typed(value(run, name)) + source(run, name)
+
+
+def source(run: Run, name: str) -> str:
+    """Return ` (key in file)` for a value that no flag of ours has given; else nothing."""
+    return f" ({run.sources[name]})" if name in run.sources else ""
+
+
+def divisors(number: int, at_most: int = 64) -> str:
+    """Return the divisors of a number, for "use one of": 1, 2, 4, 8."""
+    return ", ".join(str(d) for d in range(1, min(number, at_most) + 1) if number % d == 0)
+
+
+def nearest_multiples(number: int, step: int) -> str:
+    """Return the positive multiples of `step` on both sides of a number it does not divide: `8 or 16`."""
+    below = number // step * step
+    return f"{below} or {below + step}" if below else str(step)
+
+
+# Rules about single values
+
+
+@rule()
+def choices_are_known(run: Run) -> None:
+    """Require a listed value where a field has choices, also where no command line was read."""
+    found = {}
+    for name, field in all_fields().items():
+        given = value(run, name)
+        for word in given if isinstance(given, tuple) else (given,):
+            if field.choices is not None and word is not None and word not in field.choices:
+                listed = ", ".join(map(str, field.choices))
+                near = choice_suggestion(str(word), map(str, field.choices))
+                found[name] = f"{field.flag} {word}: not one of {listed}{near}"
+    if found:
+        raise ConfigError(*found.values(), fields=found)
+
+
+@rule()
+def numbers_are_in_range(run: Run) -> None:
+    """Require sizes and counts that are positive, rates and coefficients that are not negative, all finite."""
+    found = {}
+    for name, field in all_fields().items():
+        given = value(run, name)
+        for number in given if isinstance(given, tuple) else (given,):
+            if field.within is not None and number is not None and not field.within.holds(number):
+                finite = "" if math.isfinite(number) else "finite and "
+                found[name] = (
+                    f"{field.flag} {number}{source(run, name)}: must be {finite}{field.within};"
+                    f" e.g. {_working(field, field.within)}"
+                )
+    if found:
+        raise ConfigError(*found.values(), fields=found)
+
+
+_USUAL = {"ema_decay": 0.9999, "decoupled_lr": 1e-4}
+
+
+def _working(field: Field, allowed: Range) -> str:
+    """Return a setting in the range: the default, a usual one, or a number near the lowest."""
+    tried = (field.default, allowed.low, _USUAL.get(field.name), 1, 2, 0.1)
+    return f"{field.flag} {next(n for n in tried if isinstance(n, (int, float)) and allowed.holds(n)):g}"
