@@ -85,8 +85,8 @@ def _hex(name: str, value: float | None) -> dict[str, str]:
 def exact(record: StepRecord) -> dict[str, Any]:
     """Return the values of a step that two runs must agree on to the bit, as plain values.
 
-    Checkpoints keep them, and tools/verify_resume.py compares them. Floats are float.hex, so that NaN and infinity can
-    be compared too.
+    Checkpoints keep them, and `verify-resume` compares them. Floats are float.hex, so that NaN and infinity can be
+    compared too.
     """
     return {
         "iteration": record.iteration,

@@ -1,4 +1,4 @@
-"""The command line of tools/plan.py: plan a run, print and write the plan."""
+"""The command line of megatron-moe plan: plan a run, print and write the plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 from megatron_moe.config import cli, rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import program_name
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
@@ -24,7 +23,7 @@ from megatron_moe_tools.plan.layouts import quoted, require_a_layout, spelled, w
 from megatron_moe_tools.plan.neighbours import RECOMPUTATION, Machine, legal, nearest_legal, recomputed, vocabulary
 from megatron_moe_tools.plan.report import comparison_report, fit_report, text_report
 
-SCRIPT = "plan.py"
+NAME = "megatron-moe plan"
 
 _OF_SEARCH = {
     "node_bandwidth": "GB/s that a rank sends to its machine",
@@ -42,7 +41,7 @@ _logger = logging.getLogger(__name__)
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
-        prog=program_name(SCRIPT),
+        prog=NAME,
         usage="%(prog)s --world-size N [--json FILE] [options] [the run's flags]",
         description="Plan a run: parameters, memory, traffic and speed of every rank, without starting any of them.",
         epilog="Exit status: 0 planned; 1 nothing fits --fit; 2 a mistake in the flags, or a layout that cannot be. "
@@ -96,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Print the plan and return the exit status."""
-    return run_program(program_name(SCRIPT), _main, argv, rank=0)
+    return run_program(NAME, _main, argv, rank=0)
 
 
 def _main(argv: list[str]) -> int:
@@ -231,7 +230,7 @@ def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
 def _progress() -> Iterator[None]:
     """Print what the planner logs to stderr: a line at the beginning of each stage."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"{program_name(SCRIPT)}: %(message)s"))
+    handler.setFormatter(logging.Formatter(f"{NAME}: %(message)s"))
     package = logging.getLogger(__package__)
     level = package.level
     package.addHandler(handler)

@@ -1,6 +1,6 @@
 """The list of checks, and how they run: on every rank, once on every node, or by all ranks together.
 
-`run_checks` is the library's door: `tools/preflight.py` prints what it returns, other programs read it.
+`run_checks` is the library's door: `megatron-moe preflight` prints what it returns, other programs read it.
 """
 
 from __future__ import annotations

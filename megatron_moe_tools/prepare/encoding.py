@@ -36,7 +36,7 @@ PART_FACTS, PART_REJECTS = "part.json", "rejects.jsonl"
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """The options of tools/preprocess_data.py, one field per flag. With `workers` None there is one per core."""
+    """The options of megatron-moe prepare, one field per flag. With `workers` None there is one per core."""
 
     input: tuple[str, ...]
     output_prefix: str

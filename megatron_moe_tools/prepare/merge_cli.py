@@ -1,4 +1,4 @@
-"""The command line of tools/merge_datasets.py, with the flags of Megatron-LM's."""
+"""The command line of megatron-moe merge, with the flags of Megatron-LM's."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import argparse
 
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import program_name
 from megatron_moe.io.program import DONE, run_program, say
 from megatron_moe_tools.prepare.merge import merge
 
-SCRIPT = "merge_datasets.py"
+NAME = "megatron-moe merge"
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser."""
     p = Parser(
-        prog=program_name(SCRIPT),
+        prog=NAME,
         description="Join indexed datasets of one tokenizer into one: what preprocessing all of their inputs writes.",
         allow_abbrev=False,
     )
@@ -42,7 +41,7 @@ def main(argv: list[str]) -> int:
         stderr), or 130 after Ctrl-C.
     """
     return run_program(
-        program_name(SCRIPT),
+        NAME,
         _main,
         argv,
         interrupted="interrupted; nothing was written",

@@ -38,7 +38,7 @@ RUN_BY = {
     },
 }
 """Program -> the module whose `main` runs it."""
-SCRIPTS = {"train": "pretrain_moe.py", "plan": "tools/plan.py", "generate": "tools/generate.py"}
+SCRIPTS = {"train": ["pretrain_moe.py"], "merge": ["tools/merge_datasets.py"], "plan": ["-m", "megatron_moe", "plan"]}
 LAUNCHED_OF = 20
 """Of so many mistakes of a training command one is made under the launcher as well."""
 
@@ -156,7 +156,8 @@ def test_a_mistake_is_named_at_once(program, outcomes):
 def test_the_scripts_do_the_same(program, files, tmp_path):
     row = next(row for row in ROWS if row["program"] == program)
     words = shlex.split(row["typed"].replace("{d}", str(files)))
-    command = [sys.executable, str(ROOT / SCRIPTS[program]), *words]
+    first, *others = SCRIPTS[program]
+    command = [sys.executable, first if first == "-m" else str(ROOT / first), *others, *words]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
     assert all(str(name) in done.stderr for name in row["names"]) and list(tmp_path.iterdir()) == []

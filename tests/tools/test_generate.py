@@ -71,7 +71,7 @@ def run(capsys, *flags):
     """(exit code, stdout, stderr without its prefix)."""
     code = generate.main([str(flag) for flag in flags])
     told = capsys.readouterr()
-    return code, told.out, [line.removeprefix("generate.py: ") for line in told.err.splitlines()]
+    return code, told.out, [line.removeprefix("megatron-moe generate: ") for line in told.err.splitlines()]
 
 
 def text(ids):

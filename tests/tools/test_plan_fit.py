@@ -1,4 +1,4 @@
-"""`tools/plan.py --fit`: the fastest layout that fits, found among all, and what is estimated on the way to it."""
+"""`megatron-moe plan --fit`: the fastest layout that fits, found among all, and what is estimated on the way to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each check of tools/preflight.py fails where it should: with a faked machine, faked versions, faked measurements."""
+"""Each check of the preflight fails where it should: with a faked machine, faked versions, faked measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/preflight.py on two ranks: they are compared, and the table and the JSON say who differs."""
+"""megatron-moe preflight on two ranks: they are compared, and the table and the JSON say who differs."""
 
 from __future__ import annotations
 
