@@ -19,8 +19,18 @@ from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import DONE, FAILED, run_program, say
 from megatron_moe.platform import host
-from megatron_moe_tools.plan.layouts import quoted, require_a_layout, spelled, with_batch
-from megatron_moe_tools.plan.neighbours import RECOMPUTATION, Machine, legal, nearest_legal, recomputed, vocabulary
+from megatron_moe_tools.plan.layouts import (
+    RECOMPUTATION,
+    Machine,
+    legal,
+    nearest_legal,
+    quoted,
+    recomputed,
+    require_a_layout,
+    spelled,
+    vocabulary,
+    with_batch,
+)
 from megatron_moe_tools.plan.report import comparison_report, fit_report, text_report
 
 NAME = "megatron-moe plan"
@@ -201,8 +211,7 @@ def _check(run: Run, world_size: int) -> None:
 def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
     """Return the plan; its text is printed as soon as it is known, that of the comparisons after it."""
     # Not before the flags are right: loading torch and the engine takes seconds.
-    from megatron_moe_tools.plan.alternatives import ranked, recommended_stage
-    from megatron_moe_tools.plan.plan import make_plan, peak_gib
+    from megatron_moe_tools.plan.plan import make_plan, peak_gib, ranked, recommended_stage
 
     machine = _machine(run, flags)
     known: dict[Any, Any] = {}

@@ -1,13 +1,14 @@
 """Look for the fastest layout that fits a device: estimate all, trace the best ones as a whole until one fits.
 
-A layout's time is arithmetic on the parts of its model (`pieces.Pieces`), and is least without recomputation. Layouts
-are taken by their time, the fastest first. Each that does not fit comes back later, with the next set of recomputed
-modules that may do, and the first that fits when it is planned as a whole, stage by stage, is the answer. All that is
-faster has then been shown not to fit, or estimated so from the same traces.
+The time of a step in a layout is arithmetic on the traced parts of the model (`layer_costs`) and on the speed of links.
+It is least without recomputation. The search takes layouts by their time, the fastest first. A layout that does not fit
+comes back later with the next set of recomputed modules that may help. The first layout that fits when it is planned as
+a whole, stage by stage, is the answer: all faster ones do not fit, or were estimated not to from the same traces.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import logging
@@ -20,27 +21,142 @@ from typing import Any
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.rules.wording import spelled as spelled_field
 from megatron_moe.config.schema import Run
-from megatron_moe_tools.plan.alternatives import FILLED
+from megatron_moe_tools.plan.layer_costs import LOSS, PREDICTION, LayerCosts
 from megatron_moe_tools.plan.layouts import (
     FULL,
+    GIB,
+    LayerSharding,
+    Machine,
     Modules,
     SearchedLayout,
-    Width,
     divided,
     fixed_fields,
     layouts,
+    legal,
     module_sets,
     no_layout,
     offloadable,
     recompute_is_fixed,
     single_modules,
 )
-from megatron_moe_tools.plan.neighbours import Machine, legal
-from megatron_moe_tools.plan.pieces import LOSS, PREDICTION, Pieces
-from megatron_moe_tools.plan.plan import GIB, make_plan, peak_gib, rank_memory
+from megatron_moe_tools.plan.plan import FILLED, make_plan, peak_gib
+from megatron_moe_tools.plan.rank_costs import muon_flops, rank_memory, rank_traffic
 from megatron_moe_tools.plan.report import brief
-from megatron_moe_tools.plan.step_time import StepTime, StepTimes
 from megatron_moe_tools.plan.tracing import RankTrace
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of a step by what they go to; each adds to the step.
+
+    compute: products of the model at the assumed share of the peak. recomputed: those that are computed again, and the
+    memory that is written again. tensor, expert: collectives of TP and CP, and of EP, of all micro-batches. pipeline:
+    messages between stages. bubble: waiting at both ends of a step. data: what data parallelism sends, as far as
+    nothing hides it. muon: its exchange, and its iteration at the same share of the peak. host: what is exchanged with
+    the machine's memory, activations as far as no pass hides them.
+    """
+
+    compute: float
+    recomputed: float
+    tensor: float
+    expert: float
+    pipeline: float
+    bubble: float
+    data: float
+    muon: float
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(vars(self).values())
+
+
+class StepTimes:
+    """The times of one run's layouts."""
+
+    def __init__(self, run: Run, world_size: int, machine: Machine, costs: LayerCosts) -> None:
+        self.run, self.world_size, self.machine, self.costs = run, world_size, machine, costs
+        self.run_of = functools.cache(lambda layout: layout.run(run, None))
+        """The run in a layout: what is recomputed makes no difference to what is read of it here."""
+
+    def of(self, layout: SearchedLayout, modules: Modules) -> StepTime:
+        """Return the time of a step, that of the slowest pipeline rank."""
+        run = self.run_of(layout)
+        micro_batches = run.derived.num_microbatches(self.world_size)
+        found, sharing, muon, host = [], 0.0, 0.0, 0.0
+        for rank in self.costs.ranks_that_differ(layout):
+            passes = self._passes(layout, modules, rank)
+            trace = self.costs.rank_trace(layout, modules, rank, passes=False)
+            sent = rank_traffic(run, trace, self.world_size, self.machine.gpus_per_node)
+            seconds = {name: self.costs.sending_seconds(one.sent, one.between_nodes) for name, one in sent.items()}
+            passes["pipeline"] = seconds.pop("PP", 0.0) / micro_batches
+            found.append(passes)
+            muon = max(muon, seconds.pop("Muon", 0.0) + self.compute_seconds(muon_flops(run, trace)))
+            sharing = max(sharing, sum(seconds.values()))
+            host = max(host, self._host_seconds(run, trace, micro_batches))
+        slowest = max(found, key=lambda passes: sum(passes.values()))
+        one = sum(slowest.values())
+        chunks = len(layout.stages) // layout.pp
+        host += slowest.pop("host") * micro_batches
+        return StepTime(
+            **{name: seconds * micro_batches for name, seconds in slowest.items()},
+            bubble=(layout.pp - 1) / chunks * one,
+            data=max(sharing - _hidden(run, slowest["compute"] + slowest["recomputed"], micro_batches), 0.0),
+            muon=muon,
+            host=host,
+        )
+
+    def _passes(self, layout: SearchedLayout, modules: Modules, rank: int) -> dict[str, float]:
+        """Return the seconds of a micro-batch's passes on a pipeline rank."""
+        compute = again = tensor = expert = moved = waiting = 0.0
+        for stage in layout.stages[rank :: layout.pp]:
+            for part in self.costs.parts(stage):
+                piece = self.costs.part(layout.sharding, modules, part)
+                plain = self.costs.plain(layout.sharding, (), part)
+                compute += self.compute_seconds(plain.flops)
+                again += self.compute_seconds(piece.flops - plain.flops)
+                again += self.rewriting(plain.kept - piece.kept - piece.leaving)
+                tensor, expert = tensor + piece.tensor_seconds, expert + piece.expert_seconds
+                moved, waiting = moved + piece.leaving, max(waiting, piece.leaving if layout.pp > 1 else 0.0)
+        if self.run.moe.overlap_moe_expert_parallel_comm:
+            expert = max(expert - compute - again, 0.0)
+        # Where another micro-batch's pass came between, nothing is before the last layer's activations to hide them.
+        host = self.moving(moved, compute + again) + waiting / (self.machine.host_bandwidth * 1e9)
+        return {"compute": compute, "recomputed": max(again, 0.0), "tensor": tensor, "expert": expert, "host": host}
+
+    def _host_seconds(self, run: Run, trace: RankTrace, micro_batches: int) -> float:
+        """Return the seconds of offloading: moments there and back, and shards and gradients in every micro-batch."""
+        if not trace.offloaded:
+            return 0.0
+        moved = 2 * rank_memory(run, trace, self.world_size).host
+        # Weights are gathered twice from fp32 shards, and gradients come back once.
+        moved += micro_batches * 12 * sum(unit.share for unit in trace.units)
+        return moved / (self.machine.host_bandwidth * 1e9)
+
+    def compute_seconds(self, flops: float) -> float:
+        return flops / (self.machine.mfu * self.machine.peak_tflops * 1e12)
+
+    def moving(self, size: float, products: float) -> float:
+        """Return the seconds that offloaded activations add to a pass with these products.
+
+        The device's memory is read and written for them. They are hidden behind a third of the products on the way to
+        the host, and behind the others on the way back.
+        """
+        seconds = size / (self.machine.host_bandwidth * 1e9)
+        return self.rewriting(size) + max(seconds - products / 3, 0.0) + max(seconds - products * 2 / 3, 0.0)
+
+    def rewriting(self, size: float) -> float:
+        """Return the seconds in which what was not kept is written and read once more."""
+        return 2 * max(size, 0.0) / (self.machine.memory_bandwidth * 1e9)
+
+
+def _hidden(run: Run, products: float, micro_batches: int) -> float:
+    """Return the seconds in which data parallelism is behind the products of the passes, if its flags let it."""
+    if run.derived.zero_stage >= 2:
+        return products * micro_batches
+    return products * (2 / 3 * run.parallel.overlap_grad_reduce + 1 / 3 * run.parallel.overlap_param_gather)
+
 
 _logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_LINES = 5.0
@@ -103,8 +219,8 @@ class Search:
     def __init__(self, run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace]) -> None:
         self.run, self.world_size, self.machine, self.known = run, world_size, machine, known
         self.limit = FILLED * machine.memory_gib
-        self.pieces = Pieces(run, world_size, machine)
-        self.times = StepTimes(run, world_size, machine, self.pieces)
+        self.costs = LayerCosts(run, world_size, machine)
+        self.times = StepTimes(run, world_size, machine, self.costs)
         self._sets: dict[Any, list[Modules]] = {}
         self._all_sets: list[tuple[str, ...]] = []
         self._learned: dict[SearchedLayout, float] = {}
@@ -112,35 +228,35 @@ class Search:
 
     def layouts(self) -> list[SearchedLayout]:
         """Return all layouts; the layers of the last stage are as many as its loss leaves time for."""
-        return list(layouts(self.run, self.world_size, self.machine, self.pieces.widths, self._head()))
+        return list(layouts(self.run, self.world_size, self.machine, self.costs.shardings, self._head()))
 
     def _head(self) -> float:
-        width = next(iter(self.pieces.widths), None)
-        if width is None:
+        sharding = next(iter(self.costs.shardings), None)
+        if sharding is None:
             return 0.0
         kinds = (LOSS, PREDICTION) if self.run.model.mtp_num_layers else (LOSS,)
-        layer = self.pieces.plain(width, (), self.pieces.kinds[0])
-        return sum(self.pieces.plain(width, (), kind).flops for kind in kinds) / layer.flops
+        layer = self.costs.plain(sharding, (), self.costs.kinds[0])
+        return sum(self.costs.plain(sharding, (), kind).flops for kind in kinds) / layer.flops
 
     def sets(self, layout: SearchedLayout) -> list[Modules]:
         """Return the sets of modules by the time that they add; each keeps less on the device than those before it."""
         if recompute_is_fixed(self.run):
             return [None]
-        width = self.pieces.reference(layout.width)
-        if width not in self._sets:
-            self._sets[width] = list(self._improving(width))
-        return self._sets[width]
+        sharding = self.costs.reference(layout.sharding)
+        if sharding not in self._sets:
+            self._sets[sharding] = list(self._improving(sharding))
+        return self._sets[sharding]
 
-    def _improving(self, width: Width) -> Iterator[Modules]:
+    def _improving(self, sharding: LayerSharding) -> Iterator[Modules]:
         """Yield sets by the time that they add, as far as each keeps a hundredth less; modules are taken to add up."""
-        layers = {kind: self.pieces.count(kind) for kind in self.pieces.kinds}
+        layers = {kind: self.costs.count(kind) for kind in self.costs.kinds}
         singles, rungs = single_modules(self.run), offloadable(self.run, self.machine)
-        saved = {modules: self._saved(width, modules, layers) for modules in [*((name,) for name in singles), FULL]}
-        saved |= {(name,): self._saved(width, (name,), layers) for name in itertools.chain(*rungs)}
+        saved = {modules: self._saved(sharding, modules, layers) for modules in [*((name,) for name in singles), FULL]}
+        saved |= {(name,): self._saved(sharding, (name,), layers) for name in itertools.chain(*rungs)}
         if not self._all_sets:
             self._all_sets = list(module_sets(self.run, singles, rungs))
         products = sum(
-            count * self.times.compute_seconds(self.pieces.plain(width, (), kind).flops)
+            count * self.times.compute_seconds(self.costs.plain(sharding, (), kind).flops)
             for kind, count in layers.items()
         )
         rows = []
@@ -149,18 +265,18 @@ class Search:
             added, kept, moved = (sum(saved[part][index] for part in parts) for index in (0, 1, 2))
             added += self.times.moving(moved, products + added)
             rows.append((added, -kept - moved, len(modules), modules))
-        plain = sum(count * self.pieces.plain(width, (), kind).kept for kind, count in layers.items())
+        plain = sum(count * self.costs.plain(sharding, (), kind).kept for kind, count in layers.items())
         most = -plain
         for _, less, _, modules in sorted(rows):
             if -less > most + plain / 100:
                 most = -less
                 yield modules
 
-    def _saved(self, width: Width, modules: Modules, layers: dict[str, int]) -> tuple[float, float, float]:
+    def _saved(self, sharding: LayerSharding, modules: Modules, layers: dict[str, int]) -> tuple[float, float, float]:
         """Return the seconds that recomputation adds to all layers, the bytes that are not kept, and those moved."""
         seconds = size = moved = 0.0
         for kind, count in layers.items():
-            piece, plain = self.pieces.part(width, modules, kind), self.pieces.plain(width, (), kind)
+            piece, plain = self.costs.part(sharding, modules, kind), self.costs.plain(sharding, (), kind)
             less = plain.kept - piece.kept - piece.leaving
             again = piece.tensor_seconds + piece.expert_seconds - plain.tensor_seconds - plain.expert_seconds
             seconds += count * (
@@ -172,9 +288,9 @@ class Search:
     # Memory.
 
     def estimated_gib(self, layout: SearchedLayout, modules: Modules) -> float:
-        """Return the GiB of the largest rank, put together from parts; see `pieces`."""
+        """Return the GiB of the largest rank, put together from parts; see `layer_costs`."""
         run = self.times.run_of(layout)
-        traces = (self.pieces.rank_trace(layout, modules, rank) for rank in self.pieces.ranks_that_differ(layout))
+        traces = (self.costs.rank_trace(layout, modules, rank) for rank in self.costs.ranks_that_differ(layout))
         largest = max(rank_memory(run, trace, self.world_size).peak for trace in traces) / GIB
         return largest * self._learned.get(layout, 1.0)
 
@@ -182,7 +298,7 @@ class Search:
         """Return whether what a machine's ranks offload leaves a tenth of its memory."""
         if not layout.offload and not (modules and divided(modules)[1]):
             return True
-        traces = (self.pieces.rank_trace(layout, modules, rank) for rank in self.pieces.ranks_that_differ(layout))
+        traces = (self.costs.rank_trace(layout, modules, rank) for rank in self.costs.ranks_that_differ(layout))
         held = [rank_memory(self.times.run_of(layout), trace, self.world_size) for trace in traces]
         of_rank = max(memory.host + memory.host_activations for memory in held)
         on_machine = min(self.machine.gpus_per_node, self.world_size)
@@ -254,7 +370,7 @@ class Search:
         """Return whether a layout fits as a whole, and put it where it belongs."""
         if not self.allowed(layout, modules):
             return False
-        _logger.info("planning as a whole: %s", words(layout, modules))
+        _logger.info("planning as a whole: %s", format_layout(layout, modules))
         candidate = Candidate(
             layout, modules, self.planned_gib(layout, modules), self.times.of(layout, modules), exact=True
         )
@@ -279,7 +395,7 @@ class Search:
     def _progress(self, text: str) -> None:
         if time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
             self._said = time.monotonic()
-            _logger.info("%s, %d parts traced", text, self.pieces.traced)
+            _logger.info("%s, %d parts traced", text, self.costs.traced)
 
 
 def fitted_plan(
@@ -344,7 +460,7 @@ def _row(one: Candidate, chosen: Candidate, limit: float) -> dict[str, Any]:
     """Return a layout as plain data, with what it lacks."""
     slower = one.time.seconds - chosen.time.seconds
     return {
-        "layout": words(one.layout, one.modules),
+        "layout": format_layout(one.layout, one.modules),
         "max_memory_gib": one.gib,
         "planned": one.exact,
         "seconds": one.time.seconds,
@@ -369,11 +485,11 @@ def _advice(run: Run, parameters: int, limit: float) -> list[str]:
     return lines
 
 
-def words(layout: SearchedLayout, modules: Modules) -> str:
+def format_layout(layout: SearchedLayout, modules: Modules) -> str:
     """Return a layout in one line."""
-    width = layout.width
-    parts = [f"TP {width.tp}", f"PP {layout.pp}", f"VPP {len(layout.stages) // layout.pp}", f"EP {width.ep}"]
-    parts += [f"ETP {width.etp}"] if width.etp != 1 or width.tp != 1 else []
+    sharding = layout.sharding
+    parts = [f"TP {sharding.tp}", f"PP {layout.pp}", f"VPP {len(layout.stages) // layout.pp}", f"EP {sharding.ep}"]
+    parts += [f"ETP {sharding.etp}"] if sharding.etp != 1 or sharding.tp != 1 else []
     parts += [f"ZeRO {layout.zero}"] + (["optimizer offload"] if layout.offload else [])
     if modules is not None:
         recomputed, offloaded = divided(modules)

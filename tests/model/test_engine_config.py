@@ -251,7 +251,7 @@ def test_every_preset_is_accepted_by_the_engine_on_either_device():
         run = replace(Run(), **preset)
         assert transformer_config(run).num_layers == len(transformer_config(run).moe_layer_freq)
         assert MoEOptions.from_run(run) is not None
-        with platform.imagining("cuda", {}):
+        with platform.fake_device("cuda", {}):
             transformer_config(run)
 
 
@@ -278,14 +278,14 @@ def test_linear_layers_add_gradients_in_the_product_where_a_kernel_is_there_and_
         return transformer_config(replace(Run(), **bf16, **flags)).gradient_accumulation_fusion
 
     assert not fused() and not fused(gradient_accumulation_fusion=True)
-    with platform.imagining("cuda", {}):
+    with platform.fake_device("cuda", {}):
         assert fused() == fused(gradient_accumulation_fusion=True) == fused(**te) == installed
         assert not any(fused(**flags) for flags in never)
 
 
 def test_nothing_is_compiled_on_cuda_with_the_deterministic_mode():
     fused = ("bias_activation_fusion", "bias_dropout_fusion")
-    with platform.imagining("cuda", {}):
+    with platform.fake_device("cuda", {}):
         for mode in (False, True):
             config = transformer_config(replace(Run(), deterministic_mode=mode))
             assert [getattr(config, name) for name in fused] == [not mode] * 2

@@ -80,7 +80,7 @@ def with_every_pair(every: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def test_every_combination_of_flags_is_configured_and_built_with_cuda_as_without():
     runs = combinations()
     assert len(runs) > 300, "the rules refuse almost everything"
-    with platform.imagining("cuda", {}):
+    with platform.fake_device("cuda", {}):
         for run in runs.values():
             transformer_config(run)
     for places in with_every_pair(runs):
@@ -98,7 +98,7 @@ def test_gelu_is_the_same_function_with_cuda_as_without():
     """The engine's fused one is an approximation by tanh."""
     fused = {}
     for swiglu in (True, False):
-        with platform.imagining("cuda", {}):
+        with platform.fake_device("cuda", {}):
             config = transformer_config(replace(Run(), **SHAPE, swiglu=swiglu, add_bias_linear=True))
         fused[swiglu] = config.bias_activation_fusion
     assert fused == {True: True, False: False}

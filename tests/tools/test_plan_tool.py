@@ -14,7 +14,8 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.hf.config import config_of
 from megatron_moe.hf.families import FAMILIES
-from megatron_moe_tools.plan import alternatives, cli
+from megatron_moe_tools.plan import cli
+from megatron_moe_tools.plan import plan as planning
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -132,7 +133,7 @@ def test_the_answer_comes_before_the_comparisons_and_progress_goes_to_stderr(mon
         seen.extend(capsys.readouterr())
         return []
 
-    monkeypatch.setattr(alternatives, "ranked", ranked)
+    monkeypatch.setattr(planning, "ranked", ranked)
     assert cli.main(f"{TINY} --world-size 2 --pipeline-model-parallel-size 2".split()) == 0
     out, err = seen
     for words in ("of 80: fits", "sent by a rank per step", "pipeline bubble"):

@@ -19,7 +19,7 @@ from megatron_moe.config.errors import ConfigError, MachineError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build
 from megatron_moe.platform import advisories, optional_libraries, probes
-from megatron_moe.platform.hardware import imagining
+from megatron_moe.platform.hardware import fake_device
 from megatron_moe_tools.preflight import checks, kernels, network, node, software
 from megatron_moe_tools.preflight.findings import DEFAULTS, FAIL, IMPOSSIBLE, PASS, WARN, Finding, Place, merged, table
 
@@ -142,7 +142,7 @@ def test_the_grouped_product_says_where_it_falls_back(monkeypatch):
     run = run_of()
     assert kernels.grouped_product(place(run=run, has_model=True)).status == IMPOSSIBLE
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100-SXM4-80GB")
-    with imagining("cuda", {}):
+    with fake_device("cuda", {}):
         for capability, dtype, status in (((9, 0), "bf16", PASS), ((10, 3), "bf16", PASS), ((8, 0), "bf16", WARN)):
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, one=capability: one)
             assert kernels.grouped_product(place(run=run, has_model=True)).status == status, (capability, dtype)

@@ -1,8 +1,7 @@
 """What the parts of a model take, traced on models of three layers and put together for any layout.
 
-A stage is its embedding, its layers and its loss, one after the other. Each is traced once for a way to cut layers
-(`layouts.Width`) and a set of recomputed modules, in the stages Et|t|tL of a pipeline; embedding, loss and multi-token
-prediction are what the first and the last of these have more than the one between. What a part keeps adds up over a
+A stage is its embedding, its layers and its loss, one after the other. Each is traced once for a `LayerSharding` and a
+set of recomputed modules, in the stages Et|t|tL of a pipeline; embedding, loss and multi-token prediction are what the first and the last of these have more than the one between. What a part keeps adds up over a
 stage, and the peak of a pass is that of one part above what those before it keep.
 
 What recomputation and offload change is traced at one EP for a TP and an expert-TP. What a fully sharded model gathers
@@ -25,22 +24,22 @@ from typing import Any
 from megatron_moe.config.pipeline_layout import Stage
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.parallel.quantization import Segments
-from megatron_moe_tools.plan.buffers import Buffer
-from megatron_moe_tools.plan.gathering import GatheredUnit
+from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit
 from megatron_moe_tools.plan.layouts import (
     SEPARATE,
     TO_HOST,
     UNSHARDED,
     UNSPLIT,
+    LayerSharding,
+    Machine,
     Modules,
     SearchedLayout,
-    Width,
+    layer_shardings,
     recomputing,
-    widths,
+    vocabulary,
 )
-from megatron_moe_tools.plan.neighbours import Machine, vocabulary
+from megatron_moe_tools.plan.rank_costs import purpose, sent_by_a_rank
 from megatron_moe_tools.plan.tracing import ChunkTrace, RankTrace, trace_stage
-from megatron_moe_tools.plan.traffic import purpose, sent_by_a_rank
 
 BufferKind = tuple[bool, int, int, float]
 """Whether of experts, bytes of a parameter, bytes of a gradient, FLOPs of a step of Muon's iteration over elements; 0:
@@ -110,7 +109,7 @@ class _Chunk:
     boundary: int
 
 
-class Pieces:
+class LayerCosts:
     """The parts of one run's model on some machines, traced when they are asked for."""
 
     def __init__(self, run: Run, world_size: int, machine: Machine) -> None:
@@ -122,11 +121,11 @@ class Pieces:
         self.ranks_that_differ = functools.cache(self._ranks_that_differ)
         self._chunk = functools.cache(self._put_together)
         self._layers = [MOE if one else DENSE for one in run.derived.moe_layer_pattern]
-        self.widths = widths(run, world_size, machine)
+        self.shardings = layer_shardings(run, world_size, machine)
         # The more EP, the less of a peak is the gradient of the experts' weights.
-        by_size = sorted(self.widths, key=lambda one: (one.ep, -one.etp))
-        self._of_experts = {(width.tp, width.etp): width for width in by_size}
-        self._of_the_rest = {width.tp: width for width in by_size}
+        by_size = sorted(self.shardings, key=lambda one: (one.ep, -one.etp))
+        self._of_experts = {(sharding.tp, sharding.etp): sharding for sharding in by_size}
+        self._of_the_rest = {sharding.tp: sharding for sharding in by_size}
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -147,18 +146,18 @@ class Pieces:
             *(PREDICTION,) * (stage.predictions > 0),  # after the loss, as what a stage has with both beyond one
         )
 
-    def reference(self, width: Width, kind: str = MOE) -> Width:
-        """Return the width whose recomputation is traced for all that are alike: of experts with any EP, else any."""
-        return self._of_experts[width.tp, width.etp] if kind == MOE else self._of_the_rest[width.tp]
+    def reference(self, sharding: LayerSharding, kind: str = MOE) -> LayerSharding:
+        """Return the sharding whose recomputation is traced for all like it: for experts with any EP, else any."""
+        return self._of_experts[sharding.tp, sharding.etp] if kind == MOE else self._of_the_rest[sharding.tp]
 
     # One part.
 
-    def _trace(self, width: Width, modules: Modules, kind: str, at: int) -> TracedPart:
+    def _trace(self, sharding: LayerSharding, modules: Modules, kind: str, at: int) -> TracedPart:
         """Trace a stage of Et|t|tL whose layers are of one kind; place 3 is the last one with its predictions."""
         self.traced += 1
         base, stages = self._run, 3
         changes: dict[str, Any] = {
-            **width.changes,
+            **sharding.changes,
             **UNSPLIT,
             **SEPARATE,
             **({"data_parallel_sharding_strategy": "optim"} | UNSHARDED if base.derived.zero_stage >= 2 else {}),
@@ -175,13 +174,13 @@ class Pieces:
             changes |= recomputing(modules)
         elif base.training.recompute_granularity == "full":
             changes |= {"recompute_num_layers": 1}
-        ranks = math.lcm(width.tp * base.parallel.context_parallel_size, width.etp * width.ep)
+        ranks = math.lcm(sharding.tp * base.parallel.context_parallel_size, sharding.etp * sharding.ep)
         run, on = replace(base, **changes), self._machine
         at = min(at, stages - 1)
         trace = trace_stage(run, stages * ranks, vocabulary(run), at, on.device, on.imbalance, on.gpus_per_node)
-        return self._piece(trace)
+        return self._traced_part(trace)
 
-    def _piece(self, trace: RankTrace) -> TracedPart:
+    def _traced_part(self, trace: RankTrace) -> TracedPart:
         (chunk,) = trace.chunks
         elements: Counter[BufferKind] = Counter()
         for buffer in trace.buffers:
@@ -221,35 +220,35 @@ class Pieces:
         on = self._machine
         return ((sent - between_nodes) / on.node_bandwidth + between_nodes / on.network_bandwidth) / 1e9
 
-    def plain(self, width: Width, modules: Modules, part: str) -> TracedPart:
+    def plain(self, sharding: LayerSharding, modules: Modules, part: str) -> TracedPart:
         """Return a part as it is traced: without recomputation, or with the user's, where `modules` is None."""
         modules = None if modules is None else ()
         if part == MOE:
-            return self._stage(width, modules, part, 1)
+            return self._stage(sharding, modules, part, 1)
         kind = self.kinds[0]
         if part == PREDICTION and kind == MOE:  # it has experts, too
-            return self._stage(width, modules, kind, 3).beyond(self._stage(width, modules, kind, 2))
-        width = self.reference(width, part)
+            return self._stage(sharding, modules, kind, 3).beyond(self._stage(sharding, modules, kind, 2))
+        sharding = self.reference(sharding, part)
         if part == DENSE:
-            return self._stage(width, modules, part, 1)
+            return self._stage(sharding, modules, part, 1)
         if part == PREDICTION:
-            return self._stage(width, modules, kind, 3).beyond(self._stage(width, modules, kind, 2))
-        layer = self._stage(width, modules, kind, 1)
-        found = self._stage(width, modules, kind, 0 if part == EMBEDDING else 2).beyond(layer)
+            return self._stage(sharding, modules, kind, 3).beyond(self._stage(sharding, modules, kind, 2))
+        layer = self._stage(sharding, modules, kind, 1)
+        found = self._stage(sharding, modules, kind, 0 if part == EMBEDDING else 2).beyond(layer)
         if part == EMBEDDING:
             # It comes before the layer, not after it: of its own it has the gradient of the table.
             table = sum(count * size for (_, size, *_), count in found.elements.items())
             found = dataclasses.replace(found, forward=found.kept, backward=found.kept + table)
         return found
 
-    def _part(self, width: Width, modules: Modules, part: str) -> TracedPart:
+    def _part(self, sharding: LayerSharding, modules: Modules, part: str) -> TracedPart:
         """Return a part with a set of modules recomputed: without them, and what they change at another EP."""
-        plain = self.plain(width, modules, part)
+        plain = self.plain(sharding, modules, part)
         kind = self.kinds[0] if part == PREDICTION else part
         modules = tuple(name for name in modules or () if name not in _WITHOUT.get(kind, modules or ()))
         if not modules:
             return plain
-        at = self.reference(width, kind)
+        at = self.reference(sharding, kind)
         before, after = self._stage(at, (), kind, 1), self._stage(at, modules, kind, 1)
         found = {name: getattr(plain, name) + getattr(after, name) - getattr(before, name) for name in _CHANGED}
         for name in ("tensor_seconds", "expert_seconds"):  # collectives are repeated, whatever they take here
@@ -266,17 +265,17 @@ class Pieces:
             seen.setdefault(tuple(self.parts(stage) for stage in layout.stages[rank :: layout.pp]), rank)
         return list(seen.values())
 
-    def _put_together(self, width: Width, modules: Modules, zero: int, parts: tuple[str, ...]) -> _Chunk:
-        pieces = [self.part(width, modules, part) for part in parts]
+    def _put_together(self, sharding: LayerSharding, modules: Modules, zero: int, parts: tuple[str, ...]) -> _Chunk:
+        traced = [self.part(sharding, modules, part) for part in parts]
         elements: Counter[BufferKind] = Counter()
-        for piece in pieces:
-            elements.update(piece.elements)
-        return _Chunk(_chunk(pieces, zero), elements, sum(piece.weights for piece in pieces), pieces[0].boundary)
+        for part in traced:
+            elements.update(part.elements)
+        return _Chunk(_chunk(traced, zero), elements, sum(part.weights for part in traced), traced[0].boundary)
 
     def rank_trace(self, layout: SearchedLayout, modules: Modules, rank: int, passes: bool = True) -> RankTrace:
         """Return the trace of a pipeline rank, put together; without the passes, only what it holds and sends."""
         parts = [self.parts(stage) for stage in layout.stages[rank :: layout.pp]]
-        chunks = [self._chunk(layout.width, modules, layout.zero, one) for one in parts]
+        chunks = [self._chunk(layout.sharding, modules, layout.zero, one) for one in parts]
         elements: Counter[BufferKind] = Counter()
         for chunk in chunks:
             elements.update(chunk.elements)
@@ -311,12 +310,12 @@ class Pieces:
         last = PREDICTION in parts or (LOSS in parts and not model.untie_embeddings_and_output_weights)
         if EMBEDDING not in parts or not last:
             return 0
-        return vocabulary(self._run) // layout.width.tp * model.hidden_size
+        return vocabulary(self._run) // layout.sharding.tp * model.hidden_size
 
     def _groups(self, layout: SearchedLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the first stage's ranks that share the first rank's dense weights, and those with its experts."""
-        per_stage, width = self._world_size // layout.pp, layout.width
-        return tuple(range(0, per_stage, width.tp)), tuple(range(0, per_stage, width.etp * width.ep))
+        per_stage, sharding = self._world_size // layout.pp, layout.sharding
+        return tuple(range(0, per_stage, sharding.tp)), tuple(range(0, per_stage, sharding.etp * sharding.ep))
 
     def _buffers(self, layout: SearchedLayout, elements: Counter[BufferKind]) -> Iterable[Buffer]:
         dense, expert = self._groups(layout)
@@ -357,31 +356,31 @@ class Pieces:
 _NOTHING = ChunkTrace(0, 0, 0, 0, 0, 0, (), ())
 
 
-def _chunk(pieces: list[TracedPart], zero: int) -> ChunkTrace:
+def _chunk(traced: list[TracedPart], zero: int) -> ChunkTrace:
     """Return the trace of a stage from those of its parts, in the order in which they compute.
 
     A fully sharded model gathers each layer's weights for both passes; in the backward pass the next layer's are on the
     way, and gradients are summed in fp32. Those of the root, which are those of all other parts, stay gathered.
     """
-    weights = [sum(size * count for (_, size, *_), count in piece.elements.items()) for piece in pieces]
-    gathered = [size if zero >= 2 and piece.is_layer else 0 for piece, size in zip(pieces, weights)]
-    root = sum(size for piece, size in zip(pieces, weights) if zero >= 2 and not piece.is_layer)
+    weights = [sum(size * count for (_, size, *_), count in part.elements.items()) for part in traced]
+    gathered = [size if zero >= 2 and part.is_layer else 0 for part, size in zip(traced, weights)]
+    root = sum(size for part, size in zip(traced, weights) if zero >= 2 and not part.is_layer)
     below, forward, backward = float(root), float(2 * root), float(3 * root)
     before = 0.0  # what is offloaded of the layer before, which comes back while this one is in its backward pass
-    for piece, own in zip(pieces, gathered):
-        forward = max(forward, below + piece.forward + own)
-        backward = max(backward, below + piece.backward + 2 * own + before)
-        below += piece.kept + (own if zero == 2 else 0)
-        before = piece.leaving
+    for part, own in zip(traced, gathered):
+        forward = max(forward, below + part.forward + own)
+        backward = max(backward, below + part.backward + 2 * own + before)
+        below += part.kept + (own if zero == 2 else 0)
+        before = part.leaving
     return ChunkTrace(
         kept=round(max(below, 0)),
         forward_peak=round(max(forward, below)),
         backward_peak=round(max(backward, below)),
-        logits=max((piece.logits for piece in pieces), default=0),
-        dispatch=max((piece.dispatch for piece in pieces), default=0),
-        flops=round(sum(piece.flops for piece in pieces)),
+        logits=max((part.logits for part in traced), default=0),
+        dispatch=max((part.dispatch for part in traced), default=0),
+        flops=round(sum(part.flops for part in traced)),
         forward=(),
         backward=(),
-        leaving=round(next((piece.leaving for piece in reversed(pieces) if piece.leaving), 0)),
-        moved=round(sum(piece.moved for piece in pieces)),
+        leaving=round(next((part.leaving for part in reversed(traced) if part.leaving), 0)),
+        moved=round(sum(part.moved for part in traced)),
     )
