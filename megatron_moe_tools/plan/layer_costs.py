@@ -1,8 +1,9 @@
 """What the parts of a model take, traced on models of three layers and put together for any layout.
 
 A stage is its embedding, its layers and its loss, one after the other. Each is traced once for a `LayerSharding` and a
-set of recomputed modules, in the stages Et|t|tL of a pipeline; embedding, loss and multi-token prediction are what the first and the last of these have more than the one between. What a part keeps adds up over a
-stage, and the peak of a pass is that of one part above what those before it keep.
+set of recomputed modules, in the stages Et|t|tL of a pipeline; embedding, loss and multi-token prediction are what the
+first and the last of these have more than the one between. What a part keeps adds up over a stage, and the peak of a
+pass is that of one part above what those before it keep.
 
 What recomputation and offload change is traced at one EP for a TP and an expert-TP. What a fully sharded model gathers
 is added from the sizes of its weights. An interval of `--recompute-num-layers` is taken for 1, and modules that are

@@ -12,8 +12,7 @@ from megatron_moe.config.megatron_flags import groups, parts, table, translate
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.io.program import DONE, note, run_program
 from megatron_moe_tools.prepare.encoding import SKIP, STOP, PreprocessOptions
-from megatron_moe_tools.prepare.preprocess import preprocess
-from megatron_moe_tools.prepare.train_tokenizer import MODEL_TYPES
+from megatron_moe_tools.prepare.preprocess import MODEL_TYPES, preprocess
 
 NAME = "megatron-moe prepare"
 

@@ -30,7 +30,7 @@ TABLE = yaml.load(Path(__file__).with_name("mistakes.yaml").read_text(), Loader=
 RUN_BY = {
     "train": "pretrain_moe",
     "slurm": "megatron_moe_tools.slurm",
-    "merge": "megatron_moe_tools.prepare.merge_cli",
+    "merge": "megatron_moe_tools.prepare.merge",
     **{name: f"megatron_moe_tools.{name}" for name in ("generate", "profile_step", "trace")},
     **{
         name: f"megatron_moe_tools.{name}.cli"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.config import cli, rules
-from megatron_moe_tools import prepare
+from megatron_moe_tools.prepare import cli as prepare
 from tests.helpers.ranks import ROOT, alive
 from tools import demo
 
