@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -58,57 +58,51 @@ class PlannedMemory:
 
 def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
     """Return the memory of a rank, for the data-parallel rank that holds most of the optimizer."""
-    if trace.units:
-        return _sharded_memory(run, trace, world_size)
-    optimizer = update = host = 0
+    micro_batches = run.derived.num_microbatches(world_size)
+    flight = _in_flight(run, trace, micro_batches)
+    weights, activations = trace.weights, flight.peak
+    gradients = optimizer = host = 0
+    update = muon_bytes(run, trace)
+    if trace.units:  # what a fully sharded model gathers and reduces is among the activations
+        shards = sum(unit.share for unit in trace.units)
+        moments = run.derived.moment_bytes(shards, sum(unit.matrices for unit in trace.units))
+        moments += run.derived.average_bytes(shards)
+        if trace.offloaded:
+            weights = 0
+            host = 8 * shards + moments
+        else:
+            weights = gradients = 4 * shards
+            optimizer = moments
+            if micro_batches == 1:  # the gradients come about during its backward pass
+                activations = max(activations - gradients, 0)
     for buffer in trace.buffers:
-        share = buffer.numel // len(buffer.ranks) if run.derived.zero_stage == 1 else buffer.used
-        matrices = buffer.fewest_matrices if run.derived.zero_stage == 1 else buffer.matrices
-        masters = run.derived.main_weight_bytes(share, buffer.parameter_bytes)
-        moments = run.derived.moment_bytes(share, matrices)
-        if trace.offloaded and run.derived.packs_main_weights:
-            masters, moments = 0, moments + masters  # the rests are with the moments
-        moments += run.derived.average_bytes(share)  # is where they are
-        optimizer += masters + (0 if trace.offloaded else moments)
-        host += moments if trace.offloaded else 0
-        update += share * 4 if buffer.gradient_bytes < 4 else 0  # gradients are widened for the update
-    flight = _in_flight(run, trace, run.derived.num_microbatches(world_size))
+        gradients += buffer.numel * buffer.gradient_bytes
+        share, matrices = buffer.used, buffer.matrices
+        if run.derived.zero_stage == 1:
+            share, matrices = buffer.numel // len(buffer.ranks), buffer.fewest_matrices
+        main_params = run.derived.main_weight_bytes(share, buffer.parameter_bytes)
+        moments = run.derived.moment_bytes(share, matrices) + run.derived.average_bytes(share)
+        if not trace.offloaded:
+            optimizer += main_params + moments
+        elif run.derived.packs_main_weights:  # the low bits are with the moments
+            host += main_params + moments
+        else:
+            optimizer += main_params
+            host += moments
+        if buffer.gradient_bytes < 4:
+            update += 4 * share  # gradients are widened for the update
     return PlannedMemory(
-        weights=trace.weights,
-        gradients=sum(buffer.numel * buffer.gradient_bytes for buffer in trace.buffers),
+        weights=weights,
+        gradients=gradients,
         optimizer=optimizer,
-        activations=flight.peak,
+        activations=activations,
         in_flight=flight.most_waiting,
         logits=max(chunk.logits for chunk in trace.chunks),
         dispatch=max(chunk.dispatch for chunk in trace.chunks),
-        update=update + muon_bytes(run, trace),
+        update=update,
         saving=gathering_bytes(run, trace),
         host=host,
         host_activations=flight.host,
-    )
-
-
-def _sharded_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
-    """Return the memory of a rank of a fully sharded model; what it gathers and reduces is among the activations."""
-    shards, matrices = sum(unit.share for unit in trace.units), sum(unit.matrices for unit in trace.units)
-    on_device = 0 if trace.offloaded else shards
-    in_host_memory = shards - on_device
-    moments = run.derived.moment_bytes(shards, matrices) + run.derived.average_bytes(shards)
-    micro_batches = run.derived.num_microbatches(world_size)
-    flight = _in_flight(run, trace, micro_batches)
-    return PlannedMemory(
-        weights=4 * on_device,
-        gradients=4 * on_device,
-        optimizer=0 if trace.offloaded else moments,
-        host=8 * in_host_memory + (moments if trace.offloaded else 0),
-        # Of one micro-batch alone the gradients come about during its backward pass.
-        activations=flight.peak if micro_batches > 1 else max(flight.peak - 4 * on_device, 0),
-        in_flight=flight.most_waiting,
-        host_activations=flight.host,
-        logits=max(chunk.logits for chunk in trace.chunks),
-        dispatch=max(chunk.dispatch for chunk in trace.chunks),
-        update=muon_bytes(run, trace),
-        saving=0,
     )
 
 
@@ -183,6 +177,8 @@ def bubble_share(chunks: int, stages: int, micro_batches: int) -> float:
     return (stages - 1) / (chunks * micro_batches + stages - 1)
 
 
+# ---- a save (`checkpoint/gather.py`, `checkpoint/writer.py`)
+
 _FP32 = 4
 
 
@@ -206,14 +202,15 @@ def saving_memory(run: Run, traces: Sequence[RankTrace], gpus_per_node: int) -> 
     """Return the memory that a save of the whole job takes; traces of all its stages."""
     by_rank: Counter[int] = Counter()
     for trace in traces:
-        for rank in trace.ranks if trace.units else ():
-            by_rank[rank] += sum(_host_bytes_of_shards(run, unit) for unit in trace.units)
-        for buffer in trace.buffers if not trace.units else ():
+        of_shards = sum(_host_bytes_of_shards(run, unit) for unit in trace.units)
+        for buffer in trace.buffers:
             # Data parallelism is the slowest dimension of a stage: the first ranks are the first of the groups.
             for rank in trace.ranks[: len(trace.ranks) // len(buffer.ranks)]:
                 by_rank[rank] += _host_bytes(run, buffer)
-            for rank in trace.ranks if run.derived.zero_stage == 1 else ():
-                by_rank[rank] += _average_bytes(run, buffer.used // len(buffer.ranks))
+            if run.derived.zero_stage == 1:
+                of_shards += _average_bytes(run, buffer.used // len(buffer.ranks))
+        for rank in trace.ranks:
+            by_rank[rank] += of_shards
     by_node: Counter[int] = Counter()
     for rank, size in by_rank.items():
         by_node[rank // gpus_per_node] += size
@@ -222,17 +219,36 @@ def saving_memory(run: Run, traces: Sequence[RankTrace], gpus_per_node: int) -> 
 
 def _host_bytes(run: Run, buffer: Buffer) -> int:
     """Return what the first rank of a buffer's group holds in host memory for a save."""
-    in_background, per_element = run.checkpoint.async_save, 0
-    if not run.checkpoint.no_save_optim:
-        if run.derived.zero_stage == 1:
-            only_matrices = run.optimizer.optimizer == "muon" and buffer.matrices == buffer.used
-            per_element += (2 if only_matrices else 3) * _FP32  # main weights and moments are gathered there
-        elif in_background or _unpacks(run):
-            per_element += 2 * _FP32 + (_FP32 if buffer.parameter_bytes < _FP32 else 0)
-    if in_background:
+    per_element = average = 0
+    if run.derived.zero_stage != 1:
+        average = _average_bytes(run, buffer.used)
+        if run.checkpoint.async_save or _unpacks(run):
+            per_element = _optimizer_bytes(run, buffer.parameter_bytes)
+    elif not run.checkpoint.no_save_optim:  # main params and moments are gathered there
+        only_matrices = run.optimizer.optimizer == "muon" and buffer.matrices == buffer.used
+        per_element = 2 * _FP32 if only_matrices else 3 * _FP32
+    if run.checkpoint.async_save:
         per_element += buffer.parameter_bytes
-    average = 0 if run.derived.zero_stage == 1 else _average_bytes(run, buffer.used)
     return buffer.used * per_element + average
+
+
+def _host_bytes_of_shards(run: Run, unit: GatheredUnit) -> int:
+    """Return what a rank holds in host memory for a save of its shards: they are written where they are.
+
+    Packed moments are unpacked there.
+    """
+    if run.checkpoint.async_save:
+        per_element = unit.parameter_bytes + _optimizer_bytes(run, unit.parameter_bytes)
+        return unit.share * per_element + _average_bytes(run, unit.share)
+    unpacked = _unpacks(run) and not run.checkpoint.no_save_optim
+    return unit.share * 2 * _FP32 if unpacked else 0
+
+
+def _optimizer_bytes(run: Run, parameter_bytes: int) -> int:
+    """Return the bytes that a save has of an element's optimizer state: two moments, and a main param if any."""
+    if run.checkpoint.no_save_optim:
+        return 0
+    return 3 * _FP32 if parameter_bytes < _FP32 else 2 * _FP32
 
 
 def _unpacks(run: Run) -> bool:
@@ -248,18 +264,6 @@ def _average_bytes(run: Run, numel: int) -> int:
     return run.derived.average_bytes(numel) if copied else 0
 
 
-def _host_bytes_of_shards(run: Run, unit: GatheredUnit) -> int:
-    """Return what a rank holds in host memory for a save of its shards: they are written where they are.
-
-    Packed moments are unpacked there.
-    """
-    if not run.checkpoint.async_save:
-        unpacked = _unpacks(run) and not run.checkpoint.no_save_optim
-        return unit.share * 2 * _FP32 if unpacked else 0
-    optimizer = 0 if run.checkpoint.no_save_optim else 2 * _FP32 + (_FP32 if unit.parameter_bytes < _FP32 else 0)
-    return unit.share * (unit.parameter_bytes + optimizer) + _average_bytes(run, unit.share)
-
-
 def gathering_bytes(run: Run, trace: RankTrace) -> int:
     """Return what a save takes on the device of the rank that gathers: two pieces received and two sent."""
     if run.checkpoint.save is None or run.checkpoint.no_save_optim or run.derived.zero_stage != 1:
@@ -270,6 +274,9 @@ def gathering_bytes(run: Run, trace: RankTrace) -> int:
         if size > 1:
             taken.append(2 * _FP32 * (size + 1) * piece_numel(buffer.numel // size, size))
     return max(taken)
+
+
+# ---- Muon: its exchange of matrices, its iteration, and the memory of both
 
 
 @dataclass(frozen=True)
@@ -311,16 +318,12 @@ def _matrices(run: Run, trace: RankTrace) -> Iterator[_Matrices]:
 def muon_bytes(run: Run, trace: RankTrace) -> int:
     """Return what Muon takes during the update: for the dense weights, or for the experts, which come after them."""
     dtype, replicated = DTYPES[run.optimizer.muon_fp32_matmul_prec], run.derived.zero_stage == 0
-    wide = trace.products_in_fp32
-    return max(
-        (
-            update_bytes(
-                dtype, one.elements, one.largest, len(one.ranks), len(one.tp_ranks), replicated=replicated, wide=wide
-            )
-            for one in _matrices(run, trace)
-        ),
-        default=0,
-    )
+    wide, most = trace.products_in_fp32, 0
+    for one in _matrices(run, trace):
+        ranks, tp = len(one.ranks), len(one.tp_ranks)
+        taken = update_bytes(dtype, one.elements, one.largest, ranks, tp, replicated=replicated, wide=wide)
+        most = max(most, taken)
+    return most
 
 
 def muon_flops(run: Run, trace: RankTrace) -> float:
@@ -341,6 +344,9 @@ def muon_exchanges(run: Run, trace: RankTrace) -> Iterator[tuple[tuple[int, ...]
         yield one.tp_ranks, size * 2 * share
 
 
+# ---- traffic
+
+_DATA_PARALLELISM = {False: "DP", True: "expert DP"}
 # Bytes that a rank sends over those of the whole tensor, without the factor (n - 1) / n of n ranks.
 _SENT_MULTIPLES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "broadcast": 1}
 
@@ -360,13 +366,12 @@ def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int
     all-reduce, and a link leaves the machine where two neighbours are on different ones. An all-to-all sends each of
     the others an equal share.
     """
-    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    totals: dict[str, Traffic] = {}
 
     def add(name: str, kind: str, ranks: tuple[int, ...], size: float) -> None:
         if len(ranks) > 1:
-            one = sent_by_a_rank(kind, ranks, size, gpus_per_node)
-            totals[name][0] += one.sent
-            totals[name][1] += one.between_nodes
+            before, one = totals.get(name, Traffic(0.0, 0.0)), sent_by_a_rank(kind, ranks, size, gpus_per_node)
+            totals[name] = Traffic(before.sent + one.sent, before.between_nodes + one.between_nodes)
 
     micro_batches = run.derived.num_microbatches(world_size)
     for chunk in trace.chunks:
@@ -374,11 +379,10 @@ def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int
             if call.kind != "broadcast":
                 add(purpose(call.kind, call.ranks, trace), call.kind, call.ranks, call.bytes * micro_batches)
     for unit in trace.units:
-        name = "expert DP" if unit.expert else "DP"
         for kind, ranks, size in _of_unit(run, unit, micro_batches):
-            add(name, kind, ranks, size)
-    for buffer in trace.buffers if not trace.units else ():
-        name, size = "expert DP" if buffer.expert else "DP", buffer.numel
+            add(_DATA_PARALLELISM[unit.expert], kind, ranks, size)
+    for buffer in trace.buffers:
+        name, size = _DATA_PARALLELISM[buffer.expert], buffer.numel
         if run.derived.zero_stage == 1:
             add(name, "reduce-scatter", buffer.ranks, size * buffer.gradient_bytes)
             add(name, "all-gather", buffer.ranks, size * buffer.parameter_bytes)
@@ -393,8 +397,8 @@ def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int
         messages = sum(arriving[trace.stage :: stages]) + sum((arriving[1:] + [0])[trace.stage :: stages])
         sent = trace.boundary * micro_batches * messages
         leaves = trace.ranks[0] // gpus_per_node != (trace.ranks[0] + len(trace.ranks)) // gpus_per_node
-        totals["PP"] = [sent, sent * leaves]
-    return {name: Traffic(*totals[name]) for name in sorted(totals)}
+        totals["PP"] = Traffic(sent, sent * leaves)
+    return dict(sorted(totals.items()))
 
 
 def sent_by_a_rank(kind: str, ranks: tuple[int, ...], size: float, gpus_per_node: int) -> Traffic:
