@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_moe.config.pipeline_layout import Stage
 from megatron_moe.config.schema import Run, replace
@@ -42,9 +41,18 @@ from megatron_moe_tools.plan.layouts import (
 from megatron_moe_tools.plan.rank_costs import purpose, sent_by_a_rank
 from megatron_moe_tools.plan.tracing import ChunkTrace, RankTrace, trace_stage
 
-BufferKind = tuple[bool, int, int, float]
-"""Whether of experts, bytes of a parameter, bytes of a gradient, FLOPs of a step of Muon's iteration over elements; 0:
-Muon does not update them."""
+
+class BufferKind(NamedTuple):
+    """What the elements of a gradient buffer have in common.
+
+    rate: FLOPs of a step of Muon's iteration over elements; 0: Muon does not update them.
+    """
+
+    expert: bool
+    parameter_bytes: int
+    gradient_bytes: int
+    rate: float
+
 
 EMBEDDING, DENSE, MOE, PREDICTION, LOSS = "E", "d", "e", "m", "L"
 """Kinds of parts: of layers the dense and those with experts."""
@@ -99,6 +107,11 @@ class TracedPart:
             is_layer=False,
         )
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of its weights while they are gathered."""
+        return sum(kind.parameter_bytes * count for kind, count in self.elements.items())
+
 
 @dataclass(frozen=True)
 class _Chunk:
@@ -121,12 +134,14 @@ class LayerCosts:
         self.parts = functools.cache(self._parts)
         self.ranks_that_differ = functools.cache(self._ranks_that_differ)
         self._chunk = functools.cache(self._put_together)
-        self._layers = [MOE if one else DENSE for one in run.derived.moe_layer_pattern]
+        self._layers = [(DENSE, MOE)[has_experts] for has_experts in run.derived.moe_layer_pattern]
         self.shardings = layer_shardings(run, world_size, machine)
         # The more EP, the less of a peak is the gradient of the experts' weights.
         by_size = sorted(self.shardings, key=lambda one: (one.ep, -one.etp))
-        self._of_experts = {(sharding.tp, sharding.etp): sharding for sharding in by_size}
-        self._of_the_rest = {sharding.tp: sharding for sharding in by_size}
+        self._of_experts: dict[tuple[int, int], LayerSharding] = {}
+        self._of_the_rest: dict[int, LayerSharding] = {}
+        for sharding in by_size:
+            self._of_experts[sharding.tp, sharding.etp] = self._of_the_rest[sharding.tp] = sharding
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -139,13 +154,14 @@ class LayerCosts:
 
     def _parts(self, stage: Stage) -> tuple[str, ...]:
         """Return the kinds of a stage's parts, in their order."""
-        layers = self._layers[stage.layers.start : stage.layers.stop]
-        return (
-            *(EMBEDDING,) * stage.embedding,
-            *layers,
-            *(LOSS,) * stage.loss,
-            *(PREDICTION,) * (stage.predictions > 0),  # after the loss, as what a stage has with both beyond one
-        )
+        parts = self._layers[stage.layers.start : stage.layers.stop]
+        if stage.embedding:
+            parts = [EMBEDDING, *parts]
+        if stage.loss:
+            parts = [*parts, LOSS]
+        if stage.predictions:
+            parts = [*parts, PREDICTION]  # after the loss, as what a stage has with both beyond one
+        return tuple(parts)
 
     def reference(self, sharding: LayerSharding, kind: str = MOE) -> LayerSharding:
         """Return the sharding whose recomputation is traced for all like it: for experts with any EP, else any."""
@@ -161,7 +177,6 @@ class LayerCosts:
             **sharding.changes,
             **UNSPLIT,
             **SEPARATE,
-            **({"data_parallel_sharding_strategy": "optim"} | UNSHARDED if base.derived.zero_stage >= 2 else {}),
             "num_layers": stages,
             "pipeline_model_parallel_size": stages,
             "mtp_num_layers": base.model.mtp_num_layers if at == stages else None,
@@ -169,6 +184,8 @@ class LayerCosts:
             "first_last_layers_bf16": False,
             "optimizer_cpu_offload": False,
         }
+        if base.derived.zero_stage >= 2:
+            changes |= {"data_parallel_sharding_strategy": "optim", **UNSHARDED}
         if base.moe.num_experts is not None:
             changes["moe_layer_freq"] = f"[{int(kind == MOE)}]*{stages}"
         if modules is not None:
@@ -185,16 +202,22 @@ class LayerCosts:
         (chunk,) = trace.chunks
         elements: Counter[BufferKind] = Counter()
         for buffer in trace.buffers:
-            sizes = (buffer.expert, buffer.parameter_bytes, buffer.gradient_bytes)
-            rates = buffer.rates if self._run.optimizer.optimizer == "muon" else {}
-            others = buffer.used - sum(rates.values())
-            elements.update({(*sizes, rate): count for rate, count in (*rates.items(), (0.0, others))})
-        seconds = {"EP": 0.0, "": 0.0}
+            rates: Counter[float] = Counter()
+            if self._run.optimizer.optimizer == "muon":
+                rates.update(buffer.rates)
+            rates[0.0] += buffer.used - rates.total()
+            for rate, count in rates.items():
+                elements[BufferKind(buffer.expert, buffer.parameter_bytes, buffer.gradient_bytes, rate)] += count
+        tensor_seconds = expert_seconds = 0.0
         for call in chunk.forward + chunk.backward:
-            if call.kind != "broadcast":
-                name = purpose(call.kind, call.ranks, trace)
-                ranks = tuple(rank - trace.ranks.start for rank in call.ranks)
-                seconds[name if name == "EP" else ""] += self.seconds(call.kind, ranks, call.bytes)
+            if call.kind == "broadcast":
+                continue
+            ranks = tuple(rank - trace.ranks.start for rank in call.ranks)
+            seconds = self.seconds(call.kind, ranks, call.bytes)
+            if purpose(call.kind, call.ranks, trace) == "EP":
+                expert_seconds += seconds
+            else:
+                tensor_seconds += seconds
         return TracedPart(
             kept=chunk.kept,
             forward=chunk.forward_peak,
@@ -202,8 +225,8 @@ class LayerCosts:
             logits=chunk.logits,
             dispatch=chunk.dispatch,
             flops=chunk.flops,
-            tensor_seconds=seconds[""],
-            expert_seconds=seconds["EP"],
+            tensor_seconds=tensor_seconds,
+            expert_seconds=expert_seconds,
             weights=trace.weights,
             elements=elements,
             boundary=trace.boundary,
@@ -238,23 +261,26 @@ class LayerCosts:
         found = self._stage(sharding, modules, kind, 0 if part == EMBEDDING else 2).beyond(layer)
         if part == EMBEDDING:
             # It comes before the layer, not after it: of its own it has the gradient of the table.
-            table = sum(count * size for (_, size, *_), count in found.elements.items())
-            found = dataclasses.replace(found, forward=found.kept, backward=found.kept + table)
+            found = dataclasses.replace(found, forward=found.kept, backward=found.kept + found.gathered_bytes)
         return found
 
     def _part(self, sharding: LayerSharding, modules: Modules, part: str) -> TracedPart:
         """Return a part with a set of modules recomputed: without them, and what they change at another EP."""
         plain = self.plain(sharding, modules, part)
         kind = self.kinds[0] if part == PREDICTION else part
-        modules = tuple(name for name in modules or () if name not in _WITHOUT.get(kind, modules or ()))
+        missing = _WITHOUT.get(kind, modules or ())
+        modules = tuple(name for name in modules or () if name not in missing)
         if not modules:
             return plain
         at = self.reference(sharding, kind)
         before, after = self._stage(at, (), kind, 1), self._stage(at, modules, kind, 1)
-        found = {name: getattr(plain, name) + getattr(after, name) - getattr(before, name) for name in _CHANGED}
+        found = {}
+        for name in _CHANGED:
+            found[name] = getattr(plain, name) + getattr(after, name) - getattr(before, name)
         for name in ("tensor_seconds", "expert_seconds"):  # collectives are repeated, whatever they take here
-            repeated = getattr(after, name) / getattr(before, name) if getattr(before, name) else 1.0
-            found[name] = getattr(plain, name) * repeated
+            found[name] = getattr(plain, name)
+            if getattr(before, name):
+                found[name] *= getattr(after, name) / getattr(before, name)
         return dataclasses.replace(plain, **found)
 
     # A stage.
@@ -263,29 +289,62 @@ class LayerCosts:
         """Return the first pipeline rank of each kind, by its parts: it has the most micro-batches in flight."""
         seen: dict[Any, int] = {}
         for rank in range(layout.pp):
-            seen.setdefault(tuple(self.parts(stage) for stage in layout.stages[rank :: layout.pp]), rank)
+            seen.setdefault(tuple(map(self.parts, layout.stages[rank :: layout.pp])), rank)
         return list(seen.values())
 
-    def _put_together(self, sharding: LayerSharding, modules: Modules, zero: int, parts: tuple[str, ...]) -> _Chunk:
-        traced = [self.part(sharding, modules, part) for part in parts]
+    def _put_together(self, sharding: LayerSharding, modules: Modules, zero: int, kinds: tuple[str, ...]) -> _Chunk:
+        """Put a stage together from its parts, in the order in which they compute.
+
+        A fully sharded model gathers each layer's weights for both passes; in the backward pass the next layer's are on
+        the way, and gradients are summed in fp32. The weights of all other parts are the root's, and stay gathered.
+        """
+        parts = [self.part(sharding, modules, kind) for kind in kinds]
         elements: Counter[BufferKind] = Counter()
-        for part in traced:
+        root = 0
+        for part in parts:
             elements.update(part.elements)
-        return _Chunk(_chunk(traced, zero), elements, sum(part.weights for part in traced), traced[0].boundary)
+            if zero >= 2 and not part.is_layer:
+                root += part.gathered_bytes
+        below, forward, backward = float(root), float(2 * root), float(3 * root)
+        before = 0.0  # what is offloaded of the layer before, which comes back while this one is in its backward pass
+        leaving = 0.0  # of the last layer that offloads
+        for part in parts:
+            own = part.gathered_bytes if zero >= 2 and part.is_layer else 0
+            forward = max(forward, below + part.forward + own)
+            backward = max(backward, below + part.backward + 2 * own + before)
+            below += part.kept
+            if zero == 2:
+                below += own
+            before, leaving = part.leaving, part.leaving or leaving
+        trace = ChunkTrace(
+            kept=round(max(below, 0)),
+            forward_peak=round(max(forward, below)),
+            backward_peak=round(max(backward, below)),
+            logits=max(part.logits for part in parts),
+            dispatch=max(part.dispatch for part in parts),
+            flops=round(sum(part.flops for part in parts)),
+            forward=(),
+            backward=(),
+            leaving=round(leaving),
+            moved=round(sum(part.moved for part in parts)),
+        )
+        return _Chunk(trace, elements, sum(part.weights for part in parts), parts[0].boundary)
 
     def rank_trace(self, layout: SearchedLayout, modules: Modules, rank: int, passes: bool = True) -> RankTrace:
         """Return the trace of a pipeline rank, put together; without the passes, only what it holds and sends."""
-        parts = [self.parts(stage) for stage in layout.stages[rank :: layout.pp]]
-        chunks = [self._chunk(layout.sharding, modules, layout.zero, one) for one in parts]
+        chunks: list[_Chunk] = []
         elements: Counter[BufferKind] = Counter()
-        for chunk in chunks:
-            elements.update(chunk.elements)
+        kinds: set[str] = set()
+        for stage in layout.stages[rank :: layout.pp]:
+            kinds.update(self.parts(stage))
+            chunks.append(self._chunk(layout.sharding, modules, layout.zero, self.parts(stage)))
+            elements.update(chunks[-1].elements)
         weights = sum(chunk.weights for chunk in chunks)
-        again = self._table_again(layout, set(itertools.chain(*parts)))
-        if again:
-            of_table = max((kind for kind in elements if not (kind[0] or kind[3])), key=elements.__getitem__)
-            elements[of_table] -= again
-            weights -= again * of_table[1]
+        shared = self._shared_table(layout, kinds)
+        if shared:
+            of_table = max((one for one in elements if not (one.expert or one.rate)), key=elements.__getitem__)
+            elements[of_table] -= shared
+            weights -= shared * of_table.parameter_bytes
         per_stage = self._world_size // layout.pp
         sharded = layout.zero >= 2
         return RankTrace(
@@ -305,7 +364,7 @@ class LayerCosts:
             boundary=chunks[0].boundary,
         )
 
-    def _table_again(self, layout: SearchedLayout, parts: set[str]) -> int:
+    def _shared_table(self, layout: SearchedLayout, parts: set[str]) -> int:
         """Return the elements of a table that two parts share where one rank has both."""
         model = self._run.model
         last = PREDICTION in parts or (LOSS in parts and not model.untie_embeddings_and_output_weights)
@@ -319,69 +378,38 @@ class LayerCosts:
         return tuple(range(0, per_stage, sharding.tp)), tuple(range(0, per_stage, sharding.etp * sharding.ep))
 
     def _buffers(self, layout: SearchedLayout, elements: Counter[BufferKind]) -> Iterable[Buffer]:
-        dense, expert = self._groups(layout)
-        for (of_experts, parameter, gradient, rate), count in elements.items():
-            ranks = expert if of_experts else dense
+        for kind, count in elements.items():
+            ranks = self._groups(layout)[kind.expert]
             yield Buffer(
                 numel=count,
                 used=count,
-                rates={rate: count} if rate else {},
-                fewest_matrices=count // len(ranks) if rate else 0,
+                rates={kind.rate: count} if kind.rate else {},
+                fewest_matrices=count // len(ranks) if kind.rate else 0,
                 largest_block=0,
-                parameter_bytes=parameter,
-                gradient_bytes=gradient,
+                parameter_bytes=kind.parameter_bytes,
+                gradient_bytes=kind.gradient_bytes,
                 ranks=ranks,
-                expert=of_experts,
+                expert=kind.expert,
             )
 
     def _units(self, layout: SearchedLayout, elements: Counter[BufferKind]) -> Iterable[GatheredUnit]:
         """Yield all layers' shards as one unit for each kind."""
         on_machine = self._machine.gpus_per_node
-        for (of_experts, size, _, rate), count in elements.items():
-            ranks = self._groups(layout)[of_experts]
+        for kind, count in elements.items():
+            ranks = self._groups(layout)[kind.expert]
             share = -(-count // len(ranks))
             near = sum(rank < on_machine for rank in ranks)
             yield GatheredUnit(
                 segments=Segments((share,), (True,)),
-                parameter_bytes=size,
+                parameter_bytes=kind.parameter_bytes,
                 ranks=ranks,
                 neighbours=near,
-                expert=of_experts,
+                expert=kind.expert,
                 is_island=False,
                 is_root=False,
-                rates={rate: share} if rate else {},
+                rates={kind.rate: share} if kind.rate else {},
                 largest_block=0,
             )
 
 
 _NOTHING = ChunkTrace(0, 0, 0, 0, 0, 0, (), ())
-
-
-def _chunk(traced: list[TracedPart], zero: int) -> ChunkTrace:
-    """Return the trace of a stage from those of its parts, in the order in which they compute.
-
-    A fully sharded model gathers each layer's weights for both passes; in the backward pass the next layer's are on the
-    way, and gradients are summed in fp32. Those of the root, which are those of all other parts, stay gathered.
-    """
-    weights = [sum(size * count for (_, size, *_), count in part.elements.items()) for part in traced]
-    gathered = [size if zero >= 2 and part.is_layer else 0 for part, size in zip(traced, weights)]
-    root = sum(size for part, size in zip(traced, weights) if zero >= 2 and not part.is_layer)
-    below, forward, backward = float(root), float(2 * root), float(3 * root)
-    before = 0.0  # what is offloaded of the layer before, which comes back while this one is in its backward pass
-    for part, own in zip(traced, gathered):
-        forward = max(forward, below + part.forward + own)
-        backward = max(backward, below + part.backward + 2 * own + before)
-        below += part.kept + (own if zero == 2 else 0)
-        before = part.leaving
-    return ChunkTrace(
-        kept=round(max(below, 0)),
-        forward_peak=round(max(forward, below)),
-        backward_peak=round(max(backward, below)),
-        logits=max((part.logits for part in traced), default=0),
-        dispatch=max((part.dispatch for part in traced), default=0),
-        flops=round(sum(part.flops for part in traced)),
-        forward=(),
-        backward=(),
-        leaving=round(next((part.leaving for part in reversed(traced) if part.leaving), 0)),
-        moved=round(sum(part.moved for part in traced)),
-    )
