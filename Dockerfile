@@ -5,7 +5,7 @@
 #   docker build --tag megatron_moe .
 #   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 \
 #     --volume /data:/data --volume /checkpoints:/checkpoints megatron_moe \
-#     torchrun --standalone --nproc-per-node 8 tools/preflight.py --preset qwen3-30b-a3b --save /checkpoints/run
+#     torchrun --standalone --nproc-per-node 8 -m megatron_moe preflight --preset qwen3-30b-a3b --save /checkpoints/run
 #
 # NCCL's ranks meet in shared memory, of which a container has 64 MB without --ipc=host, and lock memory for the network.
 # On Slurm with enroot and pyxis, which share both with the host:

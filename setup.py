@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).parent
-# What tools/preprocess_data.py reads .zst and tables with.
+# What megatron-moe prepare reads .zst and tables with.
 DATA = ["zstandard>=0.22", "pyarrow>=15"]
 MLFLOW = ["mlflow-skinny>=2.16"]
 

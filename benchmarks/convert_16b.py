@@ -1,4 +1,4 @@
-"""Time and memory of tools/convert_checkpoint.py on a model of 16 billion parameters: DeepSeek-V2-Lite's shapes.
+"""Time and memory of megatron-moe convert on a model of 16 billion parameters: DeepSeek-V2-Lite's shapes.
 
 Run from the repository's root, where the disk has room for twice 31.4 GB:
 
@@ -76,7 +76,7 @@ def make(run: Run, folder: Path) -> int:
 def converted(origin: str, load: Path, save: Path, limit: int) -> dict[str, Any]:
     """Run the tool and measure it."""
     target = "native" if origin == "hf" else "hf"
-    command = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), "--from", origin, "--to", target]
+    command = [sys.executable, "-m", "megatron_moe", "convert", "--from", origin, "--to", target]
     ran = measured([*command, "--load", str(load), "--save", str(save)], ROOT, limit=limit, quiet=False)
     if ran.status != 0:
         raise SystemExit(f"the conversion ended with {ran.status}")

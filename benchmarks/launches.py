@@ -147,7 +147,7 @@ def of_layer(
     groups.initialize(schema.Run())
     form = mock.patch.dict(os.environ, {switches.KERNELS: kernels})
     try:
-        with form, platform.imagining("cuda", {}), torch.device("meta"):
+        with form, platform.fake_device("cuda", {}), torch.device("meta"):
             fused = {"moe_shared_expert_intermediate_size": None, "gradient_accumulation_fusion": sums == "fused"}
             layer = MoELayer(engine_config(shape, torch.bfloat16, **fused), layer_number=1).train()
             hooks = [] if sums == "none" else [summed(weight) for weight in layer.parameters()]

@@ -12,7 +12,7 @@ if [[ ! -e $RUN/data/text_text_document.idx ]]; then
     python -c "from megatron_moe_tools.prepare.corpus import write_corpus; write_corpus('$RUN/corpus')"
     TEXT=$RUN/corpus/test.jsonl  # a twentieth, enough for bytes as tokens
   fi
-  python tools/preprocess_data.py --input "$TEXT" --output-prefix "$RUN/data/text" --append-eod \
+  python -m megatron_moe prepare --input "$TEXT" --output-prefix "$RUN/data/text" --append-eod \
     --tokenizer-type ByteTokenizer
 fi
 

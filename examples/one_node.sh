@@ -14,7 +14,7 @@ DATA=${DATA:-data/deepseek-v2-lite}
 RUN=${RUN:-runs/deepseek-v2-lite}
 
 if [[ ! -e ${DATA}_text_document.idx ]]; then
-  python tools/preprocess_data.py --input "$TEXT" --output-prefix "$DATA" --append-eod \
+  python -m megatron_moe prepare --input "$TEXT" --output-prefix "$DATA" --append-eod \
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER"
 fi
 

@@ -1,4 +1,4 @@
-"""The command line of tools/generate.py: continue prompts with a checkpoint and print the text as it is made."""
+"""The command line of megatron-moe generate: continue prompts with a checkpoint and print the text as it is made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from megatron_moe.config import schema
 from megatron_moe.config.cli import add_flags
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import program_name
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.config.schema import Run
 from megatron_moe.data.tokenizer_choice import build_tokenizer, tokenizer_of_folder, tokenizer_of_step
@@ -23,7 +22,7 @@ from megatron_moe.data.tokenizers import REPLACEMENT, HuggingFaceTokenizer, Toke
 from megatron_moe.hf.source import ModelSource, locate
 from megatron_moe.io.program import DONE, note, run_program
 
-SCRIPT = "generate.py"
+NAME = "megatron-moe generate"
 
 if TYPE_CHECKING:  # flags, folders and prompts are checked before torch is loaded
     from megatron_moe.hf.opened import Opened
@@ -34,7 +33,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = Parser(
-        prog=program_name(SCRIPT),
+        prog=NAME,
         description="Generate text from a checkpoint, for a quick look: one process, one prompt after the other, a "
         "key-value cache. For serving, export the checkpoint with megatron-moe convert --to hf.",
         epilog="Each prompt is written to stdout, followed by its continuation as it is made; the speed is on stderr. "
@@ -86,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Continue the prompts and return the exit status."""
-    return run_program(program_name(SCRIPT), _main, argv, errors=(ConfigError, OSError), rank=0)
+    return run_program(NAME, _main, argv, errors=(ConfigError, OSError), rank=0)
 
 
 def _main(argv: list[str]) -> int:
@@ -99,7 +98,7 @@ def _main(argv: list[str]) -> int:
     ends = _ends(source, tokenizer, flags)
     ids = [_ids(tokenizer, begin, prompt, source.run, flags.max_new_tokens) for prompt in prompts]
     for text in source.notes:
-        note(f"{program_name(SCRIPT)}: {text}")
+        note(f"{NAME}: {text}")
     import torch
 
     from megatron_moe.hf.opened import opened
@@ -284,9 +283,7 @@ def _continue(
     # The time of the first token includes the whole prompt.
     count, first = len(times) - 1, times[1] - times[0]
     speed = f"{(count - 1) / (times[-1] - times[1]):.1f} tokens/s" if count > 1 else "one token"
-    note(
-        f"{program_name(SCRIPT)}: prompt of {len(prompt_ids)} tokens in {first:.2f} s, then {count - 1} tokens: {speed}"
-    )
+    note(f"{NAME}: prompt of {len(prompt_ids)} tokens in {first:.2f} s, then {count - 1} tokens: {speed}")
 
 
 def _write(text: str) -> None:

@@ -1,4 +1,4 @@
-"""tools/profile_step.py: run some steps of a run, print where their time goes by station, write a Chrome trace.
+"""megatron-moe profile: run some steps of a run, print where their time goes by station, write a Chrome trace.
 
 The stations are those of docs/journey.md. In the forward pass a station is a range around a function or a module of
 the run; an operation belongs to the innermost range that it is in. In the backward pass an operation belongs to the
@@ -15,7 +15,7 @@ from typing import Any
 from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import launched_world, local_world_size, program_name, require_rendezvous
+from megatron_moe.config.launch import launched_world, local_world_size, require_rendezvous
 from megatron_moe.config.presets import with_made_up_data
 from megatron_moe.config.rules.sources import READ_WITH, SCALARS
 from megatron_moe.config.schema import Run, replace
@@ -27,7 +27,7 @@ from megatron_moe.report.sink import Sink
 from megatron_moe.training.plan import check_start
 from megatron_moe_tools import compat
 
-SCRIPT = "profile_step.py"
+NAME = "megatron-moe profile"
 
 OPERATIONS = {"_CrossEntropy": "loss"}
 """Operation -> its station, where no function or module of ours is around it."""
@@ -38,7 +38,7 @@ _BACKWARD = "autograd::engine::evaluate_function: "
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
-        prog=program_name(SCRIPT),
+        prog=NAME,
         usage="%(prog)s [--profile-steps N] [--trace FILE] [the run's flags]",
         description="Run some training steps and print where rank 0's time goes, by station of docs/journey.md.",
         epilog="Other flags, such as --preset tiny --bf16, are those of megatron-moe train; without data, tokens are "
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Profile what the flags name, and return the exit status."""
-    return run_program(program_name(SCRIPT), _main, argv)
+    return run_program(NAME, _main, argv)
 
 
 def _main(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The command line of tools/trace_forward.py: run a checkpoint on given tokens and write what it computed."""
+"""The command line of megatron-moe trace: run a checkpoint on given tokens and write what it computed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import program_name
 from megatron_moe.hf.safetensors_file import FormatError, read_header
 from megatron_moe.hf.source import ModelSource, locate
 from megatron_moe.io.files import replace_json, require_writable, written_aside
 from megatron_moe.io.program import DONE, note, run_program
 
-SCRIPT = "trace_forward.py"
+NAME = "megatron-moe trace"
 
 if TYPE_CHECKING:  # flags and folders are checked before torch is loaded
     from torch import Tensor
@@ -28,7 +27,7 @@ _INPUT = "input_ids"
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = Parser(
-        prog=program_name(SCRIPT),
+        prog=NAME,
         description="Run a checkpoint in fp32 on given tokens and write what it computed, to compare two "
         "implementations. One process, on this machine's device.",
         epilog="The result holds logits [B, S, V] and loss; with --routing topk_idx.L [B*S, K] and probs.L [B*S, E] of "
@@ -56,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Trace what the flags name and return the exit status."""
     return run_program(
-        program_name(SCRIPT),
+        NAME,
         _main,
         argv,
         interrupted="interrupted; nothing was written",
@@ -86,7 +85,7 @@ def _main(argv: list[str]) -> int:
 
     tokens = read_tokens(Path(flags.tokens), source)
     for text in source.notes:
-        note(f"{program_name(SCRIPT)}: {text}")
+        note(f"{NAME}: {text}")
     gradients = flags.grad_norms is not None
     if gradients:
         _ = source.required_family

@@ -8,8 +8,6 @@ Without launch options the run is one rank in this process. Exit status: that of
 
 from __future__ import annotations
 
-import sys
-
 from megatron_moe import pretrain
 from megatron_moe.config.launch import started_as
 from megatron_moe.config.schema import Run
@@ -45,7 +43,3 @@ def _of_nodes(launch: options.LaunchOptions) -> str:
 
 def _backend(run: Run) -> str:
     return run.parallel.distributed_backend or ("nccl" if host.visible_devices() else "gloo")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

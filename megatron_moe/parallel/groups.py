@@ -122,7 +122,7 @@ def collective_timeout(run: Run, backend: str) -> timedelta:
     return timeout + NCCL_BEHIND_WATCHDOG if backend == "nccl" and run.faults.watchdog else timeout
 
 
-def imagine(run: Run, rank: int, world_size: int) -> ProcessGroupCollection:
+def fake_world(run: Run, rank: int, world_size: int) -> ProcessGroupCollection:
     """Build the groups of rank `rank` of `world_size` in this process alone, to lay out a run without running it.
 
     Collectives over these groups return immediately and move nothing. `destroy` removes the groups.
@@ -131,7 +131,7 @@ def imagine(run: Run, rank: int, world_size: int) -> ProcessGroupCollection:
         RuntimeError: there is a default process group already.
     """
     if dist.is_initialized():
-        raise RuntimeError("imagined groups need a process that is in no process group")
+        raise RuntimeError("a fake world needs a process that is in no process group")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     # The engine creates every group of every rank: thousands in a large run, of which this rank is in a dozen.
     with mock.patch.object(

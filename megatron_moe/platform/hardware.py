@@ -20,51 +20,51 @@ from megatron_moe.platform import devices, host, optional_libraries
 
 
 @dataclass(frozen=True)
-class _Imagined:
-    """An imagined machine. kind: one of DEVICE_KINDS. kernels: torch's functions, each with its replacement."""
+class _FakeMachine:
+    """A machine that is not there. kind: one of DEVICE_KINDS. kernels: torch's functions, each with its replacement."""
 
     kind: str
     kernels: Mapping[Callable, Callable]
 
 
-_imagined: ContextVar[_Imagined | None] = ContextVar("imagined", default=None)
+_fake_machine: ContextVar[_FakeMachine | None] = ContextVar("fake_machine", default=None)
 
 
 @contextlib.contextmanager
-def imagining(kind: str, kernels: Mapping[Callable, Callable]) -> Iterator[None]:
+def fake_device(kind: str, kernels: Mapping[Callable, Callable]) -> Iterator[None]:
     """Run the block as if on a machine of another kind, "cuda" or "cpu", to plan a run without allocating anything.
 
     What the block builds is built as it would be on that machine, but on torch's meta device. `kernels` replace fused
     kernels, which torch would decompose there.
     """
-    token = _imagined.set(_Imagined(kind, kernels))
+    token = _fake_machine.set(_FakeMachine(kind, kernels))
     try:
         yield
     finally:
-        _imagined.reset(token)
+        _fake_machine.reset(token)
 
 
 def kernel(function: Callable) -> Callable:
-    """Return a fused kernel's function, or its replacement where the machine is imagined."""
-    imagined = _imagined.get()
-    return function if imagined is None else imagined.kernels.get(function, function)
+    """Return a fused kernel's function, or its replacement where the machine is faked."""
+    fake = _fake_machine.get()
+    return function if fake is None else fake.kernels.get(function, function)
 
 
 def has_cuda() -> bool:
-    """Return whether torch sees a CUDA device, or one is imagined."""
-    imagined = _imagined.get()
-    return torch.cuda.is_available() if imagined is None else imagined.kind == "cuda"
+    """Return whether torch sees a CUDA device, or one is faked."""
+    fake = _fake_machine.get()
+    return torch.cuda.is_available() if fake is None else fake.kind == "cuda"
 
 
 def has_streams() -> bool:
-    """Return whether work can be queued on CUDA streams: there is a device, and it is not imagined."""
-    return _imagined.get() is None and torch.cuda.is_available()
+    """Return whether work can be queued on CUDA streams: there is a device, and it is not faked."""
+    return _fake_machine.get() is None and torch.cuda.is_available()
 
 
 def on_cpu(tensor: torch.Tensor) -> bool:
     """Return whether a CPU works on this tensor.
 
-    That is so if it is in a CPU's memory, or on the meta device and there is no CUDA device, real or imagined.
+    That is so if it is in a CPU's memory, or on the meta device and there is no CUDA device, real or faked.
     """
     return tensor.device.type == "cpu" or (tensor.is_meta and not has_cuda())
 
@@ -75,12 +75,12 @@ def local_rank() -> int:
 
 
 def device() -> torch.device:
-    """Return the device of this process: cuda:LOCAL_RANK, cpu without CUDA, meta where the machine is imagined.
+    """Return the device of this process: cuda:LOCAL_RANK, cpu without CUDA, meta where the machine is faked.
 
     Raises:
         MachineError: this machine's CUDA devices cannot be used, or do not suffice for its ranks; see `devices.check`.
     """
-    if _imagined.get() is not None:
+    if _fake_machine.get() is not None:
         return torch.device("meta")
     devices.check()
     return torch.device("cuda", local_rank()) if has_cuda() else torch.device("cpu")
@@ -94,7 +94,7 @@ def backend(override: str | None = None) -> str:
             no all-to-all there).
         MachineError: see `device`.
     """
-    if _imagined.get() is None:
+    if _fake_machine.get() is None:
         devices.check()
     if override is None:
         return "nccl" if has_cuda() else "gloo"

@@ -117,8 +117,8 @@ class EventRecord:
 def exact(record: StepRecord) -> dict[str, Any]:
     """Return the values of a step that two runs must agree on to the bit, as plain values.
 
-    Checkpoints keep them, and tools/verify_resume.py compares them. Floats are float.hex, so that NaN and infinity can
-    be compared too.
+    Checkpoints keep them, and `verify-resume` compares them. Floats are float.hex, so that NaN and infinity can be
+    compared too.
     """
     return {
         "iteration": record.iteration,

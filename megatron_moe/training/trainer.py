@@ -22,7 +22,7 @@ from megatron_moe.training.step import StepResult
 from megatron_moe.training.watchdog import Watchdog
 
 RECORDS_KEPT = 512
-"""Steps whose exact records a checkpoint keeps: tools/verify_resume.py compares a replay with them."""
+"""Steps whose exact records a checkpoint keeps: megatron-moe verify-resume compares a replay with them."""
 
 
 def fault_folder(run: Run) -> Path | None:

@@ -1,4 +1,4 @@
-"""The command line of tools/audit_precision.py: trace one pass, write the reports."""
+"""The command line of megatron-moe audit: trace one pass, write the reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import program_name
 from megatron_moe.config.presets import with_made_up_data
 from megatron_moe.config.schema import Run
 from megatron_moe.data.tokenizer_choice import build_tokenizer
@@ -23,7 +22,7 @@ from megatron_moe.io.texts import hub_hint
 from megatron_moe.report.run_info import versions
 from megatron_moe_tools import compat
 
-SCRIPT = "audit_precision.py"
+NAME = "megatron-moe audit"
 
 if TYPE_CHECKING:  # flags and files are checked before torch is loaded
     import torch
@@ -37,7 +36,7 @@ _HF_TOKENS = (2, 32)
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
-        prog=program_name(SCRIPT),
+        prog=NAME,
         usage="%(prog)s --json FILE [the run's flags | --module FILE.py:FACTORY | --hf FOLDER]",
         description="Trace one forward and backward pass and report every cast, promotion and mixed matrix product.",
         epilog="Exit status: 0 clean; 1 an unintended promotion, a product of mixed dtypes, a violation of fp32 state "
@@ -61,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Audit what the flags name, write the reports, and return the exit status."""
-    return run_program(program_name(SCRIPT), _main, argv, interrupted="interrupted; nothing was written", rank=0)
+    return run_program(NAME, _main, argv, interrupted="interrupted; nothing was written", rank=0)
 
 
 def _main(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The command line of `tools/megatron_flags.py`: what a Megatron-LM flag, list of flags or script is here."""
+"""The command line of `megatron-moe flags`: what a Megatron-LM flag, list of flags or script is here."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import yaml
 from megatron_moe.config.command_line import groups, is_flag, parts
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.launch import program_name
 from megatron_moe.config.paths import read_settings
 from megatron_moe.io.program import DONE, FAILED, note, run_program, say
 from megatron_moe_tools import compat
 from megatron_moe_tools.compat import megatron_flags
 from megatron_moe_tools.compat.megatron_flags import ANSWERS, Answer
 
-SCRIPT = "megatron_flags.py"
+NAME = "megatron-moe flags"
 BY_VALUE = "by value"
 """The answer for a flag without the value that decides."""
 
@@ -52,7 +51,7 @@ class Asked:
 
 def main(argv: list[str]) -> int:
     """Answer as the command line asks, and return the exit status."""
-    return run_program(program_name(SCRIPT), _main, argv, errors=(ConfigError, OSError), rank=0)
+    return run_program(NAME, _main, argv, errors=(ConfigError, OSError), rank=0)
 
 
 def _main(argv: list[str]) -> int:
@@ -60,7 +59,7 @@ def _main(argv: list[str]) -> int:
     if {"--json", "--rewrite"} <= switches:
         raise ConfigError("--json, --rewrite: print different things; keep one")
     if "--help" in switches or not (files or words):
-        say(f"usage: {program_name(SCRIPT)} {USAGE}")
+        say(f"usage: {NAME} {USAGE}")
         return DONE
     read = Script(flags=[parts(group) for group in groups(words)])
     for file in files:
@@ -85,7 +84,7 @@ def _main(argv: list[str]) -> int:
         say(listed(asked, read))
     lost = [one.flag for one in asked if one.answer in ("refused", "unknown")]
     if lost and (files or "--rewrite" in switches):
-        note(f"{program_name(SCRIPT)}: another model trains without what is refused or unknown: {', '.join(lost)}")
+        note(f"{NAME}: another model trains without what is refused or unknown: {', '.join(lost)}")
         return FAILED
     return DONE
 

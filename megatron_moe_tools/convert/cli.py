@@ -1,4 +1,4 @@
-"""The command line of tools/convert_checkpoint.py."""
+"""The command line of megatron-moe convert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from megatron_moe.checkpoint import folder
 from megatron_moe.config.cli import add_flags
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import program_name
 from megatron_moe.config.paths import require_writable_folder
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.hf.architecture import settings_of
@@ -27,7 +26,7 @@ from megatron_moe.io.program import note, run_program
 from megatron_moe.io.texts import size_text
 from megatron_moe_tools import compat
 
-SCRIPT = "convert_checkpoint.py"
+NAME = "megatron-moe convert"
 
 DONE, NOT_VERIFIED = 0, 1
 FORMATS = ("hf", "native", "megatron")
@@ -37,7 +36,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = Parser(
-        prog=program_name(SCRIPT),
+        prog=NAME,
         description="Convert a model between a Hugging Face folder, a checkpoint of Megatron-LM and a checkpoint of "
         "this framework, or write a checkpoint anew as one file per layer. Needs no GPU, no process group, and memory "
         "for a few tensors. Every tensor is checked and hashed, read again from the disk, transformed back and "
@@ -92,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Convert as the flags say and return the exit status."""
     return run_program(
-        program_name(SCRIPT),
+        NAME,
         _main,
         argv,
         interrupted="interrupted; the same command goes on from here",
@@ -327,7 +326,7 @@ def _refuse(args: argparse.Namespace, workspace: Any, content: dict[str, Any]) -
     path = Path(args.certificate or target.with_name(f"{target.name}.{CERTIFICATE}"))
     certificate.write(path, content)
     workspace.discard()
-    note(f"{program_name(SCRIPT)}: verification failed, {target} is not written; see {path}")
+    note(f"{NAME}: verification failed, {target} is not written; see {path}")
     return NOT_VERIFIED
 
 

@@ -1,4 +1,4 @@
-"""The command line of tools/doctor.py: measure the oracle and every layout, compare them, report."""
+"""The command line of megatron-moe doctor: measure the oracle and every layout, compare them, report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import program_name
 from megatron_moe.config.presets import with_made_up_data
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.architecture import filled_in
@@ -22,7 +21,7 @@ from megatron_moe_tools.doctor.layouts import choose
 from megatron_moe_tools.doctor.small_copy import small_copy
 from megatron_moe_tools.launch.local_ranks import RankFailure
 
-SCRIPT = "doctor.py"
+NAME = "megatron-moe doctor"
 
 SAME, DIFFERENT = 0, 1
 _LARGEST_WORLD = 1 << 20
@@ -31,7 +30,7 @@ _LARGEST_WORLD = 1 << 20
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the doctor's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
-        prog=program_name(SCRIPT),
+        prog=NAME,
         usage="%(prog)s [--json FILE] [--layouts NAME ...] [--ranks 4|8] [the run's flags]",
         description="Does this model train the same under every layout? A small copy of it makes some steps on gloo "
         "ranks of this machine, and everything that comes out is compared with one process.",
@@ -58,9 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Check the layouts, report, and return the exit status."""
-    return run_program(
-        program_name(SCRIPT), _main, argv, interrupted="interrupted; its processes are ended, nothing was written"
-    )
+    return run_program(NAME, _main, argv, interrupted="interrupted; its processes are ended, nothing was written")
 
 
 def _main(argv: list[str]) -> int:

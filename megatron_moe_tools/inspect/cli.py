@@ -1,4 +1,4 @@
-"""The command line of tools/inspect_checkpoint.py and its exit status. torch is imported where tensors are read."""
+"""The command line of megatron-moe inspect and its exit status. torch is imported where tensors are read."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import program_name
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import note, run_program, say
 from megatron_moe.io.texts import size_text
 from megatron_moe_tools.inspect import steps
 
-SCRIPT = "inspect_checkpoint.py"
+NAME = "megatron-moe inspect"
 
 WELL, NOT_WELL = 0, 1
 
@@ -24,7 +23,7 @@ WELL, NOT_WELL = 0, 1
 def parser() -> argparse.ArgumentParser:
     """Return the parser, with one sub-parser per command; DIR is a folder of steps or a single iter_* folder."""
     p = Parser(
-        prog=program_name(SCRIPT),
+        prog=NAME,
         description="Look at checkpoints, check them, compare them, remove those that are not needed. No GPU, no "
         "process group, no model.",
         epilog="Exit status: 0 all is well (diff: equal); 1 something checked is not; 2 a mistake in the arguments.",
@@ -64,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Run one command and return the exit status."""
-    return run_program(program_name(SCRIPT), _main, argv, errors=(ConfigError, OSError), rank=0)
+    return run_program(NAME, _main, argv, errors=(ConfigError, OSError), rank=0)
 
 
 def _main(argv: list[str]) -> int:
@@ -75,7 +74,7 @@ def _main(argv: list[str]) -> int:
         found = [steps.resolve(path) for path in flags.folders]
         lines, result, well = _COMMANDS[flags.command](flags, found)
     except steps.DamagedError as error:
-        note(f"{program_name(SCRIPT)}: {error}")
+        note(f"{NAME}: {error}")
         return NOT_WELL
     say("\n".join(lines))
     if flags.json is not None:

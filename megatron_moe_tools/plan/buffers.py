@@ -1,13 +1,37 @@
-"""The engine's flat gradient buffers on paper: their elements, and those that Muon updates."""
+"""Gradient buffers of the engine, and the units of a fully sharded model, on paper.
+
+The second part allocates what `fully_shard` takes, when it takes it.
+
+A tensor without storage cannot be sharded. So the planner traces the whole model and allocates, at the moments when a
+unit of `FullyShardedDataParallel` is gathered, freed and reduced, tensors as large as what torch holds then:
+
+- a gather: a flat output, from which the weights are copied; in the forward pass it stays until the next gather's copy;
+- in the backward pass the unit that comes next is gathered behind the present one, not copied yet;
+- a reduction: the unit's gradients, collected in fp32, which stays until the next reduction, and the shards' gradients;
+- with a secondary partition: a machine's rank's part of the weights, from the forward to the backward pass;
+- integers: what the real gathers and reductions allocate, which compute here but send nothing.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron_moe.parallel.quantization import Segments
+from torch import Tensor
+
+from megatron_moe import platform
+from megatron_moe.model.fully_sharded import Sharding, Unit, shard_axis
+from megatron_moe.model.zero_plus_plus import is_quantized
+from megatron_moe.parallel.groups import neighbours
+from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter
+from megatron_moe.platform.protocols import AutogradContext
 
 Rates = Mapping[float, int]
 """FLOPs of a step of Muon's iteration over the elements of a matrix -> how many elements have as many."""
@@ -76,3 +100,301 @@ def _fewest_matrices(buffer: Any) -> int:
             for rank in range(start // share, -(-end // share)):
                 found[rank] += min(end, (rank + 1) * share) - max(start, rank * share)
     return min(found)
+
+
+@dataclass(frozen=True)
+class GatheredUnit:
+    """Weights that a fully sharded model gathers together.
+
+    segments: a rank's shards, padding included. parameter_bytes: of a gathered element. ranks: the world's that share
+    it. neighbours: how many of them are in a secondary partition, or else on a machine. expert: whether routed experts.
+    is_island: whether `--keep-fp32` names it. is_root: whether it stays gathered until the end of the backward pass.
+    rates: of the elements of a rank's shards that Muon updates. largest_block: elements of the largest that it updates
+    at once, on a tensor-parallel rank.
+    """
+
+    segments: Segments
+    parameter_bytes: int
+    ranks: tuple[int, ...]
+    neighbours: int
+    expert: bool
+    is_island: bool
+    is_root: bool
+    rates: Rates
+    largest_block: int
+
+    @property
+    def matrices(self) -> int:
+        """Elements of a rank's shards that Muon updates."""
+        return sum(self.rates.values())
+
+    @property
+    def share(self) -> int:
+        """Elements of a rank's shards, padding included."""
+        return sum(self.segments.lengths)
+
+
+@dataclass
+class PlannedUnit:
+    """A unit of a fully sharded model: its own weights, and what of it is allocated at the moment."""
+
+    unit: Unit
+    weights: list[torch.nn.Parameter]
+    segments: Segments
+    """The shards of one rank, padding included."""
+    ranks: int
+    neighbours: int
+    """Ranks of a secondary partition, or else of a machine."""
+    output: Tensor | None = None
+    gathered: Tensor | None = None
+    secondary: Tensor | None = None
+    shards: Tensor | None = None
+    """The gradients of the shards."""
+    uses: list[int] = field(default_factory=list)
+
+    @property
+    def share(self) -> int:
+        """Elements of one rank's shards, padding included."""
+        return sum(self.segments.lengths)
+
+    @property
+    def whole(self) -> int:
+        """Elements of the gathered weights, padding included."""
+        return self.share * self.ranks
+
+    def described(self) -> GatheredUnit:
+        """Return what of it does not change."""
+        return GatheredUnit(
+            segments=self.segments,
+            parameter_bytes=self.unit.dtype.itemsize,
+            ranks=tuple(torch.distributed.get_process_group_ranks(self.unit.group)),
+            neighbours=self.neighbours,
+            expert=any(not getattr(weight, "allreduce", True) for weight in self.weights),
+            is_island=self.unit.is_island,
+            is_root=self.unit.is_root,
+            rates=rates_of(zip(self.weights, self.segments.lengths)),
+            largest_block=max(getattr(weight, "orthogonalized", 0) for weight in self.weights),
+        )
+
+
+def planned_units(found: Iterator[Unit], machine: int) -> list[PlannedUnit]:
+    """Return the units with the weights that are each one's own; the last one is the root.
+
+    Args:
+        machine: ranks of the world in a secondary partition, or else on a machine.
+    """
+    planned: list[PlannedUnit] = []
+    seen: set[int] = set()
+    for unit in found:
+        own = {
+            id(weight): (part, weight)
+            for part in unit.module.modules()
+            for weight in part.parameters(recurse=False)
+            if id(weight) not in seen
+        }
+        seen.update(own)
+        ranks = unit.group.size()
+        segments = Segments(
+            tuple(largest_share(weight.shape, ranks) for _, weight in own.values()),
+            tuple(is_quantized(part, weight.shape) and not unit.is_island for part, weight in own.values()),
+        )
+        together = neighbours(torch.distributed.get_process_group_ranks(unit.group), machine)
+        planned.append(PlannedUnit(unit, [weight for _, weight in own.values()], segments, ranks, together))
+    return planned
+
+
+def largest_share(shape: torch.Size, ranks: int) -> int:
+    """Return the elements of a weight's shard on the first rank; every rank has memory for as many."""
+    length = shape[shard_axis(tuple(shape), ranks)]
+    return math.prod(shape) // length * -(-length // ranks)
+
+
+class Gathering:
+    """Hooks that allocate what the units of one model take. Use it as a context around its passes.
+
+    Args:
+        units: from `planned_units`.
+        sharding: how weights and gradients are spread and sent.
+        copies: whether the backend copies what it reduces: gloo does.
+    """
+
+    def __init__(self, units: list[PlannedUnit], sharding: Sharding, copies: bool) -> None:
+        self._units, self._sharding, self._copies = units, sharding, copies
+        self._handles: list[Any] = []
+        self._order: list[PlannedUnit] = []
+        self._last_output: Tensor | None = None
+        self._sent: Tensor | None = None
+
+    def __enter__(self) -> Gathering:
+        for unit in self._units:
+            module = unit.unit.module
+            before = partial(self._before_forward, unit)
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(partial(self._after_forward, unit)))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._last_output = self._sent = None
+
+    def forget_gradients(self) -> None:
+        """Forget the gradients of the shards, as at the start of a step."""
+        for unit in self._units:
+            unit.shards = None
+
+    def end_backward(self) -> None:
+        """Do what torch does at the end of a backward pass: reduce what is not reduced yet, the root last of all."""
+        for unit in self._units:
+            self._after_backward(unit)
+        self._order.clear()
+        self._sent = None
+
+    # What is allocated.
+
+    def _start(self, unit: PlannedUnit) -> None:
+        """Gather into a flat output, unless the unit is gathered already or its gather is on the way."""
+        if unit.output is not None or unit.gathered is not None:
+            return
+        unit.output = torch.empty(unit.whole, dtype=unit.unit.dtype, device=platform.device())
+        if self._sharding.quantized_weights and unit.secondary is None and unit.ranks > 1 and not unit.unit.is_island:
+            _Gather(lambda: unit.segments, unit.ranks)(unit.output, unit.output[: unit.share], _ranks(unit.ranks))
+
+    def _finish(self, unit: PlannedUnit, in_forward: bool) -> None:
+        """Copy the weights out of the flat output."""
+        if unit.gathered is not None:
+            return
+        if in_forward:
+            self._last_output = None
+        unit.gathered = torch.empty(unit.whole, dtype=unit.unit.dtype, device=platform.device())
+        if in_forward:
+            self._last_output = unit.output
+        unit.output = unit.secondary = None
+
+    def _before_forward(self, unit: PlannedUnit, _: Any, inputs: Any, named: Any) -> Any:
+        self._start(unit)
+        self._finish(unit, in_forward=not _in_backward())
+        if not torch.is_grad_enabled():
+            return inputs, named
+        leaves = [leaf for leaf in _tensors((inputs, named)) if leaf.requires_grad]
+        if not leaves:
+            return inputs, named
+        passed = dict(zip(map(id, leaves), _Passed.apply(partial(self._after_backward, unit), *leaves)))
+        return _replaced((inputs, named), passed)
+
+    def _after_forward(self, unit: PlannedUnit, _: Any, __: Any, output: Any) -> None:
+        if not _in_backward():
+            if not unit.unit.is_root and not self._sharding.keep_gathered:
+                self._free(unit)
+            unit.uses.append(len(self._order))
+            self._order.append(unit)
+        if unit.unit.is_root:
+            self._last_output = None
+        for leaf in _tensors(output):
+            if leaf.requires_grad:
+                leaf.register_hook(partial(self._before_backward, unit))
+
+    def _free(self, unit: PlannedUnit) -> None:
+        """Free the gathered weights after a forward pass, but for what a secondary partition keeps of them."""
+        partition = self._sharding.machine is not None and unit.neighbours < unit.ranks
+        if partition and unit.neighbours == 1:
+            return
+        if partition:
+            unit.secondary = torch.empty(unit.whole // unit.neighbours, dtype=unit.unit.dtype, device=platform.device())
+        unit.gathered = None
+
+    def _before_backward(self, unit: PlannedUnit, gradient: Tensor) -> Tensor:
+        self._start(unit)
+        self._finish(unit, in_forward=False)
+        if unit.uses and (index := unit.uses.pop()):
+            self._start(self._order[index - 1])
+        return gradient
+
+    def _after_backward(self, unit: PlannedUnit) -> None:
+        unit.gathered = unit.output = unit.secondary = None
+        unit.uses.clear()
+        if all(weight.grad is None for weight in unit.weights):
+            return
+        self._sent = None
+        self._sent = torch.empty(unit.whole, dtype=torch.float32, device=platform.device())
+        last = unit.weights[-1].grad  # torch's loop variable holds on to it
+        for weight in unit.weights:
+            weight.grad = None
+        reduced = torch.empty(unit.share, dtype=torch.float32, device=platform.device())
+        self._reduce(unit, reduced)
+        del last
+        if unit.shards is None and not self._sharding.offload:
+            unit.shards = reduced
+
+    def _reduce(self, unit: PlannedUnit, reduced: Tensor) -> None:
+        assert self._sent is not None
+        bits = self._sharding.gradient_bits
+        if unit.ranks == 1:
+            return
+        if bits is None or unit.unit.is_island:
+            if self._copies:
+                torch.empty_like(self._sent)  # gloo adds up in a copy of what is sent
+            return
+        parts = (_ranks(unit.neighbours), _ranks(unit.ranks // unit.neighbours))
+        inside, across = parts if 1 < unit.neighbours < unit.ranks else (None, None)
+        reduction = _Reduction(lambda: unit.segments, bits, inside, across)
+        reduction(reduced, self._sent, _ranks(unit.ranks), torch.distributed.ReduceOp.SUM)
+
+
+def _ranks(count: int) -> Any:
+    """Return what stands for a process group of so many ranks."""
+    return SimpleNamespace(size=lambda: count)
+
+
+class _Gather(QuantizedAllGather):
+    def send(self, received: Tensor, packed: Tensor, group: Any) -> None:
+        """Send nothing."""
+
+
+class _Reduction(QuantizedReduceScatter):
+    def send(self, received: Tensor, packed: Tensor, group: Any) -> None:
+        """Send nothing."""
+
+
+class _Passed(torch.autograd.Function):
+    """The identity, whose backward calls a function when the gradients of all its inputs are there."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, then: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.then = then
+        return tensors
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.then()
+        return None, *gradients
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+    elif is_dataclass(value):
+        yield from _tensors(vars(value))
+
+
+def _replaced(value: Any, instead: dict[int, Tensor]) -> Any:
+    """Return equal containers and dataclasses with other tensors, by the ids of the old ones."""
+    if isinstance(value, Tensor):
+        return instead.get(id(value), value)
+    if isinstance(value, dict):
+        return {key: _replaced(part, instead) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [_replaced(part, instead) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **_replaced(vars(value), instead))
+    return value
+
+
+def _in_backward() -> bool:
+    """Return whether autograd runs: a forward pass then is a recomputation."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,4 +1,4 @@
-"""The command line of tools/plan.py: plan a run, print and write the plan."""
+"""The command line of megatron-moe plan: plan a run, print and write the plan."""
 
 from __future__ import annotations
 
@@ -14,18 +14,27 @@ from typing import Any
 from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import program_name
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import DONE, FAILED, run_program, say
 from megatron_moe.platform import host
 from megatron_moe_tools import compat
-from megatron_moe_tools.plan.layouts import quoted, require_a_layout, spelled, with_batch
-from megatron_moe_tools.plan.neighbours import RECOMPUTATION, Machine, legal, nearest_legal, recomputed, vocabulary
+from megatron_moe_tools.plan.layouts import (
+    RECOMPUTATION,
+    Machine,
+    legal,
+    nearest_legal,
+    quoted,
+    recomputed,
+    require_a_layout,
+    spelled,
+    vocabulary,
+    with_batch,
+)
 from megatron_moe_tools.plan.report import comparison_report, fit_report, text_report
 
-SCRIPT = "plan.py"
+NAME = "megatron-moe plan"
 
 _OF_SEARCH = {
     "node_bandwidth": "GB/s that a rank sends to its machine",
@@ -43,7 +52,7 @@ _logger = logging.getLogger(__name__)
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
-        prog=program_name(SCRIPT),
+        prog=NAME,
         usage="%(prog)s --world-size N [--json FILE] [options] [the run's flags]",
         description="Plan a run: parameters, memory, traffic and speed of every rank, without starting any of them.",
         epilog="Exit status: 0 planned; 1 nothing fits --fit; 2 a mistake in the flags, or a layout that cannot be. "
@@ -97,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Print the plan and return the exit status."""
-    return run_program(program_name(SCRIPT), _main, argv, rank=0)
+    return run_program(NAME, _main, argv, rank=0)
 
 
 def _main(argv: list[str]) -> int:
@@ -203,8 +212,7 @@ def _check(run: Run, world_size: int) -> None:
 def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
     """Return the plan; its text is printed as soon as it is known, that of the comparisons after it."""
     # Not before the flags are right: loading torch and the engine takes seconds.
-    from megatron_moe_tools.plan.alternatives import ranked, recommended_stage
-    from megatron_moe_tools.plan.plan import make_plan, peak_gib
+    from megatron_moe_tools.plan.plan import make_plan, peak_gib, ranked, recommended_stage
 
     machine = _machine(run, flags)
     known: dict[Any, Any] = {}
@@ -232,7 +240,7 @@ def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
 def _progress() -> Iterator[None]:
     """Print what the planner logs to stderr: a line at the beginning of each stage."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"{program_name(SCRIPT)}: %(message)s"))
+    handler.setFormatter(logging.Formatter(f"{NAME}: %(message)s"))
     package = logging.getLogger(__package__)
     level = package.level
     package.addHandler(handler)

@@ -1,13 +1,14 @@
 """Look for the fastest layout that fits a device: estimate all, trace the best ones as a whole until one fits.
 
-A layout's time is arithmetic on the parts of its model (`pieces.Pieces`), and is least without recomputation. Layouts
-are taken by their time, the fastest first. Each that does not fit comes back later, with the next set of recomputed
-modules that may do, and the first that fits when it is planned as a whole, stage by stage, is the answer. All that is
-faster has then been shown not to fit, or estimated so from the same traces.
+The time of a step in a layout is arithmetic on the traced parts of the model (`layer_costs`) and on the speed of links.
+It is least without recomputation. The search takes layouts by their time, the fastest first. A layout that does not fit
+comes back later with the next set of recomputed modules that may help. The first layout that fits when it is planned as
+a whole, stage by stage, is the answer: all faster ones do not fit, or were estimated not to from the same traces.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import logging
@@ -15,38 +16,176 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.rules.rule import spelled as spelled_field
 from megatron_moe.config.schema import Run
-from megatron_moe_tools.plan.alternatives import FILLED
+from megatron_moe_tools.plan.layer_costs import LOSS, PREDICTION, LayerCosts
 from megatron_moe_tools.plan.layouts import (
     FULL,
+    GIB,
+    LayerSharding,
+    Machine,
     Modules,
     SearchedLayout,
-    Width,
     divided,
     fixed_fields,
     layouts,
+    legal,
     module_sets,
     no_layout,
     offloadable,
     recompute_is_fixed,
     single_modules,
 )
-from megatron_moe_tools.plan.neighbours import Machine, legal
-from megatron_moe_tools.plan.pieces import LOSS, PREDICTION, Pieces
-from megatron_moe_tools.plan.plan import GIB, make_plan, peak_gib, rank_memory
+from megatron_moe_tools.plan.plan import FILLED, make_plan, peak_gib
+from megatron_moe_tools.plan.rank_costs import PlannedMemory, muon_flops, rank_memory, rank_traffic
 from megatron_moe_tools.plan.report import brief
-from megatron_moe_tools.plan.step_time import StepTime, StepTimes
 from megatron_moe_tools.plan.tracing import RankTrace
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of a step by what they go to; each adds to the step.
+
+    compute: products of the model at the assumed share of the peak. recomputed: those that are computed again, and the
+    memory that is written again. tensor, expert: collectives of TP and CP, and of EP, of all micro-batches. pipeline:
+    messages between stages. bubble: waiting at both ends of a step. data: what data parallelism sends, as far as
+    nothing hides it. muon: its exchange, and its iteration at the same share of the peak. host: what is exchanged with
+    the machine's memory, activations as far as no pass hides them.
+    """
+
+    compute: float
+    recomputed: float
+    tensor: float
+    expert: float
+    pipeline: float
+    bubble: float
+    data: float
+    muon: float
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The seconds of a micro-batch's passes on a pipeline rank, by what they go to: see `StepTime`."""
+
+    compute: float
+    recomputed: float
+    tensor: float
+    expert: float
+    host: float
+    pipeline: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(vars(self).values())
+
+
+class StepTimes:
+    """The times of one run's layouts."""
+
+    def __init__(self, run: Run, world_size: int, machine: Machine, costs: LayerCosts) -> None:
+        self.run, self.world_size, self.machine, self.costs = run, world_size, machine, costs
+        self.run_of = functools.cache(lambda layout: layout.run(run, None))
+        """The run in a layout: what is recomputed makes no difference to what is read of it here."""
+
+    def of(self, layout: SearchedLayout, modules: Modules) -> StepTime:
+        """Return the time of a step, that of the slowest pipeline rank."""
+        run = self.run_of(layout)
+        micro_batches = run.derived.num_microbatches(self.world_size)
+        slowest: _Passes | None = None
+        sharing = muon = host = 0.0
+        for rank in self.costs.ranks_that_differ(layout):
+            trace = self.costs.rank_trace(layout, modules, rank, passes=False)
+            seconds = {}
+            for name, sent in rank_traffic(run, trace, self.world_size, self.machine.gpus_per_node).items():
+                seconds[name] = self.costs.sending_seconds(sent.sent, sent.between_nodes)
+            passes = self._passes(layout, modules, rank, seconds.pop("PP", 0.0) / micro_batches)
+            if slowest is None or passes.seconds > slowest.seconds:
+                slowest = passes
+            muon = max(muon, seconds.pop("Muon", 0.0) + self.compute_seconds(muon_flops(run, trace)))
+            sharing = max(sharing, sum(seconds.values()))
+            host = max(host, self._host_seconds(run, trace, micro_batches))
+        assert slowest is not None
+        chunks = len(layout.stages) // layout.pp
+        return StepTime(
+            compute=slowest.compute * micro_batches,
+            recomputed=slowest.recomputed * micro_batches,
+            tensor=slowest.tensor * micro_batches,
+            expert=slowest.expert * micro_batches,
+            pipeline=slowest.pipeline * micro_batches,
+            bubble=(layout.pp - 1) / chunks * slowest.seconds,
+            data=max(sharing - _hidden(run, slowest.compute + slowest.recomputed, micro_batches), 0.0),
+            muon=muon,
+            host=host + slowest.host * micro_batches,
+        )
+
+    def _passes(self, layout: SearchedLayout, modules: Modules, rank: int, pipeline: float) -> _Passes:
+        """Return the seconds of a micro-batch's passes on a pipeline rank. pipeline: of its messages."""
+        compute = again = tensor = expert = moved = waiting = 0.0
+        for stage in layout.stages[rank :: layout.pp]:
+            for kind in self.costs.parts(stage):
+                part = self.costs.part(layout.sharding, modules, kind)
+                plain = self.costs.plain(layout.sharding, (), kind)
+                compute += self.compute_seconds(plain.flops)
+                again += self.compute_seconds(part.flops - plain.flops)
+                again += self.rewriting(plain.kept - part.kept - part.leaving)
+                tensor += part.tensor_seconds
+                expert += part.expert_seconds
+                moved += part.leaving
+                waiting = max(waiting, part.leaving)
+        if self.run.moe.overlap_moe_expert_parallel_comm:
+            expert = max(expert - compute - again, 0.0)
+        host = self.moving(moved, compute + again)
+        if layout.pp > 1:  # where another micro-batch's pass came between, nothing hides the last layer's activations
+            host += waiting / (self.machine.host_bandwidth * 1e9)
+        return _Passes(compute, max(again, 0.0), tensor, expert, host, pipeline)
+
+    def _host_seconds(self, run: Run, trace: RankTrace, micro_batches: int) -> float:
+        """Return the seconds of offloading: moments there and back, and shards and gradients in every micro-batch."""
+        if not trace.offloaded:
+            return 0.0
+        moved = 2 * rank_memory(run, trace, self.world_size).host
+        # Weights are gathered twice from fp32 shards, and gradients come back once.
+        moved += micro_batches * 12 * sum(unit.share for unit in trace.units)
+        return moved / (self.machine.host_bandwidth * 1e9)
+
+    def compute_seconds(self, flops: float) -> float:
+        return flops / (self.machine.mfu * self.machine.peak_tflops * 1e12)
+
+    def moving(self, size: float, products: float) -> float:
+        """Return the seconds that offloaded activations add to a pass with these products.
+
+        The device's memory is read and written for them. They are hidden behind a third of the products on the way to
+        the host, and behind the others on the way back.
+        """
+        seconds = size / (self.machine.host_bandwidth * 1e9)
+        return self.rewriting(size) + max(seconds - products / 3, 0.0) + max(seconds - products * 2 / 3, 0.0)
+
+    def rewriting(self, size: float) -> float:
+        """Return the seconds in which what was not kept is written and read once more."""
+        return 2 * max(size, 0.0) / (self.machine.memory_bandwidth * 1e9)
+
+
+def _hidden(run: Run, products: float, micro_batches: int) -> float:
+    """Return the seconds in which data parallelism is behind the products of the passes, if its flags let it."""
+    if run.derived.zero_stage >= 2:
+        return products * micro_batches
+    return products * (2 / 3 * run.parallel.overlap_grad_reduce + 1 / 3 * run.parallel.overlap_param_gather)
+
 
 _logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_LINES = 5.0
-_DOUBT = 1.01
+_MEMORY_ESTIMATE_MARGIN = 1.01
 """What is estimated to need so much more than there is may fit."""
-_MUCH_SLOWER = 1.25
+_MAX_SLOWDOWN_SHOWN = 1.25
 """Over the fastest that fits; what is slower than this is not shown."""
 _LEAST_TRIED = 3
 """Layouts that are traced as a whole where none fits."""
@@ -97,14 +236,22 @@ class Outcome:
     without_host: int = 0
 
 
+class _Saved(NamedTuple):
+    """What modules save: seconds that they add, bytes that are not kept, and bytes that go to the host."""
+
+    seconds: float
+    size: float
+    moved: float
+
+
 class Search:
     """The search for one run, whose batch is set, on some machines."""
 
     def __init__(self, run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace]) -> None:
         self.run, self.world_size, self.machine, self.known = run, world_size, machine, known
         self.limit = FILLED * machine.memory_gib
-        self.pieces = Pieces(run, world_size, machine)
-        self.times = StepTimes(run, world_size, machine, self.pieces)
+        self.costs = LayerCosts(run, world_size, machine)
+        self.times = StepTimes(run, world_size, machine, self.costs)
         self._sets: dict[Any, list[Modules]] = {}
         self._all_sets: list[tuple[str, ...]] = []
         self._learned: dict[SearchedLayout, float] = {}
@@ -112,79 +259,87 @@ class Search:
 
     def layouts(self) -> list[SearchedLayout]:
         """Return all layouts; the layers of the last stage are as many as its loss leaves time for."""
-        return list(layouts(self.run, self.world_size, self.machine, self.pieces.widths, self._head()))
+        return list(layouts(self.run, self.world_size, self.machine, self.costs.shardings, self._head()))
 
     def _head(self) -> float:
-        width = next(iter(self.pieces.widths), None)
-        if width is None:
+        """Return the time of the output layer and of multi-token prediction over that of a layer."""
+        if not self.costs.shardings:
             return 0.0
-        kinds = (LOSS, PREDICTION) if self.run.model.mtp_num_layers else (LOSS,)
-        layer = self.pieces.plain(width, (), self.pieces.kinds[0])
-        return sum(self.pieces.plain(width, (), kind).flops for kind in kinds) / layer.flops
+        sharding = self.costs.shardings[0]
+        head = self.costs.plain(sharding, (), LOSS).flops
+        if self.run.model.mtp_num_layers:
+            head += self.costs.plain(sharding, (), PREDICTION).flops
+        return head / self.costs.plain(sharding, (), self.costs.kinds[0]).flops
 
     def sets(self, layout: SearchedLayout) -> list[Modules]:
         """Return the sets of modules by the time that they add; each keeps less on the device than those before it."""
         if recompute_is_fixed(self.run):
             return [None]
-        width = self.pieces.reference(layout.width)
-        if width not in self._sets:
-            self._sets[width] = list(self._improving(width))
-        return self._sets[width]
+        sharding = self.costs.reference(layout.sharding)
+        if sharding not in self._sets:
+            self._sets[sharding] = list(self._improving(sharding))
+        return self._sets[sharding]
 
-    def _improving(self, width: Width) -> Iterator[Modules]:
+    def _improving(self, sharding: LayerSharding) -> Iterator[Modules]:
         """Yield sets by the time that they add, as far as each keeps a hundredth less; modules are taken to add up."""
-        layers = {kind: self.pieces.count(kind) for kind in self.pieces.kinds}
         singles, rungs = single_modules(self.run), offloadable(self.run, self.machine)
-        saved = {modules: self._saved(width, modules, layers) for modules in [*((name,) for name in singles), FULL]}
-        saved |= {(name,): self._saved(width, (name,), layers) for name in itertools.chain(*rungs)}
+        saved = {FULL: self._saved(sharding, FULL)}
+        for name in itertools.chain(singles, *rungs):
+            saved[name,] = self._saved(sharding, (name,))
         if not self._all_sets:
             self._all_sets = list(module_sets(self.run, singles, rungs))
-        products = sum(
-            count * self.times.compute_seconds(self.pieces.plain(width, (), kind).flops)
-            for kind, count in layers.items()
-        )
+        products = plain = 0.0
+        for kind in self.costs.kinds:
+            layer, count = self.costs.plain(sharding, (), kind), self.costs.count(kind)
+            products += count * self.times.compute_seconds(layer.flops)
+            plain += count * layer.kept
         rows = []
         for modules in self._all_sets:
-            parts = [FULL] if modules == FULL else [(name,) for name in modules]
-            added, kept, moved = (sum(saved[part][index] for part in parts) for index in (0, 1, 2))
-            added += self.times.moving(moved, products + added)
-            rows.append((added, -kept - moved, len(modules), modules))
-        plain = sum(count * self.pieces.plain(width, (), kind).kept for kind, count in layers.items())
+            seconds = size = moved = 0.0
+            for part in [FULL] if modules == FULL else [(name,) for name in modules]:
+                seconds += saved[part].seconds
+                size += saved[part].size
+                moved += saved[part].moved
+            seconds += self.times.moving(moved, products + seconds)
+            rows.append((seconds, -size - moved, len(modules), modules))
         most = -plain
         for _, less, _, modules in sorted(rows):
             if -less > most + plain / 100:
                 most = -less
                 yield modules
 
-    def _saved(self, width: Width, modules: Modules, layers: dict[str, int]) -> tuple[float, float, float]:
-        """Return the seconds that recomputation adds to all layers, the bytes that are not kept, and those moved."""
+    def _saved(self, sharding: LayerSharding, modules: Modules) -> _Saved:
+        """Return what recomputing and offloading some modules of all layers saves and takes."""
         seconds = size = moved = 0.0
-        for kind, count in layers.items():
-            piece, plain = self.pieces.part(width, modules, kind), self.pieces.plain(width, (), kind)
-            less = plain.kept - piece.kept - piece.leaving
-            again = piece.tensor_seconds + piece.expert_seconds - plain.tensor_seconds - plain.expert_seconds
-            seconds += count * (
-                self.times.compute_seconds(piece.flops - plain.flops) + self.times.rewriting(less) + again
-            )
-            size, moved = size + count * less, moved + count * piece.leaving
-        return seconds, size, moved
+        for kind in self.costs.kinds:
+            count = self.costs.count(kind)
+            part, plain = self.costs.part(sharding, modules, kind), self.costs.plain(sharding, (), kind)
+            less = plain.kept - part.kept - part.leaving
+            again = part.tensor_seconds + part.expert_seconds - plain.tensor_seconds - plain.expert_seconds
+            again += self.times.compute_seconds(part.flops - plain.flops) + self.times.rewriting(less)
+            seconds += count * again
+            size += count * less
+            moved += count * part.leaving
+        return _Saved(seconds, size, moved)
 
     # Memory.
 
     def estimated_gib(self, layout: SearchedLayout, modules: Modules) -> float:
-        """Return the GiB of the largest rank, put together from parts; see `pieces`."""
-        run = self.times.run_of(layout)
-        traces = (self.pieces.rank_trace(layout, modules, rank) for rank in self.pieces.ranks_that_differ(layout))
-        largest = max(rank_memory(run, trace, self.world_size).peak for trace in traces) / GIB
-        return largest * self._learned.get(layout, 1.0)
+        """Return the GiB of the largest rank, put together from parts; see `layer_costs`."""
+        peaks = [memory.peak for memory in self._memories(layout, modules)]
+        return max(peaks) / GIB * self._learned.get(layout, 1.0)
+
+    def _memories(self, layout: SearchedLayout, modules: Modules) -> Iterator[PlannedMemory]:
+        """Yield the memory of each pipeline rank that differs from those before it."""
+        for rank in self.costs.ranks_that_differ(layout):
+            trace = self.costs.rank_trace(layout, modules, rank)
+            yield rank_memory(self.times.run_of(layout), trace, self.world_size)
 
     def _machine_holds(self, layout: SearchedLayout, modules: Modules) -> bool:
         """Return whether what a machine's ranks offload leaves a tenth of its memory."""
         if not layout.offload and not (modules and divided(modules)[1]):
             return True
-        traces = (self.pieces.rank_trace(layout, modules, rank) for rank in self.pieces.ranks_that_differ(layout))
-        held = [rank_memory(self.times.run_of(layout), trace, self.world_size) for trace in traces]
-        of_rank = max(memory.host + memory.host_activations for memory in held)
+        of_rank = max(memory.host + memory.host_activations for memory in self._memories(layout, modules))
         on_machine = min(self.machine.gpus_per_node, self.world_size)
         return of_rank * on_machine / GIB <= FILLED * self.machine.host_memory_gib
 
@@ -212,7 +367,7 @@ class Search:
         least: list[tuple[float, int, SearchedLayout, Modules]] = []
         while queue and (outcome.best is None or len(outcome.next_best) < others):
             seconds, _, layout, index = heapq.heappop(queue)
-            if outcome.best is not None and seconds > _MUCH_SLOWER * outcome.best.time.seconds:
+            if outcome.best is not None and seconds > _MAX_SLOWDOWN_SHOWN * outcome.best.time.seconds:
                 break
             self._progress(f"{outcome.looked_at:,} of {len(every):,} layouts looked at, now {seconds:,.2f} s a step")
             sets = self.sets(layout)
@@ -242,10 +397,10 @@ class Search:
     def _next_set(self, layout: SearchedLayout, start: int) -> int | None:
         """Return the index of the next set, by the time it adds, that may fit."""
         sets = self.sets(layout)
-        if self.estimated_gib(layout, sets[-1]) > _DOUBT * self.limit:
+        if self.estimated_gib(layout, sets[-1]) > _MEMORY_ESTIMATE_MARGIN * self.limit:
             return None
         for index in range(start, len(sets)):
-            fits = self.estimated_gib(layout, sets[index]) <= _DOUBT * self.limit
+            fits = self.estimated_gib(layout, sets[index]) <= _MEMORY_ESTIMATE_MARGIN * self.limit
             if fits and self._machine_holds(layout, sets[index]):
                 return index
         return None
@@ -254,10 +409,9 @@ class Search:
         """Return whether a layout fits as a whole, and put it where it belongs."""
         if not self.allowed(layout, modules):
             return False
-        _logger.info("planning as a whole: %s", words(layout, modules))
-        candidate = Candidate(
-            layout, modules, self.planned_gib(layout, modules), self.times.of(layout, modules), exact=True
-        )
+        _logger.info("planning as a whole: %s", format_layout(layout, modules))
+        gib, time_of_step = self.planned_gib(layout, modules), self.times.of(layout, modules)
+        candidate = Candidate(layout, modules, gib, time_of_step, exact=True)
         outcome.planned += 1
         if candidate.gib > self.limit:
             # What was estimated to fit and does not: the next estimates of this layout are as far off.
@@ -279,7 +433,7 @@ class Search:
     def _progress(self, text: str) -> None:
         if time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
             self._said = time.monotonic()
-            _logger.info("%s, %d parts traced", text, self.pieces.traced)
+            _logger.info("%s, %d parts traced", text, self.costs.traced)
 
 
 def fitted_plan(
@@ -309,8 +463,11 @@ def fitted_plan(
         raise no_layout(run, world_size)
     fitted = chosen.layout.run(run, chosen.modules)
     plan = make_plan(fitted, world_size, machine, known)
-    shown = [found.unlimited] if found.unlimited is not None and found.unlimited.layout != chosen.layout else []
-    shown += [one for one in found.too_large if one is not chosen][-(others // 2) :] if others > 1 else []
+    shown = []
+    if found.unlimited is not None and found.unlimited.layout != chosen.layout:
+        shown.append(found.unlimited)
+    if others > 1:
+        shown += [one for one in found.too_large if one is not chosen][-(others // 2) :]
     shown += found.next_best
     plan["fit"] = {
         "fits": found.best is not None,
@@ -344,7 +501,7 @@ def _row(one: Candidate, chosen: Candidate, limit: float) -> dict[str, Any]:
     """Return a layout as plain data, with what it lacks."""
     slower = one.time.seconds - chosen.time.seconds
     return {
-        "layout": words(one.layout, one.modules),
+        "layout": format_layout(one.layout, one.modules),
         "max_memory_gib": one.gib,
         "planned": one.exact,
         "seconds": one.time.seconds,
@@ -369,14 +526,18 @@ def _advice(run: Run, parameters: int, limit: float) -> list[str]:
     return lines
 
 
-def words(layout: SearchedLayout, modules: Modules) -> str:
+def format_layout(layout: SearchedLayout, modules: Modules) -> str:
     """Return a layout in one line."""
-    width = layout.width
-    parts = [f"TP {width.tp}", f"PP {layout.pp}", f"VPP {len(layout.stages) // layout.pp}", f"EP {width.ep}"]
-    parts += [f"ETP {width.etp}"] if width.etp != 1 or width.tp != 1 else []
-    parts += [f"ZeRO {layout.zero}"] + (["optimizer offload"] if layout.offload else [])
+    by = layout.sharding
+    parts = [f"TP {by.tp}", f"PP {layout.pp}", f"VPP {len(layout.stages) // layout.pp}", f"EP {by.ep}"]
+    if by.etp != 1 or by.tp != 1:
+        parts.append(f"ETP {by.etp}")
+    parts.append(f"ZeRO {layout.zero}")
+    if layout.offload:
+        parts.append("optimizer offload")
     if modules is not None:
         recomputed, offloaded = divided(modules)
         parts.append("recompute " + (" ".join(recomputed) or "none"))
-        parts += [f"offload {' '.join(offloaded)}"] if offloaded else []
+        if offloaded:
+            parts.append(f"offload {' '.join(offloaded)}")
     return ", ".join(parts)

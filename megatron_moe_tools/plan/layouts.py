@@ -1,9 +1,9 @@
-"""The layouts among which a plan looks for the fastest that fits, and how each is typed. Loads no torch.
+"""The layouts next to one, those among which a plan looks for the fastest that fits, and how they are typed.
 
 Searched are tensor, pipeline, expert and expert-tensor parallelism, the layers and the virtual stages of each pipeline
 rank, the ZeRO stage, the offload of moments and of activations, and recomputation: none of them changes what is
 computed. A field that the user has set is not searched; neither are batch, micro-batch, context parallelism, precision
-and the optimizer's dtypes.
+and the optimizer's dtypes. Loads no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,181 @@ from megatron_moe.config.pipeline_layout import Stage
 from megatron_moe.config.rules import training
 from megatron_moe.config.rules.rule import is_set
 from megatron_moe.config.schema import Run, replace
-from megatron_moe_tools.plan.neighbours import Machine, legal
+from megatron_moe.platform import host
+
+GIB = 2**30
+# Recomputation at its extremes and between: what the flags become.
+RECOMPUTATION: dict[str, dict[str, Any]] = {
+    "none": {"recompute_granularity": None},
+    "selective: core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
+    "selective: core_attn moe": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe")},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+_NO_RECOMPUTATION = dict.fromkeys(("recompute_method", "recompute_num_layers", "recompute_modules"))
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+_UNDIVIDED: dict[str, Any] = dict.fromkeys(
+    ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+)
+"""What says that a rank has one stage."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machines that the run is planned for.
+
+    Attributes:
+        device: one of host.DEVICE_KINDS.
+        gpus_per_node: ranks of one machine.
+        memory_gib: memory of one device.
+        peak_tflops: peak of one device.
+        mfu: share of the peak that the model's FLOPs are assumed to reach.
+        imbalance: rows that a rank's experts get, over the mean.
+        node_bandwidth, network_bandwidth: what a rank sends to its machine and to others, in GB/s.
+        host_bandwidth: what a device exchanges with its machine's memory, in GB/s.
+        memory_bandwidth: what a device reads or writes of its own memory, in GB/s.
+        host_memory_gib: memory of one machine.
+    """
+
+    device: str = host.DEVICE_KINDS[0]
+    gpus_per_node: int = 8
+    memory_gib: float = 80.0
+    peak_tflops: float = 989.0
+    mfu: float = 0.4
+    imbalance: float = 1.0
+    node_bandwidth: float = 300.0
+    network_bandwidth: float = 40.0
+    host_bandwidth: float = 40.0
+    memory_bandwidth: float = 3350.0
+    host_memory_gib: float = 2000.0
+
+
+def vocabulary(run: Run) -> int:
+    """Return the number of rows of the embedding table.
+
+    Raises:
+        ConfigError: the run does not say how large its vocabulary is.
+    """
+    if run.model.vocab_size is None:
+        raise ConfigError("no --vocab-size: a plan reads no tokenizer; give --vocab-size, e.g. --vocab-size 32000")
+    return run.derived.padded_vocab_size(run.model.vocab_size)
+
+
+def recomputed(run: Run, kind: str) -> Run:
+    """Return `run` with one of the kinds of `RECOMPUTATION`."""
+    return replace(run, **{**_NO_RECOMPUTATION, **RECOMPUTATION[kind]})
+
+
+def legal(run: Run, world_size: int) -> bool:
+    """Return whether the rules allow this layout on `world_size` ranks."""
+    try:
+        rules.check_layout(run, world_size)
+    except ConfigError:
+        return False
+    return True
+
+
+def nearby_layouts(run: Run) -> Iterator[tuple[str, Run]]:
+    """Yield (changed flags, run) for every single change of the layout: sizes halved and doubled, and the like."""
+    sections = {**vars(run.parallel), **vars(run.training)}
+    for name in (*_SIZES, "micro_batch_size"):
+        size = sections[name]
+        for other in (size // 2, size * 2):
+            if other:
+                yield f"{_flag(name)} {other}", with_sizes(run, **{name: other})
+    of_first = run.derived.pipeline_stages[0].layers
+    virtual = None if run.derived.virtual_pipeline_size is None else len(of_first)
+    stages = run.parallel.pipeline_model_parallel_size
+    by_letters = run.parallel.pipeline_model_parallel_layout is not None
+    for layers in (None, 1, 2, 4):
+        if stages > 1 and layers != virtual and not by_letters:
+            words = f"--num-layers-per-virtual-pipeline-stage {'none' if layers is None else layers}"
+            yield words, replace(run, **{**_UNDIVIDED, "num_layers_per_virtual_pipeline_stage": layers})
+    for stage, strategy in enumerate(SHARDING_STRATEGIES):
+        if stage != run.derived.zero_stage:
+            words = f"--data-parallel-sharding-strategy {strategy}"
+            yield words, with_stage(run, strategy)
+    if run.training.recompute_granularity != "full":
+        words = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        yield words, recomputed(run, "full")
+    if run.training.recompute_granularity is not None:
+        yield "--recompute-granularity none", recomputed(run, "none")
+
+
+def nearest_legal(run: Run, world_size: int, count: int) -> list[tuple[str, Run]]:
+    """Return up to `count` legal layouts that are one change away, then two, in this order."""
+    found: list[tuple[str, Run]] = []
+    seen = {run}
+    level = [("", run)]
+    for _ in range(2):
+        following = []
+        for words, one in level:
+            for change, other in nearby_layouts(one):
+                if other in seen:
+                    continue
+                seen.add(other)
+                following.append((f"{words} {change}".strip(), other))
+                if legal(other, world_size):
+                    found.append(following[-1])
+            if len(found) >= count:
+                return found[:count]
+        level = following
+    return found
+
+
+def relative_time(run: Run, world_size: int) -> float:
+    """Return the time of a step over that of one without bubble and recomputation.
+
+    Full recomputation makes three passes four. Communication, and kernels that are slower on smaller pieces, are left
+    out.
+    """
+    stages, chunks = run.parallel.pipeline_model_parallel_size, run.derived.virtual_pipeline_size or 1
+    bubble = (stages - 1) / (chunks * run.derived.num_microbatches(world_size))
+    return (1 + bubble) * (4 / 3 if run.training.recompute_granularity == "full" else 1.0)
+
+
+def with_sizes(run: Run, **sizes: int) -> Run:
+    """Return `run` with other sizes and with the flags that the rules require along with them.
+
+    Sequence parallelism is on with TP; uneven ends and layouts by letters belong to the old number of stages.
+    """
+    changes: dict[str, Any] = dict(sizes)
+    if "tensor_model_parallel_size" in sizes:
+        changes["sequence_parallel"] = sizes["tensor_model_parallel_size"] > 1
+    stages = sizes.get("pipeline_model_parallel_size")
+    if stages is not None:
+        changes |= dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
+        changes["pipeline_model_parallel_layout"] = None
+        if stages == 1:
+            changes |= _UNDIVIDED
+        # Uneven ends where the layers do not divide: full stages, and what is left on the last.
+        layers = run.model.num_layers
+        if layers % stages and layers > stages:
+            per_stage = -(-layers // stages)
+            last = layers - per_stage * (stages - 1)
+            if last < 1:
+                per_stage, last = layers // stages, layers - layers // stages * (stages - 1)
+            changes |= {"decoder_last_pipeline_num_layers": last, **_UNDIVIDED}
+    return replace(run, **changes)
+
+
+def with_stage(run: Run, strategy: str) -> Run:
+    """Return `run` with another ZeRO stage, without the flags that belong to the one it had."""
+    changes: dict[str, Any] = {"data_parallel_sharding_strategy": strategy, "use_torch_fsdp2": False}
+    changes |= {"use_distributed_optimizer": False, "overlap_param_gather": False, "optimizer_cpu_offload": False}
+    if strategy not in ("no_shard", "optim"):
+        changes |= {"overlap_grad_reduce": False, "ddp_bucket_size": None}
+    changes |= {"zero_quantized_weights": False, "zero_quantized_gradients": None, "zero_hpz_partition_size": None}
+    return replace(run, **changes)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
 
 _SPLIT = (
     "num_layers_per_virtual_pipeline_stage",
@@ -97,7 +271,7 @@ def with_batch(run: Run, world_size: int) -> Run:
 
 
 @dataclass(frozen=True, eq=False)
-class Width:
+class LayerSharding:
     """How layers are cut, whichever they are: TP, expert-TP and EP, with the fields that say so."""
 
     tp: int
@@ -113,7 +287,7 @@ class SearchedLayout:
     stages: of the pipeline, virtual ones too. zero: its ZeRO stage. changes: the fields that say all of it.
     """
 
-    width: Width
+    sharding: LayerSharding
     pp: int
     stages: tuple[Stage, ...]
     zero: int
@@ -205,7 +379,7 @@ _ALONE: dict[str, Any] = {
 """What leaves of a layout how layers are cut."""
 
 
-def widths(run: Run, world_size: int, machine: Machine) -> list[Width]:
+def layer_shardings(run: Run, world_size: int, machine: Machine) -> list[LayerSharding]:
     """Return the ways to cut layers that the rules allow; TP stays on a machine."""
     fixed, p = fixed_fields(run), run.parallel
     sizes = [p.tensor_model_parallel_size]
@@ -213,7 +387,7 @@ def widths(run: Run, world_size: int, machine: Machine) -> list[Width]:
         sizes = [tp for tp in _divisors(machine.gpus_per_node) if world_size % (tp * p.context_parallel_size) == 0]
     found = []
     for tp in sizes:
-        for etp, ep in _expert_widths(run, fixed, world_size, tp):
+        for etp, ep in _expert_shardings(run, fixed, world_size, tp):
             changes: dict[str, Any] = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep}
             changes["expert_tensor_parallel_size"] = None if etp == tp else etp
             if "sequence_parallel" not in fixed:
@@ -221,11 +395,11 @@ def widths(run: Run, world_size: int, machine: Machine) -> list[Width]:
             if "expert_tensor_parallel_size" in fixed:
                 del changes["expert_tensor_parallel_size"]
             if legal(replace(run, **changes, **_ALONE), math.lcm(tp * p.context_parallel_size, etp * ep)):
-                found.append(Width(tp, etp, ep, changes))
+                found.append(LayerSharding(tp, etp, ep, changes))
     return found
 
 
-def _expert_widths(run: Run, fixed: set[str], world_size: int, tp: int) -> Iterator[tuple[int, int]]:
+def _expert_shardings(run: Run, fixed: set[str], world_size: int, tp: int) -> Iterator[tuple[int, int]]:
     """Yield (expert-TP, EP) next to a TP."""
     p, experts = run.parallel, run.moe.num_experts
     etps = sorted({tp, 1})
@@ -248,7 +422,7 @@ def require_a_layout(run: Run, world_size: int, machine: Machine) -> None:
     Raises:
         ConfigError: from the rule that the flags break as they are, or about the ranks and the batch.
     """
-    if next(layouts(run, world_size, machine, widths(run, world_size, machine), 1.0), None) is None:
+    if next(layouts(run, world_size, machine, layer_shardings(run, world_size, machine), 1.0), None) is None:
         raise no_layout(run, world_size)
 
 
@@ -262,31 +436,31 @@ def no_layout(run: Run, world_size: int) -> ConfigError:
 
 
 def layouts(
-    run: Run, world_size: int, machine: Machine, found_widths: Sequence[Width], head: float
+    run: Run, world_size: int, machine: Machine, shardings: Sequence[LayerSharding], head: float
 ) -> Iterator[SearchedLayout]:
     """Yield the layouts of a run with a batch; those that a rule refuses are among them.
 
     Args:
-        found_widths: from `widths`.
+        shardings: from `layer_shardings`.
         head: time of the output layer, and of multi-token prediction, over that of a layer.
     """
     fixed = fixed_fields(run)
     one_batch = run.training.micro_batch_size
     splits = list(_splits(run, fixed, world_size, head))
-    for width in found_widths:
+    for sharding in shardings:
         for pp, stages, split in splits:
-            model_ranks = width.tp * pp * run.parallel.context_parallel_size
-            if world_size % model_ranks or world_size % (width.ep * width.etp * pp):
+            model_ranks = sharding.tp * pp * run.parallel.context_parallel_size
+            if world_size % model_ranks or world_size % (sharding.ep * sharding.etp * pp):
                 continue
             samples, batch = one_batch * world_size // model_ranks, run.training.global_batch_size
             if batch is None or batch % samples or (len(stages) > pp and batch // samples % pp):
                 continue
             copies = world_size * run.parallel.context_parallel_size // model_ranks
-            copies = max(copies, world_size // (width.ep * width.etp * pp))
+            copies = max(copies, world_size // (sharding.ep * sharding.etp * pp))
             for zero, changes in _zero_stages(run, fixed, pp, copies):
                 for offload in _offloads(run, fixed, machine):
-                    every = {**width.changes, **split, **changes, "optimizer_cpu_offload": offload}
-                    yield SearchedLayout(width, pp, stages, zero, offload, every)
+                    every = {**sharding.changes, **split, **changes, "optimizer_cpu_offload": offload}
+                    yield SearchedLayout(sharding, pp, stages, zero, offload, every)
 
 
 def _zero_stages(run: Run, fixed: set[str], pp: int, copies: int) -> Iterator[tuple[int, dict[str, Any]]]:

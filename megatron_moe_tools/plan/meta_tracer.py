@@ -329,7 +329,7 @@ def meta_device(device: str, logits_shape: tuple[int, int]) -> Iterator[MetaTrac
         F.rms_norm: normalise,
         platform.host_memory: host_memory,
     }
-    with platform.imagining(device, kernels), tracer:
+    with platform.fake_device(device, kernels), tracer:
         yield tracer
 
 

@@ -1,190 +1,30 @@
-"""Plan a run without its ranks: parameters, memory, traffic, FLOPs and speed of every rank."""
+"""Plan a run without its ranks: parameters, memory, traffic, FLOPs and speed of every rank, and layouts nearby."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from megatron_moe.config.schema import Run
-from megatron_moe_tools.plan import orthogonalization
-from megatron_moe_tools.plan.neighbours import Machine, vocabulary
-from megatron_moe_tools.plan.saving import gathering_bytes, saving_memory
+from megatron_moe.config.model_flags import SHARDING_STRATEGIES
+from megatron_moe.config.schema import Run, replace
+from megatron_moe_tools.plan.layouts import (
+    GIB,
+    Machine,
+    legal,
+    nearby_layouts,
+    relative_time,
+    vocabulary,
+    with_stage,
+)
+from megatron_moe_tools.plan.rank_costs import (
+    bubble_share,
+    muon_flops,
+    rank_memory,
+    rank_traffic,
+    saving_memory,
+)
 from megatron_moe_tools.plan.tracing import RankTrace, trace_ranks
-from megatron_moe_tools.plan.traffic import rank_traffic
-
-GIB = 2**30
-# Memory.
-
-
-@dataclass(frozen=True)
-class PlannedMemory:
-    """The memory of a rank, in bytes.
-
-    Attributes:
-        weights: the engine's parameter buffers, padding included; the fp32 shards of a fully sharded model, which are
-            its masters too.
-        gradients: the engine's gradient buffers, padding included.
-        optimizer: masters and moments.
-        activations: peak above these three during the forward and backward passes of a step, with the weights that a
-            fully sharded model gathers.
-        in_flight: micro-batches (of one chunk each) that wait for their backward pass at once.
-        logits: peak of the logits in one micro-batch, part of the activations.
-        dispatch: peak of the dispatch buffers in one micro-batch, part of the activations.
-        update: peak above weights, gradients and optimizer during the update, when the activations are freed.
-        saving: what `--save` takes on the device, between steps.
-        host: moments in a device's host memory, with `--optimizer-cpu-offload`; from ZeRO's stage 2 on main weights
-            and gradients, too.
-        host_activations: activations there, of all micro-batches in flight.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    in_flight: int
-    logits: int
-    dispatch: int
-    update: int
-    saving: int
-    host: int = 0
-    host_activations: int = 0
-
-    @property
-    def peak(self) -> int:
-        """The peak of all parts together."""
-        return self.weights + self.gradients + self.optimizer + max(self.activations, self.update, self.saving)
-
-
-def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
-    """Return the memory of a rank, for the data-parallel rank that holds most of the optimizer."""
-    if trace.units:
-        return _sharded_memory(run, trace, world_size)
-    optimizer = update = host = 0
-    for buffer in trace.buffers:
-        share = buffer.numel // len(buffer.ranks) if run.derived.zero_stage == 1 else buffer.used
-        matrices = buffer.fewest_matrices if run.derived.zero_stage == 1 else buffer.matrices
-        masters = run.derived.main_weight_bytes(share, buffer.parameter_bytes)
-        moments = run.derived.moment_bytes(share, matrices)
-        if trace.offloaded and run.derived.packs_main_weights:
-            masters, moments = 0, moments + masters  # the rests are with the moments
-        moments += run.derived.average_bytes(share)  # is where they are
-        optimizer += masters + (0 if trace.offloaded else moments)
-        host += moments if trace.offloaded else 0
-        update += share * 4 if buffer.gradient_bytes < 4 else 0  # gradients are widened for the update
-    flight = _in_flight(run, trace, run.derived.num_microbatches(world_size))
-    return PlannedMemory(
-        weights=trace.weights,
-        gradients=sum(buffer.numel * buffer.gradient_bytes for buffer in trace.buffers),
-        optimizer=optimizer,
-        activations=flight.peak,
-        in_flight=flight.most_waiting,
-        logits=max(chunk.logits for chunk in trace.chunks),
-        dispatch=max(chunk.dispatch for chunk in trace.chunks),
-        update=update + orthogonalization.memory(run, trace),
-        saving=gathering_bytes(run, trace),
-        host=host,
-        host_activations=flight.host,
-    )
-
-
-def _sharded_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
-    """Return the memory of a rank of a fully sharded model; what it gathers and reduces is among the activations."""
-    shards, matrices = sum(unit.share for unit in trace.units), sum(unit.matrices for unit in trace.units)
-    on_device = 0 if trace.offloaded else shards
-    in_host_memory = shards - on_device
-    moments = run.derived.moment_bytes(shards, matrices) + run.derived.average_bytes(shards)
-    micro_batches = run.derived.num_microbatches(world_size)
-    flight = _in_flight(run, trace, micro_batches)
-    return PlannedMemory(
-        weights=4 * on_device,
-        gradients=4 * on_device,
-        optimizer=0 if trace.offloaded else moments,
-        host=8 * in_host_memory + (moments if trace.offloaded else 0),
-        # Of one micro-batch alone the gradients come about during its backward pass.
-        activations=flight.peak if micro_batches > 1 else max(flight.peak - 4 * on_device, 0),
-        in_flight=flight.most_waiting,
-        host_activations=flight.host,
-        logits=max(chunk.logits for chunk in trace.chunks),
-        dispatch=max(chunk.dispatch for chunk in trace.chunks),
-        update=orthogonalization.memory(run, trace),
-        saving=0,
-    )
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """The peak bytes of activations on the device and in host memory, and the most passes that wait at a time."""
-
-    peak: int
-    host: int
-    most_waiting: int
-
-
-ROUNDS = 3
-"""Rounds of `stages` micro-batches after which nothing new waits: fewer than (chunks + 1) x stages forward passes go
-ahead, then the passes repeat themselves every chunks x stages."""
-
-
-def _in_flight(run: Run, trace: RankTrace, micro_batches: int) -> _InFlight:
-    """Follow the schedule's passes, each of which keeps something until its backward pass."""
-    stages = run.parallel.pipeline_model_parallel_size
-    live = peak = host = most_host = most_waiting = 0
-    ahead = run.moe.overlap_moe_expert_parallel_comm
-    waiting: list[int] = []  # the chunks of the passes, in their order; of a chunk, the first comes back first
-    leaving = 0  # what the last forward pass has not yet freed, while it waits
-    passes = schedule(len(trace.chunks), stages, trace.stage, min(micro_batches, ROUNDS * stages), ahead)
-    for is_forward, number in passes:
-        chunk = trace.chunks[number]
-        if is_forward:
-            peak = max(peak, live + chunk.forward_peak)
-            live, host, leaving = live + chunk.kept, host + chunk.moved, chunk.leaving
-            waiting.append(number)
-        else:
-            place = waiting.index(number)
-            if place == len(waiting) - 1:
-                leaving = 0  # its own, which is in its peak
-            del waiting[place]
-            live -= chunk.kept
-            peak = max(peak, live + leaving + chunk.backward_peak)
-            host -= chunk.moved
-        most_host, most_waiting = max(most_host, host), max(most_waiting, len(waiting))
-    return _InFlight(peak, most_host, most_waiting)
-
-
-def schedule(
-    chunks: int, stages: int, stage: int, micro_batches: int, ahead: bool = False
-) -> Iterator[tuple[bool, int]]:
-    """Yield the passes of one stage in the engine's order: (is it a forward pass, of which chunk).
-
-    With one chunk per stage there are as many forward passes as stages follow, then one forward and one backward pass
-    in turn. With several, `stages` micro-batches at a time go through the chunks. With `ahead` there is one more
-    forward pass first, so that a forward and a backward pass that run at a time do not wait for one another.
-    """
-    total = chunks * micro_batches
-    warm_up = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
-    warm_up = min(warm_up + ahead, total)
-
-    def chunk(index: int) -> int:
-        return index % (stages * chunks) // stages
-
-    for index in range(total + warm_up):
-        if index < total:
-            yield True, chunk(index)
-        if index >= warm_up:
-            yield False, chunks - 1 - chunk(index - warm_up)
-
-
-def bubble_share(chunks: int, stages: int, micro_batches: int) -> float:
-    """Return the share of a step in which a stage waits, (PP - 1) / (VPP x micro-batches + PP - 1).
-
-    All passes are assumed to take equally long.
-    """
-    return (stages - 1) / (chunks * micro_batches + stages - 1)
-
-
-# The plan.
 
 
 def traced(
@@ -228,7 +68,7 @@ def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, Rank
     per_stage = world_size // stages
     in_job = computed * micro_batches * per_stage
     tokens = run.derived.global_batch_size(world_size) * run.model.seq_length
-    of_muon = max(orthogonalization.flops(run, trace) for trace in traces)
+    of_muon = max(muon_flops(run, trace) for trace in traces)
     return {
         "world_size": world_size,
         "layout": layout(run, world_size),
@@ -322,3 +162,90 @@ def _recompute_words(granularity: str | None, modules: Sequence[str] | None) -> 
     if granularity == "selective":
         return "selective: " + " ".join(modules or ("core_attn",))
     return granularity or "none"
+
+
+# Of a device's memory, by the tensors of a run: the rest is the allocator's and the communication libraries'.
+FILLED = 0.9
+
+
+def ranked(
+    run: Run, world_size: int, machine: Machine, count: int, known: dict[Any, RankTrace]
+) -> list[dict[str, Any]]:
+    """Return up to `count` legal layouts one change away, the most promising first. `known`: see `trace_ranks`.
+
+    Those that fit the device come before those that do not, then a smaller estimated time (less recomputation, a
+    smaller bubble), then a smaller memory.
+    """
+    rows: list[dict[str, Any]] = []
+    for words, other in nearby_layouts(run):
+        if legal(other, world_size):
+            gib = peak_gib(other, world_size, machine, known)
+            rows.append(
+                {
+                    "change": words,
+                    "layout": layout(other, world_size),
+                    "max_memory_gib": gib,
+                    "fits": gib <= machine.memory_gib,
+                    "relative_time": relative_time(other, world_size),
+                }
+            )
+    rows.sort(key=lambda row: (not row["fits"], round(row["relative_time"], 3), row["max_memory_gib"]))
+    return rows[:count]
+
+
+def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace]) -> dict[str, Any]:
+    """Return the lowest ZeRO stage whose peak leaves a tenth of the device free, or the one that takes least.
+
+    The allocator and the communication libraries need the tenth. A higher stage sends more. Stage 0 is looked at where
+    there is nothing to share: stage 1 takes less and sends less. `known`: see `trace_ranks`.
+
+    Returns:
+        strategy, max_memory_gib, fits, between_nodes (bytes that a rank sends to other machines in a step); switches:
+        flags of ZeRO++ that send less of it, with between_nodes_with_switches and max_memory_gib_with_switches.
+    """
+    shared = run.derived.data_parallel_size(world_size) * run.parallel.context_parallel_size
+    found: list[tuple[float, str, Run]] = []
+    for strategy in SHARDING_STRATEGIES[min(shared - 1, 1) :]:
+        other = with_stage(run, strategy)
+        if legal(other, world_size):
+            found.append((peak_gib(other, world_size, machine, known), strategy, other))
+            if found[-1][0] <= FILLED * machine.memory_gib:
+                break
+    gib, strategy, chosen = found[-1] if found[-1][0] <= FILLED * machine.memory_gib else min(found, key=lambda x: x[0])
+    return {
+        "strategy": strategy,
+        "max_memory_gib": gib,
+        "fits": gib <= FILLED * machine.memory_gib,
+        "between_nodes": _between_nodes(chosen, world_size, machine, known),
+        **_with_switches(chosen, world_size, machine, known),
+    }
+
+
+def _with_switches(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace]) -> dict[str, Any]:
+    """Return the flags of ZeRO++ that fit, and what they leave of the traffic; none if it stays on one machine."""
+    between = _between_nodes(run, world_size, machine, known) if run.derived.zero_stage >= 2 else 0.0
+    if not between:
+        return {"switches": []}
+    size = machine.gpus_per_node // run.parallel.tensor_model_parallel_size
+    for partition in (size, None) if size > 1 else (None,):
+        other = replace(
+            run, zero_quantized_weights=True, zero_quantized_gradients="int8", zero_hpz_partition_size=partition
+        )
+        if not legal(other, world_size):
+            continue
+        gib = peak_gib(other, world_size, machine, known)
+        if gib <= FILLED * machine.memory_gib:
+            words = ["--zero-quantized-weights", "--zero-quantized-gradients int8"]
+            return {
+                "switches": words + ([] if partition is None else [f"--zero-hpz-partition-size {partition}"]),
+                "between_nodes_with_switches": _between_nodes(other, world_size, machine, known),
+                "max_memory_gib_with_switches": gib,
+            }
+    return {"switches": []}
+
+
+def _between_nodes(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace]) -> float:
+    """Return the most bytes that a rank sends to other machines in a step for data parallelism."""
+    traces = traced(run, world_size, machine, known)
+    sent = (rank_traffic(run, trace, world_size, machine.gpus_per_node) for trace in traces)
+    return max(sum(one[name].between_nodes for name in ("DP", "expert DP") if name in one) for one in sent)

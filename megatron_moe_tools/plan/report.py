@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_GIB = 2**30
+from megatron_moe_tools.plan.layouts import GIB
+
 _STEP = {
     "compute": "products of the model",
     "recomputed": "recomputation",
@@ -213,4 +214,4 @@ def brief(number: float) -> str:
 
 
 def _gib(size: float) -> str:
-    return brief(size / _GIB)
+    return brief(size / GIB)

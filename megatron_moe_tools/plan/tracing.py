@@ -32,8 +32,7 @@ from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.platform.half_products import multiply_in_fp32
 from megatron_moe.platform.isolation import without_loss_scale
 from megatron_moe.training.muon import mark_matrices
-from megatron_moe_tools.plan.buffers import Buffer, buffers_of
-from megatron_moe_tools.plan.gathering import GatheredUnit, Gathering, planned_units
+from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit, Gathering, buffers_of, planned_units
 from megatron_moe_tools.plan.meta_tracer import Collective, MetaTracer, meta_device, storage_bytes
 
 _logger = logging.getLogger(__name__)
@@ -210,7 +209,7 @@ def trace_stage(
     ranks = range(stage * per_stage, (stage + 1) * per_stage)
     tokens = run.training.micro_batch_size * run.model.seq_length // run.parallel.context_parallel_size
     shape = (tokens, vocabulary // run.parallel.tensor_model_parallel_size)
-    with _imagined_rank(run, ranks[0], world_size) as pg_collection, meta_device(device, shape) as tracer:
+    with _fake_rank(run, ranks[0], world_size) as pg_collection, meta_device(device, shape) as tracer:
         assert pg_collection.pp.rank() == stage
         offload = ActivationOffload.from_run(run)
         chunks = build_model(run, pg_collection, vocabulary, draw=False, offload=offload)
@@ -272,9 +271,9 @@ def _whole(chunks: Sequence[torch.nn.Module], pg_collection: Any) -> dict[str, i
 
 
 @contextmanager
-def _imagined_rank(run: Run, rank: int, world_size: int) -> Iterator[Any]:
+def _fake_rank(run: Run, rank: int, world_size: int) -> Iterator[Any]:
     state, hook = torch.get_rng_state(), sys.excepthook  # torch.distributed puts the rank into every traceback
-    pg_collection = groups.imagine(run, rank, world_size)
+    pg_collection = groups.fake_world(run, rank, world_size)
     try:
         seed_everything(run)
         with without_loss_scale():

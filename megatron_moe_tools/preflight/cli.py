@@ -1,4 +1,4 @@
-"""The command line of tools/preflight.py: run the checks, print the table, write the JSON."""
+"""The command line of megatron-moe preflight: run the checks, print the table, write the JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import launched_world, program_name, rank_that_prints
+from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import DONE, FAILED, note, run_program, say
@@ -17,13 +17,13 @@ from megatron_moe.report.run_info import versions
 from megatron_moe_tools import compat
 from megatron_moe_tools.preflight.findings import DEFAULTS, FAIL, Finding, Thresholds, as_dict, table, worst
 
-SCRIPT = "preflight.py"
+NAME = "megatron-moe preflight"
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
-        prog=program_name(SCRIPT),
+        prog=NAME,
         usage="%(prog)s [--json FILE] [options] [the run's flags]",
         description="Can this node, or under torchrun all nodes of a job, train? Checks software, GPUs, limits, disk, "
         "and what ranks have to have in common, within about a minute, and says what works instead.",
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Check, report, and return the exit status. Under torchrun every rank calls this, and rank 0 prints."""
-    return run_program(program_name(SCRIPT), _main, argv)
+    return run_program(NAME, _main, argv)
 
 
 def _main(argv: list[str]) -> int:
@@ -89,7 +89,7 @@ def _main(argv: list[str]) -> int:
 def _progress(name: str) -> None:
     """Print the check that begins to stderr, so that one which hangs is known."""
     if _rank() == 0:
-        note(f"{program_name(SCRIPT)}: {name}")
+        note(f"{NAME}: {name}")
 
 
 def _rank() -> int:

@@ -1,22 +1,279 @@
-"""Checks of a node: its GPUs by nvidia-smi, its cores, its limits, the disk of --save's folder."""
+"""Checks of one node: what is installed, kernels for the run's sizes, GPUs, cores, limits, and --save's disk."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.metadata
 import os
 import resource
+import shlex
 import shutil
 import subprocess
+import sys
+import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from packaging.requirements import Requirement
+
 from megatron_moe import platform
+from megatron_moe.config.errors import MachineError
 from megatron_moe.config.schema import Run
 from megatron_moe.io.files import free_bytes, new_file
 from megatron_moe.io.texts import duration_text, size_text
+from megatron_moe.platform import advisories, optional_libraries, probes
+from megatron_moe.platform.defects import NEWEST, OLDEST
 from megatron_moe_tools.preflight.findings import FAIL, IMPOSSIBLE, PASS, WARN, Finding, Place
+
+_COMPILE_SECONDS = 30
+_PROGRAM = "#include <Python.h>\nint main(void) { return PY_MAJOR_VERSION == 3 ? 0 : 1; }\n"
+
+
+def driver(place: Place) -> Finding:
+    """Check that torch can use the NVIDIA devices that this machine has, and that there is one for every rank."""
+    try:
+        device = platform.device()
+    except MachineError as error:
+        return Finding(FAIL, str(error), "make the devices usable: driver, container, or a torch for this CUDA")
+    name = probes.device_name()
+    if name is None:
+        return Finding(
+            IMPOSSIBLE, "no NVIDIA device, or all are hidden by CUDA_VISIBLE_DEVICES; a run trains on the CPU"
+        )
+    return Finding(PASS, f"{name}" if place.world_size > 1 else f"{name} as {device}")
+
+
+def torch_build(place: Place) -> Finding:
+    """Check that torch has the grouped product, and report what it was built with."""
+    build = probes.torch_build()
+    parts = [f"torch {build.torch}", f"CUDA {build.toolkit}" if build.toolkit else "built without CUDA"]
+    parts += [f"cuDNN {'.'.join(map(str, build.cudnn))}"] if build.cudnn else []
+    parts += [f"NCCL {build.nccl}"] if build.nccl else []
+    found = ", ".join(parts)
+    if not build.grouped_product:
+        return Finding(FAIL, f"{found}: has no torch.nn.functional.grouped_mm", f"install {_requirement('torch')}")
+    return Finding(PASS, found)
+
+
+def engine(place: Place) -> Finding:
+    """Check that megatron-core can be loaded, and is the release that was tested with this Python."""
+    tested = OLDEST if sys.version_info < (3, 12) else NEWEST
+    advice = f"pip install megatron-core=={advisories.dotted(tested)}"
+    try:
+        version = advisories.engine_version()
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(FAIL, "megatron-core is not installed", advice)
+    python = ".".join(map(str, sys.version_info[:3]))
+    found = f"megatron-core {advisories.dotted(version)}, Python {python}"
+    try:
+        importlib.import_module("megatron_moe.parallel.groups")  # which imports it
+    except Exception as error:  # whatever its own code or a library's raises
+        return Finding(FAIL, f"{found}: it cannot be imported, {type(error).__name__}: {error}", advice)
+    if version != tested:
+        return Finding(WARN, f"{found}: not tested together", advice)
+    return Finding(PASS, found)
+
+
+def transformer_engine(place: Place) -> Finding:
+    """Check that an installed Transformer Engine can be loaded, and is there where the run asks for it."""
+    run = place.run
+    needed = run.model.transformer_impl == "transformer_engine" or run.moe.moe_expert_backend == "te"
+    return _library("transformer_engine", "transformer-engine", needed)
+
+
+def apex(place: Place) -> Finding:
+    """Check that an installed apex can be loaded."""
+    return _library("apex", "apex", needed=False)
+
+
+def _library(library: str, distribution: str, needed: bool) -> Finding:
+    """Check one of the libraries that the engine imports where they are installed."""
+    name, version = optional_libraries.NAMES[library], _version(distribution)
+    required = _requirement(distribution)
+    if version is None:
+        if needed:
+            return Finding(FAIL, f"{name} is not installed and the flags ask for it", _install_te(required))
+        return Finding(PASS, f"{name} is not installed; the run does without")
+    if not platform.has_cuda():
+        return Finding(IMPOSSIBLE, f"{name} {version}: it loads with a CUDA device alone")
+    why_not = optional_libraries.why_not_loaded(library)
+    if why_not is not None:
+        return Finding(
+            FAIL if needed else WARN,
+            f"{name} {version}: {why_not}",
+            f"build it against torch {probes.torch_build().torch}: {_install_te(required)}"
+            if library == "transformer_engine"
+            else f"remove it (pip uninstall {distribution}), or build it against this torch",
+        )
+    if not Requirement(required).specifier.contains(version, prereleases=True):
+        return Finding(WARN, f"{name} {version}: this engine takes {required}", _install_te(required))
+    return Finding(PASS, f"{name} {version}")
+
+
+def _install_te(required: str) -> str:
+    return f"pip install --no-build-isolation '{required}', after torch"
+
+
+def compiler(place: Place) -> Finding:
+    """Check that there are a C compiler and Python.h, which triton and torch.compile need on every node at run time."""
+    status = FAIL if platform.has_cuda() else WARN
+    words = shlex.split(os.environ.get("CC", "")) or [shutil.which("gcc") or shutil.which("cc") or ""]
+    include = sysconfig.get_paths()["include"]
+    advice = (
+        "install gcc and Python's headers (Debian: gcc, python3-dev), or set CC; triton and torch.compile need both"
+    )
+    if not words[0] or shutil.which(words[0]) is None:
+        return Finding(status, f"no C compiler: {words[0] or 'neither gcc nor cc'} is not on PATH", advice)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "check.c"
+        source.write_text(_PROGRAM)
+        done = subprocess.run(
+            [*words, f"-I{include}", "-c", str(source), "-o", str(source.with_suffix(".o"))],
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_SECONDS,
+        )
+    if done.returncode != 0:
+        line = next((line for line in done.stderr.splitlines() if "error" in line), "it gives no reason")
+        return Finding(status, f"{words[0]} does not compile a file with Python.h of {include}: {line}", advice)
+    return Finding(PASS, f"{words[0]} compiles with Python.h of {include}")
+
+
+def triton(place: Place) -> Finding:
+    """Check that triton is installed, which torch.compile generates code for."""
+    version = next(filter(None, map(_version, ("triton", "pytorch-triton"))), None)
+    if version is not None:
+        return Finding(PASS, f"triton {version}")
+    if not platform.has_cuda():
+        return Finding(IMPOSSIBLE, "triton is not installed, and not used without a CUDA device")
+    return Finding(FAIL, "triton is not installed", "install the triton that this torch's metadata names")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _requirement(distribution: str) -> str:
+    """Return what this package's own metadata requires of a distribution here, "torch>=2.11" or so; else its name."""
+    try:
+        lines = importlib.metadata.requires("megatron_moe") or []
+    except importlib.metadata.PackageNotFoundError:
+        lines = []
+    for required in map(Requirement, lines):
+        here = required.marker is None or required.marker.evaluate({"extra": "gpu"})
+        if here and required.name == distribution:
+            return str(required).partition(";")[0].strip()
+    return distribution
+
+
+_CUDNN_WITH_TWO_WIDTHS = (9, 11, 0)
+_FAST = ("flash", "cudnn")
+NO_DEVICE = "torch sees no CUDA device"
+NO_MODEL = "no flags of a model were given; add them, for example --preset deepseek-v3"
+
+
+def attention(place: Place) -> Finding:
+    """Check that the attention of the run's head widths takes a fast kernel."""
+    if (why_not := _why_not(place)) is not None:
+        return why_not
+    from megatron_moe.model.context_parallel import for_kernels  # with the engine, which may be broken
+
+    run = place.run
+    if run.model.transformer_impl == "transformer_engine":
+        return Finding(PASS, "Transformer Engine's attention, which chooses its kernel itself (NVTE_DEBUG=1 shows it)")
+    over_ranks = run.parallel.context_parallel_size > 1
+    heads, groups, widths = attention_sizes(run)
+    query, key, value = probes.attention_operands(heads, groups, widths, dtype_of(run))
+    key, value, grouped = for_kernels(query, key, value)
+    if over_ranks:  # half of a rank's queries, against more keys
+        query = query[:, :, : query.shape[2] // 2]
+    kernel = probes.attention_kernel(query, key, value, grouped, over_ranks)
+    return judged_attention(run, kernel, probes.torch_build().cudnn)
+
+
+def attention_sizes(run: Run) -> tuple[int, int, tuple[int, int]]:
+    """Return the heads and key/value groups of a rank, and the widths of keys and values."""
+    model, tensor_ranks = run.model, run.parallel.tensor_model_parallel_size
+    heads = max(1, model.num_attention_heads // tensor_ranks)
+    if model.multi_latent_attention:
+        return heads, heads, (model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim)
+    groups = max(1, run.derived.num_query_groups // tensor_ranks)
+    return heads, groups, (run.derived.head_size, run.derived.head_size)
+
+
+def judged_attention(run: Run, kernel: str, cudnn: tuple[int, int, int] | None) -> Finding:
+    """Return the finding for the kernel that was chosen."""
+    heads, groups, (keys, values) = attention_sizes(run)
+    dtype = run.derived.params_dtype_name
+    found = f"{kernel} kernel for {dtype}, {heads} heads, {groups} key/value groups, widths {keys}/{values}"
+    if run.parallel.context_parallel_size > 1:
+        found += f", context parallel over {run.parallel.context_parallel_size}"
+    if kernel == "math":
+        return Finding(FAIL, f"{found}: it keeps the S x S scores in memory", "use --bf16 and head widths up to 256")
+    if kernel in _FAST:
+        return Finding(PASS, found)
+    if dtype == "float32":
+        return Finding(WARN, found, "the flash and cuDNN kernels have no fp32; use --bf16 for a long run")
+    if keys != values and run.parallel.context_parallel_size > 1:
+        return Finding(
+            WARN,
+            found,
+            "flash has one width and the mask is not cuDNN's: count on this, or do without --context-parallel-size",
+        )
+    if keys != values and (cudnn is None or cudnn < _CUDNN_WITH_TWO_WIDTHS):
+        have = "no cuDNN" if cudnn is None else f"cuDNN {'.'.join(map(str, cudnn))}"
+        return Finding(
+            WARN, f"{found}; {have}", "install a torch with cuDNN 9.11 or later, which is fast at two widths"
+        )
+    return Finding(
+        WARN, found, "no fast kernel was chosen; flash needs widths that are equal, at most 256, multiples of 8"
+    )
+
+
+def grouped_product(place: Place) -> Finding:
+    """Check that the experts' grouped product is one kernel, which needs no copy to the host."""
+    if (why_not := _why_not(place)) is not None:
+        return why_not
+    run = place.run
+    if run.moe.num_experts is None or run.moe.moe_expert_backend != "grouped_mm":
+        return Finding(PASS, "the run does not use torch's grouped product")
+    name = f"{run.derived.params_dtype_name} on {probes.device_name()}"
+    if probes.grouped_product_is_fused(dtype_of(run)):
+        return Finding(PASS, f"one kernel for {name}")
+    return Finding(
+        WARN,
+        f"{name}: torch's fallback, a product for each expert after a copy of the counts to the host",
+        "the kernel needs --bf16 and compute capability 9.x or 10.x (H100, H200, B200); --moe-expert-backend te is "
+        "another way on other cards",
+    )
+
+
+def reductions(place: Place) -> Finding:
+    """Check that the switches by which a run keeps sums of half-precision products in fp32 can be set."""
+    departing = probes.departing_switches()
+    if departing:
+        return Finding(FAIL, "; ".join(departing), "use a torch whose switches can be set; see docs/precision.md")
+    return Finding(PASS, "a run adds half-precision products in fp32, and multiplies by TF32 with --allow-tf32 alone")
+
+
+def dtype_of(run: Run) -> torch.dtype:
+    """Return the dtype of weights and activations."""
+    return getattr(torch, run.derived.params_dtype_name)
+
+
+def _why_not(place: Place) -> Finding | None:
+    if not platform.has_cuda():
+        return Finding(IMPOSSIBLE, NO_DEVICE)
+    return None if place.has_model else Finding(IMPOSSIBLE, NO_MODEL)
+
 
 _SMI_SECONDS = 20
 _FIELDS = (

@@ -1,4 +1,4 @@
-"""The command line of tools/preprocess_data.py; flags that Megatron-LM has too have its names."""
+"""The command line of megatron-moe prepare; flags that Megatron-LM has too have its names."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import Any
 from megatron_moe.config.cli import add_flags
 from megatron_moe.config.command_line import Parser, groups, parts
 from megatron_moe.config.errors import ConfigError, listing
-from megatron_moe.config.launch import program_name
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.io.program import DONE, note, run_program
 from megatron_moe_tools.compat.megatron_flags import table, translate
 from megatron_moe_tools.prepare.encoding import SKIP, STOP, PreprocessOptions
-from megatron_moe_tools.prepare.preprocess import preprocess
-from megatron_moe_tools.prepare.train_tokenizer import MODEL_TYPES
+from megatron_moe_tools.prepare.preprocess import MODEL_TYPES, preprocess
 
-SCRIPT = "preprocess_data.py"
+NAME = "megatron-moe prepare"
 
 _SENTENCES = (
     "sentences are for BERT and T5; where a document needs several sequences, write its text as a list of texts under "
@@ -49,7 +47,7 @@ _ANSWERED = frozenset(
 def parser() -> argparse.ArgumentParser:
     """Return the parser, with one flag per field of `PreprocessOptions`."""
     p = Parser(
-        prog=program_name(SCRIPT),
+        prog=NAME,
         description="Tokenize text into indexed datasets: PREFIX_KEY_document.bin, .idx and a .json sidecar.",
         allow_abbrev=False,
     )
@@ -126,7 +124,7 @@ def main(argv: list[str]) -> int:
         The exit status: 0, 1 for a full disk, 2 for a wrong flag or input (one line on stderr), or 130 after Ctrl-C.
     """
     errors = (ConfigError, OSError)
-    return run_program(program_name(SCRIPT), _main, argv, interrupted=_INTERRUPTED, errors=errors, rank=0)
+    return run_program(NAME, _main, argv, interrupted=_INTERRUPTED, errors=errors, rank=0)
 
 
 def _main(argv: list[str]) -> int:
@@ -151,7 +149,7 @@ def _own_flags(argv: list[str]) -> list[str]:
         if flag in _REFUSED:
             problems.append(f"{flag}: {_REFUSED[flag]}")
         elif flag in _IGNORED:
-            note(f"{program_name(SCRIPT)}: ignored: {' '.join([flag, *given])}: {_IGNORED[flag]}")
+            note(f"{NAME}: ignored: {' '.join([flag, *given])}: {_IGNORED[flag]}")
         elif flag in own and flag != "--tokenizer-type":
             kept += group
         elif flag in table() and flag not in (*own, *_ANSWERED) and table()[flag][0].target not in own:
@@ -163,5 +161,5 @@ def _own_flags(argv: list[str]) -> list[str]:
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else listing(f"{len(problems)} flags", problems))
     for text in found.notes:
-        note(f"{program_name(SCRIPT)}: {text}")
+        note(f"{NAME}: {text}")
     return kept + found.argv

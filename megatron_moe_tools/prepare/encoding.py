@@ -10,33 +10,41 @@ sequences of each document).
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
 from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, islice
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import numpy
 
 from megatron_moe.config import schema
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.data.index_file import token_dtype
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import HuggingFaceTokenizer, Tokenizer
-from megatron_moe.io.files import new_file, write_json
+from megatron_moe.io.files import new_file, publish_files, write_json
 from megatron_moe.io.hashing import HashingFile
-from megatron_moe_tools.prepare.documents import BadRecord, InputRecord, as_texts, line_number, read_span
-from megatron_moe_tools.prepare.inputs import Shard, Span
+from megatron_moe_tools.prepare.inputs import BadRecord, InputRecord, Shard, Span, as_texts, line_number, read_span
+from megatron_moe_tools.prepare.output import PART_FACTS, PART_REJECTS, worker_lock
 
 STOP, SKIP = "stop", "skip"
-PART_FACTS, PART_REJECTS = "part.json", "rejects.jsonl"
 
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """The options of tools/preprocess_data.py, one field per flag. With `workers` None there is one per core."""
+    """The options of megatron-moe prepare, one field per flag. With `workers` None there is one per core."""
 
     input: tuple[str, ...]
     output_prefix: str
@@ -71,6 +79,19 @@ class PreprocessOptions:
     def prefixes(self) -> list[str]:
         """Paths of the datasets without their endings, one per key."""
         return [f"{self.output_prefix}_{key}_document" for key in self.json_keys]
+
+    @property
+    def rejects(self) -> str:
+        """Path of the file that lists the records that became no documents."""
+        return f"{self.output_prefix}_rejects.jsonl"
+
+    @property
+    def outputs(self) -> list[str]:
+        """Paths of all files that are written."""
+        found = []
+        for prefix in self.prefixes:
+            found += [prefix + suffix for suffix in (".bin", ".idx", ".json")]
+        return [*found, self.rejects]
 
 
 def tokenizer_of(options: PreprocessOptions) -> Tokenizer:
@@ -119,16 +140,14 @@ class DocumentPiece:
 
     def facts(self) -> dict[str, Any]:
         """Return what part.json says of the piece."""
-        numbers = ("num_tokens", "num_sequences", "num_documents", "min_id", "max_id")
-        return {"sha256": self.tokens.entry()["sha256"], **{name: getattr(self, name) for name in numbers}}
-
-
-@dataclass
-class Counts:
-    """Records of a part: those read of each span, and those that are no documents by reason."""
-
-    records: list[int] = field(default_factory=list)
-    rejected: Counter[str] = field(default_factory=Counter)
+        return {
+            "sha256": self.tokens.entry()["sha256"],
+            "num_tokens": self.num_tokens,
+            "num_sequences": self.num_sequences,
+            "num_documents": self.num_documents,
+            "min_id": self.min_id,
+            "max_id": self.max_id,
+        }
 
 
 class Encoder:
@@ -145,57 +164,43 @@ class Encoder:
         Raises:
             ConfigError: a record is no document and `--on-bad-line` is stop, or a file changed while it was read.
         """
-        counts = Counts()
+        written, records, rejected = 0, [0] * len(shard), Counter[str]()
         with ExitStack() as stack:
-
-            def file(name: str) -> HashingFile:
-                return stack.enter_context(new_file(folder / name))
-
-            keys = range(len(self.options.json_keys))
-            names = [[f"{key}.{piece}" for piece in range(self.options.num_pieces)] for key in keys]
-            pieces = [
-                [DocumentPiece(file(f"{name}.bin"), file(f"{name}.lengths"), file(f"{name}.counts")) for name in row]
-                for row in names
-            ]
-            rejects = file(PART_REJECTS)
+            pieces: list[list[DocumentPiece]] = []
+            for key in range(len(self.options.json_keys)):
+                pieces.append([])
+                for number in range(self.options.num_pieces):
+                    tokens, lengths, counts = (
+                        stack.enter_context(new_file(folder / f"{key}.{number}.{kind}"))
+                        for kind in ("bin", "lengths", "counts")
+                    )
+                    pieces[-1].append(DocumentPiece(tokens, lengths, counts))
+            rejects = stack.enter_context(new_file(folder / PART_REJECTS))
             for number, span in enumerate(shard):
-                self._encode(span, number, pieces, rejects, counts)
-        documents = sum(piece.num_documents for piece in pieces[0])
-        assert documents + counts.rejected.total() == sum(counts.records), "a record is neither accepted nor rejected"
+                span.require_unchanged()
+                for record in read_span(span, self.options.json_keys):
+                    records[number] += 1
+                    try:
+                        documents = self._documents(record)
+                    except BadRecord as bad:
+                        if self.options.on_bad_line == STOP:
+                            raise stopped_at(span, record, bad) from None
+                        rejected[bad.reason] += 1
+                        rejects.write(_reject(number, record, bad))
+                        continue
+                    for row, document in zip(pieces, documents):
+                        row[written % len(row)].add(document, self.dtype)
+                    written += 1
+                span.require_unchanged()
+        assert written + rejected.total() == sum(records), "a record is neither accepted nor rejected"
         facts = {
-            "documents": documents,
-            "records": counts.records,
-            "rejected": counts.rejected,
+            "documents": written,
+            "records": records,
+            "rejected": rejected,
             "rejects": rejects.entry(),
             "pieces": [[piece.facts() for piece in row] for row in pieces],
         }
         write_json(folder / PART_FACTS, facts)
-
-    def _encode(
-        self, span: Span, number: int, pieces: list[list[DocumentPiece]], rejects: HashingFile, counts: Counts
-    ) -> None:
-        """Write the documents of one span, the part's number `number`."""
-        span.require_unchanged()
-        counts.records.append(0)
-        written = sum(piece.num_documents for piece in pieces[0])
-        for record in read_span(span, self.options.json_keys):
-            counts.records[-1] += 1
-            documents = bad = None
-            try:
-                documents = self._documents(record)
-            except BadRecord as error:
-                bad = error
-            if documents is None:
-                assert bad is not None
-                if self.options.on_bad_line == STOP:
-                    raise stopped_at(span, record, bad)
-                counts.rejected[bad.reason] += 1
-                rejects.write(_reject(number, record, bad))
-                continue
-            for row, document in zip(pieces, documents):
-                row[written % len(row)].add(document, self.dtype)
-            written += 1
-        span.require_unchanged()
 
     def _documents(self, record: InputRecord) -> list[list[list[int]]]:
         """Return the sequences of ids of a record's document, for each key.
@@ -206,10 +211,14 @@ class Encoder:
             raise record.bad
         documents = []
         for value in record.values:
-            try:
-                document = [ids for text in as_texts(value) if (ids := self.tokenizer.tokenize(text))]
-            except ConfigError as error:
-                raise BadRecord("refused by the tokenizer", str(error)) from None
+            document = []
+            for text in as_texts(value):
+                try:
+                    ids = self.tokenizer.tokenize(text)
+                except ConfigError as error:
+                    raise BadRecord("refused by the tokenizer", str(error)) from None
+                if ids:
+                    document.append(ids)
             if not document:
                 raise BadRecord("no tokens", "the text gives no tokens")
             if self.options.append_eod:
@@ -238,3 +247,111 @@ def _reject(span_number: int, record: InputRecord, bad: BadRecord) -> bytes:
         "excerpt": record.excerpt(),
     }
     return (json.dumps(facts) + "\n").encode()
+
+
+Task = tuple[Shard, Path]
+"""A shard and the place of its part."""
+
+
+def write_parts(
+    options: PreprocessOptions, tokenizer: Tokenizer, tasks: Sequence[Task], workers_lock: Path
+) -> Generator[Task, None, None]:
+    """Write the parts of shards, and yield each task when its part is in its place, in any order.
+
+    `workers` processes write them; with one worker, this process does it. Of several shards that raise an error, it is
+    the first one's that is raised: it does not depend on the number of workers.
+    """
+    available = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
+    workers = min(available, len(tasks))
+    if workers <= 1:
+        encoder = Encoder(options, tokenizer)
+        for task in tasks:
+            _write_part(encoder, task)
+            yield task
+        return
+    # spawn, not fork: this process has threads (progress), whose locks a fork would copy.
+    others = set(multiprocessing.active_children())
+    executor = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(options, tokenizer, workers_lock),
+    )
+    try:
+        yield from _as_completed(executor, tasks, 2 * workers)
+    except BrokenProcessPool as error:
+        raise RunFault(
+            "a worker process died (out of memory?); run the same command again with fewer --workers"
+        ) from error
+    finally:
+        # What the workers are doing after an error or Ctrl-C is not needed any more.
+        processes = set(multiprocessing.active_children()) - others
+        executor.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()
+        executor.shutdown(wait=True)
+
+
+def _as_completed(executor: ProcessPoolExecutor, tasks: Sequence[Task], at_once: int) -> Iterable[Task]:
+    waiting = iter(tasks)
+    running: dict[Future[None], int] = {}
+    numbers: dict[int, Task] = {}
+    failed: dict[int, BaseException] = {}
+
+    def submit(count: int) -> None:
+        for task in islice(waiting, count):
+            number = len(numbers)
+            numbers[number] = task
+            running[executor.submit(_write_part_in_worker, task)] = number
+
+    submit(at_once)
+    while running and not (failed and min(failed) < min(running.values())):
+        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        for future in sorted(done, key=running.__getitem__):
+            number = running.pop(future)
+            error = future.exception()
+            if error is not None:
+                failed[number] = error
+                continue
+            if not failed:
+                submit(1)
+            yield numbers[number]
+    if failed:
+        raise failed[min(failed)]
+
+
+_encoder: Encoder | None = None
+
+
+def _start_worker(options: PreprocessOptions, tokenizer: Tokenizer, workers_lock: Path) -> None:
+    """Build this worker's encoder. Ctrl-C reaches every process of the terminal; the parent ends the workers."""
+    global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    worker_lock(workers_lock)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _encoder = Encoder(options, tokenizer)
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has died: a worker would wait for its next task for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _write_part_in_worker(task: Task) -> None:
+    assert _encoder is not None
+    _write_part(_encoder, task)
+
+
+def _write_part(encoder: Encoder, task: Task) -> None:
+    shard, place = task
+    aside = place.with_name(f"{place.name}.{os.getpid()}")
+    aside.mkdir()
+    try:
+        encoder.write_part(shard, aside)
+        publish_files([(aside, place)])
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise

@@ -1,8 +1,11 @@
-"""Finds the input files of preprocessing, opens them, and divides them into shards that a worker reads independently.
+"""Finds the input files of preprocessing, divides them into shards, and reads the records of a shard's spans.
 
 A file's name says what it is, in small letters or capitals: `.jsonl`, `.ndjson` and `.json` hold a JSON object a line,
 `.parquet` and `.arrow` tables, and any other file is one document. All but tables may be compressed (`.gz`, `.zst`). A
 folder that Hugging Face's `datasets` wrote, or that was downloaded from its hub, is read for its data files.
+
+A record is a line, a row, or a whole text. One that is no document is yielded too, with the reason: the caller decides
+what to do with it.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import IO, Any
 
 from megatron_moe.config.errors import ConfigError, listing
@@ -57,11 +62,6 @@ class Span:
     end: int
     size: int
     mtime_ns: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the span is all of its file."""
-        return self.start == 0 and self.end == self.size
 
     def require_unchanged(self) -> None:
         """Refuse a file that is another one than when the work was planned.
@@ -113,8 +113,12 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
         ConfigError: a path does not exist, a folder has no files or several splits, a file is of a kind that is not
             read, or needs a library that is missing.
     """
+    named: list[str] = []
+    for item in inputs:
+        matched = [] if os.path.exists(item) else matches(item)
+        named += matched or [item]
     found: list[str] = []
-    for item in _matched(inputs):
+    for item in named:
         if os.path.isdir(item):
             found += _regular(_files_of_folder(item), refuse_empty)
         elif os.path.isfile(item):
@@ -139,13 +143,6 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
                 f"pandas.read_{read % path}.to_json({lines!r}, orient='records', lines=True)"
             )
     _require_libraries(found)
-    return found
-
-
-def _matched(inputs: tuple[str, ...] | list[str]) -> list[str]:
-    found: list[str] = []
-    for item in inputs:
-        found += [item] if os.path.exists(item) else matches(item) or [item]
     return found
 
 
@@ -187,10 +184,10 @@ def _files_of_folder(folder: str) -> list[str]:
         folder = os.path.join(folder, splits[0])
     if os.path.isfile(os.path.join(folder, "state.json")) and os.path.isfile(os.path.join(folder, "dataset_info.json")):
         return [os.path.join(folder, entry["filename"]) for entry in _described(folder, "state.json", "_data_files")]
-    inside = list(_walk(folder, ()))
+    inside = sorted(_walk(folder, ()))
     if not inside:
         raise ConfigError(f"--input {folder} is a folder without files")
-    return _data_files(folder, sorted(inside)) if _is_from_hub(folder) else sorted(inside)
+    return _data_files(folder, inside) if _is_from_hub(folder) else inside
 
 
 def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
@@ -237,12 +234,13 @@ def _data_files(folder: str, inside: list[str]) -> list[str]:
     data = [path for path in inside if kind_of(path) != TEXT and os.path.basename(path) not in _DESCRIPTIONS]
     if not data:
         raise ConfigError(f"--input {folder}: a dataset of the hub without .parquet, .jsonl, .json or .arrow files")
-    splits: dict[str, list[str]] = {}
+    first_of_split: dict[str, str] = {}
     for path in data:
         words = re.split(r"[^a-z]+", os.path.relpath(path, folder).lower())
-        splits.setdefault(next((_SPLIT_NAMES[word] for word in words if word in _SPLIT_NAMES), ""), []).append(path)
-    if len(splits) > 1:
-        _refuse_splits(folder, [f"{name or 'others'}: {paths[0]}" for name, paths in sorted(splits.items())])
+        name = next((_SPLIT_NAMES[word] for word in words if word in _SPLIT_NAMES), "")
+        first_of_split.setdefault(name, path)
+    if len(first_of_split) > 1:
+        _refuse_splits(folder, [f"{name or 'others'}: {path}" for name, path in sorted(first_of_split.items())])
     if len(data) < len(inside):
         note(f"{folder}: {len(data)} data files are read, {len(inside) - len(data)} others are not")
     return data
@@ -253,16 +251,15 @@ def _refuse_splits(folder: str, lines: list[str]) -> None:
 
 
 def _require_libraries(files: list[str]) -> None:
-    needed: dict[str, str] = {}
+    missing: dict[str, str] = {}  # library -> the first file that needs it
     for path in files:
         library = _LIBRARIES.get(_suffix(path))
-        if library is not None:
-            needed.setdefault(library, path)
-    missing = [library for library in needed if importlib.util.find_spec(library) is None]
+        if library is not None and importlib.util.find_spec(library) is None:
+            missing.setdefault(library, path)
     if missing:
         raise ConfigError(
-            f"--input {needed[missing[0]]}: reading it needs {' and '.join(missing)}; pip install {' '.join(missing)} "
-            "(the extra `data` of this package)"
+            f"--input {next(iter(missing.values()))}: reading it needs {' and '.join(missing)}; pip install "
+            f"{' '.join(missing)} (the extra `data` of this package)"
         )
 
 
@@ -275,31 +272,33 @@ def plan_shards(files: list[str], shard_bytes: int | None = None) -> list[Shard]
     A file of JSON lines is cut at multiples of `shard_bytes`; files that are smaller are collected until they have
     as many bytes. Without `shard_bytes`, it depends on the size of the input alone.
     """
-    about = [(path, os.stat(path)) for path in files]
-    size = shard_bytes or _shard_bytes(sum(status.st_size for _, status in about))
+    wholes = []
+    for path in files:
+        status = os.stat(path)
+        wholes.append(Span(path, 0, status.st_size, status.st_size, status.st_mtime_ns))
+    if shard_bytes is None:
+        # A power of two, so that the cuts stay where they are while an input grows by a little.
+        shard_bytes = 1 << (sum(whole.size for whole in wholes) // _SHARDS).bit_length()
+        shard_bytes = min(max(shard_bytes, SMALLEST_SHARD), LARGEST_SHARD)
     shards: list[Shard] = []
     small: list[Span] = []
     collected = 0
-    for path, status in about:
-        whole = Span(path, 0, status.st_size, status.st_size, status.st_mtime_ns)
-        if status.st_size < size:
+    for whole in wholes:
+        if whole.size < shard_bytes:
             small.append(whole)
             collected += whole.size
-        if small and (collected >= size or status.st_size >= size):
+        if small and (collected >= shard_bytes or whole.size >= shard_bytes):
             shards.append(tuple(small))
             small, collected = [], 0
-        if status.st_size < size:
+        if whole.size < shard_bytes:
             continue
-        step = size if kind_of(path) == LINES and not is_compressed(path) else status.st_size
-        for start in range(0, status.st_size, step):
-            end = min(start + step, status.st_size)
-            shards.append((Span(path, start, end, status.st_size, status.st_mtime_ns),))
-    return [*shards, tuple(small)] if small else shards
-
-
-def _shard_bytes(total: int) -> int:
-    """Return a power of two, so that the cuts stay where they are while an input grows by a little."""
-    return min(max(1 << (total // _SHARDS).bit_length(), SMALLEST_SHARD), LARGEST_SHARD)
+        can_be_cut = kind_of(whole.path) == LINES and not is_compressed(whole.path)
+        step = shard_bytes if can_be_cut else whole.size
+        for start in range(0, whole.size, step):
+            shards.append((replace(whole, start=start, end=min(start + step, whole.size)),))
+    if small:
+        shards.append(tuple(small))
+    return shards
 
 
 # ---- opening
@@ -312,15 +311,6 @@ def opened(path: str) -> IO[bytes]:
     if _suffix(path) == ".zst":
         return io.BufferedReader(_ZstdFile(path))
     return open(path, "rb")
-
-
-def damage(error: Exception) -> str | None:
-    """Return what is wrong with a compressed file whose reading raised an error; None for errors of other kinds."""
-    if isinstance(error, EOFError):
-        return "cut file"
-    if isinstance(error, gzip.BadGzipFile) or type(error).__module__.partition(".")[0] in ("zlib", "zstandard"):
-        return "damaged file"
-    return None
 
 
 class _ZstdFile(io.RawIOBase):
@@ -368,3 +358,344 @@ class _ZstdFile(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
+
+
+_BOM = b"\xef\xbb\xbf"
+_FORMATS = {
+    b"\x1f\x8b": ("gzip", ".gz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", ".zst"),
+    b"\xfd7zX": ("xz", ""),
+    b"PK\x03\x04": ("zip", ""),
+    b"BZh": ("bzip2", ""),
+    b"PAR1": ("Parquet", ".parquet"),
+    b"ARRO": ("Arrow", ".arrow"),
+}
+"""How files begin whose name should say what they are -> format, and the end of a name with which it is read."""
+_EXCERPT = 80
+"""Characters of a record in a report."""
+_ROWS = 1024
+_ONE_A_LINE = "; one object a line is read: `jq -c '.[]'` makes that of a list, `jq -c .` of objects over many lines"
+_CHAT_KEYS = {"messages", "conversations", "conversation", "prompt", "completion", "response", "instruction"}
+_OF_A_CHAT = (
+    "chat templates are not applied here: write each conversation as one text first, with "
+    "tokenizer.apply_chat_template(messages, tokenize=False) of transformers"
+)
+
+
+class BadRecord(Exception):
+    """Why a record is no document.
+
+    Attributes:
+        reason: one of a few names, by which records are counted.
+        problem: a sentence for a message.
+        lines_before: lines of the record before the place of the problem, where it is a text of many lines.
+    """
+
+    def __init__(self, reason: str, problem: str, lines_before: int = 0) -> None:
+        super().__init__(reason, problem, lines_before)
+        self.reason, self.problem, self.lines_before = reason, problem, lines_before
+
+
+@dataclass(frozen=True)
+class InputRecord:
+    """A line, a row, or a text.
+
+    Attributes:
+        number: which record of its span it is, from 1.
+        offset: the byte of the (decompressed) file at which it begins; None for a row.
+        content: what was read; of a row only where it is bad.
+        values: one text or list of texts per key; empty where the record is `bad`.
+    """
+
+    number: int
+    offset: int | None
+    content: bytes
+    values: list[str | list[str]]
+    bad: BadRecord | None = None
+
+    def excerpt(self) -> str:
+        """Return the beginning of the record."""
+        if self.values and not self.content:
+            return as_texts(self.values[0])[0][:_EXCERPT]
+        return self.content[: 4 * _EXCERPT].decode("utf-8", errors="backslashreplace")[:_EXCERPT]
+
+
+def as_texts(value: str | list[str]) -> list[str]:
+    """Return the texts of a value: itself, or those of a list, each of which is a sequence of its own."""
+    return [value] if isinstance(value, str) else value
+
+
+def read_span(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
+    """Yield the records of a span, good and bad. A text file is one document with the key "text".
+
+    Bad are empty and cut files, damaged compression, files of other formats, UTF-16, invalid UTF-8, lines that are no
+    JSON object, missing and repeated keys, values that are neither a text nor a list of texts, and empty texts.
+    """
+    kind = kind_of(span.path)
+    if span.size == 0:
+        yield InputRecord(1, 0, b"", [], BadRecord("empty file", "the file is empty"))
+    elif kind not in (LINES, TEXT):
+        yield from _rows(span, keys)
+    elif (other := _other_format(span.path, kind)) is not None:
+        if span.start == 0:
+            yield InputRecord(1, 0, b"", [], other)
+    elif kind == TEXT:
+        yield _whole_text(span.path)
+    else:
+        yield from _lines(span, keys)
+
+
+def line_number(span: Span, record: InputRecord) -> int:
+    """Return the number of a record's line in its file, from 1, where the record knows it in its span."""
+    number = record.number + (record.bad.lines_before if record.bad is not None else 0)
+    left = span.start
+    if left > 0:
+        with open(span.path, "rb") as file:
+            while left > 0:
+                block = file.read(min(left, 1 << 22))
+                number += block.count(b"\n")
+                left -= len(block)
+            # The line that reaches into the span belongs to the one before.
+            file.seek(span.start - 1)
+            number += file.read(1) != b"\n"
+    return number
+
+
+# ---- texts and lines
+
+
+def _other_format(path: str, kind: str) -> BadRecord | None:
+    """Return what is wrong with a file that is compressed or a table against its name, or in UTF-16 or UTF-32.
+
+    The latter begin with a mark, or have zeros in their first bytes.
+    """
+    try:
+        with opened(path) as file:
+            first = file.read(4)
+    except Exception as error:
+        _damaged(error)  # which raises what is not damage; whoever reads on reports that
+        return None
+    for begin, (name, suffix) in _FORMATS.items():
+        # A text may begin with letters.
+        if first.startswith(begin) and (kind == LINES or not begin.isalnum()):
+            advice = f"unpack it, or let its name end in {suffix}" if suffix else "unpack it"
+            if is_compressed(path):
+                advice = "it was packed twice; unpack it"
+            return BadRecord("other format", f"the content is {name}; {advice}")
+    if first in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") or first.count(0) == 3:
+        name = "UTF-32"
+    elif first[:2] in (b"\xff\xfe", b"\xfe\xff") or first.count(0) == 2:
+        name = "UTF-16"
+    else:
+        return None
+    return BadRecord(name, f"the file is {name}; convert it: iconv -f {name} -t UTF-8")
+
+
+def _whole_text(path: str) -> InputRecord:
+    content = b""
+    try:
+        with opened(path) as file:
+            content = file.read()
+        text = _decoded(content.removeprefix(_BOM), content.startswith(_BOM) * len(_BOM), whole_file=True)
+        if not text:
+            raise BadRecord("empty text", "the text is empty")
+        return InputRecord(1, 0, content, [text])
+    except BadRecord as bad:
+        return InputRecord(1, 0, content, [], bad)
+    except Exception as error:
+        return InputRecord(1, 0, content, [], _damaged(error))
+
+
+def _damaged(error: Exception) -> BadRecord:
+    """Return the reason of a file whose compression is cut or wrong; other errors are raised."""
+    if isinstance(error, EOFError):
+        reason = "cut file"
+    elif isinstance(error, gzip.BadGzipFile) or type(error).__module__.partition(".")[0] in ("zlib", "zstandard"):
+        reason = "damaged file"
+    else:
+        raise error
+    return BadRecord(reason, f"the file is {reason.split()[0]} ({error})")
+
+
+def _lines(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
+    """Yield the lines that begin in a span. A line across its start belongs to the span before."""
+    number = 0
+    decode = json.JSONDecoder(object_pairs_hook=partial(_object, keys)).decode
+    with opened(span.path) as file:
+        offset = span.start
+        if offset > 0:
+            file.seek(offset - 1)
+            offset += len(file.readline()) - 1
+        # The length of a compressed file is not known: it is read to its end.
+        while offset < span.end or is_compressed(span.path):
+            number += 1
+            try:
+                line = file.readline()
+            except Exception as error:
+                yield InputRecord(number, offset, b"", [], _damaged(error))
+                return
+            if not line:
+                if offset == 0:
+                    yield InputRecord(number, 0, b"", [], BadRecord("empty file", "the file is empty"))
+                return
+            yield _record_of_line(line, number, offset, keys, decode)
+            offset += len(line)
+
+
+def _object(keys: tuple[str, ...], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, in which none of the keys that are read is given twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        for key in keys:
+            if names.count(key) > 1:
+                raise BadRecord("repeated key", f"key {key!r} is given {names.count(key)} times; keep one of them")
+    return found
+
+
+def _record_of_line(
+    line: bytes, number: int, offset: int, keys: tuple[str, ...], decode: Callable[[str], Any]
+) -> InputRecord:
+    content = line.rstrip(b"\r\n")
+    begins = len(_BOM) if offset == 0 and line.startswith(_BOM) else 0
+    try:
+        text = _decoded(content[begins:], offset + begins)
+        if not text.strip():
+            raise BadRecord("empty line", "the line is empty")
+        try:
+            found = decode(text)
+        except (ValueError, RecursionError) as error:
+            if not line.endswith(b"\n"):
+                raise BadRecord("cut line", f"the file ends within the line, no valid JSON ({error})") from None
+            advice = _ONE_A_LINE if text.strip() in ("[", "{") else ""
+            raise BadRecord("invalid JSON", f"no valid JSON ({error}){advice}") from None
+        if not isinstance(found, dict):
+            advice = _ONE_A_LINE if isinstance(found, list) else ""
+            problem = f"a JSON object is expected, this is a {type(found).__name__}{advice}"
+            raise BadRecord("not an object", problem)
+        return InputRecord(number, offset, content, _values(found, keys))
+    except BadRecord as bad:
+        return InputRecord(number, offset, content, [], bad)
+
+
+def _decoded(content: bytes, offset: int, *, whole_file: bool = False) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = error.start
+        problem = f"invalid UTF-8, byte 0x{content[at]:02x} at offset {offset + at}"
+        raise BadRecord("invalid UTF-8", problem, content.count(b"\n", 0, at) if whole_file else 0) from None
+
+
+def _values(record: dict[str, Any], keys: tuple[str, ...]) -> list[str | list[str]]:
+    values: list[str | list[str]] = []
+    for key in keys:
+        if key not in record:
+            raise _missing(key, record)
+        value = record[key]
+        if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
+            advice = f"; {_OF_A_CHAT}" if key in _CHAT_KEYS else ""
+            what = f"is a {type(value).__name__}, not a text or a list of texts"
+            raise BadRecord("not a text", f"the value of {key!r} {what}{advice}")
+        try:
+            for text in as_texts(value):
+                if not text.isascii():
+                    text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            problem = f"the text of {key!r} contains a lone surrogate, which UTF-8 cannot encode ({error.reason})"
+            raise BadRecord("lone surrogate", problem) from None
+        if not any(as_texts(value)):
+            raise BadRecord("empty text", f"the text of {key!r} is empty")
+        values.append(value)
+    return values
+
+
+def _missing(key: str, there: Iterable[str]) -> BadRecord:
+    there = list(there)
+    names = ", ".join(map(repr, there)) or "no keys"
+    advice = _OF_A_CHAT if _CHAT_KEYS.intersection(there) else "see --json-keys"
+    return BadRecord("missing key", f"key {key!r} is missing (it has: {names}); {advice}")
+
+
+# ---- tables
+
+
+def _rows(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
+    import pyarrow
+
+    number = 0
+    try:
+        with closing(_batches(span.path, keys)) as batches:
+            for batch, there in batches:
+                columns = {key: _column(batch, key) for key in keys if key in batch.schema.names}
+                for row in range(batch.num_rows):
+                    number += 1
+                    values = {key: column[row] for key, column in columns.items()}
+                    yield _record_of_row(values, there, number, keys)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # of the system; the library's own have no number
+            raise
+        problem = f"the file is damaged ({str(error).splitlines()[0]})"
+        yield InputRecord(number + 1, None, b"", [], BadRecord("damaged file", problem))
+        return
+    if number == 0:
+        yield InputRecord(1, None, b"", [], BadRecord("empty file", "the table has no rows"))
+
+
+def _batches(path: str, keys: tuple[str, ...]) -> Generator[tuple[Any, list[str]], None, None]:
+    """Yield the rows of a table, a batch after the other, with the columns that are needed; and the names of all."""
+    import pyarrow
+
+    if kind_of(path) == ARROW:
+        with pyarrow.memory_map(path) as file:
+            # datasets writes streams; a file with a footer begins with the format's name.
+            if file.read(6) == b"ARROW1":
+                reader = pyarrow.ipc.open_file(file)
+                for i in range(reader.num_record_batches):
+                    yield reader.get_batch(i), reader.schema.names
+            else:
+                file.seek(0)
+                for batch in pyarrow.ipc.open_stream(file):
+                    yield batch, batch.schema.names
+        return
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as table:
+        # A table without any of the keys is read for its rows.
+        names = table.schema_arrow.names
+        needed = [key for key in keys if key in names] or names[:1]
+        for batch in table.iter_batches(_ROWS, columns=needed):
+            yield batch, names
+
+
+def _column(batch: Any, key: str) -> list[Any]:
+    """Return the values of a column; one that Python has not, such as a text that is no UTF-8, is the error instead."""
+    if batch.schema.names.count(key) > 1:
+        return [ValueError("there are several columns of that name")] * batch.num_rows
+    column = batch.column(key)
+    try:
+        return column.to_pylist()
+    except (ValueError, OverflowError):
+        return [_cell(value) for value in column]
+
+
+def _cell(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except (ValueError, OverflowError) as error:  # UnicodeDecodeError, and times that Python's cannot be
+        return error
+
+
+def _record_of_row(row: dict[str, Any], there: list[str], number: int, keys: tuple[str, ...]) -> InputRecord:
+    try:
+        for key in keys:
+            if key not in row:
+                raise _missing(key, there)
+        for key, value in row.items():
+            if isinstance(value, UnicodeDecodeError):
+                raise BadRecord("invalid UTF-8", f"the text of {key!r} has invalid UTF-8")
+            if isinstance(value, Exception):
+                raise BadRecord("not a text", f"the value of {key!r} is not a text: {value}")
+        return InputRecord(number, None, b"", _values(row, keys))
+    except BadRecord as bad:
+        return InputRecord(number, None, repr(row)[: 4 * _EXCERPT].encode("utf-8", "backslashreplace"), [], bad)

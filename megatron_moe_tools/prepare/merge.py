@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import glob
 import os
 from collections import Counter
@@ -11,15 +12,63 @@ from pathlib import Path
 
 import numpy
 
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.paths import require_writable_file
 from megatron_moe.data.index_file import HEADER_BYTES, Sidecar, TokenIndex, open_index, read_sidecar, sidecar_path
-from megatron_moe_tools.prepare.dataset_writer import TokenContents, TokenizerFacts, TokenSource, renames, write_dataset
+from megatron_moe.io.program import DONE, run_program, say
 from megatron_moe_tools.prepare.inputs import matches
-from megatron_moe_tools.prepare.work_folder import WorkFolder
+from megatron_moe_tools.prepare.output import (
+    ResumeDir,
+    TokenContents,
+    TokenizerFacts,
+    TokenSource,
+    renames,
+    write_dataset,
+)
 
+NAME = "megatron-moe merge"
 _SAME = ("tokenizer_type", "tokenizer_sha256", "vocab_size", "eod", "append_eod")
-_SUFFIXES = (".bin", ".idx", ".json")
+"""What the sidecars of merged datasets have in common."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser."""
+    p = Parser(
+        prog=NAME,
+        description="Join indexed datasets of one tokenizer into one: what preprocessing all of their inputs writes.",
+        allow_abbrev=False,
+    )
+    p.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        help="a folder, whose datasets are taken in the order of their names, or prefixes, in the order given",
+    )
+    p.add_argument("--output-prefix", required=True, help="path of the files to write, without .bin and .idx")
+    p.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Merge as the flags say.
+
+    Args:
+        argv: the command line without the program's name.
+
+    Returns:
+        The exit status: 0, 1 for data that changed after it was written, 2 for a wrong flag or input (one line on
+        stderr), or 130 after Ctrl-C.
+    """
+    errors = (ConfigError, OSError)
+    return run_program(NAME, _main, argv, interrupted="interrupted; nothing was written", errors=errors, rank=0)
+
+
+def _main(argv: list[str]) -> int:
+    flags = parser().parse_args(argv)
+    index = merge(flags.input, flags.output_prefix, overwrite=flags.overwrite)
+    say(f"{index.prefix}: {index.num_documents:,} documents, {index.num_tokens:,} tokens ({index.dtype})")
+    return DONE
 
 
 def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False) -> TokenIndex:
@@ -39,22 +88,36 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
         RunFault: an input is not what its sidecar says.
     """
     prefixes = find_datasets(inputs)
-    work = WorkFolder(output_prefix)
+    work = ResumeDir(output_prefix)
     work.sweep()
     command = {"merge": [_state(prefix) for prefix in prefixes]}
     _check_output(prefixes, output_prefix, overwrite or (work.publishing and work.holds(command)))
-    indices = [open_index(prefix, "--input") for prefix in prefixes]
-    for index in indices:
-        _require_text(index)
+    indices = []
+    for prefix in prefixes:
+        index = open_index(prefix, "--input")
+        expected = HEADER_BYTES + 12 * len(index.lengths) + 8 * len(index.documents)
+        if os.path.getsize(f"{prefix}.idx") != expected:
+            raise ConfigError(f"--input {prefix}: is multimodal, with a mode for each sequence, which is not merged")
+        indices.append(index)
         if index.dtype != indices[0].dtype:
             raise ConfigError(
-                f"--input {index.prefix} has {index.dtype} tokens, {indices[0].prefix} {indices[0].dtype}: datasets of "
+                f"--input {prefix} has {index.dtype} tokens, {indices[0].prefix} {indices[0].dtype}: datasets of "
                 "one tokenizer can be merged"
             )
     sidecars = _agreeing_sidecars(prefixes)
-    sources = [
-        _source(index, sidecars[number].bin_sha256 if sidecars else None) for number, index in enumerate(indices)
-    ]
+    sources = []
+    for number, index in enumerate(indices):
+        sources.append(
+            TokenSource(
+                path=Path(f"{index.prefix}.bin"),
+                num_bytes=index.num_tokens * index.dtype.itemsize,
+                sha256=sidecars[number].bin_sha256 if sidecars else None,
+                num_sequences=len(index.lengths),
+                num_documents=index.num_documents,
+                lengths=partial(_lengths, index),
+                counts=partial(_counts, index),
+            )
+        )
     work.path.parent.mkdir(parents=True, exist_ok=True)
     with work:
         work.begin(command, discard=overwrite)
@@ -96,15 +159,9 @@ def _check_output(prefixes: list[str], output_prefix: str, overwrite: bool) -> N
     if os.path.realpath(output_prefix) in map(os.path.realpath, prefixes):
         raise ConfigError(f"--output-prefix {output_prefix} is one of the datasets of --input; name another place")
     require_writable_file("--output-prefix", f"{output_prefix}.bin", in_new_folder=True)
-    existing = [output_prefix + suffix for suffix in _SUFFIXES if os.path.exists(output_prefix + suffix)]
-    if existing and not overwrite:
-        raise ConfigError(f"{existing[0]} exists; choose another --output-prefix or add --overwrite")
-
-
-def _require_text(index: TokenIndex) -> None:
-    expected = HEADER_BYTES + 12 * len(index.lengths) + 8 * len(index.documents)
-    if os.path.getsize(f"{index.prefix}.idx") != expected:
-        raise ConfigError(f"--input {index.prefix}: is multimodal, with a mode for each sequence, which is not merged")
+    for suffix in (".bin", ".idx", ".json"):
+        if os.path.exists(output_prefix + suffix) and not overwrite:
+            raise ConfigError(f"{output_prefix}{suffix} exists; choose another --output-prefix or add --overwrite")
 
 
 def _agreeing_sidecars(prefixes: list[str]) -> list[Sidecar]:
@@ -143,16 +200,8 @@ def _state(prefix: str) -> list[str | int]:
     return [os.path.abspath(prefix), about.st_size, about.st_mtime_ns]
 
 
-def _source(index: TokenIndex, sha256: str | None) -> TokenSource:
-    return TokenSource(
-        Path(f"{index.prefix}.bin"),
-        index.num_tokens * index.dtype.itemsize,
-        sha256,
-        len(index.lengths),
-        index.num_documents,
-        lambda: index.lengths,
-        partial(_counts, index),
-    )
+def _lengths(index: TokenIndex) -> numpy.ndarray:
+    return index.lengths
 
 
 def _counts(index: TokenIndex) -> numpy.ndarray:

@@ -7,20 +7,19 @@ from pathlib import Path
 
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import program_name
 from megatron_moe.config.paths import require_writable_file
 from megatron_moe.io.program import DONE, run_program, say
 from megatron_moe.io.texts import size_text
 from megatron_moe_tools.report.page import run_name, write_page
 from megatron_moe_tools.report.run_state import RunState
 
-SCRIPT = "report.py"
+NAME = "megatron-moe report"
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = Parser(
-        prog=program_name(SCRIPT),
+        prog=NAME,
         description="Write one page with the charts and facts of runs, side by side.",
         allow_abbrev=False,
     )
@@ -40,7 +39,7 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit status: 0, 2 for a wrong flag or input (one line on stderr), or 130 after Ctrl-C.
     """
-    return run_program(program_name(SCRIPT), _main, argv, errors=(ConfigError, OSError), rank=0)
+    return run_program(NAME, _main, argv, errors=(ConfigError, OSError), rank=0)
 
 
 def _main(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The command line of tools/verify_resume.py: replay recorded steps, compare them, report."""
+"""The command line of megatron-moe verify-resume: replay recorded steps, compare them, report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_moe.checkpoint import folder
 from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import launched_world, program_name, rank_that_prints
+from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data.checks import check_data
 from megatron_moe.data.tokenizer_choice import build_tokenizer
@@ -32,7 +32,7 @@ from megatron_moe_tools.verify_resume.replay import (
     version_differences,
 )
 
-SCRIPT = "verify_resume.py"
+NAME = "megatron-moe verify-resume"
 
 EQUAL, DIFFERENT = 0, 1
 _COMPARED = ("loss_hex", "grad_norm_hex")
@@ -41,7 +41,7 @@ _COMPARED = ("loss_hex", "grad_norm_hex")
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
-        prog=program_name(SCRIPT),
+        prog=NAME,
         usage="%(prog)s CKPT [--ckpt-step N] [--steps N] [--json FILE] [the run's flags]",
         description="Does a run that resumes from a checkpoint continue like the run that wrote it? Loads an earlier "
         "step, trains the recorded steps after it once more, and compares loss, gradient norm, expert_bias, learning "
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Replay, compare and report; return the exit status. Under torchrun every rank calls this."""
-    return run_program(program_name(SCRIPT), _main, argv)
+    return run_program(NAME, _main, argv)
 
 
 def _main(argv: list[str]) -> int:

@@ -30,7 +30,7 @@ TABLE = yaml.load(Path(__file__).with_name("mistakes.yaml").read_text(), Loader=
 RUN_BY = {
     "train": "pretrain_moe",
     "slurm": "megatron_moe_tools.slurm",
-    "merge": "megatron_moe_tools.prepare.merge_cli",
+    "merge": "megatron_moe_tools.prepare.merge",
     **{name: f"megatron_moe_tools.{name}" for name in ("generate", "profile_step", "trace")},
     **{
         name: f"megatron_moe_tools.{name}.cli"
@@ -39,7 +39,7 @@ RUN_BY = {
     "megatron_flags": "megatron_moe_tools.compat.flags",
 }
 """Program -> the module whose `main` runs it."""
-SCRIPTS = {"train": "pretrain_moe.py", "plan": "tools/plan.py", "generate": "tools/generate.py"}
+SCRIPTS = {"train": ["pretrain_moe.py"], "merge": ["tools/merge_datasets.py"], "plan": ["-m", "megatron_moe", "plan"]}
 LAUNCHED_OF = 20
 """Of so many mistakes of a training command one is made under the launcher as well."""
 
@@ -157,7 +157,8 @@ def test_a_mistake_is_named_at_once(program, outcomes):
 def test_the_scripts_do_the_same(program, files, tmp_path):
     row = next(row for row in ROWS if row["program"] == program)
     words = shlex.split(row["typed"].replace("{d}", str(files)))
-    command = [sys.executable, str(ROOT / SCRIPTS[program]), *words]
+    first, *others = SCRIPTS[program]
+    command = [sys.executable, first if first == "-m" else str(ROOT / first), *others, *words]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
     assert all(str(name) in done.stderr for name in row["names"]) and list(tmp_path.iterdir()) == []

@@ -15,8 +15,15 @@ import pytest
 import zstandard
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe_tools.prepare.documents import InputRecord, read_span
-from megatron_moe_tools.prepare.inputs import LARGEST_SHARD, SMALLEST_SHARD, Span, find_inputs, plan_shards
+from megatron_moe_tools.prepare.inputs import (
+    LARGEST_SHARD,
+    SMALLEST_SHARD,
+    InputRecord,
+    Span,
+    find_inputs,
+    plan_shards,
+    read_span,
+)
 from tests.data.odd_texts import line, packed_by_zstd
 
 TEXTS = [f"text {i} é" for i in range(50)]

@@ -10,8 +10,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.index_file import open_index, read_sidecar
-from megatron_moe_tools.prepare.merge import merge
-from megatron_moe_tools.prepare.merge_cli import main
+from megatron_moe_tools.prepare.merge import main, merge
 from tests.data.prepared import dataset_bytes, run
 
 
@@ -113,7 +112,7 @@ def test_a_dataset_that_changed_after_it_was_written_is_refused(three, tmp_path,
 
 
 def test_a_full_disk_is_refused_before_the_copy(three, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_moe_tools.prepare.dataset_writer.free_bytes", lambda folder: 10)
+    monkeypatch.setattr("megatron_moe_tools.prepare.output.free_bytes", lambda folder: 10)
     with pytest.raises(ConfigError, match="needs .* more, 10 bytes are free"):
         merge(three, f"{tmp_path}/merged")
 

@@ -17,8 +17,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.index_file import open_index, read_sidecar
 from megatron_moe.data.tokenizers import SentencePieceTokenizer
 from megatron_moe_tools.prepare.cli import main
-from megatron_moe_tools.prepare.documents import read_span
-from megatron_moe_tools.prepare.inputs import find_inputs, plan_shards
+from megatron_moe_tools.prepare.inputs import find_inputs, plan_shards, read_span
 from megatron_moe_tools.prepare.preprocess import PreprocessOptions, preprocess
 from tests.data.prepared import dataset_bytes, run
 

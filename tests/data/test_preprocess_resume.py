@@ -16,8 +16,8 @@ import pytest
 
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.data.index_file import open_index
+from megatron_moe_tools.prepare import output
 from megatron_moe_tools.prepare import preprocess as preprocess_module
-from megatron_moe_tools.prepare import work_folder
 from megatron_moe_tools.prepare.inputs import plan_shards
 from megatron_moe_tools.prepare.merge import merge
 from tests.data.odd_texts import line, write_odd_texts
@@ -241,7 +241,7 @@ def test_a_damaged_part_is_done_again_or_named(tmp_path, clean_sources):
 
 def test_two_commands_do_not_write_one_output(tmp_path, clean_sources):
     with (
-        work_folder.WorkFolder(str(tmp_path / "out")),
+        output.ResumeDir(str(tmp_path / "out")),
         pytest.raises(ConfigError, match="another process is writing this output"),
     ):
         run(clean_sources, tmp_path / "out")
@@ -259,7 +259,7 @@ def test_an_input_that_grows_while_it_is_read_is_refused(tmp_path, clean_sources
 
 def test_a_full_disk_is_named_and_parts_are_kept(tmp_path, clean_sources, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_moe_tools.prepare.dataset_writer.free_bytes", lambda folder: 10)
+        patch.setattr("megatron_moe_tools.prepare.output.free_bytes", lambda folder: 10)
         with pytest.raises(ConfigError, match="needs .* more, 10 bytes are free"):
             run(clean_sources, tmp_path / "out")
     assert finished(tmp_path / ".out.parts" / "parts")

@@ -21,7 +21,7 @@ from megatron_moe.data.tokenizers import (
     SentencePieceTokenizer,
 )
 from megatron_moe_tools.prepare.corpus import source_files
-from megatron_moe_tools.prepare.train_tokenizer import sample_texts, train_sentencepiece
+from megatron_moe_tools.prepare.preprocess import sample_texts, train_sentencepiece
 from tests.data.prepared import byte_level_bpe
 
 LIBRARY = Path(sysconfig.get_path("stdlib"))

@@ -19,14 +19,14 @@ from megatron_moe_tools.doctor import cli as doctor_cli
 from megatron_moe_tools.launch import options as launch_options
 from megatron_moe_tools.plan import cli as planning_cli
 from megatron_moe_tools.preflight import cli as preflight_cli
-from megatron_moe_tools.prepare import cli as prepare
+from megatron_moe_tools.prepare import cli as prepare_cli
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(REPO.glob("examples/*.sh"))
 JOBS = sorted(REPO.glob("examples/slurm/*.sbatch"))
 PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md")])
-TOOLS = ("preprocess_data.py", "tools/plan.py", "tools/doctor.py", "tools/preflight.py")
-PROGRAMS = ("pretrain_moe.py", *TOOLS[:3], " tools/preflight.py", "megatron-moe slurm")
+TOOLS = ("prepare", "plan", "doctor", "preflight", "slurm")
+PROGRAMS = ("pretrain_moe.py", *(f"{name} {tool} " for name in ("megatron-moe", "megatron_moe") for tool in TOOLS))
 
 
 def training_command(words):
@@ -101,8 +101,8 @@ def test_the_commands_of_an_example_are_accepted_and_it_ends_with_the_status_of_
     assert recorded(script, tmp_path / "fails", status=3)
     ((flags, world_size),) = filter(None, map(training_command, commands))
     for words in commands:
-        if "tools/preprocess_data.py" in words:
-            options = prepare.parser().parse_args(words[2:])
+        if words[1:4] == ["-m", "megatron_moe", "prepare"]:
+            options = prepare_cli.parser().parse_args(words[4:])
             assert f"{options.output_prefix}_{options.json_keys[0]}_document" in flags
     check(flags, world_size, tmp_path / "elsewhere", monkeypatch)
 
@@ -128,23 +128,23 @@ def test_a_slurm_script_is_what_the_program_writes(job, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
     for number, words in enumerate(page_commands(page)):
-        tool = next((Path(word).name for word in words if word.endswith(TOOLS)), None)
-        rest = words[[Path(word).name for word in words].index(tool) + 1 :] if tool else []
-        if tool == "preprocess_data.py":
-            prepare.parser().parse_args([word for word in rest if word != "..."])
-        elif tool == "plan.py":
+        called = re.fullmatch(rf".*megatron[-_]moe ({'|'.join(TOOLS)})\b ?(.*)", shlex.join(words))
+        tool, rest = (called[1], shlex.split(called[2])) if called else (None, [])
+        if tool == "prepare":
+            prepare_cli.parser().parse_args([word for word in rest if word != "..."])
+        elif tool == "plan":
             own, flags = planning_cli.parser().parse_known_args(rest)
             rules.check_layout(compat.parse(flags), own.world_size)
-        elif tool == "preflight.py":
+        elif tool == "preflight":
             own, flags = preflight_cli.parser().parse_known_args(rest)
             assert own.least_share <= 1
             rules.check_model(compat.parse(flags), 1)
-        elif tool == "doctor.py":
+        elif tool == "doctor":
             # run.yaml is the reader's own file.
             assert "run.yaml" in rest or doctor_cli.main([*rest, "--list"]) == 0, words
-        elif words[:2] == ["megatron-moe", "slurm"]:
-            if "--" in words:
-                own, flags = slurm.parser().parse_args(words[2 : words.index("--")]), words[words.index("--") + 1 :]
+        elif tool == "slurm":
+            if "--" in rest:
+                own, flags = slurm.parser().parse_args(rest[: rest.index("--")]), rest[rest.index("--") + 1 :]
                 run_of(flags, own.nodes * (own.nproc_per_node or own.gpus_per_node or 1))
         else:
             flags, world_size = training_command(words)

@@ -14,7 +14,7 @@ from tests.gpu.stage import FAIL, IMPOSSIBLE, PASS, Stage
 
 
 def preflight(stage: Stage) -> None:
-    """Stage 1: the device, and what tools/preflight.py finds of a model like DeepSeek-V2-Lite."""
+    """Stage 1: the device, and what megatron-moe preflight finds of a model like DeepSeek-V2-Lite."""
     stage.figure("device", **_device(stage))
     run = cli.parse(["--preset", "deepseek-v2-lite", "--mock-data", "--vocab-size", "1000", "--bf16"])
     findings = run_checks(run, started=stage.doing)

@@ -30,7 +30,7 @@ def join(rank: int, ranks: int, store: str, backend: str) -> Any:
 
 
 def measure_layouts(rank: int, ranks: int, store: str, folder: str, jobs: list[dict[str, Any]]) -> None:
-    """Train layouts one after another as `tools/doctor.py` does; leave records in `folder`/NAME-RANK.pt.
+    """Train layouts one after another as `megatron-moe doctor` does; leave records in `folder`/NAME-RANK.pt.
 
     Args:
         jobs: name, ranks, backend, request; ranks beyond a job's wait for the next.

@@ -1,4 +1,4 @@
-"""tools/trace_forward.py: what a checkpoint computes, in the order of the tokens and under Hugging Face's names."""
+"""megatron-moe trace: what a checkpoint computes, in the order of the tokens and under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def refused(capsys: Any, load: Path, folder: Path, *flags: str) -> str:
     words = [str(word) for flag, path in good.items() if flag not in flags for word in (flag, path)]
     assert main([*words, *flags]) == 2
     told: str = capsys.readouterr().err
-    assert told.count("trace_forward.py: error: ") == 1
+    assert told.count("megatron-moe trace: error: ") == 1
     assert not (folder / "out").exists()
     return told
 

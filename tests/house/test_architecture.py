@@ -196,7 +196,7 @@ def test_no_tool_imports_another():
 
 def test_a_script_in_tools_only_calls_a_tool():
     doors = {path for path, name, _ in imports("tools") if name.startswith("megatron_moe_tools.")}
-    assert len(doors) > 10
+    assert len(doors) > 2
     assert [path for path in doors if len(path.read_text().splitlines()) >= LONGEST_TOOL] == []
 
 

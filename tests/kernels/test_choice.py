@@ -38,7 +38,7 @@ def test_a_kernel_computes_on_a_gpu_unless_the_variable_says(monkeypatch: pytest
     monkeypatch.setattr(choice, "why_no_triton", lambda: None)
     assert takes_kernels(OnGpu()) and not takes_kernels(OnGpu(torch.float64))
     assert not takes_kernels(torch.empty(2))
-    with platform.imagining("cuda", {}):  # a plan is the same where there is no Triton
+    with platform.fake_device("cuda", {}):  # a plan is the same where there is no Triton
         assert not takes_kernels(torch.empty(2, device="meta"))
     monkeypatch.setattr(choice, "why_no_triton", lambda: "not installed")
     assert not takes_kernels(OnGpu())

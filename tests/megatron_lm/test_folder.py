@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py from and to Megatron-LM: the engine's own checkpoints, read and written to the bit."""
+"""megatron-moe convert from and to Megatron-LM: the engine's own checkpoints, read and written to the bit."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def test_every_token_of_a_frequent_id_counts(once):
 def test_a_model_on_cuda_has_the_exact_lookup_too(one_process):
     run = build_run({**PRESETS["tiny"], "vocab_size": 128, "bf16": True})
     pg_collection = groups.initialize(run)
-    with platform.imagining("cuda", {}), torch.device("meta"):
+    with platform.fake_device("cuda", {}), torch.device("meta"):
         (chunk,) = build_model(run, pg_collection, 128, draw=False, wrap=False)
     assert type(chunk.embedding.word_embeddings) is ExactEmbedding
 

@@ -256,7 +256,7 @@ def test_every_preset_is_accepted_by_the_engine_on_either_device():
         run = replace(Run(), **preset)
         assert transformer_config(run).num_layers == len(transformer_config(run).moe_layer_freq)
         assert MoEOptions.from_run(run) is not None
-        with platform.imagining("cuda", {}):
+        with platform.fake_device("cuda", {}):
             transformer_config(run)
 
 
@@ -283,14 +283,14 @@ def test_linear_layers_add_gradients_in_the_product_where_a_kernel_is_there_and_
         return transformer_config(replace(Run(), **bf16, **flags)).gradient_accumulation_fusion
 
     assert not fused() and not fused(gradient_accumulation_fusion=True)
-    with platform.imagining("cuda", {}):
+    with platform.fake_device("cuda", {}):
         assert fused() == fused(gradient_accumulation_fusion=True) == fused(**te) == installed
         assert not any(fused(**flags) for flags in never)
 
 
 def test_nothing_is_compiled_on_cuda_with_the_deterministic_mode():
     fused = ("bias_activation_fusion", "bias_dropout_fusion")
-    with platform.imagining("cuda", {}):
+    with platform.fake_device("cuda", {}):
         for mode in (False, True):
             config = transformer_config(replace(Run(), deterministic_mode=mode))
             assert [getattr(config, name) for name in fused] == [not mode] * 2
@@ -356,7 +356,7 @@ def with_every_pair(every: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def test_every_combination_of_flags_is_configured_and_built_with_cuda_as_without():
     runs = combinations()
     assert len(runs) > 300, "the rules refuse almost everything"
-    with platform.imagining("cuda", {}):
+    with platform.fake_device("cuda", {}):
         for run in runs.values():
             transformer_config(run)
     for places in with_every_pair(runs):
@@ -374,7 +374,7 @@ def test_gelu_is_the_same_function_with_cuda_as_without():
     """The engine's fused one is an approximation by tanh."""
     fused = {}
     for swiglu in (True, False):
-        with platform.imagining("cuda", {}):
+        with platform.fake_device("cuda", {}):
             config = transformer_config(replace(Run(), **SHAPE, swiglu=swiglu, add_bias_linear=True))
         fused[swiglu] = config.bias_activation_fusion
     assert fused == {True: True, False: False}

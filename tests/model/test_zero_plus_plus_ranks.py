@@ -14,8 +14,8 @@ from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.model.float16_module import without_wrappers
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel, Sharding
 from megatron_moe.moe.router import routers
+from megatron_moe_tools.plan.rank_costs import rank_traffic
 from megatron_moe_tools.plan.tracing import trace_ranks
-from megatron_moe_tools.plan.traffic import rank_traffic
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import TINY, Trainer
 

@@ -114,7 +114,7 @@ def test_ranks_without_a_device_of_their_own_are_refused(machine, refused, accep
 
 def test_a_plan_is_made_on_any_machine(machine):
     machine(files=("nvidia0",))
-    with hardware.imagining("cuda", {}):
+    with hardware.fake_device("cuda", {}):
         assert platform.device() == torch.device("meta") and platform.backend() == "nccl"
 
 

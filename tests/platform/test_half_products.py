@@ -89,7 +89,7 @@ def test_the_switch_decides_what_is_multiplied_forward_and_backward(
 def test_a_device_on_paper_multiplies_as_such_a_device_does(way: str) -> None:
     operand = torch.empty(2, dtype=torch.bfloat16, device="meta")
     for kind, wide in (("cuda", False), ("cpu", way == "fp32")):
-        with hardware.imagining(kind, {}):
+        with hardware.fake_device(kind, {}):
             assert half_products.multiply_in_fp32(operand) == wide
 
 

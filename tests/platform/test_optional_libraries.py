@@ -61,7 +61,7 @@ def test_a_library_that_cannot_be_loaded_looks_missing_and_its_flags_are_refused
     for name in ("transformer_engine", "transformer_engine.common", "apex", "apex.optimizers"):
         with pytest.raises(ModuleNotFoundError):
             __import__(name)
-    with hardware.imagining("cuda", {}):
+    with hardware.fake_device("cuda", {}):
         lines = hardware.unusable_libraries()
         for refused in (lambda: spec.parts("transformer_engine"), lambda: _te_experts(None, None, None)):
             with pytest.raises(ConfigError) as error:
@@ -77,7 +77,7 @@ def test_a_library_that_can_be_loaded_stays_and_apex_without_its_extensions_look
     optional_libraries.hide_unusable(cuda=True)
     import transformer_engine.pytorch
 
-    with hardware.imagining("cuda", {}):
+    with hardware.fake_device("cuda", {}):
         assert hardware.have_transformer_engine() and transformer_engine.pytorch
         assert hardware.unusable_libraries() == [
             "apex is not used: it is installed and cannot be loaded: ModuleNotFoundError: No module named 'amp_C'"
@@ -92,10 +92,10 @@ def test_without_cuda_neither_is_loaded_and_one_that_the_program_has_loaded_stay
     optional_libraries.hide_unusable(cuda=False)
     assert sys.modules["transformer_engine"] is None and sys.modules["apex"] is apex
     assert not hardware.have_transformer_engine() and hardware.why_no_transformer_engine() == "there is no CUDA device"
-    with hardware.imagining("cuda", {}):
+    with hardware.fake_device("cuda", {}):
         assert "hidden" in hardware.why_no_transformer_engine()
 
 
 def test_libraries_that_are_not_installed_are_no_news(installed):
-    with hardware.imagining("cuda", {}):
+    with hardware.fake_device("cuda", {}):
         assert hardware.unusable_libraries() == []

@@ -13,7 +13,7 @@ from megatron_moe.platform import switches
 from tests.helpers.sources import ROOT
 
 
-@pytest.mark.parametrize(("program", "rank"), [("pretrain_moe.py", "0"), ("tools/plan.py", "1")])
+@pytest.mark.parametrize(("program", "rank"), [("pretrain_moe.py", "0"), ("tools/merge_datasets.py", "1")])
 def test_a_program_ends_with_one_message_from_rank_0(program: str, rank: str) -> None:
     environment = {**os.environ, "RANK": rank, "PYTHONPATH": str(ROOT), switches.HALF_PRODUCTS: "fp16"}
     done = subprocess.run([sys.executable, ROOT / program, "--help"], env=environment, capture_output=True, text=True)

@@ -292,7 +292,7 @@ def doctor_finds(folder: Path, command: str) -> str | None:
     """Run the copy's doctor with a line's flags. Return what it says where a layout differs, None where none does."""
     report = folder / "report.json"
     report.unlink(missing_ok=True)
-    words = ["tools/doctor.py", *command.split()[1:], "--steps", "1", "--json", str(report)]
+    words = ["-m", "megatron_moe", "doctor", *command.split()[1:], "--steps", "1", "--json", str(report)]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
     if not report.exists():

@@ -1,4 +1,4 @@
-"""tools/audit_precision.py: our models are clean in every dtype, faults and mistakes have their exit codes."""
+"""megatron-moe audit: our models are clean in every dtype, faults and mistakes have their exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py: what goes in comes out to the bit, and the certificate says what was done."""
+"""megatron-moe convert: what goes in comes out to the bit, and the certificate says what was done."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from megatron_moe.training.run import pretrain
 from megatron_moe_tools import generate
 from megatron_moe_tools.convert import cli
 from megatron_moe_tools.convert.to_hf import ToHF
-from megatron_moe_tools.prepare.train_tokenizer import train_sentencepiece
+from megatron_moe_tools.prepare.preprocess import train_sentencepiece
 from tests.helpers.conversions import convert, words
 from tests.helpers.rows import rows
 from tests.helpers.tiny_tokenizers import TEXTS, byte_level, published

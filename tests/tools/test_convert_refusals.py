@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py: what cannot be right is refused, nothing is left; what was killed goes on."""
+"""megatron-moe convert: what cannot be right is refused, nothing is left; what was killed goes on."""
 
 from __future__ import annotations
 

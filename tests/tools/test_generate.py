@@ -16,7 +16,7 @@ from megatron_moe.hf.source import locate
 from megatron_moe.model.key_value_cache import continuation
 from megatron_moe_tools import generate
 from megatron_moe_tools.generate import TextStream
-from megatron_moe_tools.prepare.train_tokenizer import train_sentencepiece
+from megatron_moe_tools.prepare.preprocess import train_sentencepiece
 from tests.helpers import tiny_models
 from tests.helpers.conversions import convert
 from tests.helpers.rows import rows
@@ -71,7 +71,7 @@ def run(capsys, *flags):
     """(exit code, stdout, stderr without its prefix)."""
     code = generate.main([str(flag) for flag in flags])
     told = capsys.readouterr()
-    return code, told.out, [line.removeprefix("generate.py: ") for line in told.err.splitlines()]
+    return code, told.out, [line.removeprefix("megatron-moe generate: ") for line in told.err.splitlines()]
 
 
 def text(ids):

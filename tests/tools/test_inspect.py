@@ -1,4 +1,4 @@
-"""tools/inspect_checkpoint.py tells the truth about steps, and exits with 0 only where all is well."""
+"""megatron-moe inspect tells the truth about steps, and exits with 0 only where all is well."""
 
 from __future__ import annotations
 

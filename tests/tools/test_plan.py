@@ -12,10 +12,10 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe_tools.plan import tracing
-from megatron_moe_tools.plan.neighbours import Machine, legal, nearest_legal, neighbours
-from megatron_moe_tools.plan.plan import ROUNDS, bubble_share, make_plan, schedule
+from megatron_moe_tools.plan.layouts import Machine, legal, nearby_layouts, nearest_legal
+from megatron_moe_tools.plan.plan import make_plan
+from megatron_moe_tools.plan.rank_costs import ROUNDS, bubble_share, rank_traffic, schedule
 from megatron_moe_tools.plan.tracing import trace_ranks
-from megatron_moe_tools.plan.traffic import rank_traffic
 from tests.helpers.rows import rows
 
 TINY = {**PRESETS["tiny"], "vocab_size": 1000, "bf16": True, "use_distributed_optimizer": True}
@@ -209,7 +209,7 @@ def test_planning_leaves_no_trace_in_the_process(monkeypatch):
 
 def test_layouts_nearby_are_legal_and_one_change_away():
     run, stuck = (build({**TINY, "expert_model_parallel_size": size}) for size in (2, 3))
-    near = [other for _, other in neighbours(run) if legal(other, 4)]
+    near = [other for _, other in nearby_layouts(run) if legal(other, 4)]
     assert legal(run, 4) and near and run not in near
     assert not legal(stuck, 4)
     assert all(legal(other, 4) for _, other in nearest_legal(stuck, 4, 3))

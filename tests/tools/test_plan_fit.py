@@ -1,4 +1,4 @@
-"""`tools/plan.py --fit`: the fastest layout that fits, found among all, and what is estimated on the way to it."""
+"""`megatron-moe plan --fit`: the fastest layout that fits, found among all, and what is estimated on the way to it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build, replace
 from megatron_moe_tools import compat
 from megatron_moe_tools.plan import cli, layouts
-from megatron_moe_tools.plan.fit import Search, words
-from megatron_moe_tools.plan.neighbours import Machine, legal
+from megatron_moe_tools.plan.fit import Search, format_layout
+from megatron_moe_tools.plan.layouts import Machine, legal
 from megatron_moe_tools.plan.plan import make_plan
 from tests.helpers.rows import rows
 
@@ -42,14 +42,14 @@ def search(flat, world_size, typed=(), **machine):
 def searched_again(looked, **machine):
     """What is found on another machine; the parts of the model that are traced already are not traced again."""
     again = Search(looked.run, looked.world_size, dataclasses.replace(looked.machine, **machine), looked.known)
-    again.pieces = again.times.pieces = looked.pieces
+    again.costs = again.times.costs = looked.costs
     return again.search(0)
 
 
 def pick(found, **wanted):
     """The first layout with these sizes, e.g. pp=2, vpp=2, zero=1, tp=1, etp=1, ep=2."""
     for one in found:
-        sizes = {**vars(one.width), **vars(one), "vpp": len(one.stages) // one.pp}
+        sizes = {**vars(one.sharding), **vars(one), "vpp": len(one.stages) // one.pp}
         if all(sizes[name] == size for name, size in wanted.items()):
             return one
     raise AssertionError(f"no layout with {wanted}")
@@ -93,9 +93,9 @@ def test_what_is_put_together_from_parts_takes_what_the_whole_plan_takes(model):
     every = looked.layouts()
     for sizes, modules in cases:
         layout = pick(every, **sizes)
-        assert looked.allowed(layout, modules), words(layout, modules)
+        assert looked.allowed(layout, modules), format_layout(layout, modules)
         planned = looked.planned_gib(layout, modules)
-        assert looked.estimated_gib(layout, modules) == pytest.approx(planned, rel=0.1), words(layout, modules)
+        assert looked.estimated_gib(layout, modules) == pytest.approx(planned, rel=0.1), format_layout(layout, modules)
 
 
 def test_without_expert_parallelism_no_exchange_takes_time_in_predictions_either():
@@ -122,7 +122,7 @@ def test_the_answer_is_that_of_planning_every_layout():
         best = searched_again(looked, memory_gib=room / 0.9).best
         assert best.gib <= room
         assert best.time.seconds == min(seconds for seconds, gib in planned if gib <= room)
-        answers.add(words(best.layout, best.modules))
+        answers.add(format_layout(best.layout, best.modules))
     assert len(answers) > 2
     none = searched_again(looked, memory_gib=peaks[0] / 0.9 * 0.98)
     assert none.best is None and none.least.gib == pytest.approx(peaks[0], rel=0.02)
@@ -235,12 +235,12 @@ def test_what_the_user_sets_is_kept_and_what_changes_numbers_is_not_searched():
 def test_a_presets_zero_stage_is_searched_and_a_typed_one_is_not():
     run = compat.parse("--preset qwen3-30b-a3b --global-batch-size 64".split())
     assert layouts.fixed_fields(run) == set()
-    every = list(layouts.layouts(run, 8, Machine(), layouts.widths(run, 8, Machine()), 1.0))
+    every = list(layouts.layouts(run, 8, Machine(), layouts.layer_shardings(run, 8, Machine()), 1.0))
     assert {layout.zero for layout in every if layout.pp == 1} == {1, 2, 3}
     typed = compat.parse("--preset qwen3-30b-a3b --global-batch-size 64 --use-distributed-optimizer".split())
-    every = list(layouts.layouts(typed, 8, Machine(), layouts.widths(typed, 8, Machine()), 1.0))
+    every = list(layouts.layouts(typed, 8, Machine(), layouts.layer_shardings(typed, 8, Machine()), 1.0))
     assert {layout.zero for layout in every} == {1}
-    on_cpu = layouts.layouts(run, 8, Machine(device="cpu"), layouts.widths(run, 8, Machine()), 1.0)
+    on_cpu = layouts.layouts(run, 8, Machine(device="cpu"), layouts.layer_shardings(run, 8, Machine()), 1.0)
     assert {layout.offload for layout in on_cpu} == {False}
 
 
@@ -257,8 +257,8 @@ def test_every_split_is_typed_as_a_layout_that_the_rules_read_as_it_is_meant(sta
     flat = {**TINY, "num_layers": 11, "moe_layer_freq": 1, "mtp_num_layers": predictions, "global_batch_size": 48}
     run = replace(build(flat), pipeline_model_parallel_size=1)
     machine = Machine()
-    for layout in layouts.layouts(run, stages, machine, layouts.widths(run, stages, machine), 1.3):
-        if layout.pp != stages or layout.width.tp > 1:
+    for layout in layouts.layouts(run, stages, machine, layouts.layer_shardings(run, stages, machine), 1.3):
+        if layout.pp != stages or layout.sharding.tp > 1:
             continue
         chosen = layout.run(run, ())
         assert legal(chosen, stages)

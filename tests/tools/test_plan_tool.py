@@ -1,4 +1,4 @@
-"""tools/plan.py: a table for people, JSON for programs, and refusals that name layouts nearby."""
+"""megatron-moe plan: a table for people, JSON for programs, and refusals that name layouts nearby."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.hf.config import config_of
 from megatron_moe.hf.families import FAMILIES
-from megatron_moe_tools.plan import alternatives, cli
+from megatron_moe_tools.plan import cli
+from megatron_moe_tools.plan import plan as planning
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,12 +97,13 @@ def test_parts_that_need_values_are_planned_by_ours_which_is_said(capsys):
 def test_an_illegal_layout_is_refused_with_legal_ones_nearby(capsys):
     assert cli.main(f"{TINY} --world-size 4 --tensor-model-parallel-size 3 --sequence-parallel".split()) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("plan.py: error: ") and "heads must divide" in err and "nearest legal" in err
+    assert out == "" and err.startswith("megatron-moe plan: error: ")
+    assert "heads must divide" in err and "nearest legal" in err
 
 
 def example(page, start):
     """A command on a page, and the lines that the page says it prints."""
-    pattern = rf"```\npython tools/plan.py ({start} .*?)```\n\n```text\n(.*?)```"
+    pattern = rf"```\nmegatron-moe plan ({start} .*?)```\n\n```text\n(.*?)```"
     command, printed = re.search(pattern, (ROOT / page).read_text(encoding="utf-8"), re.DOTALL).groups()
     return shlex.split(command.replace("\\\n", "")), [line for line in printed.splitlines() if line != "..."]
 
@@ -131,7 +133,7 @@ def test_the_answer_comes_before_the_comparisons_and_progress_goes_to_stderr(mon
         seen.extend(capsys.readouterr())
         return []
 
-    monkeypatch.setattr(alternatives, "ranked", ranked)
+    monkeypatch.setattr(planning, "ranked", ranked)
     assert cli.main(f"{TINY} --world-size 2 --pipeline-model-parallel-size 2".split()) == 0
     out, err = seen
     for words in ("of 80: fits", "sent by a rank per step", "pipeline bubble"):

@@ -8,9 +8,8 @@ import pytest
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
-from megatron_moe_tools.plan.alternatives import recommended_stage
-from megatron_moe_tools.plan.neighbours import Machine
-from megatron_moe_tools.plan.plan import GIB, make_plan, peak_gib
+from megatron_moe_tools.plan.layouts import GIB, Machine
+from megatron_moe_tools.plan.plan import make_plan, peak_gib, recommended_stage
 from megatron_moe_tools.plan.report import comparison_report, text_report
 
 STATE = {

@@ -1,4 +1,4 @@
-"""Each check of tools/preflight.py fails where it should: with a faked machine, faked versions, faked measurements."""
+"""Each check of the preflight fails where it should: with a faked machine, faked versions, faked measurements."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron_moe.config.errors import ConfigError, MachineError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build
 from megatron_moe.platform import advisories, optional_libraries, probes
-from megatron_moe.platform.hardware import imagining
-from megatron_moe_tools.preflight import checks, kernels, network, node, software
+from megatron_moe.platform.hardware import fake_device
+from megatron_moe_tools.preflight import checks, node
 from megatron_moe_tools.preflight.findings import DEFAULTS, FAIL, IMPOSSIBLE, PASS, WARN, Finding, Place, merged, table
 
 
@@ -62,76 +62,76 @@ WELL = "0, 0x0000000000000001, 1980, 31, 0, 4"
 
 
 def test_a_driver_that_torch_cannot_use_fails_with_its_reason(monkeypatch):
-    assert software.driver(place()).status == IMPOSSIBLE
+    assert node.driver(place()).status == IMPOSSIBLE
     refused = MachineError("/dev/nvidia0: torch cannot use the NVIDIA devices: the driver is too old (found 11040)")
     monkeypatch.setattr("megatron_moe.platform.devices.check", Mock(side_effect=refused))
-    assert says(software.driver(place()), FAIL, "driver is too old")
+    assert says(node.driver(place()), FAIL, "driver is too old")
 
 
 def test_a_torch_without_the_grouped_product_fails(monkeypatch):
-    assert software.torch_build(place()).status == PASS
+    assert node.torch_build(place()).status == PASS
     build = probes.TorchBuild("2.8.0", "12.8", (9, 10, 2), "2.27.3", grouped_product=False)
     monkeypatch.setattr(probes, "torch_build", lambda: build)
-    assert says(software.torch_build(place()), FAIL, "grouped_mm", "cuDNN 9.10.2", "NCCL 2.27.3")
+    assert says(node.torch_build(place()), FAIL, "grouped_mm", "cuDNN 9.10.2", "NCCL 2.27.3")
 
 
 @pytest.mark.engine
 def test_an_engine_that_was_not_tested_or_cannot_be_loaded_is_named(monkeypatch):
-    assert software.engine(place()).status == PASS
+    assert node.engine(place()).status == PASS
     monkeypatch.setattr(advisories, "engine_version", lambda: (0, 17, 0))
-    assert software.engine(place()).status == WARN
-    monkeypatch.setattr(software.importlib, "import_module", Mock(side_effect=OSError("undefined symbol")))
-    assert says(software.engine(place()), FAIL, "undefined symbol")
+    assert node.engine(place()).status == WARN
+    monkeypatch.setattr(node.importlib, "import_module", Mock(side_effect=OSError("undefined symbol")))
+    assert says(node.engine(place()), FAIL, "undefined symbol")
 
 
 @pytest.mark.engine
 def test_a_library_that_cannot_be_loaded_is_named_with_what_it_said(monkeypatch):
-    look = software.transformer_engine
+    look = node.transformer_engine
     needs = build({"transformer_impl": "transformer_engine"})
     assert look(place()).status == PASS  # not installed, not needed
     assert look(place(run=needs)).status == FAIL
     version = "2.18.0" if sys.version_info >= (3, 12) else "2.11.0"  # what this Python's engine takes
-    monkeypatch.setattr(software, "_version", lambda name: version)
+    monkeypatch.setattr(node, "_version", lambda name: version)
     assert look(place()).status == IMPOSSIBLE  # no device
     monkeypatch.setattr("megatron_moe.platform.has_cuda", lambda: True, raising=False)
     monkeypatch.setattr(optional_libraries, "why_not_loaded", lambda name: "OSError: undefined symbol: _ZN3c10")
     assert says(look(place()), WARN, "_ZN3c10", "--no-build-isolation")
     assert look(place(run=needs)).status == FAIL
-    assert software.apex(place()).status == WARN
+    assert node.apex(place()).status == WARN
     monkeypatch.setattr(optional_libraries, "why_not_loaded", lambda name: None)
     assert look(place()).status == PASS
-    monkeypatch.setattr(software, "_version", lambda name: "1.13.0")
+    monkeypatch.setattr(node, "_version", lambda name: "1.13.0")
     required = [
         "torch>=2.11",
         'transformer-engine[pytorch]>=2.9,<2.12; python_version < "3" and extra == "gpu"',
         'transformer-engine[pytorch]>=2.14; python_version >= "3" and extra == "gpu"',
     ]
-    monkeypatch.setattr(software.importlib.metadata, "requires", lambda name: required)
+    monkeypatch.setattr(node.importlib.metadata, "requires", lambda name: required)
     old = look(place())
     assert says(old, WARN, "1.13.0") and ">=2.14" in old.found and ">=2.14" in old.advice
 
 
 def test_a_node_without_a_compiler_or_its_headers_is_found(path, monkeypatch):
-    assert software.compiler(place()).status == PASS
+    assert node.compiler(place()).status == PASS
     program(path / "gcc", "#!/bin/sh\necho 'check.c:1: fatal error: Python.h: No such file' >&2\nexit 1\n")
-    assert says(software.compiler(place()), WARN, "Python.h: No such file")
+    assert says(node.compiler(place()), WARN, "Python.h: No such file")
     monkeypatch.setattr("megatron_moe.platform.has_cuda", lambda: True, raising=False)
-    assert software.compiler(place()).status == FAIL
+    assert node.compiler(place()).status == FAIL
     monkeypatch.setenv("CC", "no-such-compiler -O2")
-    assert "no-such-compiler" in software.compiler(place()).found
-    monkeypatch.setattr(software, "_version", lambda name: None)
-    assert software.triton(place()).status == FAIL
+    assert "no-such-compiler" in node.compiler(place()).found
+    monkeypatch.setattr(node, "_version", lambda name: None)
+    assert node.triton(place()).status == FAIL
 
 
 def test_the_attention_kernel_is_judged_by_what_the_widths_allow():
-    judged = kernels.judged_attention
+    judged = node.judged_attention
     latent = run_of()
-    assert kernels.attention_sizes(latent) == (128, 128, (192, 128))
+    assert node.attention_sizes(latent) == (128, 128, (192, 128))
     assert judged(latent, "cudnn", (9, 11, 0)).status == PASS
     assert says(judged(latent, "efficient", (9, 10, 2)), WARN, "9.11", "192/128")
     assert says(judged(run_of(context_parallel_size=2), "efficient", (9, 13, 0)), WARN, "--context-parallel-size")
     grouped = build(PRESETS["qwen3-30b-a3b"])
-    assert kernels.attention_sizes(grouped) == (32, 4, (128, 128))
+    assert node.attention_sizes(grouped) == (32, 4, (128, 128))
     assert judged(grouped, "flash", None).status == PASS
     assert judged(grouped, "math", None).status == FAIL
     assert "--bf16" in judged(run_of(bf16=False), "efficient", None).advice
@@ -140,25 +140,25 @@ def test_the_attention_kernel_is_judged_by_what_the_widths_allow():
 
 def test_the_grouped_product_says_where_it_falls_back(monkeypatch):
     run = run_of()
-    assert kernels.grouped_product(place(run=run, has_model=True)).status == IMPOSSIBLE
+    assert node.grouped_product(place(run=run, has_model=True)).status == IMPOSSIBLE
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100-SXM4-80GB")
-    with imagining("cuda", {}):
+    with fake_device("cuda", {}):
         for capability, dtype, status in (((9, 0), "bf16", PASS), ((10, 3), "bf16", PASS), ((8, 0), "bf16", WARN)):
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, one=capability: one)
-            assert kernels.grouped_product(place(run=run, has_model=True)).status == status, (capability, dtype)
+            assert node.grouped_product(place(run=run, has_model=True)).status == status, (capability, dtype)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         fp16 = place(run=run_of(bf16=False, fp16=True), has_model=True)
-        assert says(kernels.grouped_product(fp16), WARN, "host")
-        assert kernels.grouped_product(place()).status == IMPOSSIBLE  # no model
+        assert says(node.grouped_product(fp16), WARN, "host")
+        assert node.grouped_product(place()).status == IMPOSSIBLE  # no model
 
 
 def test_a_switch_that_cannot_be_set_fails(monkeypatch):
     before = probes.numerics.present()
-    assert kernels.reductions(place()).status == PASS
+    assert node.reductions(place()).status == PASS
     assert probes.numerics.present() == before
     stuck = probes.numerics.Switch("allow_bf16_reduced_precision_reduction", False, lambda: True, lambda value: None)
     monkeypatch.setattr(probes.numerics, "ARITHMETIC", (stuck,))
-    assert says(kernels.reductions(place()), FAIL, "allow_bf16_reduced_precision_reduction")
+    assert says(node.reductions(place()), FAIL, "allow_bf16_reduced_precision_reduction")
 
 
 @pytest.mark.parametrize(
@@ -236,10 +236,10 @@ def test_the_node_whose_packages_differ_is_named():
     other = {**usual, "code of megatron_moe": "bbbb"}
     del other["$NCCL_ALGO"]
     everything = [("node1", usual), ("node1", usual), ("node2", other), ("node2", other), ("node3", usual)]
-    lines = network.differing(everything)
+    lines = checks.differing(everything)
     assert len(lines) == 2 and all("node2 (rank 2, 3)" in line for line in lines)
     assert "missing" in lines[0] and "bbbb" in lines[1]
-    assert network.differing([("node1", usual)] * 3) == []
+    assert checks.differing([("node1", usual)] * 3) == []
 
 
 def test_the_code_of_a_package_is_hashed_as_it_is_on_the_disk(tmp_path, monkeypatch):
@@ -247,39 +247,39 @@ def test_the_code_of_a_package_is_hashed_as_it_is_on_the_disk(tmp_path, monkeypa
     folder.mkdir()
     (folder / "__init__.py").write_text("A = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    before = network.code_hash("made_up_package")
+    before = checks.code_hash("made_up_package")
     (folder / "__init__.py").write_text("A = 2\n")
-    assert before != network.code_hash("made_up_package")
-    assert network.code_hash("no_such_package") == "none"
+    assert before != checks.code_hash("made_up_package")
+    assert checks.code_hash("no_such_package") == "none"
 
 
 def test_a_clock_that_is_wrong_and_a_slow_gpu_are_named():
     moments = [("node1", 100.0), ("node2", 100.2), ("node3", 107.0)]
-    assert says(network.judged_clocks(moments), FAIL, "node3", "ahead")
-    assert network.judged_clocks(moments[:2]).status == PASS
+    assert says(checks.judged_clocks(moments), FAIL, "node3", "ahead")
+    assert checks.judged_clocks(moments[:2]).status == PASS
     speeds = [("node1", 700.0), ("node1", 690.0), ("node2", 710.0), ("node2", 430.0)]
-    assert says(network.judged_speeds(speeds), FAIL, "rank 3 on node2: 430")
-    assert network.judged_speeds(speeds[:3]).status == PASS
+    assert says(checks.judged_speeds(speeds), FAIL, "rank 3 on node2: 430")
+    assert checks.judged_speeds(speeds[:3]).status == PASS
 
 
 def test_the_slowest_group_decides_about_the_bandwidth():
     groups, hosts = [[0, 1], [2, 3]], ["node1", "node1", "node2", "node2"]
     fast, slow = {"all_reduce": 360.0, "all_to_all": 300.0}, {"all_reduce": 90.0, "all_to_all": 300.0}
-    finding = network.judged_bandwidth([fast, fast, slow, slow], groups, hosts, 450.0, 0.5)
+    finding = checks.judged_bandwidth([fast, fast, slow, slow], groups, hosts, 450.0, 0.5)
     assert says(finding, FAIL, "ranks 2, 3 on node2") and "node1" not in finding.found
     assert finding.figures == {"all_reduce_gb_per_s": 90.0, "all_to_all_gb_per_s": 300.0}
-    assert network.judged_bandwidth([fast, fast, slow, slow], groups, hosts, 450.0, 0.2).status == PASS
-    unknown = network.judged_bandwidth([fast, fast, None, None], groups, hosts, None, 0.5)
+    assert checks.judged_bandwidth([fast, fast, slow, slow], groups, hosts, 450.0, 0.2).status == PASS
+    unknown = checks.judged_bandwidth([fast, fast, None, None], groups, hosts, None, 0.5)
     assert unknown.status == IMPOSSIBLE and unknown.figures["all_reduce_gb_per_s"] == 360.0
 
 
 def test_the_longest_name_of_a_device_decides_what_is_expected():
-    expected = network.expected_bandwidth
-    assert expected("NVIDIA H200", network.INSIDE) == 450 and expected("NVIDIA H20", network.INSIDE) == 450
-    assert expected("NVIDIA GB300", network.ACROSS) == 100 and expected("NVIDIA B200", network.ACROSS) == 50
-    assert expected("NVIDIA A100-SXM4-80GB", network.ACROSS) == 25
-    assert expected("NVIDIA A100-PCIE-40GB", network.INSIDE) is None and expected(None, network.INSIDE) is None
-    names = list(network.LINKS)
+    expected = checks.expected_bandwidth
+    assert expected("NVIDIA H200", checks.INSIDE) == 450 and expected("NVIDIA H20", checks.INSIDE) == 450
+    assert expected("NVIDIA GB300", checks.ACROSS) == 100 and expected("NVIDIA B200", checks.ACROSS) == 50
+    assert expected("NVIDIA A100-SXM4-80GB", checks.ACROSS) == 25
+    assert expected("NVIDIA A100-PCIE-40GB", checks.INSIDE) is None and expected(None, checks.INSIDE) is None
+    names = list(checks.LINKS)
     assert not [name for at, name in enumerate(names) if any(one in name for one in names[:at])]
 
 

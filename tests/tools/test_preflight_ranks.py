@@ -1,4 +1,4 @@
-"""tools/preflight.py on two ranks: they are compared, and the table and the JSON say who differs."""
+"""megatron-moe preflight on two ranks: they are compared, and the table and the JSON say who differs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_moe_tools.preflight import cli, network
+from megatron_moe_tools.preflight import checks, cli
 from tests.helpers.launchers import Forked
 from tests.helpers.ranks import ROOT, RankParent
 
@@ -19,15 +19,15 @@ FINDING_KEYS = {"check": str, "status": str, "found": str, "advice": str, "figur
 
 def preflight(argv: list[str]) -> int:
     """What a rank runs: the tool, whose bandwidths are measured once."""
-    network._MEASURED_SECONDS = 0.0
+    checks._MEASURED_SECONDS = 0.0
     return cli.main(argv)
 
 
 def preflight_with_other_sources(argv: list[str]) -> int:
     """What a rank runs, where rank 1 has another copy of the package."""
     if os.environ["RANK"] == "1":
-        code_hash = network.code_hash
-        network.code_hash = lambda module: "0123" if module == "megatron_moe" else code_hash(module)
+        code_hash = checks.code_hash
+        checks.code_hash = lambda module: "0123" if module == "megatron_moe" else code_hash(module)
     return preflight(argv)
 
 
@@ -45,13 +45,13 @@ def of_check(report: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def test_two_ranks_that_are_alike_pass_and_the_json_is_as_documented(rank_parent, tmp_path):
-    checks = "driver cpu_cores disk_space same_software clock_skew bandwidth_inside bandwidth_across".split()
+    names = "driver cpu_cores disk_space same_software clock_skew bandwidth_inside bandwidth_across".split()
     flags = ["--preset", "tiny", "--save", str(tmp_path / "checkpoints"), "--inside", "1e-6"]
-    status, printed, report = launched(rank_parent, tmp_path, "preflight", *flags, "--only", *checks)
+    status, printed, report = launched(rank_parent, tmp_path, "preflight", *flags, "--only", *names)
     assert status == 0, printed
     assert set(report) == KEYS and report["schema"] == 1
     assert report["status"] in ("pass", "warn") and report["world_size"] == 2 and len(report["hosts"]) == 1
-    assert [finding["check"] for finding in report["findings"]] == checks
+    assert [finding["check"] for finding in report["findings"]] == names
     for finding in report["findings"]:
         assert {name: type(value) for name, value in finding.items()} == FINDING_KEYS
         assert finding["status"] in ("pass", "warn", "not possible here")

@@ -171,9 +171,8 @@ PLANNED = {
 @pytest.mark.parametrize("layout", rows(PLANNED, test=["TP2 x DP2, distributed optimizer"]))
 def test_a_plan_has_what_muon_computes_and_sends(gloo: Any, layout: str) -> None:
     from megatron_moe.config.schema import build
-    from megatron_moe_tools.plan import orthogonalization
+    from megatron_moe_tools.plan.rank_costs import muon_flops, rank_traffic
     from megatron_moe_tools.plan.tracing import trace_ranks
-    from megatron_moe_tools.plan.traffic import rank_traffic
 
     ranks, changes = PLANNED[layout]
     flags = {**STORED, **MUON, **changes}
@@ -181,7 +180,7 @@ def test_a_plan_has_what_muon_computes_and_sends(gloo: Any, layout: str) -> None
     vocabulary = run.derived.padded_vocab_size(steps.TINY["vocab_size"])
     (trace,) = trace_ranks(run, ranks, vocabulary, device="cpu", imbalance=1.0)
     found = gloo.run(ranks, counted, flags=flags)
-    assert orthogonalization.flops(run, trace) * ranks == pytest.approx(sum(flops for flops, _ in found), rel=1e-9)
+    assert muon_flops(run, trace) * ranks == pytest.approx(sum(flops for flops, _ in found), rel=1e-9)
     sent = sum(sent for _, sent in found) / ranks
     if ranks == 1:
         assert sent == 0 and "Muon" not in rank_traffic(run, trace, 1, 8)

@@ -1,4 +1,4 @@
-"""tools/profile_step.py: each station has its own operations, forward and backward."""
+"""megatron-moe profile: each station has its own operations, forward and backward."""
 
 from __future__ import annotations
 

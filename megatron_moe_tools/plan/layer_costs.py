@@ -1,9 +1,9 @@
 """What the parts of a model take, traced on models of three layers and put together for any layout.
 
-A stage is its embedding, its layers and its loss, one after the other. Each is traced once for a way to cut layers
-(`layouts.Width`) and a set of recomputed modules, in the stages Et|t|tL of a pipeline; embedding, loss and multi-token
-prediction are what the first and the last of these have more than the one between. What a part keeps adds up over a
-stage, and the peak of a pass is that of one part above what those before it keep.
+A stage is its embedding, its layers and its loss, one after the other. Each is traced once for a `LayerSharding` and a
+set of recomputed modules, in the stages Et|t|tL of a pipeline; embedding, loss and multi-token prediction are what the
+first and the last of these have more than the one between. What a part keeps adds up over a stage, and the peak of a
+pass is that of one part above what those before it keep.
 
 What recomputation and offload change is traced at one EP for a TP and an expert-TP. What a fully sharded model gathers
 is added from the sizes of its weights. An interval of `--recompute-num-layers` is taken for 1, and modules that are
@@ -15,36 +15,44 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_moe.config.pipeline_layout import Stage
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.parallel.quantized_collectives import Segments
-from megatron_moe_tools.plan.buffers import Buffer
-from megatron_moe_tools.plan.gathering import GatheredUnit
+from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit
 from megatron_moe_tools.plan.layouts import (
     SEPARATE,
     TO_HOST,
     UNSHARDED,
     UNSPLIT,
+    LayerSharding,
+    Machine,
     Modules,
     SearchedLayout,
-    Width,
+    layer_shardings,
     recomputing,
-    widths,
+    vocabulary,
 )
-from megatron_moe_tools.plan.neighbours import Machine, vocabulary
+from megatron_moe_tools.plan.rank_costs import purpose, sent_by_a_rank
 from megatron_moe_tools.plan.tracing import ChunkTrace, RankTrace, trace_stage
-from megatron_moe_tools.plan.traffic import purpose, sent_by_a_rank
 
-BufferKind = tuple[bool, int, int, float]
-"""Whether of experts, bytes of a parameter, bytes of a gradient, FLOPs of a step of Muon's iteration over elements; 0:
-Muon does not update them."""
+
+class BufferKind(NamedTuple):
+    """What the elements of a gradient buffer have in common.
+
+    rate: FLOPs of a step of Muon's iteration over elements; 0: Muon does not update them.
+    """
+
+    expert: bool
+    parameter_bytes: int
+    gradient_bytes: int
+    rate: float
+
 
 EMBEDDING, DENSE, MOE, PREDICTION, LOSS = "E", "d", "e", "m", "L"
 """Kinds of parts: of layers the dense and those with experts."""
@@ -99,6 +107,11 @@ class TracedPart:
             is_layer=False,
         )
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of its weights while they are gathered."""
+        return sum(kind.parameter_bytes * count for kind, count in self.elements.items())
+
 
 @dataclass(frozen=True)
 class _Chunk:
@@ -110,7 +123,7 @@ class _Chunk:
     boundary: int
 
 
-class Pieces:
+class LayerCosts:
     """The parts of one run's model on some machines, traced when they are asked for."""
 
     def __init__(self, run: Run, world_size: int, machine: Machine) -> None:
@@ -121,12 +134,14 @@ class Pieces:
         self.parts = functools.cache(self._parts)
         self.ranks_that_differ = functools.cache(self._ranks_that_differ)
         self._chunk = functools.cache(self._put_together)
-        self._layers = [MOE if one else DENSE for one in run.derived.moe_layer_pattern]
-        self.widths = widths(run, world_size, machine)
+        self._layers = [(DENSE, MOE)[has_experts] for has_experts in run.derived.moe_layer_pattern]
+        self.shardings = layer_shardings(run, world_size, machine)
         # The more EP, the less of a peak is the gradient of the experts' weights.
-        by_size = sorted(self.widths, key=lambda one: (one.ep, -one.etp))
-        self._of_experts = {(width.tp, width.etp): width for width in by_size}
-        self._of_the_rest = {width.tp: width for width in by_size}
+        by_size = sorted(self.shardings, key=lambda one: (one.ep, -one.etp))
+        self._of_experts: dict[tuple[int, int], LayerSharding] = {}
+        self._of_the_rest: dict[int, LayerSharding] = {}
+        for sharding in by_size:
+            self._of_experts[sharding.tp, sharding.etp] = self._of_the_rest[sharding.tp] = sharding
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -139,29 +154,29 @@ class Pieces:
 
     def _parts(self, stage: Stage) -> tuple[str, ...]:
         """Return the kinds of a stage's parts, in their order."""
-        layers = self._layers[stage.layers.start : stage.layers.stop]
-        return (
-            *(EMBEDDING,) * stage.embedding,
-            *layers,
-            *(LOSS,) * stage.loss,
-            *(PREDICTION,) * (stage.predictions > 0),  # after the loss, as what a stage has with both beyond one
-        )
+        parts = self._layers[stage.layers.start : stage.layers.stop]
+        if stage.embedding:
+            parts = [EMBEDDING, *parts]
+        if stage.loss:
+            parts = [*parts, LOSS]
+        if stage.predictions:
+            parts = [*parts, PREDICTION]  # after the loss, as what a stage has with both beyond one
+        return tuple(parts)
 
-    def reference(self, width: Width, kind: str = MOE) -> Width:
-        """Return the width whose recomputation is traced for all that are alike: of experts with any EP, else any."""
-        return self._of_experts[width.tp, width.etp] if kind == MOE else self._of_the_rest[width.tp]
+    def reference(self, sharding: LayerSharding, kind: str = MOE) -> LayerSharding:
+        """Return the sharding whose recomputation is traced for all like it: for experts with any EP, else any."""
+        return self._of_experts[sharding.tp, sharding.etp] if kind == MOE else self._of_the_rest[sharding.tp]
 
     # One part.
 
-    def _trace(self, width: Width, modules: Modules, kind: str, at: int) -> TracedPart:
+    def _trace(self, sharding: LayerSharding, modules: Modules, kind: str, at: int) -> TracedPart:
         """Trace a stage of Et|t|tL whose layers are of one kind; place 3 is the last one with its predictions."""
         self.traced += 1
         base, stages = self._run, 3
         changes: dict[str, Any] = {
-            **width.changes,
+            **sharding.changes,
             **UNSPLIT,
             **SEPARATE,
-            **({"data_parallel_sharding_strategy": "optim"} | UNSHARDED if base.derived.zero_stage >= 2 else {}),
             "num_layers": stages,
             "pipeline_model_parallel_size": stages,
             "mtp_num_layers": base.model.mtp_num_layers if at == stages else None,
@@ -169,32 +184,40 @@ class Pieces:
             "first_last_layers_bf16": False,
             "optimizer_cpu_offload": False,
         }
+        if base.derived.zero_stage >= 2:
+            changes |= {"data_parallel_sharding_strategy": "optim", **UNSHARDED}
         if base.moe.num_experts is not None:
             changes["moe_layer_freq"] = f"[{int(kind == MOE)}]*{stages}"
         if modules is not None:
             changes |= recomputing(modules)
         elif base.training.recompute_granularity == "full":
             changes |= {"recompute_num_layers": 1}
-        ranks = math.lcm(width.tp * base.parallel.context_parallel_size, width.etp * width.ep)
+        ranks = math.lcm(sharding.tp * base.parallel.context_parallel_size, sharding.etp * sharding.ep)
         run, on = replace(base, **changes), self._machine
         at = min(at, stages - 1)
         trace = trace_stage(run, stages * ranks, vocabulary(run), at, on.device, on.imbalance, on.gpus_per_node)
-        return self._piece(trace)
+        return self._traced_part(trace)
 
-    def _piece(self, trace: RankTrace) -> TracedPart:
+    def _traced_part(self, trace: RankTrace) -> TracedPart:
         (chunk,) = trace.chunks
         elements: Counter[BufferKind] = Counter()
         for buffer in trace.buffers:
-            sizes = (buffer.expert, buffer.parameter_bytes, buffer.gradient_bytes)
-            rates = buffer.rates if self._run.optimizer.optimizer == "muon" else {}
-            others = buffer.used - sum(rates.values())
-            elements.update({(*sizes, rate): count for rate, count in (*rates.items(), (0.0, others))})
-        seconds = {"EP": 0.0, "": 0.0}
+            rates: Counter[float] = Counter()
+            if self._run.optimizer.optimizer == "muon":
+                rates.update(buffer.rates)
+            rates[0.0] += buffer.used - rates.total()
+            for rate, count in rates.items():
+                elements[BufferKind(buffer.expert, buffer.parameter_bytes, buffer.gradient_bytes, rate)] += count
+        tensor_seconds = expert_seconds = 0.0
         for call in chunk.forward + chunk.backward:
-            if call.kind != "broadcast":
-                name = purpose(call.kind, call.ranks, trace)
-                ranks = tuple(rank - trace.ranks.start for rank in call.ranks)
-                seconds[name if name == "EP" else ""] += self.seconds(call.kind, ranks, call.bytes)
+            if call.kind == "broadcast":
+                continue
+            ranks = tuple(rank - trace.ranks.start for rank in call.ranks)
+            seconds = self.seconds(call.kind, ranks, call.bytes)
+            if purpose(call.kind, call.ranks, trace) == "EP":
+                expert_seconds += seconds
+            else:
+                tensor_seconds += seconds
         return TracedPart(
             kept=chunk.kept,
             forward=chunk.forward_peak,
@@ -202,8 +225,8 @@ class Pieces:
             logits=chunk.logits,
             dispatch=chunk.dispatch,
             flops=chunk.flops,
-            tensor_seconds=seconds[""],
-            expert_seconds=seconds["EP"],
+            tensor_seconds=tensor_seconds,
+            expert_seconds=expert_seconds,
             weights=trace.weights,
             elements=elements,
             boundary=trace.boundary,
@@ -221,40 +244,43 @@ class Pieces:
         on = self._machine
         return ((sent - between_nodes) / on.node_bandwidth + between_nodes / on.network_bandwidth) / 1e9
 
-    def plain(self, width: Width, modules: Modules, part: str) -> TracedPart:
+    def plain(self, sharding: LayerSharding, modules: Modules, part: str) -> TracedPart:
         """Return a part as it is traced: without recomputation, or with the user's, where `modules` is None."""
         modules = None if modules is None else ()
         if part == MOE:
-            return self._stage(width, modules, part, 1)
+            return self._stage(sharding, modules, part, 1)
         kind = self.kinds[0]
         if part == PREDICTION and kind == MOE:  # it has experts, too
-            return self._stage(width, modules, kind, 3).beyond(self._stage(width, modules, kind, 2))
-        width = self.reference(width, part)
+            return self._stage(sharding, modules, kind, 3).beyond(self._stage(sharding, modules, kind, 2))
+        sharding = self.reference(sharding, part)
         if part == DENSE:
-            return self._stage(width, modules, part, 1)
+            return self._stage(sharding, modules, part, 1)
         if part == PREDICTION:
-            return self._stage(width, modules, kind, 3).beyond(self._stage(width, modules, kind, 2))
-        layer = self._stage(width, modules, kind, 1)
-        found = self._stage(width, modules, kind, 0 if part == EMBEDDING else 2).beyond(layer)
+            return self._stage(sharding, modules, kind, 3).beyond(self._stage(sharding, modules, kind, 2))
+        layer = self._stage(sharding, modules, kind, 1)
+        found = self._stage(sharding, modules, kind, 0 if part == EMBEDDING else 2).beyond(layer)
         if part == EMBEDDING:
             # It comes before the layer, not after it: of its own it has the gradient of the table.
-            table = sum(count * size for (_, size, *_), count in found.elements.items())
-            found = dataclasses.replace(found, forward=found.kept, backward=found.kept + table)
+            found = dataclasses.replace(found, forward=found.kept, backward=found.kept + found.gathered_bytes)
         return found
 
-    def _part(self, width: Width, modules: Modules, part: str) -> TracedPart:
+    def _part(self, sharding: LayerSharding, modules: Modules, part: str) -> TracedPart:
         """Return a part with a set of modules recomputed: without them, and what they change at another EP."""
-        plain = self.plain(width, modules, part)
+        plain = self.plain(sharding, modules, part)
         kind = self.kinds[0] if part == PREDICTION else part
-        modules = tuple(name for name in modules or () if name not in _WITHOUT.get(kind, modules or ()))
+        missing = _WITHOUT.get(kind, modules or ())
+        modules = tuple(name for name in modules or () if name not in missing)
         if not modules:
             return plain
-        at = self.reference(width, kind)
+        at = self.reference(sharding, kind)
         before, after = self._stage(at, (), kind, 1), self._stage(at, modules, kind, 1)
-        found = {name: getattr(plain, name) + getattr(after, name) - getattr(before, name) for name in _CHANGED}
+        found = {}
+        for name in _CHANGED:
+            found[name] = getattr(plain, name) + getattr(after, name) - getattr(before, name)
         for name in ("tensor_seconds", "expert_seconds"):  # collectives are repeated, whatever they take here
-            repeated = getattr(after, name) / getattr(before, name) if getattr(before, name) else 1.0
-            found[name] = getattr(plain, name) * repeated
+            found[name] = getattr(plain, name)
+            if getattr(before, name):
+                found[name] *= getattr(after, name) / getattr(before, name)
         return dataclasses.replace(plain, **found)
 
     # A stage.
@@ -263,29 +289,62 @@ class Pieces:
         """Return the first pipeline rank of each kind, by its parts: it has the most micro-batches in flight."""
         seen: dict[Any, int] = {}
         for rank in range(layout.pp):
-            seen.setdefault(tuple(self.parts(stage) for stage in layout.stages[rank :: layout.pp]), rank)
+            seen.setdefault(tuple(map(self.parts, layout.stages[rank :: layout.pp])), rank)
         return list(seen.values())
 
-    def _put_together(self, width: Width, modules: Modules, zero: int, parts: tuple[str, ...]) -> _Chunk:
-        pieces = [self.part(width, modules, part) for part in parts]
+    def _put_together(self, sharding: LayerSharding, modules: Modules, zero: int, kinds: tuple[str, ...]) -> _Chunk:
+        """Put a stage together from its parts, in the order in which they compute.
+
+        A fully sharded model gathers each layer's weights for both passes; in the backward pass the next layer's are on
+        the way, and gradients are summed in fp32. The weights of all other parts are the root's, and stay gathered.
+        """
+        parts = [self.part(sharding, modules, kind) for kind in kinds]
         elements: Counter[BufferKind] = Counter()
-        for piece in pieces:
-            elements.update(piece.elements)
-        return _Chunk(_chunk(pieces, zero), elements, sum(piece.weights for piece in pieces), pieces[0].boundary)
+        root = 0
+        for part in parts:
+            elements.update(part.elements)
+            if zero >= 2 and not part.is_layer:
+                root += part.gathered_bytes
+        below, forward, backward = float(root), float(2 * root), float(3 * root)
+        before = 0.0  # what is offloaded of the layer before, which comes back while this one is in its backward pass
+        leaving = 0.0  # of the last layer that offloads
+        for part in parts:
+            own = part.gathered_bytes if zero >= 2 and part.is_layer else 0
+            forward = max(forward, below + part.forward + own)
+            backward = max(backward, below + part.backward + 2 * own + before)
+            below += part.kept
+            if zero == 2:
+                below += own
+            before, leaving = part.leaving, part.leaving or leaving
+        trace = ChunkTrace(
+            kept=round(max(below, 0)),
+            forward_peak=round(max(forward, below)),
+            backward_peak=round(max(backward, below)),
+            logits=max(part.logits for part in parts),
+            dispatch=max(part.dispatch for part in parts),
+            flops=round(sum(part.flops for part in parts)),
+            forward=(),
+            backward=(),
+            leaving=round(leaving),
+            moved=round(sum(part.moved for part in parts)),
+        )
+        return _Chunk(trace, elements, sum(part.weights for part in parts), parts[0].boundary)
 
     def rank_trace(self, layout: SearchedLayout, modules: Modules, rank: int, passes: bool = True) -> RankTrace:
         """Return the trace of a pipeline rank, put together; without the passes, only what it holds and sends."""
-        parts = [self.parts(stage) for stage in layout.stages[rank :: layout.pp]]
-        chunks = [self._chunk(layout.width, modules, layout.zero, one) for one in parts]
+        chunks: list[_Chunk] = []
         elements: Counter[BufferKind] = Counter()
-        for chunk in chunks:
-            elements.update(chunk.elements)
+        kinds: set[str] = set()
+        for stage in layout.stages[rank :: layout.pp]:
+            kinds.update(self.parts(stage))
+            chunks.append(self._chunk(layout.sharding, modules, layout.zero, self.parts(stage)))
+            elements.update(chunks[-1].elements)
         weights = sum(chunk.weights for chunk in chunks)
-        again = self._table_again(layout, set(itertools.chain(*parts)))
-        if again:
-            of_table = max((kind for kind in elements if not (kind[0] or kind[3])), key=elements.__getitem__)
-            elements[of_table] -= again
-            weights -= again * of_table[1]
+        shared = self._shared_table(layout, kinds)
+        if shared:
+            of_table = max((one for one in elements if not (one.expert or one.rate)), key=elements.__getitem__)
+            elements[of_table] -= shared
+            weights -= shared * of_table.parameter_bytes
         per_stage = self._world_size // layout.pp
         sharded = layout.zero >= 2
         return RankTrace(
@@ -305,83 +364,52 @@ class Pieces:
             boundary=chunks[0].boundary,
         )
 
-    def _table_again(self, layout: SearchedLayout, parts: set[str]) -> int:
+    def _shared_table(self, layout: SearchedLayout, parts: set[str]) -> int:
         """Return the elements of a table that two parts share where one rank has both."""
         model = self._run.model
         last = PREDICTION in parts or (LOSS in parts and not model.untie_embeddings_and_output_weights)
         if EMBEDDING not in parts or not last:
             return 0
-        return vocabulary(self._run) // layout.width.tp * model.hidden_size
+        return vocabulary(self._run) // layout.sharding.tp * model.hidden_size
 
     def _groups(self, layout: SearchedLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the first stage's ranks that share the first rank's dense weights, and those with its experts."""
-        per_stage, width = self._world_size // layout.pp, layout.width
-        return tuple(range(0, per_stage, width.tp)), tuple(range(0, per_stage, width.etp * width.ep))
+        per_stage, sharding = self._world_size // layout.pp, layout.sharding
+        return tuple(range(0, per_stage, sharding.tp)), tuple(range(0, per_stage, sharding.etp * sharding.ep))
 
     def _buffers(self, layout: SearchedLayout, elements: Counter[BufferKind]) -> Iterable[Buffer]:
-        dense, expert = self._groups(layout)
-        for (of_experts, parameter, gradient, rate), count in elements.items():
-            ranks = expert if of_experts else dense
+        for kind, count in elements.items():
+            ranks = self._groups(layout)[kind.expert]
             yield Buffer(
                 numel=count,
                 used=count,
-                rates={rate: count} if rate else {},
-                fewest_matrices=count // len(ranks) if rate else 0,
+                rates={kind.rate: count} if kind.rate else {},
+                fewest_matrices=count // len(ranks) if kind.rate else 0,
                 largest_block=0,
-                parameter_bytes=parameter,
-                gradient_bytes=gradient,
+                parameter_bytes=kind.parameter_bytes,
+                gradient_bytes=kind.gradient_bytes,
                 ranks=ranks,
-                expert=of_experts,
+                expert=kind.expert,
             )
 
     def _units(self, layout: SearchedLayout, elements: Counter[BufferKind]) -> Iterable[GatheredUnit]:
         """Yield all layers' shards as one unit for each kind."""
         on_machine = self._machine.gpus_per_node
-        for (of_experts, size, _, rate), count in elements.items():
-            ranks = self._groups(layout)[of_experts]
+        for kind, count in elements.items():
+            ranks = self._groups(layout)[kind.expert]
             share = -(-count // len(ranks))
             near = sum(rank < on_machine for rank in ranks)
             yield GatheredUnit(
                 segments=Segments((share,), (True,)),
-                parameter_bytes=size,
+                parameter_bytes=kind.parameter_bytes,
                 ranks=ranks,
                 neighbours=near,
-                expert=of_experts,
+                expert=kind.expert,
                 is_island=False,
                 is_root=False,
-                rates={rate: share} if rate else {},
+                rates={kind.rate: share} if kind.rate else {},
                 largest_block=0,
             )
 
 
 _NOTHING = ChunkTrace(0, 0, 0, 0, 0, 0, (), ())
-
-
-def _chunk(pieces: list[TracedPart], zero: int) -> ChunkTrace:
-    """Return the trace of a stage from those of its parts, in the order in which they compute.
-
-    A fully sharded model gathers each layer's weights for both passes; in the backward pass the next layer's are on the
-    way, and gradients are summed in fp32. Those of the root, which are those of all other parts, stay gathered.
-    """
-    weights = [sum(size * count for (_, size, *_), count in piece.elements.items()) for piece in pieces]
-    gathered = [size if zero >= 2 and piece.is_layer else 0 for piece, size in zip(pieces, weights)]
-    root = sum(size for piece, size in zip(pieces, weights) if zero >= 2 and not piece.is_layer)
-    below, forward, backward = float(root), float(2 * root), float(3 * root)
-    before = 0.0  # what is offloaded of the layer before, which comes back while this one is in its backward pass
-    for piece, own in zip(pieces, gathered):
-        forward = max(forward, below + piece.forward + own)
-        backward = max(backward, below + piece.backward + 2 * own + before)
-        below += piece.kept + (own if zero == 2 else 0)
-        before = piece.leaving
-    return ChunkTrace(
-        kept=round(max(below, 0)),
-        forward_peak=round(max(forward, below)),
-        backward_peak=round(max(backward, below)),
-        logits=max((piece.logits for piece in pieces), default=0),
-        dispatch=max((piece.dispatch for piece in pieces), default=0),
-        flops=round(sum(piece.flops for piece in pieces)),
-        forward=(),
-        backward=(),
-        leaving=round(next((piece.leaving for piece in reversed(pieces) if piece.leaving), 0)),
-        moved=round(sum(piece.moved for piece in pieces)),
-    )
