@@ -20,13 +20,13 @@ from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.config.schema import Run
 from megatron_moe.data.tokenizer_choice import build_tokenizer, tokenizer_of_folder, tokenizer_of_step
 from megatron_moe.data.tokenizers import REPLACEMENT, HuggingFaceTokenizer, Tokenizer
-from megatron_moe.hf.source import ModelSource, locate
 from megatron_moe.io.program import DONE, note, run_program
+from megatron_moe_tools.models.source import ModelSource, locate
 
 SCRIPT = "generate.py"
 
 if TYPE_CHECKING:  # flags, folders and prompts are checked before torch is loaded
-    from megatron_moe.hf.opened import Opened
+    from megatron_moe_tools.models.load_model import LoadedCheckpoint
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -102,11 +102,11 @@ def _main(argv: list[str]) -> int:
         note(f"{program_name(SCRIPT)}: {text}")
     import torch
 
-    from megatron_moe.hf.opened import opened
+    from megatron_moe_tools.models.load_model import load_model
 
     dtype: torch.dtype = getattr(torch, _DTYPES[flags.dtype])
     working = working_bytes(source.run, max(map(len, ids)), flags.max_new_tokens, dtype.itemsize)
-    with opened(source, dtype=dtype, working_bytes=working) as found:
+    with load_model(source, dtype=dtype, working_bytes=working) as found:
         for number, (prompt, prompt_ids) in enumerate(zip(prompts, ids)):
             sys.stdout.write("\n" if number else "")
             _continue(found, tokenizer, prompt, prompt_ids, ends, flags)
@@ -255,7 +255,7 @@ def _ids(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, run: Run, new:
 
 
 def _continue(
-    found: Opened,
+    found: LoadedCheckpoint,
     tokenizer: Tokenizer,
     prompt: str,
     prompt_ids: Sequence[int],

@@ -11,16 +11,16 @@ from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import program_name
 from megatron_moe.hf.safetensors_file import FormatError, read_header
-from megatron_moe.hf.source import ModelSource, locate
 from megatron_moe.io.files import replace_json, require_writable, written_aside
 from megatron_moe.io.program import DONE, note, run_program
+from megatron_moe_tools.models.source import ModelSource, locate
 
 SCRIPT = "trace_forward.py"
 
 if TYPE_CHECKING:  # flags and folders are checked before torch is loaded
     from torch import Tensor
 
-    from megatron_moe.hf.trace import Trace
+    from megatron_moe_tools.models.trace import Trace
 
 _INPUT = "input_ids"
 
@@ -81,8 +81,8 @@ def _main(argv: list[str]) -> int:
         raise ConfigError(
             f"--tokens {flags.tokens}: holds {', '.join(sorted(tensors)[:5]) or 'nothing'}, and no {_INPUT} [B, S]"
         )
-    from megatron_moe.hf.opened import opened
-    from megatron_moe.hf.trace import trace, working_bytes
+    from megatron_moe_tools.models.load_model import load_model
+    from megatron_moe_tools.models.trace import trace, working_bytes
 
     tokens = read_tokens(Path(flags.tokens), source)
     for text in source.notes:
@@ -91,7 +91,7 @@ def _main(argv: list[str]) -> int:
     if gradients:
         _ = source.required_family
     working = working_bytes(source.run, tokens.shape[0], tokens.shape[1], gradients)
-    with opened(source, gradients=gradients, working_bytes=working) as found:
+    with load_model(source, gradients=gradients, working_bytes=working) as found:
         result = trace(found, tokens, routing=flags.routing, gradients=gradients)
     _write(result, Path(flags.output), flags.grad_norms)
     print(

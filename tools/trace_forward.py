@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write what a checkpoint computes on given tokens, in fp32. See `megatron_moe/hf/trace.py`.
+"""Write what a checkpoint computes on given tokens, in fp32. See `megatron_moe_tools/models/trace.py`.
 
 python tools/trace_forward.py --load checkpoints --tokens tokens.safetensors --output trace.safetensors --routing
 python tools/trace_forward.py --load hf_folder --tokens tokens.safetensors --output t.safetensors --grad-norms g.json

@@ -21,10 +21,10 @@ from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.hf.architecture import settings_of
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.hf.folder import ALLOW, CERTIFICATE, HFFolder
-from megatron_moe.hf.source import locate
 from megatron_moe.io.files import free_bytes, require_writable
 from megatron_moe.io.program import note, run_program
 from megatron_moe.io.texts import size_text
+from megatron_moe_tools.models.source import locate
 
 SCRIPT = "convert_checkpoint.py"
 

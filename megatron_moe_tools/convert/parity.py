@@ -18,13 +18,13 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.folder import ALLOW, HFFolder
-from megatron_moe.hf.opened import Opened, one_process, opened
-from megatron_moe.hf.source import ModelSource, locate
-from megatron_moe.hf.trace import Routing, trace, working_bytes
 from megatron_moe.io.texts import size_text
 from megatron_moe_tools.convert import reference_model
 from megatron_moe_tools.convert.reference_model import ReferenceResult, run_reference
 from megatron_moe_tools.convert.ties import TIE, following
+from megatron_moe_tools.models.load_model import LoadedCheckpoint, load_model, one_process
+from megatron_moe_tools.models.source import ModelSource, locate
+from megatron_moe_tools.models.trace import Routing, trace, working_bytes
 
 TOKENS = (2, 64)
 """Number of sequences, and of tokens of each."""
@@ -169,7 +169,7 @@ def compare(
         rounded_to=getattr(torch, source.dtype) if differ else None,
         gradients=gradients,
     )
-    with opened(source, layers=layers, gradients=gradients) as found:
+    with load_model(source, layers=layers, gradients=gradients) as found:
         if differ:
             _round(found.chunk, getattr(torch, reference_source.dtype))
         return compare_with(reference, found, tokens, seed=seed, gradients=gradients, allow_constant=allow_constant)
@@ -177,7 +177,7 @@ def compare(
 
 def compare_with(
     reference: ReferenceResult,
-    found: Opened,
+    found: LoadedCheckpoint,
     tokens: Tensor,
     *,
     seed: int = 0,
@@ -232,7 +232,7 @@ def compare_with(
 # Parts of the comparison.
 
 
-def _constant_failures(reference: ReferenceResult, found: Opened) -> list[str]:
+def _constant_failures(reference: ReferenceResult, found: LoadedCheckpoint) -> list[str]:
     if reference.constants is None:
         return []
     ours, first = reference_model.native_constants(found.chunk, found.mapping), found.run.model.num_layers
@@ -293,7 +293,7 @@ def _gradients(ours: dict[str, float], theirs: dict[str, float], num_layers: int
     return (apart[worst] if worst is not None else 0.0), words
 
 
-def _not_covered(found: Opened, reference: ReferenceResult) -> Iterator[str]:
+def _not_covered(found: LoadedCheckpoint, reference: ReferenceResult) -> Iterator[str]:
     whole = found.source.run.model
     if whole.mtp_num_layers:
         yield f"multi-token prediction, {whole.mtp_num_layers} layers: transformers has none"

@@ -18,7 +18,6 @@ from megatron_moe.hf.config import config_of, differences, settings
 from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.mapping import Mapping, Piece, mapping
 from megatron_moe.hf.safetensors_file import StreamedFile, bytes_of, parse_object, read_small
-from megatron_moe.hf.source import ModelSource
 from megatron_moe.hf.tensors import TensorReader, dtype_name, sha256, write_tensor
 from megatron_moe.hf.transforms import Shape, Vocabulary
 from megatron_moe.io.files import write_bytes
@@ -42,6 +41,7 @@ from megatron_moe_tools.convert.model_card import NAME as CARD
 from megatron_moe_tools.convert.model_card import NAME_OF_THE_FIRST as CARD_OF_THE_FIRST
 from megatron_moe_tools.convert.model_card import model_card
 from megatron_moe_tools.convert.to_native import copy_file
+from megatron_moe_tools.models.source import ModelSource
 
 _EMBEDDING, _TIED = "embedding.word_embeddings.weight", "lm_head.weight"
 _OPTIMIZER = "optimizer."

@@ -14,7 +14,6 @@ from megatron_moe.checkpoint.pickles import PER_PART
 from megatron_moe.checkpoint.step_reader import AVERAGE, StepReader
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.hf.source import ModelSource
 from megatron_moe.hf.tensors import dtype_name, sha256
 from megatron_moe.hf.transforms import Shape
 from megatron_moe.io.files import new_file, write_bytes
@@ -25,6 +24,7 @@ from megatron_moe_tools.convert.convert import Advance, Conversion, ConversionOp
 from megatron_moe_tools.convert.to_native import DataFile, StoredPart, data_name, file_order, write_common, write_index
 from megatron_moe_tools.megatron_lm import exporting, optimizer
 from megatron_moe_tools.megatron_lm.contents import EMBEDDING, Progress, tensors_of, weight_of
+from megatron_moe_tools.models.source import ModelSource
 
 _OPTIMIZER = "optimizer."
 _EXPERTS = (".experts.weight1", ".experts.weight2")

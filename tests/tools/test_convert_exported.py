@@ -16,12 +16,12 @@ import yaml
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.hf.families import FAMILIES
-from megatron_moe.hf.opened import opened
-from megatron_moe.hf.source import locate
 from megatron_moe.training.run import pretrain
 from megatron_moe_tools import generate
 from megatron_moe_tools.convert import cli
 from megatron_moe_tools.convert.to_hf import ToHF
+from megatron_moe_tools.models.load_model import load_model
+from megatron_moe_tools.models.source import locate
 from megatron_moe_tools.prepare.train_tokenizer import train_sentencepiece
 from tests.helpers.conversions import convert, words
 from tests.helpers.rows import rows
@@ -89,7 +89,7 @@ def loglikelihoods(logits_of: Callable[[torch.Tensor], torch.Tensor], tokenizer:
 
 
 def same_loglikelihoods(run: Path, tokenizer: Any, model: Any) -> None:
-    with torch.no_grad(), opened(locate(run)) as found:
+    with torch.no_grad(), load_model(locate(run)) as found:
 
         def logits(tokens: torch.Tensor) -> torch.Tensor:
             return found.model(tokens, torch.arange(tokens.shape[1]).unsqueeze(0), None)[..., : found.vocab_size]

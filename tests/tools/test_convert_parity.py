@@ -18,12 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.hf import source
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.mapping import Mapping, Piece
-from megatron_moe.hf.opened import one_process, opened
-from megatron_moe.hf.source import locate
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import QueryKeyValue
 from megatron_moe.model import mla
@@ -32,6 +29,9 @@ from megatron_moe_tools.convert import parity
 from megatron_moe_tools.convert.parity import compare, compare_with
 from megatron_moe_tools.convert.reference_model import load_reference, run_model
 from megatron_moe_tools.convert.ties import TIE, choice_margin
+from megatron_moe_tools.models import source
+from megatron_moe_tools.models.load_model import load_model, one_process
+from megatron_moe_tools.models.source import locate
 from tests.helpers import tiny_models
 from tests.helpers.conversions import convert
 from tests.tools.test_convert_file_errors import Break, replaced
@@ -94,7 +94,7 @@ class Case:
         self.reference = run_model(model, self.tokens, gradients=True)
 
     def compared(self, **changes: Any) -> parity.Parity:
-        with opened(locate(self.folder), gradients="grad_norms" in changes) as found:
+        with load_model(locate(self.folder), gradients="grad_norms" in changes) as found:
             reference = replace(self.reference, **changes)
             return compare_with(reference, found, self.tokens, gradients="grad_norms" in changes)
 
@@ -130,7 +130,7 @@ def test_logits_that_no_token_changes_show_nothing(tmp_path):
     case = Case(tmp_path, "mixtral", lambda model: model.lm_head.weight.zero_())
     (failure,) = case.compared().failures
     assert "logits are the same for all tokens (0)" in failure and "--allow-suspicious-weights" in failure
-    with opened(locate(case.folder)) as found:
+    with load_model(locate(case.folder)) as found:
         assert compare_with(case.reference, found, case.tokens, allow_constant=True).passed
 
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten, replace
-from megatron_moe.hf.opened import fill, opened
-from megatron_moe.hf.opened import one_process as one_process_of
-from megatron_moe.hf.source import Block, locate
 from megatron_moe.parallel import groups
+from megatron_moe_tools.models.load_model import fill, load_model
+from megatron_moe_tools.models.load_model import one_process as one_process_of
+from megatron_moe_tools.models.source import Block, locate
 from tests.helpers import tiny_models
 
 BIAS = "decoder.layers.2.mlp.router.expert_bias"
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_get_the_dtype_asked_for_and_the_routers_bias_stays_fp32(folder: Path, dtype: torch.dtype) -> None:
     stored = load_file(folder / "model.safetensors")
-    with opened(locate(folder), dtype=dtype) as found:
+    with load_model(locate(folder), dtype=dtype) as found:
         tensors = found.tensors
         assert {value.dtype for key, value in tensors.items() if not key.endswith("expert_bias")} == {dtype}
         assert torch.equal(tensors[BIAS], stored["model.layers.2.mlp.gate.e_score_correction_bias"])
@@ -50,24 +50,24 @@ def test_weights_get_the_dtype_asked_for_and_the_routers_bias_stays_fp32(folder:
 
 
 def test_the_first_layers_are_those_of_the_whole_model(folder: Path) -> None:
-    with opened(locate(folder)) as found:
+    with load_model(locate(folder)) as found:
         whole = {key: value.detach().clone() for key, value in found.tensors.items()}
-    with opened(locate(folder), layers=2) as found:
+    with load_model(locate(folder), layers=2) as found:
         assert {key.split(".")[2] for key in found.tensors if key.startswith("decoder.layers.")} == {"0", "1"}
         assert all(torch.equal(value, whole[key]) for key, value in found.tensors.items())
 
 
 def test_groups_are_left_after_an_error_and_a_process_that_has_some_is_refused(folder, monkeypatch, one_process):
-    with pytest.raises(KeyError), opened(locate(folder)):
+    with pytest.raises(KeyError), load_model(locate(folder)):
         raise KeyError
     assert not dist.is_initialized()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="WORLD_SIZE 2: this needs one process"), opened(locate(folder)):
+    with pytest.raises(ConfigError, match="WORLD_SIZE 2: this needs one process"), load_model(locate(folder)):
         pass
     monkeypatch.undo()
     groups.initialize(Run())
-    with pytest.raises(RuntimeError, match="in no process group"), opened(locate(folder)):
+    with pytest.raises(RuntimeError, match="in no process group"), load_model(locate(folder)):
         pass
 
 
@@ -200,6 +200,6 @@ def test_a_variant_gives_the_logits_of_transformers(tmp_path, monkeypatch, varia
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
         expected = model(tokens).logits
-        with opened(locate(tmp_path)) as found:
+        with load_model(locate(tmp_path)) as found:
             logits = found.model(tokens, positions, None)[..., : tiny_models.VOCABULARY]
     torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-4)

@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.mapping import Mapping
-from megatron_moe.hf.opened import Opened
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import RoutingDecision
+from megatron_moe_tools.models.load_model import LoadedCheckpoint
 
 _TOKENS_AT_ONCE = 4096
 """Sequences of together about this many tokens go through the model at once: logits and activations take memory."""
@@ -67,7 +67,7 @@ class Trace:
         return named
 
 
-def trace(found: Opened, input_ids: Tensor, *, routing: bool = False, gradients: bool = False) -> Trace:
+def trace(found: LoadedCheckpoint, input_ids: Tensor, *, routing: bool = False, gradients: bool = False) -> Trace:
     """Run a model on tokens.
 
     Args:
@@ -179,7 +179,7 @@ def _recorded_mtp_logits(chunk: Any, found: list[Tensor], vocab_size: int) -> It
         del chunk._postprocess
 
 
-def _grad_norms(found: Opened, table: Mapping) -> dict[str, float]:
+def _grad_norms(found: LoadedCheckpoint, table: Mapping) -> dict[str, float]:
     """Return the L2 norm, summed in fp64, of each trained tensor's gradient; 0 where the loss does not depend on it."""
     tensors, norms = found.tensors, {}
     for piece in table.pieces:
