@@ -21,8 +21,17 @@ from megatron_moe.checkpoint.index import UntrustedError
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.tensors import dtype_name
 from megatron_moe.hf.transforms import Shape
-from megatron_moe_tools.megatron_lm import archives, names
-from megatron_moe_tools.megatron_lm.contents import EMBEDDING, OUTPUT, Contents, MegatronCheckpoint, Part, arguments
+from megatron_moe_tools.megatron_lm import names
+from megatron_moe_tools.megatron_lm.checkpoint import (
+    EMBEDDING,
+    OUTPUT,
+    Contents,
+    MegatronCheckpoint,
+    Part,
+    arguments,
+    read_archive,
+    require_intact,
+)
 
 _FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?", re.ASCII)
@@ -78,9 +87,9 @@ class LegacyTorch(MegatronCheckpoint):
 
     def _read(self, file: str) -> dict[str, Any]:
         try:
-            content = archives.read_file(self.files[file])
+            content = read_archive(self.files[file])
             with open(self.files[file], "rb") as archive:
-                archives.require_intact(archive, file)
+                require_intact(archive, file)
         except (UntrustedError, OSError) as error:
             raise ConfigError(f"--load {self.path}: refused: {file}: {error}") from None
         if not isinstance(content, dict) or not any(re.fullmatch(r"model\d*", str(key)) for key in content):

@@ -14,7 +14,11 @@ In files of the format `torch` a process writes its own part, and experts have a
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from megatron_moe.config.schema import Run
+from megatron_moe.hf.transforms import Shape
 
 _WITHIN_LAYER = (
     # Norms that Transformer Engine computes within the product that follows, and local layers store by its names too.
@@ -104,7 +108,7 @@ def _expert(inner: str) -> tuple[str, int | None]:
 # ---- The other way: names of a checkpoint that Megatron-LM loads.
 
 
-def layer_of(key: str) -> int | None:
+def _decoder_layer(key: str) -> int | None:
     """Return the number of the decoder's layer that one of our tensors is of; None outside of these layers."""
     found = _LAYER.match(key)
     return int(found[2]) if found is not None and found[1] == "decoder" and found[2] is not None else None
@@ -136,3 +140,43 @@ def theirs(key: str, *, transformer_engine: bool, latent: bool, moe: bool) -> st
     if (transformer_engine and not moe) or (not transformer_engine and not latent):
         renamed["pre_mlp_layernorm.weight"] = "mlp.linear_fc1.layer_norm_weight"
     return prefix + renamed.get(inner, inner)
+
+
+def weight_of(key: str) -> str:
+    """Return the weight that a key of the optimizer belongs to, or the key itself."""
+    return key.split(".", 3)[3] if key.startswith("optimizer.state.") else key
+
+
+def shape_there(key: str, shape: Shape) -> Shape:
+    """Return the shape in Megatron-LM's checkpoints of one of our tensors, or of a box of whole experts of it."""
+    return (shape[0], shape[1] * shape[2], shape[3]) if key.endswith(".mlp.experts.weight1") else shape
+
+
+def name_there(key: str, run: Run, transformer_impl: str) -> str:
+    """Return the name in Megatron-LM's checkpoints of one of our weights, or of what the optimizer has for it."""
+    weight = weight_of(key)
+    layer = _decoder_layer(weight)
+    pattern = run.derived.moe_layer_pattern
+    return key.removesuffix(weight) + theirs(
+        weight,
+        transformer_engine=transformer_impl == "transformer_engine",
+        latent=run.model.multi_latent_attention,
+        moe=bool(pattern[-1 if layer is None else layer]),
+    )
+
+
+def extra_states(shapes: Mapping[str, Shape], run: Run) -> list[str]:
+    """Return the names of the values that layers ask for and that are empty without FP8, whosever layers they are."""
+    found: dict[str, None] = {}
+    for key, shape in shapes.items():
+        there = theirs(key, transformer_engine=False, latent=True, moe=True)
+        module = there.removesuffix(".weight").removesuffix(".bias")
+        if module == there or key.endswith("mlp.router.weight"):
+            continue
+        if key.endswith((".experts.weight1", ".experts.weight2")):
+            found |= dict.fromkeys(f"{module}._extra_state/shard_{expert}_{shape[0]}" for expert in range(shape[0]))
+            continue
+        found[f"{module}._extra_state/shard_0_1"] = None
+        if module.endswith("self_attention.linear_proj"):
+            found[f"{module.removesuffix('linear_proj')}core_attention._extra_state/shard_0_1"] = None
+    return list(found)

@@ -30,7 +30,7 @@ from megatron_moe.model.build import build_model
 from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.model.float16_module import Float16Module
 from megatron_moe.parallel import groups
-from megatron_moe_tools.models.source import Block, ModelSource
+from megatron_moe_tools.models.source import BlockValues, ModelSource
 
 _FLAGS: dict[torch.dtype, dict[str, bool]] = {
     torch.float32: {},
@@ -173,7 +173,7 @@ def _require_memory(source: ModelSource, run: Run, gradients: bool, working_byte
 
 
 @torch.no_grad()
-def fill(tensors: Named[str, Tensor], blocks: Iterable[Block], where: str, rows: Named[str, int]) -> None:
+def fill(tensors: Named[str, Tensor], blocks: Iterable[BlockValues], where: str, rows: Named[str, int]) -> None:
     """Copy blocks into a model's tensors, which are filled with NaN first.
 
     Args:

@@ -19,7 +19,7 @@ from megatron_moe.hf.families import FAMILIES
 from megatron_moe.training.run import pretrain
 from megatron_moe_tools import generate
 from megatron_moe_tools.convert import cli
-from megatron_moe_tools.convert.to_hf import ToHF
+from megatron_moe_tools.convert.hugging_face import HuggingFaceSink
 from megatron_moe_tools.models.load_model import load_model
 from megatron_moe_tools.models.source import locate
 from megatron_moe_tools.prepare.train_tokenizer import train_sentencepiece
@@ -158,4 +158,9 @@ def test_an_imported_model_is_exported_with_what_it_came_with(capsys, tmp_path):
 def test_a_tied_model_has_its_output_layer_where_those_who_serve_it_read_one():
     table, options = SimpleNamespace(copies=["lm_head.weight"]), SimpleNamespace(drop_mtp=False)
     given = {name: SimpleNamespace(state={}, table=table, options=options, family=FAMILIES[name]) for name in FAMILIES}
-    assert [name for name in given if ToHF._copies(given[name])] == ["deepseek-v2", "deepseek-v3", "glm4-moe"]
+    copied = [name for name in given if HuggingFaceSink._copies(given[name])]
+    assert copied == [
+        "deepseek-v2",
+        "deepseek-v3",
+        "glm4-moe",
+    ]

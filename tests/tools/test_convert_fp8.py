@@ -9,7 +9,7 @@ import torch
 
 from megatron_moe.hf.mapping import Piece
 from megatron_moe.hf.transforms import Copy
-from megatron_moe_tools.convert.fp8_weights import rounded, uneven_blocks
+from megatron_moe_tools.convert.hugging_face import rounded, uneven_blocks
 from tests.helpers import tiny_models
 from tests.helpers.conversions import convert, held
 

@@ -16,7 +16,8 @@ from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.parallel import groups
 from megatron_moe_tools.models.load_model import fill, load_model
 from megatron_moe_tools.models.load_model import one_process as one_process_of
-from megatron_moe_tools.models.source import Block, locate
+from megatron_moe_tools.models.source import BlockValues as Values
+from megatron_moe_tools.models.source import locate
 from tests.helpers import tiny_models
 
 BIAS = "decoder.layers.2.mlp.router.expert_bias"
@@ -99,21 +100,21 @@ def held() -> dict[str, torch.Tensor]:
     return {"table": torch.ones(8, 2), "experts": torch.ones(3, 2, 2), "bias": torch.ones(4)}
 
 
-def blocks() -> list[Block]:
+def blocks() -> list[Values]:
     return [
-        Block("table", (0, 0), torch.full((6, 2), 1.5), "embed"),
-        *(Block("experts", (e, 0, 0), torch.full((1, 2, 2), float(e)), f"expert {e}") for e in range(3)),
-        Block("bias", (0,), torch.arange(4, dtype=torch.bfloat16), "bias"),
+        Values("table", (0, 0), torch.full((6, 2), 1.5), "embed"),
+        *(Values("experts", (e, 0, 0), torch.full((1, 2, 2), float(e)), f"expert {e}") for e in range(3)),
+        Values("bias", (0,), torch.arange(4, dtype=torch.bfloat16), "bias"),
     ]
 
 
-def filled(found: list[Block]) -> dict[str, torch.Tensor]:
+def filled(found: list[Values]) -> dict[str, torch.Tensor]:
     tensors = held()
     fill(tensors, found, "FOLDER", {"table": 5})
     return tensors
 
 
-def refused(found: list[Block]) -> str:
+def refused(found: list[Values]) -> str:
     with pytest.raises(ConfigError, match="^FOLDER: ") as error:
         filled(found)
     return str(error.value)
@@ -129,7 +130,7 @@ def test_blocks_go_to_their_places_and_what_pads_a_table_is_zero() -> None:
 
 def test_a_table_may_come_in_parts_of_which_one_is_padding_alone() -> None:
     found = [block for block in blocks() if block.key != "table"]
-    parts = [Block("table", (row, 0), torch.full((4, 2), float(row)), f"rows {row}") for row in (0, 4, 8)]
+    parts = [Values("table", (row, 0), torch.full((4, 2), float(row)), f"rows {row}") for row in (0, 4, 8)]
     assert filled([*found, *parts])["table"][:, 1].tolist() == [0.0] * 4 + [4.0] + [0.0] * 3
 
 
@@ -144,13 +145,16 @@ def test_a_block_that_is_left_out_or_comes_twice_is_told() -> None:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (Block("other", (0,), torch.ones(4), "thing"), "thing: the model has no tensor other"),
-        (Block("bias", (1,), torch.ones(4), "thing"), "thing: [4] at [1] is not within bias, which has the shape [4]"),
-        (Block("bias", (0, 0), torch.ones(2, 2), "thing"), "thing: [2, 2] at [0, 0] is not within bias"),
-        (Block("bias", (0,), torch.tensor([0, 1, 2, torch.nan]), "thing"), "thing contains NaN or infinity"),
+        (Values("other", (0,), torch.ones(4), "thing"), "thing: the model has no tensor other"),
+        (
+            Values("bias", (1,), torch.ones(4), "thing"),
+            "thing: [4] at [1] is not within bias, which has the shape [4]",
+        ),
+        (Values("bias", (0, 0), torch.ones(2, 2), "thing"), "thing: [2, 2] at [0, 0] is not within bias"),
+        (Values("bias", (0,), torch.tensor([0, 1, 2, torch.nan]), "thing"), "thing contains NaN or infinity"),
     ],
 )
-def test_a_block_that_cannot_be_one_is_told(block: Block, message: str) -> None:
+def test_a_block_that_cannot_be_one_is_told(block: Values, message: str) -> None:
     assert message in refused([*blocks()[:-1], block])
 
 
