@@ -75,7 +75,11 @@ def exported_tokenizer(step: Path, given: Mapping[str, Any], without: bool) -> E
     """
     config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
     trained_with = state.get("tokenizer") or {}
-    came = _came_along(step)
+    prefix = f"{origin.FOLDER}/"
+    came = {}
+    for name, entry in manifest.read(step).files.items():
+        if name.startswith(prefix):
+            came[name.removeprefix(prefix)] = entry
     names = frozenset(came.keys() & _TOKENIZER_FILES)
     if without:
         if given:
@@ -134,12 +138,6 @@ def generation_ids(ids: Mapping[str, int | None]) -> dict[str, int]:
     """Return the ids of generation_config.json. Batches are filled up with the end's where there is none of its own."""
     pad = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
     return {name: i for name, i in {**ids, "pad_token_id": pad}.items() if i is not None}
-
-
-def _came_along(step: Path) -> dict[str, FileEntry]:
-    prefix = f"{origin.FOLDER}/"
-    files = manifest.read(step).files
-    return {name.removeprefix(prefix): entry for name, entry in files.items() if name.startswith(prefix)}
 
 
 def _require_trained_with(

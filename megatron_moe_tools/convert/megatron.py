@@ -477,7 +477,10 @@ class MegatronSink(TorchDistSink):
         return start, names.shape_there(block.key, block.shape)
 
     def value(self, name: str) -> bytes:
-        return _EMPTY
+        """Return what a layer's extra state is without FP8, as the engine stores it."""
+        content = io.BytesIO()
+        torch.save([None], content)
+        return content.getvalue()
 
     def completed(self, row: Row, block: Block, tensor: Tensor) -> Row:
         (name, _), (start, shape) = self.tensor_of(block), self.box_of(block)
@@ -516,13 +519,3 @@ class MegatronSink(TorchDistSink):
     def facts(self, records: list[Record]) -> dict[str, Any]:
         dropped = sorted(self.source.reader.index.tensors.keys() - self.source.shapes.keys())
         return {"format": "torch_dist", "dtype": dtype_name(self.dtype), "dropped": dropped, "impl": self.impl}
-
-
-def _empty_value() -> bytes:
-    content = io.BytesIO()
-    torch.save([None], content)
-    return content.getvalue()
-
-
-_EMPTY = _empty_value()
-"""What a layer's extra state is without FP8, as the engine stores it."""

@@ -454,6 +454,10 @@ def write_index(
         parts: blocks of the tensors.
         values: parts that are no tensors.
     """
+
+    def info(part: StoredPart) -> _StorageInfo:
+        return _StorageInfo(sys.intern(part.file), part.offset, part.length)
+
     chunks: dict[str, list[StoredPart]] = {}
     for part in parts:
         chunks.setdefault(part.key, []).append(part)
@@ -465,16 +469,12 @@ def write_index(
         properties = TensorProperties(getattr(torch, dtype))
         listed[key] = TensorStorageMetadata(properties, torch.Size(shape), boxes)
         for number, part in enumerate(chunks[name]):
-            storage[MetadataIndex(key, part.start, number)] = _info(part)
+            storage[MetadataIndex(key, part.start, number)] = info(part)
     for part in values:
         key = sys.intern(part.key)
         listed[key] = BytesStorageMetadata()
-        storage[MetadataIndex(key)] = _info(part)
+        storage[MetadataIndex(key)] = info(part)
     return write_bytes(step / index.NAME, pickle.dumps(Metadata(listed, None, storage), protocol=4))
-
-
-def _info(part: StoredPart) -> _StorageInfo:
-    return _StorageInfo(sys.intern(part.file), part.offset, part.length)
 
 
 def copy_file(source: Path, target: Path, known: FileEntry) -> FileEntry:

@@ -30,6 +30,7 @@ _WITHIN_LAYER = (
     (r"mlp\.linear_fc1\.layer_norm_weight", "pre_mlp_layernorm.weight"),
 )
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?(?:(?:transformer|mtp_model)_layer\.)?")
+_EXPERTS = re.compile(r"mlp\.experts\.(?:(?:experts|local_experts)\.)?(?:(\d+)\.)?linear_fc([12])\.weight(\d+)?")
 _OPTIMIZER = re.compile(r"optimizer\.state\.(fp32_param|param|exp_avg|exp_avg_sq)\.")
 _OF_STATE = {"fp32_param": "param"}
 
@@ -81,37 +82,18 @@ def ours(name: str) -> Name:
     inner, half = name[layer.end() :], None
     if inner.endswith((".weight_w", ".weight_v")):  # a gate and up that each have a name
         inner, half = inner[:-2], "wv".index(inner[-1])
-    inner, expert = _expert(inner)
+    expert = None
+    if found := _EXPERTS.fullmatch(inner):
+        number = found[1] or found[3]
+        inner, expert = f"mlp.experts.weight{found[2]}", None if number is None else int(number)
     for pattern, native in _WITHIN_LAYER:
         inner = re.sub(rf"^{pattern}$", native, inner)
-    stacked = layer[2] is None
-    return Name(_prefix(name, layer) + inner, stacked, expert, half, state)
-
-
-def _prefix(name: str, layer: re.Match[str]) -> str:
-    within = "transformer_layer." if re.search(r"(transformer|mtp_model)_layer\.$", layer[0]) else ""
-    return f"{layer[1]}.layers.{'{}' if layer[2] is None else layer[2]}.{within}"
-
-
-_EXPERTS = re.compile(r"mlp\.experts\.(?:(?:experts|local_experts)\.)?(?:(\d+)\.)?linear_fc([12])\.weight(\d+)?")
-
-
-def _expert(inner: str) -> tuple[str, int | None]:
-    """Return our name of a tensor within a layer, and the number of its expert if it is of one."""
-    found = _EXPERTS.fullmatch(inner)
-    if found is None:
-        return inner, None
-    number = found[1] or found[3]
-    return f"mlp.experts.weight{found[2]}", None if number is None else int(number)
+    number = "{}" if layer[2] is None else layer[2]
+    within = "transformer_layer." if layer[0].endswith(("transformer_layer.", "mtp_model_layer.")) else ""
+    return Name(f"{layer[1]}.layers.{number}.{within}{inner}", layer[2] is None, expert, half, state)
 
 
 # ---- The other way: names of a checkpoint that Megatron-LM loads.
-
-
-def _decoder_layer(key: str) -> int | None:
-    """Return the number of the decoder's layer that one of our tensors is of; None outside of these layers."""
-    found = _LAYER.match(key)
-    return int(found[2]) if found is not None and found[1] == "decoder" and found[2] is not None else None
 
 
 def theirs(key: str, *, transformer_engine: bool, latent: bool, moe: bool) -> str:
@@ -154,14 +136,14 @@ def shape_there(key: str, shape: Shape) -> Shape:
 
 def name_there(key: str, run: Run, transformer_impl: str) -> str:
     """Return the name in Megatron-LM's checkpoints of one of our weights, or of what the optimizer has for it."""
-    weight = weight_of(key)
-    layer = _decoder_layer(weight)
-    pattern = run.derived.moe_layer_pattern
+    weight, pattern = weight_of(key), run.derived.moe_layer_pattern
+    found = _LAYER.match(weight)
+    layer = int(found[2]) if found is not None and found[1] == "decoder" else -1  # depths are as the last layer is
     return key.removesuffix(weight) + theirs(
         weight,
         transformer_engine=transformer_impl == "transformer_engine",
         latent=run.model.multi_latent_attention,
-        moe=bool(pattern[-1 if layer is None else layer]),
+        moe=bool(pattern[layer]),
     )
 
 

@@ -96,7 +96,7 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
     for name in (*architecture_keys(), *_ALSO_TAKEN):
         if name in given:
             continue
-        value = _plain(_found(args, name))
+        value = _plain(next((args[known] for known in _names(name) if args.get(known) is not None), None))
         if value is None:
             continue
         try:
@@ -112,27 +112,35 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
     closed = frozenset(name for name, field in fields.items() if field.section not in ("model", "moe"))
     flat, _ = megatron_defaults.taken(flat, closed)
     flat, ignored = as_megatron_reads(flat)
-    run = build({name: value for name, value in flat.items() if name in (*architecture_keys(), *_KEPT, *given)})
-    _require_convertible(run, where)
+    run = build(
+        {
+            name: value
+            for name, value in flat.items()
+            if name in (*architecture_keys(), *_ALSO_TAKEN, "padded_vocab_size", *given)
+        }
+    )
+    if run.model.add_bias_linear:
+        raise ConfigError(
+            f"{where}: --add-bias-linear: models with biases in all linear layers are not converted; "
+            "--disable-bias-linear models are, with --add-qkv-bias too"
+        )
+    if not run.model.swiglu:
+        raise ConfigError(f"{where}: --no-swiglu: models without gated layers are not converted; those of --swiglu are")
     try:
         check_model(run, 1)
     except ConfigError as error:
         raise ConfigError(f"{where}: by its arguments: {error}") from None
-    return run, [*notes, *ignored, *_defaults_taken(run, missing, where), *_epsilon_notes(run)]
-
-
-_KEPT = (*_ALSO_TAKEN, "padded_vocab_size")
+    notes += [*ignored, *_defaults_taken(run, missing, where)]
+    if run.model.multi_latent_attention and run.model.norm_epsilon != _LATENT_EPSILON:
+        notes.append(
+            f"--norm-epsilon {run.model.norm_epsilon}: the norms of the latents have {_LATENT_EPSILON} here, so that "
+            "logits differ by a little from Megatron-LM's"
+        )
+    return run, notes
 
 
 def _names(field: str) -> tuple[str, ...]:
     return (field, *_OTHER_NAMES.get(field, ()))
-
-
-def _found(args: Mapping[str, Any], name: str) -> Any:
-    for known in _names(name):
-        if args.get(known) is not None:
-            return args[known]
-    return None
 
 
 def _plain(value: Any) -> Any:
@@ -198,25 +206,6 @@ def _defaults_taken(run: Run, missing: list[str], where: str) -> list[str]:
     return [
         f"{where}: its arguments do not have {', '.join(taken)}: these DEFAULTS ARE TAKEN; flags given to the "
         "conversion go before them"
-    ]
-
-
-def _require_convertible(run: Run, where: str) -> None:
-    if run.model.add_bias_linear:
-        raise ConfigError(
-            f"{where}: --add-bias-linear: models with biases in all linear layers are not converted; "
-            "--disable-bias-linear models are, with --add-qkv-bias too"
-        )
-    if not run.model.swiglu:
-        raise ConfigError(f"{where}: --no-swiglu: models without gated layers are not converted; those of --swiglu are")
-
-
-def _epsilon_notes(run: Run) -> list[str]:
-    if not run.model.multi_latent_attention or run.model.norm_epsilon == _LATENT_EPSILON:
-        return []
-    return [
-        f"--norm-epsilon {run.model.norm_epsilon}: the norms of the latents have {_LATENT_EPSILON} here, so that "
-        "logits differ by a little from Megatron-LM's"
     ]
 
 
@@ -425,16 +414,10 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
     groups = [plain[0], plain[1]] if 0 in plain else [plain]  # the second has the experts
     parts = {number: {**one, **sharding} for number, one in enumerate(groups)}
     own = parts if continued.experts_apart and len(parts) > 1 else parts[0]
-    return {**found, "optimizer": own, "opt_param_scheduler": _scheduler(continued)}
-
-
-def _scheduler(continued: Continued) -> dict[str, Any]:
-    """Return the schedule's state there, where it counts sequences."""
-    own = dict(continued.scheduler)
-    batch = 1 if own.pop("in_samples", False) else continued.batch
-    lengths = ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps")
-    return {
-        **own,
-        **{name: own[name] * batch for name in lengths},
-        "num_steps": continued.progress.consumed_samples,
-    }
+    # The schedule's state counts sequences there.
+    schedule = dict(continued.scheduler)
+    batch = 1 if schedule.pop("in_samples", False) else continued.batch
+    for name in ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps"):
+        schedule[name] *= batch
+    schedule["num_steps"] = continued.progress.consumed_samples
+    return {**found, "optimizer": own, "opt_param_scheduler": schedule}

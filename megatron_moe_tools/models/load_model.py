@@ -108,7 +108,11 @@ def load_model(
     run = one_process(source.run, dtype, layers)
     _require_memory(source, run, gradients, working_bytes)
     try:
-        model, chunk = _build(run)
+        pg_collection = groups.initialize(run)
+        (chunk,) = build_model(run, pg_collection, _vocab_size(run), wrap=False, draw=False)
+        chunk.to(platform.device())
+        half = run.precision.bf16 or run.precision.fp16
+        model = (Float16Module(transformer_config(run), chunk) if half else chunk).eval()
         fill(saved_tensors(chunk), source.blocks(run), str(source.path), {key: _vocab_size(run) for key in _TABLES})
         yield LoadedCheckpoint(source, run, model, chunk)
     finally:
@@ -142,14 +146,6 @@ def saved_tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a whole model's parameters and the buffers that are saved, by the keys that checkpoints give them."""
     state = chunk.state_dict(keep_vars=True)
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _build(run: Run) -> tuple[torch.nn.Module, torch.nn.Module]:
-    pg_collection = groups.initialize(run)
-    (chunk,) = build_model(run, pg_collection, _vocab_size(run), wrap=False, draw=False)
-    chunk.to(platform.device())
-    wrapped = Float16Module(transformer_config(run), chunk) if run.precision.bf16 or run.precision.fp16 else chunk
-    return wrapped.eval(), chunk
 
 
 def _vocab_size(run: Run) -> int:
