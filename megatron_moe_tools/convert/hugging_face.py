@@ -99,6 +99,7 @@ class HuggingFaceSource(ConversionSource):
             self.run = replace(self.run, keep_fp32=patterns)
             self.notes.append(f"fp32 weights stay in fp32: --keep-fp32 {' '.join(patterns)}, which a run needs too")
         self.shapes = self.table.shapes
+        self.names = set(stored) - {*self.copies, *self.ignored, *self.dropped}
         self.weights = WeightCheck(self.reader, self.table)
         self.inputs = {name: found.path / name for name in {tensor.file for tensor in found.tensors.values()}}
         self.companions = {name: path for name, path in found.companions.items() if name != hf_folder.CERTIFICATE}
@@ -167,9 +168,6 @@ class HuggingFaceSource(ConversionSource):
         if stored.dtype != dtype_name(dtype):
             entry["sha256_as_written"] = sha256(tensor)
         return tensor, entry
-
-    def names(self) -> set[str]:
-        return set(self.reader.names()) - {*self.copies, *self.ignored, *self.dropped}
 
     def require_used(self, rows: list[Row]) -> None:
         hashes = {}
@@ -261,12 +259,14 @@ class HuggingFaceSink(ConversionSink):
         super().__init__(source)
         self.source: NativeSource = source
         self.options, self.state, self.tokenizer = source.options, source.state, tokenizer
+        self.identity = {"tokenizer": tokenizer.facts()}
         self.notes += tokenizer.notes
         self.family = model.required_family
         self.run = source.with_stored_padding(model.run)
         if self.options.drop_mtp and self.run.model.mtp_num_layers:
             self.run = replace(self.run, mtp_num_layers=None)
         self.table = mapping(self.run, self.family.names)
+        self.names = _names(self.table)
         self._pieces = {(piece.key, piece.start): piece for piece in self.table.pieces}
         if self.options.fp8:
             self.notes += uneven_blocks(self.table.pieces)
@@ -296,9 +296,6 @@ class HuggingFaceSink(ConversionSink):
         self.companions = {name: path for name, path in companions.items() if name not in replaced}
         self.files = self.planned()
         self.summary = model_words(self.run, self.family.name, self._dtype_words())
-
-    def identity(self) -> dict[str, Any]:
-        return {"tokenizer": self.tokenizer.facts()}
 
     def _copies(self) -> list[str]:
         """Return the names of copies to write: those that the source had, or that readers of the family need."""
@@ -495,9 +492,6 @@ class HuggingFaceSink(ConversionSink):
         row["cast"] = certificate.cast_name(row["native"]["dtype"], dtype_name(FP8))
         return entries
 
-    def names(self) -> set[str]:
-        return _names(self.table)
-
     def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
         files: dict[str, FileEntry] = {record["name"]: record["entry"] for record in records}
         if len(records) > 1:
@@ -508,7 +502,7 @@ class HuggingFaceSink(ConversionSink):
         for name, content in sorted(self.contents.items()):
             files[name] = write_bytes(output / name, content)
         for name in sorted(self.companions):
-            known = self.source.files[f"{origin.FOLDER}/{name}"]
+            known = self.source.listed[f"{origin.FOLDER}/{name}"]
             target = CARD_OF_THE_FIRST if name == CARD and CARD in self.contents else name
             files[target] = copy_file(self.companions[name], output / target, known)
         return files
@@ -535,19 +529,21 @@ class HuggingFaceSink(ConversionSink):
         require_same(sha256(block), expected(native), native["key"], "it is made back into another")
         return block
 
-    def close(self, records: list[Record]) -> None:
-        rows = [row for record in records for row in record["rows"]]
+    def close(self, rows: list[Row]) -> None:
         hashes = {entry["name"]: entry["sha256"] for row in rows for entry in row["hf"]}
         for copy in self.copies:
             original = self.table.copies[copy]
             require_same(self._back.digest(copy), hashes[original], copy, f"it is no copy of {original}")
         self._back.close()
 
-    def facts(self, records: list[Record]) -> dict[str, Any]:
-        rounding = None
+    def facts(self, rows: list[Row]) -> dict[str, Any]:
+        rounding: dict[str, Any] | None = None
         if self.options.fp8:
-            entries = [entry for record in records for row in record["rows"] for entry in row["hf"]]
-            rounding = rounding_facts([entry["rounding"] for entry in entries if "rounding" in entry])
+            errors = [entry["rounding"] for row in rows for entry in row["hf"] if "rounding" in entry]
+            rounding = {"weights": len(errors)}
+            for name in ("largest", "relative_rms"):
+                rounding[name] = max((error[name] for error in errors), default=0.0)
+            rounding |= {"block": list(BLOCK), "dtype": "float8_e4m3fn"}
         return {
             "family": self.family.name,
             "dtype": self._dtype_words(),
@@ -594,12 +590,6 @@ def rounded(weight: Tensor) -> RoundedWeight:
     rows, columns = weight.shape
     numbers = tiles.numbers[:rows, :columns].contiguous()
     return RoundedWeight(numbers, tiles.scales.contiguous(), exact.to(torch.bfloat16), error)
-
-
-def rounding_facts(errors: list[dict[str, float]]) -> dict[str, Any]:
-    """Return how many weights were rounded, and the worst of their errors."""
-    worst = {name: max((error[name] for error in errors), default=0.0) for name in ("largest", "relative_rms")}
-    return {"weights": len(errors), **worst, "block": list(BLOCK), "dtype": "float8_e4m3fn"}
 
 
 def uneven_blocks(pieces: Iterable[Piece]) -> list[str]:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint import folder, index, origin, pickles
-from megatron_moe.checkpoint.pickles import PER_PART
 from megatron_moe.checkpoint.step_reader import AVERAGE, StepReader
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import all_fields
@@ -149,12 +148,15 @@ class MegatronSource(ConversionSource):
         if self.updates is not None:
             self.run = replace(self.run, **settings.optimizer_settings(checkpoint.args))
         self.inputs = dict(checkpoint.files)
+        self.identity = {"given": {name: str(value) for name, value in given.items()}}
+        if (self.path.parent / CERTIFICATE).is_file():  # a conversion wrote the step
+            listed = folder.read_json(self.path.parent / CERTIFICATE)["output"]["files"]
+            for name in self.inputs:
+                if (entry := listed.get(f"{self.path.name}/{name}")) is not None:
+                    self.listed[name] = entry
         self.notes.append("random states are left out: a run makes new ones from --seed")
         kept = "weights alone" if self.updates is None else f"with the optimizer after {self.updates} updates"
         self.summary = f"{model_words(self.run, f'--ckpt-format {checkpoint.form}', dtype_name(self.dtype))}; {kept}"
-
-    def identity(self) -> dict[str, Any]:
-        return {"given": {name: str(value) for name, value in self.given.items()}}
 
     def _doubt(self, doubts: Iterable[str]) -> None:
         """Refuse a checkpoint whose files may be those of other ranks, or warn where that is allowed."""
@@ -203,14 +205,6 @@ class MegatronSource(ConversionSource):
                     again = self.contents.copies.setdefault(key.removeprefix(mains), [])
                     again.extend(self.contents.parts.pop(key))
         return settings.updates_of(self.checkpoint.common, where)
-
-    def wanted_inputs(self) -> dict[str, FileEntry] | None:
-        """Return what the certificate beside the step lists, where a conversion wrote the step."""
-        if not (self.path.parent / CERTIFICATE).is_file():
-            return None
-        listed = folder.read_json(self.path.parent / CERTIFICATE)["output"]["files"]
-        prefix = f"{self.path.name}/"
-        return {name.removeprefix(prefix): entry for name, entry in listed.items() if name.startswith(prefix)}
 
     def read(self, block: Block) -> tuple[Tensor, Row]:
         parts, copies = self._parts[block.place], self._copies.get(block.place, ())
@@ -361,6 +355,7 @@ class MegatronSink(TorchDistSink):
         super().__init__(source)
         self.source: NativeSource = source
         self.options, self.impl, self.expert_ranks = source.options, transformer_impl, expert_ranks
+        self.identity = {"transformer_impl": transformer_impl, "expert_ranks": expert_ranks}
         self.run = source.with_stored_padding(model.run)
         self.weights, self.fp32 = tensors_of(self.run)
         head = f"--load {source.path}: its tensors are not those of its configuration:"
@@ -375,8 +370,10 @@ class MegatronSink(TorchDistSink):
         self.dtype = found.pop()
         self.continued = self._continued() if source.keeps_optimizer else None
         self.name = settings.RELEASE if self.continued is None else source.path.name
-        empty = dict.fromkeys(names.extra_states(self.weights, self.run), PER_PART)
-        self.files = self.planned(self._blocks(), empty)
+        empty = io.BytesIO()
+        torch.save([None], empty)  # what a layer's extra state is without FP8, as the engine stores it
+        states = dict.fromkeys(names.extra_states(self.weights, self.run), empty.getvalue())
+        self.files = self.planned(self._blocks(), states)
         kept = "weights alone: Megatron-LM starts at iteration 0"
         if self.continued is not None:
             kept = f"with the optimizer of iteration {source.iteration}, for --use-distributed-optimizer"
@@ -384,9 +381,6 @@ class MegatronSink(TorchDistSink):
                 kept += f" and --expert-model-parallel-size {'above 1' if expert_ranks > 1 else '1'}"
         self.notes.append(f"for --transformer-impl {transformer_impl} there; {kept}")
         self.summary = model_words(self.run, "--ckpt-format torch_dist", dtype_name(self.dtype))
-
-    def identity(self) -> dict[str, Any]:
-        return {"transformer_impl": self.impl, "expert_ranks": self.expert_ranks}
 
     def _require_known_there(self) -> None:
         """Refuse settings that Megatron-LM would compute otherwise, since it has no argument for them."""
@@ -476,12 +470,6 @@ class MegatronSink(TorchDistSink):
         start = (block.start[0], 0, 0) if block.key.endswith(_EXPERTS) else block.start
         return start, names.shape_there(block.key, block.shape)
 
-    def value(self, name: str) -> bytes:
-        """Return what a layer's extra state is without FP8, as the engine stores it."""
-        content = io.BytesIO()
-        torch.save([None], content)
-        return content.getvalue()
-
     def completed(self, row: Row, block: Block, tensor: Tensor) -> Row:
         (name, _), (start, shape) = self.tensor_of(block), self.box_of(block)
         box = {"start": list(start), "shape": list(shape), "dtype": dtype_name(tensor.dtype)}
@@ -516,6 +504,6 @@ class MegatronSink(TorchDistSink):
         require_same(sha256(block), entry["sha256"], entry["name"], "it reads otherwise than written")
         return block
 
-    def facts(self, records: list[Record]) -> dict[str, Any]:
+    def facts(self, rows: list[Row]) -> dict[str, Any]:
         dropped = sorted(self.source.reader.index.tensors.keys() - self.source.shapes.keys())
         return {"format": "torch_dist", "dtype": dtype_name(self.dtype), "dropped": dropped, "impl": self.impl}

@@ -82,14 +82,11 @@ class NativeSource(ConversionSource):
             raise ConfigError(f"--ema: {step} has no average of its weights, which a run with --ema-decay saves")
         self.config, self.state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
         self.iteration = int(step.name.removeprefix("iter_"))
-        self.files = manifest.read(step).files
-        self.inputs = {name: step / name for name in self.files}
+        self.listed = manifest.read(step).files
+        self.inputs = {name: step / name for name in self.listed}
         stored = self.reader.index.tensors
         self.weights = {key: one.shape for key, one in stored.items() if not key.startswith(OPTIMIZER)}
         self.keeps_optimizer = len(self.weights) < len(stored) and not (options.no_optim or options.ema)
-
-    def wanted_inputs(self) -> dict[str, FileEntry] | None:
-        return self.files
 
     def read(self, block: Block) -> tuple[Tensor, Row]:
         values = self._values(block)
@@ -170,24 +167,23 @@ class NativeSource(ConversionSource):
             state["averaged"] = True
         return state
 
-    def step_values(self) -> dict[str, int]:
-        return {name: stored.length for name, stored in sorted(self.reader.index.values.items())}
-
-    def step_value(self, name: str) -> bytes:
-        stored = self.reader.index.values[name]
-        with open(self.path / stored.file, "rb") as file:
-            file.seek(stored.offset)
-            return file.read(min(stored.length, LARGEST_VALUE))
+    def step_values(self) -> dict[str, bytes]:
+        found = {}
+        for name, stored in sorted(self.reader.index.values.items()):
+            with open(self.path / stored.file, "rb") as file:
+                file.seek(stored.offset)
+                found[name] = file.read(min(stored.length, LARGEST_VALUE))
+        return found
 
     def step_common(self) -> dict[Any, Any]:
-        common: dict[Any, Any] = pickles.read_file(self.path, pickles.COMMON) if pickles.COMMON in self.files else {}
+        common: dict[Any, Any] = pickles.read_file(self.path, pickles.COMMON) if pickles.COMMON in self.inputs else {}
         if not self.keeps_optimizer:
             common.pop("optimizer", None)
         return common
 
     def write_companions(self, step: Path) -> dict[str, FileEntry]:
         copied = {}
-        for name, known in self.files.items():
+        for name, known in self.listed.items():
             if not (name.endswith(".distcp") or name in _REWRITTEN):
                 (step / name).parent.mkdir(exist_ok=True)
                 copied[name] = copy_file(self.path / name, step / name, known)
@@ -211,11 +207,11 @@ class AveragedSource(NativeSource):
     def __init__(self, steps: Sequence[Path], options: ConversionOptions) -> None:
         super().__init__(steps[-1], replace(options, no_optim=True))
         self._readers = [StepReader(step) for step in steps]
-        self._entries: dict[str, FileEntry] = {}
+        self.listed = {}
         for step in steps:
             for name, entry in manifest.read(step).files.items():
-                self._entries[f"{step.name}/{name}"] = entry
-        self.inputs = {name: steps[0].parent / name for name in self._entries}
+                self.listed[f"{step.name}/{name}"] = entry
+        self.inputs = {name: steps[0].parent / name for name in self.listed}
         for step, reader in zip(steps, self._readers):
             shapes = {key: one.shape for key, one in reader.index.tensors.items() if not key.startswith(OPTIMIZER)}
             differ = sorted(shapes.keys() ^ self.weights.keys())
@@ -223,9 +219,6 @@ class AveragedSource(NativeSource):
             if differ:
                 raise ConfigError(f"--average-steps: {step} is of another model than {self.path}: {differ[0]} differs")
         self.iterations = [int(step.name.removeprefix("iter_")) for step in steps]
-
-    def wanted_inputs(self) -> dict[str, FileEntry] | None:
-        return self._entries
 
     def _values(self, block: Block) -> Tensor:
         if not self.reader.dtype(block.key).is_floating_point:
@@ -285,7 +278,7 @@ class TorchDistSink(ConversionSink):
         super().__init__(source)
         self.tensors: dict[str, tuple[str, Shape]] = {}
 
-    def planned(self, blocks: list[Block], values: dict[str, int]) -> list[OutputFile]:
+    def planned(self, blocks: list[Block], values: dict[str, bytes]) -> list[OutputFile]:
         """Return the data files: one for each layer's blocks, and one for the values that are no tensors."""
         contents: dict[tuple[bool, int, int], list[Block]] = {}
         for block in blocks:
@@ -298,7 +291,8 @@ class TorchDistSink(ConversionSink):
             files.append(OutputFile(f"{self.name}/{data_name(number)}", size, tuple(contents[order])))
         if values:
             name = f"{self.name}/{data_name(len(files))}"
-            files.append(OutputFile(name, sum(values.values()), tuple(values)))
+            files.append(OutputFile(name, sum(map(len, values.values())), tuple(values)))
+        self.values = values
         return files
 
     def tensor_of(self, block: Block) -> tuple[str, Shape]:
@@ -309,10 +303,6 @@ class TorchDistSink(ConversionSink):
         """Return start and shape of a block in the output."""
         return block.start, block.shape
 
-    def value(self, name: str) -> bytes:
-        """Return the bytes of a value that is no tensor."""
-        return self.source.step_value(name)
-
     def write(self, file: OutputFile, output: Path, advance: Advance) -> Record:
         rows: list[Row] = []
         values: list[StoredPart] = []
@@ -320,7 +310,7 @@ class TorchDistSink(ConversionSink):
             data = DataFile(opened)
             for item in file.content:
                 if isinstance(item, str):
-                    values.append(data.add_value(item, self.value(item)))
+                    values.append(data.add_value(item, self.values[item]))
                     continue
                 tensor, row = self.source.read(item)
                 start, shape = self.box_of(item)
@@ -351,8 +341,7 @@ class TorchDistSink(ConversionSink):
         found = {name: (tensor.dtype, tensor.shape) for name, tensor in self._back.index.tensors.items()}
         if found != self.tensors:
             raise ConfigError(f"{step}: its tensors are not those of the model; nothing was published")
-        wanted = {item for file in self.files for item in file.content if isinstance(item, str)}
-        if self._back.index.values.keys() != wanted:
+        if self._back.index.values.keys() != self.values.keys():
             raise ConfigError(f"{step}: values are missing; nothing was published")
 
     def reader_of(self, step: Path) -> StepReader:
@@ -387,7 +376,7 @@ class NativeSink(TorchDistSink):
         files[folder.STATE] = write_json(step / folder.STATE, source.step_state())
         return seal(output, source.iteration, files)
 
-    def facts(self, records: list[Record]) -> dict[str, Any]:
+    def facts(self, rows: list[Row]) -> dict[str, Any]:
         return self.source.facts()
 
 

@@ -113,15 +113,16 @@ class ConversionSource(ABC):
     Attributes:
         path: the step, or the folder.
         inputs: its files by name.
-        notes: remarks from planning.
-        warnings: warnings, which a native step keeps.
+        listed: sizes and hashes of files, where the source has a list of them.
+        identity: what, besides files and options, has an influence on the output.
+        notes, warnings: remarks from planning; a native step keeps the warnings.
         iteration: the number of a native step that is made of it.
         shapes: the shapes of the tensors that are converted, by our keys.
+        names: the stored tensors that have to be in the rows; empty where blocks alone are counted.
         summary: the model in a line.
     """
 
     kind: ClassVar[str]
-    path: Path
     shapes: dict[str, Shape]
     summary: str
     iteration = 0
@@ -129,6 +130,9 @@ class ConversionSource(ABC):
     def __init__(self, path: Path, options: ConversionOptions) -> None:
         self.path, self.options = path, options
         self.inputs: dict[str, Path] = {}
+        self.listed: dict[str, FileEntry] = {}
+        self.identity: dict[str, Any] = {}
+        self.names: set[str] = set()
         self.notes: list[str] = []
         self.warnings: list[str] = []
 
@@ -144,35 +148,15 @@ class ConversionSource(ABC):
             ConfigError: the source is damaged, or its numbers do not fit into the dtype.
         """
 
-    def names(self) -> set[str]:
-        """Return the names of the stored tensors that have to be in the rows; empty where blocks alone are counted."""
-        return set()
-
-    def wanted_inputs(self) -> dict[str, FileEntry] | None:
-        """Return sizes and hashes of the input files, where the source has a list of them."""
-        return None
-
-    def identity(self) -> dict[str, Any]:
-        """Return what, besides files and options, has an influence on the output."""
-        return {}
-
     def require_used(self, rows: list[Row]) -> None:
-        """Check that everything stored was used, and that nothing looks as if it were there twice.
-
-        Raises:
-            ConfigError: it was not, or it does.
-        """
+        """Check that everything stored was used, and that nothing looks as if it were there twice."""
         return
 
     def require_made_back(self, row: Row, block: Tensor) -> None:
-        """Check that a block, read from the output, transforms back into what its row says of the source.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """Check that a block, read from the output, transforms back into what its row says of the source."""
         return
 
-    # What a native step consists of that is made of this source.
+    # What a native step is that is made of this source.
 
     @abstractmethod
     def step_blocks(self) -> list[Block]:
@@ -188,13 +172,9 @@ class ConversionSource(ABC):
     @abstractmethod
     def step_state(self) -> dict[str, Any]: ...
 
-    def step_values(self) -> dict[str, int]:
-        """Return the values that are no tensors, with the bytes of each."""
+    def step_values(self) -> dict[str, bytes]:
+        """Return the values that are no tensors, as they are stored."""
         return {}
-
-    def step_value(self, name: str) -> bytes:
-        """Return the bytes of a value that is no tensor, as they are stored."""
-        raise KeyError(name)
 
     def step_common(self) -> dict[Any, Any]:
         """Return the plain values of the engine's own file."""
@@ -214,8 +194,9 @@ class ConversionSink(ABC):
 
     Attributes:
         files: the files that hold the tensors.
-        notes: remarks from planning.
-        warnings: warnings from planning.
+        names: the tensors of a Hugging Face folder that have to be in the rows.
+        identity: what, besides the source and the options, has an influence on the output.
+        notes, warnings: remarks from planning.
         summary: the model in a line.
     """
 
@@ -225,16 +206,18 @@ class ConversionSink(ABC):
 
     def __init__(self, source: ConversionSource) -> None:
         self.source = source
+        self.names = source.names
+        self.identity: dict[str, Any] = {}
         self.notes: list[str] = []
         self.warnings: list[str] = []
-
-    def identity(self) -> dict[str, Any]:
-        """Return what, besides the source and the options, has an influence on the output."""
-        return {}
 
     @abstractmethod
     def write(self, file: OutputFile, output: Path, advance: Advance) -> Record:
         """Write one file from blocks of the source."""
+
+    def require_coverage(self, rows: list[Row]) -> None:
+        """Check that every tensor of both sides is in exactly one row."""
+        certificate.require_coverage(rows, self.names, self.source.shapes, str(self.source.path))
 
     @abstractmethod
     def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
@@ -242,38 +225,18 @@ class ConversionSink(ABC):
 
     @abstractmethod
     def open_again(self, output: Path) -> None:
-        """Open the output to read it, and check which tensors it holds.
-
-        Raises:
-            ConfigError: they are not those of the model.
-        """
+        """Open the output to read it, and check which tensors it holds."""
 
     @abstractmethod
     def read_back(self, row: Row) -> Tensor:
-        """Read what was written for a row, check its hashes, and return our block that it stands for.
+        """Read what was written for a row, check its hashes, and return our block that it stands for."""
 
-        Raises:
-            ConfigError: it is not what was written, or does not transform back into the block that was read.
-        """
-
-    def close(self, records: list[Record]) -> None:
+    def close(self, rows: list[Row]) -> None:
         """Check what no row is about, and close the output."""
         return
 
-    def require_coverage(self, rows: list[Row]) -> None:
-        """Check that every tensor of both sides is in exactly one row.
-
-        Raises:
-            ConfigError: some are not.
-        """
-        certificate.require_coverage(rows, self.names(), self.source.shapes, str(self.source.path))
-
-    def names(self) -> set[str]:
-        """Return the names of the tensors of a Hugging Face folder that have to be in the rows."""
-        return self.source.names()
-
     @abstractmethod
-    def facts(self, records: list[Record]) -> dict[str, Any]:
+    def facts(self, rows: list[Row]) -> dict[str, Any]:
         """Return what the certificate says in addition to rows, files and notes."""
 
 
@@ -283,11 +246,6 @@ class Conversion:
 
     source: ConversionSource
     sink: ConversionSink
-
-    @property
-    def direction(self) -> str:
-        """The two formats, in words."""
-        return self.source.direction(self.sink.kind)
 
     @property
     def notes(self) -> list[str]:
@@ -311,13 +269,13 @@ class Conversion:
             status = path.stat()
             inputs[name] = [status.st_size, status.st_mtime_ns, status.st_ino]
         return {
-            "direction": self.direction,
+            "direction": self.source.direction(self.sink.kind),
             "source": str(self.source.path.resolve()),
             "inputs": inputs,
             "options": self.source.options.plain(),
             "versions": certificate.versions(),
-            **self.source.identity(),
-            **self.sink.identity(),
+            **self.source.identity,
+            **self.sink.identity,
         }
 
     def plan_lines(self, target: Path) -> list[str]:
@@ -327,7 +285,7 @@ class Conversion:
         read = sum(path.stat().st_size for path in inputs.values())
         free = free_bytes(target.parent)
         lines = [
-            f"{self.direction}: {self.source.path} -> {target}",
+            f"{self.source.direction(self.sink.kind)}: {self.source.path} -> {target}",
             f"  {self.sink.summary}",
             f"  reads {size_text(read, exact=True)} in {len(inputs)} files",
             f"  writes {size_text(self.num_bytes, exact=True)} at most, {blocks} blocks in {len(files)} "
@@ -375,24 +333,27 @@ def convert(conversion: Conversion, workspace: Workspace) -> dict[str, Any]:
         source.require_used(rows)
         inputs = input_hashes()
     outputs = sink.finish(output, records)
-    _drop_page_cache(output)
+    for path in output.rglob("*"):
+        if path.is_file():  # it is read from the disk again, and not from the page cache
+            with open(path, "rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     progress = ConversionProgress("read again", sum(entry["bytes"] for entry in outputs.values()))
     sink.open_again(output)
     for row in rows:
         block = sink.read_back(row)
         source.require_made_back(row, block)
         progress.advance(block.nbytes)
-    sink.close(records)
+    sink.close(rows)
     progress.finish()
     return {
         "format": 1,
-        "direction": conversion.direction,
+        "direction": source.direction(sink.kind),
         "options": source.options.plain(),
         "versions": certificate.versions(),
         "source": {"path": str(source.path.resolve()), "files": inputs},
         "output": {"files": dict(sorted(outputs.items()))},
         "blocks": len(rows),
-        **sink.facts(records),
+        **sink.facts(rows),
         "notes": conversion.notes,
         "warnings": conversion.warnings,
         "read_again": "every tensor had the hash it was written with, and gave its source's hash when it was made back",
@@ -429,9 +390,8 @@ def _input_hashes(source: ConversionSource, workspace: Workspace) -> Iterator[Ca
             files = future.result()
         except OSError as error:
             raise ConfigError(f"--load {source.path}: {error.filename}: cannot be read: {error}") from None
-        wanted = source.wanted_inputs() or {}
         for file, entry in files.items():
-            if wanted.get(file, entry) != entry:
+            if source.listed.get(file, entry) != entry:
                 raise ConfigError(
                     f"--load {source.path}: is damaged: {file} does not hold what was saved; take another step"
                 )
@@ -444,17 +404,6 @@ def _input_hashes(source: ConversionSource, workspace: Workspace) -> Iterator[Ca
             yield result
         finally:
             stopped = True
-
-
-def _drop_page_cache(output: Path) -> None:
-    """Drop the output from the page cache, so that it is read from the disk again."""
-    for path in output.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
 
 
 @contextmanager
