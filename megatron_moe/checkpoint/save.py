@@ -28,7 +28,7 @@ from megatron_moe.checkpoint.errors import SaveError, attempted, gathered, on_ra
 from megatron_moe.checkpoint.gather import Buffers, Gathered
 from megatron_moe.checkpoint.lock import WriterLock, acquire
 from megatron_moe.checkpoint.origin import FOLDER as ORIGIN
-from megatron_moe.checkpoint.origin import Origin
+from megatron_moe.checkpoint.origin import Provenance
 from megatron_moe.checkpoint.publish import Retention, remove_left_behind, remove_surplus, retention
 from megatron_moe.checkpoint.state import Trained, TrainingProgress, average_state, layout, model_state, optimizer_state
 from megatron_moe.config.errors import ConfigError
@@ -51,16 +51,16 @@ class Target:
     rule: Retention
     lock: WriterLock | None = None
     loaded: int | None = None
-    origin: Origin = field(default_factory=Origin)
+    origin: Provenance = field(default_factory=Provenance)
 
 
 def target(
-    run: Run, *, lock: WriterLock | None = None, loaded: int | None = None, origin: Origin | None = None
+    run: Run, *, lock: WriterLock | None = None, loaded: int | None = None, origin: Provenance | None = None
 ) -> Target:
     """Return the target of the flags `--save`, `--keep-last-k` and `--save-retain-interval`."""
     options = run.checkpoint
     rule = retention(options.keep_last_k, options.save_retain_interval)
-    return Target(Path(options.save or ""), rule, lock, loaded, origin or Origin())
+    return Target(Path(options.save or ""), rule, lock, loaded, origin or Provenance())
 
 
 @dataclass

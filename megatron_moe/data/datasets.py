@@ -108,7 +108,7 @@ class EpochsOfSamples(MegatronDataset):
             return self.epoch_class(*self._arguments, config)
 
 
-class MadeUpDocuments(MockGPTLowLevelDataset):
+class MockDocuments(MockGPTLowLevelDataset):
     """The engine's made-up documents, of 1 to 4095 tokens: fewer where samples are short.
 
     The engine has 100,000 whatever the length. Samples of 16 tokens would be 4 million an epoch and split, whose order
@@ -126,9 +126,9 @@ class EpochsOfMadeUpSamples(EpochsOfSamples):
     epoch_class = MockGPTDataset
 
     @classmethod
-    def build_low_level_dataset(cls, dataset_path: str, config: Any) -> MadeUpDocuments:
+    def build_low_level_dataset(cls, dataset_path: str, config: Any) -> MockDocuments:
         """Make up the documents."""
-        return MadeUpDocuments(config.tokenizer, config.sequence_length)
+        return MockDocuments(config.tokenizer, config.sequence_length)
 
 
 def epoch_seed(seed: int, epoch: int) -> int:

@@ -15,10 +15,10 @@ from typing import Any
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.safetensors_file import (
+    FileIdentity,
     FormatError,
     Header,
-    Stamp,
-    Stored,
+    TensorLocation,
     parse_object,
     read_header,
     read_small,
@@ -76,12 +76,12 @@ class HFFolder:
 
     path: Path
     config: dict[str, Any]
-    tensors: dict[str, Stored]
+    tensors: dict[str, TensorLocation]
     companions: dict[str, Path]
     notes: list[str] = field(default_factory=list)
     scales: dict[str, str] = field(default_factory=dict)
     block: tuple[int, int] = BLOCK
-    stamps: dict[str, Stamp] = field(default_factory=dict)
+    stamps: dict[str, FileIdentity] = field(default_factory=dict)
 
     @staticmethod
     def open(path: Path, flag: str = "--load") -> HFFolder:
@@ -321,7 +321,7 @@ def _no_weights(files: dict[str, Path], present: set[str]) -> str:
     return f"no weights: neither {SINGLE} nor {INDEX} is there"
 
 
-def _check_dtypes(tensors: dict[str, Stored]) -> None:
+def _check_dtypes(tensors: dict[str, TensorLocation]) -> None:
     """Check that weights are floating point: packed integers would be read as numbers."""
     for name, stored in tensors.items():
         if stored.dtype not in _WEIGHTS:
@@ -331,7 +331,7 @@ def _check_dtypes(tensors: dict[str, Stored]) -> None:
             )
 
 
-def _block_size(config: dict[str, Any], tensors: dict[str, Stored], notes: list[str]) -> tuple[int, int]:
+def _block_size(config: dict[str, Any], tensors: dict[str, TensorLocation], notes: list[str]) -> tuple[int, int]:
     quantization = config.get("quantization_config")
     stored_in_fp8 = any(stored.dtype == "float8_e4m3fn" for stored in tensors.values())
     if quantization is None:
@@ -353,7 +353,7 @@ def _block_size(config: dict[str, Any], tensors: dict[str, Stored], notes: list[
     return size[0], size[1]
 
 
-def _scales(tensors: dict[str, Stored], block: tuple[int, int]) -> dict[str, str]:
+def _scales(tensors: dict[str, TensorLocation], block: tuple[int, int]) -> dict[str, str]:
     """Return weight in fp8 -> its scales, after checking their shape and dtype."""
     scales: dict[str, str] = {}
     for name, stored in tensors.items():

@@ -56,7 +56,7 @@ _MOST_READ = 1 << 30
 """Bytes per system call, which reads no more than 2 GiB."""
 
 
-class Stamp(NamedTuple):
+class FileIdentity(NamedTuple):
     """The identity of a file, to detect that it changed; size in bytes, time of the last change in ns."""
 
     device: int
@@ -66,7 +66,7 @@ class Stamp(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorLocation:
     """The location of a tensor: in `file`, the bytes from `begin` to `end`. The dtype is torch's name of it."""
 
     file: str
@@ -80,9 +80,9 @@ class Stored:
 class Header:
     """The content of a header: a file's tensors in the order of their bytes, its metadata, and the file's stamp."""
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, TensorLocation]
     metadata: dict[str, str]
-    stamp: Stamp
+    stamp: FileIdentity
     length: int
     """Bytes of the header."""
 
@@ -115,12 +115,12 @@ def plain_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
         os.close(descriptor)
 
 
-def stamp_of(status: os.stat_result) -> Stamp:
+def stamp_of(status: os.stat_result) -> FileIdentity:
     """Return what identifies a file and its content, as far as the file system reports it."""
-    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def read_small(path: Path, largest: int, stamp: Stamp | None = None) -> bytes:
+def read_small(path: Path, largest: int, stamp: FileIdentity | None = None) -> bytes:
     """Return the content of a file of at most `largest` bytes.
 
     Raises:
@@ -230,7 +230,7 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
 
-def _stored(path: Path, name: str, entry: Any, numbers: int, size: int) -> Stored:
+def _stored(path: Path, name: str, entry: Any, numbers: int, size: int) -> TensorLocation:
     where = f"{path}: tensor {shortened(name)}"
     if not name or not name.isprintable() or len(name) > 512:
         raise FormatError(f"{where}: a name is 1 to 512 printable characters")
@@ -255,14 +255,14 @@ def _stored(path: Path, name: str, entry: Any, numbers: int, size: int) -> Store
         raise FormatError(f"{where} ends at byte {numbers + end}, the file has {size}: it is cut off, or another")
     if needed > LARGEST_TENSOR:
         raise FormatError(f"{where} has {needed} bytes; at most {LARGEST_TENSOR} are read into memory at once")
-    return Stored(path.name, torch_name, tuple(shape), numbers + begin, numbers + end)
+    return TensorLocation(path.name, torch_name, tuple(shape), numbers + begin, numbers + end)
 
 
 def _whole_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(type(number) is int and 0 <= number < 2**63 for number in value)
 
 
-def _check_covered(path: Path, tensors: dict[str, Stored], numbers: int, size: int) -> None:
+def _check_covered(path: Path, tensors: dict[str, TensorLocation], numbers: int, size: int) -> None:
     at, before = numbers, "the header"
     for name, stored in tensors.items():
         if stored.begin != at:
@@ -380,7 +380,7 @@ class StreamedFile:
 
 def _header(
     file: str, layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, Stored]]:
+) -> tuple[bytes, dict[str, TensorLocation]]:
     """Return the bytes before the numbers, and the location of each tensor."""
     order = list(layout.items())
     at, aligned = 0, True
@@ -399,5 +399,7 @@ def _header(
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     start = LENGTH.size + len(text)
-    stored = {name: Stored(file, *layout[name], start + begin, start + end) for name, (begin, end) in places.items()}
+    stored = {
+        name: TensorLocation(file, *layout[name], start + begin, start + end) for name, (begin, end) in places.items()
+    }
     return LENGTH.pack(len(text)) + text, stored

@@ -16,7 +16,7 @@ from megatron_moe.checkpoint.errors import read_on_rank_zero
 from megatron_moe.checkpoint.load import Loaded, load
 from megatron_moe.checkpoint.load import verified as verified_checkpoint
 from megatron_moe.checkpoint.lock import WriterLock
-from megatron_moe.checkpoint.origin import Origin
+from megatron_moe.checkpoint.origin import Provenance
 from megatron_moe.checkpoint.plan import CheckpointPlan
 from megatron_moe.checkpoint.save import claim, target
 from megatron_moe.checkpoint.state import Trained, TrainingProgress
@@ -63,7 +63,7 @@ class LoadedModel:
     guard: PrecisionGuard
     loaded: Loaded
     """What came from a checkpoint or an imported folder; empty for a fresh model."""
-    origin: Origin
+    origin: Provenance
     """What the steps keep of the source that the model was imported from."""
     origin_notes: list[str]
 
@@ -177,7 +177,7 @@ def _build_and_load(planned: RunPlan, ranks: RunRanks) -> LoadedModel:
     elif source is not None:
         loaded = load(run, source, trained)
         _check_loaded(f"--load {source.step}", run, trained, guard, ranks)
-    nothing: tuple[Origin, list[str]] = (Origin(), [])
+    nothing: tuple[Provenance, list[str]] = (Provenance(), [])
     comes_from, notes = read_on_rank_zero(lambda: _origin(planned.start_from, planned.imported), nothing)
     return LoadedModel(trained, guard, loaded, comes_from, notes)
 
@@ -201,7 +201,7 @@ def _build_splits(planned: RunPlan, ranks: RunRanks, progress: TrainingProgress)
     )
 
 
-def _build_saver(planned: RunPlan, ranks: RunRanks, comes_from: Origin, reporter: Reporter) -> Saver | None:
+def _build_saver(planned: RunPlan, ranks: RunRanks, comes_from: Provenance, reporter: Reporter) -> Saver | None:
     """Return what writes the checkpoints of a run that has `--save`."""
     run, start_from = planned.run, planned.start_from
     if run.checkpoint.save is None:
@@ -223,13 +223,13 @@ def _unigram_entropy(planned: RunPlan, ranks: RunRanks, splits: Splits) -> float
     return label_entropy(splits.valid, evaluations * planned.schedule.final)
 
 
-def _origin(start_from: CheckpointPlan, imported: Import | None) -> tuple[Origin, list[str]]:
+def _origin(start_from: CheckpointPlan, imported: Import | None) -> tuple[Provenance, list[str]]:
     """Return what the steps keep of the source that the model was imported from, and notes about it."""
     if imported is not None:
         return imported.origin()
     source = start_from.source
     if source is None:
-        return Origin(), []
+        return Provenance(), []
     return origin.of_step(source.step, source.state)
 
 

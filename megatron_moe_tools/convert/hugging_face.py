@@ -20,7 +20,7 @@ from megatron_moe.hf.architecture import settings_of
 from megatron_moe.hf.config import config_of, differences, settings
 from megatron_moe.hf.families import DEEPSEEK
 from megatron_moe.hf.folder import BLOCK, HFFolder
-from megatron_moe.hf.mapping import Mapping, Piece, mapping, require_tensors
+from megatron_moe.hf.mapping import MappedBlock, Mapping, mapping, require_tensors
 from megatron_moe.hf.safetensors_file import StreamedFile, bytes_of, parse_object, read_small
 from megatron_moe.hf.tensors import TensorReader, dtype_name, sha256, write_tensor
 from megatron_moe.hf.transforms import Shape, Vocabulary
@@ -118,7 +118,7 @@ class HuggingFaceSource(ConversionSource):
 
     def _narrowest_dtype(self, where: str, wide: list[str]) -> torch.dtype:
         """Return the dtype of the weights; append the keys of those that are fp32 beside it to `wide`."""
-        dtypes: dict[torch.dtype, list[Piece]] = {}
+        dtypes: dict[torch.dtype, list[MappedBlock]] = {}
         for piece in self.table.pieces:
             for name in () if piece.fp32 else piece.hf:
                 dtypes.setdefault(self.reader.dtype(name), []).append(piece)
@@ -313,7 +313,7 @@ class HuggingFaceSink(ConversionSink):
 
     # Configuration.
 
-    def _dtype(self, piece: Piece) -> torch.dtype:
+    def _dtype(self, piece: MappedBlock) -> torch.dtype:
         return torch.float32 if piece.fp32 else self.options.dtype or self.source.reader.dtype(piece.key)
 
     def _dtypes(self) -> list[torch.dtype]:
@@ -420,7 +420,7 @@ class HuggingFaceSink(ConversionSink):
             files.append(OutputFile(name, sum(self._bytes(block) + _PER_TENSOR for block in shard), tuple(shard)))
         return files
 
-    def _in_fp8(self, piece: Piece) -> bool:
+    def _in_fp8(self, piece: MappedBlock) -> bool:
         return self.options.fp8 and piece.is_linear
 
     def _layout(self, block: Block) -> dict[str, tuple[str, Shape]]:
@@ -477,7 +477,7 @@ class HuggingFaceSink(ConversionSink):
             entries.append(certificate.hf_entry(name, tuple(tensor.shape), tensor.dtype, digest))
         return entries
 
-    def _write_rounded(self, piece: Piece, values: Tensor, row: Row, file: StreamedFile) -> list[Row]:
+    def _write_rounded(self, piece: MappedBlock, values: Tensor, row: Row, file: StreamedFile) -> list[Row]:
         """Write the weights of a block in FP8, each followed by its scales, and return their entries of its row."""
         entries, written = [], []
         for name, tensor in zip(piece.hf, piece.transform.to_hf(values), strict=True):
@@ -592,7 +592,7 @@ def rounded(weight: Tensor) -> RoundedWeight:
     return RoundedWeight(numbers, tiles.scales.contiguous(), exact.to(torch.bfloat16), error)
 
 
-def uneven_blocks(pieces: Iterable[Piece]) -> list[str]:
+def uneven_blocks(pieces: Iterable[MappedBlock]) -> list[str]:
     """Return a note where weights end within a block; the format has scales for the rest of one, as our importer.
 
     transformers 5.23 divides a weight evenly among its scales instead: 192 rows of two scales become blocks of 96.

@@ -382,9 +382,9 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
         "layernorm_epsilon": run.model.norm_epsilon,
         "kv_channels": run.derived.head_size,
         "ffn_hidden_size": run.derived.ffn_hidden_size,
-        "moe_ffn_hidden_size": run.derived.moe_ffn_hidden_size if run.moe.num_experts is not None else None,
+        "moe_ffn_hidden_size": None,
         "num_query_groups": run.derived.num_query_groups,
-        "moe_layer_freq": list(run.derived.moe_layer_pattern) if run.moe.num_experts is not None else 1,
+        "moe_layer_freq": 1,
         "moe_grouped_gemm": run.moe.num_experts is not None,
         "seq_length": run.model.seq_length,
         "max_position_embeddings": run.model.max_position_embeddings or run.model.seq_length,
@@ -402,6 +402,9 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
         "consumed_valid_samples": 0,
         "skipped_train_samples": 0,
     }
+    if run.moe.num_experts is not None:
+        values["moe_ffn_hidden_size"] = run.derived.moe_ffn_hidden_size
+        values["moe_layer_freq"] = list(run.derived.moe_layer_pattern)
     layout = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
     values |= dict.fromkeys((*layout, "context_parallel_size", "world_size", "data_parallel_size"), 1)
     args = argparse.Namespace(**values)

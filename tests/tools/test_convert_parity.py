@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.hf.folder import HFFolder
-from megatron_moe.hf.mapping import Mapping, Piece
+from megatron_moe.hf.mapping import MappedBlock, Mapping
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import QueryKeyValue
 from megatron_moe.model import mla
@@ -154,7 +154,7 @@ EXPERTS, WEIGHTS = "tokens go to other experts", "weights of the same experts di
 EITHER = f"{EXPERTS}|logits differ by"
 
 
-def table(edit: Callable[[Piece], Piece | None]) -> Break:
+def table(edit: Callable[[MappedBlock], MappedBlock | None]) -> Break:
     """Pieces of the table edited, or left out where None is returned."""
     original = source.mapping
 
@@ -192,11 +192,11 @@ def element(at: int, value: float) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.view(-1).index_fill(0, torch.tensor(at), value).view_as(tensor)
 
 
-def up_first(piece: Piece) -> Piece:
+def up_first(piece: MappedBlock) -> MappedBlock:
     return replace(piece, hf=piece.hf[::-1]) if piece.key.endswith("experts.weight1") else piece
 
 
-def without_last_norm(piece: Piece) -> Piece | None:
+def without_last_norm(piece: MappedBlock) -> MappedBlock | None:
     return None if piece.hf == ("model.norm.weight",) else piece
 
 
