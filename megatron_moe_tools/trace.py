@@ -69,7 +69,12 @@ def _main(argv: list[str]) -> int:
     flags = parser().parse_args(argv)
     for name in ("output", "grad_norms"):
         require_writable(f"--{name.replace('_', '-')}", getattr(flags, name))
-    _require_own_paths(flags)
+    taken: dict[str, str] = {}  # one path for two of the files that are read and written
+    for name in ("tokens", "output", "grad_norms"):
+        path, flag = getattr(flags, name), f"--{name.replace('_', '-')}"
+        other = flag if path is None else taken.setdefault(os.path.realpath(path), flag)
+        if other != flag:
+            raise ConfigError(f"{other}, {flag} {path}: one would overwrite the other; give each its own path")
     source = locate(Path(flags.load), flags.ckpt_step, flags.family)
     if not Path(flags.tokens).is_file():
         raise ConfigError(f"--tokens {flags.tokens}: is no file; give a safetensors file with {_INPUT} [B, S]")
@@ -98,16 +103,6 @@ def _main(argv: list[str]) -> int:
         f"{source.path}: loss {float(result.loss):.6f} on {tokens.shape[0]} x {tokens.shape[1]} tokens; {flags.output}"
     )
     return DONE
-
-
-def _require_own_paths(flags: argparse.Namespace) -> None:
-    """Refuse one path for two of the files that are read and written."""
-    taken: dict[str, str] = {}
-    for name in ("tokens", "output", "grad_norms"):
-        path, flag = getattr(flags, name), f"--{name.replace('_', '-')}"
-        other = None if path is None else taken.setdefault(os.path.realpath(path), flag)
-        if other not in (None, flag):
-            raise ConfigError(f"{other}, {flag} {path}: one would overwrite the other; give each its own path")
 
 
 def read_tokens(path: Path, source: ModelSource) -> Tensor:

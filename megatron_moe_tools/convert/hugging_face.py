@@ -40,7 +40,7 @@ from megatron_moe_tools.convert.exported_files import (
     generation_ids,
     model_card,
 )
-from megatron_moe_tools.convert.native import NativeSource, copy_file, native_state
+from megatron_moe_tools.convert.native import PRECISION_FLAGS, NativeSource, copy_file, native_state
 from megatron_moe_tools.convert.pipeline import (
     Advance,
     Block,
@@ -54,11 +54,6 @@ from megatron_moe_tools.convert.pipeline import (
 from megatron_moe_tools.models.source import ModelSource
 
 _TIED = "lm_head.weight"
-_FLAGS: dict[torch.dtype, dict[str, bool]] = {
-    torch.bfloat16: {"bf16": True},
-    torch.float16: {"fp16": True},
-    torch.float32: {},
-}
 _PER_TENSOR = 256
 """Bytes of a header's entry, at most."""
 
@@ -93,7 +88,7 @@ class HuggingFaceSource(ConversionSource):
             self._drop(mapping(build(flat), self.family.names), stored)
         wide: list[str] = []
         self.dtype = options.dtype or self._narrowest_dtype(where, wide)
-        self.run = build({**flat, **_FLAGS[self.dtype]})
+        self.run = build({**flat, **PRECISION_FLAGS[self.dtype]})
         if wide:
             patterns = patterns_of(self.run, wide)
             self.run = replace(self.run, keep_fp32=patterns)
@@ -123,7 +118,7 @@ class HuggingFaceSource(ConversionSource):
             for name in () if piece.fp32 else piece.hf:
                 dtypes.setdefault(self.reader.dtype(name), []).append(piece)
         narrow = [dtype for dtype in dtypes if dtype != torch.float32]
-        if len(narrow) > 1 or not dtypes.keys() <= _FLAGS.keys():
+        if len(narrow) > 1 or not dtypes.keys() <= PRECISION_FLAGS.keys():
             examples = "; ".join(f"{dtype_name(dtype)}: {len(of)}, {of[0].hf[0]}" for dtype, of in dtypes.items())
             raise ConfigError(
                 f"{where}: its weights are of {len(dtypes)} dtypes ({examples}), and a model here has bf16 or fp16, "

@@ -23,7 +23,7 @@ from megatron_moe.io.files import write_bytes
 from megatron_moe.io.hashing import FileEntry, sha256_of_file
 from megatron_moe_tools.convert import certificate
 from megatron_moe_tools.convert.certificate import Row, expected, require_same
-from megatron_moe_tools.convert.native import NativeSource, TorchDistSink, native_state
+from megatron_moe_tools.convert.native import PRECISION_FLAGS, NativeSource, TorchDistSink, native_state
 from megatron_moe_tools.convert.pipeline import (
     OPTIMIZER,
     Block,
@@ -46,11 +46,6 @@ from megatron_moe_tools.megatron_lm.legacy import LegacyTorch
 from megatron_moe_tools.models.source import ModelSource
 
 _EXPERTS = (".experts.weight1", ".experts.weight2")
-_FLAGS: dict[torch.dtype, dict[str, bool]] = {
-    torch.bfloat16: {"bf16": True},
-    torch.float16: {"fp16": True},
-    torch.float32: {},
-}
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}
 _STEP = re.compile(r"iter_\d{7,}|release", re.ASCII)
 _READ = {"args", "iteration", "checkpoint_version", "content_metadata", "optimizer"}
@@ -76,7 +71,9 @@ def open_checkpoint(path: Path, ckpt_step: int | None) -> MegatronCheckpoint:
     if any(step.glob("mp_rank_*")):
         return LegacyTorch(step)
     if (step / ".metadata").is_file():
-        backend = _backend(step)
+        backend = "torch_dcp"
+        if (step / "metadata.json").is_file():
+            backend = str(folder.read_json(step / "metadata.json").get("sharded_backend"))
         if backend == "torch_dist":
             return TorchDist(step)
         raise ConfigError(
@@ -87,12 +84,6 @@ def open_checkpoint(path: Path, ckpt_step: int | None) -> MegatronCheckpoint:
         f"--load {step}: is no step of Megatron-LM's: it has neither .metadata (--ckpt-format torch_dist) nor "
         "mp_rank_* (--ckpt-format torch)"
     )
-
-
-def _backend(step: Path) -> str:
-    if not (step / "metadata.json").is_file():
-        return "torch_dcp"
-    return str(folder.read_json(step / "metadata.json").get("sharded_backend"))
 
 
 def _step(path: Path, wanted: int | None) -> Path:
@@ -144,7 +135,7 @@ class MegatronSource(ConversionSource):
             self.shapes |= settings.optimizer_keys(weights, self.fp32, half=half)
             self.iteration = checkpoint.progress.iteration
         require_complete(self.contents, self.shapes, where, with_optimizer=self.updates is not None)
-        self.run = replace(self.run, **_FLAGS[self.dtype])
+        self.run = replace(self.run, **PRECISION_FLAGS[self.dtype])
         if self.updates is not None:
             self.run = replace(self.run, **settings.optimizer_settings(checkpoint.args))
         self.inputs = dict(checkpoint.files)
@@ -174,7 +165,7 @@ class MegatronSource(ConversionSource):
             for part in () if key in self.fp32 else self.contents.parts.get(key, ()):
                 found.setdefault(part.dtype, []).append(part.name)
         dtypes = [getattr(torch, name) for name in found]
-        if len(dtypes) != 1 or dtypes[0] not in _FLAGS:
+        if len(dtypes) != 1 or dtypes[0] not in PRECISION_FLAGS:
             examples = "; ".join(f"{name}: {len(names)}, {names[0]}" for name, names in found.items()) or "none"
             raise ConfigError(
                 f"{where}: its weights are of {len(found)} dtypes, and a model here has one ({examples}); give the one "

@@ -57,6 +57,12 @@ from megatron_moe_tools.convert.pipeline import (
 _LAYOUT = ("world_size", "tp_size", "cp_size", "pp_size", "dp_size", "ep_size", "etp_size")
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.")
 EMBEDDING = "embedding.word_embeddings.weight"
+PRECISION_FLAGS: dict[torch.dtype, dict[str, bool]] = {
+    torch.bfloat16: {"bf16": True},
+    torch.float16: {"fp16": True},
+    torch.float32: {},
+}
+"""The flags that a run has whose weights are of a dtype."""
 _BIAS = ".expert_bias"
 _MAIN = "optimizer.state.param."
 _REWRITTEN = (".metadata", "metadata.json", pickles.COMMON, folder.CONFIG, folder.STATE)
@@ -82,8 +88,8 @@ class NativeSource(ConversionSource):
             raise ConfigError(f"--ema: {step} has no average of its weights, which a run with --ema-decay saves")
         self.config, self.state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
         self.iteration = int(step.name.removeprefix("iter_"))
-        self.listed = manifest.read(step).files
-        self.inputs = {name: step / name for name in self.listed}
+        self.files = self.listed = manifest.read(step).files
+        self.inputs = {name: step / name for name in self.files}
         stored = self.reader.index.tensors
         self.weights = {key: one.shape for key, one in stored.items() if not key.startswith(OPTIMIZER)}
         self.keeps_optimizer = len(self.weights) < len(stored) and not (options.no_optim or options.ema)
@@ -176,14 +182,14 @@ class NativeSource(ConversionSource):
         return found
 
     def step_common(self) -> dict[Any, Any]:
-        common: dict[Any, Any] = pickles.read_file(self.path, pickles.COMMON) if pickles.COMMON in self.inputs else {}
+        common: dict[Any, Any] = pickles.read_file(self.path, pickles.COMMON) if pickles.COMMON in self.files else {}
         if not self.keeps_optimizer:
             common.pop("optimizer", None)
         return common
 
     def write_companions(self, step: Path) -> dict[str, FileEntry]:
         copied = {}
-        for name, known in self.listed.items():
+        for name, known in self.files.items():
             if not (name.endswith(".distcp") or name in _REWRITTEN):
                 (step / name).parent.mkdir(exist_ok=True)
                 copied[name] = copy_file(self.path / name, step / name, known)

@@ -141,8 +141,13 @@ def _parts(step: Path, whole: Run, run: Run) -> Iterator[BlockValues]:
     """Yield the boxes of a step's tensors without the optimizer's. Files are hashed before they are used."""
     from megatron_moe.checkpoint.step_reader import StepReader
 
-    reader = StepReader(step)
-    tensors = {key: tensor for key, tensor in reader.index.tensors.items() if not _left_out(key, whole, run)}
+    reader, tensors = StepReader(step), {}
+    cut = run.model.num_layers < whole.model.num_layers
+    for key, tensor in reader.index.tensors.items():
+        layer = _LAYER.match(key)
+        beyond = key.startswith("mtp.") or (layer is not None and int(layer[1]) >= run.model.num_layers)
+        if not key.startswith(_OPTIMIZER) and not (cut and beyond):
+            tensors[key] = tensor
     files = sorted({part.place.file for tensor in tensors.values() for part in tensor.parts})
     defect = manifest.content_defect(step, files)
     if defect is not None:
@@ -150,15 +155,6 @@ def _parts(step: Path, whole: Run, run: Run) -> Iterator[BlockValues]:
     for key, tensor in tensors.items():
         for part in tensor.parts:
             yield BlockValues(key, part.start, reader.read(key, part.start, part.shape), key)
-
-
-def _left_out(key: str, whole: Run, run: Run) -> bool:
-    if key.startswith(_OPTIMIZER):
-        return True
-    if run.model.num_layers == whole.model.num_layers:
-        return False
-    layer = _LAYER.match(key)
-    return key.startswith("mtp.") or (layer is not None and int(layer[1]) >= run.model.num_layers)
 
 
 def _hugging_face(found: HFFolder, where: str) -> ModelSource:

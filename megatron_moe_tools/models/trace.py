@@ -101,10 +101,14 @@ def trace(found: LoadedCheckpoint, input_ids: Tensor, *, routing: bool = False, 
                 (losses.sum() / (batch * (length - 1))).backward()
             loss += losses.detach().double().sum().cpu()
             logits[first : first + at_once] = output.detach().cpu()
+    routings = {}
+    for layer, parts in sorted(chosen.items()):
+        topk_idx, probs = (torch.cat(values) for values in zip(*((part.topk_idx, part.probs) for part in parts)))
+        routings[layer] = Routing(topk_idx, probs)
     return Trace(
         logits,
         (loss / (batch * (length - 1))).float(),
-        {layer: _concatenated(parts) for layer, parts in sorted(chosen.items())},
+        routings,
         torch.cat(mtp_logits, dim=1) if mtp_logits else None,
         None if table is None else _grad_norms(found, table),
     )
@@ -119,10 +123,6 @@ def working_bytes(run: Run, batch: int, length: int, gradients: bool) -> int:
     # logits, their softmax and its gradient; activations of one layer, or of all of them
     width = max(model.hidden_size, 1) * 40
     return kept + 4 * tokens * (4 * vocab_size + width * (model.num_layers if gradients else 1))
-
-
-def _concatenated(parts: list[Routing]) -> Routing:
-    return Routing(torch.cat([part.topk_idx for part in parts]), torch.cat([part.probs for part in parts]))
 
 
 @contextmanager
