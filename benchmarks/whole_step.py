@@ -38,7 +38,6 @@ from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.hf.config import config_of
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.hf.mapping import mapping
-from megatron_moe.hf.opened import saved_tensors
 from megatron_moe.io.files import replace_json
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
@@ -46,6 +45,7 @@ from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.platform import half_products
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler
 from megatron_moe.training.step import connect, train_step
+from megatron_moe_tools.models.load_model import saved_tensors
 
 COMPARED = 3
 """Steps whose losses are compared."""

@@ -19,13 +19,13 @@ from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.config.schema import Run
 from megatron_moe.data.tokenizer_choice import build_tokenizer, tokenizer_of_folder, tokenizer_of_step
 from megatron_moe.data.tokenizers import REPLACEMENT, HuggingFaceTokenizer, Tokenizer
-from megatron_moe.hf.source import ModelSource, locate
 from megatron_moe.io.program import DONE, note, run_program
+from megatron_moe_tools.models.source import ModelSource, locate
 
 NAME = "megatron-moe generate"
 
 if TYPE_CHECKING:  # flags, folders and prompts are checked before torch is loaded
-    from megatron_moe.hf.opened import Opened
+    from megatron_moe_tools.models.load_model import LoadedCheckpoint
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -44,41 +44,21 @@ def parser() -> argparse.ArgumentParser:
         "--load", required=True, metavar="CKPT", help="a run's folder, one iter_* folder, or a Hugging Face folder"
     )
     p.add_argument("--ckpt-step", type=int, metavar="N", help="which step of a run's folder (default: the newest)")
-    p.add_argument(
-        "--prompt",
-        dest="prompts",
-        action="append",
-        type=lambda text: (None, text),
-        metavar="TEXT",
-        help="a prompt; repeatable",
-    )
-    p.add_argument(
-        "--prompt-file",
-        dest="prompts",
-        action="append",
-        type=lambda path: (path, ""),
-        metavar="FILE",
-        help="a prompt that is all of a UTF-8 file; repeatable",
-    )
+    p.add_argument("--prompt", dest="prompts", action="append", type=lambda text: (None, text), metavar="TEXT",
+                   help="a prompt; repeatable")  # fmt: skip
+    p.add_argument("--prompt-file", dest="prompts", action="append", type=lambda path: (path, ""), metavar="FILE",
+                   help="a prompt that is all of a UTF-8 file; repeatable")  # fmt: skip
     p.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to generate (default: 128)")
     p.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     p.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
     p.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have P together")
     p.add_argument("--seed", type=int, default=0, help="seed of the draws, the same for every prompt (default: 0)")
     p.add_argument("--dtype", choices=tuple(_DTYPES), default="fp32", help="dtype of the model (default: fp32)")
-    p.add_argument(
-        "--stop-at-eod",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="stop after the end-of-document token, and after those that end a text of an imported model",
-    )
-    p.add_argument(
-        "--add-bos",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="begin with the tokenizer's begin-of-sequence token (default: as the tokenizer_config.json or the "
-        "tokenizer.json that came with an imported model says, otherwise not)",
-    )
+    p.add_argument("--stop-at-eod", action=argparse.BooleanOptionalAction, default=True, help="stop after the "
+                   "end-of-document token, and after those that end a text of an imported model")  # fmt: skip
+    p.add_argument("--add-bos", action=argparse.BooleanOptionalAction, help="begin with the tokenizer's "
+                   "begin-of-sequence token (default: as the tokenizer_config.json or the tokenizer.json that came "
+                   "with an imported model says, otherwise not)")  # fmt: skip
     add_flags(p.add_argument_group("tokenizer", "by default the checkpoint's own"), TOKENIZER_FIELDS)
     return p
 
@@ -101,11 +81,11 @@ def _main(argv: list[str]) -> int:
         note(f"{NAME}: {text}")
     import torch
 
-    from megatron_moe.hf.opened import opened
+    from megatron_moe_tools.models.load_model import load_model
 
     dtype: torch.dtype = getattr(torch, _DTYPES[flags.dtype])
     working = working_bytes(source.run, max(map(len, ids)), flags.max_new_tokens, dtype.itemsize)
-    with opened(source, dtype=dtype, working_bytes=working) as found:
+    with load_model(source, dtype=dtype, working_bytes=working) as found:
         for number, (prompt, prompt_ids) in enumerate(zip(prompts, ids)):
             sys.stdout.write("\n" if number else "")
             _continue(found, tokenizer, prompt, prompt_ids, ends, flags)
@@ -205,17 +185,12 @@ def _begin(source: ModelSource, tokenizer: Tokenizer, wanted: bool | None) -> li
     file = _companions(source) / "tokenizer_config.json"
     if wanted is None:
         came_along = tokenizer.name in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and file.is_file()
-        wanted = _says_bos(file) if came_along else False
-        if wanted is None:
+        wanted = _said(file, "add_bos_token") if came_along else False
+        if not isinstance(wanted, bool):
             wanted = isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.begins_with_bos()
     elif wanted and tokenizer.bos is None:
         raise ConfigError(f"--add-bos: {tokenizer.name} has no begin-of-sequence token; leave the flag out")
     return [tokenizer.bos] if wanted and tokenizer.bos is not None else []
-
-
-def _says_bos(file: Path) -> bool | None:
-    said = _said(file, "add_bos_token")
-    return said if isinstance(said, bool) else None
 
 
 def _ends(source: ModelSource, tokenizer: Tokenizer, flags: argparse.Namespace) -> set[int]:
@@ -254,7 +229,7 @@ def _ids(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, run: Run, new:
 
 
 def _continue(
-    found: Opened,
+    found: LoadedCheckpoint,
     tokenizer: Tokenizer,
     prompt: str,
     prompt_ids: Sequence[int],

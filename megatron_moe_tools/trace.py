@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.safetensors_file import FormatError, read_header
-from megatron_moe.hf.source import ModelSource, locate
 from megatron_moe.io.files import replace_json, require_writable, written_aside
 from megatron_moe.io.program import DONE, note, run_program
+from megatron_moe_tools.models.source import ModelSource, locate
 
 NAME = "megatron-moe trace"
 
 if TYPE_CHECKING:  # flags and folders are checked before torch is loaded
     from torch import Tensor
 
-    from megatron_moe.hf.trace import Trace
+    from megatron_moe_tools.models.trace import Trace
 
 _INPUT = "input_ids"
 
@@ -68,7 +68,12 @@ def _main(argv: list[str]) -> int:
     flags = parser().parse_args(argv)
     for name in ("output", "grad_norms"):
         require_writable(f"--{name.replace('_', '-')}", getattr(flags, name))
-    _require_own_paths(flags)
+    taken: dict[str, str] = {}  # one path for two of the files that are read and written
+    for name in ("tokens", "output", "grad_norms"):
+        path, flag = getattr(flags, name), f"--{name.replace('_', '-')}"
+        other = flag if path is None else taken.setdefault(os.path.realpath(path), flag)
+        if other != flag:
+            raise ConfigError(f"{other}, {flag} {path}: one would overwrite the other; give each its own path")
     source = locate(Path(flags.load), flags.ckpt_step, flags.family)
     if not Path(flags.tokens).is_file():
         raise ConfigError(f"--tokens {flags.tokens}: is no file; give a safetensors file with {_INPUT} [B, S]")
@@ -80,8 +85,8 @@ def _main(argv: list[str]) -> int:
         raise ConfigError(
             f"--tokens {flags.tokens}: holds {', '.join(sorted(tensors)[:5]) or 'nothing'}, and no {_INPUT} [B, S]"
         )
-    from megatron_moe.hf.opened import opened
-    from megatron_moe.hf.trace import trace, working_bytes
+    from megatron_moe_tools.models.load_model import load_model
+    from megatron_moe_tools.models.trace import trace, working_bytes
 
     tokens = read_tokens(Path(flags.tokens), source)
     for text in source.notes:
@@ -90,23 +95,13 @@ def _main(argv: list[str]) -> int:
     if gradients:
         _ = source.required_family
     working = working_bytes(source.run, tokens.shape[0], tokens.shape[1], gradients)
-    with opened(source, gradients=gradients, working_bytes=working) as found:
+    with load_model(source, gradients=gradients, working_bytes=working) as found:
         result = trace(found, tokens, routing=flags.routing, gradients=gradients)
     _write(result, Path(flags.output), flags.grad_norms)
     print(
         f"{source.path}: loss {float(result.loss):.6f} on {tokens.shape[0]} x {tokens.shape[1]} tokens; {flags.output}"
     )
     return DONE
-
-
-def _require_own_paths(flags: argparse.Namespace) -> None:
-    """Refuse one path for two of the files that are read and written."""
-    taken: dict[str, str] = {}
-    for name in ("tokens", "output", "grad_norms"):
-        path, flag = getattr(flags, name), f"--{name.replace('_', '-')}"
-        other = None if path is None else taken.setdefault(os.path.realpath(path), flag)
-        if other not in (None, flag):
-            raise ConfigError(f"{other}, {flag} {path}: one would overwrite the other; give each its own path")
 
 
 def read_tokens(path: Path, source: ModelSource) -> Tensor:

@@ -18,7 +18,7 @@ from megatron_moe.hf.safetensors_file import (
     FileIdentity,
     FormatError,
     Header,
-    Stored,
+    TensorLocation,
     identity_of,
     parse_object,
     read_header,
@@ -76,7 +76,7 @@ class HFFolder:
 
     path: Path
     config: dict[str, Any]
-    tensors: dict[str, Stored]
+    tensors: dict[str, TensorLocation]
     companions: dict[str, Path]
     notes: list[str] = field(default_factory=list)
     scales: dict[str, str] = field(default_factory=dict)
@@ -303,7 +303,7 @@ def _no_weights(files: dict[str, Path], present: set[str]) -> str:
     return f"no weights: neither {SINGLE} nor {INDEX} is there"
 
 
-def _block_size(config: dict[str, Any], tensors: dict[str, Stored], notes: list[str]) -> tuple[int, int]:
+def _block_size(config: dict[str, Any], tensors: dict[str, TensorLocation], notes: list[str]) -> tuple[int, int]:
     quantization = config.get("quantization_config")
     stored_in_fp8 = any(stored.dtype == "float8_e4m3fn" for stored in tensors.values())
     if quantization is None:
@@ -325,7 +325,7 @@ def _block_size(config: dict[str, Any], tensors: dict[str, Stored], notes: list[
     return size[0], size[1]
 
 
-def _scales(tensors: dict[str, Stored], block: tuple[int, int]) -> dict[str, str]:
+def _scales(tensors: dict[str, TensorLocation], block: tuple[int, int]) -> dict[str, str]:
     """Return weight in fp8 -> its scales, after checking their shape and dtype."""
     scales: dict[str, str] = {}
     for name, stored in tensors.items():

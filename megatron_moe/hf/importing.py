@@ -23,7 +23,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.folder import ALLOW
 from megatron_moe.hf.import_plan import Import
-from megatron_moe.hf.mapping import Mapping, Piece
+from megatron_moe.hf.mapping import MappedBlock, Mapping
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import elements
 from megatron_moe.hf.weight_check import WeightCheck, refusal
@@ -52,7 +52,7 @@ class _Overlap(NamedTuple):
 
 
 class _Task(NamedTuple):
-    piece: Piece
+    piece: MappedBlock
     overlaps: list[_Overlap]
 
 
@@ -291,7 +291,7 @@ def _tasks(table: Mapping, shards: Sequence[dist.Shard]) -> list[_Task]:
     return tasks
 
 
-def _overlap(piece: Piece, shard: dist.Shard) -> _Overlap | None:
+def _overlap(piece: MappedBlock, shard: dist.Shard) -> _Overlap | None:
     inside_box, inside_block = [], []
     for start, extent, first, size in zip(
         piece.start, piece.transform.native_shape, shard.start, shard.values.shape, strict=True

@@ -29,7 +29,7 @@ from megatron_moe.hf.transforms import (
 
 
 @dataclass(frozen=True)
-class Piece:
+class MappedBlock:
     """A block of one of our tensors and the tensors of a folder that it is made of.
 
     key: our tensor, as checkpoints name it. start: the block's first element in it; zeros if the block is all of it.
@@ -63,13 +63,13 @@ class Mapping:
         tied output layer, and the tables that the layers of multi-token prediction share with the model.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MappedBlock, ...]
     shapes: dict[str, Shape]
     copies: dict[str, str]
 
 
 @dataclass(frozen=True)
-class Row:
+class MappingRule:
     """A row of a table. `when` and `make` take the run; {e} in names of experts is the expert's number."""
 
     native: str
@@ -124,72 +124,72 @@ def _attention_output(run: Run) -> Transform:
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 ATTENTION = (
-    Row("input_layernorm.weight", ("input_layernorm.weight",), _hidden),
-    Row("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), _hidden),
-    Row("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), _attention_output),
+    MappingRule("input_layernorm.weight", ("input_layernorm.weight",), _hidden),
+    MappingRule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), _hidden),
+    MappingRule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), _attention_output),
     # grouped-query attention
-    Row(
+    MappingRule(
         "self_attention.linear_qkv.weight",
         tuple(f"{name}.weight" for name in _QKV),
         lambda run: _packed(run, run.model.hidden_size),
         _grouped,
     ),
-    Row(
+    MappingRule(
         "self_attention.linear_qkv.bias",
         tuple(f"{name}.bias" for name in _QKV),
         lambda run: _packed(run, None),
         lambda run: _grouped(run) and run.model.add_qkv_bias,
     ),
-    Row(
+    MappingRule(
         "self_attention.q_layernorm.weight",
         ("self_attn.q_norm.weight",),
         lambda run: Copy((run.derived.head_size,)),
         _heads_normed,
     ),
-    Row(
+    MappingRule(
         "self_attention.k_layernorm.weight",
         ("self_attn.k_norm.weight",),
         lambda run: Copy((run.derived.head_size,)),
         _heads_normed,
     ),
     # latent attention
-    Row(
+    MappingRule(
         "self_attention.linear_q_proj.weight",
         ("self_attn.q_proj.weight",),
         lambda run: Copy((_query_width(run), run.model.hidden_size)),
         lambda run: _latent(run) and not _low_rank_query(run),
     ),
-    Row(
+    MappingRule(
         "self_attention.linear_q_down_proj.weight",
         ("self_attn.q_a_proj.weight",),
         lambda run: Copy((run.model.q_lora_rank or 0, run.model.hidden_size)),
         _low_rank_query,
     ),
-    Row(
+    MappingRule(
         "self_attention.q_layernorm.weight",
         ("self_attn.q_a_layernorm.weight",),
         lambda run: Copy((run.model.q_lora_rank or 0,)),
         lambda run: _low_rank_query(run) and _latent_normed(run),
     ),
-    Row(
+    MappingRule(
         "self_attention.linear_q_up_proj.weight",
         ("self_attn.q_b_proj.weight",),
         lambda run: Copy((_query_width(run), run.model.q_lora_rank or 0)),
         _low_rank_query,
     ),
-    Row(
+    MappingRule(
         "self_attention.linear_kv_down_proj.weight",
         ("self_attn.kv_a_proj_with_mqa.weight",),
         lambda run: Copy((run.model.kv_lora_rank + run.model.qk_pos_emb_head_dim, run.model.hidden_size)),
         _latent,
     ),
-    Row(
+    MappingRule(
         "self_attention.kv_layernorm.weight",
         ("self_attn.kv_a_layernorm.weight",),
         lambda run: Copy((run.model.kv_lora_rank,)),
         _latent_normed,
     ),
-    Row(
+    MappingRule(
         "self_attention.linear_kv_up_proj.weight",
         ("self_attn.kv_b_proj.weight",),
         lambda run: Copy((_key_value_width(run), run.model.kv_lora_rank)),
@@ -198,12 +198,12 @@ ATTENTION = (
 )
 
 DENSE = (
-    Row(
+    MappingRule(
         "mlp.linear_fc1.weight",
         ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
         lambda run: GateThenUp(run.derived.ffn_hidden_size, run.model.hidden_size),
     ),
-    Row(
+    MappingRule(
         "mlp.linear_fc2.weight",
         ("mlp.down_proj.weight",),
         lambda run: Copy((run.model.hidden_size, run.derived.ffn_hidden_size)),
@@ -219,35 +219,35 @@ def _shared_width(run: Run) -> int:
     return run.moe.moe_shared_expert_intermediate_size or 0
 
 
-def moe_rows(names: TensorNames) -> tuple[Row, ...]:
+def moe_rows(names: TensorNames) -> tuple[MappingRule, ...]:
     """Return the rows of a MoE layer without the routed experts."""
     shared = names.shared
     return (
-        Row(
+        MappingRule(
             "mlp.router.weight",
             (names.router,),
             lambda run: Copy((run.moe.num_experts or 0, run.model.hidden_size)),
         ),
-        Row(
+        MappingRule(
             "mlp.router.expert_bias",
             (names.router.replace(".weight", ".e_score_correction_bias"),),
             lambda run: Copy((run.moe.num_experts or 0,)),
             lambda run: run.moe.moe_router_enable_expert_bias,
             fp32=True,
         ),
-        Row(
+        MappingRule(
             "mlp.shared_experts.linear_fc1.weight",
             (f"{shared}gate_proj.weight", f"{shared}up_proj.weight"),
             lambda run: GateThenUp(_shared_width(run), run.model.hidden_size),
             _has_shared,
         ),
-        Row(
+        MappingRule(
             "mlp.shared_experts.linear_fc2.weight",
             (f"{shared}down_proj.weight",),
             lambda run: Copy((run.model.hidden_size, _shared_width(run))),
             _has_shared,
         ),
-        Row(
+        MappingRule(
             "mlp.shared_experts.gate_weight",
             (f"{shared.removesuffix('.')}_gate.weight",),
             lambda run: Copy((1, run.model.hidden_size)),
@@ -256,16 +256,16 @@ def moe_rows(names: TensorNames) -> tuple[Row, ...]:
     )
 
 
-def expert_rows(names: TensorNames) -> tuple[Row, ...]:
+def expert_rows(names: TensorNames) -> tuple[MappingRule, ...]:
     """Return the rows of one routed expert, a block of the tensors of all experts of a layer."""
     gate, up, down = (f"{names.experts}{matrix}.weight" for matrix in names.matrices)
     return (
-        Row(
+        MappingRule(
             "mlp.experts.weight1",
             (gate, up),
             lambda run: ExpertGateUp(run.derived.moe_ffn_hidden_size, run.model.hidden_size),
         ),
-        Row(
+        MappingRule(
             "mlp.experts.weight2",
             (down,),
             lambda run: ExpertDown(run.derived.moe_ffn_hidden_size, run.model.hidden_size),
@@ -275,10 +275,12 @@ def expert_rows(names: TensorNames) -> tuple[Row, ...]:
 
 # The tensors of a depth of multi-token prediction, except those of its transformer layer.
 PREDICTION = (
-    Row("enorm.weight", ("enorm.weight",), _hidden),
-    Row("hnorm.weight", ("hnorm.weight",), _hidden),
-    Row("eh_proj.weight", ("eh_proj.weight",), lambda run: Copy((run.model.hidden_size, 2 * run.model.hidden_size))),
-    Row("final_layernorm.weight", ("shared_head.norm.weight",), _hidden),
+    MappingRule("enorm.weight", ("enorm.weight",), _hidden),
+    MappingRule("hnorm.weight", ("hnorm.weight",), _hidden),
+    MappingRule(
+        "eh_proj.weight", ("eh_proj.weight",), lambda run: Copy((run.model.hidden_size, 2 * run.model.hidden_size))
+    ),
+    MappingRule("final_layernorm.weight", ("shared_head.norm.weight",), _hidden),
 )
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -293,11 +295,11 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
     model = run.model
     assert model.vocab_size is not None, "a folder's configuration says how large its vocabulary is"
     table = Vocabulary(model.vocab_size, run.derived.padded_vocab_size(model.vocab_size), model.hidden_size)
-    whole = [Row("embedding.word_embeddings.weight", (_EMBEDDING,), lambda run: table)]
-    whole.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), _hidden))
+    whole = [MappingRule("embedding.word_embeddings.weight", (_EMBEDDING,), lambda run: table)]
+    whole.append(MappingRule("decoder.final_layernorm.weight", ("model.norm.weight",), _hidden))
     copies: dict[str, str] = {}
     if model.untie_embeddings_and_output_weights:
-        whole.append(Row("output_layer.weight", (_OUTPUT,), lambda run: table))
+        whole.append(MappingRule("output_layer.weight", (_OUTPUT,), lambda run: table))
     else:
         copies[_OUTPUT] = _EMBEDDING
     pieces = list(_pieces(run, whole, "", ""))
@@ -313,7 +315,7 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
     return Mapping(tuple(pieces), _shapes(run, pieces), copies)
 
 
-def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) -> Iterator[Piece]:
+def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) -> Iterator[MappedBlock]:
     yield from _pieces(run, ATTENTION, here, there)
     if not is_moe:
         yield from _pieces(run, DENSE, here, there)
@@ -323,18 +325,20 @@ def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) ->
         for row in expert_rows(names):
             transform = row.make(run)
             start = (expert, *(0,) * (len(transform.native_shape) - 1))
-            yield Piece(here + row.native, start, tuple(there + name.format(e=expert) for name in row.hf), transform)
+            yield MappedBlock(
+                here + row.native, start, tuple(there + name.format(e=expert) for name in row.hf), transform
+            )
 
 
-def _pieces(run: Run, rows: Any, here: str, there: str) -> Iterator[Piece]:
+def _pieces(run: Run, rows: Any, here: str, there: str) -> Iterator[MappedBlock]:
     for row in rows:
         if row.when(run):
             transform = row.make(run)
             start = (0,) * len(transform.native_shape)
-            yield Piece(here + row.native, start, tuple(there + name for name in row.hf), transform, row.fp32)
+            yield MappedBlock(here + row.native, start, tuple(there + name for name in row.hf), transform, row.fp32)
 
 
-def _shapes(run: Run, pieces: list[Piece]) -> dict[str, Shape]:
+def _shapes(run: Run, pieces: list[MappedBlock]) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for piece in pieces:
         block = piece.transform.native_shape

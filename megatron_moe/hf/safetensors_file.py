@@ -66,7 +66,7 @@ class FileIdentity(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorLocation:
     """The location of a tensor: in `file`, the bytes from `begin` to `end`. The dtype is torch's name of it."""
 
     file: str
@@ -80,7 +80,7 @@ class Stored:
 class Header:
     """The content of a header: a file's tensors in the order of their bytes, its metadata, and the file's identity."""
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, TensorLocation]
     metadata: dict[str, str]
     identity: FileIdentity
     length: int
@@ -237,7 +237,7 @@ def shortened(value: object) -> str:
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
 
-def _stored(path: Path, name: str, entry: object, numbers: int, size: int) -> Stored:
+def _stored(path: Path, name: str, entry: object, numbers: int, size: int) -> TensorLocation:
     where = f"{path}: tensor {shortened(name)}"
     if not name or not name.isprintable() or len(name) > 512:
         raise FormatError(f"{where}: a name is 1 to 512 printable characters")
@@ -262,7 +262,7 @@ def _stored(path: Path, name: str, entry: object, numbers: int, size: int) -> St
         raise FormatError(f"{where} ends at byte {numbers + end}, the file has {size}: it is cut off, or another")
     if needed > LARGEST_TENSOR:
         raise FormatError(f"{where} has {needed} bytes; at most {LARGEST_TENSOR} are read into memory at once")
-    return Stored(path.name, torch_name, tuple(shape), numbers + begin, numbers + end)
+    return TensorLocation(path.name, torch_name, tuple(shape), numbers + begin, numbers + end)
 
 
 def _whole_numbers(value: object) -> bool:
@@ -377,7 +377,7 @@ class StreamedFile:
 
 def _header(
     file: str, layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, Stored]]:
+) -> tuple[bytes, dict[str, TensorLocation]]:
     """Return the bytes before the numbers, and the location of each tensor."""
     order = list(layout.items())
     at, aligned = 0, True
@@ -396,5 +396,7 @@ def _header(
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     start = LENGTH.size + len(text)
-    stored = {name: Stored(file, *layout[name], start + begin, start + end) for name, (begin, end) in places.items()}
+    stored = {
+        name: TensorLocation(file, *layout[name], start + begin, start + end) for name, (begin, end) in places.items()
+    }
     return LENGTH.pack(len(text)) + text, stored

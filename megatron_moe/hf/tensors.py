@@ -189,7 +189,7 @@ def layout_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[str, tup
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in `Stored` and in layouts."""
+    """Return the name of a dtype in `TensorLocation` and in layouts."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -13,7 +13,6 @@ from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import with_made_up_data
-from megatron_moe.config.schema import Run
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_text, require_writable
@@ -81,25 +80,21 @@ def _main(argv: list[str]) -> int:
         run = with_made_up_data(compat.parse(rest, filled_in, 1))
         rules.check(run, 1)
         tokenizer = build_tokenizer(run.data, run.model.vocab_size)
-        _refuse_large(run, run.derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size), flags.max_gib)
+        vocabulary = run.derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size)
+        need = run.derived.training_bytes(vocabulary) / 2**30
+        if need > flags.max_gib:
+            raise ConfigError(
+                f"{run.derived.parameter_count(vocabulary):,} parameters need {need:,.1f} GiB with gradients and "
+                f"optimizer state, more than --max-gib {flags.max_gib:g}. The audit needs every kind of layer once, "
+                "not the size: shrink the model, e.g. --num-layers 2 --hidden-size 256 --ffn-hidden-size 512 "
+                "--moe-ffn-hidden-size 128 --num-experts 16 --seq-length 64 (and --moe-layer-freq '[0,1]' where the "
+                "preset has a pattern), or raise --max-gib"
+            )
         from megatron_moe_tools.audit.step import audit_run
 
         audit = audit_run(run, say)
     _write(audit.as_dict(), flags)
     return FOUND if audit.failed else CLEAN
-
-
-def _refuse_large(run: Run, vocabulary: int, limit_gib: float) -> None:
-    """Raise a ConfigError if the model's weights, gradients and optimizer state need more than `limit_gib`."""
-    parameters = run.derived.parameter_count(vocabulary)
-    need = run.derived.training_bytes(vocabulary) / 2**30
-    if need > limit_gib:
-        raise ConfigError(
-            f"{parameters:,} parameters need {need:,.1f} GiB with gradients and optimizer state, more than "
-            f"--max-gib {limit_gib:g}. The audit needs every kind of layer once, not the size: shrink the model, e.g. "
-            "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --moe-ffn-hidden-size 128 --num-experts 16 "
-            "--seq-length 64 (and --moe-layer-freq '[0,1]' where the preset has a pattern), or raise --max-gib"
-        )
 
 
 def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
@@ -113,7 +108,14 @@ def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
         )
     if len(rest) > 1:
         raise ConfigError(f"{' '.join(rest)}: choose one dtype")
-    _require_foreign_files(flags)
+    if flags.module is not None:
+        name, _, factory = flags.module.rpartition(":")
+        if not Path(name).is_file() or not name.endswith(".py") or not factory:
+            raise ConfigError(f"--module {flags.module}: write FILE.py:FACTORY with a Python file that exists")
+    elif not (Path(flags.hf) / "config.json").is_file():
+        raise ConfigError(
+            f"--hf {flags.hf}: has no config.json; name a folder with a Hugging Face model{hub_hint(flags.hf)}"
+        )
     import torch
 
     from megatron_moe import platform
@@ -136,18 +138,6 @@ def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
     say(f"tracing one forward and backward pass of {type(module).__name__}")
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
     return audit_module(module, args, kwargs, about=about)
-
-
-def _require_foreign_files(flags: argparse.Namespace) -> None:
-    """Check the paths of --module and --hf before torch is loaded."""
-    if flags.module is not None:
-        name, _, factory = flags.module.rpartition(":")
-        if not Path(name).is_file() or not name.endswith(".py") or not factory:
-            raise ConfigError(f"--module {flags.module}: write FILE.py:FACTORY with a Python file that exists")
-    elif not (Path(flags.hf) / "config.json").is_file():
-        raise ConfigError(
-            f"--hf {flags.hf}: has no config.json; name a folder with a Hugging Face model{hub_hint(flags.hf)}"
-        )
 
 
 def _from_factory(text: str) -> tuple[torch.nn.Module, Any]:

@@ -220,17 +220,16 @@ def summary_line(report: dict[str, Any]) -> str:
         (counts["mixed_matmuls"], "matrix product of mixed dtypes"),
         (counts["fp32_state_violations"], "violation of fp32 state"),
     ]
-    found = [f"{n:,} {_plural(n, what)}" for n, what in words if n]
+    found = []
+    for number, what in words:
+        head, of, rest = what.partition(" of ")
+        if number:
+            found.append(f"{number:,} {what if number == 1 else f'{head}s{of}{rest}'}")
     if report["error"] is not None:
         found.append(f"the step failed with {report['error']['type']} in {report['error']['module'] or 'the model'}")
     if found:
         return "FAILED: " + ", ".join(found)
     return "clean: no unintended promotion, no matrix product of mixed dtypes, fp32 state is fp32"
-
-
-def _plural(n: int, what: str) -> str:
-    head, of, rest = what.partition(" of ")
-    return what if n == 1 else f"{head}s{of}{rest}"
 
 
 def _share(part: float, whole: float) -> float:

@@ -274,7 +274,9 @@ class LocationFinder:
             if code.co_name in _MODULE_CALL:
                 open_scope = False  # a declaration of the caller does not cover the module that it calls
             if open_scope and reason is None:
-                reason = self._declaration(code)
+                if code not in self._declared:
+                    self._declared[code] = declaration(code)
+                reason = self._declared[code]
             if module is None:
                 module = self._module_of(frame)
             if module is not None and where != UNKNOWN and not open_scope:
@@ -309,11 +311,6 @@ class LocationFinder:
             return None
         owner = frame.f_locals.get("self")
         return self._name_of(owner) if isinstance(owner, torch.nn.Module) else None
-
-    def _declaration(self, code: CodeType) -> str | None:
-        if code not in self._declared:
-            self._declared[code] = declaration(code)
-        return self._declared[code]
 
     def _is_internal(self, code: CodeType) -> bool:
         """Return whether the code is torch's or the tracer's own, which is not where an operation was asked for."""

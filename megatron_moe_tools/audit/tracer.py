@@ -82,7 +82,9 @@ class Tracer(TorchDispatchMode):
             for name, tensor in declared_fp32_state(root):
                 self._states[tensor.untyped_storage().data_ptr()] = _unwrapped(name)
         self._check_states("before the step")
-        before = register_module_forward_pre_hook(self._enter_module)
+        before = register_module_forward_pre_hook(
+            lambda module, args: self._calls.append((id(module), self.audit.operations))
+        )
         after = register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True)
         attention = _AttentionCheck(self)
         attention.__enter__()
@@ -121,7 +123,9 @@ class Tracer(TorchDispatchMode):
         inputs = tensors_in((args, kwargs))
         dtypes = [tensor.dtype for tensor in inputs]
         if location.module == UNKNOWN:
-            location = self._location_of_owner(location, inputs)
+            # The optimizer runs outside of every module: it is the module whose parameter is an input.
+            owner = next((self._owners[id(tensor)] for tensor in inputs if id(tensor) in self._owners), None)
+            location = location if owner is None else replace(location, module=owner)
         written = written_tensors(op, args, kwargs)
         groups = [deciding_operands(group) for group in operand_groups(op, args, kwargs)]
         mixed = [group for group in groups if len({tensor.dtype for tensor in group}) > 1]
@@ -147,11 +151,6 @@ class Tracer(TorchDispatchMode):
         self._record_reduction(op, inputs, outputs, args, location, order, dtypes)
         self._widening.follow(inputs, [*outputs, *written], cause)
         return result
-
-    def _location_of_owner(self, location: OperationLocation, inputs: Sequence[Tensor]) -> OperationLocation:
-        """Return `location` with the module whose parameter is an input: the optimizer runs outside of every module."""
-        owner = next((self._owners[id(tensor)] for tensor in inputs if id(tensor) in self._owners), None)
-        return location if owner is None else replace(location, module=owner)
 
     def _record_matmul(self, name: str, operands: Sequence[Tensor], location: OperationLocation, order: int) -> None:
         wide = self._widening.origin(operands)
@@ -205,7 +204,9 @@ class Tracer(TorchDispatchMode):
             if targets and all(width(tensor.dtype) == widest for tensor in targets):
                 self.audit.accumulations.add(location, op.name, dtype_names(operands), result, order=order)
                 for target in targets:
-                    self._check_state_sum(op, target, operands, location, order)
+                    if (state := self._states.get(_storage(target))) is not None:
+                        dtypes, what = dtype_names(operands), f"{state} is added to from a narrower tensor"
+                        self._violation(location, op, dtypes, dtype_name(target.dtype), what, order)
                 continue
             detail = "rounded back into the written tensor" if targets else self._widening.origin(operands)
             declared = location.reason is not None
@@ -235,9 +236,6 @@ class Tracer(TorchDispatchMode):
             )
 
     # Modules.
-
-    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
-        self._calls.append((id(module), self.audit.operations))
 
     def _leave_module(self, module: torch.nn.Module, *call: Any) -> None:
         """Record the dtypes of a module's call, given (args, kwargs, output); after an exception (args, None)."""
@@ -292,23 +290,13 @@ class Tracer(TorchDispatchMode):
         self, op: Operation, source: Tensor, target: Tensor, direction: str, location: OperationLocation, order: int
     ) -> None:
         """Record declared state that is read through a narrower copy, or written from one."""
-        read, wrote = (self._states.get(_storage(tensor)) for tensor in (source, target))
-        if read is not None and width(target.dtype) < 4:
-            self._violation(
-                location, op, direction, dtype_name(target.dtype), f"{read} is read through a narrower copy", order
-            )
-        if wrote is not None and width(source.dtype) < 4:
-            self._violation(
-                location, op, direction, dtype_name(target.dtype), f"{wrote} is written from a narrower one", order
-            )
-
-    def _check_state_sum(
-        self, op: Operation, target: Tensor, operands: Sequence[Tensor], location: OperationLocation, order: int
-    ) -> None:
-        state = self._states.get(_storage(target))
-        if state is not None:
-            what = f"{state} is added to from a narrower tensor"
-            self._violation(location, op, dtype_names(operands), dtype_name(target.dtype), what, order)
+        for held, other, what in (
+            (source, target, "is read through a narrower copy"),
+            (target, source, "is written from a narrower one"),
+        ):
+            state = self._states.get(_storage(held))
+            if state is not None and width(other.dtype) < 4:
+                self._violation(location, op, direction, dtype_name(target.dtype), f"{state} {what}", order)
 
     def _violation(
         self, location: OperationLocation, op: Operation, dtypes: str, result: str, detail: str, order: int

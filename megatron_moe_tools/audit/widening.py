@@ -90,7 +90,11 @@ class Widening:
             returned: tensors that its forward returned.
             begin: number of operations that had run when it was called.
         """
-        inputs, parameters = [tensor for tensor in received if tensor.is_floating_point()], self._parameters_of(module)
+        inputs = [tensor for tensor in received if tensor.is_floating_point()]
+        parameters = self._parameters.get(id(module))
+        if parameters is None:
+            parameters = [one for one in module.parameters() if one.is_floating_point()]
+            self._parameters[id(module)] = parameters
         known = [width(tensor.dtype) for tensor in (*inputs, *parameters)]
         wide = [
             tensor for tensor in returned if tensor.is_floating_point() and known and width(tensor.dtype) > max(known)
@@ -124,11 +128,6 @@ class Widening:
         known_entry = self._audit.widened_modules.setdefault((name, entry.output, entry.where), entry)
         known_entry.count += known_entry is not entry
         self._widened.append(_WideReturn(self._audit.operations, name, cause))
-
-    def _parameters_of(self, module: torch.nn.Module) -> list[Tensor]:
-        if id(module) not in self._parameters:
-            self._parameters[id(module)] = [one for one in module.parameters() if one.is_floating_point()]
-        return self._parameters[id(module)]
 
 
 def _kind(cause: Cause | None) -> str:

@@ -108,6 +108,25 @@ def require_same(found: str, wanted: str, name: str, what: str) -> None:
         raise ConfigError(f"{name}: {what}: SHA-256 {found} instead of {wanted}; nothing was published")
 
 
+def require_shapes(found: dict[str, Shape], wanted: dict[str, Shape], head: str, unknown: str) -> None:
+    """Check that tensors are exactly the wanted ones, by name and shape.
+
+    Args:
+        head: the beginning of the message.
+        unknown: what the message says of a tensor that is not wanted.
+
+    Raises:
+        ConfigError: they are not; the message lists them.
+    """
+    wrong = [f"missing: {key}" for key in sorted(wanted.keys() - found.keys())]
+    wrong += [f"{unknown}: {key}" for key in sorted(found.keys() - wanted.keys())]
+    for key in sorted(found.keys() & wanted.keys()):
+        if found[key] != wanted[key]:
+            wrong.append(f"{key}: shape {list(found[key])}, its configuration says {list(wanted[key])}")
+    if wrong:
+        raise ConfigError(listing(head, wrong))
+
+
 def require_coverage(rows: Sequence[Row], names: Iterable[str], shapes: dict[str, Shape], where: str) -> None:
     """Check that every tensor of the folder, and every element of the native tensors, is in exactly one row.
 

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_moe.checkpoint import folder
 from megatron_moe.config.cli import add_flags
@@ -20,13 +20,19 @@ from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.hf.architecture import settings_of
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.hf.folder import ALLOW, CERTIFICATE, HFFolder
-from megatron_moe.hf.source import locate
 from megatron_moe.io.files import free_bytes, require_writable
 from megatron_moe.io.program import note, run_program
 from megatron_moe.io.texts import size_text
 from megatron_moe_tools import compat
+from megatron_moe_tools.models.source import locate
 
 NAME = "megatron-moe convert"
+
+if TYPE_CHECKING:  # flags and folders are checked before torch is loaded
+    from megatron_moe_tools.convert.exported_files import ExportedTokenizer
+    from megatron_moe_tools.convert.parity import Parity
+    from megatron_moe_tools.convert.pipeline import Conversion
+    from megatron_moe_tools.convert.workspace import Workspace
 
 DONE, NOT_VERIFIED = 0, 1
 FORMATS = ("hf", "native", "megatron")
@@ -107,11 +113,11 @@ def _main(argv: list[str]) -> int:
     _require_source(args)
     _require_target(args)
     args.exported = _tokenizer(args)
-    from megatron_moe_tools.convert.convert import convert, interruptible, plan_lines
+    from megatron_moe_tools.convert.pipeline import convert, interruptible
     from megatron_moe_tools.convert.workspace import Workspace, hidden_folder, published_before, require_free
 
     if args.verify_only:
-        return _verify_only(args)
+        return DONE if _parity(args, Path(args.save)).passed else NOT_VERIFIED
     load, save = Path(args.load), Path(os.path.abspath(args.save))
     conversion = _planned(args)
     identity = conversion.identity()
@@ -120,20 +126,22 @@ def _main(argv: list[str]) -> int:
         print(f"{save} was complete already")
         return DONE
     require_free(save, load)
-    if args.verify:
-        _require_verifiable(args)
+    if args.verify:  # is there memory for the model, before hours of conversion
+        from megatron_moe_tools.convert.parity import require_memory
+
+        require_memory(locate(load, args.ckpt_step, args.family), args.verify_layers)
     for line in (*conversion.notes, *conversion.warnings):
         note(line)
     if args.dry_run:
-        print("\n".join(plan_lines(conversion, save)))
+        print("\n".join(conversion.plan_lines(save)))
         return DONE
     workspace = Workspace(save, identity)
     with interruptible(), workspace.open():
         try:
-            verify = (lambda output: dict(_parity(args, output).as_dict())) if args.verify else None
-            content = convert(conversion, workspace, verify)
-            passed = verify is None or bool(content["verification"]["passed"])
-            return _publish(args, workspace, content) if passed else _refuse(args, workspace, content)
+            content = convert(conversion, workspace)
+            if args.verify:
+                content["verification"] = _parity(args, workspace.output).as_dict()
+            return _publish(args, workspace, content)
         except Exception as error:
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             free = free_bytes(workspace.hidden)
@@ -221,12 +229,12 @@ def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     return given
 
 
-def _tokenizer(args: argparse.Namespace) -> Any:
+def _tokenizer(args: argparse.Namespace) -> ExportedTokenizer | None:
     """Return the tokenizer that an export gets, or None; a mistake about it is found before torch is loaded."""
     found = folder.step_of(Path(args.load), args.ckpt_step) if (args.origin, args.target) == ("native", "hf") else None
     if found is None or args.verify_only:
         return None
-    from megatron_moe_tools.convert.exported_tokenizer import exported_tokenizer
+    from megatron_moe_tools.convert.exported_files import exported_tokenizer
 
     given = {name: getattr(args, name) for name in TOKENIZER_FIELDS if getattr(args, name) is not None}
     return exported_tokenizer(found[0], given, args.no_tokenizer)
@@ -274,88 +282,74 @@ def _require_target(args: argparse.Namespace) -> None:
         require_free(save, Path(args.load))
 
 
-def _planned(args: argparse.Namespace) -> Any:
+def _planned(args: argparse.Namespace) -> Conversion:
     """Return the conversion that the flags ask for; the source's small files and headers are read."""
     from megatron_moe_tools.convert import certificate
-    from megatron_moe_tools.convert.convert import ConversionOptions
-    from megatron_moe_tools.convert.reshard import Reshard
-    from megatron_moe_tools.convert.to_hf import ToHF
-    from megatron_moe_tools.convert.to_native import ToNative
+    from megatron_moe_tools.convert.hugging_face import HuggingFaceSink, HuggingFaceSource
+    from megatron_moe_tools.convert.megatron import MegatronSink, MegatronSource, open_checkpoint
+    from megatron_moe_tools.convert.native import AveragedSource, NativeSink, NativeSource, steps_to_average
+    from megatron_moe_tools.convert.pipeline import Conversion, ConversionOptions
 
     fp8 = args.dtype == "fp8"
-    dtype = None if args.dtype is None else certificate.DTYPES["bf16" if fp8 else args.dtype]
-    given = (args.drop_mtp, args.no_optim, args.ema, args.allow_suspicious_weights, args.max_shard_bytes)
-    options = ConversionOptions(dtype, fp8, args.family, *given)
+    options = ConversionOptions(
+        dtype=None if args.dtype is None else certificate.DTYPES["bf16" if fp8 else args.dtype],
+        fp8=fp8,
+        family=args.family,
+        drop_mtp=args.drop_mtp,
+        no_optim=args.no_optim,
+        ema=args.ema,
+        allow_suspicious_weights=args.allow_suspicious_weights,
+        max_shard_bytes=args.max_shard_bytes,
+    )
     load = Path(args.load)
     if args.origin == "megatron":
-        from megatron_moe_tools.convert.from_megatron import FromMegatron
-        from megatron_moe_tools.megatron_lm.folder import open_checkpoint
-
-        return FromMegatron(open_checkpoint(load, args.ckpt_step), options, args.given)
+        megatron = MegatronSource(open_checkpoint(load, args.ckpt_step), options, args.given)
+        return Conversion(megatron, NativeSink(megatron))
     if args.origin == "hf":
-        return ToNative(HFFolder.open(load), options)
+        hugging_face = HuggingFaceSource(HFFolder.open(load), options)
+        return Conversion(hugging_face, NativeSink(hugging_face))
     if args.average_steps is not None:
-        from megatron_moe_tools.convert.average import Average, steps_to_average
-
-        return Average(steps_to_average(load, args.average_steps), options)
-    source = locate(load, args.ckpt_step, args.family)
+        averaged = AveragedSource(steps_to_average(load, args.average_steps), options)
+        return Conversion(averaged, NativeSink(averaged))
+    model = locate(load, args.ckpt_step, args.family)
+    native = NativeSource(model.path, options, model.notes)
+    if args.target == "hf":
+        return Conversion(native, HuggingFaceSink(native, model, args.exported))
     if args.target == "megatron":
-        from megatron_moe_tools.convert.to_megatron import ToMegatron
-
         impl = args.transformer_impl or "transformer_engine"
-        return ToMegatron(source, options, impl, args.expert_model_parallel_size)
-    return ToHF(source, options, args.exported) if args.target == "hf" else Reshard(source.path, options, source.notes)
+        return Conversion(native, MegatronSink(native, model, impl, args.expert_model_parallel_size))
+    return Conversion(native, NativeSink(native))
 
 
-def _publish(args: argparse.Namespace, workspace: Any, content: dict[str, Any]) -> int:
+def _publish(args: argparse.Namespace, workspace: Workspace, content: dict[str, Any]) -> int:
+    """Publish the output; remove one that is not what the source is, and say why in a certificate next to it."""
     from megatron_moe_tools.convert import certificate
 
+    target, verification = workspace.target, content["verification"]
+    if verification is not None and not verification["passed"]:
+        path = Path(args.certificate or target.with_name(f"{target.name}.{CERTIFICATE}"))
+        certificate.write(path, content)
+        workspace.discard()
+        note(f"{NAME}: verification failed, {target} is not written; see {path}")
+        return NOT_VERIFIED
     certificate.write(workspace.output / CERTIFICATE, content)
     if args.certificate is not None:
         certificate.write(Path(args.certificate), content)
     workspace.publish()
-    print(f"{workspace.target}: {content['blocks']} blocks, each read again and made back; {CERTIFICATE} says so")
+    print(f"{target}: {content['blocks']} blocks, each read again and made back; {CERTIFICATE} says so")
     return DONE
 
 
-def _refuse(args: argparse.Namespace, workspace: Any, content: dict[str, Any]) -> int:
-    """Remove an output that is not what the source is; the certificate next to it says why."""
-    from megatron_moe_tools.convert import certificate
-
-    target = workspace.target
-    path = Path(args.certificate or target.with_name(f"{target.name}.{CERTIFICATE}"))
-    certificate.write(path, content)
-    workspace.discard()
-    note(f"{NAME}: verification failed, {target} is not written; see {path}")
-    return NOT_VERIFIED
-
-
-def _require_verifiable(args: argparse.Namespace) -> None:
-    """Check that there is memory for the model, before hours of conversion."""
-    from megatron_moe_tools.convert.parity import require_memory
-
-    require_memory(locate(Path(args.load), args.ckpt_step, args.family), args.verify_layers)
-
-
-def _parity(args: argparse.Namespace, output: Path) -> Any:
+def _parity(args: argparse.Namespace, output: Path) -> Parity:
+    """Compare --load with the output as models."""
     from megatron_moe_tools.convert.parity import compare
 
-    allow = args.allow_suspicious_weights
     note("verifying: logits, loss and choices of experts, both sides in fp32")
+    hf, native, step = output, Path(args.load), args.ckpt_step
     if args.origin == "hf":
-        result = compare(Path(args.load), output, layers=args.verify_layers, allow_constant=allow)
-    else:
-        step = args.ckpt_step
-        result = compare(output, Path(args.load), layers=args.verify_layers, ckpt_step=step, allow_constant=allow)
+        hf, native, step = Path(args.load), output, None
+    allow = args.allow_suspicious_weights
+    result = compare(hf, native, layers=args.verify_layers, ckpt_step=step, allow_constant=allow)
     for line in result.lines():
         note(line)
     return result
-
-
-def _verify_only(args: argparse.Namespace) -> int:
-    save = Path(args.save)
-    if not save.is_dir():
-        raise ConfigError(
-            f"--verify-only: --save {save} is not there; it is compared with --load, and nothing is written"
-        )
-    return DONE if _parity(args, save).passed else NOT_VERIFIED

@@ -1,14 +1,16 @@
 """Compare what a checkpoint computes with what transformers computes from its folder, in fp32 on random tokens.
 
-transformers' model runs first, then ours, so that one of them is in memory at a time. Where a choice of experts is a
-tie, ours follows the reference, and the tie is counted; a choice that differs by more is an error. Logits and loss can
-then be compared.
+transformers' model runs first, then ours, so that one of them is in memory at a time. Scores of two implementations
+differ in their last bits: where two experts, or two groups of them, have almost the same score, the implementations may
+choose differently, and everything computed after that differs by much more than bits. So ours follows the reference in
+such a tie, and the tie is counted; a choice that differs by more is an error. Logits and loss can then be compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,23 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.folder import ALLOW, HFFolder
-from megatron_moe.hf.opened import Opened, one_process, opened
-from megatron_moe.hf.source import ModelSource, locate
-from megatron_moe.hf.trace import Routing, trace, working_bytes
 from megatron_moe.io.texts import size_text
-from megatron_moe_tools.convert import reference_model
-from megatron_moe_tools.convert.reference_model import ReferenceResult, run_reference
-from megatron_moe_tools.convert.ties import TIE, following
+from megatron_moe.moe.options import MoEOptions
+from megatron_moe.moe.router import TopKRouter
+from megatron_moe.moe.routing import MicroBatch, group_scores, ranked_values
+from megatron_moe_tools.convert.reference_model import (
+    ReferenceResult,
+    differences,
+    native_constants,
+    round_parameters,
+    run_reference,
+)
+from megatron_moe_tools.models.load_model import LoadedCheckpoint, load_model, one_process
+from megatron_moe_tools.models.source import ModelSource, locate
+from megatron_moe_tools.models.trace import Routing, trace, working_bytes
 
+TIE = 1e-4
+"""Largest difference of two experts' scores that counts as a tie."""
 TOKENS = (2, 64)
 """Number of sequences, and of tokens of each."""
 LOGIT_TOLERANCE = 1e-4
@@ -90,7 +101,7 @@ class Parity:
     choices: dict[int, LayerChoices]
     failures: tuple[str, ...]
     gradient_difference: float | None = None
-    not_covered: tuple[str, ...] = field(default=())
+    not_covered: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -106,7 +117,8 @@ class Parity:
     def lines(self) -> list[str]:
         """Return the result as lines of text."""
         compared = sum(one.tokens for one in self.choices.values())
-        equal, ties = (sum(getattr(one, name) for one in self.choices.values()) for name in ("equal", "ties"))
+        equal = sum(one.equal for one in self.choices.values())
+        ties = sum(one.ties for one in self.choices.values())
         return [
             f"parity with transformers, {self.shape[0]} x {self.shape[1]} random tokens through {self.layers} layers: "
             f"{'passed' if self.passed else 'FAILED'}",
@@ -169,15 +181,15 @@ def compare(
         rounded_to=getattr(torch, source.dtype) if differ else None,
         gradients=gradients,
     )
-    with opened(source, layers=layers, gradients=gradients) as found:
+    with load_model(source, layers=layers, gradients=gradients) as found:
         if differ:
-            _round(found.chunk, getattr(torch, reference_source.dtype))
+            round_parameters(found.chunk, getattr(torch, reference_source.dtype))
         return compare_with(reference, found, tokens, seed=seed, gradients=gradients, allow_constant=allow_constant)
 
 
 def compare_with(
     reference: ReferenceResult,
-    found: Opened,
+    found: LoadedCheckpoint,
     tokens: Tensor,
     *,
     seed: int = 0,
@@ -185,22 +197,22 @@ def compare_with(
     allow_constant: bool = False,
 ) -> Parity:
     """Run our model on the tokens [B, S] of a reference and compare the two."""
-    with following(found.chunk, reference.experts, tokens.shape[0]) as margins:
+    with force_routing_on_ties(found.chunk, reference.experts, tokens.shape[0]) as margins:
         ours = trace(found, tokens, routing=True, gradients=gradients)
-    choices = {
-        layer: _choices(ours.routing[layer], reference.experts[layer], reference.weights[layer], margins[layer])
-        for layer in sorted(ours.routing.keys() & reference.experts.keys())
-    }
+    layers, loss = found.run.model.num_layers, float(ours.loss)
+    choices = {}
+    for layer in sorted(ours.routing.keys() & reference.experts.keys()):
+        choices[layer] = _choices(ours.routing[layer], reference, layer, margins[layer])
+    failures = list(_routing_failures(choices, ours.routing, reference, layers))
+
     vocab_size = min(ours.logits.shape[-1], reference.logits.shape[-1])
     difference = _largest(ours.logits[..., :vocab_size] - reference.logits[..., :vocab_size])
-    failures = [*_routing_failures(choices, ours.routing, reference, found.run.model.num_layers)]
     largest = float(reference.logits.abs().max())
     allowed = LOGIT_TOLERANCE * max(1.0, largest / 10)
     if ours.logits.shape != reference.logits.shape:
         failures.append(f"logits: {list(ours.logits.shape)} here, {list(reference.logits.shape)} there")
     if not difference <= allowed:
         failures.append(f"logits differ by {difference:.2e}, more than {allowed:.1e}")
-    loss = float(ours.loss)
     if not abs(loss - reference.loss) <= LOSS_TOLERANCE * max(1.0, abs(reference.loss)):
         failures.append(f"losses are {loss:.7f} here, {reference.loss:.7f} there")
     rows = reference.logits.flatten(0, 1)
@@ -209,51 +221,46 @@ def compare_with(
             f"logits are the same for all tokens ({float(rows[0, 0]):.4g}): the weights that make them are damaged or "
             f"were never trained, and equal logits show nothing; {ALLOW} passes that"
         )
-    failures += _constant_failures(reference, found)
+    if reference.constants is not None:
+        constants = native_constants(found.chunk, found.mapping)
+        depths = {name for name in constants.epsilons if _layer_of(name, 0) >= layers}
+        failures += differences(constants, reference.constants, depths)
     apart = None
     if ours.grad_norms is not None and reference.grad_norms is not None:
-        apart, words = _gradients(ours.grad_norms, reference.grad_norms, found.run.model.num_layers)
+        apart, words = _gradients(ours.grad_norms, reference.grad_norms, layers)
         failures += words
     return Parity(
-        seed,
-        (tokens.shape[0], tokens.shape[1]),
-        found.run.model.num_layers,
-        difference,
-        largest,
-        loss,
-        reference.loss,
-        choices,
-        tuple(failures),
-        apart,
-        tuple(_not_covered(found, reference)),
+        seed=seed,
+        shape=(tokens.shape[0], tokens.shape[1]),
+        layers=layers,
+        logit_difference=difference,
+        largest_logit=largest,
+        loss=loss,
+        reference_loss=reference.loss,
+        choices=choices,
+        failures=tuple(failures),
+        gradient_difference=apart,
+        not_covered=tuple(_not_covered(found, reference)),
     )
 
 
-# Parts of the comparison.
+def _layer_of(name: str, otherwise: int) -> int:
+    """Return the number of the layer that a tensor of a folder is in."""
+    return int(name.split(".layers.")[1].split(".")[0]) if ".layers." in name else otherwise
 
 
-def _constant_failures(reference: ReferenceResult, found: Opened) -> list[str]:
-    if reference.constants is None:
-        return []
-    ours, first = reference_model.native_constants(found.chunk, found.mapping), found.run.model.num_layers
-    beyond = [
-        name for name in ours.epsilons if ".layers." in name and int(name.split(".layers.")[1].split(".")[0]) >= first
-    ]
-    return list(reference_model.differences(ours, reference.constants, set(beyond)))
-
-
-def _choices(ours: Routing, experts: Tensor, weights: Tensor, margins: list[float]) -> LayerChoices:
+def _choices(ours: Routing, reference: ReferenceResult, layer: int, margins: list[float]) -> LayerChoices:
+    experts, weights = reference.experts[layer], reference.weights[layer]
     tokens = ours.topk_idx.shape[0]
-    ties = sum(margin <= TIE for margin in margins)
     if ours.topk_idx.shape != experts.shape:
         return LayerChoices(tokens, 0, 0, 0.0, 0.0)
     same = (ours.topk_idx.sort(dim=-1).values == experts.sort(dim=-1).values).all(-1)
-    mine = ours.probs.gather(1, experts)[same]
-    theirs = weights[same]
-    relative = (mine - theirs).abs() / theirs.abs().clamp(min=float(theirs.abs().max()) * 1e-2 if len(theirs) else 1.0)
-    return LayerChoices(
-        tokens, int(same.sum()) - ties, ties, max(margins, default=0.0), _largest(relative) if len(theirs) else 0.0
-    )
+    mine, theirs = ours.probs.gather(1, experts)[same], weights[same]
+    difference = 0.0
+    if len(theirs):
+        difference = _largest((mine - theirs).abs() / theirs.abs().clamp(min=float(theirs.abs().max()) * 1e-2))
+    ties = sum(margin <= TIE for margin in margins)
+    return LayerChoices(tokens, int(same.sum()) - ties, ties, max(margins, default=0.0), difference)
 
 
 def _routing_failures(
@@ -275,39 +282,32 @@ def _routing_failures(
             yield f"layer {layer}: weights of the same experts differ by {one.weight_difference:.2e} of their size"
 
 
-def _gradients(ours: dict[str, float], theirs: dict[str, float], num_layers: int) -> tuple[float, list[str]]:
+def _gradients(ours: dict[str, float], theirs: dict[str, float], layers: int) -> tuple[float, list[str]]:
     """Return the largest relative difference, and what is wrong; transformers has no multi-token prediction."""
-    prefix = "model.layers."
-    mine = {
-        name: norm
-        for name, norm in ours.items()
-        if not name.startswith(prefix) or int(name[len(prefix) :].split(".")[0]) < num_layers
-    }
+    mine = {name: norm for name, norm in ours.items() if _layer_of(name, -1) < layers}
     words = [f"gradient of {name}: on one side only" for name in sorted(mine.keys() ^ theirs.keys())[:5]]
     # A tensor with hardly any gradient is compared on the scale of the others.
     floor = 1e-6 * max(theirs.values(), default=1.0)
-    apart = {name: abs(mine[name] - theirs[name]) / max(theirs[name], floor) for name in mine.keys() & theirs.keys()}
-    worst = max(apart, key=lambda name: apart[name], default=None)
-    if worst is not None and not apart[worst] <= GRADIENT_TOLERANCE:
+    largest, worst = 0.0, ""
+    for name in sorted(mine.keys() & theirs.keys()):
+        apart = abs(mine[name] - theirs[name]) / max(theirs[name], floor)
+        if apart > largest or apart != apart:
+            largest, worst = apart, name
+    if not largest <= GRADIENT_TOLERANCE:
         words.append(f"gradient of {worst}: norm {mine[worst]:.6e} here, {theirs[worst]:.6e} there")
-    return (apart[worst] if worst is not None else 0.0), words
+    return largest, words
 
 
-def _not_covered(found: Opened, reference: ReferenceResult) -> Iterator[str]:
-    whole = found.source.run.model
+def _not_covered(found: LoadedCheckpoint, reference: ReferenceResult) -> Iterator[str]:
+    whole, here = found.source.run.model, found.run.model.num_layers
     if whole.mtp_num_layers:
         yield f"multi-token prediction, {whole.mtp_num_layers} layers: transformers has none"
-    if found.run.model.num_layers < whole.num_layers:
-        here = found.run.model.num_layers
+    if here < whole.num_layers:
         yield f"layers {here} to {whole.num_layers - 1}: left out by --verify-layers {here}"
-    unused = [
-        layer_experts - len(experts.unique())
-        for experts in reference.experts.values()
-        if (layer_experts := found.run.moe.num_experts) is not None
-    ]
-    if any(unused):
-        every = (found.run.moe.num_experts or 0) * len(unused)
-        yield f"the weights of {sum(unused)} of {every} experts, which none of the tokens chose"
+    every = (found.run.moe.num_experts or 0) * len(reference.experts)
+    chosen = sum(len(experts.unique()) for experts in reference.experts.values())
+    if chosen < every:
+        yield f"the weights of {every - chosen} of {every} experts, which none of the tokens chose"
     if not reference.experts:
         yield "the experts chosen: this release of transformers has no routers of their own to ask"
 
@@ -315,12 +315,6 @@ def _not_covered(found: Opened, reference: ReferenceResult) -> Iterator[str]:
 def _largest(values: Tensor) -> float:
     """Return the largest absolute value; infinite where there is a NaN, which no comparison would notice."""
     return float(torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf, neginf=torch.inf).abs().max())
-
-
-@torch.no_grad()
-def _round(chunk: torch.nn.Module, dtype: torch.dtype) -> None:
-    for parameter in chunk.parameters():
-        parameter.copy_(parameter.to(dtype))
 
 
 def _fewest_layers(source: ModelSource) -> int:
@@ -366,3 +360,78 @@ def require_memory(
         f"--verify: {source.path} takes {size_text(wanted)} in fp32, and {size_text(available)} are "
         f"free: {remedy}; or leave the flag out"
     )
+
+
+# ---- Ties between experts.
+
+
+@contextmanager
+def force_routing_on_ties(
+    chunk: torch.nn.Module, experts: dict[int, Tensor], num_sequences: int
+) -> Iterator[dict[int, list[float]]]:
+    """Have the routers take given choices in place of their own where the two differ by a tie.
+
+    Args:
+        chunk: the model.
+        experts: the choices, layer -> [B * S, K].
+        num_sequences: B.
+
+    Yields:
+        layer -> the margins of the choices that differ.
+    """
+    margins: dict[int, list[float]] = {layer: [] for layer in experts}
+    routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+    before = [router.choose for router in routers]
+
+    def wrapped(router: TopKRouter, theirs: Tensor, found: list[float]) -> Callable[..., Tensor]:
+        choose = router.choose
+
+        def chosen(logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+            ours = choose(logits, scores, expert_bias, micro_batch)
+            wanted = theirs.unflatten(0, (num_sequences, -1)).transpose(0, 1).flatten(0, 1).to(ours.device)
+            if wanted.shape != ours.shape or int(wanted.max()) >= scores.shape[-1]:
+                return ours  # the comparison of shapes reports it
+            differs = (wanted.sort(dim=-1).values != ours.sort(dim=-1).values).any(-1)
+            ranked = ranked_values(logits, scores, router.options).detach()
+            margin = choice_margin(ranked, expert_bias, router.options, wanted)
+            found.extend(margin[differs].tolist())
+            return torch.where((differs & (margin <= TIE)).unsqueeze(-1), wanted, ours)
+
+        return chosen
+
+    for router in routers:
+        layer = (router.layer_number or 0) - 1
+        if layer in experts:
+            router.choose = wrapped(router, experts[layer], margins[layer])
+    try:
+        yield margins
+    finally:
+        for router, choose in zip(routers, before):
+            router.choose = choose
+
+
+def choice_margin(scores: Tensor, expert_bias: Tensor | None, options: MoEOptions, wanted: Tensor) -> Tensor:
+    """Return [T], by how much scores would have to change for a choice to be the best one; 0 where it is.
+
+    Args:
+        scores: [T, E], what the router ranks by before its bias.
+        expert_bias: the router's bias [E], or None.
+        options: the router's options.
+        wanted: the choice [T, K].
+    """
+    scores = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
+    inside = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, wanted, True)
+    pool, margin = torch.ones_like(inside), scores.new_zeros(scores.shape[0])
+    if options.num_groups is not None and options.group_topk is not None:
+        grouped = scores.unflatten(-1, (options.num_groups, -1))
+        best = group_scores(scores, options)
+        used = inside.unflatten(-1, (options.num_groups, -1)).any(-1)
+        last = best.topk(options.group_topk, dim=-1).values[:, -1:]
+        margin = (last - best).masked_fill(~used, 0.0).amax(-1).clamp(min=0.0)
+        # A group's experts are available where it is used, or ahead of the first group left out by more than a tie.
+        is_all = options.group_topk == options.num_groups
+        out = best.topk(options.group_topk + (not is_all), dim=-1).values[:, -1:]
+        pool = (used | (best > out + TIE) | is_all).unsqueeze(-1).expand_as(grouped).flatten(-2)
+    worst = scores.masked_fill(~inside, torch.inf).amin(-1)
+    left_out = scores.masked_fill(inside | ~pool, -torch.inf).amax(-1)
+    return torch.maximum(margin, (left_out - worst).clamp(min=0.0))

@@ -36,9 +36,6 @@ _ROUTER = "topkrouter"
 """End of the names of router classes in transformers, in lower case."""
 
 
-# Constants.
-
-
 @dataclass(frozen=True)
 class Constants:
     """The numbers of a model that are no weights.
@@ -160,13 +157,18 @@ def run_reference(
     model = load_reference(folder, family, layers)
     try:
         if rounded_to is not None:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.copy_(parameter.to(rounded_to))
+            round_parameters(model, rounded_to)
         return run_model(model, tokens, gradients=gradients)
     finally:
         del model
         gc.collect()  # modules and their hooks refer to each other
+
+
+@torch.no_grad()
+def round_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Round parameters to the values that another dtype has."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
 
 
 def run_model(model: Any, tokens: Tensor, *, gradients: bool = False) -> ReferenceResult:
@@ -201,7 +203,13 @@ def load_reference(folder: HFFolder, family: Family, layers: int | None = None) 
     Raises:
         ConfigError: see `run_reference`.
     """
-    transformers = _transformers()
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(
+            "--verify: transformers is not installed, and it is what the model is compared with; install it with "
+            "`pip install transformers`, or leave the flag out"
+        ) from None
     content = dict(folder.config)
     content.pop("quantization_config", None)
     if layers is not None:
@@ -217,7 +225,12 @@ def load_reference(folder: HFFolder, family: Family, layers: int | None = None) 
         config = config_class.from_dict({**content, "model_type": family.model_types[0]})
         model_class = getattr(transformers, family.architecture)
         with _quiet(transformers):
-            model, info = _from_pretrained(model_class, config, folder)
+            options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
+            if folder.scales:
+                options = {"state_dict": _dequantised(folder)}
+            options |= {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
+            where = None if folder.scales else folder.path
+            model, info = model_class.from_pretrained(where, output_loading_info=True, **options)
     except (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"--verify: transformers {transformers.__version__} does not load {folder.path} as {family.architecture}: "
@@ -233,13 +246,6 @@ def load_reference(folder: HFFolder, family: Family, layers: int | None = None) 
     return model.float().eval().to(platform.device())
 
 
-def _from_pretrained(model_class: Any, config: Any, folder: HFFolder) -> tuple[Any, dict[str, Any]]:
-    options = {"config": config, "dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
-    if not folder.scales:
-        return model_class.from_pretrained(folder.path, local_files_only=True, use_safetensors=True, **options)
-    return model_class.from_pretrained(None, state_dict=_dequantised(folder), **options)
-
-
 def _dequantised(folder: HFFolder) -> dict[str, Tensor]:
     """Return all tensors but scales; a weight in fp8 becomes each number times its block's scale, as bfloat16."""
     found: dict[str, Tensor] = {}
@@ -253,17 +259,6 @@ def _dequantised(folder: HFFolder) -> dict[str, Tensor]:
         column = torch.arange(weight.shape[1]) // width
         found[name] = (weight * scale[row][:, column]).bfloat16()
     return found
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigError(
-            "--verify: transformers is not installed, and it is what the model is compared with; install it with "
-            "`pip install transformers`, or leave the flag out"
-        ) from None
-    return transformers
 
 
 @contextmanager

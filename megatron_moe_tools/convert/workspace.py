@@ -34,17 +34,13 @@ PUBLISHED = "published"
 
 
 class ConversionProgress:
-    """A progress report: bytes, rate and time left, a line every few seconds and one at the end.
+    """A progress report on bytes; `done` of them were done by an earlier start. A line every few seconds, and one last.
 
-    Args:
-        what: the word before the figures.
-        total: bytes in all.
-        done: bytes that an earlier start has done.
+    It shows the word `what`, bytes, rate and time left.
     """
 
     def __init__(self, what: str, total: int, done: int = 0) -> None:
-        self._what, self._total, self._done = what, total, done
-        self._before = done
+        self._what, self._total, self._done, self._before = what, total, done, done
         self._started = self._last_line = time.monotonic()
 
     def advance(self, count: int) -> None:
@@ -63,13 +59,11 @@ class ConversionProgress:
         seconds = max(self._last_line - self._started, 1e-3)
         rate = (self._done - self._before) / seconds
         share = 100 * self._done // self._total if self._total else 100
-        left = f"{duration_text((self._total - self._done) / rate)} left" if rate and self._done < self._total else ""
-        parts = [
-            f"{self._what} {size_text(self._done)} of {size_text(self._total)} ({share}%)",
-            f"{size_text(int(rate))}/s",
-            left or f"{duration_text(seconds)}",
-        ]
-        note(", ".join(parts))
+        time_words = duration_text(seconds)
+        if rate and self._done < self._total:
+            time_words = f"{duration_text((self._total - self._done) / rate)} left"
+        done, total = size_text(self._done), size_text(self._total)
+        note(f"{self._what} {done} of {total} ({share}%), {size_text(int(rate))}/s, {time_words}")
 
 
 def require_free(target: Path, source: Path) -> None:

@@ -7,6 +7,7 @@ same: each rank took the same reduced gradient and the same step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -179,9 +180,10 @@ def _assemble_tensor(
             if bool(twice.any()):
                 unlike = twice & (mine != other) & ~(mine.isnan() & other.isnan())
                 if bool(unlike.any()):
-                    _record_disagreement(
-                        whole, quantity, name, mine, other, unlike, (int(known[unlike][0]), rank), coordinates
-                    )
+                    difference = (mine.double() - other.double()) * unlike
+                    error = float(difference.norm() / other.double().norm().clamp_min(1e-30))
+                    ranks = (int(known[unlike][0]), rank)
+                    _disagree(whole, quantity, name, step_of(quantity), error, ranks, coordinates)
             fresh = ~twice
             other.copy_(torch.where(fresh, mine, other))
             known.copy_(torch.where(fresh, torch.full_like(known, rank), known))
@@ -190,22 +192,6 @@ def _assemble_tensor(
         for target, own in matching_views(full, local, cuts):
             target.copy_(own)
     return full
-
-
-def _record_disagreement(
-    whole: AssembledModel,
-    quantity: str,
-    name: str,
-    a: Tensor,
-    b: Tensor,
-    unlike: Tensor,
-    ranks: tuple[int, int],
-    coordinates: Any,
-) -> None:
-    norm = b.double().norm().clamp_min(1e-30)
-    error = float(((a.double() - b.double()) * unlike).norm() / norm)
-    axes = _differing_axes(ranks, coordinates)
-    whole.disagreements.append(Disagreement(quantity, name, step_of(quantity), error, ranks, axes))
 
 
 def _merge_step(
@@ -217,7 +203,7 @@ def _merge_step(
     for rank, step in enumerate(steps):
         for key in ("loss", "tokens", "grad_norm", "committed", "loss_scale", "mtp_losses"):
             if step[key] != joined[key] and step[key] == step[key]:
-                _record_unequal(whole, _QUANTITIES.get(key, key), "", number, (0, rank), coordinates)
+                _disagree(whole, _QUANTITIES.get(key, key), "", number, math.inf, (0, rank), coordinates)
         for name, layer in step["layers"].items():
             if name not in joined["layers"]:
                 joined["layers"][name], first_rank[name] = dict(layer), rank
@@ -227,19 +213,22 @@ def _merge_step(
             known["router_error"] = max(known["router_error"], layer["router_error"])
             for key, quantity in (("counts", "token counts"), ("dropped", "dropped choices")):
                 if not torch.equal(known[key], layer[key]):
-                    _record_unequal(whole, quantity, name, number, ranks, coordinates)
+                    _disagree(whole, quantity, name, number, math.inf, ranks, coordinates)
             if known["expert_bias"] is not None and not torch.equal(known["expert_bias"], layer["expert_bias"]):
-                _record_unequal(whole, "expert_bias", name, number, ranks, coordinates)
+                _disagree(whole, "expert_bias", name, number, math.inf, ranks, coordinates)
     return joined
 
 
-def _record_unequal(
-    whole: AssembledModel, quantity: str, name: str, step: int, ranks: tuple[int, int], coordinates: Any
+def _disagree(
+    whole: AssembledModel,
+    quantity: str,
+    name: str,
+    step: int,
+    error: float,
+    ranks: tuple[int, int],
+    coordinates: list[dict[str, int]],
 ) -> None:
-    axes = _differing_axes(ranks, coordinates)
-    whole.disagreements.append(Disagreement(quantity, name, step, float("inf"), ranks, axes))
-
-
-def _differing_axes(ranks: tuple[int, int], coordinates: Any) -> tuple[str, ...]:
-    a, b = (coordinates[rank] for rank in ranks)
-    return tuple(axis for axis in AXES if a[f"{axis}_rank"] != b[f"{axis}_rank"])
+    """Record that two ranks hold a quantity with other bits."""
+    a, b = coordinates[ranks[0]], coordinates[ranks[1]]
+    axes = tuple(axis for axis in AXES if a[f"{axis}_rank"] != b[f"{axis}_rank"])
+    whole.disagreements.append(Disagreement(quantity, name, step, error, ranks, axes))

@@ -11,7 +11,6 @@ from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import with_made_up_data
-from megatron_moe.config.schema import Run
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import run_program, say
@@ -67,7 +66,12 @@ def _main(argv: list[str]) -> int:
     require_writable("--json", flags.json)
     if rest:
         own = compat.parse(rest, filled_in)
-        _check_own(own)
+        # The rules of a real start, on the smallest number of ranks that the flags allow.
+        filled = with_made_up_data(own)
+        sizes = [filled.derived.model_ranks, filled.derived.expert_ranks]
+        if min(sizes) < 1 or max(sizes) > _LARGEST_WORLD:
+            sizes = [1]  # the rules about single numbers refuse it
+        rules.check(filled, math.lcm(*sizes))
         copy = small_copy(own)
         if own.precision.fp8_format is not None:
             say(f"--fp8-format {own.precision.fp8_format}: is not compared; the small copy multiplies in fp32")
@@ -93,12 +97,3 @@ def _main(argv: list[str]) -> int:
         replace_json(Path(flags.json), report.as_dict())
         say(f"wrote {flags.json}")
     return DIFFERENT if report.failed else SAME
-
-
-def _check_own(own: Run) -> None:
-    """Apply the rules of a real start, on the smallest number of ranks that the flags allow."""
-    filled = with_made_up_data(own)
-    sizes = [filled.derived.model_ranks, filled.derived.expert_ranks]
-    if min(sizes) < 1 or max(sizes) > _LARGEST_WORLD:
-        sizes = [1]  # the rules about single numbers refuse it
-    rules.check(filled, math.lcm(*sizes))

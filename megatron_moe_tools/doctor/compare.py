@@ -348,16 +348,12 @@ def _norm_alone(norm: LayoutDifference, got: AssembledModel, wanted: AssembledMo
         return
     squares = {True: 0.0, False: 0.0}
     for name, tensor in wanted.tensors[gradients].items():
-        squares[_EXPERT.search(name) is not None] += _square(tensor)
+        squares[_EXPERT.search(name) is not None] += float(tensor.double().square().sum())
     found = got.steps[norm.step - 1]["grad_norm"] ** 2
     yield "every gradient agrees, their norm does not: it counts some parameter twice or not at all"
     if squares[True]:
         share = (found - squares[False]) / squares[True]
         yield f"with the dense weights counted once, the routed experts' squares are counted {share:.3g} times"
-
-
-def _square(tensor: Tensor) -> float:
-    return float(tensor.double().square().sum())
 
 
 def _shared(scales: list[float | None]) -> float | None:

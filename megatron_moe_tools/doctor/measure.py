@@ -46,7 +46,7 @@ from megatron_moe.training.optimizer import (
 )
 from megatron_moe.training.step import connect, forward_step, train_step
 from megatron_moe.training.step_sums import pop_mtp_losses
-from megatron_moe_tools.doctor.assemble import ParameterShard, parameter_shards, router_names
+from megatron_moe_tools.doctor.assemble import parameter_shards, router_names
 from megatron_moe_tools.launch.local_ranks import LocalRanks
 
 # ---- What is recorded of a step: gradients, each router's rounding errors and its closest choices.
@@ -315,7 +315,9 @@ def measure(request: Request) -> dict[str, Any]:
         pg_collection = groups.initialize(run)
         seed_everything(run)
         chunks = build_model(run, pg_collection, run.model.vocab_size, padded_vocab_size=request.padded_vocab_size)
-        _round_weights(chunks, getattr(torch, request.initial_dtype))
+        with torch.no_grad():
+            for own in (local(parameter) for chunk in chunks for parameter in chunk.parameters()):
+                own.copy_(own.to(getattr(torch, request.initial_dtype)))
         optimizer = build_optimizer(run, chunks, pg_collection)
         scheduler = build_scheduler(run, optimizer)
         connect(chunks, optimizer)
@@ -344,7 +346,12 @@ def measure(request: Request) -> dict[str, Any]:
             steps.append(_step_record(result, probe, run.precision.fp16))
             if probe.gradients:
                 tensors[f"gradient, step {step}"] = probe.gradients
-        tensors |= _last_weights(run, chunks, optimizer, f"weight after step {request.steps}")
+        after = f"weight after step {request.steps}"
+        with gathered_parameters(chunks):
+            tensors[after] = last = _weights(chunks)
+        if run.derived.params_dtype_name != "float32":
+            tensors[after] = values_of_masters(chunks, optimizer, main_weight)
+            tensors[f"rounded {after}"] = last
         place = asdict(groups.rank_facts())
         return {"place": place, "steps": steps, "tensors": _on_host(tensors), "picked": samples.picked}
     finally:
@@ -363,40 +370,20 @@ def _on_host(tensors: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _last_weights(
-    run: Run, chunks: Sequence[torch.nn.Module], optimizer: Any, quantity: str
-) -> dict[str, dict[str, Any]]:
-    """Return the optimizer's weights, and the model's own where they are not fp32."""
-    with gathered_parameters(chunks):
-        last = _weights(chunks)
-    if run.derived.params_dtype_name == "float32":
-        return {quantity: last}
-    return {quantity: values_of_masters(chunks, optimizer, main_weight), f"rounded {quantity}": last}
-
-
 @torch.no_grad()
 def _weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    return {
-        shard.name: _record_of(shard, parameter) for chunk in chunks for shard, parameter in parameter_shards(chunk)
-    }
-
-
-def _record_of(shard: ParameterShard, parameter: torch.nn.Parameter) -> tuple[Any, ...]:
-    """Return a weight as `values_of_masters` does; of a fully sharded one, what this rank has."""
-    if not isinstance(parameter, DTensor):
-        weight, part = parameter.detach().clone(), OwnedPart(None, 0, parameter.numel())
-    else:
-        weight, part = torch.empty(parameter.shape, dtype=gathered_dtype(parameter)), OwnedPart(*own_range(parameter))
-        part.of(weight).copy_(local(parameter))
-    return tuple(tuple(cut) for cut in shard.cuts), weight, tuple(part)
-
-
-@torch.no_grad()
-def _round_weights(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> None:
+    """Return weights as `values_of_masters` does; of a fully sharded one, what this rank has."""
+    found = {}
     for chunk in chunks:
-        for parameter in chunk.parameters():
-            own = local(parameter)
-            own.copy_(own.to(dtype))
+        for shard, parameter in parameter_shards(chunk):
+            if isinstance(parameter, DTensor):
+                weight = torch.empty(parameter.shape, dtype=gathered_dtype(parameter))
+                part = OwnedPart(*own_range(parameter))
+                part.of(weight).copy_(local(parameter))
+            else:
+                weight, part = parameter.detach().clone(), OwnedPart(None, 0, parameter.numel())
+            found[shard.name] = (tuple(tuple(cut) for cut in shard.cuts), weight, tuple(part))
+    return found
 
 
 def _clearest(chunk: torch.nn.Module, samples: MadeUpSamples, candidates: Sequence[int], wanted: int) -> list[int]:

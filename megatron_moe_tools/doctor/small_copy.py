@@ -52,9 +52,9 @@ _RESET = (
 def small_copy(run: Run) -> Run:
     """Return the small copy of `run` on one rank; a layout adds its own flags."""
     defaults, flat = flatten(Run()), flatten(run)
-    for name in flat:
-        if _section(run, name) in _RESET_SECTIONS or name in _RESET:
-            flat[name] = defaults[name]
+    reset = {name for section in _RESET_SECTIONS for name in vars(getattr(run, section))}
+    for name in reset.union(_RESET):
+        flat[name] = defaults[name]
     flat |= {
         **_sizes(run),
         **_experts(run),
@@ -103,10 +103,6 @@ def changed_fields(run: Run, copy: Run) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which the small copy differs, with both values."""
     before, after = flatten(run), flatten(copy)
     return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
-
-
-def _section(run: Run, name: str) -> str:
-    return next(section for section, part in vars(run).items() if hasattr(part, name))
 
 
 def _sizes(run: Run) -> dict[str, Any]:

@@ -107,15 +107,18 @@ def list_steps(found: Folder, verify: bool, log: Log) -> tuple[list[str], dict[s
         lines.append("  no step yet")
     if found.single:
         return lines, result, well
-    hidden = sorted(entry.name for entry in found.root.iterdir() if _HIDDEN.fullmatch(entry.name))
-    if hidden:
-        result["hidden"] = hidden
-        lines.append(f"  being written, or left by a writer that died: {', '.join(hidden)}")
-    aside = sorted(entry.name for entry in found.root.iterdir() if _PUT_ASIDE.fullmatch(entry.name))
-    if aside:
-        result["put_aside"] = aside
-        lines.append(f"  damaged, put aside when the step was saved again: {', '.join(aside)}")
-    pointed = _pointer(found.root)
+    for kind, pattern, words in (
+        ("hidden", _HIDDEN, "being written, or left by a writer that died"),
+        ("put_aside", _PUT_ASIDE, "damaged, put aside when the step was saved again"),
+    ):
+        names = sorted(entry.name for entry in found.root.iterdir() if pattern.fullmatch(entry.name))
+        if names:
+            result[kind] = names
+            lines.append(f"  {words}: {', '.join(names)}")
+    try:
+        pointed = (found.root / folder.LATEST).read_text(errors="replace").strip()[:20]
+    except OSError:
+        pointed = None
     newest = max((facts["step"] for facts in rows if facts["defect"] is None), default=None)
     if pointed is not None and pointed != str(newest):
         result["pointer"] = pointed
@@ -142,13 +145,6 @@ def _line(facts: dict[str, Any]) -> str:
     else:
         condition = "verified" if facts.get("verified") else "complete"
     return ", ".join(parts) + ": " + condition
-
-
-def _pointer(root: Path) -> str | None:
-    try:
-        return (root / folder.LATEST).read_text(errors="replace").strip()[:20]
-    except OSError:
-        return None
 
 
 # config.

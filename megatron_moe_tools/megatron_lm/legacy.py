@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,17 @@ from megatron_moe.checkpoint.index import UntrustedError
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.tensors import dtype_name
 from megatron_moe.hf.transforms import Shape
-from megatron_moe_tools.megatron_lm import archives, names
-from megatron_moe_tools.megatron_lm.contents import EMBEDDING, OUTPUT, Contents, MegatronCheckpoint, Part, arguments
+from megatron_moe_tools.megatron_lm import names
+from megatron_moe_tools.megatron_lm.checkpoint import (
+    EMBEDDING,
+    OUTPUT,
+    Contents,
+    MegatronCheckpoint,
+    Part,
+    arguments,
+    read_archive,
+    require_intact,
+)
 
 _FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?", re.ASCII)
@@ -32,8 +41,8 @@ _BY_COLUMNS = ("linear_proj.weight", "mlp.linear_fc2.weight", "mlp.shared_expert
 _NORM = "decoder.final_layernorm.weight"
 _EXPERTS = ".mlp.experts.weight"
 
-Box = tuple[Shape, Shape, Callable[[Tensor], Tensor]]
-"""Start and shape in our tensor, and what gives the elements out of the rank's tensor."""
+Box = tuple[Shape, Shape, Tensor]
+"""Start and shape in our tensor, and the view of the rank's tensor that has the elements."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +87,9 @@ class LegacyTorch(MegatronCheckpoint):
 
     def _read(self, file: str) -> dict[str, Any]:
         try:
-            content = archives.read_file(self.files[file])
+            content = read_archive(self.files[file])
             with open(self.files[file], "rb") as archive:
-                archives.require_intact(archive, file)
+                require_intact(archive, file)
         except (UntrustedError, OSError) as error:
             raise ConfigError(f"--load {self.path}: refused: {file}: {error}") from None
         if not isinstance(content, dict) or not any(re.fullmatch(r"model\d*", str(key)) for key in content):
@@ -176,13 +185,16 @@ class LegacyTorch(MegatronCheckpoint):
         seen: set[tuple[str, Shape]] = set()
         for one in sorted(self._ranks, key=lambda one: (one.pipeline, one.expert, one.tensor)):
             for number, chunk in enumerate(one.chunks):
-                for stored, value in chunk.items():
+                for name, value in chunk.items():
+                    stored = str(name)
                     where = f"{one.name}: {stored}"
                     if (reason := names.dropped(stored)) is not None:
                         result.dropped[where] = reason
                     elif isinstance(value, Tensor):
-                        shifted = _shifted(stored, offsets[one.pipeline, number])
-                        self._add(result, seen, one, shifted, where, value, shapes)
+                        if layer := _LAYER.match(stored):
+                            in_model = offsets[one.pipeline, number] + int(layer[1])
+                            stored = f"decoder.layers.{in_model}.{stored[layer.end() :]}"
+                        self._add(result, seen, one, stored, where, value, shapes)
                     elif value is not None:
                         result.wrong.append(f"{where}: {type(value).__name__}, of which nothing is known here")
         return result
@@ -215,48 +227,53 @@ class LegacyTorch(MegatronCheckpoint):
         if shape is None and key == OUTPUT and shapes:  # the last stage's copy of a tied table
             key, shape = EMBEDDING, shapes[EMBEDDING]
         if shape is None:
-            result.add(key, _part(where, (0,) * value.dim(), tuple(value.shape), value, lambda whole: whole))
+            result.add(key, _part(where, (0,) * value.dim(), tuple(value.shape), value))
             return
         boxes = self._expert_boxes if _EXPERTS in f".{key}" else self._boxes
         try:
-            for start, extent, elements in boxes(one, stored, value, shape):
-                part = _part(where, start, extent, value, elements)
-                again = (key, start) in seen
+            for start, extent, view in boxes(one, stored, value, shape):
+                into = result.copies if (key, start) in seen else result.parts
+                into.setdefault(key, []).append(_part(where, start, extent, view))
                 seen.add((key, start))
-                (result.copies.setdefault(key, []).append if again else lambda it: result.add(key, it))(part)
         except _Misfit:
             result.wrong.append(f"{where}: {list(value.shape)} does not fit: {key} of the model has {list(shape)}")
 
     def _boxes(self, one: RankFile, stored: str, value: Tensor, shape: Shape) -> Iterator[Box]:
         """Yield the boxes of a tensor that is no routed expert's."""
+        start, extent = [0] * len(shape), list(shape)
         if tuple(value.shape) == shape:
-            yield (0,) * len(shape), shape, lambda whole: whole
+            yield tuple(start), shape, value
             return
         key = names.ours(stored).key
         axis = 1 if key.endswith(_BY_COLUMNS) and len(shape) == 2 else 0
-        extent = tuple(size // self._tp if dim == axis else size for dim, size in enumerate(shape))
-        if tuple(value.shape) != extent or extent[axis] * self._tp != shape[axis]:
+        extent[axis] //= self._tp
+        if list(value.shape) != extent or extent[axis] * self._tp != shape[axis]:
             raise _Misfit
         if not key.endswith(_GATED):
-            yield tuple(one.tensor * extent[axis] if dim == axis else 0 for dim in range(len(shape))), extent, _itself
+            start[axis] = one.tensor * extent[axis]
+            yield tuple(start), tuple(extent), value
             return
         rows = extent[0] // 2
         for half in range(2):
-            first = half * shape[0] // 2 + one.tensor * rows
-            yield (first, 0), (rows, extent[1]), _rows(half * rows, rows)
+            view = value[half * rows : (half + 1) * rows]
+            yield (half * shape[0] // 2 + one.tensor * rows, 0), tuple(view.shape), view
 
     def _expert_boxes(self, one: RankFile, stored: str, value: Tensor, shape: Shape) -> Iterator[Box]:
         """Yield the boxes of the experts in a tensor: one of them, or all of a rank in one matrix."""
         up = len(shape) == 4  # [E, 2, F, H], and [E, H, F] for down
-        experts, width = shape[0] // self._ep, shape[2]
-        hidden = shape[3] if up else shape[1]
+        experts, width, hidden = shape[0] // self._ep, shape[2], shape[1]
+        if up:
+            width, hidden = 2 * shape[2], shape[3]
         number = names.ours(stored).expert
-        matrices = {number: _itself} if number is not None else _of_one_matrix(value, experts, hidden, up)
+        matrices = {number or 0: value}
+        if number is None:  # matrices that multiply rows from the right: [e, in, out]
+            inputs = hidden if up else value.shape[0] // experts
+            if inputs == 0 or value.numel() % (experts * inputs):
+                raise _Misfit
+            matrices = dict(enumerate(value.reshape(experts, inputs, -1).transpose(1, 2)))
         part = value.numel() // (len(matrices) * hidden)  # rows of [2 F / ETP, H], columns of [H, F / ETP]
-        split = (2 * width if up else width) // part if part else 0
-        if value.numel() != len(matrices) * hidden * part or part * split != (2 * width if up else width):
-            raise _Misfit
-        if split not in (1, self._tp):
+        split = width // part if part else 0
+        if value.numel() != len(matrices) * hidden * part or part * split != width or split not in (1, self._tp):
             raise _Misfit
         rank = one.tensor if split > 1 else 0
         for local, matrix in matrices.items():
@@ -266,43 +283,13 @@ class LegacyTorch(MegatronCheckpoint):
                 continue
             rows = part // 2
             for half in range(2):
-                yield (expert, half, rank * rows, 0), (1, 1, rows, hidden), _after(matrix, _rows(half * rows, rows))
-
-
-def _of_one_matrix(value: Tensor, experts: int, hidden: int, up: bool) -> dict[int, Callable[[Tensor], Tensor]]:
-    """Return each expert's matrix out of one of all of a rank, which multiply rows from the right: [e, in, out]."""
-    rows = hidden if up else value.shape[0] // experts
-    if rows == 0 or value.numel() % (experts * rows):
-        raise _Misfit
-    return {number: _transposed(experts, rows, number) for number in range(experts)}
+                view = matrix[half * rows : (half + 1) * rows]
+                yield (expert, half, rank * rows, 0), (1, 1, rows, hidden), view
 
 
 class _Misfit(Exception):
     """A tensor does not have the shape that its rank should have."""
 
 
-def _part(where: str, start: Shape, extent: Shape, value: Tensor, elements: Callable[[Tensor], Tensor]) -> Part:
-    return Part(where, start, extent, dtype_name(value.dtype), lambda: elements(value.detach()).reshape(extent))
-
-
-def _shifted(stored: str, first: int) -> str:
-    """Return a name with its layer's number in the model."""
-    found = _LAYER.match(stored)
-    return stored if found is None else f"decoder.layers.{first + int(found[1])}.{stored[found.end() :]}"
-
-
-def _itself(value: Tensor) -> Tensor:
-    return value
-
-
-def _rows(first: int, count: int) -> Callable[[Tensor], Tensor]:
-    return lambda value: value[first : first + count]
-
-
-def _after(one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda value: other(one(value))
-
-
-def _transposed(experts: int, rows: int, number: int) -> Callable[[Tensor], Tensor]:
-    """Return what takes one expert out of all of a rank in one matrix, which multiplies from the right."""
-    return lambda value: value.reshape(experts, rows, -1)[number].t()
+def _part(where: str, start: Shape, extent: Shape, view: Tensor) -> Part:
+    return Part(where, start, extent, dtype_name(view.dtype), lambda: view.detach().reshape(extent))

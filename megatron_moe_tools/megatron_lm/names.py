@@ -14,7 +14,11 @@ In files of the format `torch` a process writes its own part, and experts have a
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from megatron_moe.config.schema import Run
+from megatron_moe.hf.transforms import Shape
 
 _WITHIN_LAYER = (
     # Norms that Transformer Engine computes within the product that follows, and local layers store by its names too.
@@ -26,6 +30,7 @@ _WITHIN_LAYER = (
     (r"mlp\.linear_fc1\.layer_norm_weight", "pre_mlp_layernorm.weight"),
 )
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?(?:(?:transformer|mtp_model)_layer\.)?")
+_EXPERTS = re.compile(r"mlp\.experts\.(?:(?:experts|local_experts)\.)?(?:(\d+)\.)?linear_fc([12])\.weight(\d+)?")
 _OPTIMIZER = re.compile(r"optimizer\.state\.(fp32_param|param|exp_avg|exp_avg_sq)\.")
 _OF_STATE = {"fp32_param": "param"}
 
@@ -77,37 +82,18 @@ def ours(name: str) -> Name:
     inner, half = name[layer.end() :], None
     if inner.endswith((".weight_w", ".weight_v")):  # a gate and up that each have a name
         inner, half = inner[:-2], "wv".index(inner[-1])
-    inner, expert = _expert(inner)
+    expert = None
+    if found := _EXPERTS.fullmatch(inner):
+        number = found[1] or found[3]
+        inner, expert = f"mlp.experts.weight{found[2]}", None if number is None else int(number)
     for pattern, native in _WITHIN_LAYER:
         inner = re.sub(rf"^{pattern}$", native, inner)
-    stacked = layer[2] is None
-    return Name(_prefix(name, layer) + inner, stacked, expert, half, state)
-
-
-def _prefix(name: str, layer: re.Match[str]) -> str:
-    within = "transformer_layer." if re.search(r"(transformer|mtp_model)_layer\.$", layer[0]) else ""
-    return f"{layer[1]}.layers.{'{}' if layer[2] is None else layer[2]}.{within}"
-
-
-_EXPERTS = re.compile(r"mlp\.experts\.(?:(?:experts|local_experts)\.)?(?:(\d+)\.)?linear_fc([12])\.weight(\d+)?")
-
-
-def _expert(inner: str) -> tuple[str, int | None]:
-    """Return our name of a tensor within a layer, and the number of its expert if it is of one."""
-    found = _EXPERTS.fullmatch(inner)
-    if found is None:
-        return inner, None
-    number = found[1] or found[3]
-    return f"mlp.experts.weight{found[2]}", None if number is None else int(number)
+    number = "{}" if layer[2] is None else layer[2]
+    within = "transformer_layer." if layer[0].endswith(("transformer_layer.", "mtp_model_layer.")) else ""
+    return Name(f"{layer[1]}.layers.{number}.{within}{inner}", layer[2] is None, expert, half, state)
 
 
 # ---- The other way: names of a checkpoint that Megatron-LM loads.
-
-
-def layer_of(key: str) -> int | None:
-    """Return the number of the decoder's layer that one of our tensors is of; None outside of these layers."""
-    found = _LAYER.match(key)
-    return int(found[2]) if found is not None and found[1] == "decoder" and found[2] is not None else None
 
 
 def theirs(key: str, *, transformer_engine: bool, latent: bool, moe: bool) -> str:
@@ -136,3 +122,43 @@ def theirs(key: str, *, transformer_engine: bool, latent: bool, moe: bool) -> st
     if (transformer_engine and not moe) or (not transformer_engine and not latent):
         renamed["pre_mlp_layernorm.weight"] = "mlp.linear_fc1.layer_norm_weight"
     return prefix + renamed.get(inner, inner)
+
+
+def weight_of(key: str) -> str:
+    """Return the weight that a key of the optimizer belongs to, or the key itself."""
+    return key.split(".", 3)[3] if key.startswith("optimizer.state.") else key
+
+
+def shape_there(key: str, shape: Shape) -> Shape:
+    """Return the shape in Megatron-LM's checkpoints of one of our tensors, or of a box of whole experts of it."""
+    return (shape[0], shape[1] * shape[2], shape[3]) if key.endswith(".mlp.experts.weight1") else shape
+
+
+def name_there(key: str, run: Run, transformer_impl: str) -> str:
+    """Return the name in Megatron-LM's checkpoints of one of our weights, or of what the optimizer has for it."""
+    weight, pattern = weight_of(key), run.derived.moe_layer_pattern
+    found = _LAYER.match(weight)
+    layer = int(found[2]) if found is not None and found[1] == "decoder" else -1  # depths are as the last layer is
+    return key.removesuffix(weight) + theirs(
+        weight,
+        transformer_engine=transformer_impl == "transformer_engine",
+        latent=run.model.multi_latent_attention,
+        moe=bool(pattern[layer]),
+    )
+
+
+def extra_states(shapes: Mapping[str, Shape], run: Run) -> list[str]:
+    """Return the names of the values that layers ask for and that are empty without FP8, whosever layers they are."""
+    found: dict[str, None] = {}
+    for key, shape in shapes.items():
+        there = theirs(key, transformer_engine=False, latent=True, moe=True)
+        module = there.removesuffix(".weight").removesuffix(".bias")
+        if module == there or key.endswith("mlp.router.weight"):
+            continue
+        if key.endswith((".experts.weight1", ".experts.weight2")):
+            found |= dict.fromkeys(f"{module}._extra_state/shard_{expert}_{shape[0]}" for expert in range(shape[0]))
+            continue
+        found[f"{module}._extra_state/shard_0_1"] = None
+        if module.endswith("self_attention.linear_proj"):
+            found[f"{module.removesuffix('linear_proj')}core_attention._extra_state/shard_0_1"] = None
+    return list(found)

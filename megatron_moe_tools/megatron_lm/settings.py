@@ -1,13 +1,19 @@
-"""Takes a model's settings from the arguments that a checkpoint of Megatron-LM keeps. Loads no torch.
+"""Settings and plain values of Megatron-LM's checkpoints, read and written: the model's, the optimizer's, the step's.
 
-The arguments are those of the whole command, every default included, so that nothing is guessed: each setting of the
-architecture is read by its name, and what would make another model than any here is refused by its flag.
+The arguments that a checkpoint keeps are those of the whole command, every default included, so that nothing is
+guessed: each setting of the architecture is read by its name, and what would make another model than any here is
+refused by its flag.
+
+Weights alone are written as a `release`, Megatron-LM's form without optimizer and iteration: it loads them as they are,
+in any layout, and starts at iteration 0. A step with an optimizer keeps its number; a distributed optimizer loads it.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe.checkpoint.plan import architecture_keys
@@ -18,6 +24,7 @@ from megatron_moe.config.rules.model import YARN_FIELDS
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe_tools.compat import megatron_defaults, megatron_flags
 from megatron_moe_tools.compat.megatron_ignored import as_megatron_reads
+from megatron_moe_tools.megatron_lm.checkpoint import Contents, MegatronCheckpoint, Progress
 
 _ALSO_TAKEN = ("seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "mtp_loss_scaling_factor")
 """Settings that are no architecture, and that a run without others should have."""
@@ -90,7 +97,7 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
     for name in (*architecture_keys(), *_ALSO_TAKEN):
         if name in given:
             continue
-        value = _plain(_found(args, name))
+        value = _plain(next((args[known] for known in _names(name) if args.get(known) is not None), None))
         if value is None:
             continue
         try:
@@ -106,27 +113,35 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
     closed = frozenset(name for name, field in fields.items() if field.section not in ("model", "moe"))
     flat, _ = megatron_defaults.taken(flat, closed)
     flat, ignored = as_megatron_reads(flat)
-    run = build({name: value for name, value in flat.items() if name in (*architecture_keys(), *_KEPT, *given)})
-    _require_convertible(run, where)
+    run = build(
+        {
+            name: value
+            for name, value in flat.items()
+            if name in (*architecture_keys(), *_ALSO_TAKEN, "padded_vocab_size", *given)
+        }
+    )
+    if run.model.add_bias_linear:
+        raise ConfigError(
+            f"{where}: --add-bias-linear: models with biases in all linear layers are not converted; "
+            "--disable-bias-linear models are, with --add-qkv-bias too"
+        )
+    if not run.model.swiglu:
+        raise ConfigError(f"{where}: --no-swiglu: models without gated layers are not converted; those of --swiglu are")
     try:
         check_model(run, 1)
     except ConfigError as error:
         raise ConfigError(f"{where}: by its arguments: {error}") from None
-    return run, [*notes, *ignored, *_defaults_taken(run, missing, where), *_epsilon_notes(run)]
-
-
-_KEPT = (*_ALSO_TAKEN, "padded_vocab_size")
+    notes += [*ignored, *_defaults_taken(run, missing, where)]
+    if run.model.multi_latent_attention and run.model.norm_epsilon != _LATENT_EPSILON:
+        notes.append(
+            f"--norm-epsilon {run.model.norm_epsilon}: the norms of the latents have {_LATENT_EPSILON} here, so that "
+            "logits differ by a little from Megatron-LM's"
+        )
+    return run, notes
 
 
 def _names(field: str) -> tuple[str, ...]:
     return (field, *_OTHER_NAMES.get(field, ()))
-
-
-def _found(args: Mapping[str, Any], name: str) -> Any:
-    for known in _names(name):
-        if args.get(known) is not None:
-            return args[known]
-    return None
 
 
 def _plain(value: Any) -> Any:
@@ -195,20 +210,218 @@ def _defaults_taken(run: Run, missing: list[str], where: str) -> list[str]:
     ]
 
 
-def _require_convertible(run: Run, where: str) -> None:
-    if run.model.add_bias_linear:
+# ---- The optimizer: step counts and groups of weights. Its tensors are mapped by their names (`names.py`).
+#
+# Learning rate, betas and epsilon are settings of a run: the groups carry them, and loading replaces them here by the
+# run's own.
+
+STATE = "optimizer.state."
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAIN = "param"
+SETTINGS = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
+"""Settings that the groups of weights carry. Megatron-LM trains on with the betas and the epsilon of a checkpoint."""
+_WITHOUT = "add --no-optim to convert the weights alone"
+
+
+def require_mapped(contents: Contents, checkpoint: MegatronCheckpoint, half: str | None) -> None:
+    """Check that the optimizer's state of a checkpoint is one that can be converted to the bit.
+
+    Args:
+        half: the dtype of the weights where it is no fp32.
+
+    Raises:
+        ConfigError: it is not; the message says why and what to do.
+    """
+    where = f"--load {checkpoint.path}"
+    if contents.unmapped:
         raise ConfigError(
-            f"{where}: --add-bias-linear: models with biases in all linear layers are not converted; "
-            "--disable-bias-linear models are, with --add-qkv-bias too"
+            f"{where}: its optimizer is stored by the layout that wrote it ({contents.unmapped[0]}), not by weights; "
+            "save it with Megatron-LM's --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or "
+            f"{_WITHOUT}"
         )
-    if not run.model.swiglu:
-        raise ConfigError(f"{where}: --no-swiglu: models without gated layers are not converted; those of --swiglu are")
+    if half == "float16":
+        raise ConfigError(f"{where}: has the optimizer of an fp16 run, whose loss scale is not converted; {_WITHOUT}")
 
 
-def _epsilon_notes(run: Run) -> list[str]:
-    if not run.model.multi_latent_attention or run.model.norm_epsilon == _LATENT_EPSILON:
-        return []
-    return [
-        f"--norm-epsilon {run.model.norm_epsilon}: the norms of the latents have {_LATENT_EPSILON} here, so that "
-        "logits differ by a little from Megatron-LM's"
-    ]
+def optimizer_keys(weights: Mapping[str, Any], fp32_state: frozenset[str], *, half: bool) -> dict[str, Any]:
+    """Return what our optimizer has for a model's weights, by key, with the weights' values.
+
+    An fp32 run has no main weights besides its weights.
+    """
+    kinds = (MAIN, *MOMENTS) if half else MOMENTS
+    return {f"{STATE}{kind}.{key}": value for kind in kinds for key, value in weights.items() if key not in fp32_state}
+
+
+def optimizer_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the optimizer's settings among arguments or a configuration, those of `SETTINGS` that are there.
+
+    Raises:
+        ConfigError: one is no number.
+    """
+    fields = all_fields()
+    found = {name: values[name] for name in SETTINGS if values.get(name) is not None}
+    return {name: from_file(fields[name], value, fields[name].flag) for name, value in found.items()}
+
+
+def updates_of(common: Mapping[str, Any], where: str) -> int:
+    """Return how many updates the optimizer has made.
+
+    Raises:
+        ConfigError: its groups do not say it, or disagree.
+    """
+    steps = set(_updates(common.get("optimizer")))
+    if len(steps) != 1:
+        shown = ", ".join(map(str, sorted(steps))) or "none"
+        raise ConfigError(f"{where}: its optimizer has no one number of updates (found: {shown}); {_WITHOUT}")
+    return steps.pop()
+
+
+def _updates(state: Any) -> Iterator[int]:
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            if key in ("step", "common_step"):
+                number = value.item() if hasattr(value, "item") else value
+                if isinstance(number, (int, float)) and number == int(number):
+                    yield int(number)
+            else:
+                yield from _updates(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _updates(value)
+
+
+def plain_values(run: Run, step: int) -> dict[Any, Any]:
+    """Return the plain values of our optimizer: one for all weights but the routed experts', one for these."""
+
+    def group(*, experts: bool, decays: bool) -> dict[str, Any]:
+        options = run.optimizer
+        return {
+            "is_expert_parallel": experts,
+            "default_config": True,
+            "wd_mult": 1.0 if decays else 0.0,
+            "lr_mult": 1.0,
+            "is_decoupled_lr": False,
+            "max_lr": options.lr,
+            "min_lr": options.min_lr,
+            "lr": options.lr,
+            "betas": (options.adam_beta1, options.adam_beta2),
+            "eps": options.adam_eps,
+            "weight_decay": options.weight_decay if decays else 0.0,
+            "step": step,
+        }
+
+    dense = [group(experts=False, decays=True), group(experts=False, decays=False)]
+    first = {"optimizer": {"param_groups": dense}}
+    if not any(run.derived.moe_layer_pattern):
+        return first
+    return {0: first, 1: {"optimizer": {"param_groups": [group(experts=True, decays=True)]}}}
+
+
+def schedule_after(run: Run, steps: int) -> dict[str, Any]:
+    """Return a schedule's state after a number of steps; all else of it is a setting, which the next run has."""
+    options = run.optimizer
+    return {
+        "max_lr": options.lr,
+        "min_lr": options.min_lr,
+        "lr_warmup_steps": 0,
+        "num_steps": steps,
+        "lr_decay_style": options.lr_decay_style,
+        "lr_decay_steps": max(steps, 1),
+        "start_wd": options.weight_decay,
+        "end_wd": options.weight_decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": max(steps, 1),
+    }
+
+
+# ---- The other way: what Megatron-LM reads besides tensors.
+
+RELEASE = "release"
+_CONTENT = {
+    "non_homogeneous_layers": True,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_sharding_type": "fully_reshardable",
+}
+"""How tensors are named, which Megatron-LM reads before it asks for them: layers by their number."""
+_NOT_THERE = frozenset({"moe_router_group_score", "moe_router_norm_topk_prob"})
+"""Settings that Megatron-LM has no argument for."""
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What a run goes on from besides its weights.
+
+    Attributes:
+        progress: how far it had come.
+        updates: of the optimizer.
+        scheduler: our schedule's state, which counts iterations.
+        batch: sequences of an iteration.
+        experts_apart: whether experts are spread over ranks there, and then have an optimizer of their own.
+    """
+
+    progress: Progress
+    updates: int
+    scheduler: Mapping[str, Any]
+    batch: int
+    experts_apart: bool
+
+
+def common(run: Run, *, transformer_impl: str, half: str | None, continued: Continued | None) -> dict[str, Any]:
+    """Return the plain values of a checkpoint that Megatron-LM loads.
+
+    Args:
+        run: the model's settings and, if it is continued, the optimizer's.
+        transformer_impl: whose layers it is to be loaded into.
+        half: `bf16` or `fp16`, the dtype of the weights; None for fp32.
+        continued: None for weights alone.
+    """
+    progress = Progress(0, 0) if continued is None else continued.progress
+    flat = {name: value for name, value in flatten(run).items() if name in architecture_keys()}
+    values = {name: value for name, value in flat.items() if name not in _NOT_THERE}
+    values |= {
+        "layernorm_epsilon": run.model.norm_epsilon,
+        "kv_channels": run.derived.head_size,
+        "ffn_hidden_size": run.derived.ffn_hidden_size,
+        "moe_ffn_hidden_size": None,
+        "num_query_groups": run.derived.num_query_groups,
+        "moe_layer_freq": 1,
+        "moe_grouped_gemm": run.moe.num_experts is not None,
+        "seq_length": run.model.seq_length,
+        "max_position_embeddings": run.model.max_position_embeddings or run.model.seq_length,
+        "make_vocab_size_divisible_by": run.model.make_vocab_size_divisible_by,
+        "padded_vocab_size": run.model.padded_vocab_size,
+        "add_position_embedding": True,
+        "transformer_impl": transformer_impl,
+        "bf16": half == "bf16",
+        "fp16": half == "fp16",
+        "ckpt_format": "torch_dist",
+        "no_save_optim": continued is None,
+        "no_save_rng": True,
+        "iteration": progress.iteration,
+        "consumed_train_samples": progress.consumed_samples,
+        "consumed_valid_samples": 0,
+        "skipped_train_samples": 0,
+    }
+    if run.moe.num_experts is not None:
+        values["moe_ffn_hidden_size"] = run.derived.moe_ffn_hidden_size
+        values["moe_layer_freq"] = list(run.derived.moe_layer_pattern)
+    layout = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    values |= dict.fromkeys((*layout, "context_parallel_size", "world_size", "data_parallel_size"), 1)
+    args = argparse.Namespace(**values)
+    found = {"args": args, "checkpoint_version": 3.0, "iteration": progress.iteration}
+    found["content_metadata"] = dict(_CONTENT)
+    if continued is None:
+        return found
+    sharding = {"param_state_sharding_type": _CONTENT["distrib_optim_sharding_type"]}
+    plain = plain_values(run, continued.updates)
+    groups = [plain[0], plain[1]] if 0 in plain else [plain]  # the second has the experts
+    parts = {number: {**one, **sharding} for number, one in enumerate(groups)}
+    own = parts if continued.experts_apart and len(parts) > 1 else parts[0]
+    # The schedule's state counts sequences there.
+    schedule = dict(continued.scheduler)
+    batch = 1 if schedule.pop("in_samples", False) else continued.batch
+    for name in ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps"):
+        schedule[name] *= batch
+    schedule["num_steps"] = continued.progress.consumed_samples
+    return {**found, "optimizer": own, "opt_param_scheduler": schedule}

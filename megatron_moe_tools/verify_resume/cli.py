@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 def _main(argv: list[str]) -> int:
     flags, rest = parser().parse_known_args(argv)
-    speaks = _rank() == 0
+    speaks = rank_that_prints() == 0
     replay = _planned(flags, rest)
     rules.check(replay.run, replay.ranks)
     # Found here, and not by ranks that have loaded torch.
@@ -82,7 +82,10 @@ def _main(argv: list[str]) -> int:
             f"with their records"
         )
     try:
-        records = _records(replay, flags.timeout)
+        launched = "WORLD_SIZE" in os.environ
+        records = (
+            recorded_here(flatten(replay.run)) if launched else records_of(replay.run, replay.ranks, flags.timeout)
+        )
     except RankFailure as error:
         say(f"the replay failed: {error}")
         return DIFFERENT
@@ -96,10 +99,6 @@ def _main(argv: list[str]) -> int:
         replace_json(Path(flags.json), as_dict(replay, findings, differences))
         say(f"wrote {flags.json}")
     return DIFFERENT if any(finding.wrong for finding in findings) else EQUAL
-
-
-def _rank() -> int:
-    return rank_that_prints()
 
 
 def _planned(flags: argparse.Namespace, rest: list[str]) -> ResumeReplay:
@@ -134,15 +133,11 @@ def _planned(flags: argparse.Namespace, rest: list[str]) -> ResumeReplay:
 def _given(rest: list[str]) -> dict[str, Any]:
     """Return the flags of pretrain_moe.py that were typed, name -> value."""
     run, plain = flatten(compat.parse(rest)), flatten(Run())
-    typed = {word.split("=")[0].removeprefix("--no-").removeprefix("--").replace("-", "_") for word in rest}
-    typed |= {word.split("=")[0].removeprefix("--").replace("-", "_") for word in rest}
+    typed = set()
+    for word in rest:
+        name = word.split("=")[0].removeprefix("--").replace("-", "_")
+        typed |= {name, name.removeprefix("no_")}
     return {name: value for name, value in run.items() if name in typed or value != plain[name]}
-
-
-def _records(replay: ResumeReplay, seconds: float) -> list[dict[str, Any]]:
-    if "WORLD_SIZE" not in os.environ:
-        return records_of(replay.run, replay.ranks, seconds)
-    return recorded_here(flatten(replay.run))
 
 
 def records_of(run: Run, ranks: int, seconds: float) -> list[dict[str, Any]]:

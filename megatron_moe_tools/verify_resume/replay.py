@@ -91,7 +91,11 @@ def plan_replay(
         ConfigError: there is no checkpoint, nothing is recorded after the step, or records contradict one another.
     """
     root, begin = _root_and_step(path, begin)
-    sound = [number for number in folder.steps(root) if _is_sound(folder.step_folder(root, number))]
+    sound = []
+    for number in folder.steps(root):  # by names, sizes and small files; the replay hashes all of it
+        step = folder.step_folder(root, number)
+        if folder.defect(step) is None and folder.small_files_defect(step) is None:
+            sound.append(number)
     if not sound:
         raise ConfigError(f"{root}: holds no complete checkpoint{folder.steps_below(root)}")
     if begin is not None and begin not in sound:
@@ -132,11 +136,6 @@ def _root_and_step(path: Path, begin: int | None) -> tuple[Path, int | None]:
     return path, begin
 
 
-def _is_sound(step: Path) -> bool:
-    """Return whether names, sizes and small files of a step are right; the replay hashes all of it."""
-    return folder.defect(step) is None and folder.small_files_defect(step) is None
-
-
 def _merged(root: Path, states: dict[int, dict[str, Any]], metrics_file: Path | None) -> dict[int, dict[str, Any]]:
     """Return every recorded step, by iteration.
 
@@ -163,23 +162,21 @@ def _same_run(root: Path, writer: int, iteration: int, sound: list[int]) -> bool
     recorder = next((number for number in sound if number >= iteration), None)
     if recorder is None:
         return True
-    paths = [folder.step_folder(root, number) for number in (writer, recorder)]
-    configs = [folder.read_json(path / folder.CONFIG) for path in paths]
-    layouts = [folder.read_json(path / folder.STATE)["layout"] for path in paths]
-    return layouts[0] == layouts[1] and not _changed(*configs)
+    one, other = folder.step_folder(root, writer), folder.step_folder(root, recorder)
+    if folder.read_json(one / folder.STATE)["layout"] != folder.read_json(other / folder.STATE)["layout"]:
+        return False
+    first, second = _of_training(folder.read_json(one / folder.CONFIG)), folder.read_json(other / folder.CONFIG)
+    return all(first[name] == second[name] for name in first.keys() & second.keys() - _NO_CHANGE)
 
 
-def _changed(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    """Return the names of the flags that a step may depend on and that differ."""
+def _of_training(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the known flags that a step may depend on."""
     table = fields_by_name()
-    return sorted(
-        name
-        for name in first.keys() & second.keys()
-        if first[name] != second[name]
-        and name not in _NO_CHANGE
-        and name in table
-        and table[name][0] not in ("checkpoint", "logging")
-    )
+    return {
+        name: value
+        for name, value in config.items()
+        if name in table and table[name][0] not in ("checkpoint", "logging")
+    }
 
 
 def _replay(
@@ -191,16 +188,10 @@ def _replay(
     ranks: int | None,
     changes: dict[str, Any],
 ) -> ResumeReplay:
-    table = fields_by_name()
-    plain = {
-        name: value
-        for name, value in config.items()
-        if name in table and table[name][0] not in ("checkpoint", "logging")
-    }
-    before = build(plain)
+    plain = _of_training(config)
     recorded_on = state["layout"]["world_size"]
     # A batch size that follows from the number of ranks is that of the ranks that made the record.
-    plain["global_batch_size"] = before.derived.global_batch_size(recorded_on)
+    plain["global_batch_size"] = build(plain).derived.global_batch_size(recorded_on)
     run = replace(
         build({**plain, **changes}),
         load=str(root),

@@ -36,7 +36,7 @@ ROOMS = (
 ENTRIES = {"__init__.py", "__main__.py", "pretrain.py"}
 
 # What the programs of megatron_moe_tools share; each other folder or file there is one of them.
-SHARED_BY_TOOLS = ("compat", "launch", "megatron_lm", "prepare")
+SHARED_BY_TOOLS = ("compat", "launch", "megatron_lm", "models", "prepare")
 
 
 # Engine module (`megatron.core.` left out) -> the files, after spaces, that may import from it or from below it. The

@@ -16,12 +16,12 @@ import yaml
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.hf.families import FAMILIES
-from megatron_moe.hf.opened import opened
-from megatron_moe.hf.source import locate
 from megatron_moe.training.run import pretrain
 from megatron_moe_tools import generate
 from megatron_moe_tools.convert import cli
-from megatron_moe_tools.convert.to_hf import ToHF
+from megatron_moe_tools.convert.hugging_face import HuggingFaceSink
+from megatron_moe_tools.models.load_model import load_model
+from megatron_moe_tools.models.source import locate
 from megatron_moe_tools.prepare.preprocess import train_sentencepiece
 from tests.helpers.conversions import convert, words
 from tests.helpers.rows import rows
@@ -89,7 +89,7 @@ def loglikelihoods(logits_of: Callable[[torch.Tensor], torch.Tensor], tokenizer:
 
 
 def same_loglikelihoods(run: Path, tokenizer: Any, model: Any) -> None:
-    with torch.no_grad(), opened(locate(run)) as found:
+    with torch.no_grad(), load_model(locate(run)) as found:
 
         def logits(tokens: torch.Tensor) -> torch.Tensor:
             return found.model(tokens, torch.arange(tokens.shape[1]).unsqueeze(0), None)[..., : found.vocab_size]
@@ -158,4 +158,9 @@ def test_an_imported_model_is_exported_with_what_it_came_with(capsys, tmp_path):
 def test_a_tied_model_has_its_output_layer_where_those_who_serve_it_read_one():
     table, options = SimpleNamespace(copies=["lm_head.weight"]), SimpleNamespace(drop_mtp=False)
     given = {name: SimpleNamespace(state={}, table=table, options=options, family=FAMILIES[name]) for name in FAMILIES}
-    assert [name for name in given if ToHF._copies(given[name])] == ["deepseek-v2", "deepseek-v3", "glm4-moe"]
+    copied = [name for name in given if HuggingFaceSink._copies(given[name])]
+    assert copied == [
+        "deepseek-v2",
+        "deepseek-v3",
+        "glm4-moe",
+    ]

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import ExpertGateUp, GateThenUp, Vocabulary
-from megatron_moe_tools.convert import to_hf, to_native
+from megatron_moe_tools.convert import hugging_face, native
 from megatron_moe_tools.convert.cli import main
+from megatron_moe_tools.convert.hugging_face import HuggingFaceSink as ToHF
+from megatron_moe_tools.convert.native import DataFile, NativeSink
 from megatron_moe_tools.convert.parity import compare
-from megatron_moe_tools.convert.to_hf import ToHF
-from megatron_moe_tools.convert.to_native import DataFile, ToNative
 from tests.helpers.conversions import words
 from tests.hf import small_folders
 
@@ -93,15 +93,15 @@ def read_otherwise(patch: pytest.MonkeyPatch) -> None:
 
 
 def cut_file(patch: pytest.MonkeyPatch) -> None:
-    original = ToNative.finish
+    original = NativeSink.finish
 
-    def finish(self: ToNative, output: Path, records: list[Any]) -> Any:
+    def finish(self: NativeSink, output: Path, records: list[Any]) -> Any:
         files = original(self, output, records)
         victim = output / records[1]["name"]
         os.truncate(victim, victim.stat().st_size - 2000)
         return files
 
-    patch.setattr(ToNative, "finish", finish)
+    patch.setattr(NativeSink, "finish", finish)
 
 
 def without_norm(step: Path, tensors: Any, *rest: Any) -> tuple[Any, ...]:
@@ -121,9 +121,9 @@ IMPORT: dict[str, tuple[Break, str]] = {
     "one bit of a block written otherwise": (given(DataFile, "add", one_bit), READS),
     "blocks in the next expert's place": (given(DataFile, "add", next_expert), READS),
     "a file cut after it was written": (cut_file, "refused: decoder.* is damaged"),
-    "a tensor left out of the index": (given(to_native, "write_index", without_norm), "its tensors are not those"),
+    "a tensor left out of the index": (given(native, "write_index", without_norm), "its tensors are not those"),
     "one bit changed behind the reader": (read_otherwise, GIVES),
-    "the last block left out": (returning(ToNative, "_planned", without_last), r"down_proj.* is used 0 times"),
+    "the last block left out": (returning(NativeSink, "planned", without_last), r"down_proj.* is used 0 times"),
     "a transform right in one direction only": (
         returning(GateThenUp, "to_native", lambda both: both.roll(1, -1)),
         GIVES,
@@ -135,8 +135,8 @@ EXPORT: dict[str, tuple[Break, str]] = {
         replaced(Vocabulary, "to_hf", lambda self, block: [block]), r"\[128, 16\].* not .*\(33, 16\)",
     ),
     "gate and up of experts swapped": (returning(ExpertGateUp, "to_hf", lambda both: both[::-1]), BACK),
-    "one bit changed": (given(to_hf, "write_tensor", other_projection), BACK),
-    "a tensor left out": (returning(ToHF, "_planned", without_last), r"experts\.3\.down_proj\.weight is used 0 times"),
+    "one bit changed": (given(hugging_face, "write_tensor", other_projection), BACK),
+    "a tensor left out": (returning(ToHF, "planned", without_last), r"experts\.3\.down_proj\.weight is used 0 times"),
 }  # fmt: skip
 WAYS = [*(("hf", "native", name) for name in IMPORT), *(("native", "hf", name) for name in EXPORT)]
 

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from megatron_moe.hf.mapping import Piece
+from megatron_moe.hf.mapping import MappedBlock
 from megatron_moe.hf.transforms import Copy
-from megatron_moe_tools.convert.fp8_weights import rounded, uneven_blocks
+from megatron_moe_tools.convert.hugging_face import rounded, uneven_blocks
 from tests.helpers import tiny_models
 from tests.helpers.conversions import convert, held
 
@@ -70,7 +70,7 @@ def test_blocks_of_zeros_stay_zeros_and_tiny_ones_keep_their_numbers():
 def test_weights_that_end_within_a_block_are_named():
     """transformers reads their scales as those of other blocks."""
     for shape, is_named in (((128, 64), False), ((256, 384), False), ((192, 64), True), ((8, 200), True)):
-        pieces = [Piece(key, (0, 0), ("w",), Copy(shape)) for key in ("a.linear_proj.weight", "a.router.weight")]
+        pieces = [MappedBlock(key, (0, 0), ("w",), Copy(shape)) for key in ("a.linear_proj.weight", "a.router.weight")]
         assert bool(uneven_blocks(pieces)) is is_named and not uneven_blocks(pieces[1:]), shape
 
 

@@ -18,20 +18,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.hf import source
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.hf.folder import HFFolder
-from megatron_moe.hf.mapping import Mapping, Piece
-from megatron_moe.hf.opened import one_process, opened
-from megatron_moe.hf.source import locate
+from megatron_moe.hf.mapping import MappedBlock, Mapping
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import QueryKeyValue
 from megatron_moe.model import mla
 from megatron_moe.moe.routing import choose_experts
 from megatron_moe_tools.convert import parity
-from megatron_moe_tools.convert.parity import compare, compare_with
+from megatron_moe_tools.convert.parity import TIE, choice_margin, compare, compare_with
 from megatron_moe_tools.convert.reference_model import load_reference, run_model
-from megatron_moe_tools.convert.ties import TIE, choice_margin
+from megatron_moe_tools.models import source
+from megatron_moe_tools.models.load_model import load_model, one_process
+from megatron_moe_tools.models.source import locate
 from tests.helpers import tiny_models
 from tests.helpers.conversions import convert
 from tests.tools.test_convert_file_errors import Break, replaced
@@ -94,7 +93,7 @@ class Case:
         self.reference = run_model(model, self.tokens, gradients=True)
 
     def compared(self, **changes: Any) -> parity.Parity:
-        with opened(locate(self.folder), gradients="grad_norms" in changes) as found:
+        with load_model(locate(self.folder), gradients="grad_norms" in changes) as found:
             reference = replace(self.reference, **changes)
             return compare_with(reference, found, self.tokens, gradients="grad_norms" in changes)
 
@@ -130,7 +129,7 @@ def test_logits_that_no_token_changes_show_nothing(tmp_path):
     case = Case(tmp_path, "mixtral", lambda model: model.lm_head.weight.zero_())
     (failure,) = case.compared().failures
     assert "logits are the same for all tokens (0)" in failure and "--allow-suspicious-weights" in failure
-    with opened(locate(case.folder)) as found:
+    with load_model(locate(case.folder)) as found:
         assert compare_with(case.reference, found, case.tokens, allow_constant=True).passed
 
 
@@ -155,7 +154,7 @@ EXPERTS, WEIGHTS = "tokens go to other experts", "weights of the same experts di
 EITHER = f"{EXPERTS}|logits differ by"
 
 
-def table(edit: Callable[[Piece], Piece | None]) -> Break:
+def table(edit: Callable[[MappedBlock], MappedBlock | None]) -> Break:
     """Pieces of the table edited, or left out where None is returned."""
     original = source.mapping
 
@@ -193,11 +192,11 @@ def element(at: int, value: float) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.view(-1).index_fill(0, torch.tensor(at), value).view_as(tensor)
 
 
-def up_first(piece: Piece) -> Piece:
+def up_first(piece: MappedBlock) -> MappedBlock:
     return replace(piece, hf=piece.hf[::-1]) if piece.key.endswith("experts.weight1") else piece
 
 
-def without_last_norm(piece: Piece) -> Piece | None:
+def without_last_norm(piece: MappedBlock) -> MappedBlock | None:
     return None if piece.hf == ("model.norm.weight",) else piece
 
 

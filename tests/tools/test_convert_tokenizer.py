@@ -16,8 +16,7 @@ from megatron_moe.config.schema import build, flatten
 from megatron_moe.data.tokenizers import ByteTokenizer, NullTokenizer
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.io.files import write_bytes, write_json
-from megatron_moe_tools.convert.exported_tokenizer import AS_IT_CAME, exported_tokenizer, generation_ids
-from megatron_moe_tools.convert.model_card import model_card
+from megatron_moe_tools.convert.exported_files import AS_IT_CAME, exported_tokenizer, generation_ids, model_card
 from tests.config.refused import refused
 
 BYTES = {"type": "ByteTokenizer", "sha256": ByteTokenizer.sha256, "eod": 256, "bos": None}

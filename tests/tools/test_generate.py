@@ -11,11 +11,11 @@ import tokenizers
 import torch
 
 from megatron_moe.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer
-from megatron_moe.hf.opened import opened
-from megatron_moe.hf.source import locate
 from megatron_moe.model.key_value_cache import continuation
 from megatron_moe_tools import generate
 from megatron_moe_tools.generate import TextStream
+from megatron_moe_tools.models.load_model import load_model
+from megatron_moe_tools.models.source import locate
 from megatron_moe_tools.prepare.preprocess import train_sentencepiece
 from tests.helpers import tiny_models
 from tests.helpers.conversions import convert
@@ -37,7 +37,7 @@ def continued(model, prompt, new=NEW):
 @pytest.mark.parametrize("case", rows(tiny_models.CASES, test=["deepseek-v3", "qwen2-moe"]))
 def test_greedy_tokens_are_those_of_transformers(case, tmp_path):
     model = tiny_models.make(case, 1, tmp_path)
-    with opened(locate(tmp_path)) as found:
+    with load_model(locate(tmp_path)) as found:
         for prompt in PROMPTS:
             got = list(continuation(found.model, prompt, NEW, vocab_size=found.vocab_size))
             assert got == continued(model, prompt)

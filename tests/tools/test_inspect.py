@@ -14,7 +14,7 @@ import torch
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint import lock as writer_lock
 from megatron_moe.io.files import new_file
-from megatron_moe_tools.convert.to_native import DataFile, data_name, write_index
+from megatron_moe_tools.convert.native import DataFile, data_name, write_index
 from megatron_moe_tools.inspect import steps
 from megatron_moe_tools.inspect import tensors as inspect_tensors
 from megatron_moe_tools.inspect.cli import main

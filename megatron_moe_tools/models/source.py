@@ -33,7 +33,7 @@ _COMPANIONS = f"{origin.FOLDER}/"
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockValues:
     """A box of one of the model's tensors.
 
     key: the tensor's. start: the box's first element in the tensor. values: in the dtype in which they are stored.
@@ -61,7 +61,7 @@ class ModelSource:
     family: Family | None
     companions: dict[str, Path]
     notes: tuple[str, ...]
-    blocks: Callable[[Run], Iterator[Block]]
+    blocks: Callable[[Run], Iterator[BlockValues]]
     dtype: str
     """The widest dtype of its weights as they are stored; weights in fp8 count as bfloat16."""
 
@@ -138,28 +138,24 @@ def _native(step: Path, family: str | None, notes: tuple[str, ...]) -> ModelSour
     return ModelSource(step, run, known_family, companions, notes, lambda cut: _parts(step, run, cut), dtype)
 
 
-def _parts(step: Path, whole: Run, run: Run) -> Iterator[Block]:
+def _parts(step: Path, whole: Run, run: Run) -> Iterator[BlockValues]:
     """Yield the boxes of a step's tensors without the optimizer's. Files are hashed before they are used."""
     from megatron_moe.checkpoint.step_reader import StepReader
 
-    reader = StepReader(step)
-    tensors = {key: tensor for key, tensor in reader.index.tensors.items() if not _left_out(key, whole, run)}
+    reader, tensors = StepReader(step), {}
+    cut = run.model.num_layers < whole.model.num_layers
+    for key, tensor in reader.index.tensors.items():
+        layer = _LAYER.match(key)
+        beyond = key.startswith("mtp.") or (layer is not None and int(layer[1]) >= run.model.num_layers)
+        if not key.startswith(_OPTIMIZER) and not (cut and beyond):
+            tensors[key] = tensor
     files = sorted({part.place.file for tensor in tensors.values() for part in tensor.parts})
     defect = manifest.content_defect(step, files)
     if defect is not None:
         raise ConfigError(f"{step}: is damaged: {defect}; load another step with --ckpt-step")
     for key, tensor in tensors.items():
         for part in tensor.parts:
-            yield Block(key, part.start, reader.read(key, part.start, part.shape), key)
-
-
-def _left_out(key: str, whole: Run, run: Run) -> bool:
-    if key.startswith(_OPTIMIZER):
-        return True
-    if run.model.num_layers == whole.model.num_layers:
-        return False
-    layer = _LAYER.match(key)
-    return key.startswith("mtp.") or (layer is not None and int(layer[1]) >= run.model.num_layers)
+            yield BlockValues(key, part.start, reader.read(key, part.start, part.shape), key)
 
 
 def _hugging_face(found: HFFolder, where: str) -> ModelSource:
@@ -178,7 +174,7 @@ def _hugging_face(found: HFFolder, where: str) -> ModelSource:
     )
 
 
-def _pieces(found: HFFolder, family: Family, whole: Run, run: Run) -> Iterator[Block]:
+def _pieces(found: HFFolder, family: Family, whole: Run, run: Run) -> Iterator[BlockValues]:
     """Yield the blocks of our tensors, made of a folder's. Copies of a tensor in the folder have to be equal."""
     from megatron_moe.hf.tensors import TensorReader
 
@@ -193,4 +189,4 @@ def _pieces(found: HFFolder, family: Family, whole: Run, run: Run) -> Iterator[B
                 )
         for piece in mapping(run, family.names).pieces:
             tensors = [reader.read(name) for name in piece.hf]
-            yield Block(piece.key, piece.start, piece.transform.to_native(tensors), " and ".join(piece.hf))
+            yield BlockValues(piece.key, piece.start, piece.transform.to_native(tensors), " and ".join(piece.hf))

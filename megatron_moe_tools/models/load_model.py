@@ -1,6 +1,6 @@
 """Opens a checkpoint in one process, without a launcher: the model with its weights, whatever kind of folder it is.
 
-    with opened(locate(Path("checkpoints"))) as found:
+    with load_model(locate(Path("checkpoints"))) as found:
         logits = found.model(tokens, positions, None)
 
 Weights are read tensor by tensor: in addition to the model, memory is needed for the largest of them.
@@ -25,12 +25,12 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import launched_world
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.mapping import Mapping, mapping
-from megatron_moe.hf.source import Block, ModelSource
 from megatron_moe.io.texts import size_text
 from megatron_moe.model.build import build_model
 from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.model.float16_module import Float16Module
 from megatron_moe.parallel import groups
+from megatron_moe_tools.models.source import BlockValues, ModelSource
 
 _FLAGS: dict[torch.dtype, dict[str, bool]] = {
     torch.float32: {},
@@ -44,7 +44,7 @@ _TABLES = {"embedding.word_embeddings.weight", "output_layer.weight"}
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedCheckpoint:
     """A model of this process that was read from a checkpoint.
 
     source: where it was read. run: its settings, for one process, in the requested dtype.
@@ -78,14 +78,14 @@ class Opened:
 
 
 @contextmanager
-def opened(
+def load_model(
     source: ModelSource,
     *,
     dtype: torch.dtype = torch.float32,
     layers: int | None = None,
     gradients: bool = False,
     working_bytes: int = 0,
-) -> Iterator[Opened]:
+) -> Iterator[LoadedCheckpoint]:
     """Build the model of a checkpoint and fill it; the process groups of one process exist within the block.
 
     Weights are widened exactly, or rounded where `dtype` is narrower; the router's biases are fp32 in any case.
@@ -108,9 +108,13 @@ def opened(
     run = one_process(source.run, dtype, layers)
     _require_memory(source, run, gradients, working_bytes)
     try:
-        model, chunk = _build(run)
+        pg_collection = groups.initialize(run)
+        (chunk,) = build_model(run, pg_collection, _vocab_size(run), wrap=False, draw=False)
+        chunk.to(platform.device())
+        half = run.precision.bf16 or run.precision.fp16
+        model = (Float16Module(transformer_config(run), chunk) if half else chunk).eval()
         fill(saved_tensors(chunk), source.blocks(run), str(source.path), {key: _vocab_size(run) for key in _TABLES})
-        yield Opened(source, run, model, chunk)
+        yield LoadedCheckpoint(source, run, model, chunk)
     finally:
         groups.destroy()
 
@@ -144,14 +148,6 @@ def saved_tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def _build(run: Run) -> tuple[torch.nn.Module, torch.nn.Module]:
-    pg_collection = groups.initialize(run)
-    (chunk,) = build_model(run, pg_collection, _vocab_size(run), wrap=False, draw=False)
-    chunk.to(platform.device())
-    wrapped = Float16Module(transformer_config(run), chunk) if run.precision.bf16 or run.precision.fp16 else chunk
-    return wrapped.eval(), chunk
-
-
 def _vocab_size(run: Run) -> int:
     assert run.model.vocab_size is not None, "a source knows its vocabulary"
     return run.model.vocab_size
@@ -173,7 +169,7 @@ def _require_memory(source: ModelSource, run: Run, gradients: bool, working_byte
 
 
 @torch.no_grad()
-def fill(tensors: Named[str, Tensor], blocks: Iterable[Block], where: str, rows: Named[str, int]) -> None:
+def fill(tensors: Named[str, Tensor], blocks: Iterable[BlockValues], where: str, rows: Named[str, int]) -> None:
     """Copy blocks into a model's tensors, which are filled with NaN first.
 
     Args:

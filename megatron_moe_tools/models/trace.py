@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.mapping import Mapping
-from megatron_moe.hf.opened import Opened
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import RoutingDecision
+from megatron_moe_tools.models.load_model import LoadedCheckpoint
 
 _TOKENS_AT_ONCE = 4096
 """Sequences of together about this many tokens go through the model at once: logits and activations take memory."""
@@ -67,7 +67,7 @@ class Trace:
         return named
 
 
-def trace(found: Opened, input_ids: Tensor, *, routing: bool = False, gradients: bool = False) -> Trace:
+def trace(found: LoadedCheckpoint, input_ids: Tensor, *, routing: bool = False, gradients: bool = False) -> Trace:
     """Run a model on tokens.
 
     Args:
@@ -101,10 +101,14 @@ def trace(found: Opened, input_ids: Tensor, *, routing: bool = False, gradients:
                 (losses.sum() / (batch * (length - 1))).backward()
             loss += losses.detach().double().sum().cpu()
             logits[first : first + at_once] = output.detach().cpu()
+    routings = {}
+    for layer, parts in sorted(chosen.items()):
+        topk_idx, probs = (torch.cat(values) for values in zip(*((part.topk_idx, part.probs) for part in parts)))
+        routings[layer] = Routing(topk_idx, probs)
     return Trace(
         logits,
         (loss / (batch * (length - 1))).float(),
-        {layer: _concatenated(parts) for layer, parts in sorted(chosen.items())},
+        routings,
         torch.cat(mtp_logits, dim=1) if mtp_logits else None,
         None if table is None else _grad_norms(found, table),
     )
@@ -119,10 +123,6 @@ def working_bytes(run: Run, batch: int, length: int, gradients: bool) -> int:
     # logits, their softmax and its gradient; activations of one layer, or of all of them
     width = max(model.hidden_size, 1) * 40
     return kept + 4 * tokens * (4 * vocab_size + width * (model.num_layers if gradients else 1))
-
-
-def _concatenated(parts: list[Routing]) -> Routing:
-    return Routing(torch.cat([part.topk_idx for part in parts]), torch.cat([part.probs for part in parts]))
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def _recorded_mtp_logits(chunk: Any, found: list[Tensor], vocab_size: int) -> It
         del chunk._postprocess
 
 
-def _grad_norms(found: Opened, table: Mapping) -> dict[str, float]:
+def _grad_norms(found: LoadedCheckpoint, table: Mapping) -> dict[str, float]:
     """Return the L2 norm, summed in fp64, of each trained tensor's gradient; 0 where the loss does not depend on it."""
     tensors, norms = found.tensors, {}
     for piece in table.pieces:

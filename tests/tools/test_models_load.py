@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten, replace
-from megatron_moe.hf.opened import fill, opened
-from megatron_moe.hf.opened import one_process as one_process_of
-from megatron_moe.hf.source import Block, locate
 from megatron_moe.parallel import groups
+from megatron_moe_tools.models.load_model import fill, load_model
+from megatron_moe_tools.models.load_model import one_process as one_process_of
+from megatron_moe_tools.models.source import BlockValues as Values
+from megatron_moe_tools.models.source import locate
 from tests.helpers import tiny_models
 
 BIAS = "decoder.layers.2.mlp.router.expert_bias"
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_get_the_dtype_asked_for_and_the_routers_bias_stays_fp32(folder: Path, dtype: torch.dtype) -> None:
     stored = load_file(folder / "model.safetensors")
-    with opened(locate(folder), dtype=dtype) as found:
+    with load_model(locate(folder), dtype=dtype) as found:
         tensors = found.tensors
         assert {value.dtype for key, value in tensors.items() if not key.endswith("expert_bias")} == {dtype}
         assert torch.equal(tensors[BIAS], stored["model.layers.2.mlp.gate.e_score_correction_bias"])
@@ -50,24 +51,24 @@ def test_weights_get_the_dtype_asked_for_and_the_routers_bias_stays_fp32(folder:
 
 
 def test_the_first_layers_are_those_of_the_whole_model(folder: Path) -> None:
-    with opened(locate(folder)) as found:
+    with load_model(locate(folder)) as found:
         whole = {key: value.detach().clone() for key, value in found.tensors.items()}
-    with opened(locate(folder), layers=2) as found:
+    with load_model(locate(folder), layers=2) as found:
         assert {key.split(".")[2] for key in found.tensors if key.startswith("decoder.layers.")} == {"0", "1"}
         assert all(torch.equal(value, whole[key]) for key, value in found.tensors.items())
 
 
 def test_groups_are_left_after_an_error_and_a_process_that_has_some_is_refused(folder, monkeypatch, one_process):
-    with pytest.raises(KeyError), opened(locate(folder)):
+    with pytest.raises(KeyError), load_model(locate(folder)):
         raise KeyError
     assert not dist.is_initialized()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="WORLD_SIZE 2: this needs one process"), opened(locate(folder)):
+    with pytest.raises(ConfigError, match="WORLD_SIZE 2: this needs one process"), load_model(locate(folder)):
         pass
     monkeypatch.undo()
     groups.initialize(Run())
-    with pytest.raises(RuntimeError, match="in no process group"), opened(locate(folder)):
+    with pytest.raises(RuntimeError, match="in no process group"), load_model(locate(folder)):
         pass
 
 
@@ -99,21 +100,21 @@ def held() -> dict[str, torch.Tensor]:
     return {"table": torch.ones(8, 2), "experts": torch.ones(3, 2, 2), "bias": torch.ones(4)}
 
 
-def blocks() -> list[Block]:
+def blocks() -> list[Values]:
     return [
-        Block("table", (0, 0), torch.full((6, 2), 1.5), "embed"),
-        *(Block("experts", (e, 0, 0), torch.full((1, 2, 2), float(e)), f"expert {e}") for e in range(3)),
-        Block("bias", (0,), torch.arange(4, dtype=torch.bfloat16), "bias"),
+        Values("table", (0, 0), torch.full((6, 2), 1.5), "embed"),
+        *(Values("experts", (e, 0, 0), torch.full((1, 2, 2), float(e)), f"expert {e}") for e in range(3)),
+        Values("bias", (0,), torch.arange(4, dtype=torch.bfloat16), "bias"),
     ]
 
 
-def filled(found: list[Block]) -> dict[str, torch.Tensor]:
+def filled(found: list[Values]) -> dict[str, torch.Tensor]:
     tensors = held()
     fill(tensors, found, "FOLDER", {"table": 5})
     return tensors
 
 
-def refused(found: list[Block]) -> str:
+def refused(found: list[Values]) -> str:
     with pytest.raises(ConfigError, match="^FOLDER: ") as error:
         filled(found)
     return str(error.value)
@@ -129,7 +130,7 @@ def test_blocks_go_to_their_places_and_what_pads_a_table_is_zero() -> None:
 
 def test_a_table_may_come_in_parts_of_which_one_is_padding_alone() -> None:
     found = [block for block in blocks() if block.key != "table"]
-    parts = [Block("table", (row, 0), torch.full((4, 2), float(row)), f"rows {row}") for row in (0, 4, 8)]
+    parts = [Values("table", (row, 0), torch.full((4, 2), float(row)), f"rows {row}") for row in (0, 4, 8)]
     assert filled([*found, *parts])["table"][:, 1].tolist() == [0.0] * 4 + [4.0] + [0.0] * 3
 
 
@@ -144,13 +145,16 @@ def test_a_block_that_is_left_out_or_comes_twice_is_told() -> None:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (Block("other", (0,), torch.ones(4), "thing"), "thing: the model has no tensor other"),
-        (Block("bias", (1,), torch.ones(4), "thing"), "thing: [4] at [1] is not within bias, which has the shape [4]"),
-        (Block("bias", (0, 0), torch.ones(2, 2), "thing"), "thing: [2, 2] at [0, 0] is not within bias"),
-        (Block("bias", (0,), torch.tensor([0, 1, 2, torch.nan]), "thing"), "thing contains NaN or infinity"),
+        (Values("other", (0,), torch.ones(4), "thing"), "thing: the model has no tensor other"),
+        (
+            Values("bias", (1,), torch.ones(4), "thing"),
+            "thing: [4] at [1] is not within bias, which has the shape [4]",
+        ),
+        (Values("bias", (0, 0), torch.ones(2, 2), "thing"), "thing: [2, 2] at [0, 0] is not within bias"),
+        (Values("bias", (0,), torch.tensor([0, 1, 2, torch.nan]), "thing"), "thing contains NaN or infinity"),
     ],
 )
-def test_a_block_that_cannot_be_one_is_told(block: Block, message: str) -> None:
+def test_a_block_that_cannot_be_one_is_told(block: Values, message: str) -> None:
     assert message in refused([*blocks()[:-1], block])
 
 
@@ -200,6 +204,6 @@ def test_a_variant_gives_the_logits_of_transformers(tmp_path, monkeypatch, varia
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
         expected = model(tokens).logits
-        with opened(locate(tmp_path)) as found:
+        with load_model(locate(tmp_path)) as found:
             logits = found.model(tokens, positions, None)[..., : tiny_models.VOCABULARY]
     torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-4)

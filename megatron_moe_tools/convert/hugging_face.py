@@ -1,0 +1,605 @@
+"""Hugging Face folders as source and as sink."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_moe.checkpoint import origin
+from megatron_moe.config.errors import ConfigError, listing
+from megatron_moe.config.module_names import is_inside, kept_in_fp32, patterns_of
+from megatron_moe.config.schema import build, flatten, replace
+from megatron_moe.data.transformers_files import json_bytes
+from megatron_moe.hf import folder as hf_folder
+from megatron_moe.hf.architecture import settings_of
+from megatron_moe.hf.config import config_of, differences, settings
+from megatron_moe.hf.families import DEEPSEEK
+from megatron_moe.hf.folder import BLOCK, HFFolder
+from megatron_moe.hf.mapping import MappedBlock, Mapping, mapping, require_tensors
+from megatron_moe.hf.safetensors_file import StreamedFile, bytes_of, parse_object, read_small
+from megatron_moe.hf.tensors import TensorReader, dtype_name, sha256, write_tensor
+from megatron_moe.hf.transforms import Shape, Vocabulary
+from megatron_moe.hf.weight_check import WeightCheck, refusal
+from megatron_moe.io.files import write_bytes
+from megatron_moe.io.hashing import FileEntry, sha256_of_file
+from megatron_moe.io.program import note
+from megatron_moe.moe.grouped_gemm_fp8 import E4M3 as FP8
+from megatron_moe.moe.grouped_gemm_fp8 import Tiles
+from megatron_moe_tools.convert import certificate
+from megatron_moe_tools.convert.certificate import Row, expected, require_same
+from megatron_moe_tools.convert.exported_files import (
+    CARD,
+    CARD_OF_THE_FIRST,
+    GENERATION,
+    ExportedTokenizer,
+    generation_ids,
+    model_card,
+)
+from megatron_moe_tools.convert.native import PRECISION_FLAGS, NativeSource, copy_file, native_state
+from megatron_moe_tools.convert.pipeline import (
+    Advance,
+    Block,
+    ConversionOptions,
+    ConversionSink,
+    ConversionSource,
+    OutputFile,
+    Record,
+    model_words,
+)
+from megatron_moe_tools.models.source import ModelSource
+
+_TIED = "lm_head.weight"
+_PER_TENSOR = 256
+"""Bytes of a header's entry, at most."""
+
+
+# ---- The source.
+
+
+class HuggingFaceSource(ConversionSource):
+    """A Hugging Face folder.
+
+    Raises:
+        ConfigError: the folder's tensors are not those of its configuration, or of several dtypes.
+    """
+
+    kind: ClassVar[str] = "Hugging Face"
+
+    def __init__(self, found: HFFolder, options: ConversionOptions) -> None:
+        super().__init__(found.path, options)
+        self.reader = TensorReader(found)
+        where = f"--load {found.path}"
+        described = settings_of(found, where)
+        self.family = described.family
+        self.notes += [*found.notes, *described.notes]
+        stored = {name: self.reader.shape(name) for name in self.reader.names()}
+        self.table = mapping(build(described.flat), self.family.names)
+        self.copies, self.ignored = require_tensors(self.table, stored, where)
+        self.notes += [f"{name} follows from the configuration and is left out" for name in self.ignored]
+        flat = dict(described.flat)
+        self.dropped: list[str] = []
+        if options.drop_mtp:
+            flat["mtp_num_layers"] = None
+            self._drop(mapping(build(flat), self.family.names), stored)
+        wide: list[str] = []
+        self.dtype = options.dtype or self._narrowest_dtype(where, wide)
+        self.run = build({**flat, **PRECISION_FLAGS[self.dtype]})
+        if wide:
+            patterns = patterns_of(self.run, wide)
+            self.run = replace(self.run, keep_fp32=patterns)
+            self.notes.append(f"fp32 weights stay in fp32: --keep-fp32 {' '.join(patterns)}, which a run needs too")
+        self.shapes = self.table.shapes
+        self.names = set(stored) - {*self.copies, *self.ignored, *self.dropped}
+        self.weights = WeightCheck(self.reader, self.table)
+        self.inputs = {name: found.path / name for name in {tensor.file for tensor in found.tensors.values()}}
+        self.companions = {name: path for name, path in found.companions.items() if name != hf_folder.CERTIFICATE}
+        self.inputs |= self.companions
+        if (found.path / hf_folder.INDEX).exists():
+            self.inputs[hf_folder.INDEX] = found.path / hf_folder.INDEX
+        self.summary = model_words(self.run, self.family.name, dtype_name(self.dtype))
+
+    def _drop(self, kept: Mapping, stored: dict[str, Shape]) -> None:
+        """Leave out what a table without multi-token prediction does not have."""
+        gone = (_names(self.table) | self.table.copies.keys()) - _names(kept) - kept.copies.keys()
+        self.dropped = [name for name in sorted(gone) if name in stored]
+        self.copies = [name for name in self.copies if name in kept.copies]
+        self.notes.append(f"--drop-mtp: {len(self.dropped)} tensors of multi-token prediction are left out")
+        self.table = kept
+
+    def _narrowest_dtype(self, where: str, wide: list[str]) -> torch.dtype:
+        """Return the dtype of the weights; append the keys of those that are fp32 beside it to `wide`."""
+        dtypes: dict[torch.dtype, list[MappedBlock]] = {}
+        for piece in self.table.pieces:
+            for name in () if piece.fp32 else piece.hf:
+                dtypes.setdefault(self.reader.dtype(name), []).append(piece)
+        narrow = [dtype for dtype in dtypes if dtype != torch.float32]
+        if len(narrow) > 1 or not dtypes.keys() <= PRECISION_FLAGS.keys():
+            examples = "; ".join(f"{dtype_name(dtype)}: {len(of)}, {of[0].hf[0]}" for dtype, of in dtypes.items())
+            raise ConfigError(
+                f"{where}: its weights are of {len(dtypes)} dtypes ({examples}), and a model here has bf16 or fp16, "
+                "and fp32 beside it; give the one that all are to have: --dtype {bf16,fp16,fp32}"
+            )
+        if not narrow:
+            return torch.float32
+        wide += dict.fromkeys(piece.key for piece in dtypes.get(torch.float32, ()))
+        return narrow[0]
+
+    def read(self, block: Block) -> tuple[Tensor, Row]:
+        piece = self._pieces[block.place]
+        tensors, entries = [], []
+        for name in piece.hf:
+            tensor, entry = self._tensor(name, block.dtype)
+            tensors.append(tensor)
+            entries.append(entry)
+        values = piece.transform.to_native(tensors)
+        before = " and ".join(sorted({entry["dtype"] for entry in entries}))
+        row = {
+            "native": certificate.native_entry(block.key, block.start, values),
+            "transform": piece.transform.name,
+            "cast": certificate.cast_name(before, dtype_name(values.dtype)),
+            "hf": entries,
+        }
+        return values, row
+
+    def _tensor(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Row]:
+        """Return a tensor of the folder in the block's dtype, and its entry of a row."""
+        tensor, digests = self.reader.read_hashed(name, torch.float32 if dtype == torch.float32 else None)
+        self.weights.require_certified(digests)
+        certificate.require_finite(tensor, name, str(self.path))
+        stored = self.reader.folder.tensors[name]
+        entry: Row = {"name": name, "shape": list(stored.shape), "dtype": stored.dtype, "sha256": digests[name]}
+        if doubt := self.weights.doubt(name, tensor, digests[name]):
+            if not self.options.allow_suspicious_weights:
+                raise refusal(doubt)
+            entry["suspicious"] = doubt
+        for scale in self.reader.sources(name)[1:]:
+            entry["scale"] = {"name": scale, "sha256": digests[scale]}
+        tensor = certificate.cast(tensor, dtype, name)
+        if stored.dtype != dtype_name(dtype):
+            entry["sha256_as_written"] = sha256(tensor)
+        return tensor, entry
+
+    def require_used(self, rows: list[Row]) -> None:
+        hashes = {}
+        for row in rows:
+            for entry in row["hf"]:
+                hashes[entry["name"]] = (entry["sha256"], entry["dtype"])
+                if "suspicious" in entry:
+                    self.warnings.append(f"WARNING: {entry['suspicious']}: taken as it is")
+                    note(self.warnings[-1])
+        for copy in self.copies:
+            original = self.table.copies[copy]
+            if (self.reader.digest(copy), self.reader.folder.tensors[copy].dtype) != hashes[original]:
+                raise ConfigError(
+                    f"{self.path}: {copy} differs from {original}, which it has to be a copy of: the model has one "
+                    "tensor for both"
+                )
+
+    def require_made_back(self, row: Row, block: Tensor) -> None:
+        native = row["native"]
+        transform = self._pieces[native["key"], tuple(native["start"])].transform
+        for tensor, entry in zip(transform.to_hf(block), row["hf"], strict=True):
+            require_same(sha256(tensor), expected(entry), entry["name"], f"{native['key']} gives another one")
+
+    # A step made of it.
+
+    def step_blocks(self) -> list[Block]:
+        self._pieces = {(piece.key, piece.start): piece for piece in self.table.pieces}
+        in_fp32, blocks = kept_in_fp32(self.run), []
+        for piece in self.table.pieces:
+            dtype = torch.float32 if piece.fp32 or is_inside(piece.key, in_fp32) else self.dtype
+            blocks.append(Block(piece.key, piece.start, piece.transform.native_shape, dtype))
+            for name in piece.hf if piece.fp32 else ():
+                if self.reader.dtype(name) != torch.float32:
+                    self.warnings.append(
+                        f"PRECISION WARNING: {name} is {dtype_name(self.reader.dtype(name))} in {self.path}, must be "
+                        "float32: it was rounded before it was saved; converted as it is and kept in float32 from now "
+                        "on"
+                    )
+        return blocks
+
+    def step_config(self) -> dict[str, Any]:
+        return flatten(self.run)
+
+    def step_state(self) -> dict[str, Any]:
+        about = {"family": self.family.name, "copies": self.copies, "dropped": self.dropped}
+        return {**native_state(self.run, self.warnings), origin.FOLDER: about}
+
+    def write_companions(self, step: Path) -> dict[str, FileEntry]:
+        written = {}
+        if self.companions:
+            (step / origin.FOLDER).mkdir(exist_ok=True)
+        for name in sorted(self.companions):
+            content = self.reader.folder.companion(name)  # unchanged since the folder was checked
+            written[f"{origin.FOLDER}/{name}"] = write_bytes(step / origin.FOLDER / name, content)
+        return written
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "family": self.family.name,
+            "dtype": dtype_name(self.dtype),
+            "copies": {name: self.table.copies[name] for name in self.copies},
+            "dropped": self.dropped,
+            "ignored": self.ignored,
+        }
+
+
+def _names(table: Mapping) -> set[str]:
+    return {name for piece in table.pieces for name in piece.hf}
+
+
+# ---- The sink.
+
+
+class HuggingFaceSink(ConversionSink):
+    """A Hugging Face folder of a native step's weights.
+
+    Args:
+        source: the step.
+        model: what the step says of its model.
+        tokenizer: the tokenizer that the folder gets.
+
+    Raises:
+        ConfigError: the step's tensors are not those of its configuration, or its family is not known.
+    """
+
+    kind: ClassVar[str] = "Hugging Face"
+
+    def __init__(self, source: NativeSource, model: ModelSource, tokenizer: ExportedTokenizer) -> None:
+        super().__init__(source)
+        self.source: NativeSource = source
+        self.options, self.state, self.tokenizer = source.options, source.state, tokenizer
+        self.identity = {"tokenizer": tokenizer.facts()}
+        self.notes += tokenizer.notes
+        self.family = model.required_family
+        self.run = source.with_stored_padding(model.run)
+        if self.options.drop_mtp and self.run.model.mtp_num_layers:
+            self.run = replace(self.run, mtp_num_layers=None)
+        self.table = mapping(self.run, self.family.names)
+        self.names = _names(self.table)
+        self._pieces = {(piece.key, piece.start): piece for piece in self.table.pieces}
+        if self.options.fp8:
+            self.notes += uneven_blocks(self.table.pieces)
+        self.dropped = sorted(key for key in source.weights if self.options.drop_mtp and key.startswith("mtp."))
+        if self.dropped:
+            self.notes.append(f"--drop-mtp: {len(self.dropped)} tensors of multi-token prediction are left out")
+        source.shapes = {key: shape for key, shape in source.weights.items() if key not in self.dropped}
+        head = f"--load {source.path}: its tensors are not those of a {self.family.name} of its configuration:"
+        unknown = f"{self.family.name} has no tensor for it"
+        certificate.require_shapes(source.shapes, self.table.shapes, head, unknown)
+        for piece in self.table.pieces:
+            stored = source.reader.dtype(piece.key)
+            if piece.fp32 and stored != torch.float32:
+                self.warnings.append(
+                    f"PRECISION WARNING: {piece.key} is {dtype_name(stored)} in {source.path}, must be float32: it was "
+                    "rounded before it was saved; written as it is, in float32"
+                )
+        self.copies = self._copies()
+        companions = {name: path for name, path in model.companions.items() if name not in tokenizer.left_out}
+        self.contents = {**tokenizer.files, hf_folder.CONFIG: self._config(companions)}
+        self.contents |= self._generation(companions)
+        if self.state.get("iteration"):  # a model that was converted and not trained here keeps the card that it has
+            words, config = self._dtype_words(), source.config
+            card = model_card(self.run, self.family, words, config, self.state, self.tokenizer.words)
+            self.contents[CARD] = card.encode()
+        replaced = self.contents.keys() - {CARD}
+        self.companions = {name: path for name, path in companions.items() if name not in replaced}
+        self.files = self.planned()
+        self.summary = model_words(self.run, self.family.name, self._dtype_words())
+
+    def _copies(self) -> list[str]:
+        """Return the names of copies to write: those that the source had, or that readers of the family need."""
+        kept = self.state.get("hf") or {}
+        needed = [name for name in self.table.copies if name != _TIED or self.family.served_untied]
+        wanted = kept.get("copies", needed)
+        if self.options.drop_mtp:
+            wanted = [name for name in wanted if name in self.table.copies]
+        unknown = [name for name in wanted if name not in self.table.copies]
+        if unknown:
+            raise ConfigError(
+                f"--load {self.source.path}: state.json names copies that the model has not: {unknown[:5]}"
+            )
+        return list(wanted)
+
+    # Configuration.
+
+    def _dtype(self, piece: MappedBlock) -> torch.dtype:
+        return torch.float32 if piece.fp32 else self.options.dtype or self.source.reader.dtype(piece.key)
+
+    def _dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes of the weights as they are written, the narrowest first."""
+        found = {self._dtype(piece) for piece in self.table.pieces if not piece.fp32}
+        return sorted(found, key=lambda dtype: (dtype.itemsize, str(dtype)))
+
+    def _dtype_words(self) -> str:
+        first = f"{dtype_name(FP8)} in blocks of 128 x 128 and " if self.options.fp8 else ""
+        return first + " and ".join(dtype_name(dtype) for dtype in self._dtypes())
+
+    def _config(self, companions: dict[str, Path]) -> bytes:
+        """Return config.json: the source's own, byte for byte where nothing in it changes, or a new one."""
+        dtypes = self._dtypes()
+        dtype = dtype_name(dtypes[0])
+        if len(dtypes) > 1:
+            self.notes.append(f"weights stay in {self._dtype_words()}, as the run kept them; --dtype writes all in one")
+        added: dict[str, Any] = dict(self.tokenizer.ids or {})
+        if self.options.fp8:
+            added["quantization_config"] = self._quantization()
+        path = companions.get(hf_folder.CONFIG)
+        if path is None or self.options.family is not None:
+            return json_bytes({**config_of(self.run, self.family, dtype), **added})
+        data = read_small(path, hf_folder.LARGEST_CONFIG)
+        config = parse_object(data, str(path))
+        has_depths = self.run.model.mtp_num_layers is not None
+        described = settings(config, has_prediction_layers=has_depths, where=str(path))
+        if wrong := differences(self.run, described.flat):
+            head = (
+                f"--load {self.source.path}: the run is no longer the model that its hf/config.json describes; "
+                f"--family {self.family.name} writes a new one:"
+            )
+            raise ConfigError(listing(head, wrong))
+        changed = {**self._changed(config, dtype), **added}
+        return data if changed == config else json_bytes(changed)
+
+    def _changed(self, config: dict[str, Any], dtype: str) -> dict[str, Any]:
+        """Return the source's config.json with the dtype and the layers that are written."""
+        changed = dict(config)
+        if changed.pop("quantization_config", None) is not None and not self.options.fp8:
+            self.notes.append(f"quantization_config is left out of config.json: the weights are written in {dtype}")
+        named: list[str] = [key for key in ("torch_dtype", "dtype") if key in config]
+        for key in named or ["torch_dtype"]:
+            if changed.get(key) != dtype:
+                self.notes.append(f"config.json: {key} {changed.get(key)!r} is {dtype!r} now")
+                changed[key] = dtype
+        dropped = self.dropped or (self.state.get("hf") or {}).get("dropped")
+        if dropped and self.run.model.mtp_num_layers is None:
+            for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+                if changed.get(key):
+                    self.notes.append(f"config.json: {key} is 0 now: these layers were dropped")
+                    changed[key] = 0
+        return changed
+
+    def _quantization(self) -> dict[str, Any]:
+        """Return `quantization_config`. DeepSeek's code knows which matrices stay as they are; others are named."""
+        config: dict[str, Any] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(BLOCK),
+        }
+        if self.family.names is not DEEPSEEK:
+            matrices = [p for p in self.table.pieces if not p.is_linear and len(p.transform.hf_shapes[0]) == 2]
+            names = [name.removesuffix(".weight") for piece in matrices for name in piece.hf]
+            config["modules_to_not_convert"] = [name for name in names if name != "model.embed_tokens"]
+        return config
+
+    def _generation(self, companions: dict[str, Path]) -> dict[str, bytes]:
+        """Return generation_config.json where its ids are the tokenizer's; otherwise it stays as it came."""
+        ids = self.tokenizer.ids
+        if ids is None:
+            return {}
+        came = companions.get(GENERATION)
+        before = {} if came is None else parse_object(read_small(came, hf_folder.LARGEST_CONFIG), str(came))
+        kept = {name: value for name, value in before.items() if name not in ids}
+        return {GENERATION: json_bytes({**kept, **generation_ids(ids)})}
+
+    # Files.
+
+    def planned(self) -> list[OutputFile]:
+        """Return the files: pieces in the table's order, then the copies, cut where a file is full."""
+        blocks, first = [], {}
+        for piece in self.table.pieces:
+            # What becomes fp8 is rounded from the numbers of the step.
+            dtype = self.source.reader.dtype(piece.key) if self._in_fp8(piece) else self._dtype(piece)
+            blocks.append(Block(piece.key, piece.start, piece.transform.native_shape, dtype))
+            first.update(dict.fromkeys(piece.hf, blocks[-1]))
+        for name in self.copies:
+            of = first[self.table.copies[name]]
+            blocks.append(Block(of.key, of.start, of.shape, of.dtype, copy=name))
+        shards: list[list[Block]] = [[]]
+        filled = 0
+        for block in blocks:
+            size = self._bytes(block)
+            if shards[-1] and filled + size > self.options.max_shard_bytes:
+                shards.append([])
+                filled = 0
+            shards[-1].append(block)
+            filled += size
+        files = []
+        for number, shard in enumerate(shards, 1):
+            name = hf_folder.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            files.append(OutputFile(name, sum(self._bytes(block) + _PER_TENSOR for block in shard), tuple(shard)))
+        return files
+
+    def _in_fp8(self, piece: MappedBlock) -> bool:
+        return self.options.fp8 and piece.is_linear
+
+    def _layout(self, block: Block) -> dict[str, tuple[str, Shape]]:
+        """Return dtype and shape of the tensors that are stored for a block; scales follow their weights."""
+        piece = self._pieces[block.place]
+        names = piece.hf if block.copy is None else (block.copy,)
+        in_fp8 = self._in_fp8(piece)
+        dtype = dtype_name(FP8 if in_fp8 else self._dtype(piece))
+        layout = {}
+        for name, shape in zip(names, piece.transform.hf_shapes):
+            layout[name] = (dtype, shape)
+            if in_fp8:
+                layout[name + hf_folder.SCALE] = ("float32", tuple(-(-n // edge) for n, edge in zip(shape, BLOCK)))
+        return layout
+
+    def _layouts(self, files: Iterable[OutputFile]) -> dict[str, tuple[str, Shape]]:
+        layout: dict[str, tuple[str, Shape]] = {}
+        for file in files:
+            for block in file.content:
+                assert isinstance(block, Block)
+                layout |= self._layout(block)
+        return layout
+
+    def _bytes(self, block: Block) -> int:
+        return sum(bytes_of(dtype, shape) for dtype, shape in self._layout(block).values())
+
+    def write(self, file: OutputFile, output: Path, advance: Advance) -> Record:
+        rows: list[Row] = []
+        with StreamedFile(output / file.name, self._layouts([file])) as opened:
+            for block in file.content:
+                assert isinstance(block, Block)
+                values, row = self.source.read(block)
+                piece = self._pieces[block.place]
+                if self._in_fp8(piece):
+                    entries = self._write_rounded(piece, values, row, opened)
+                else:
+                    entries = self._write_exact(block, values, row, opened)
+                if block.copy is None:
+                    certified = {"native": row["native"], "transform": piece.transform.name}
+                    rows.append({**certified, "cast": row["cast"], "hf": entries})
+                advance(self._bytes(block) + _PER_TENSOR)
+        path = output / file.name
+        return {"entry": FileEntry(bytes=path.stat().st_size, sha256=sha256_of_file(path)), "rows": rows}
+
+    def _write_exact(self, block: Block, values: Tensor, row: Row, file: StreamedFile) -> list[Row]:
+        """Write the tensors that a block is made of, and return their entries of its row."""
+        piece, entries = self._pieces[block.place], []
+        if isinstance(piece.transform, Vocabulary):
+            values[piece.transform.size :] = 0  # rows of no token; reading back pads with zeros
+            row["native"]["sha256_as_written"] = sha256(values)
+        names = piece.hf if block.copy is None else (block.copy,)
+        for name, tensor in zip(names, piece.transform.to_hf(values)):
+            digest = write_tensor(file, name, tensor)
+            entries.append(certificate.hf_entry(name, tuple(tensor.shape), tensor.dtype, digest))
+        return entries
+
+    def _write_rounded(self, piece: MappedBlock, values: Tensor, row: Row, file: StreamedFile) -> list[Row]:
+        """Write the weights of a block in FP8, each followed by its scales, and return their entries of its row."""
+        entries, written = [], []
+        for name, tensor in zip(piece.hf, piece.transform.to_hf(values), strict=True):
+            weight = rounded(tensor)
+            digest = write_tensor(file, name, weight.numbers)
+            scale = {"name": name + hf_folder.SCALE}
+            scale["sha256"] = write_tensor(file, scale["name"], weight.scales)
+            entry = certificate.hf_entry(name, tuple(tensor.shape), FP8, digest)
+            entries.append({**entry, "scale": scale, "rounding": weight.error})
+            written.append(weight.values)
+        row["native"]["sha256_as_written"] = sha256(piece.transform.to_native(written))
+        row["cast"] = certificate.cast_name(row["native"]["dtype"], dtype_name(FP8))
+        return entries
+
+    def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
+        files: dict[str, FileEntry] = {record["name"]: record["entry"] for record in records}
+        if len(records) > 1:
+            weight_map = {name: file.name for file in self.files for name in self._layouts([file])}
+            total = sum(bytes_of(dtype, shape) for dtype, shape in self._layouts(self.files).values())
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            files[hf_folder.INDEX] = write_bytes(output / hf_folder.INDEX, json_bytes(index))
+        for name, content in sorted(self.contents.items()):
+            files[name] = write_bytes(output / name, content)
+        for name in sorted(self.companions):
+            known = self.source.listed[f"{origin.FOLDER}/{name}"]
+            target = CARD_OF_THE_FIRST if name == CARD and CARD in self.contents else name
+            files[target] = copy_file(self.companions[name], output / target, known)
+        return files
+
+    def open_again(self, output: Path) -> None:
+        written = HFFolder.open(output, "--save")
+        if wrong := sorted(self._layouts(self.files).keys() ^ written.tensors.keys()):
+            raise ConfigError(f"{output}: its tensors are not those of the model: {wrong[:5]}; nothing was published")
+        for piece in self.table.pieces:
+            for name in piece.hf if piece.fp32 else ():
+                if written.tensors[name].dtype != "float32":
+                    raise ConfigError(f"{output}: {name} is not float32, which it always is; nothing was published")
+        self._back = TensorReader(written)
+
+    def read_back(self, row: Row) -> Tensor:
+        native, tensors = row["native"], []
+        for entry in row["hf"]:
+            tensor, digests = self._back.read_hashed(entry["name"])
+            require_same(digests[entry["name"]], entry["sha256"], entry["name"], "it reads otherwise than written")
+            if scale := entry.get("scale"):
+                require_same(digests[scale["name"]], scale["sha256"], scale["name"], "it does too")
+            tensors.append(tensor)
+        block = self._pieces[native["key"], tuple(native["start"])].transform.to_native(tensors)
+        require_same(sha256(block), expected(native), native["key"], "it is made back into another")
+        return block
+
+    def close(self, rows: list[Row]) -> None:
+        hashes = {entry["name"]: entry["sha256"] for row in rows for entry in row["hf"]}
+        for copy in self.copies:
+            original = self.table.copies[copy]
+            require_same(self._back.digest(copy), hashes[original], copy, f"it is no copy of {original}")
+        self._back.close()
+
+    def facts(self, rows: list[Row]) -> dict[str, Any]:
+        rounding: dict[str, Any] | None = None
+        if self.options.fp8:
+            errors = [entry["rounding"] for row in rows for entry in row["hf"] if "rounding" in entry]
+            rounding = {"weights": len(errors)}
+            for name in ("largest", "relative_rms"):
+                rounding[name] = max((error[name] for error in errors), default=0.0)
+            rounding |= {"block": list(BLOCK), "dtype": "float8_e4m3fn"}
+        return {
+            "family": self.family.name,
+            "dtype": self._dtype_words(),
+            "copies": {name: self.table.copies[name] for name in self.copies},
+            "dropped": self.dropped,
+            "ignored": [key for key in self.source.reader.index.tensors if key not in self.source.weights],
+            "tokenizer": self.tokenizer.facts(),
+            "rounding": rounding,
+        }
+
+
+# ---- FP8, as DeepSeek publishes models: e4m3 numbers, and a scale for each 128 x 128 block.
+#
+# The rounding is that of training in FP8 (`moe/grouped_gemm_fp8.py`): the scale is the block's largest magnitude / 448.
+
+
+@dataclass(frozen=True)
+class RoundedWeight:
+    """A weight [M, N] in FP8.
+
+    numbers: [M, N] float8_e4m3fn. scales: [ceil(M / 128), ceil(N / 128)] fp32, by which they are multiplied.
+    values: numbers times scales in bfloat16, as an importer has them. error: how much the rounding changed.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    values: Tensor
+    error: dict[str, float]
+
+
+def rounded(weight: Tensor) -> RoundedWeight:
+    """Round a weight [M, N] of any floating dtype to FP8, from the values that it has."""
+    high, wide = BLOCK
+    tiles = Tiles.of(weight, high, wide, FP8)
+    exact, original = tiles.exact(), weight.float()
+    difference = (exact - original).abs()
+    largest = float(original.abs().max())
+    size = float(original.norm())
+    error = {
+        "largest": float(difference.max()),
+        "largest_number": largest,
+        "relative_rms": float(difference.norm()) / size if size else 0.0,
+    }
+    rows, columns = weight.shape
+    numbers = tiles.numbers[:rows, :columns].contiguous()
+    return RoundedWeight(numbers, tiles.scales.contiguous(), exact.to(torch.bfloat16), error)
+
+
+def uneven_blocks(pieces: Iterable[MappedBlock]) -> list[str]:
+    """Return a note where weights end within a block; the format has scales for the rest of one, as our importer.
+
+    transformers 5.23 divides a weight evenly among its scales instead: 192 rows of two scales become blocks of 96.
+    """
+    uneven = []
+    for piece in pieces:
+        for name, shape in zip(piece.hf, piece.transform.hf_shapes):
+            if piece.is_linear and any(size > edge and size % edge for size, edge in zip(shape, BLOCK, strict=True)):
+                uneven.append(name)
+    if not uneven:
+        return []
+    return [
+        f"{len(uneven)} weights in fp8, such as {uneven[0]}, end within a block of {BLOCK[0]} x {BLOCK[1]}: "
+        "transformers up to 5.23 dequantises these to wrong numbers or refuses them; for it, export in bf16"
+    ]

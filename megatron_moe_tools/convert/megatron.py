@@ -1,0 +1,500 @@
+"""Checkpoints of Megatron-LM as source, and in its format torch_dist as sink."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_moe.checkpoint import folder, index, origin, pickles
+from megatron_moe.checkpoint.step_reader import AVERAGE, StepReader
+from megatron_moe.config.errors import ConfigError, listing
+from megatron_moe.config.fields import all_fields
+from megatron_moe.config.schema import flatten, replace
+from megatron_moe.hf.folder import ALLOW, CERTIFICATE
+from megatron_moe.hf.tensors import dtype_name, sha256
+from megatron_moe.hf.transforms import Shape
+from megatron_moe.io.files import write_bytes
+from megatron_moe.io.hashing import FileEntry, sha256_of_file
+from megatron_moe_tools.convert import certificate
+from megatron_moe_tools.convert.certificate import Row, expected, require_same
+from megatron_moe_tools.convert.native import PRECISION_FLAGS, NativeSource, TorchDistSink, native_state
+from megatron_moe_tools.convert.pipeline import (
+    OPTIMIZER,
+    Block,
+    ConversionOptions,
+    ConversionSource,
+    Record,
+    blocks_of,
+    model_words,
+)
+from megatron_moe_tools.megatron_lm import names, settings
+from megatron_moe_tools.megatron_lm.checkpoint import (
+    MegatronCheckpoint,
+    Part,
+    Progress,
+    TorchDist,
+    require_complete,
+    tensors_of,
+)
+from megatron_moe_tools.megatron_lm.legacy import LegacyTorch
+from megatron_moe_tools.models.source import ModelSource
+
+_EXPERTS = (".experts.weight1", ".experts.weight2")
+_HALF = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}
+_STEP = re.compile(r"iter_\d{7,}|release", re.ASCII)
+_READ = {"args", "iteration", "checkpoint_version", "content_metadata", "optimizer"}
+"""The plain values of a checkpoint of Megatron-LM that are read."""
+
+
+# ---- The source.
+
+
+def open_checkpoint(path: Path, ckpt_step: int | None) -> MegatronCheckpoint:
+    """Open a step of Megatron-LM's: the one that the folder's tracker names, `ckpt_step`, or `path` itself.
+
+    Raises:
+        ConfigError: there is no such step, or it is damaged, harmful, or of a format that is not read.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"--load {path}: there is no such folder")
+    if (path / folder.OWNER).exists() or (path / folder.STATE).exists():
+        raise ConfigError(
+            f"--from megatron: --load {path} is a checkpoint of this framework; --from native converts it"
+        )
+    step = _step(path, ckpt_step)
+    if any(step.glob("mp_rank_*")):
+        return LegacyTorch(step)
+    if (step / ".metadata").is_file():
+        backend = "torch_dcp"
+        if (step / "metadata.json").is_file():
+            backend = str(folder.read_json(step / "metadata.json").get("sharded_backend"))
+        if backend == "torch_dist":
+            return TorchDist(step)
+        raise ConfigError(
+            f"--load {step}: --ckpt-format {backend} is not read; torch_dist and torch are: load it with Megatron-LM "
+            "and save it with --ckpt-format torch_dist"
+        )
+    raise ConfigError(
+        f"--load {step}: is no step of Megatron-LM's: it has neither .metadata (--ckpt-format torch_dist) nor "
+        "mp_rank_* (--ckpt-format torch)"
+    )
+
+
+def _step(path: Path, wanted: int | None) -> Path:
+    if any(path.glob("mp_rank_*")) or (path / ".metadata").is_file():
+        if wanted is not None and path.name != folder.step_folder(path, wanted).name:
+            raise ConfigError(f"--ckpt-step {wanted}: --load {path} is one step; leave one of them out")
+        return path
+    there = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and _STEP.fullmatch(entry.name))
+    if wanted is not None:
+        step = folder.step_folder(path, wanted)
+    elif (path / folder.LATEST).is_file():
+        named = (path / folder.LATEST).read_text(errors="replace").strip()[:40]
+        if named != "release" and not re.fullmatch(r"\d{1,12}", named):
+            raise ConfigError(f"--load {path}: {folder.LATEST} names {named!r}, which is no step; give --ckpt-step")
+        step = path / "release" if named == "release" else folder.step_folder(path, int(named))
+    else:
+        raise ConfigError(f"--load {path}: has no {folder.LATEST}; give --ckpt-step, or one iter_* folder")
+    if not step.is_dir():
+        raise ConfigError(f"--load {path}: has no {step.name}; there are: {', '.join(there) or 'none'}")
+    return step
+
+
+class MegatronSource(ConversionSource):
+    """A checkpoint of Megatron-LM.
+
+    Args:
+        given: settings of the command line, which go before the checkpoint's, by field.
+
+    Raises:
+        ConfigError: the model is none of those here, or the tensors are not those of its arguments.
+    """
+
+    kind: ClassVar[str] = "Megatron-LM"
+
+    def __init__(self, checkpoint: MegatronCheckpoint, options: ConversionOptions, given: dict[str, Any]) -> None:
+        super().__init__(checkpoint.path, options)
+        self.checkpoint, self.given = checkpoint, given
+        where = f"--load {checkpoint.path}"
+        self.run, notes = settings.run_of(checkpoint.args, given, checkpoint.vocabulary_rows(), where)
+        self.notes += [*notes, *checkpoint.notes]
+        self._doubt(checkpoint.doubts)
+        weights, self.fp32 = tensors_of(self.run)
+        self.contents = checkpoint.contents(weights)
+        self.dtype = options.dtype or self._one_dtype(weights, where)
+        self.updates = self._updates(where)
+        self.shapes = dict(weights)
+        if self.updates is not None:
+            half = self.dtype != torch.float32
+            self.shapes |= settings.optimizer_keys(weights, self.fp32, half=half)
+            self.iteration = checkpoint.progress.iteration
+        require_complete(self.contents, self.shapes, where, with_optimizer=self.updates is not None)
+        self.run = replace(self.run, **PRECISION_FLAGS[self.dtype])
+        if self.updates is not None:
+            self.run = replace(self.run, **settings.optimizer_settings(checkpoint.args))
+        self.inputs = dict(checkpoint.files)
+        self.identity = {"given": {name: str(value) for name, value in given.items()}}
+        if (self.path.parent / CERTIFICATE).is_file():  # a conversion wrote the step
+            listed = folder.read_json(self.path.parent / CERTIFICATE)["output"]["files"]
+            for name in self.inputs:
+                if (entry := listed.get(f"{self.path.name}/{name}")) is not None:
+                    self.listed[name] = entry
+        self.notes.append("random states are left out: a run makes new ones from --seed")
+        kept = "weights alone" if self.updates is None else f"with the optimizer after {self.updates} updates"
+        self.summary = f"{model_words(self.run, f'--ckpt-format {checkpoint.form}', dtype_name(self.dtype))}; {kept}"
+
+    def _doubt(self, doubts: Iterable[str]) -> None:
+        """Refuse a checkpoint whose files may be those of other ranks, or warn where that is allowed."""
+        for words in doubts:
+            if not self.options.allow_suspicious_weights:
+                raise ConfigError(
+                    f"--load {self.path}: {words}; bring the files back from their source, or take them as they are "
+                    f"with {ALLOW}"
+                )
+            self.warnings.append(f"WARNING: {words}: taken as it is")
+
+    def _one_dtype(self, weights: dict[str, Shape], where: str) -> torch.dtype:
+        found: dict[str, list[str]] = {}
+        for key in weights:
+            for part in () if key in self.fp32 else self.contents.parts.get(key, ()):
+                found.setdefault(part.dtype, []).append(part.name)
+        dtypes = [getattr(torch, name) for name in found]
+        if len(dtypes) != 1 or dtypes[0] not in PRECISION_FLAGS:
+            examples = "; ".join(f"{name}: {len(names)}, {names[0]}" for name, names in found.items()) or "none"
+            raise ConfigError(
+                f"{where}: its weights are of {len(found)} dtypes, and a model here has one ({examples}); give the one "
+                "that all are to have: --dtype {bf16,fp16,fp32}"
+            )
+        only: torch.dtype = dtypes[0]
+        return only
+
+    def _updates(self, where: str) -> int | None:
+        """Return the number of the optimizer's updates, and None where it is left out or not there."""
+        keys = [key for key in self.contents.parts if key.startswith(OPTIMIZER)]
+        if not (keys or self.contents.unmapped):
+            self.notes.append("it has no optimizer: weights alone are converted")
+            return None
+        if self.options.no_optim:
+            self.notes.append("--no-optim: the optimizer's state is left out")
+            return None
+        if self.options.dtype is not None:
+            raise ConfigError(
+                "--dtype: the optimizer's main weights belong to weights of their own dtype; add --no-optim"
+            )
+        half = None if self.dtype == torch.float32 else dtype_name(self.dtype)
+        settings.require_mapped(self.contents, self.checkpoint, half)
+        if half is None:  # the main weights of an fp32 run are its weights, which it may store once more
+            mains = f"{settings.STATE}{settings.MAIN}."
+            for key in keys:
+                if key.startswith(mains):
+                    again = self.contents.copies.setdefault(key.removeprefix(mains), [])
+                    again.extend(self.contents.parts.pop(key))
+        return settings.updates_of(self.checkpoint.common, where)
+
+    def read(self, block: Block) -> tuple[Tensor, Row]:
+        parts, copies = self._parts[block.place], self._copies.get(block.place, ())
+        result, entries = torch.empty(block.shape, dtype=block.dtype), []
+        for part in parts:
+            values = part.read()
+            certificate.require_finite(values, part.name, str(self.path))
+            shown = {"start": list(part.start), "shape": list(part.shape), "dtype": part.dtype}
+            entry: Row = {"name": part.name, **shown, "sha256": sha256(values)}
+            values = certificate.cast(values, block.dtype, part.name)
+            if dtype_name(block.dtype) != part.dtype:
+                entry["sha256_as_written"] = sha256(values)
+            result[_within(part.start, part.shape, block.start)] = values
+            entries.append(entry)
+        for part in copies:
+            again = certificate.cast(part.read(), block.dtype, part.name)
+            if not torch.equal(again, result[_within(part.start, part.shape, block.start)]):
+                raise ConfigError(
+                    f"{self.path}: {part.name} differs from the same numbers of {block.key} in another place, which "
+                    "are one tensor of the model"
+                )
+        native = certificate.native_entry(block.key, block.start, result)
+        before = " and ".join(sorted({part.dtype for part in parts}))
+        cast = certificate.cast_name(before, native["dtype"])
+        return result, {"native": native, "cast": cast, "megatron": entries}
+
+    def require_used(self, rows: list[Row]) -> None:
+        used, first = [], dict[str, str]()
+        repeated = []
+        for row in rows:
+            key = row["native"]["key"]
+            for entry in row["megatron"]:
+                used.append((key, entry["name"], tuple(entry["start"])))
+                if len(entry["shape"]) < 2 or key.startswith(OPTIMIZER):
+                    continue
+                place = f"{entry['name']} (from {entry['start']} on)"
+                other = first.setdefault(entry["sha256"], place)
+                if other != place:
+                    repeated.append(f"{place} equals {other}, as if a rank's file or an expert were there twice")
+        wanted = {(key, part.name, part.start) for key in self.shapes for part in self.contents.parts[key]}
+        wrong = [f"{name} ({key})" for key, name, _ in sorted(wanted.symmetric_difference(used))]
+        if wrong or len(used) != len(wanted):
+            raise ConfigError(listing(f"{self.path}: not every tensor is converted exactly once:", wrong))
+        self._doubt(repeated)
+
+    def require_made_back(self, row: Row, block: Tensor) -> None:
+        native = row["native"]
+        for entry in row["megatron"]:
+            values = block[_within(entry["start"], entry["shape"], native["start"])]
+            require_same(sha256(values), expected(entry), entry["name"], f"{native['key']} gives another one")
+
+    # A step made of it.
+
+    def step_blocks(self) -> list[Block]:
+        for key in sorted(self.fp32):
+            for part in self.contents.parts[key]:
+                if part.dtype != "float32":
+                    self.warnings.append(
+                        f"PRECISION WARNING: {part.name} is {part.dtype} in {self.path}, must be float32: it was "
+                        "rounded before it was saved; converted as it is and kept in float32 from now on"
+                    )
+        blocks = []
+        for key, shape in self.shapes.items():
+            in_fp32 = key in self.fp32 or key.startswith(settings.STATE)
+            blocks += blocks_of(key, shape, torch.float32 if in_fp32 else self.dtype)
+        self._parts = self._by_block(self.contents.parts)
+        self._copies = self._by_block(self.contents.copies)
+        return blocks
+
+    def _by_block(self, parts: dict[str, list[Part]]) -> dict[tuple[str, Shape], list[Part]]:
+        """Return the parts of each block: a whole tensor's, or an expert's."""
+        found: dict[tuple[str, Shape], list[Part]] = {}
+        for key in self.shapes:
+            for part in parts.get(key, ()):
+                start = [0] * len(part.start)
+                if key.endswith(_EXPERTS):
+                    start[0] = part.start[0]
+                found.setdefault((key, tuple(start)), []).append(part)
+        return found
+
+    def step_config(self) -> dict[str, Any]:
+        """Return what is known of the run that wrote the checkpoint: its model, and what its optimizer's groups say."""
+        known = {name for name, field in all_fields().items() if field.section in ("model", "moe")}
+        known |= {"bf16", "fp16"}
+        if self.updates is not None:
+            known |= settings.optimizer_settings(self.checkpoint.args).keys()
+        return {name: value for name, value in flatten(self.run).items() if name in known}
+
+    def step_state(self) -> dict[str, Any]:
+        progress = self.checkpoint.progress
+        about = {"form": self.checkpoint.form, "iteration": progress.iteration, "samples": progress.consumed_samples}
+        state = {**native_state(self.run, self.warnings), origin.MEGATRON: about}
+        if self.updates is None:
+            return state
+        moved = {"iteration": self.iteration, "consumed_samples": progress.consumed_samples, "has_optimizer": True}
+        return {**state, **moved, "scheduler": settings.schedule_after(self.run, self.iteration)}
+
+    def step_common(self) -> dict[Any, Any]:
+        return {} if self.updates is None else {"optimizer": settings.plain_values(self.run, self.updates)}
+
+    def facts(self) -> dict[str, Any]:
+        dropped = dict(self.contents.dropped)
+        if self.updates is None:
+            for key, parts in self.contents.parts.items():
+                if key.startswith(OPTIMIZER):
+                    dropped |= {part.name: "the optimizer's" for part in parts}
+            dropped |= dict.fromkeys(self.contents.unmapped, "the optimizer's")
+        for name in sorted(map(str, self.checkpoint.common.keys() - _READ)):
+            if not re.fullmatch(r"model\d*", name):
+                dropped[name] = "plain values of a run: its successor has its own, by its flags"
+        return {
+            "format": self.checkpoint.form,
+            "dtype": dtype_name(self.dtype),
+            "optimizer_updates": self.updates,
+            "iteration": self.checkpoint.progress.iteration,
+            "dropped": dict(sorted(dropped.items())),
+            "copies": sorted(part.name for parts in self.contents.copies.values() for part in parts),
+            "settings_given": sorted(self.given),
+        }
+
+
+def _within(start: Iterable[int], shape: Iterable[int], first: Iterable[int]) -> tuple[slice, ...]:
+    """Return a box of a tensor as slices of a block of it that begins at `first`."""
+    return tuple(slice(a - b, a - b + n) for a, b, n in zip(start, first, shape))
+
+
+# ---- The sink.
+
+
+class MegatronSink(TorchDistSink):
+    """A checkpoint that Megatron-LM loads, in its format torch_dist.
+
+    Args:
+        source: the native step.
+        model: what the step says of its model.
+        transformer_impl: whose layers it is to be loaded into, Transformer Engine's or local ones.
+        expert_ranks: how many ranks experts are spread over there, which decides what its optimizer is.
+
+    Raises:
+        ConfigError: the step has a model or an optimizer that Megatron-LM does not have.
+    """
+
+    kind: ClassVar[str] = "Megatron-LM"
+
+    def __init__(
+        self, source: NativeSource, model: ModelSource, transformer_impl: str, expert_ranks: int | None
+    ) -> None:
+        super().__init__(source)
+        self.source: NativeSource = source
+        self.options, self.impl, self.expert_ranks = source.options, transformer_impl, expert_ranks
+        self.identity = {"transformer_impl": transformer_impl, "expert_ranks": expert_ranks}
+        self.run = source.with_stored_padding(model.run)
+        self.weights, self.fp32 = tensors_of(self.run)
+        head = f"--load {source.path}: its tensors are not those of its configuration:"
+        certificate.require_shapes(source.weights, self.weights, head, "no tensor of its configuration")
+        self._require_known_there()
+        found = {self._dtype(key) for key in self.weights if key not in self.fp32}
+        if len(found) != 1:
+            raise ConfigError(
+                f"--load {source.path}: its weights are of {len(found)} dtypes, and Megatron-LM has one for all; give "
+                "it: --dtype {bf16,fp16,fp32}"
+            )
+        self.dtype = found.pop()
+        self.continued = self._continued() if source.keeps_optimizer else None
+        self.name = settings.RELEASE if self.continued is None else source.path.name
+        empty = io.BytesIO()
+        torch.save([None], empty)  # what a layer's extra state is without FP8, as the engine stores it
+        states = dict.fromkeys(names.extra_states(self.weights, self.run), empty.getvalue())
+        self.files = self.planned(self._blocks(), states)
+        kept = "weights alone: Megatron-LM starts at iteration 0"
+        if self.continued is not None:
+            kept = f"with the optimizer of iteration {source.iteration}, for --use-distributed-optimizer"
+            if expert_ranks is not None:
+                kept += f" and --expert-model-parallel-size {'above 1' if expert_ranks > 1 else '1'}"
+        self.notes.append(f"for --transformer-impl {transformer_impl} there; {kept}")
+        self.summary = model_words(self.run, "--ckpt-format torch_dist", dtype_name(self.dtype))
+
+    def _require_known_there(self) -> None:
+        """Refuse settings that Megatron-LM would compute otherwise, since it has no argument for them."""
+        run, wrong = self.run, []
+        if run.moe.moe_router_num_groups is not None and run.moe.moe_router_group_score != "megatron":
+            best = run.moe.moe_router_topk // (run.moe.moe_router_group_topk or 1)
+            softmax_after = run.moe.moe_router_score_function == "softmax" and not run.moe.moe_router_pre_softmax
+            if run.moe.moe_router_group_score != "top2" or best != 2 or softmax_after:
+                wrong.append(f"--moe-router-group-score {run.moe.moe_router_group_score}: it ranks groups otherwise")
+        default = replace(run, moe_router_norm_topk_prob=None).derived.norm_topk_prob
+        if run.moe.num_experts is not None and run.derived.norm_topk_prob != default:
+            wrong.append(
+                f"--moe-router-norm-topk-prob {run.derived.norm_topk_prob}: it takes {default} for this router"
+            )
+        if wrong:
+            head = f"--load {self.source.path}: is a model that Megatron-LM does not have:"
+            raise ConfigError(listing(head, wrong))
+
+    def _continued(self) -> settings.Continued:
+        """Return what a run goes on from there besides the weights; the run takes the optimizer's settings."""
+        source, config, state = self.source, self.source.config, self.source.state
+        where, without = f"--load {source.path}", "add --no-optim to convert the weights alone"
+        if self.options.dtype is not None:
+            raise ConfigError(f"--dtype: the optimizer's main weights belong to weights of their own dtype; {without}")
+        if self.dtype == torch.float16:
+            raise ConfigError(
+                f"{where}: has the optimizer of an fp16 run, whose loss scale is not converted; {without}"
+            )
+        if (kind := config.get("optimizer", "adam")) != "adam":
+            raise ConfigError(f"{where}: has the state of --optimizer {kind}, which is not converted; {without}")
+        ranks = 1 if self.run.moe.num_experts is None else self.expert_ranks
+        if ranks is None:
+            raise ConfigError(
+                f"{where}: has the optimizer's state, and Megatron-LM has one optimizer where each rank has all "
+                "experts and two where not: say how many ranks experts are spread over there, "
+                f"--expert-model-parallel-size N, or {without}"
+            )
+        if ranks < 1:
+            raise ConfigError(f"--expert-model-parallel-size {ranks}: must be at least 1")
+        found = settings.optimizer_settings(config)
+        if missing := [name for name in settings.SETTINGS if name not in found]:
+            raise ConfigError(
+                f"{where}: its {folder.CONFIG} has no {' and no '.join(missing)}, which Megatron-LM takes from a "
+                f"checkpoint; {without}"
+            )
+        self.run = replace(self.run, **found)
+        stored = {
+            key: one.shape
+            for key, one in source.reader.index.tensors.items()
+            if key.startswith(OPTIMIZER) and not key.startswith(AVERAGE)
+        }
+        wanted = settings.optimizer_keys(self.weights, self.fp32, half=self.dtype != torch.float32)
+        head = f"{where}: its tensors are not those of its configuration:"
+        certificate.require_shapes(stored, wanted, head, "no tensor of its configuration")
+        if state.get(folder.HAS_AVERAGE):
+            self.notes.append("the average of the weights is left out: Megatron-LM has none")
+        progress = Progress(source.iteration, int(state["consumed_samples"]))
+        batch = config.get("global_batch_size") or progress.consumed_samples // max(progress.iteration, 1)
+        updates = settings.updates_of(pickles.read_file(source.path, pickles.COMMON), where)
+        return settings.Continued(progress, updates, state["scheduler"], max(int(batch), 1), ranks > 1)
+
+    def _dtype(self, key: str) -> torch.dtype:
+        if key in self.fp32 or key.startswith(OPTIMIZER):
+            return torch.float32
+        return self.options.dtype or self.source.reader.dtype(key)
+
+    def _blocks(self) -> list[Block]:
+        shapes = dict(self.weights)
+        if self.continued is not None:
+            # Megatron-LM's distributed optimizer has main weights of fp32 weights too, and asks for them.
+            shapes |= settings.optimizer_keys(self.weights, self.fp32, half=True)
+        blocks, self.source.shapes = [], {}
+        for key, shape in shapes.items():
+            if self.dtype == torch.float32 and key.startswith(f"{settings.STATE}{settings.MAIN}."):
+                blocks += blocks_of(names.weight_of(key), shape, torch.float32, copy=key)
+            else:
+                blocks += blocks_of(key, shape, self._dtype(key))
+                self.source.shapes[key] = shape
+        self._copied = {names.weight_of(block.copy): shapes[block.copy] for block in blocks if block.copy is not None}
+        return blocks
+
+    def tensor_of(self, block: Block) -> tuple[str, Shape]:
+        name = names.name_there(block.copy or block.key, self.run, self.impl)
+        return name, names.shape_there(block.key, self.weights[names.weight_of(block.key)])
+
+    def box_of(self, block: Block) -> tuple[Shape, Shape]:
+        start = (block.start[0], 0, 0) if block.key.endswith(_EXPERTS) else block.start
+        return start, names.shape_there(block.key, block.shape)
+
+    def completed(self, row: Row, block: Block, tensor: Tensor) -> Row:
+        (name, _), (start, shape) = self.tensor_of(block), self.box_of(block)
+        box = {"start": list(start), "shape": list(shape), "dtype": dtype_name(tensor.dtype)}
+        row["megatron"] = [{"name": name, **box, "sha256": expected(row["native"])}]
+        if block.copy is not None:
+            row["again"] = True
+        return row
+
+    def require_coverage(self, rows: list[Row]) -> None:
+        super().require_coverage([row for row in rows if "again" not in row])
+        again = [row for row in rows if "again" in row]
+        certificate.require_coverage(again, (), self._copied, str(self.source.path))
+
+    def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
+        half, continued = _HALF[self.dtype], self.continued
+        common = settings.common(self.run, transformer_impl=self.impl, half=half, continued=continued)
+        files = self.write_format(output / self.name, records, common)
+        result = {f"{self.name}/{name}": entry for name, entry in files.items()}
+        latest = settings.RELEASE if continued is None else str(self.source.iteration)
+        result[folder.LATEST] = write_bytes(output / folder.LATEST, latest.encode())
+        return result
+
+    def reader_of(self, step: Path) -> StepReader:
+        sizes = {}
+        for path in step.iterdir():
+            sizes[path.name] = FileEntry(bytes=path.stat().st_size, sha256=sha256_of_file(path))
+        return StepReader(step, index.read(step, sizes))
+
+    def read_back(self, row: Row) -> Tensor:
+        (entry,) = row["megatron"]
+        block = self._back.read(entry["name"], tuple(entry["start"]), tuple(entry["shape"]))
+        require_same(sha256(block), entry["sha256"], entry["name"], "it reads otherwise than written")
+        return block
+
+    def facts(self, rows: list[Row]) -> dict[str, Any]:
+        dropped = sorted(self.source.reader.index.tensors.keys() - self.source.shapes.keys())
+        return {"format": "torch_dist", "dtype": dtype_name(self.dtype), "dropped": dropped, "impl": self.impl}

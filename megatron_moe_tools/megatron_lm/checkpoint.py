@@ -1,0 +1,425 @@
+"""Checkpoints of Megatron-LM: what they hold in terms of our tensors, and the reader of its format torch_dist.
+
+torch reads tensors and plain values under restriction. Megatron-LM's files hold more: `args` is a Namespace with
+members of the engine's enumerations, and random states are arrays of numpy's. The classes that such a file names are
+listed before it is read. Each of a known package is read as a record that runs nothing, and is imported nowhere; a file
+that names anything else is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.checkpoint import index, pickles
+from megatron_moe.checkpoint.index import StoredBytes, UntrustedError
+from megatron_moe.checkpoint.step_reader import Section, StepReader
+from megatron_moe.config.errors import ConfigError, listing
+from megatron_moe.config.schema import Run
+from megatron_moe.hf.families import DEEPSEEK
+from megatron_moe.hf.mapping import mapping
+from megatron_moe.hf.transforms import Shape
+from megatron_moe.io.hashing import FileEntry
+from megatron_moe_tools.megatron_lm import names
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_COMMON_VALUE = "common_state/shard_0_1"
+"""Where megatron-core 0.19 keeps the plain values that older releases write into `common.pt`."""
+_EXPERTS = (".mlp.experts.weight1", ".mlp.experts.weight2")
+_SMALL = (index.NAME, pickles.COMMON, "metadata.json")
+_NAMESPACE = "argparse.Namespace"
+_PACKAGES = frozenset(
+    "megatron transformer_engine modelopt torch numpy argparse collections enum pathlib signal datetime functools "
+    "_io _codecs".split()
+)
+"""Packages whose classes and functions are read as records."""
+_PLAIN = frozenset(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "slice", "complex"))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of one of our tensors that a checkpoint of Megatron-LM stores in one place.
+
+    name: the stored tensor, or the box of it, as certificates name it. start, shape: the box in our tensor. dtype: as
+    stored. read: returns the elements as a tensor of `shape`, which may be a view.
+    """
+
+    name: str
+    start: Shape
+    shape: Shape
+    dtype: str
+    read: Callable[[], Tensor]
+
+
+@dataclass
+class Contents:
+    """The tensors of a checkpoint by our keys, those of the optimizer too.
+
+    parts: our key -> its parts. dropped: stored name -> why it is left out. copies: our key -> further parts that have
+    to equal what `parts` has, because several processes store them. wrong: errors for the user, a line each. unmapped:
+    stored names of the optimizer's state that is not stored by weights.
+    """
+
+    parts: dict[str, list[Part]] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, list[Part]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    unmapped: list[str] = field(default_factory=list)
+
+    def add(self, key: str, part: Part) -> None:
+        """Add a part of one of our tensors."""
+        self.parts.setdefault(key, []).append(part)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the run had come that wrote a checkpoint: steps, and sequences consumed."""
+
+    iteration: int
+    consumed_samples: int
+
+
+class MegatronCheckpoint(ABC):
+    """A checkpoint of Megatron-LM: one step, opened, its small values read.
+
+    Attributes:
+        path: the step's folder.
+        args: the arguments of the command that wrote it, by name: those that are plain values.
+        common: the other plain values, by name.
+        files: its files by name.
+        notes: what a user should know.
+        doubts: why its files may not be those of the ranks that they are named after.
+    """
+
+    form = ""
+    args: dict[str, Any]
+    common: dict[str, Any]
+    files: dict[str, Path]
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.notes: list[str] = []
+        self.doubts: list[str] = []
+
+    @abstractmethod
+    def vocabulary_rows(self) -> int:
+        """Return the rows of the embedding table, those of padding too."""
+
+    @abstractmethod
+    def contents(self, shapes: Mapping[str, Shape]) -> Contents:
+        """Return what is stored, by our keys.
+
+        Args:
+            shapes: the shapes of the model's tensors, by our keys.
+        """
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run had come."""
+        numbers = [self.common.get("iteration"), self.args.get("consumed_train_samples")]
+        iteration, samples = (number if type(number) is int and number >= 0 else 0 for number in numbers)
+        return Progress(iteration, samples)
+
+
+def require_complete(
+    contents: Contents, shapes: Mapping[str, Shape], where: str, *, with_optimizer: bool
+) -> dict[str, Shape]:
+    """Check that a checkpoint has exactly the tensors of a model, each element once.
+
+    Returns:
+        The shapes of what is converted, by key: the model's, then the optimizer's.
+
+    Raises:
+        ConfigError: tensors are missing, unknown or of another shape; the message lists them.
+    """
+    wanted = dict(shapes)
+    if with_optimizer:
+        wanted |= {
+            key: shapes[names.weight_of(key)] for key in sorted(contents.parts) if names.weight_of(key) in shapes
+        }
+    wrong = [*contents.wrong]
+    wrong += [f"missing: {key}" for key in wanted if key not in contents.parts]
+    wrong += [
+        f"the model of its arguments has no {key} ({contents.parts[key][0].name})"
+        for key in sorted(contents.parts.keys() - wanted.keys())
+        if with_optimizer or not key.startswith("optimizer.")
+    ]
+    for key in wanted.keys() & contents.parts.keys():
+        wrong += _defects(key, contents.parts[key], wanted[key])
+    if wrong:
+        raise ConfigError(
+            listing(f"{where}: its tensors are not those of the model that its arguments describe:", wrong)
+        )
+    return wanted
+
+
+def _defects(key: str, parts: list[Part], shape: Shape) -> list[str]:
+    boxes = [index.TensorPart(part.start, part.shape, index.StoredBytes("", 0, 0)) for part in parts]
+    outside = [
+        f"{part.name}: {list(part.shape)} from {list(part.start)} on is not within {key}, which has {list(shape)}"
+        for part in parts
+        if len(part.shape) != len(shape) or any(a + n > b for a, n, b in zip(part.start, part.shape, shape))
+    ]
+    if outside:
+        return outside
+    filled = sum(math.prod(part.shape) for part in parts)
+    if filled != math.prod(shape) or index.overlap(boxes):
+        return [f"{key}: {filled} of {math.prod(shape)} elements in {len(parts)} parts, each to be there once"]
+    return []
+
+
+def tensors_of(run: Run) -> tuple[dict[str, Shape], frozenset[str]]:
+    """Return the shapes of a model's tensors by our keys, and the keys of those that are fp32 whatever its dtype."""
+    table = mapping(run, DEEPSEEK)
+    return table.shapes, frozenset(piece.key for piece in table.pieces if piece.fp32)
+
+
+def arguments(common: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the arguments among the plain values of a checkpoint.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    args = common.get("args")
+    if not isinstance(args, argparse.Namespace):
+        raise ConfigError(
+            f"--load {path}: has no `args`, by which Megatron-LM says what the model is: it is not one of its "
+            "checkpoints"
+        )
+    return dict(vars(args))
+
+
+# ---- Files of torch.save, read without running any of them.
+
+
+class Record:
+    """What a file says of an object of a class that is not imported: how it was made, and its state.
+
+    Attributes:
+        arguments: the values that it was made of, for a member of an enumeration its value.
+        state: what was restored into it.
+    """
+
+    def __new__(cls, *arguments: Any) -> Record:
+        """Make a record of an object, whatever its class would have done."""
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, None
+        return made
+
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{self.arguments}"
+
+
+def read_archive(path: Path) -> Any:
+    """Return what a file of torch.save holds; tensors stay in the file until they are used.
+
+    Raises:
+        UntrustedError: the file is damaged, or names something that has no place in a checkpoint.
+    """
+    return _read(path, path.name, mmap=True)
+
+
+def read_archive_bytes(data: bytes, name: str) -> Any:
+    """Return what bytes of torch.save hold; `name` names them in a message.
+
+    Raises:
+        UntrustedError: they are damaged, or name something that has no place in a checkpoint.
+    """
+    return _read(io.BytesIO(data), name, mmap=False)
+
+
+def require_intact(file: Any, name: str) -> None:
+    """Check the checksums of an archive of torch.save, which is read once for that.
+
+    Args:
+        file: the archive, open for reading.
+        name: the archive, for a message.
+
+    Raises:
+        UntrustedError: a record is not what was written, or it is no archive.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    # zipfile's errors for a changed header, by which a record seems encrypted or compressed in an unknown way.
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise UntrustedError(f"{name} is damaged: {str(error)[:100]}") from None
+    if damaged is not None:
+        raise UntrustedError(f"{name} is damaged: {damaged} does not have the checksum (CRC-32) it was written with")
+
+
+def _read(source: Any, name: str, *, mmap: bool) -> Any:
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+    except Exception as error:  # whatever an archive made for it can raise
+        raise UntrustedError(f"{name} is damaged, or no file of torch.save: {pickles.words(error)}") from None
+    unknown = sorted(one for one in named if one.split(".")[0] not in _PACKAGES and one not in _PLAIN)
+    if unknown:
+        raise UntrustedError(f"{name} refers to {', '.join(unknown[:3])}, which has no place in a checkpoint")
+    known: list[Any] = [(argparse.Namespace, _NAMESPACE)]
+    known += [(type(one.rpartition(".")[2], (Record,), {}), one) for one in named if one != _NAMESPACE]
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    try:
+        with torch.serialization.safe_globals(known):
+            return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
+    except Exception as error:  # whatever a pickle or an archive made for it can raise
+        raise UntrustedError(f"{name} is damaged or harmful: {pickles.words(error)}") from None
+
+
+# ---- The format torch_dist: tensors in parts, an index, and plain values in `common.pt` or in a part.
+
+
+class TorchDist(MegatronCheckpoint):
+    """A step in the format torch_dist.
+
+    Raises:
+        ConfigError: it is damaged or harmful, or has no arguments.
+    """
+
+    form = "torch_dist"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        found = {file.name: file for file in sorted(path.iterdir()) if file.is_file()}
+        self._intact: set[StoredBytes] = set()
+        self.files = {name: file for name, file in found.items() if name in _SMALL or name.endswith(".distcp")}
+        try:
+            sizes = {name: FileEntry(bytes=file.stat().st_size, sha256="") for name, file in self.files.items()}
+            self._index = index.read(path, sizes, listed_in=str(path), with_plans=True)
+            self._reader = StepReader(path, self._index)
+            self.common = self._values()
+        except (UntrustedError, OSError) as error:
+            raise ConfigError(f"--load {path}: refused: {error}") from None
+        self.args = arguments(self.common, path)
+
+    def _values(self) -> dict[str, Any]:
+        if pickles.COMMON in self.files:
+            content = read_archive(self.files[pickles.COMMON])
+        elif (place := self._index.values.get(_COMMON_VALUE)) is not None:
+            with open(self.path / place.file, "rb") as file:
+                file.seek(place.offset)
+                content = read_archive_bytes(file.read(place.length), f"{_COMMON_VALUE} in {place.file}")
+            content = content[0] if isinstance(content, list) and len(content) == 1 else content
+        else:
+            raise UntrustedError(f"it has neither {pickles.COMMON} nor {_COMMON_VALUE}")
+        if not isinstance(content, dict):
+            raise UntrustedError("its plain values are no dictionary")
+        return content
+
+    def vocabulary_rows(self) -> int:
+        if (table := self._index.tensors.get(EMBEDDING)) is None:
+            raise ConfigError(f"--load {self.path}: has no tensor {EMBEDDING}: it is not a GPT model of megatron-core")
+        return table.shape[0]
+
+    def contents(self, shapes: Mapping[str, Shape]) -> Contents:
+        result = Contents()
+        for stored in (*self._index.tensors, *self._index.values):
+            if (reason := names.dropped(stored)) is not None:
+                result.dropped[stored] = reason
+            elif stored.startswith("optimizer.") and names.ours(stored).state is None:
+                result.unmapped.append(stored)
+            elif stored in self._index.values:
+                result.wrong.append(f"{stored}: a value that is no tensor, of which nothing is known here")
+            else:
+                self._add(result, stored, shapes)
+        return result
+
+    def _add(self, result: Contents, stored: str, shapes: Mapping[str, Shape]) -> None:
+        name, tensor = names.ours(stored), self._index.tensors[stored]
+        layers: list[int | None] = [*range(tensor.shape[0])] if name.stacked and tensor.shape else [None]
+        for layer in layers:
+            key = name.key if layer is None else name.key.replace("{}", str(layer))
+            at: Shape = () if layer is None else (layer,)
+            whole = shapes.get(key)
+            box = tensor.shape[len(at) :]
+            if whole is None:
+                result.add(name.full_key.replace("{}", str(layer)), self._part(stored, at, (0,) * len(box), box, box))
+                continue
+            if name.state is not None and not _fits(name, box, whole):
+                result.unmapped.append(stored)
+                return
+            if not _fits(name, box, whole):
+                wanted = f"{key} of the model has {list(whole)}"
+                result.wrong.append(f"{stored}: {list(box)} does not fit: {wanted}")
+                continue
+            full = key if name.state is None else f"optimizer.state.{name.state}.{key}"
+            for within, start, shape in _boxes(name, box, whole):
+                result.add(full, self._part(stored, (*at, *within), start, shape, box))
+
+    def _require_intact(self, stored: str) -> None:
+        """Check the checksums of a tensor's parts, once."""
+        for part in self._index.tensors[stored].parts:
+            if part.place in self._intact:
+                continue
+            try:
+                with open(self.path / part.place.file, "rb") as file:
+                    require_intact(Section(file, part.place), f"{stored} in {part.place.file}")
+            except (UntrustedError, OSError) as error:
+                raise ConfigError(f"--load {self.path}: refused: {error}") from None
+            self._intact.add(part.place)
+
+    def _part(self, stored: str, at: Shape, start: Shape, shape: Shape, box: Shape) -> Part:
+        """Return a part of ours that is a box of a stored tensor: one element of its first axes, which `at` numbers."""
+        tensor = self._index.tensors[stored]
+        first = (*at, *(0,) * (len(tensor.shape) - len(at)))
+        extent = (*(1,) * len(at), *tensor.shape[len(at) :])
+
+        def read() -> Tensor:
+            self._require_intact(stored)
+            return self._reader.read(stored, first, extent).reshape(shape)
+
+        shown = f"{stored}[{', '.join(map(str, at))}]" if at else stored
+        return Part(shown, start if start else (0,) * len(shape), shape, tensor.dtype, read)
+
+
+def _fits(name: names.Name, box: Shape, whole: Shape) -> bool:
+    """Return whether a stored tensor, without its axis of layers, has the elements that our tensor wants of it."""
+    count = math.prod(whole)
+    if name.expert is not None:
+        count //= whole[0]
+    if name.half is not None:
+        count //= 2
+    experts = name.key.endswith(_EXPERTS)
+    plain = name.expert is None and name.half is None and not experts
+    if plain:
+        return box == whole
+    same_first = name.expert is not None or name.half is not None or box[:1] == whole[:1]
+    return math.prod(box) == count and box[-1:] == whole[-1:] and same_first
+
+
+def _boxes(name: names.Name, box: Shape, whole: Shape) -> Iterator[tuple[Shape, Shape, Shape]]:
+    """Yield where in the stored tensor, from where on in ours, and of which shape: experts one by one."""
+    zeros = (0,) * (len(whole) - 1)
+    if name.key.endswith(_EXPERTS):
+        inner = whole[1:]
+        if name.half is not None:
+            yield (), (name.expert or 0, name.half, *zeros[1:]), (1, 1, *inner[1:])
+        elif name.expert is not None:
+            yield (), (name.expert, *zeros), (1, *inner)
+        else:
+            for expert in range(whole[0]):
+                yield (expert,), (expert, *zeros), (1, *inner)
+    elif name.half is not None:
+        yield (), (name.half * whole[0] // 2, *zeros), (whole[0] // 2, *whole[1:])
+    else:
+        yield (), (0,) * len(whole), whole
