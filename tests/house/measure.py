@@ -222,7 +222,7 @@ def files_of_a_flag(field: str = "moe_router_topk") -> set[str]:
     command = [*TINY.split(), f"--{field.replace('_', '-')}", "2"]
     sys.setprofile(lambda frame, event, _: files.add(frame.f_code.co_filename))
     try:
-        run = cli.parse(command, architecture.filled_in, 1)
+        run = cli.parse(command, architecture.filled_in)
     finally:
         sys.setprofile(None)
     section = schema.sections()[schema.fields_by_name()[field][0]]
