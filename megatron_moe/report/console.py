@@ -113,7 +113,14 @@ class ConsoleSink(Sink):
     def start(self, facts: dict[str, Any]) -> None:
         width = max((len(key) for key in facts), default=0)
         for key, value in facts.items():
-            self._write(f"{key:<{width}}  {_fact(value)}")
+            shown = str(value)
+            if isinstance(value, bool):
+                shown = "yes" if value else "no"
+            elif isinstance(value, int):
+                shown = f"{value:,}"
+            elif isinstance(value, float):
+                shown = f"{value:.6g}"
+            self._write(f"{key:<{width}}  {shown}")
 
     def step(self, record: StepRecord) -> None:
         self._interval.add(record)
@@ -385,11 +392,7 @@ class LiveConsoleSink(ConsoleSink):
         return self._console.size.width
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        self.hide()
-
-    def hide(self) -> None:
-        """Take what is below the lines away and give the cursor back; the next step shows it again."""
-        self._live.stop()
+        self._live.stop()  # which takes away what is below the lines, and gives the cursor back
 
 
 def console_sink(
@@ -417,11 +420,3 @@ def encodable(text: str, stream: TextIO) -> str:
     visible = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
     encoding = stream.encoding or "utf-8"
     return visible.encode(encoding, errors="backslashreplace").decode(encoding)
-
-
-def _fact(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

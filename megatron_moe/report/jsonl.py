@@ -262,8 +262,11 @@ def _line(path: Path, number: int, raw: bytes) -> dict[str, Any] | None:
 
 def _set_aside(metrics_file: Path) -> None:
     """Rename the files of the run before this one; what a start without one step has left is removed instead."""
-    records = [part for part in (evaluations_path(metrics_file), metrics_file) if part.exists() and part.stat().st_size]
     about = [part for part in (info_path(metrics_file), events_path(metrics_file)) if part.exists()]
+    records = []
+    for part in (evaluations_path(metrics_file), metrics_file):
+        if part.exists() and part.stat().st_size:
+            records.append(part)
     for part in [*about, *records]:  # the steps last: where a kill interrupts this, the next start goes on with it
         if records:
             os.replace(part, part.with_name(f"{part.name}.previous"))

@@ -385,16 +385,17 @@ def register_metric(metric: Metric) -> None:
         raise ValueError(f"metric {metric.name!r}: its name has to be a Python identifier, for example top_share")
     if metric.compute is None:
         raise ValueError(f"metric {metric.name}: it has no `compute`; give a function from StepFacts to its value")
-    is_known = metric.name.removesuffix("_hex") in [known.name for known in metrics()]
-    if is_known or metric.name == "extra" or hasattr(StepRecord, metric.name):
-        raise ValueError(f"metric {metric.name}: there is one of this name; choose another, or unregister_metric it")
-    tags = {known.tensorboard: known.name for known in metrics() if isinstance(known.tensorboard, str)}
-    tags.update(dict.fromkeys(_EVALUATION_TAGS, "the evaluation"))
-    if isinstance(metric.tensorboard, str) and metric.tensorboard in tags:
-        raise ValueError(
-            f"metric {metric.name}: TensorBoard tag {metric.tensorboard} is that of {tags[metric.tensorboard]}; "
-            "choose another"
-        )
+    taken = f"metric {metric.name}: there is one of this name; choose another, or unregister_metric it"
+    if metric.name == "extra" or hasattr(StepRecord, metric.name):
+        raise ValueError(taken)
+    tag = metric.tensorboard
+    if isinstance(tag, str) and tag in _EVALUATION_TAGS:
+        raise ValueError(f"metric {metric.name}: TensorBoard tag {tag} is that of the evaluation; choose another")
+    for known in metrics():
+        if isinstance(tag, str) and tag == known.tensorboard:
+            raise ValueError(f"metric {metric.name}: TensorBoard tag {tag} is that of {known.name}; choose another")
+        if metric.name in (known.name, f"{known.name}_hex"):
+            raise ValueError(taken)
     if isinstance(metric.console, str):
         try:
             metric.console.format(1.0)

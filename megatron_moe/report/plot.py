@@ -227,9 +227,12 @@ def _draw_loss(panel: Axes, history: History, unigram_entropy: float | None) -> 
         smooth[-reach // 2 :] = np.nan  # so near the end it is a mean of few, and would show their noise as a trend
         panel.plot(history.iterations, smooth, color=_TRAIN, lw=1.8, label="train (running mean)")
     for split, colour in _SPLITS.items():
-        points = [record for record in history.evaluations if record.split == split]
-        if points:
-            x, y = [point.iteration for point in points], [point.loss for point in points]
+        x, y = [], []
+        for record in history.evaluations:
+            if record.split == split:
+                x.append(record.iteration)
+                y.append(record.loss)
+        if y:
             label = f"{split} (last {y[-1]:.3f})"
             panel.plot(x, y, "o-", color=colour, ms=5, lw=1.0, label=label, zorder=3, clip_on=False)
     if unigram_entropy is not None:

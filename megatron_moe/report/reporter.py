@@ -107,18 +107,13 @@ class Reporter:
                 style=flags.console,
             )
         )
-        if self._files is not None:
-            self._report_gaps(self._files, start_iteration)
-
-    def _report_gaps(self, files: JsonlSink, start_iteration: int) -> None:
-        """Report what a run that continues has found in its metrics."""
-        if files.cut_lines:
-            self.message(f"{files.artifact}: took back {files.cut_lines} lines after iteration {start_iteration}")
-        if files.missing:
+        if self._files is not None and self._files.cut_lines:
+            self.message(f"{metrics_file}: took back {self._files.cut_lines} lines after iteration {start_iteration}")
+        if self._files is not None and self._files.missing:
             self.event(
                 "warning",
-                f"{files.artifact}: had {start_iteration - files.missing} lines of the {start_iteration} iterations "
-                "before this start: it is a new file, or another run's",
+                f"{metrics_file}: had {start_iteration - self._files.missing} lines of the {start_iteration} "
+                "iterations before this start: it is a new file, or another run's",
             )
 
     @property
@@ -242,29 +237,23 @@ class Reporter:
         if error is None:
             self.close(None)
             return
-        is_fault = isinstance(error, Exception) and not isinstance(error, ConfigError)
+        text, fault = str(error).strip(), None
+        if not (text and isinstance(error, (ConfigError, RunFault))):  # ours say what they are
+            text = f"{type(error).__name__}: {text}".rstrip(": ")
+        if isinstance(error, KeyboardInterrupt):
+            ending = "stopped by SIGINT"
+        elif isinstance(error, StoppedEarly):
+            ending = f"stopped by {error.signal_name}"
+        else:
+            ending = f"failed: {text.splitlines()[0]}"
+        if isinstance(error, Exception) and not isinstance(error, ConfigError):
+            fault = text
         with suppress(OSError):  # a full disk, which is why the run ends or is less than that
-            self.close(None, _ending_of(error), _text_of(error) if is_fault else None)
+            self.close(None, ending, fault)
 
     def _event(self, kind: str, text: str, facts: Mapping[str, Any] | None = None, shown: bool = True) -> EventRecord:
         assert kind in EVENTS, kind
         return EventRecord(self._iteration, kind, text, **self._info.stamp(), facts=facts or {}, shown=shown)
-
-
-def _ending_of(error: BaseException) -> str:
-    """Return how an attempt ended that an exception has ended."""
-    if isinstance(error, KeyboardInterrupt):
-        return "stopped by SIGINT"
-    if isinstance(error, StoppedEarly):
-        return f"stopped by {error.signal_name}"
-    return f"failed: {_text_of(error).splitlines()[0]}"
-
-
-def _text_of(error: BaseException) -> str:
-    """Return the message of an error of ours, and the kind and message of any other."""
-    text = str(error).strip()
-    known = isinstance(error, (ConfigError, RunFault)) and text
-    return text if known else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 @contextmanager

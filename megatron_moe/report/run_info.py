@@ -85,8 +85,45 @@ class RunInfo:
     def __init__(self, run: Run, start_iteration: int) -> None:
         name = run.logging.metrics_file
         self._path = None if name is None else info_path(Path(name))
-        earlier = {} if name is None or not start_iteration else read_info(Path(name))
-        self.values = _describe(run, start_iteration, earlier)
+        earlier = read_info(Path(name)) if name is not None and start_iteration else {}
+        _, world_size = launched_world()
+        this = {
+            "attempt": int(earlier.get("attempt", 0)) + 1,
+            "start_time": _now(),
+            "start_iteration": start_iteration,
+            "host": socket.gethostname(),
+            "command": launched.command(),
+        }
+        flags, given = flatten(run), {}
+        for field_name, field in all_fields().items():
+            default = list(field.default) if isinstance(field.default, tuple) else field.default
+            if flags[field_name] != default:
+                given[field_name] = flags[field_name]
+        sizes = run.parallel
+        self.values: dict[str, Any] = {
+            "run_id": earlier.get("run_id") or secrets.token_hex(8),
+            "attempt": this["attempt"],
+            "start_time": earlier.get("start_time") or this["start_time"],
+            "attempts": [*earlier.get("attempts", ()), this],
+            "command": this["command"],
+            "flags": given,
+            "all_flags": flags,
+            "host": this["host"],
+            "ranks": world_size,
+            "ranks_per_node": local_world_size(world_size),
+            "layout": {
+                "TP": sizes.tensor_model_parallel_size,
+                "CP": sizes.context_parallel_size,
+                "PP": sizes.pipeline_model_parallel_size,
+                "DP": run.derived.data_parallel_size(world_size),
+                "EP": sizes.expert_model_parallel_size,
+                "ETP": run.derived.expert_tensor_parallel_size,
+            },
+            "data": {name: given[name] for name in vars(run.data) if name in given},
+            "versions": versions(),
+            "git": _git(),
+            "facts": {},  # which come when it starts
+        }
 
     def stamp(self) -> dict[str, Any]:
         """Return the keys of every line: `time` (now, UTC, ISO 8601 with milliseconds), `run_id` and `attempt`."""
@@ -110,53 +147,6 @@ class RunInfo:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-
-
-def _describe(run: Run, start_iteration: int, earlier: dict[str, Any]) -> dict[str, Any]:
-    """Return what a run is; its facts come when it starts."""
-    world_size = launched_world()[1]
-    this = {
-        "attempt": int(earlier.get("attempt", 0)) + 1,
-        "start_time": _now(),
-        "start_iteration": start_iteration,
-        "host": socket.gethostname(),
-        "command": launched.command(),
-    }
-    flags, fields = flatten(run), all_fields()
-    given = {name: value for name, value in flags.items() if value != _plain(fields[name].default)}
-    return {
-        "run_id": earlier.get("run_id") or secrets.token_hex(8),
-        "attempt": this["attempt"],
-        "start_time": earlier.get("start_time") or this["start_time"],
-        "attempts": [*earlier.get("attempts", ()), this],
-        "command": this["command"],
-        "flags": given,
-        "all_flags": flags,
-        "host": this["host"],
-        "ranks": world_size,
-        "ranks_per_node": local_world_size(world_size),
-        "layout": _layout(run, world_size),
-        "data": {name: given[name] for name in vars(run.data) if name in given},
-        "versions": versions(),
-        "git": _git(),
-        "facts": {},
-    }
-
-
-def _plain(default: Any) -> Any:
-    return list(default) if isinstance(default, tuple) else default
-
-
-def _layout(run: Run, world_size: int) -> dict[str, int]:
-    sizes = run.parallel
-    return {
-        "TP": sizes.tensor_model_parallel_size,
-        "CP": sizes.context_parallel_size,
-        "PP": sizes.pipeline_model_parallel_size,
-        "DP": run.derived.data_parallel_size(world_size),
-        "EP": sizes.expert_model_parallel_size,
-        "ETP": run.derived.expert_tensor_parallel_size,
-    }
 
 
 @cache

@@ -543,19 +543,15 @@ def track(service: str, lines: Iterable[str], replies: TextIO, on_end: Callable[
         say("failed", _text(error))
 
 
-def _limit_time() -> None:
-    limit = threading.Timer(SECONDS_TO_FINISH, os._exit, (1,))
-    limit.daemon = True
-    limit.start()
-
-
 def main() -> None:
     """Serve the trainer that has started this process, whose signals are its own business."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a package prints is no answer
-    track(sys.argv[1], sys.stdin, replies, _limit_time)
+    limit = threading.Timer(SECONDS_TO_FINISH, os._exit, (1,))
+    limit.daemon = True
+    track(sys.argv[1], sys.stdin, replies, limit.start)
 
 
 if __name__ == "__main__":

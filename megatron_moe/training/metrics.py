@@ -25,15 +25,15 @@ from megatron_moe.training.step import StepResult
 NO_EXPERT_LOAD = ExpertLoad({}, None, {})
 
 
-@dataclass(frozen=True)
+@dataclass
 class LayerLoad:
     """What the router of one layer did in a step, read from the device; see `RouterUpdate` and `ExpertLoad`."""
 
     number: int
     tokens_per_expert: list[int]
-    expert_bias_max: float | None
     aux_losses: dict[str, float]
-    dropped_per_expert: list[int] | None
+    expert_bias_max: float | None = None
+    dropped_per_expert: list[int] | None = None
 
 
 def expert_load(update: RouterUpdate, pg_collection: ProcessGroupCollection) -> ExpertLoad:
@@ -87,9 +87,12 @@ def _layer_loads(update: RouterUpdate) -> list[LayerLoad]:
     for number, counts, bias, losses, dropped in layers:
         tokens = list(map(int, islice(numbers, counts.numel())))
         values = dict(zip(losses, numbers))
-        largest = next(numbers) if bias is not None else None
-        lost = list(map(int, islice(numbers, dropped.numel()))) if dropped is not None else None
-        loads.append(LayerLoad(number, tokens, largest, values, lost))
+        load = LayerLoad(number, tokens, values)
+        if bias is not None:
+            load.expert_bias_max = next(numbers)
+        if dropped is not None:
+            load.dropped_per_expert = list(map(int, islice(numbers, dropped.numel())))
+        loads.append(load)
     return loads
 
 
@@ -130,6 +133,15 @@ class Meter:
         flags, part_seconds = self._run.logging, part_seconds or {}
         tokens = global_batch_size * self._run.model.seq_length
         model_tflops = self._flops_per_token * tokens / seconds / self._world_size / 1e12
+        mfu, timers, memory, world_size = None, {}, {}, None
+        if flags.peak_tflops:
+            mfu = model_tflops / flags.peak_tflops
+        if flags.log_timers_to_tensorboard:
+            timers = {"iteration": seconds, **part_seconds}
+        if flags.log_memory_to_tensorboard:
+            memory = platform.memory_statistics()
+        if flags.log_world_size_to_tensorboard:
+            world_size = self._world_size
         record = StepRecord(
             iteration=iteration,
             consumed_samples=consumed_samples,
@@ -142,7 +154,7 @@ class Meter:
             seconds=seconds,
             tokens_per_second=tokens / seconds,
             model_tflops=model_tflops,
-            mfu=model_tflops / flags.peak_tflops if flags.peak_tflops else None,
+            mfu=mfu,
             tokens_per_expert=load.tokens_per_expert,
             expert_load=load.worst,
             empty_experts=load.empty,
@@ -158,9 +170,9 @@ class Meter:
             num_zeros=result.gradient_zeros,
             max_attention_logit=result.max_attention_logit,
             clipped_heads=result.clipped_heads,
-            timers={"iteration": seconds, **part_seconds} if flags.log_timers_to_tensorboard else {},
-            memory=platform.memory_statistics() if flags.log_memory_to_tensorboard else {},
-            world_size=self._world_size if flags.log_world_size_to_tensorboard else None,
+            timers=timers,
+            memory=memory,
+            world_size=world_size,
             data_hash=result.data_hash,
             expert_bias_hash=result.expert_bias_hash,
         )

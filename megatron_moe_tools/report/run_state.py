@@ -332,9 +332,12 @@ class StepWatch:
             self.not_finite += 1
             self.first_not_finite = self.first_not_finite or iteration
         elif not line.get("skipped"):
-            if len(self._losses) >= _ENOUGH_STEPS and loss > self._most_loss():
-                self.spike_count += 1
-                self.spikes.append((iteration, loss))
+            if len(self._losses) >= _ENOUGH_STEPS:
+                middle = _median(self._losses)
+                deviation = 1.4826 * _median(abs(earlier - middle) for earlier in self._losses)
+                if loss > middle + max(_SPIKE_DEVIATIONS * deviation, _LEAST_SPIKE * abs(middle)):
+                    self.spike_count += 1
+                    self.spikes.append((iteration, loss))
             self._losses.append(loss)
         if norm is not None:
             self.norms += 1
@@ -347,11 +350,6 @@ class StepWatch:
                 self.slow += 1
                 self.seconds_lost += seconds - _median(self._times)
             self._times.append(seconds)
-
-    def _most_loss(self) -> float:
-        middle = _median(self._losses)
-        deviation = 1.4826 * _median(abs(loss - middle) for loss in self._losses)
-        return middle + max(_SPIKE_DEVIATIONS * deviation, _LEAST_SPIKE * abs(middle))
 
 
 def _median(values: Iterable[float]) -> float:

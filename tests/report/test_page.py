@@ -98,7 +98,7 @@ def test_torn_odd_and_repeated_lines_are_read_for_what_they_are(tmp_path: Path) 
         (2001, {}, "killed"),  # it has been silent for long
     ],
 )
-def test_the_verdict_says_how_a_run_ended(tmp_path: Path, year: int, ending: dict[str, str], state: str) -> None:
+def test_the_status_says_how_a_run_ended(tmp_path: Path, year: int, ending: dict[str, str], state: str) -> None:
     lines = [line(1, time=f"{year}-01-01T00:00:00.000+00:00")]
     run = write(tmp_path / "run", lines, attempts=[{"attempt": 1, **ending}])
     os.utime(run / "metrics.jsonl", (1e9, 1e9))
@@ -137,7 +137,7 @@ def test_steps_that_fp16_skips_at_first_are_told_from_those_of_a_fault(
     assert (finding["level"], f"{len(skipped):,} step" in finding["text"]) == (level, True)
 
 
-def test_the_last_fault_is_in_the_verdict(tmp_path: Path) -> None:
+def test_the_last_fault_is_among_the_findings(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [line(1)], attempts=[{"attempt": 1, "ending": "failed: NaN"}])
     events = [{"iteration": 1, "kind": kind, "text": kind + text} for kind in ("fault", "message") for text in "ab"]
     (run / "metrics.events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))

@@ -1,5 +1,5 @@
 "use strict";
-/* The page: verdict, charts and tables of the runs in the element "data". Texts of runs are only ever set as text. */
+/* The page: findings, charts and tables of the runs in the element "data". Texts of runs are only ever set as text. */
 (function () {
   const data = JSON.parse(document.getElementById("data").textContent), runs = data.runs, view = Charts.view;
   const page = document.getElementById("page"), several = runs.length > 1, number = Charts.number;
@@ -36,14 +36,14 @@
     const target = document.getElementById("chart-" + id) || document.getElementById(id);
     if (target) { target.scrollIntoView({ block: "center" }); target.focus({ preventScroll: true }); }
   };
-  function verdict(run, at) {
+  function summary(run, at) {
     const last = run.last, total = (run.info.all_flags || {}).train_iters, left = last.seconds_left;
     const valid = (run.evaluations.valid || {}).loss, load = run.experts && Math.max(...run.experts.load.map((row) => Math.max(...row)));
     const dead = run.experts && run.experts.dead.length;
     const tile = (name, value, more) => (value === null || value === undefined ? null : make("div", { class: "card" }, make("small", {}, name), make("b", {}, value), make("small", {}, more || "")));
     const bad = run.findings.filter((one) => one.level === "bad").length;
     const rate = run.seconds > 0 ? run.tokens / run.seconds : null;
-    return make("section", { class: "card", id: "verdict-" + at },
+    return make("section", { class: "card", id: "summary-" + at },
       make("h1", {}, make("span", { class: "pill " + (run.status.state === "finished" && bad ? "attention" : run.status.state) }, run.status.state), run.name),
       make("div", { class: "dim" }, [run.status.state === "finished" && bad && (bad > 1 ? `${bad} problems` : "1 problem"), run.status.text, run.info.host && "on " + run.info.host, run.info.ranks && `${run.info.ranks} rank${run.info.ranks > 1 ? "s" : ""}`, run.info.start_time && "since " + clock(run.info.start_time)].filter(Boolean).join(", ")),
       make("div", { class: "tiles" },
@@ -296,7 +296,7 @@
     if (late > 3 * data.every + 60 + 5 * step) page.prepend(make("p", { class: "card attention", role: "alert" }, `This page was last written ${duration(late)} ago, and is written about every ${duration(data.every)} while the run trains: it was probably killed. megatron-moe report says how it ended.`));
   }
   load();
-  page.replaceChildren(...runs.map(verdict), toolbar(), charts, tables(), make("p", { class: "dim" }, "written " + clock(data.written)));
+  page.replaceChildren(...runs.map(summary), toolbar(), charts, tables(), make("p", { class: "dim" }, "written " + clock(data.written)));
   draw();
   Charts.onChange(save);
   reloadWhileItRuns();
