@@ -27,8 +27,7 @@ from typing import Any
 
 from megatron_moe.checkpoint import folder as folder_module
 from megatron_moe.checkpoint import optimizer
-from megatron_moe.checkpoint.async_save import Saver
-from megatron_moe.checkpoint.save import target
+from megatron_moe.checkpoint.save import Saver, target
 from megatron_moe.checkpoint.state import Trained, TrainingProgress, metadata, model_state
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace

@@ -1,9 +1,9 @@
 """The index of a step, `.metadata`: where each part of each tensor is stored. Read under restriction; no torch.
 
 torch writes this file as a pickle, and a pickle runs code when it is read without restriction, as the engine reads it.
-Here it is read first, into plain records: every class that belongs in it is replaced by an inert stand-in, made anew
-for each reading, that cannot be changed either, and everything else is refused. Then every value is checked, so that
-the engine afterwards reads sizes, offsets and the names of files that the manifest lists.
+Here it is read first, into plain records: an inert stand-in replaces every class that belongs in it, and everything
+else is refused. Then every value is checked, so that the engine afterwards reads sizes, offsets and the names of files
+that the manifest lists.
 """
 
 from __future__ import annotations
@@ -122,45 +122,53 @@ def check_names(files: Mapping[str, FileEntry]) -> None:
 
 
 class _Fixed(type):
-    """The type of classes that a pickle cannot change."""
+    """The type of the classes below: a pickle can set attributes of a record, but not of its class."""
 
-    def __setattr__(cls, name: str, value: Any) -> NoReturn:
+    def __setattr__(cls, name: str, value: object) -> NoReturn:
         raise pickle.UnpicklingError(f"sets {name} of {cls.__name__}")
 
 
-class _Call:
-    """A function that a pickle can call, but not change."""
-
-    __slots__ = ("_function",)
-    _function: Any
-
-    def __init__(self, function: Any) -> None:
-        object.__setattr__(self, "_function", function)
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
-
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise pickle.UnpicklingError(f"sets {name} of a function")
+class _Record(metaclass=_Fixed):
+    """A stand-in for an object of torch's checkpoint metadata: its attributes, unchecked, and no function."""
 
 
-def _record(name: str) -> type:
-    return _Fixed(name, (), {})
+class _Metadata(_Record):
+    state_dict_metadata: object
+    storage_data: object
 
 
-class _PropertiesState:
-    """The state of torch's TensorProperties, a tuple: dtype, layout, requires_grad, memory format, pinned."""
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.__dict__["dtype"], self.__dict__["layout"] = state[0], state[1]
-        assert len(state) == 5
+class _Bytes(_Record):
+    pass
 
 
-class _IndexKey:
-    """A stand-in for torch's MetadataIndex, which is a key: equal where tensor and offset are."""
+class _Tensor(_Record):
+    properties: _Properties
+    size: object
+    chunks: object
 
-    fqn: str
-    offset: tuple[int, ...] | None = None
+
+class _Chunk(_Record):
+    offsets: object
+    sizes: object
+
+
+class _StorageInfo(_Record):
+    relative_path: object
+    offset: object
+    length: object
+    transform_descriptors: object = None
+
+
+class _Properties(_Record):
+    def __setstate__(self, state: tuple[object, ...]) -> None:
+        self.dtype, self.layout, _requires_grad, _memory_format, _pinned = state
+
+
+class _IndexKey(_Record):
+    """A key of `storage_data`: equal where tensor and offset are."""
+
+    fqn: object
+    offset: object = None
 
     def __hash__(self) -> int:
         return hash((self.fqn, self.offset))
@@ -169,58 +177,74 @@ class _IndexKey:
         return isinstance(other, _IndexKey) and (self.fqn, self.offset) == (other.fqn, other.offset)
 
 
+class _Path(_Record):
+    """The folder that the writer wrote to, which is not used."""
+
+    def __init__(self, *parts: object) -> None:
+        pass
+
+
+_TORCH = "torch.distributed.checkpoint"
+_STAND_INS: dict[tuple[str, str], Any] = {
+    (f"{_TORCH}.metadata", "Metadata"): _Metadata,
+    (f"{_TORCH}.metadata", "BytesStorageMetadata"): _Bytes,
+    (f"{_TORCH}.metadata", "TensorStorageMetadata"): _Tensor,
+    (f"{_TORCH}.metadata", "ChunkStorageMetadata"): _Chunk,
+    (f"{_TORCH}.metadata", "StorageMeta"): _Record,
+    (f"{_TORCH}.metadata", "TensorProperties"): _Properties,
+    (f"{_TORCH}.metadata", "MetadataIndex"): _IndexKey,
+    (f"{_TORCH}.metadata", "_MEM_FORMAT_ENCODING"): int,
+    (f"{_TORCH}.filesystem", "_StorageInfo"): _StorageInfo,
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): str,
+    ("collections", "OrderedDict"): dict,
+    ("pathlib", "PosixPath"): _Path,
+    ("pathlib._local", "PosixPath"): _Path,
+    **{("torch", name): name for name in _DTYPES},
+}
+"""What belongs in an index, by module and name, and what it is read as. Builtin types cannot be changed either."""
+_STAND_INS_OF_PLANS: dict[tuple[str, str], Any] = {
+    (f"{_TORCH}.planner", "SavePlan"): _Record,
+    (f"{_TORCH}.planner", "WriteItem"): _Record,
+    (f"{_TORCH}.planner", "TensorWriteData"): _Record,
+    (f"{_TORCH}.planner", "BytesIOWriteData"): _Record,
+    (f"{_TORCH}.planner", "WriteItemType"): int,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler of stand-ins for the classes of torch's checkpoint metadata, and of nothing else."""
+
+    def __init__(self, file: io.BytesIO, with_plans: bool) -> None:
+        super().__init__(file)
+        self._with_plans = with_plans
+
+    def find_class(self, module: str, name: str) -> Any:
+        _require_known(module, name, self._with_plans)
+        return _STAND_INS.get((module, name)) or _STAND_INS_OF_PLANS[module, name]
+
+
 class AllowedUnpickler(pickle.Unpickler):
     """An unpickler of the real classes of an index, and of no others, which the engine needs after `read`."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class, if it belongs in an index; raise UntrustedError otherwise."""
-        if (module, name) not in _Unpickler(io.BytesIO()).known:
-            raise UntrustedError(_unknown(module, name))
+        _require_known(module, name, with_plans=False)
         return super().find_class(module, name)
 
 
-class _Unpickler(pickle.Unpickler):
-    """An unpickler of stand-ins for the classes of torch's checkpoint metadata, and of no others."""
-
-    def __init__(self, file: io.BytesIO, with_plans: bool = False) -> None:
-        super().__init__(file)
-        metadata = "torch.distributed.checkpoint.metadata"
-        plain = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "StorageMeta", "TensorStorageMetadata")
-        self.known: dict[tuple[str, str], Any] = {(metadata, name): _record(name) for name in plain}
-        self.known |= {
-            (metadata, "TensorProperties"): _Fixed("TensorProperties", (_PropertiesState,), {}),
-            (metadata, "MetadataIndex"): _Fixed("MetadataIndex", (_IndexKey,), {}),
-            (metadata, "_MEM_FORMAT_ENCODING"): _Call(int),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record("_StorageInfo"),
-            ("torch", "Size"): _Call(tuple),
-            ("torch.serialization", "_get_layout"): _Call(str),
-            ("collections", "OrderedDict"): _Call(dict),
-            # the folder that the writer wrote to
-            ("pathlib", "PosixPath"): _Call(lambda *parts: "/".join(map(str, parts))),
-            ("pathlib._local", "PosixPath"): _Call(lambda *parts: "/".join(map(str, parts))),
-        }
-        self.known |= {("torch", name): name for name in _DTYPES}
-        if with_plans:
-            planner = "torch.distributed.checkpoint.planner"
-            plans = ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
-            self.known |= {(planner, name): _record(name) for name in plans}
-            self.known[planner, "WriteItemType"] = _Call(int)
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = self.known.get((module, name))
-        if found is None:
-            raise UntrustedError(_unknown(module, name))
-        return found
+def _require_known(module: str, name: str, with_plans: bool) -> None:
+    key = (module, name)
+    if key not in _STAND_INS and not (with_plans and key in _STAND_INS_OF_PLANS):
+        raise UntrustedError(f"{NAME} refers to {module}.{name}, which has no place in a checkpoint")
 
 
-def _unknown(module: str, name: str) -> str:
-    return f"{NAME} refers to {module}.{name}, which has no place in a checkpoint"
-
-
-def _checked(metadata: Any, files: Mapping[str, FileEntry], listed_in: str) -> StepIndex:
-    _require(type(metadata).__name__ == "Metadata", "it holds no metadata")
+def _checked(metadata: object, files: Mapping[str, FileEntry], listed_in: str) -> StepIndex:
+    if not isinstance(metadata, _Metadata):
+        raise UntrustedError(f"{NAME} is damaged or harmful: it holds no metadata")
     kinds, storage = metadata.state_dict_metadata, metadata.storage_data
-    _require(isinstance(kinds, dict) and isinstance(storage, dict), "it lists no tensors")
+    if not isinstance(kinds, dict) or not isinstance(storage, dict):
+        raise UntrustedError(f"{NAME} is damaged or harmful: it lists no tensors")
     places: dict[tuple[str, tuple[int, ...] | None], StoredBytes] = {}
     for key, info in storage.items():
         _require(isinstance(key, _IndexKey) and isinstance(key.fqn, str), "a key is none")
@@ -229,7 +253,7 @@ def _checked(metadata: Any, files: Mapping[str, FileEntry], listed_in: str) -> S
     values: dict[str, StoredBytes] = {}
     for key, kind in kinds.items():
         _require(isinstance(key, str), "a key is no text")
-        if type(kind).__name__ == "BytesStorageMetadata":
+        if isinstance(kind, _Bytes):
             values[key] = places.pop((key, None))
             _require(values[key].length <= LARGEST_VALUE, f"{key} has {values[key].length} bytes")
         else:
@@ -245,7 +269,7 @@ def _checked(metadata: Any, files: Mapping[str, FileEntry], listed_in: str) -> S
 
 
 def _tensor(key: str, kind: Any, places: dict[tuple[str, tuple[int, ...] | None], StoredBytes]) -> Tensor:
-    _require(type(kind).__name__ == "TensorStorageMetadata", f"{key} is a {type(kind).__name__}")
+    _require(isinstance(kind, _Tensor), f"{key} is a {type(kind).__name__}")
     dtype, layout, shape = kind.properties.dtype, kind.properties.layout, _sizes(key, kind.size)
     _require(isinstance(dtype, str) and dtype in _DTYPES, f"{key} has the type {dtype!r}")
     _require(layout == "torch.strided", f"{key} has the layout {layout!r}")
@@ -280,14 +304,14 @@ def overlap(parts: list[TensorPart]) -> bool:
 
 
 def _place(key: str, info: Any, files: Mapping[str, FileEntry], listed_in: str) -> StoredBytes:
-    _require(type(info).__name__ == "_StorageInfo", f"{key} has no location")
+    _require(isinstance(info, _StorageInfo), f"{key} has no location")
     name, offset, length = info.relative_path, info.offset, info.length
     _require(isinstance(name, str) and bool(_DATA.fullmatch(name)), f"{key} is stored in {str(name)[:80]!r}")
     _require(name in files, f"{key} is stored in {name}, which {listed_in} does not list")
     _require(type(offset) is int and type(length) is int and offset >= 0 and length >= 0, f"{key} has no place")
     size = files[name]["bytes"]
     _require(offset + length <= size, f"{key} ends at byte {offset + length} of {name}, which has {size}")
-    _require(not getattr(info, "transform_descriptors", None), f"{key} is stored transformed")
+    _require(not info.transform_descriptors, f"{key} is stored transformed")
     return StoredBytes(name, offset, length)
 
 

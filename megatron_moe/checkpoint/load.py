@@ -1,9 +1,14 @@
-"""Verify a step, and load it into a model, an optimizer and a schedule that are built already."""
+"""Verify a step, and load it into a model, an optimizer and a schedule that are built already.
+
+A step of a bf16 or fp16 run holds the fp32 main weight of NAME under `optimizer.state.param.NAME`; in a step of an fp32
+run NAME itself is it. In a run of other dtypes weights are made from these, rounded once; main weights, moments and
+fp32 state keep their bits, so that a run that changes its dtype and changes it back goes on from the state that it had.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import compare, dist, folder, manifest, precision_change
+from megatron_moe.checkpoint import compare, dist, folder, manifest
 from megatron_moe.checkpoint import state as random_state
 from megatron_moe.checkpoint.errors import from_all
 from megatron_moe.checkpoint.index import UntrustedError
@@ -28,7 +33,7 @@ from megatron_moe.checkpoint.state import (
     put_optimizer_state,
 )
 from megatron_moe.checkpoint.step_reader import AVERAGE
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.schema import Run
 from megatron_moe.io.texts import size_text
 from megatron_moe.parallel.groups import rank_facts, seed_everything
@@ -37,6 +42,7 @@ ROUND_SECONDS = 10.0
 """How often the ranks exchange their progress while they verify a step: waiting longer could time out."""
 _REMADE = "weights have other dtypes than in the checkpoint: made from its fp32 main weights, rounded once"
 _REFUSED, _ABSENT, _READ = 0, 1, 2
+_MAIN, _MOMENT = "optimizer.state.param.", "optimizer.state.exp_avg."
 
 
 def verified(run: Run, found: CheckpointPlan, report: Callable[[str], None]) -> CheckpointPlan:
@@ -145,16 +151,24 @@ def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
     goes_on = with_optimizer and trained.average is not None and bool(source.state.get(folder.HAS_AVERAGE))
     if goes_on:
         request["average"] = average_state(trained)
-    loaded, rounded = _loaded(
-        run,
-        source,
-        request,
-        chunks,
-        allow_unread=() if goes_on else (AVERAGE,) if with_optimizer else ("optimizer.",),
-        fp32_state=fp32_state_keys(trained, {name: request[name] for name in chunks}),
-    )
-    recorded = [*source.state.get("precision_warnings", []), *_warned_of(rounded, source)]
-    changed = [_REMADE] if compare.changes_dtypes(run, source.config) else []
+    unread: tuple[str, ...] = ()
+    if not with_optimizer:
+        unread = ("optimizer.",)
+    elif not goes_on:
+        unread = (AVERAGE,)
+    fp32_state = fp32_state_keys(trained, {name: request[name] for name in chunks})
+    changed: list[str] = []
+    if compare.changes_dtypes(run, source.config):
+        changed.append(_REMADE)
+        loaded, rounded = _load_other_dtypes(request, chunks, source.step, unread, fp32_state)
+    else:
+        loaded, rounded = dist.load_tensors(request, source.step, allow_unread=unread, fp32_state=fp32_state)
+    recorded = list(source.state.get("precision_warnings", []))
+    for key, dtype in rounded.items():
+        recorded.append(
+            f"PRECISION WARNING: {key} is {dtype} in {source.step}, must be torch.float32: it was rounded before it "
+            "was saved; loaded as it is and kept in fp32 from now on"
+        )
     put_model_state(trained, {name: loaded[name] for name in chunks})
     if with_optimizer:
         put_optimizer_state(trained, loaded["optimizer"], run)
@@ -183,23 +197,6 @@ def _without_loaded_average(trained: Trained, source: CheckpointSource) -> list[
     if source.state.get(folder.HAS_AVERAGE):
         return [f"the average of the weights in {source.step} is left out: this run has no --ema-decay"]
     return []
-
-
-def _loaded(
-    run: Run, source: CheckpointSource, request: dict[str, Any], chunks: list[str], **how: Any
-) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
-    if compare.changes_dtypes(run, source.config):
-        return precision_change.load_tensors(request, chunks, source.step, **how)
-    return dist.load_tensors(request, source.step, **how)
-
-
-def _warned_of(rounded: dict[str, torch.dtype], source: CheckpointSource) -> list[str]:
-    """Return a warning for each tensor that is fp32 here and was saved in another dtype."""
-    return [
-        f"PRECISION WARNING: {key} is {dtype} in {source.step}, must be torch.float32: it was rounded before it was "
-        "saved; loaded as it is and kept in fp32 from now on"
-        for key, dtype in rounded.items()
-    ]
 
 
 def _load_random_state(run: Run, source: CheckpointSource) -> list[str]:
@@ -249,3 +246,75 @@ def _load_random_state(run: Run, source: CheckpointSource) -> list[str]:
         f"random states of every rank are made anew from --seed {run.training.seed} and iteration {iteration}, because "
         f"the checkpoint {why}; {effect}"
     ]
+
+
+def _load_other_dtypes(
+    request: dict[str, Any],
+    chunks: Sequence[str],
+    step: Path,
+    allow_unread: tuple[str, ...],
+    fp32_state: frozenset[str],
+) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
+    """Do what `dist.load_tensors` does for a model whose weights have other dtypes than the step's. Collective.
+
+    The step is read twice: all but the weights, and then the weights, for the optimizer may ask for the same main
+    weights. These pass through host memory in fp32.
+
+    Args:
+        request: the sharded state dict; weights are taken out of it.
+        chunks: the names in it of the model's chunks.
+
+    Raises:
+        ConfigError: besides the reasons there, a weight is too large for its dtype. The same on every rank.
+    """
+    saved = dist.saved_dtypes(step)
+    trained = {key.removeprefix(_MOMENT) for key in saved if key.startswith(_MOMENT)}
+    sources = {key: _MAIN + key if _MAIN + key in saved else key for key in trained}
+    weights, wanted = _take_weights(request, chunks, sources)
+    for part in dist.sharded_parts(request.get("optimizer")):
+        if part.key.startswith(_MAIN) and part.key not in saved:
+            part.key = part.key.removeprefix(_MAIN)
+    either = tuple(trained | {_MAIN + key for key in trained})
+    loaded, rounded = dist.load_tensors(request, step, allow_unread=(*allow_unread, *either), fp32_state=fp32_state)
+    others = tuple(saved.keys() - set(sources.values()))
+    filled, _ = dist.load_tensors(weights, step, allow_unread=others)
+    too_large: list[str] = []
+    for chunk in chunks:
+        made = {name: _rounded(filled[chunk][name], *wanted[chunk][name], too_large) for name in wanted[chunk]}
+        loaded.setdefault(chunk, {}).update(made)
+    if found := sorted({line for lines in from_all(too_large) for line in lines}):
+        head = f"--load {step}: weights are beyond the largest number of their dtype (fp16: 65504); use --bf16 or fp32:"
+        raise ConfigError(listing(head, found))
+    return loaded, rounded
+
+
+def _take_weights(
+    request: dict[str, Any], chunks: Sequence[str], sources: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, dict[str, tuple[str, torch.dtype]]]]:
+    """Take the weights out of a request.
+
+    Returns:
+        A request for their sources in fp32, and of each weight its key in a step and its dtype here, both by chunk and
+        name.
+    """
+    weights: dict[str, Any] = {}
+    wanted: dict[str, dict[str, tuple[str, torch.dtype]]] = {}
+    for chunk in chunks:
+        weights[chunk], wanted[chunk] = {}, {}
+        for name in list(request[chunk]):
+            parts = list(dist.sharded_parts(request[chunk][name]))
+            if parts and parts[0].key in sources:
+                wanted[chunk][name] = (parts[0].key, parts[0].data.dtype)
+                weights[chunk][name] = dist.read_in_fp32(request[chunk].pop(name), sources)
+    return weights, wanted
+
+
+def _rounded(values: Any, key: str, dtype: torch.dtype, too_large: list[str]) -> Any:
+    """Return what was read of a weight in the dtype; add its key to `too_large` if a number becomes infinite."""
+    if isinstance(values, list):
+        return [_rounded(part, key, dtype, too_large) for part in values]
+    main = dist.values_of(values)
+    weight = main.to(dtype)
+    if bool((weight.isinf() & main.isfinite()).any()):
+        too_large.append(f"{key}: {main[main.isfinite()].abs().max().item():g}")
+    return weight

@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import average, dist, pickles, sharded
+from megatron_moe.checkpoint import dist, pickles, sharded
 from megatron_moe.checkpoint import optimizer as optimizer_tensors
 from megatron_moe.config.schema import Run
 from megatron_moe.model.float16_module import Float16Module
@@ -131,7 +131,7 @@ def put_optimizer_state(trained: Trained, loaded: Any, run: Run) -> None:
 def average_state(trained: Trained) -> dict[str, Any]:
     """Return the sharded state of the average of the weights; loading fills its tensors."""
     chunks = [unwrapped(chunk) for chunk in trained.model]
-    return average.sharded_state(trained.average, chunks, trained.optimizer, metadata(trained.pg_collection))
+    return sharded.average_state(trained.average, chunks, trained.optimizer, metadata(trained.pg_collection))
 
 
 def fully_sharded(trained: Trained) -> torch.nn.Module | None:

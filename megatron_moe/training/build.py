@@ -11,14 +11,13 @@ from typing import Any
 
 from megatron_moe import platform
 from megatron_moe.checkpoint import origin
-from megatron_moe.checkpoint.async_save import Saver
 from megatron_moe.checkpoint.errors import read_on_rank_zero
 from megatron_moe.checkpoint.load import Loaded, load
 from megatron_moe.checkpoint.load import verified as verified_checkpoint
 from megatron_moe.checkpoint.lock import WriterLock
 from megatron_moe.checkpoint.origin import Origin
 from megatron_moe.checkpoint.plan import CheckpointPlan
-from megatron_moe.checkpoint.save import claim, target
+from megatron_moe.checkpoint.save import Saver, claim, target
 from megatron_moe.checkpoint.state import Trained, TrainingProgress
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.checkpoint.async_save import Saver
+from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.state import Trained, TrainingProgress
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import BatchIterator, batch_iterators

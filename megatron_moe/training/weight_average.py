@@ -1,7 +1,7 @@
 """The exponential moving average of the main weights, with `--ema-decay`.
 
 It follows each committed step in fp32: average + (1 - decay) x (weight - average). It begins with the weights
-that a run starts from, and a checkpoint has it as `optimizer.state.ema` of each weight (`checkpoint/average.py`).
+that a run starts from, and a checkpoint has it as `optimizer.state.ema` of each weight (`checkpoint/sharded.py`).
 """
 
 from __future__ import annotations

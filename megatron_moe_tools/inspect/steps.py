@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.checkpoint import folder, index, manifest, publish
+from megatron_moe.checkpoint import folder, index, manifest
 from megatron_moe.checkpoint import lock as writer_lock
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.texts import size_text
@@ -243,7 +243,7 @@ def plan_pruning(found: Folder, keep_last: int, keep_every: int | None, verify: 
     good: set[int] = set()
     reading = False  # where nothing would go, nothing has to be read
     damaged = {number: reason for number in _numbers(found) if (reason := folder.defect(_step(found, number)))}
-    rule = publish.Retention(keep_last, keep_every)
+    rule = folder.Retention(keep_last, keep_every)
     while True:
         sound = [number for number in _numbers(found) if number not in damaged]
         if not sound:
@@ -270,7 +270,7 @@ def remove(found: Folder, numbers: list[int]) -> None:
     lock, _ = writer_lock.acquire(found.root)
     with lock:
         for number in numbers:
-            publish.remove_step(_step(found, number))
+            folder.remove_step(_step(found, number))
 
 
 def _numbers(found: Folder) -> list[int]:

@@ -194,8 +194,8 @@ def run(spec: dict[str, Any]) -> int:
     """A run that waits before the save of `stop_at` until it is told to go on."""
     import resource
 
-    from megatron_moe.checkpoint.async_save import Saver
     from megatron_moe.checkpoint.errors import SaveError
+    from megatron_moe.checkpoint.save import Saver
 
     sys.dont_write_bytecode = True  # byte code is written with a rename of its own, once
     for name in ("RANK", "WORLD_SIZE"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_moe.checkpoint import folder, publish
+from megatron_moe.checkpoint import folder
 from megatron_moe.config.errors import ConfigError
 from tests.helpers.plain_steps import write_step
 
@@ -21,7 +21,7 @@ def test_the_newest_complete_step_is_found(tmp_path):
 
 def test_a_step_is_invisible_until_it_is_complete_and_nothing_of_a_dead_writer_is_mixed_into_the_next(tmp_path):
     write_step(tmp_path, 50)
-    (publish.open_hidden(tmp_path, 100) / "__1_0.distcp").write_text("half")
+    (folder.open_hidden(tmp_path, 100) / "__1_0.distcp").write_text("half")
     assert folder.steps(tmp_path) == [50]
     assert (tmp_path / folder.LATEST).read_text() == "50\n"
     step = write_step(tmp_path, 100)
@@ -79,7 +79,7 @@ def test_a_folder_that_only_looks_like_a_step_is_none(tmp_path):
 def test_a_missing_or_empty_folder_holds_nothing_yet(tmp_path):
     assert folder.find_step(tmp_path / "missing", None) == (None, [])
     assert folder.find_step(tmp_path, None) == (None, [])
-    publish.claim_root(tmp_path)  # a folder of ours
+    folder.claim_root(tmp_path)  # a folder of ours
     (tmp_path / "tensorboard").mkdir()
     assert folder.find_step(tmp_path, None) == (None, [])
 
@@ -99,7 +99,7 @@ def test_a_folder_of_something_else_a_file_and_a_single_step_are_refused(tmp_pat
 def test_a_complete_step_is_never_overwritten(tmp_path):
     step = write_step(tmp_path, 50, "first")
     with pytest.raises(FileExistsError, match="never overwritten"):
-        publish.open_hidden(tmp_path, 50)
+        folder.open_hidden(tmp_path, 50)
     assert (step / "__0_0.distcp").read_text() == "first"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_moe.checkpoint import folder, manifest, origin, publish
+from megatron_moe.checkpoint import folder, manifest, origin
 from megatron_moe.checkpoint.origin import Origin
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import write_json
@@ -15,9 +15,9 @@ FILES = {"config.json": b"{}", "tokenizer.model": bytes(range(256)), "chat templ
 
 def published(root, about: Origin):
     root.mkdir(parents=True, exist_ok=True)
-    hidden = publish.open_hidden(root, 3)
+    hidden = folder.open_hidden(root, 3)
     files = {name: write_json(hidden / name, {}) for name in (folder.CONFIG, folder.STATE)}
-    return publish.publish(root, 3, {**files, **about.write(hidden)})
+    return folder.publish(root, 3, {**files, **about.write(hidden)})
 
 
 def test_the_files_go_into_a_step_and_come_back(tmp_path):

@@ -111,10 +111,10 @@ def holds_what_is_needed(step: Path) -> None:
 
 def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> dict[str, Any]:
     """What became of a run that saves each step; the system refuses one rank's first write of `number`, or its copy."""
-    from megatron_moe.checkpoint import publish, writer
+    from megatron_moe.checkpoint import writer
     from megatron_moe.checkpoint.errors import SaveError
 
-    write, replace_text, copy_rest = writer.write, publish.replace_text, writer.Staged.copy_rest
+    write, replace_text, copy_rest = writer.write, folder.replace_text, writer.Staged.copy_rest
     mark = folder.hidden_folder(Path(flags["save"]), number)
 
     def full(staged: writer.Staged, hidden: Path) -> writer.Written:
@@ -137,7 +137,7 @@ def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> di
     patches = {
         "write": mock.patch.object(writer, "write", full),
         "copy": mock.patch.object(writer.Staged, "copy_rest", uncopied),
-        "publish": mock.patch.object(publish, "replace_text", broken),
+        "publish": mock.patch.object(folder, "replace_text", broken),
     }
     with patches[where]:
         try:
@@ -295,7 +295,7 @@ def gathered_twice(flags: dict[str, Any], gathered_bytes: int | None) -> dict[st
     """
     from megatron_moe.checkpoint import dist, gather
     from megatron_moe.checkpoint import optimizer as optimizer_state
-    from megatron_moe.checkpoint.async_save import Saver
+    from megatron_moe.checkpoint.save import Saver
     from megatron_moe.checkpoint.state import metadata, model_state
 
     found: dict[str, Any] = {"pieces": 0, "allocated": 0}
@@ -360,10 +360,8 @@ def test_what_is_gathered_is_what_the_engine_gathers_in_bounded_memory(gloo, tmp
 
 def read_only(flags: dict[str, Any]) -> str:
     """What a job is told whose folder cannot be written, which only rank 0 tries."""
-    from megatron_moe.checkpoint import publish
-
     refusal = OSError(errno.EROFS, "Read-only file system", flags["save"])
-    with mock.patch.object(publish, "claim_root", side_effect=refusal):
+    with mock.patch.object(folder, "claim_root", side_effect=refusal):
         return trained_steps.refusal(flags)
 
 

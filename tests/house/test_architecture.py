@@ -128,7 +128,7 @@ UNPICKLING = {
 WRITING_BY_HAND = {
     "megatron_moe_tools/convert/workspace.py": "a journal is appended to, and a folder is renamed as a whole",
     "checkpoint/lock.py": "a lock is linked, and taken over by a rename, so that one of several rivals has it",
-    "checkpoint/publish.py": "a step's folder is renamed as a whole; a pointer is put back while the disk fails",
+    "checkpoint/folder.py": "a step's folder is renamed as a whole; a pointer is put back while the disk fails",
     "hf/safetensors_file.py": "a file is written tensor by tensor at known places",
     "report/jsonl.py": "lines are appended",
 }

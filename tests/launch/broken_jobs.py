@@ -164,7 +164,7 @@ def _act(kind: str) -> None:
 
 def _install(fault: dict[str, Any]) -> None:
     """Change the functions of the phase; the iteration is that of the step that runs."""
-    from megatron_moe.checkpoint import publish
+    from megatron_moe.checkpoint import folder as checkpoint_folder
     from megatron_moe.checkpoint import save as save_file
     from megatron_moe.training import evaluate, step, step_sums
     from megatron_moe.training.trainer import Trainer
@@ -208,8 +208,8 @@ def _install(fault: dict[str, Any]) -> None:
     elif phase == "save":
         save_file.Saving._write = first(save_file.Saving._write)  # type: ignore[method-assign]
         # The other rank, which raises the same error, ends before this one has cleared away.
-        discard = publish.discard
-        publish.discard = lambda *of: (time.sleep(3), discard(*of))  # type: ignore[assignment, func-returns-value]
+        discard = checkpoint_folder.discard
+        checkpoint_folder.discard = lambda *of: (time.sleep(3), discard(*of))  # type: ignore[assignment, func-returns-value]
     else:
         evaluate.forward_step = first(evaluate.forward_step)
 

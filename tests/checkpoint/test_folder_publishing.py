@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint import errors, folder, publish
+from megatron_moe.checkpoint import errors, folder
 from megatron_moe.io.files import write_bytes
 from tests.helpers.plain_steps import write_step
 
@@ -37,23 +37,23 @@ def test_a_refusal_for_want_of_room_says_how_much_is_needed_and_free(tmp_path):
 
 def test_a_step_that_is_larger_than_the_disk_or_of_a_folder_that_was_moved_away_is_not_begun(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
-        publish.open_hidden(tmp_path / "moved", 50)
-    monkeypatch.setattr(publish, "free_bytes", lambda _: 99)
+        folder.open_hidden(tmp_path / "moved", 50)
+    monkeypatch.setattr(folder, "free_bytes", lambda _: 99)
     with pytest.raises(OSError, match="not enough room") as caught:
-        publish.open_hidden(tmp_path, 50, 100)
+        folder.open_hidden(tmp_path, 50, 100)
     assert caught.value.errno == errno.ENOSPC and list(tmp_path.iterdir()) == []
-    assert publish.open_hidden(tmp_path, 50, 99).is_dir()
+    assert folder.open_hidden(tmp_path, 50, 99).is_dir()
 
 
 def test_what_is_not_among_the_files_stops_the_publishing(tmp_path):
-    hidden = publish.open_hidden(tmp_path, 50)
+    hidden = folder.open_hidden(tmp_path, 50)
     entry = write_bytes(hidden / "__0_0.distcp", b"x")
     (hidden / "__1_0.distcp").write_text("nobody knows it")
     with pytest.raises(OSError, match="__1_0.distcp is not one of its files"):
-        publish.publish(tmp_path, 50, {"__0_0.distcp": entry})
+        folder.publish(tmp_path, 50, {"__0_0.distcp": entry})
     absent = {"__0_0.distcp": entry, "__1_0.distcp": entry, "__2_0.distcp": entry}
     with pytest.raises(OSError, match="one folder that all ranks write to"):
-        publish.publish(tmp_path, 50, absent)
+        folder.publish(tmp_path, 50, absent)
     assert folder.steps(tmp_path) == []
 
 
@@ -64,14 +64,14 @@ def test_a_pointer_that_cannot_be_moved_or_is_not_on_the_disk_takes_the_step_bac
 ):
     if earlier:
         write_step(tmp_path, 50)
-    replace_text = publish.replace_text
+    replace_text = folder.replace_text
 
     def refuse(path: Path, text: str, **options: bool) -> None:
         if moved:
             replace_text(path, text, **options)
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(publish, "replace_text", refuse)
+    monkeypatch.setattr(folder, "replace_text", refuse)
     with pytest.raises(OSError, match="Input/output"):
         write_step(tmp_path, 100)
     pointer = tmp_path / folder.LATEST
@@ -105,17 +105,17 @@ SAVED = list(range(50, 501, 50))
     ],
 )
 def test_multiples_stay_and_of_the_others_the_last(tmp_path, keep_last_k, save_retain_interval, left):
-    rule = publish.retention(keep_last_k, save_retain_interval)
+    rule = folder.retention(keep_last_k, save_retain_interval)
     for number in SAVED:
         write_step(tmp_path, number)
-        assert publish.remove_surplus(tmp_path, rule, ()) == []
+        assert folder.remove_surplus(tmp_path, rule, ()) == []
     assert folder.steps(tmp_path) == left
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".iter_")]
 
 
 def test_the_newest_and_protected_steps_never_go():
     for keep, every in itertools.product((None, 0, 1, 2, 5), (None, 100, 150)):
-        rule = publish.Retention(keep, every)
+        rule = folder.Retention(keep, every)
         for number in range(1, len(SAVED) + 1):
             sound = SAVED[:number]
             going = rule.surplus(sound, {sound[0]})
@@ -127,7 +127,7 @@ def test_a_damaged_step_is_neither_counted_nor_removed(tmp_path):
         write_step(tmp_path, number)
     for number in (150, 200):
         (folder.step_folder(tmp_path, number) / "manifest.json").unlink()
-    publish.remove_surplus(tmp_path, publish.Retention(keep_last=1), ())
+    folder.remove_surplus(tmp_path, folder.Retention(keep_last=1), ())
     assert folder.steps(tmp_path) == [100, 150, 200]
 
 
@@ -135,10 +135,10 @@ def test_a_later_step_that_was_passed_over_does_not_count_as_the_newest(tmp_path
     """Its sizes are right and its content is not: a run that went back behind it must keep what it saves."""
     for number in (50, 60, 100):
         write_step(tmp_path, number)
-    publish.remove_surplus(tmp_path, publish.Retention(keep_last=1), {50}, published=60)
+    folder.remove_surplus(tmp_path, folder.Retention(keep_last=1), {50}, published=60)
     assert folder.steps(tmp_path) == [50, 60, 100]
     write_step(tmp_path, 70)
-    publish.remove_surplus(tmp_path, publish.Retention(keep_last=1), {50}, published=70)
+    folder.remove_surplus(tmp_path, folder.Retention(keep_last=1), {50}, published=70)
     assert folder.steps(tmp_path) == [50, 70, 100]
 
 
@@ -150,12 +150,12 @@ def test_a_step_is_out_of_sight_before_its_first_file_goes_and_stays_where_it_ca
         write_step(tmp_path, number)
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", refuse)
-        (note,) = publish.remove_surplus(tmp_path, publish.Retention(keep_last=1), ())
+        (note,) = folder.remove_surplus(tmp_path, folder.Retention(keep_last=1), ())
     assert "step 50" in note and "Permission denied" in note
     assert folder.steps(tmp_path) == [50, 100]
     seen = []
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: seen.append((path.name, folder.steps(tmp_path))))
-    publish.remove_surplus(tmp_path, publish.Retention(keep_last=1), ())
+    folder.remove_surplus(tmp_path, folder.Retention(keep_last=1), ())
     assert seen[-1] == (".iter_0000050.deleting", [100])
 
 
@@ -163,6 +163,6 @@ def test_what_dead_writers_left_goes_and_nothing_else(tmp_path):
     write_step(tmp_path, 50)
     for name in (".iter_0000100.saving", ".iter_0000040.deleting", "iter_0000030.bad", ".cache"):
         (tmp_path / name).mkdir()
-    assert publish.remove_left_behind(tmp_path) == [".iter_0000040.deleting", ".iter_0000100.saving"]
+    assert folder.remove_left_behind(tmp_path) == [".iter_0000040.deleting", ".iter_0000100.saving"]
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"iter_0000050", "iter_0000030.bad", ".cache"}
-    assert publish.remove_left_behind(tmp_path / "missing") == []
+    assert folder.remove_left_behind(tmp_path / "missing") == []

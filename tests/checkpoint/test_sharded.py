@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_moe.checkpoint.average import boxes_of_range
+from megatron_moe.checkpoint.sharded import boxes_of_range
 
 
 @pytest.mark.parametrize("shape", [(7,), (1, 5), (4, 3), (3, 1), (2, 3, 4), (3, 2, 1, 2)])
