@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 from unittest import mock
 
 import torch
@@ -22,11 +22,25 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from torch.distributed.checkpoint import CheckpointException, filesystem
 
 from megatron_moe.checkpoint import manifest, pickles
+from megatron_moe.checkpoint.errors import from_all
 from megatron_moe.checkpoint.index import AllowedUnpickler, UntrustedError
 from megatron_moe.config.errors import ConfigError, listing
 
 
-def not_saved(value: Any) -> Any:
+class _ShardedModule(Protocol):
+    def sharded_state_dict(self, *, metadata: dict[str, Any]) -> dict[str, Any]: ...
+
+
+def model_tensors(model: torch.nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the engine's sharded state dict of a model inside its wrappers, whose tensors are the live ones.
+
+    Args:
+        options: how the engine is to name and shard tensors (`state.metadata`).
+    """
+    return cast(_ShardedModule, model).sharded_state_dict(metadata=options)
+
+
+def not_saved(value: object) -> Any:
     """Return a value of this rank's state that is not saved: loading hands it back as it is."""
     return LocalNonpersistentObject(value)
 
@@ -80,7 +94,7 @@ def load_tensors(
     unreadable: set[str] = set()
     try:
         with _restricted():
-            loaded = dist_checkpointing.load(state, str(folder), sharded_strategy=_strategy())
+            loaded = dist_checkpointing.load(state, str(folder), sharded_strategy=TorchDistLoadShardedStrategy())
     except CheckpointException as failed:
         unreadable = {pickles.words(error) for error, _ in failed.failures.values()}
     if everywhere := _agreed(unreadable):
@@ -96,11 +110,11 @@ def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """
     check_trusted(folder)
     with _restricted():
-        saved = _strategy().load_tensors_metadata(str(folder))
+        saved = TorchDistLoadShardedStrategy().load_tensors_metadata(str(folder))
     return {key: tensor.dtype for key, tensor in saved.items()}
 
 
-def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
+def sharded_tensors(state: object) -> Iterator[ShardedTensor]:
     """Yield all sharded tensors of a nested state dict, those that a factory makes included."""
     for part in sharded_parts(state):
         if isinstance(part, ShardedTensorFactory):
@@ -109,7 +123,7 @@ def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
             yield part
 
 
-def sharded_parts(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+def sharded_parts(state: object) -> Iterator[ShardedTensor | ShardedTensorFactory]:
     """Yield all sharded tensors and factories of a nested state dict."""
     if isinstance(state, (ShardedTensor, ShardedTensorFactory)):
         yield state
@@ -149,7 +163,7 @@ class Shard(NamedTuple):
     is_main: bool
 
 
-def shards(state: Any) -> list[Shard]:
+def shards(state: object) -> list[Shard]:
     """Return this rank's shards of the tensors of a sharded state dict."""
     found = []
     for tensor in sharded_tensors(state):
@@ -252,15 +266,9 @@ class _AllowedPickles:
         return AllowedUnpickler(file).load()
 
 
-def _strategy() -> TorchDistLoadShardedStrategy:
-    return TorchDistLoadShardedStrategy()
-
-
 def _agreed(found: set[str]) -> list[str]:
     """Return the union over ranks, sorted, so that all of them raise or none."""
-    gathered: list[set[str] | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, found)
-    return sorted(set().union(*(part for part in gathered if part)))
+    return sorted(set().union(*from_all(found)))
 
 
 def check_trusted(folder: Path) -> None:

@@ -54,15 +54,11 @@ def refusal(error: OSError, root: Path, needed_bytes: int) -> str:
     where = f" ({error.filename})" if error.filename else ""
     text = f"{error.strerror or error}{where}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        text += f"; {_room(root, needed_bytes)}"
+        free, there = free_bytes(root), "the file system does not say how much is free"
+        if free is not None:
+            there = f"{size_text(free, exact=True)} are free"
+        text += f"; the step takes {size_text(needed_bytes, exact=True)}, {there} at {root}"
     return text
-
-
-def _room(root: Path, needed_bytes: int) -> str:
-    free, there = free_bytes(root), "the file system does not say how much is free"
-    if free is not None:
-        there = f"{size_text(free, exact=True)} are free"
-    return f"the step takes {size_text(needed_bytes, exact=True)}, {there} at {root}"
 
 
 def on_rank_zero(work: Callable[[], T]) -> T | None:

@@ -118,8 +118,7 @@ def find_step(
             earlier format, or none of several steps is sound.
     """
     require_readable("--load", str(root))
-    _refuse_megatron(root)
-    _check_is_root(root)
+    _require_root(root)
     available = steps(root)
     known = known_bad or {}
 
@@ -139,22 +138,22 @@ def find_step(
         reason = reason_against(iteration)
         if reason is None:
             return step, [*notes, *_pointer_notes(root, iteration)]
-        if _is_other_format(step):
+        try:
+            manifest.read(step)
+        except manifest.OtherFormatError:
             raise ConfigError(
                 f"--load {root}: step {iteration} cannot be read: {reason}; continue it with the version that saved "
                 "it, or load another folder"
-            )
+            ) from None
+        except manifest.ManifestError:
+            pass
         notes.append(f"{WARNING}step {iteration} is damaged and passed over: {reason} ({step})")
     if notes:
-        raise ConfigError(
-            "\n".join(
-                [
-                    f"--load {root}: none of its {len(notes)} steps can be loaded; bring one back from a copy, or "
-                    "leave out --load and save to another folder to start afresh:",
-                    *(f"  {note.removeprefix(WARNING)}" for note in notes),
-                ]
-            )
+        head = (
+            f"--load {root}: none of its {len(notes)} steps can be loaded; bring one back from a copy, or leave out "
+            "--load and save to another folder to start afresh:"
         )
+        raise ConfigError("\n".join([head, *(f"  {note.removeprefix(WARNING)}" for note in notes)]))
     return None, []
 
 
@@ -202,27 +201,34 @@ def steps_below(root: Path) -> str:
     return ""
 
 
-def _refuse_megatron(root: Path) -> None:
-    """Refuse Megatron-LM's checkpoints, with the command that converts them."""
-    if (root / OWNER).exists():
+def _require_root(root: Path) -> None:
+    """Refuse what is no folder of checkpoints, with the command or the flag that it is for."""
+    if not root.exists():
         return
-    found = [step for step in (root, root / "release", *(step_folder(root, n) for n in steps(root)))
-             if is_of_megatron(step)]  # fmt: skip
-    if found:
+    if not root.is_dir():
+        raise ConfigError(f"--load {root}: is a file; give the folder that holds iter_* folders")
+    if not (root / OWNER).exists():
+        for step in (*(step_folder(root, number) for number in reversed(steps(root))), root / "release", root):
+            if is_of_megatron(step):
+                raise ConfigError(
+                    f"--load {root}: {step.name} is a checkpoint of Megatron-LM; convert it, and load the result: "
+                    f"megatron-moe convert --from megatron --to native --load {root} --save {root.name}-converted"
+                )
+    if _STEP.fullmatch(root.name) and (root / STATE).exists():
         raise ConfigError(
-            f"--load {root}: {found[-1].name} is a checkpoint of Megatron-LM; convert it, and load the result: "
-            f"megatron-moe convert --from megatron --to native --load {root} --save {root.name}-converted"
+            f"--load {root}: is one step; give its parent and choose the step: "
+            f"--load {root.parent} --ckpt-step {int(root.name[len('iter_') :])}"
         )
-
-
-def _is_other_format(step: Path) -> bool:
-    try:
-        manifest.read(step)
-    except manifest.OtherFormatError:
-        return True
-    except manifest.ManifestError:
-        pass
-    return False
+    names = sorted(entry.name for entry in root.iterdir())
+    if not names or OWNER in names or LATEST in names or any(_STEP.fullmatch(name) for name in names):
+        return
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    works = f"give the folder that an earlier run named with --save{steps_below(root)}"
+    if "config.json" in names:
+        works = f"a folder of Hugging Face's is where a run begins: --load-hf {root}"
+    raise ConfigError(
+        f"--load {root}: is not a checkpoint folder: it holds {shown}, and neither iter_* nor {LATEST}; {works}"
+    )
 
 
 def _pointer_notes(root: Path, iteration: int) -> list[str]:
@@ -235,33 +241,6 @@ def _pointer_notes(root: Path, iteration: int) -> list[str]:
     if named == str(iteration):
         return []
     return [f"{pointer} names step {named or 'nothing'}; the newest complete step is {iteration}"]
-
-
-def _check_is_root(root: Path) -> None:
-    if not root.exists():
-        return
-    if not root.is_dir():
-        raise ConfigError(f"--load {root}: is a file; give the folder that holds iter_* folders")
-    if _STEP.fullmatch(root.name) and (root / STATE).exists():
-        raise ConfigError(
-            f"--load {root}: is one step; give its parent and choose the step: "
-            f"--load {root.parent} --ckpt-step {int(root.name[len('iter_') :])}"
-        )
-    names = {entry.name for entry in root.iterdir()}
-    ours = any(_STEP.fullmatch(name) for name in names) or names & {OWNER, LATEST}
-    if names and not ours:
-        works = f"give the folder that an earlier run named with --save{steps_below(root)}"
-        if "config.json" in names:
-            works = f"a folder of Hugging Face's is where a run begins: --load-hf {root}"
-        raise ConfigError(
-            f"--load {root}: is not a checkpoint folder: it holds {_some(names)}, and neither iter_* nor {LATEST}; "
-            + works
-        )
-
-
-def _some(names: set[str]) -> str:
-    shown = sorted(names)[:3]
-    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_save_root(
@@ -339,7 +318,8 @@ def open_hidden(root: Path, iteration: int, num_bytes: int = 0) -> Path:
     if step.exists():
         if not (defect(step) or manifest.content_defect(step, manifest.read(step).files)):
             raise FileExistsError(errno.EEXIST, "it is there already; checkpoints are never overwritten", str(step))
-        os.rename(step, _free_name(step))
+        names = (step.with_name(f"{step.name}.bad{number or ''}") for number in range(1000))
+        os.rename(step, next(path for path in names if not path.exists()))
     free = free_bytes(root)
     if free is not None and free < num_bytes:
         raise OSError(errno.ENOSPC, "there is not enough room", str(root))
@@ -372,7 +352,13 @@ def publish(root: Path, iteration: int, files: dict[str, FileEntry]) -> Path:
         replace_text(pointer, f"{iteration}\n", sole_writer=True)
     except OSError:
         os.rename(step, hidden)  # a step that is reported as not saved must not be there
-        _restore_pointer(pointer, before)
+        with suppress(OSError):  # the pointer is restored as well as a disk that fails allows it
+            if before is None:
+                pointer.unlink(missing_ok=True)
+            elif pointer.read_bytes() != before:
+                aside = pointer.with_name(f".{pointer.name}.new")
+                aside.write_bytes(before)
+                os.replace(aside, pointer)
         raise
     return step
 
@@ -380,22 +366,6 @@ def publish(root: Path, iteration: int, files: dict[str, FileEntry]) -> Path:
 def discard(root: Path, iteration: int) -> None:
     """Remove a step that was not published, so that a full disk does not stay full."""
     shutil.rmtree(hidden_folder(root, iteration), ignore_errors=True)
-
-
-def _restore_pointer(pointer: Path, before: bytes | None) -> None:
-    """Restore the pointer's content, as well as a disk that fails allows it."""
-    with suppress(OSError):
-        if before is None:
-            pointer.unlink(missing_ok=True)
-        elif pointer.read_bytes() != before:
-            aside = pointer.with_name(f".{pointer.name}.new")
-            aside.write_bytes(before)
-            os.replace(aside, pointer)
-
-
-def _free_name(step: Path) -> Path:
-    names = (step.with_name(f"{step.name}.bad{number or ''}") for number in range(1000))
-    return next(path for path in names if not path.exists())
 
 
 @dataclass(frozen=True)

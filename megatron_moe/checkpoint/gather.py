@@ -99,7 +99,7 @@ def _gathering(
 
 @torch.no_grad()
 def _whole_buffer(
-    part: Any, name: Any, bucket_ranges: Any, buffers: Buffers, gathered: Gathered, later: bool
+    part: Any, name: tuple[int, int], bucket_ranges: Any, buffers: Buffers, gathered: Gathered, later: bool
 ) -> dict[str, Any]:
     """Gather main weights and moments of one gradient buffer without its buckets' padding: fp32, [numel_unpadded]."""
     buffer, group = part.buffers[name[1]], part.data_parallel_group
@@ -212,7 +212,7 @@ def piece_numel(of_rank: int, size: int) -> int:
     return max(min(GATHERED_BYTES // (4 * size), of_rank), 1)
 
 
-def _reused(buffers: Buffers, name: Any, numel: int, *, pinned: bool) -> torch.Tensor:
+def _reused(buffers: Buffers, name: object, numel: int, *, pinned: bool) -> torch.Tensor:
     """Return [numel] fp32 of the buffer of this name, which is made anew where it is too small."""
     found = buffers.get(name)
     if found is None or found.numel() < numel:

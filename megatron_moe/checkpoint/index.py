@@ -95,7 +95,9 @@ def read(
     Raises:
         UntrustedError: naming the file and what it holds.
     """
-    check_names(files)
+    for name in files:  # some reader might open one that does not belong here
+        if not (_DATA.fullmatch(name) or _OTHERS.fullmatch(name)):
+            raise UntrustedError(f"{name} is no file of a checkpoint")
     size = files.get(NAME, {"bytes": 0})["bytes"]
     if size == 0 or size > LARGEST:
         raise UntrustedError(f"{NAME} has {size} bytes: between 1 and {LARGEST} are read")
@@ -107,18 +109,7 @@ def read(
     except UntrustedError:
         raise
     except Exception as error:  # whatever a pickle made for it can raise
-        raise UntrustedError(f"{NAME} is damaged or harmful: {type(error).__name__}: {str(error)[:200]}") from None
-
-
-def check_names(files: Mapping[str, FileEntry]) -> None:
-    """Refuse a step with files that do not belong in a checkpoint: some reader might open one.
-
-    Raises:
-        UntrustedError: naming the file.
-    """
-    for name in files:
-        if not (_DATA.fullmatch(name) or _OTHERS.fullmatch(name)):
-            raise UntrustedError(f"{name} is no file of a checkpoint")
+        raise _damaged(f"{type(error).__name__}: {str(error)[:200]}") from None
 
 
 class _Fixed(type):
@@ -241,10 +232,10 @@ def _require_known(module: str, name: str, with_plans: bool) -> None:
 
 def _checked(metadata: object, files: Mapping[str, FileEntry], listed_in: str) -> StepIndex:
     if not isinstance(metadata, _Metadata):
-        raise UntrustedError(f"{NAME} is damaged or harmful: it holds no metadata")
+        raise _damaged("it holds no metadata")
     kinds, storage = metadata.state_dict_metadata, metadata.storage_data
     if not isinstance(kinds, dict) or not isinstance(storage, dict):
-        raise UntrustedError(f"{NAME} is damaged or harmful: it lists no tensors")
+        raise _damaged("it lists no tensors")
     places: dict[tuple[str, tuple[int, ...] | None], StoredBytes] = {}
     for key, info in storage.items():
         _require(isinstance(key, _IndexKey) and isinstance(key.fqn, str), "a key is none")
@@ -268,12 +259,15 @@ def _checked(metadata: object, files: Mapping[str, FileEntry], listed_in: str) -
     return StepIndex(tensors, values)
 
 
-def _tensor(key: str, kind: Any, places: dict[tuple[str, tuple[int, ...] | None], StoredBytes]) -> Tensor:
-    _require(isinstance(kind, _Tensor), f"{key} is a {type(kind).__name__}")
+def _tensor(key: str, kind: object, places: dict[tuple[str, tuple[int, ...] | None], StoredBytes]) -> Tensor:
+    if not isinstance(kind, _Tensor):
+        raise _damaged(f"{key} is a {type(kind).__name__}")
     dtype, layout, shape = kind.properties.dtype, kind.properties.layout, _sizes(key, kind.size)
-    _require(isinstance(dtype, str) and dtype in _DTYPES, f"{key} has the type {dtype!r}")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise _damaged(f"{key} has the type {dtype!r}")
     _require(layout == "torch.strided", f"{key} has the layout {layout!r}")
-    _require(isinstance(kind.chunks, list), f"{key} has no parts")
+    if not isinstance(kind.chunks, list):
+        raise _damaged(f"{key} has no parts")
     parts = []
     for chunk in kind.chunks:
         start, extent = _sizes(key, chunk.offsets), _sizes(key, chunk.sizes)
@@ -303,24 +297,31 @@ def overlap(parts: list[TensorPart]) -> bool:
     return False
 
 
-def _place(key: str, info: Any, files: Mapping[str, FileEntry], listed_in: str) -> StoredBytes:
-    _require(isinstance(info, _StorageInfo), f"{key} has no location")
+def _place(key: str, info: object, files: Mapping[str, FileEntry], listed_in: str) -> StoredBytes:
+    if not isinstance(info, _StorageInfo):
+        raise _damaged(f"{key} has no location")
     name, offset, length = info.relative_path, info.offset, info.length
-    _require(isinstance(name, str) and bool(_DATA.fullmatch(name)), f"{key} is stored in {str(name)[:80]!r}")
+    if not isinstance(name, str) or not _DATA.fullmatch(name):
+        raise _damaged(f"{key} is stored in {str(name)[:80]!r}")
     _require(name in files, f"{key} is stored in {name}, which {listed_in} does not list")
-    _require(type(offset) is int and type(length) is int and offset >= 0 and length >= 0, f"{key} has no place")
+    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        raise _damaged(f"{key} has no place")
     size = files[name]["bytes"]
     _require(offset + length <= size, f"{key} ends at byte {offset + length} of {name}, which has {size}")
     _require(not info.transform_descriptors, f"{key} is stored transformed")
     return StoredBytes(name, offset, length)
 
 
-def _sizes(key: str, sizes: Any) -> tuple[int, ...]:
-    sound = isinstance(sizes, tuple) and len(sizes) < 32 and all(type(size) is int and size >= 0 for size in sizes)
-    _require(sound, f"{key} has the sizes {str(sizes)[:80]}")
-    return sizes
+def _sizes(key: str, sizes: object) -> tuple[int, ...]:
+    if isinstance(sizes, tuple) and len(sizes) < 32 and all(type(size) is int and size >= 0 for size in sizes):
+        return sizes
+    raise _damaged(f"{key} has the sizes {str(sizes)[:80]}")
 
 
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise UntrustedError(f"{NAME} is damaged or harmful: {otherwise}")
+        raise _damaged(otherwise)
+
+
+def _damaged(why: str) -> UntrustedError:
+    return UntrustedError(f"{NAME} is damaged or harmful: {why}")

@@ -1,7 +1,7 @@
 """The writer lock of a checkpoint folder: one run writes there, by a lock file with a heartbeat. No torch.
 
-The lock is `.writer.lock`: JSON that says who holds it; its modification time is the heartbeat. A holder on this host
-is asked for by process number and start time, which needs no clock. A holder on another host, or in another container,
+The lock is `.writer.lock`: JSON that says who owns it; its modification time is the heartbeat. An owner on this host
+is asked for by process number and start time, which needs no clock. An owner on another host, or in another container,
 is taken for dead where the same job was requeued since, or after `STALE_MINUTES` without a heartbeat. The times are
 the file system's own: clocks of hosts may differ or go back.
 """
@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +32,7 @@ RIVALS_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockOwner:
     """The writer of a folder: its process, where the process number is valid, and its batch job.
 
     started: the process's start, in clock ticks since the boot `boot`. namespace: of process numbers. job, restarts:
@@ -60,7 +60,7 @@ class LostLockError(OSError):
 class WriterLock:
     """The lock of one folder, held from `acquire` to `release`; a thread renews its heartbeat."""
 
-    def __init__(self, root: Path, me: Holder) -> None:
+    def __init__(self, root: Path, me: LockOwner) -> None:
         self._path = root / NAME
         self._me = me
         self._stop = threading.Event()
@@ -79,18 +79,18 @@ class WriterLock:
         Raises:
             LostLockError: somebody else writes there now, or the folder is gone.
         """
-        holder = _read(self._path)
-        if holder is None and not self._path.parent.is_dir():
+        owner = _read(self._path)
+        if owner is None and not self._path.parent.is_dir():
             raise LostLockError(f"{self._path.parent} is gone: it was moved or deleted while this job ran")
-        if holder is None:
+        if owner is None:
             raise LostLockError(f"{self._path} is gone: somebody removed it, and another job may write there")
-        if holder.token != self._me.token:
-            raise LostLockError(f"{self._path.parent} was taken over by {holder}")
+        if owner.token != self._me.token:
+            raise LostLockError(f"{self._path.parent} was taken over by {owner}")
 
     def is_held(self) -> bool:
         """Return whether this process still holds the lock."""
-        holder = _read(self._path)
-        return holder is not None and holder.token == self._me.token
+        owner = _read(self._path)
+        return owner is not None and owner.token == self._me.token
 
     def release(self) -> None:
         """Stop the heartbeat and remove the lock, if this process still holds it."""
@@ -119,53 +119,41 @@ def acquire(root: Path) -> tuple[WriterLock, list[str]]:
         with _written(path, me) as aside:
             if _link(aside, path):
                 break
-            holder = _read(path)
-            why = _why_dead(path, holder, me, aside)
+            owner = _read(path)
+            why = _why_dead(path, owner, me, aside)
             if why is None and path.exists():
-                raise ConfigError(_occupied(root, holder))
-            if why is not None and _take_over(aside, path, holder, me):
-                notes.append(f"took over {path} of {holder or 'an unknown job'}: {why}")
+                raise ConfigError(
+                    f"--save {root}: another job writes there: {owner or 'an unknown one'}; save to another folder, or "
+                    f"end that job first. If it is dead, its lock lapses {STALE_MINUTES:g} minutes after its last sign "
+                    f"of life; `rm {path}` does without waiting"
+                )
+            if why is not None and _take_over(aside, path, owner, me):
+                notes.append(f"took over {path} of {owner or 'an unknown job'}: {why}")
                 break
-        # The lock was released, or another job was faster: look who holds it now.
+        # The lock was released, or another job was faster: look who owns it now.
     for left in root.glob(f"{NAME}.*"):  # by jobs that were killed there; a living one whose file this is tries again
         left.unlink(missing_ok=True)
     return WriterLock(root, me), notes
 
 
-def _occupied(root: Path, holder: Holder | None) -> str:
-    return (
-        f"--save {root}: another job writes there: {holder or 'an unknown one'}; save to another folder, or end that "
-        f"job first. If it is dead, its lock lapses {STALE_MINUTES:g} minutes after its last sign of life; "
-        f"`rm {root / NAME}` does without waiting"
-    )
-
-
-def _why_dead(path: Path, holder: Holder | None, me: Holder, now: Path) -> str | None:
-    """Return how it is known that the holder of a lock is dead; None if it may be alive. `now` was written just now."""
-    if holder is not None:
-        if holder.host == me.host and holder.boot != me.boot:
+def _why_dead(path: Path, owner: LockOwner | None, me: LockOwner, now: Path) -> str | None:
+    """Return how it is known that the owner of a lock is dead; None if it may be alive. `now` was written just now."""
+    if owner is not None:
+        if owner.host == me.host and owner.boot != me.boot:
             return "the host was started again since"
-        if (holder.host, holder.namespace) == (me.host, me.namespace):
-            alive = _started(holder.pid) == holder.started
-            return None if alive else "that process is dead"
-        if holder.job is not None and holder.job == me.job and holder.restarts < me.restarts:
+        if (owner.host, owner.namespace) == (me.host, me.namespace):
+            return None if _started(owner.pid) == owner.started else "that process is dead"
+        if owner.job is not None and owner.job == me.job and owner.restarts < me.restarts:
             return "the same job was requeued since"
-    silent = _silent_minutes(path, now)
-    if silent is not None and silent >= STALE_MINUTES:
-        return f"no sign of life for {silent:.0f} minutes"
+    with suppress(OSError):  # one of the files is gone
+        silent_minutes = (now.stat().st_mtime - path.stat().st_mtime) / 60  # both by the clock of the file system
+        if silent_minutes >= STALE_MINUTES:
+            return f"no sign of life for {silent_minutes:.0f} minutes"
     return None
 
 
-def _silent_minutes(path: Path, now: Path) -> float | None:
-    """Return the minutes since the last heartbeat, by the clock of the file system; None where that is unknown."""
-    try:
-        return (now.stat().st_mtime - path.stat().st_mtime) / 60
-    except OSError:
-        return None
-
-
 @contextmanager
-def _written(path: Path, me: Holder) -> Iterator[Path]:
+def _written(path: Path, me: LockOwner) -> Iterator[Path]:
     """Write our lock to a file next to the real one; remove it at the end if it has not become the real one."""
     aside = path.with_name(f"{NAME}.{me.token}")
     try:
@@ -185,16 +173,20 @@ def _link(aside: Path, path: Path) -> bool:
     return True
 
 
-def _take_over(aside: Path, path: Path, holder: Holder | None, me: Holder) -> bool:
-    """Replace a dead holder's lock by ours; return False where another run was faster.
+def _take_over(aside: Path, path: Path, owner: LockOwner | None, me: LockOwner) -> bool:
+    """Replace a dead owner's lock by ours; return False where another run was faster.
 
     Runs that try this at once wait for each other on the dead lock's file, with a lock of the system's. Where the file
     system has none, the last one gets it, and the others see that after a moment.
     """
+    alone = True
     try:
         with open(path, "r+") as dead:
-            alone = _lock(dead.fileno())
-            if _read(path) != holder:
+            try:
+                fcntl.flock(dead, fcntl.LOCK_EX)
+            except OSError:
+                alone = False
+            if _read(path) != owner:
                 return False
             os.rename(aside, path)
     except FileNotFoundError:
@@ -205,42 +197,25 @@ def _take_over(aside: Path, path: Path, holder: Holder | None, me: Holder) -> bo
     return _read(path) == me
 
 
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        return False
-    return True
-
-
-def _read(path: Path) -> Holder | None:
-    """Return the holder that a lock names; None where there is no lock or it cannot be understood."""
+def _read(path: Path) -> LockOwner | None:
+    """Return the owner that a lock names; None where there is no lock or it cannot be understood."""
     try:
         values = json.loads(path.read_text())
-        return Holder(**{field.name: values[field.name] for field in fields(Holder)})
+        return LockOwner(**{field.name: values[field.name] for field in fields(LockOwner)})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _me() -> Holder:
+def _me() -> LockOwner:
     pid = os.getpid()
     job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
     requeued = int(restarts) if restarts.isdigit() else 0
-    return Holder(socket.gethostname(), _boot(), _namespace(), pid, _started(pid) or 0, job, requeued, uuid.uuid4().hex)
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux: a host is then known by its name alone
-        return ""
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+    boot = namespace = ""
+    with suppress(OSError):  # not Linux: a host is then known by its name alone
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return LockOwner(socket.gethostname(), boot, namespace, pid, _started(pid) or 0, job, requeued, uuid.uuid4().hex)
 
 
 def _started(pid: int) -> int | None:
@@ -248,18 +223,13 @@ def _started(pid: int) -> int | None:
     try:
         content = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return _lives(pid)
+        if os.path.exists("/proc/self/stat"):
+            return None
+        with suppress(PermissionError):  # alive, and of another user
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return None
+        return 0
     state, *rest = content.rpartition(")")[2].split()
     return None if state in "ZX" else int(rest[18])
-
-
-def _lives(pid: int) -> int | None:
-    if os.path.exists("/proc/self/stat"):
-        return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return 0

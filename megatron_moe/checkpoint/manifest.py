@@ -202,7 +202,7 @@ def _wrong_content(content: dict[str, Any], data: bytes) -> str | None:
     return None
 
 
-def _wrong_entry(name: str, entry: Any) -> str | None:
+def _wrong_entry(name: str, entry: object) -> str | None:
     """Return what is wrong with an entry, or None; its name has to be a plain relative path inside the folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or str(path) != name or ".." in path.parts or name in (".", NAME) or not name.isprintable():

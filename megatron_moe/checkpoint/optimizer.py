@@ -46,7 +46,7 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], metadata: dict[st
     return state
 
 
-def _leave_empty_groups_out(state: Any) -> None:
+def _leave_empty_groups_out(state: object) -> None:
     """Drop groups without a parameter on this rank from the lists of main weights; `_from_common` puts them back.
 
     Plain values are saved once, by the first rank. If that has no experts (a pipeline whose first stage is dense) its
@@ -143,12 +143,12 @@ def _has_main_weights(part: Any) -> bool:
     return part.config.bf16 or part.config.fp16
 
 
-def saved_step(state: Any) -> int:
+def saved_step(state: object) -> int:
     """Return how many updates a loaded state has had, which all of its parameters had."""
     return max((int(group.get("step", 0)) for group in _param_groups(state)), default=0)
 
 
-def _param_groups(state: Any) -> Iterator[dict[str, Any]]:
+def _param_groups(state: object) -> Iterator[dict[str, Any]]:
     """Yield every parameter group in a nested optimizer state."""
     if isinstance(state, dict):
         for key, value in state.items():

@@ -131,11 +131,11 @@ def _require_other_start(run: Run, root: Path) -> None:
 def _check_state(state: dict[str, Any], step: Path) -> None:
     """Refuse a state that is not this step's, before its values are used."""
     iteration, has_optimizer = state.get("iteration"), state.get("has_optimizer")
-    wrong = [f"{name} {state[name]!r}" for name in _COUNTS if not _is_count(state.get(name, 0))]
+    wrong = []
+    for name in _COUNTS:
+        count = state.get(name, 0)
+        if type(count) is not int or count < 0:
+            wrong.append(f"{name} {count!r}")
     if iteration is None or wrong or folder.step_folder(step.parent, iteration) != step or has_optimizer is None:
         said = ", ".join(wrong) or f"iteration {iteration!r} and has_optimizer {has_optimizer!r}"
         raise ConfigError(f"--load {step}: {folder.STATE} says {said}: it is not the state of this step")
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0

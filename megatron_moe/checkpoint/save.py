@@ -14,7 +14,6 @@ pending, so that the collectives of different ranks do not mix.
 
 from __future__ import annotations
 
-import io
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ import torch
 from megatron_moe import platform
 from megatron_moe.checkpoint import folder, gather, writer
 from megatron_moe.checkpoint import state as random_state
-from megatron_moe.checkpoint.errors import SaveError, attempted, gathered, on_rank_zero, refusal
+from megatron_moe.checkpoint.errors import SaveError, attempted, gathered, on_rank_zero, read_on_rank_zero, refusal
 from megatron_moe.checkpoint.gather import Buffers, Gathered
 from megatron_moe.checkpoint.lock import WriterLock, acquire
 from megatron_moe.checkpoint.origin import FOLDER as ORIGIN
@@ -119,7 +118,7 @@ class Saving:
         if self.random_states is not None:
             path = random_state.path_of(self.hidden, self.rank)
             with new_file(path) as file:
-                file.write(_serialized(self.random_states))
+                file.write(writer.serialized(self.random_states))
             written.files[path.relative_to(self.hidden).as_posix()] = file.entry()
         return written
 
@@ -210,25 +209,22 @@ def claim(run: Run) -> tuple[WriterLock | None, list[str]]:
         ConfigError: on every rank, where another run writes there, or the folder cannot be written.
     """
     root = Path(run.checkpoint.save or "")
-    lock, refused = None, None
-    notes: list[str] = []
-    if torch.distributed.get_rank() == 0:
+    nothing: tuple[WriterLock | None, list[str]] = (None, [])
+
+    def locked() -> tuple[WriterLock | None, list[str]]:
+        lock = None
         try:
             folder.claim_root(root)
             lock, notes = acquire(root)
-            left = folder.remove_left_behind(root)
-            notes += [f"removed what an earlier run left half written in {root}: {', '.join(left)}"] if left else []
-        except ConfigError as error:
-            refused = str(error)
+            if left := folder.remove_left_behind(root):
+                notes.append(f"removed what an earlier run left half written in {root}: {', '.join(left)}")
+            return lock, notes
         except OSError as error:
-            refused = f"--save {root}: cannot be written: {error}"
-    outcome = [refused]
-    torch.distributed.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        if lock is not None:
-            lock.release()
-        raise ConfigError(outcome[0])
-    return lock, notes
+            if lock is not None:
+                lock.release()
+            raise ConfigError(f"--save {root}: cannot be written: {error}") from error
+
+    return read_on_rank_zero(locked, nothing)
 
 
 def begin(
@@ -311,12 +307,6 @@ def changed_by_updates(run: Run, trained: Trained) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in steady}
 
 
-def _serialized(value: Any) -> bytes:
-    content = io.BytesIO()
-    torch.save(value, content)
-    return content.getvalue()
-
-
 class Saver:
     """The saver of one run's steps, one after the other. All methods are collective.
 
@@ -366,9 +356,11 @@ class Saver:
 
     def poll(self) -> Path | None:
         """Move a pending save on if all ranks are ready; return the step if it is saved. Call it at step boundaries."""
-        if self._pending is None or not _all(self._pending.idle):
+        if self._pending is None:
             return None
-        return self._move_on(self._pending)
+        everywhere = torch.tensor(int(self._pending.idle()), device=platform.device())
+        torch.distributed.all_reduce(everywhere, op=torch.distributed.ReduceOp.MIN)
+        return self._move_on(self._pending) if everywhere.item() else None
 
     def finish(self) -> Path | None:
         """Wait for a pending save; return the step if it was saved."""
@@ -459,10 +451,3 @@ class _Pending:
         # A process that has to end at once does not wait: the hidden folder is not read.
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
-
-
-def _all(mine: Callable[[], bool]) -> bool:
-    """Return whether `mine` is true on every rank. Collective."""
-    votes = torch.tensor(int(mine()), device=platform.device())
-    torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MIN)
-    return bool(votes.item())

@@ -131,7 +131,7 @@ def _state_and_boxes(model: torch.nn.Module, options: dict[str, Any]) -> tuple[d
     """Return the engine's sharded state dict of whole weights, without memory, and each shard's boxes."""
     names = dict(model.named_parameters())
     with _whole_weights(model) as stand_ins:
-        state = model.sharded_state_dict(metadata=options)
+        state = dist.model_tensors(model, options)
         boxes: Boxes = {name: [] for name in names}
         for tensor in list(dist.sharded_tensors(state)):
             name = stand_ins.get(tensor.data.untyped_storage()._cdata)
@@ -159,10 +159,9 @@ def boxes_of_whole_weights(model: torch.nn.Module, options: dict[str, Any]) -> l
     """Return each weight with each box of the model's tensors that it fills, whole, whatever a rank has of it."""
     names, found = dict(model.named_parameters()), []
     with _whole_weights(model) as stand_ins:
-        for tensor in list(dist.sharded_tensors(model.sharded_state_dict(metadata=options))):
+        for tensor in list(dist.sharded_tensors(dist.model_tensors(model, options))):
             name = stand_ins.get(tensor.data.untyped_storage()._cdata)
-            box = None if name is None else dist.box_of(tensor, 0, 0, names[name].shape[0])
-            if box is not None:
+            if name is not None and (box := dist.box_of(tensor, 0, 0, names[name].shape[0])) is not None:
                 found.append((names[name], box))
     filled = {id(weight) for weight, _ in found}
     missing = [name for name, weight in names.items() if id(weight) not in filled and weight.numel()]
@@ -197,7 +196,8 @@ def _whole_weights(model: torch.nn.Module) -> Iterator[dict[int, str]]:
             if parameter is not None:
                 replaced.append((part, own, parameter))
                 if id(parameter) not in made:
-                    whole = torch.empty(parameter.shape, dtype=_dtype(parameter), device="meta")
+                    dtype = gathered_dtype(parameter) if isinstance(parameter, DTensor) else parameter.dtype
+                    whole = torch.empty(parameter.shape, dtype=dtype, device="meta")
                     made[id(parameter)] = stand_in = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
                     vars(stand_in).update(vars(parameter))
                     stand_ins[stand_in.untyped_storage()._cdata] = names[id(parameter)]
@@ -208,10 +208,6 @@ def _whole_weights(model: torch.nn.Module) -> Iterator[dict[int, str]]:
     finally:
         for part, own, parameter in replaced:
             part._parameters[own] = parameter
-
-
-def _dtype(parameter: torch.nn.Parameter) -> torch.dtype:
-    return gathered_dtype(parameter) if isinstance(parameter, DTensor) else parameter.dtype
 
 
 # The average of the weights: `optimizer.state.ema.NAME`, fp32, in boxes of the model's tensor NAME. Each rank writes

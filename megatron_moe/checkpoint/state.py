@@ -88,7 +88,7 @@ def model_state(trained: Trained) -> dict[str, Any]:
     return {
         name: sharded.model_state(unwrapped(chunk), options)
         if isinstance(chunk, FullyShardedDataParallel)
-        else unwrapped(chunk).sharded_state_dict(metadata=options)
+        else dist.model_tensors(unwrapped(chunk), options)
         for name, chunk in zip(names, trained.model)
     }
 

@@ -160,8 +160,12 @@ def stage(
     if buffers is not None:
         rest = rest + data.copy(plan.items, buffers, gathered, steady)
     # Serialized now: it holds the optimizer's own dictionaries, which the next step changes.
-    shared = _serialized(common) if ranks.is_coordinator else None
-    return Staged(plan, data, metadata, shared, _num_bytes(plan, data), buffers is not None, rest)
+    shared = serialized(_plain(common)) if ranks.is_coordinator else None
+    num_bytes = 0  # an upper bound
+    for item in plan.items:
+        value = data.resolve_data(item)
+        num_bytes += PER_PART + (value.nbytes if isinstance(value, torch.Tensor) else value.getbuffer().nbytes)
+    return Staged(plan, data, metadata, shared, num_bytes, buffers is not None, rest)
 
 
 def write(staged: Staged, folder: Path) -> Written:
@@ -220,9 +224,10 @@ class _HashingFileSystem(FileSystem):
         return {name: file.entry() for name, file in self._files.items()}
 
     def first_error(self) -> OSError | None:
-        errors = (OSError(file.error.errno, file.error.strerror, str(file.path))
-                  for file in self._files.values() if file.error is not None)  # fmt: skip
-        return next(errors, None)
+        for file in self._files.values():
+            if file.error is not None:
+                return OSError(file.error.errno, file.error.strerror, str(file.path))
+        return None
 
 
 class _HashingWriter(FileSystemWriter):
@@ -234,7 +239,7 @@ class _HashingWriter(FileSystemWriter):
     fs: _HashingFileSystem
 
     def __init__(self, folder: Path, *, copy_ahead: bool = False) -> None:
-        ahead = {} if copy_ahead else {"per_thread_copy_ahead": 0}
+        ahead: dict[str, Any] = {} if copy_ahead else {"per_thread_copy_ahead": 0}
         # Its files sync themselves, and know then which of them failed.
         super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1, **ahead)
         self.fs = _HashingFileSystem()
@@ -258,13 +263,14 @@ def _fitting(value: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
     return platform.host_memory(value.shape, value.dtype, pinned=value.is_cuda)
 
 
-def _serialized(value: dict[str, Any]) -> bytes:
+def serialized(value: dict[str, Any]) -> bytes:
+    """Return what torch.save writes."""
     content = io.BytesIO()
-    torch.save(_plain(value), content)
+    torch.save(value, content)
     return content.getvalue()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return equal values made anew: pickle's bytes depend on which equal strings and tuples are one object."""
     if isinstance(value, dict):
         return {_plain(key): _plain(part) for key, part in value.items()}
@@ -292,16 +298,6 @@ def _check_present(plan: SavePlan, planner: SavePlanner, gathered: Gathered, ste
             and at not in steady
         ):
             raise RuntimeError(f"{item.index.fqn} would be written before it is gathered")
-
-
-def _num_bytes(plan: SavePlan, data: Data) -> int:
-    """Return an upper bound of the bytes that this rank will write."""
-    total = 0
-    for item in plan.items:
-        value = data.resolve_data(item)
-        size = value.nbytes if isinstance(value, torch.Tensor) else value.getbuffer().nbytes
-        total += size + PER_PART
-    return total
 
 
 @contextmanager

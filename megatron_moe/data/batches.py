@@ -128,22 +128,17 @@ def location_of_token(dataset: Any, sample: int, position: int) -> str:
     Returns:
         The file, the byte offset in it, the document and the token of the document.
     """
-    for part in _parts(dataset, sample):
-        if position < part.tokens:
-            return _location_text(part, part.offset + position)
-        position -= part.tokens
-    return "in no data file"
-
-
-def _parts(dataset: Any, sample: int) -> list[SamplePart]:
-    """Return the parts of a sample in order, as the engine asks for them while it reads the sample."""
-    parts: list[SamplePart] = []
+    parts: list[SamplePart] = []  # in the order in which the engine asks for them while it reads the sample
     with ExitStack() as stack:
         for member in getattr(dataset, "datasets", [dataset]):
             if hasattr(member, "dataset"):
                 stack.enter_context(_recording(member.dataset, parts))
         dataset[sample]
-    return parts
+    for part in parts:
+        if position < part.tokens:
+            return _location_text(part, part.offset + position)
+        position -= part.tokens
+    return "in no data file"
 
 
 @contextmanager
@@ -318,7 +313,10 @@ def batch_iterator(
                 "this rank reads data, but its dataset is None; build_datasets was given other process groups"
             )
         indices = micro_batch_indices(consumed_samples, size, dp_rank, dp_size, len(dataset))  # type: ignore[arg-type]
-        reader = Reader(dataset, indices, _vocabulary(dataset, run), run.data.num_workers, dp_rank * size)
+        vocab_size = run.model.vocab_size
+        if vocab_size is None:
+            vocab_size = dataset.config.tokenizer.vocab_size  # type: ignore[attr-defined]
+        reader = Reader(dataset, indices, vocab_size, run.data.num_workers, dp_rank * size)
     receiver = Receiver(run, pg_collection) if wanted else None
     return BatchIterator(reader, receiver, consumed_samples, size * dp_size, dp_rank * size if counts else None)
 
@@ -333,18 +331,6 @@ def batch_iterators(
     """Return one `batch_iterator` per model chunk of this rank, all at the same position."""
     chunks = 1 if pg_collection is None else run.derived.virtual_pipeline_size or 1
     return [
-        batch_iterator(
-            dataset,
-            run,
-            consumed_samples=consumed_samples,
-            pg_collection=pg_collection,
-            chunk=chunk,
-        )
+        batch_iterator(dataset, run, consumed_samples=consumed_samples, pg_collection=pg_collection, chunk=chunk)
         for chunk in range(chunks)
     ]
-
-
-def _vocabulary(dataset: Dataset, run: Run) -> int:
-    """Return the bound that ids must be below: `--vocab-size`, or else the tokenizer's size."""
-    given = run.model.vocab_size
-    return given if given is not None else dataset.config.tokenizer.vocab_size  # type: ignore[attr-defined]

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset, MockGPTLowLevelDataset
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils.data import Dataset
@@ -187,28 +186,17 @@ def verified_caches(folder: str | None) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:  # a file system without locks
             pass
-        kept = _keep_verified(folder)
+        known, kept = _listed(folder), {}
+        for name in _arrays(folder):
+            path = os.path.join(folder, name)
+            if name in known and hashing(path) == known[name]:
+                kept[name] = known[name]
+            else:
+                os.unlink(path)
         yield
-        _write_down(folder, kept)
-
-
-def _keep_verified(folder: str) -> dict[str, str]:
-    """Remove every array that is not listed or not as listed; return the others with their hashes."""
-    known, kept = _listed(folder), {}
-    for name in _arrays(folder):
-        path = os.path.join(folder, name)
-        if name in known and hashing(path) == known[name]:
-            kept[name] = known[name]
-        else:
-            os.unlink(path)
-    return kept
-
-
-def _write_down(folder: str, kept: dict[str, str]) -> None:
-    now = {name: kept.get(name) or hashing(os.path.join(folder, name)) for name in _arrays(folder)}
-    if now == _listed(folder):
-        return
-    replace_json(Path(folder) / LISTED, now, sole_writer=True)
+        now = {name: kept.get(name) or hashing(os.path.join(folder, name)) for name in _arrays(folder)}
+        if now != _listed(folder):
+            replace_json(Path(folder) / LISTED, now, sole_writer=True)
 
 
 def _listed(folder: str) -> dict[str, str]:
@@ -236,11 +224,6 @@ def _sampled(path: str) -> str:
 
 
 _ENGINE_LOG = "megatron.core.datasets.gpt_dataset"
-
-
-def open_dataset(prefix: str, *, mmap: bool = True) -> IndexedDataset:
-    """Return the engine's reader of `PREFIX.bin` and `PREFIX.idx`: one int array per document."""
-    return IndexedDataset(prefix, mmap=mmap)
 
 
 def reads_data(run: Run, pg_collection: ProcessGroupCollection | None) -> bool:
@@ -280,7 +263,8 @@ def build_datasets(
             if samples[split] > 0:
                 require_sequence(sources, split, run.model.seq_length)
     config = _engine_config(run, tokenizer, sources, samples)
-    caches = config.path_to_cache if _global_rank() == 0 else None
+    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    caches = config.path_to_cache if is_first else None
     with verified_caches(caches), _quiet(_ENGINE_LOG if sources.mock else None):
         builder = BlendedMegatronDatasetBuilder(
             EpochsOfMadeUpSamples if sources.mock else EpochsOfSamples,
@@ -329,10 +313,6 @@ def _engine_blend(blend: Blend | None) -> tuple[list[str], list[float] | None] |
     if blend is None:
         return None
     return list(blend.prefixes), None if blend.weights is None else list(blend.weights)
-
-
-def _global_rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 @contextmanager

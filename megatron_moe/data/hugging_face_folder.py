@@ -156,7 +156,7 @@ def _meaning(model: tokenizers.Tokenizer) -> str:
     return hashlib.sha256((json.dumps(meant, sort_keys=True) + vocabulary).encode()).hexdigest()
 
 
-def _without_offsets(step: Any) -> Any:
+def _without_offsets(step: object) -> Any:
     """Return a step of a pre-tokenizer without a setting that decides places in the text, not ids."""
     if isinstance(step, list):
         return [_without_offsets(part) for part in step]

@@ -120,12 +120,15 @@ def open_index(prefix: str, flag: str = "") -> TokenIndex:
     lengths = numpy.frombuffer(content, numpy.int32, count, lengths_at)
     pointers = numpy.frombuffer(content, numpy.int64, count, pointers_at)
     documents = numpy.frombuffer(content, numpy.int64, marks, documents_at)
-    _check_lengths(path, lengths)
-    ends = numpy.cumsum(lengths, dtype=numpy.int64)
-    _check_pointers(path, pointers, ends, lengths, dtype.itemsize, pointers_at)
-    _check_documents(path, documents, count, documents_at)
-    _check_bin_size(prefix, int(ends[-1]), dtype)
-    return TokenIndex(prefix, dtype, lengths, documents)
+    _check_content(path, dtype, lengths, pointers, documents)
+    index = TokenIndex(prefix, dtype, lengths, documents)
+    size, expected = os.path.getsize(f"{prefix}.bin"), index.num_tokens * dtype.itemsize
+    if size != expected:
+        raise ConfigError(
+            f"{prefix}.bin: {size} bytes, {'shorter' if size < expected else 'longer'} than the {expected} "
+            f"({index.num_tokens} {dtype} tokens) of {path}; copy both files again or run megatron-moe prepare again"
+        )
+    return index
 
 
 def _missing(prefix: str, path: str, flag: str) -> str:
@@ -167,59 +170,36 @@ def _read_header(path: str) -> tuple[numpy.dtype, int, int]:
     return DTYPES[code], count, marks
 
 
-def _first(bad: numpy.ndarray) -> int:
-    return int(numpy.flatnonzero(bad)[0])
-
-
-def _check_lengths(path: str, lengths: numpy.ndarray) -> None:
-    bad = lengths <= 0
-    if bad.any():
-        i = _first(bad)
-        raise ConfigError(
-            f"{path}: sequence {i} has length {int(lengths[i])} at offset {HEADER_BYTES + 4 * i}; it must be positive"
-        )
-
-
-def _check_pointers(
-    path: str, pointers: numpy.ndarray, ends: numpy.ndarray, lengths: numpy.ndarray, itemsize: int, at: int
+def _check_content(
+    path: str, dtype: numpy.dtype, lengths: numpy.ndarray, pointers: numpy.ndarray, documents: numpy.ndarray
 ) -> None:
-    """Check that sequences are stored in `.bin` one after another without gaps, as writers of the format do."""
-    bad = pointers != (ends - lengths) * itemsize
-    if bad.any():
-        i = _first(bad)
+    """Check an index: lengths are positive, sequences follow one another without gaps, documents are in order."""
+    count, marks = len(lengths), len(documents)
+    pointers_at = HEADER_BYTES + 4 * count
+    documents_at = pointers_at + 8 * count
+    starts = (numpy.cumsum(lengths, dtype=numpy.int64) - lengths) * dtype.itemsize
+    for i in numpy.flatnonzero(lengths <= 0)[:1]:
         raise ConfigError(
-            f"{path}: sequence {i} points to byte {int(pointers[i])} of the .bin file at offset {at + 8 * i}; "
-            f"the lengths before it make {int(ends[i] - lengths[i]) * itemsize}"
+            f"{path}: sequence {i} has length {lengths[i]} at offset {HEADER_BYTES + 4 * i}; it must be positive"
         )
-
-
-def _check_documents(path: str, documents: numpy.ndarray, count: int, at: int) -> None:
-    steps = numpy.diff(documents)
+    for i in numpy.flatnonzero(pointers != starts)[:1]:
+        raise ConfigError(
+            f"{path}: sequence {i} points to byte {pointers[i]} of the .bin file at offset {pointers_at + 8 * i}; "
+            f"the lengths before it make {starts[i]}"
+        )
     if documents[0] != 0:
         raise ConfigError(
-            f"{path}: the first document begins at sequence {int(documents[0])} at offset {at}; it must be 0"
+            f"{path}: the first document begins at sequence {documents[0]} at offset {documents_at}; it must be 0"
         )
-    if (steps < 0).any():
-        i = _first(steps < 0) + 1
+    for i in numpy.flatnonzero(numpy.diff(documents) < 0)[:1]:
         raise ConfigError(
-            f"{path}: document marks fall from {int(documents[i - 1])} to {int(documents[i])} at offset {at + 8 * i}"
+            f"{path}: document marks fall from {documents[i]} to {documents[i + 1]} at offset "
+            f"{documents_at + 8 * (i + 1)}"
         )
     if documents[-1] != count:
         raise ConfigError(
-            f"{path}: the last document ends at sequence {int(documents[-1])} at offset "
-            f"{at + 8 * (len(documents) - 1)}; "
+            f"{path}: the last document ends at sequence {documents[-1]} at offset {documents_at + 8 * (marks - 1)}; "
             f"it must be {count}"
-        )
-
-
-def _check_bin_size(prefix: str, num_tokens: int, dtype: numpy.dtype) -> None:
-    path = f"{prefix}.bin"
-    size, expected = os.path.getsize(path), num_tokens * dtype.itemsize
-    if size != expected:
-        wrong = "shorter" if size < expected else "longer"
-        raise ConfigError(
-            f"{path}: {size} bytes, {wrong} than the {expected} ({num_tokens} {dtype} tokens) of {prefix}.idx; "
-            "copy both files again or run megatron-moe prepare again"
         )
 
 

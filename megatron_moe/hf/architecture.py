@@ -131,5 +131,5 @@ def _same(name: str, value: Any, theirs: Run, complete: dict[str, Any]) -> bool:
     return getattr(build({**complete, name: value}).derived, meaning) == getattr(theirs.derived, meaning)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

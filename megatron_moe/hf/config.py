@@ -18,7 +18,6 @@ from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.hf import family_settings
 from megatron_moe.hf.config_keys import MOST_LAYERS, Keys
 from megatron_moe.hf.families import Family, family_of
-from megatron_moe.hf.rope_settings import amplitude
 
 _READ: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "deepseek-v2": family_settings.deepseek_v2,
@@ -219,7 +218,7 @@ def _meaning(run: Run) -> dict[str, Any]:
         "num_query_groups": None if latent else run.derived.num_query_groups,
         "kv_channels": None if latent else run.derived.head_size,
         "rotary_interleaved": run.model.rotary_interleaved and not latent,
-        "mscale": round(amplitude(run), 12),
+        "mscale": round(family_settings.amplitude(run), 12),
         "moe_layer_freq": pattern,
         "moe_ffn_hidden_size": run.derived.moe_ffn_hidden_size,
         "moe_router_norm_topk_prob": normed,

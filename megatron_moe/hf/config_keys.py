@@ -72,7 +72,7 @@ class Keys:
                 raise self.refusal(name, f"contradicts {self.prefix}{first} {value!r}, which means the same")
         return value
 
-    def _given(self, names: tuple[str, ...], default: Any, kind: str) -> Any:
+    def _given(self, names: tuple[str, ...], default: object, kind: str) -> Any:
         value = self.raw(*names)
         if value is not None:
             return value
@@ -80,7 +80,7 @@ class Keys:
             raise self.refusal(names[0], f"has to be {kind}; the model is not defined without it")
         return default
 
-    def integer(self, *names: str, low: int = 1, high: int = LARGEST, default: Any = _MISSING) -> Any:
+    def integer(self, *names: str, low: int = 1, high: int = LARGEST, default: object = _MISSING) -> Any:
         """Return an int from low to high."""
         value = self._given(names, default, f"an integer of at least {low}")
         if value is default:
@@ -90,7 +90,7 @@ class Keys:
             raise self.refusal(self.spelled(names), f"has to be an integer {limits}")
         return value
 
-    def number(self, *names: str, positive: bool = True, default: Any = _MISSING) -> Any:
+    def number(self, *names: str, positive: bool = True, default: object = _MISSING) -> Any:
         """Return a finite float, above 0 or at least 0."""
         kind = f"a finite number {'above' if positive else 'of at least'} 0"
         value = self._given(names, default, kind)
@@ -100,7 +100,7 @@ class Keys:
             raise self.refusal(self.spelled(names), f"has to be {kind}")
         return float(value)
 
-    def boolean(self, *names: str, default: Any = _MISSING) -> Any:
+    def boolean(self, *names: str, default: object = _MISSING) -> Any:
         """Return true or false."""
         value = self._given(names, default, "true or false")
         if value is default:
@@ -133,7 +133,7 @@ class Keys:
         works = " or ".join(repr(item) for item in allowed) if allowed else "null"
         raise self.refusal(key, f"{reason}; this works: {works}")
 
-    def assumed(self, key: str, value: Any) -> None:
+    def assumed(self, key: str, value: object) -> None:
         """Note the value that is assumed for a missing key."""
         self.notes.append(f"config.json has no {self.prefix}{key}: taken as {value!r}, transformers' default")
 

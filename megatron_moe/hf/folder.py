@@ -15,15 +15,15 @@ from typing import Any
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.safetensors_file import (
+    FileIdentity,
     FormatError,
     Header,
-    Stamp,
     Stored,
+    identity_of,
     parse_object,
     read_header,
     read_small,
     shortened,
-    stamp_of,
 )
 from megatron_moe.io.texts import hub_hint
 
@@ -71,7 +71,7 @@ class HFFolder:
         notes: what a user should know although it is not an error.
         scales: weight stored in fp8 -> the tensor with its blocks' scales.
         block: rows and columns of a block.
-        stamps: file of weights or companion -> its stamp when the folder was opened.
+        identities: file of weights or companion -> its identity when the folder was opened.
     """
 
     path: Path
@@ -81,7 +81,7 @@ class HFFolder:
     notes: list[str] = field(default_factory=list)
     scales: dict[str, str] = field(default_factory=dict)
     block: tuple[int, int] = BLOCK
-    stamps: dict[str, Stamp] = field(default_factory=dict)
+    identities: dict[str, FileIdentity] = field(default_factory=dict)
 
     @staticmethod
     def open(path: Path, flag: str = "--load") -> HFFolder:
@@ -108,7 +108,7 @@ class HFFolder:
         Raises:
             ConfigError: the file cannot be read any more, or changed since the folder was opened.
         """
-        return read_small(self.companions[name], LARGEST_COMPANION, self.stamps[name])
+        return read_small(self.companions[name], LARGEST_COMPANION, self.identities[name])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every tensor except the scales of weights in fp8, in the order of files and bytes."""
@@ -135,25 +135,27 @@ def configuration_alone(path: Path) -> dict[str, Any] | None:
 def _checked(path: Path) -> HFFolder:
     files, notes = _listing(path)
     if CONFIG not in files:
-        snapshots = sorted(path.glob(f"snapshots/*/{CONFIG}"))  # a folder of the hub's cache
-        works = (
-            f"the snapshot in it is {snapshots[-1].parent}"
-            if snapshots
-            else (f"a folder with {CONFIG}, .safetensors files and a tokenizer works")
-        )
+        works = f"a folder with {CONFIG}, .safetensors files and a tokenizer works"
+        if snapshots := sorted(path.glob(f"snapshots/*/{CONFIG}")):  # a folder of the hub's cache
+            works = f"the snapshot in it is {snapshots[-1].parent}"
         raise FormatError(f"{CONFIG} is missing; {works}")
     config = parse_object(read_small(files[CONFIG], LARGEST_CONFIG), CONFIG)
     headers = _headers(files, notes)
     tensors = {name: stored for header in headers.values() for name, stored in header.tensors.items()}
     if not tensors:
         raise FormatError(f"{', '.join(headers)} contains no tensor")
-    _check_dtypes(tensors)
+    for name, stored in tensors.items():
+        if stored.dtype not in _WEIGHTS:  # packed integers would be read as numbers
+            raise FormatError(
+                f"tensor {shortened(name)} in {stored.file} is {stored.dtype}; weights in {', '.join(_WEIGHTS)} are "
+                "read: dequantise the model first"
+            )
     block = _block_size(config, tensors, notes)
     scales = _scales(tensors, block)
     companions = _companions(files, notes)
-    stamps = {name: stamp_of(file.stat()) for name, file in companions.items()}
-    stamps.update({file: header.stamp for file, header in headers.items()})
-    return HFFolder(path, config, tensors, companions, notes, scales, block, stamps)
+    identities = {name: identity_of(file.stat()) for name, file in companions.items()}
+    identities.update({file: header.identity for file, header in headers.items()})
+    return HFFolder(path, config, tensors, companions, notes, scales, block, identities)
 
 
 def _listing(path: Path) -> tuple[dict[str, Path], list[str]]:
@@ -167,7 +169,9 @@ def _listing(path: Path) -> tuple[dict[str, Path], list[str]]:
         raise FormatError("the folder is empty")
     if len(entries) > MOST_FILES:
         raise FormatError(f"it contains {len(entries)} files; a folder of one model has fewer than {MOST_FILES}")
-    allowed = _allowed(path)
+    # A link may lead into the folder itself, and in a hub's cache (snapshots/REVISION) into the blobs.
+    real = Path(os.path.realpath(path))
+    allowed = [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]
     files: dict[str, Path] = {}
     folders = []
     for entry in entries:
@@ -178,17 +182,11 @@ def _listing(path: Path) -> tuple[dict[str, Path], list[str]]:
         mode = entry.stat().st_mode
         if stat.S_ISREG(mode):
             files[entry.name] = Path(entry.path)
-        elif stat.S_ISDIR(mode) and not _wanted(entry.name):
+        elif stat.S_ISDIR(mode) and not (entry.name.endswith(".safetensors") or _COMPANION.fullmatch(entry.name)):
             folders.append(entry.name)
         else:
             raise FormatError(f"{shortened(entry.name)} is not a regular file")
     return files, [f"folders that are left behind: {', '.join(folders)}"] if folders else []
-
-
-def _allowed(path: Path) -> list[Path]:
-    """Return the folders that a link may lead into: its own, and in a hub's cache (snapshots/REVISION) the blobs."""
-    real = Path(os.path.realpath(path))
-    return [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]
 
 
 def _check_link(link: Path, allowed: list[Path]) -> None:
@@ -200,10 +198,6 @@ def _check_link(link: Path, allowed: list[Path]) -> None:
         )
     if not target.exists():
         raise FormatError(f"{shortened(link.name)} is a link to {target}, which is not there")
-
-
-def _wanted(name: str) -> bool:
-    return name.endswith(".safetensors") or bool(_COMPANION.fullmatch(name))
 
 
 def _companions(files: dict[str, Path], notes: list[str]) -> dict[str, Path]:
@@ -263,8 +257,14 @@ def _headers(files: dict[str, Path], notes: list[str]) -> dict[str, Header]:
             if name in owner:
                 raise FormatError(f"tensor {shortened(name)} is in {owner[name]} and in {file}")
             owner[name] = file
-    if file_of is not None:
-        _check_index(file_of, owner)
+    for name, file in (file_of or {}).items():
+        if owner.get(name) != file:
+            where = f"it is in {owner[name]}" if name in owner else "it is in none of the files"
+            raise FormatError(f"{INDEX}: tensor {shortened(name)} should be in {file}; {where}")
+    unnamed = [] if file_of is None else [name for name in owner if name not in file_of]
+    if unnamed:
+        shown = ", ".join(f"{shortened(name)} in {owner[name]}" for name in unnamed[:5])
+        raise FormatError(f"{INDEX} does not name {len(unnamed)} tensors that the files contain: {shown}")
     found = sum(stored.end - stored.begin for header in headers.values() for stored in header.tensors.values())
     if total is not None and total != found:
         notes.append(f"{INDEX} has the total_size {shortened(total)}, the tensors have {found} bytes; not an error")
@@ -292,19 +292,6 @@ def _plain(name: str) -> bool:
     return os.sep not in name and "\\" not in name and not name.startswith(".") and name.isprintable() and bool(name)
 
 
-def _check_index(file_of: dict[str, str], owner: dict[str, str]) -> None:
-    for name, file in file_of.items():
-        if owner.get(name) != file:
-            where = f"it is in {owner[name]}" if name in owner else "it is in none of the files"
-            raise FormatError(f"{INDEX}: tensor {shortened(name)} should be in {file}; {where}")
-    unnamed = [name for name in owner if name not in file_of]
-    if unnamed:
-        raise FormatError(
-            f"{INDEX} does not name {len(unnamed)} tensors that the files contain: "
-            f"{', '.join(f'{shortened(name)} in {owner[name]}' for name in unnamed[:5])}"
-        )
-
-
 def _no_weights(files: dict[str, Path], present: set[str]) -> str:
     foreign = [name for name in files if name.endswith(_FOREIGN)]
     if present:
@@ -319,16 +306,6 @@ def _no_weights(files: dict[str, Path], present: set[str]) -> str:
     if foreign:
         return f"{shortened(foreign[0])}: weights in another format; .safetensors files are read"
     return f"no weights: neither {SINGLE} nor {INDEX} is there"
-
-
-def _check_dtypes(tensors: dict[str, Stored]) -> None:
-    """Check that weights are floating point: packed integers would be read as numbers."""
-    for name, stored in tensors.items():
-        if stored.dtype not in _WEIGHTS:
-            raise FormatError(
-                f"tensor {shortened(name)} in {stored.file} is {stored.dtype}; weights in {', '.join(_WEIGHTS)} are "
-                "read: dequantise the model first"
-            )
 
 
 def _block_size(config: dict[str, Any], tensors: dict[str, Stored], notes: list[str]) -> tuple[int, int]:
@@ -376,9 +353,7 @@ def _scales(tensors: dict[str, Stored], block: tuple[int, int]) -> dict[str, str
     used = set(scales.values())
     for name in tensors:
         if name.endswith(SCALE) and name not in used:
-            weight = tensors.get(name.removesuffix(SCALE))
-            raise FormatError(
-                f"tensor {shortened(name)} scales {shortened(name.removesuffix(SCALE))}, which is "
-                f"{'missing' if weight is None else f'stored as {weight.dtype}, not in fp8'}"
-            )
+            weight = name.removesuffix(SCALE)
+            wrong = f"stored as {tensors[weight].dtype}, not in fp8" if weight in tensors else "missing"
+            raise FormatError(f"tensor {shortened(name)} scales {shortened(weight)}, which is {wrong}")
     return scales

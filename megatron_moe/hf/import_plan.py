@@ -33,7 +33,7 @@ class Import:
 
     def origin(self) -> tuple[Origin, list[str]]:
         """Return `state` with the folder's small files, and notes for the user. Called on rank 0, which writes them."""
-        sizes = {name: self.folder.stamps[name].size for name in self.folder.companions}
+        sizes = {name: self.folder.identities[name].size for name in self.folder.companions}
         files, notes = origin.read(sizes, self.folder.companion, self.folder.path)
         return Origin(self.state, files), notes
 

@@ -56,8 +56,8 @@ _MOST_READ = 1 << 30
 """Bytes per system call, which reads no more than 2 GiB."""
 
 
-class Stamp(NamedTuple):
-    """The identity of a file, to detect that it changed; size in bytes, time of the last change in ns."""
+class FileIdentity(NamedTuple):
+    """What tells whether a file changed; size in bytes, time of the last change in ns."""
 
     device: int
     inode: int
@@ -78,11 +78,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class Header:
-    """The content of a header: a file's tensors in the order of their bytes, its metadata, and the file's stamp."""
+    """The content of a header: a file's tensors in the order of their bytes, its metadata, and the file's identity."""
 
     tensors: dict[str, Stored]
     metadata: dict[str, str]
-    stamp: Stamp
+    identity: FileIdentity
     length: int
     """Bytes of the header."""
 
@@ -115,19 +115,19 @@ def plain_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
         os.close(descriptor)
 
 
-def stamp_of(status: os.stat_result) -> Stamp:
+def identity_of(status: os.stat_result) -> FileIdentity:
     """Return what identifies a file and its content, as far as the file system reports it."""
-    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def read_small(path: Path, largest: int, stamp: Stamp | None = None) -> bytes:
+def read_small(path: Path, largest: int, identity: FileIdentity | None = None) -> bytes:
     """Return the content of a file of at most `largest` bytes.
 
     Raises:
-        FormatError: the file is larger, cannot be read, or does not have this stamp.
+        FormatError: the file is larger, cannot be read, or has another identity.
     """
     with plain_file(path) as (descriptor, status):
-        if stamp is not None and stamp_of(status) != stamp:
+        if identity is not None and identity_of(status) != identity:
             raise FormatError(f"{path} changed since it was opened; nothing else may write to the folder")
         if status.st_size > largest:
             raise FormatError(f"{path} has {status.st_size} bytes; at most {largest} are read")
@@ -146,9 +146,27 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     Raises:
         FormatError: the data is something else; the message starts with `where`.
     """
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, inner in pairs:
+            if key in result:
+                raise ValueError(f"the key {shortened(key)} is in it twice")
+            result[key] = inner
+        return result
+
+    def no_number(text: str) -> Any:
+        raise ValueError(f"it holds {text}, which is no JSON")
+
+    def finite(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise ValueError(f"it holds {text[:40]}, which is no finite number")
+        return value
+
     try:
         value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_number, parse_float=_finite
+            data.decode("utf-8"), object_pairs_hook=without_duplicates, parse_constant=no_number, parse_float=finite
         )
     except RecursionError:
         raise FormatError(f"{where} is nested too deeply") from None
@@ -192,8 +210,17 @@ def read_header(path: Path) -> Header:
     numbers = LENGTH.size + length
     tensors = {name: _stored(path, name, entry, numbers, size) for name, entry in content.items()}
     ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)))
-    _check_covered(path, ordered, numbers, size)
-    return Header(ordered, metadata, stamp_of(status), length)
+    at, before = numbers, "the header"
+    for name, stored in ordered.items():
+        if stored.begin != at:
+            what = "overlaps" if stored.begin < at else "leaves bytes that are nobody's behind"
+            raise FormatError(
+                f"{path}: tensor {shortened(name)} {what} {before}: it starts at {stored.begin}, not {at}"
+            )
+        at, before = stored.end, f"tensor {shortened(name)}"
+    if at != size:
+        raise FormatError(f"{path} has {size - at} bytes behind {before} that are nobody's")
+    return Header(ordered, metadata, identity_of(status), length)
 
 
 def _read(descriptor: int, count: int, offset: int) -> bytes:
@@ -204,33 +231,13 @@ def _read(descriptor: int, count: int, offset: int) -> bytes:
     return b"".join(pieces)
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {shortened(twice)} is in it twice")
-    return result
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"it holds {text}, which is no JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"it holds {text[:40]}, which is no finite number")
-    return value
-
-
-def shortened(value: Any) -> str:
+def shortened(value: object) -> str:
     """Return a value of an untrusted file for a message: on one line, and shortened where it is long."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
 
-def _stored(path: Path, name: str, entry: Any, numbers: int, size: int) -> Stored:
+def _stored(path: Path, name: str, entry: object, numbers: int, size: int) -> Stored:
     where = f"{path}: tensor {shortened(name)}"
     if not name or not name.isprintable() or len(name) > 512:
         raise FormatError(f"{where}: a name is 1 to 512 printable characters")
@@ -258,21 +265,8 @@ def _stored(path: Path, name: str, entry: Any, numbers: int, size: int) -> Store
     return Stored(path.name, torch_name, tuple(shape), numbers + begin, numbers + end)
 
 
-def _whole_numbers(value: Any) -> bool:
+def _whole_numbers(value: object) -> bool:
     return isinstance(value, list) and all(type(number) is int and 0 <= number < 2**63 for number in value)
-
-
-def _check_covered(path: Path, tensors: dict[str, Stored], numbers: int, size: int) -> None:
-    at, before = numbers, "the header"
-    for name, stored in tensors.items():
-        if stored.begin != at:
-            what = "overlaps" if stored.begin < at else "leaves bytes that are nobody's behind"
-            raise FormatError(
-                f"{path}: tensor {shortened(name)} {what} {before}: it starts at {stored.begin}, not {at}"
-            )
-        at, before = stored.end, f"tensor {shortened(name)}"
-    if at != size:
-        raise FormatError(f"{path} has {size - at} bytes behind {before} that are nobody's")
 
 
 def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
@@ -328,9 +322,12 @@ class StreamedFile:
         """
         view = memoryview(data).cast("B")
         stored = self.layout.get(name)
-        if stored is None or name in self.digests or len(view) != stored.end - stored.begin:
-            known = "not in the file" if stored is None else "written already" if name in self.digests else None
-            raise ValueError(f"{self.path}: {name} is {known or f'{len(view)} bytes, not those of {stored}'}")
+        if stored is None:
+            raise ValueError(f"{self.path}: {name} is not in the file")
+        if name in self.digests:
+            raise ValueError(f"{self.path}: {name} is written already")
+        if len(view) != stored.end - stored.begin:
+            raise ValueError(f"{self.path}: {name} is {len(view)} bytes, not those of {stored}")
         digest = hashlib.sha256()
         self._hasher.write(view, digest, lambda piece: self._put(piece, stored.begin))
         self.digests[name] = digest.hexdigest()

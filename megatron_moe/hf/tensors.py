@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.folder import HFFolder
-from megatron_moe.hf.safetensors_file import StreamedFile, shortened, stamp_of
+from megatron_moe.hf.safetensors_file import StreamedFile, identity_of, shortened
 
 _CHUNK = 1 << 24
 """Bytes that are read, and hashed while the next ones are read."""
@@ -157,7 +157,7 @@ class TensorReader:
         return descriptor
 
     def _check_unchanged(self, descriptor: int, file: str) -> None:
-        if stamp_of(os.fstat(descriptor)) != self.folder.stamps[file]:
+        if identity_of(os.fstat(descriptor)) != self.folder.identities[file]:
             raise ConfigError(
                 f"{self.folder.path / file} changed since it was opened; nothing else may write to the folder"
             )

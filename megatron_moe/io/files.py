@@ -66,13 +66,13 @@ def replace_text(path: Path, text: str, *, sole_writer: bool = False) -> None:
         file.write(text)
 
 
-def replace_json(path: Path, value: Any, *, sole_writer: bool = False) -> None:
+def replace_json(path: Path, value: object, *, sole_writer: bool = False) -> None:
     """Replace a file by one that holds `value` as indented JSON; NaN and infinity become null."""
     text = json.dumps(finite(value), indent=2, allow_nan=False, ensure_ascii=False)
     replace_text(path, f"{text}\n", sole_writer=sole_writer)
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> Any:
     """Return `value` with every NaN and infinity replaced by None: JSON has no word for them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -132,12 +132,12 @@ def write_bytes(path: Path, data: bytes) -> FileEntry:
     return file.entry()
 
 
-def write_json(path: Path, value: Any) -> FileEntry:
+def write_json(path: Path, value: object) -> FileEntry:
     """Write a JSON file of a folder that is not visible yet, onto the disk."""
     return write_bytes(path, canonical_json(value))
 
 
-def canonical_json(value: Any) -> bytes:
+def canonical_json(value: object) -> bytes:
     """Return the one form in which JSON is written where it is hashed: sorted keys, an indent of 1, a last newline."""
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 

@@ -88,7 +88,7 @@ class LocalRanks:
         """A folder for files that the ranks and the caller exchange; it goes when the ranks do."""
         return self._folder
 
-    def call(self, argument: Any, ranks: int | None = None) -> list[Any]:
+    def call(self, argument: object, ranks: int | None = None) -> list[Any]:
         """Call the function with `argument` on `ranks` ranks, default all, and return their values in order.
 
         Raises:

@@ -101,7 +101,7 @@ def _paths(planned: RunPlan) -> Iterator[str]:
             yield str(sidecar_path(prefix))
     if planned.imported is not None:
         folder = planned.imported.folder
-        yield from (str(folder.path / name) for name in ("config.json", *folder.stamps))
+        yield from (str(folder.path / name) for name in ("config.json", *folder.identities))
     if planned.start_from.source is not None:
         yield from (str(path) for path in sorted(planned.start_from.source.step.rglob("*")) if path.is_file())
 

@@ -14,8 +14,14 @@ from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError, MissingPackage
 from megatron_moe.config.schema import Run
 from megatron_moe.config.schema import replace as replace_settings
-from megatron_moe.data.checks import check_data, require_sequence
-from megatron_moe.data.fingerprint import Fingerprint, data_fingerprint, require_same_data, require_same_order
+from megatron_moe.data.checks import (
+    Fingerprint,
+    check_data,
+    data_fingerprint,
+    require_same_data,
+    require_same_order,
+    require_sequence,
+)
 from megatron_moe.data.sources import SPLITS, read_sources
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import Tokenizer

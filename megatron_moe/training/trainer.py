@@ -11,7 +11,7 @@ from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.state import Trained, TrainingProgress
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import BatchIterator, batch_iterators
-from megatron_moe.data.fingerprint import Fingerprint
+from megatron_moe.data.checks import Fingerprint
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.precision.contract import PrecisionGuard
 from megatron_moe.report.reporter import Reporter

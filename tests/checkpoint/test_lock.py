@@ -19,11 +19,11 @@ from megatron_moe.config.errors import ConfigError
 
 
 @pytest.fixture
-def me() -> writer_lock.Holder:
+def me() -> writer_lock.LockOwner:
     return writer_lock._me()
 
 
-def put(root: Path, holder: writer_lock.Holder, minutes_ago: float = 0) -> None:
+def put(root: Path, holder: writer_lock.LockOwner, minutes_ago: float = 0) -> None:
     path = root / writer_lock.NAME
     path.write_text(json.dumps(asdict(holder)))
     then = time.time() - 60 * minutes_ago

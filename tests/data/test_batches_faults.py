@@ -23,8 +23,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data import datasets
 from megatron_moe.data.batches import batch_iterator
+from megatron_moe.data.checks import changed_since, data_fingerprint, require_same_data
 from megatron_moe.data.datasets import build_datasets
-from megatron_moe.data.fingerprint import changed_since, data_fingerprint, require_same_data
 from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
 from megatron_moe.training.callbacks.checkpointing import require_unchanged_data

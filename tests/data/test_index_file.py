@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.data.datasets import open_dataset
 from megatron_moe.data.index_file import HEADER_BYTES, entropy_of_counts, label_entropy, open_index, unigram_entropy
 from tests.config.refused import refused
 
@@ -44,7 +44,7 @@ def refuse(prefix: str, words: str) -> None:
 
 @pytest.mark.engine
 def test_an_index_agrees_with_the_engines_reader(prefix):
-    index, engine = open_index(prefix), open_dataset(prefix)
+    index, engine = open_index(prefix), IndexedDataset(prefix)
     assert index.lengths.tolist() == engine.sequence_lengths.tolist() == [3, 1, 2, 4]
     assert index.documents.tolist() == engine.document_indices.tolist()
     assert (index.num_tokens, index.num_documents) == (10, 4)
@@ -155,7 +155,7 @@ def test_prefix_and_open_dataset_give_the_entropy_of_all_tokens(write_ids, monke
     expected = plain_entropy([i for document in documents for i in document])
     prefix = write_ids(documents)
     assert unigram_entropy(prefix) == pytest.approx(expected, rel=1e-12)
-    assert unigram_entropy(open_dataset(prefix)) == pytest.approx(expected, rel=1e-12)
+    assert unigram_entropy(IndexedDataset(prefix)) == pytest.approx(expected, rel=1e-12)
     monkeypatch.setattr("megatron_moe.data.index_file._CHUNK_TOKENS", 7)
     assert unigram_entropy(prefix) == pytest.approx(expected, rel=1e-12)
 

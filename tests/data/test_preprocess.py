@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy
 import pyarrow.parquet
 import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.data.datasets import open_dataset
 from megatron_moe.data.index_file import open_index, read_sidecar
 from megatron_moe.data.tokenizers import SentencePieceTokenizer
 from megatron_moe_tools.prepare.cli import main
@@ -26,7 +26,7 @@ TEXTS = [f"document {i}: " + "päyload \n" * (i % 17) for i in range(200)]
 
 
 def documents(prefix: str) -> list[list[int]]:
-    dataset = open_dataset(prefix)
+    dataset = IndexedDataset(prefix)
     return [dataset[i].tolist() for i in range(len(dataset))]
 
 
@@ -34,7 +34,7 @@ def test_the_engine_reads_back_every_document_in_order(write_jsonl, tmp_path):
     prefix = run([write_jsonl(TEXTS)], tmp_path / "out")
     assert prefix == str(tmp_path / "out_text_document")
     assert documents(prefix) == [[*text.encode(), 256] for text in TEXTS]
-    assert open_dataset(prefix).document_indices.tolist() == list(range(len(TEXTS) + 1))
+    assert IndexedDataset(prefix).document_indices.tolist() == list(range(len(TEXTS) + 1))
     prefix = run([write_jsonl(TEXTS)], tmp_path / "without", append_eod=False)
     assert documents(prefix) == [list(text.encode()) for text in TEXTS]
 

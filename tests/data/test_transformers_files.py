@@ -12,10 +12,9 @@ import tokenizers
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import DataConfig
-from megatron_moe.data.sentencepiece_file import SentencePieceModel
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import Tokenizer
-from megatron_moe.data.transformers_files import TransformersFiles, transformers_files
+from megatron_moe.data.transformers_files import SentencePieceModel, TransformersFiles, transformers_files
 from megatron_moe_tools.prepare.train_tokenizer import train_sentencepiece
 from tests.data.prepared import byte_level_bpe
 from tests.data.test_tiktoken_models import TEXTS, kimi_folder, megatron_file

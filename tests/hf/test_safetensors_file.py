@@ -57,7 +57,7 @@ def folder_of(path: Path, tensors: dict[str, torch.Tensor]) -> HFFolder:
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, path / "model.safetensors", {"format": "pt"})
     header = read_header(path / "model.safetensors")
-    return HFFolder(path, {}, header.tensors, {}, stamps={"model.safetensors": header.stamp})
+    return HFFolder(path, {}, header.tensors, {}, identities={"model.safetensors": header.identity})
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -184,7 +184,7 @@ def test_a_file_that_is_harmed_in_the_middle_of_a_read_is_noticed(tmp_path, monk
     file, read = tmp_path / "model.safetensors", os.preadv
     os.utime(file, (1, 1))  # a change in the same tick of the clock would go unseen
     header = read_header(file)
-    folder = HFFolder(tmp_path, {}, header.tensors, {}, stamps={file.name: header.stamp})
+    folder = HFFolder(tmp_path, {}, header.tensors, {}, identities={file.name: header.identity})
     monkeypatch.setattr(hf_tensors, "_CHUNK", 1000)
 
     def harmful(descriptor, buffers, offset):

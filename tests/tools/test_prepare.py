@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy
 import pytest
 import tokenizers
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
-from megatron_moe.data.datasets import open_dataset
 from megatron_moe.data.index_file import open_index, read_sidecar
 from megatron_moe_tools.prepare.cli import main
 
@@ -102,7 +101,7 @@ def test_what_megatron_wrote_is_read(vocab_size, tmp_path):
     megatron_writes(tmp_path / "d", lines, in_bytes, None, vocab_size, list(range(len(lines))))
     for key in KEYS:
         index = open_index(f"{tmp_path}/d_{key}_document")
-        dataset = open_dataset(index.prefix)
+        dataset = IndexedDataset(index.prefix)
         texts = [text.encode() for line in lines for text in ([line[key]] if key == "text" else line[key]) if text]
         assert index.dtype == (numpy.int32 if vocab_size == 70_000 else numpy.uint16)
         assert [bytes(dataset[i].tolist()) for i in range(len(dataset))] == texts
@@ -125,7 +124,7 @@ def test_special_tokens_of_a_tokenizer_file_are_added_only_where_that_is_asked_f
         ("more", [*kind, extra], [1, 0, 2]),
     ):
         assert main([*command[:-1], command[-1] + name, *flags]) == 0
-        dataset = open_dataset(f"{tmp_path}/{name}_text_document")  # it owns the memory of its documents
+        dataset = IndexedDataset(f"{tmp_path}/{name}_text_document")  # it owns the memory of its documents
         assert dataset[0].tolist() == ids
     assert main([*command[:-1], command[-1] + "x", "--tokenizer-type", "ByteTokenizer", extra]) == 2
 
@@ -135,7 +134,7 @@ def test_a_pattern_of_inputs_is_its_files_in_sorted_order(jsonl, tmp_path):
         jsonl([{"text": name}], name)
     inputs = ["--input", f"{tmp_path}/[ab].jsonl", f"{tmp_path}/[c].jsonl", "--output-prefix", f"{tmp_path}/o"]
     assert main([*inputs, "--tokenizer-type", "ByteTokenizer", "--workers", "1"]) == 0
-    dataset = open_dataset(f"{tmp_path}/o_text_document")
+    dataset = IndexedDataset(f"{tmp_path}/o_text_document")
     assert [bytes(dataset[i].tolist()) for i in range(3)] == [b"a.jsonl", b"b.jsonl", b"[c].jsonl"]
 
 

@@ -11,7 +11,7 @@ from megatron_moe import platform
 from megatron_moe.checkpoint.errors import SaveError
 from megatron_moe.checkpoint.folder import step_folder
 from megatron_moe.config.errors import ConfigError, RunFault
-from megatron_moe.data.fingerprint import Fingerprint, changed_since
+from megatron_moe.data.checks import Fingerprint, changed_since
 from megatron_moe.platform import numerics
 from megatron_moe.report.run_info import versions
 from megatron_moe.training.callback import Callback, Step

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten, replace
-from megatron_moe.data.fingerprint import require_same_order
+from megatron_moe.data.checks import require_same_order
 
 RUN = replace(Run(), data_path=("0.3", "a", "0.7", "b"), seed=1, seq_length=64, train_iters=10)
 
