@@ -27,7 +27,7 @@ from typing import Any
 
 from megatron_moe.checkpoint import folder as folder_module
 from megatron_moe.checkpoint import optimizer
-from megatron_moe.checkpoint.save import Saver, target
+from megatron_moe.checkpoint.save import Saver, SaveTarget
 from megatron_moe.checkpoint.state import Trained, TrainingProgress, metadata, model_state
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
@@ -95,8 +95,8 @@ def _contest(
 
     seconds: dict[str, list[float]] = {name: [] for name in ("engine", "sync", *BACKGROUND)}
     ours, theirs = folder_module.step_folder(folder / "ours", progress.iteration), folder / "engine"
-    at_once = Saver(run, target(run), lambda *_, **__: None)
-    background = Saver(replace(run, async_save=True), target(run), lambda *_, **__: None)
+    at_once = Saver(run, SaveTarget.of(run), lambda *_, **__: None)
+    background = Saver(replace(run, async_save=True), SaveTarget.of(run), lambda *_, **__: None)
 
     def save_as_the_engine() -> None:
         theirs.mkdir()

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from torch.distributed.checkpoint import CheckpointException, filesystem
 
 from megatron_moe.checkpoint import manifest, pickles
-from megatron_moe.checkpoint.errors import from_all
+from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.checkpoint.index import AllowedUnpickler, UntrustedError
 from megatron_moe.config.errors import ConfigError, listing
 
@@ -94,7 +94,7 @@ def load_tensors(
     unreadable: set[str] = set()
     try:
         with _restricted():
-            loaded = dist_checkpointing.load(state, str(folder), sharded_strategy=TorchDistLoadShardedStrategy())
+            loaded = dist_checkpointing.load(state, str(folder), sharded_strategy=_strategy())
     except CheckpointException as failed:
         unreadable = {pickles.words(error) for error, _ in failed.failures.values()}
     if everywhere := _agreed(unreadable):
@@ -110,7 +110,7 @@ def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """
     check_trusted(folder)
     with _restricted():
-        saved = TorchDistLoadShardedStrategy().load_tensors_metadata(str(folder))
+        saved = _strategy().load_tensors_metadata(str(folder))
     return {key: tensor.dtype for key, tensor in saved.items()}
 
 
@@ -266,9 +266,13 @@ class _AllowedPickles:
         return AllowedUnpickler(file).load()
 
 
+def _strategy() -> TorchDistLoadShardedStrategy:
+    return TorchDistLoadShardedStrategy()
+
+
 def _agreed(found: set[str]) -> list[str]:
     """Return the union over ranks, sorted, so that all of them raise or none."""
-    return sorted(set().union(*from_all(found)))
+    return sorted(set().union(*all_gather_object(found)))
 
 
 def check_trusted(folder: Path) -> None:

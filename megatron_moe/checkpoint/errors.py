@@ -36,17 +36,22 @@ class SharedError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a rank sends the others of its error. expected: an OSError. place: of an error that is not expected."""
+    """What a rank sends the others of its error.
 
-    expected: bool
+    kind: what all ranks raise; None: SharedError, and `place` is where the error was raised.
+    """
+
+    kind: type[ConfigError] | type[SaveError] | None
     message: str
-    place: str
+    place: str = ""
 
     @classmethod
     def of(cls, error: Exception, describe: Callable[[OSError], str] = str) -> _Failure:
         if isinstance(error, OSError):
-            return cls(True, describe(error), "")
-        return cls(False, f"{type(error).__name__}: {error}", place_of(error))
+            return cls(SaveError, describe(error))
+        if isinstance(error, ConfigError):
+            return cls(ConfigError, str(error))
+        return cls(None, f"{type(error).__name__}: {error}", place_of(error))
 
 
 def refusal(error: OSError, root: Path, needed_bytes: int) -> str:
@@ -65,7 +70,8 @@ def on_rank_zero(work: Callable[[], T]) -> T | None:
     """Do something on rank 0 and return its result there, None on the other ranks. Collective.
 
     Raises:
-        SaveError: on every rank, where rank 0 raised an OSError. SharedError: where it raised something else.
+        ConfigError: on every rank, where rank 0 raised it. SaveError: where it raised an OSError. SharedError: where it
+            raised something else.
     """
     result, failure = None, None
     if torch.distributed.get_rank() == 0:
@@ -100,26 +106,7 @@ def gathered(result: T | None, failure: Exception | None, describe: Callable[[OS
     return None if parts is None else [part for part, _ in parts]
 
 
-def read_on_rank_zero(work: Callable[[], T], elsewhere: T) -> T:
-    """Return what rank 0 reads on rank 0, and `elsewhere` on the other ranks. Collective.
-
-    Raises:
-        ConfigError: on every rank, where rank 0 raised it.
-    """
-    result, refused = elsewhere, None
-    if torch.distributed.get_rank() == 0:
-        try:
-            result = work()
-        except ConfigError as error:
-            refused = str(error)
-    outcome = [refused]
-    torch.distributed.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise ConfigError(outcome[0])
-    return result
-
-
-def from_all(value: T) -> list[T]:
+def all_gather_object(value: T) -> list[T]:
     """Return every rank's value, in the order of ranks. Collective."""
     found: list[T | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, value)
@@ -134,8 +121,10 @@ def attempted(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _shared(failures: dict[int, _Failure], message: str) -> SaveError | SharedError:
-    if all(failure.expected for failure in failures.values()):
-        return SaveError(message)
-    unexpected = {rank: failure for rank, failure in failures.items() if not failure.expected}
-    return SharedError(message, "; ".join(f"rank {r} failed at {f.place}: {f.message}" for r, f in unexpected.items()))
+def _shared(failures: dict[int, _Failure], message: str) -> Exception:
+    kinds = {failure.kind for failure in failures.values()}
+    if None in kinds:
+        unexpected = {rank: failure for rank, failure in failures.items() if failure.kind is None}
+        causes = (f"rank {rank} failed at {failure.place}: {failure.message}" for rank, failure in unexpected.items())
+        return SharedError(message, "; ".join(causes))
+    return ConfigError(message) if ConfigError in kinds else SaveError(message)

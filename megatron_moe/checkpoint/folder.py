@@ -67,7 +67,7 @@ def step_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def hidden_folder(root: Path, iteration: int) -> Path:
+def staging_dir(root: Path, iteration: int) -> Path:
     """Return the folder in which a step is written before it is complete."""
     return root / f".iter_{iteration:07d}.saving"
 
@@ -313,7 +313,7 @@ def open_hidden(root: Path, iteration: int, num_bytes: int = 0) -> Path:
     Raises:
         FileExistsError: the step is there, sound: nothing is overwritten. OSError: no room, or the folder is gone.
     """
-    step, hidden = step_folder(root, iteration), hidden_folder(root, iteration)
+    step, hidden = step_folder(root, iteration), staging_dir(root, iteration)
     shutil.rmtree(hidden, ignore_errors=True)
     if step.exists():
         if not (defect(step) or manifest.content_defect(step, manifest.read(step).files)):
@@ -337,7 +337,7 @@ def publish(root: Path, iteration: int, files: dict[str, FileEntry]) -> Path:
     Raises:
         OSError: the system refused, or the hidden folder does not hold exactly these files.
     """
-    hidden, step = hidden_folder(root, iteration), step_folder(root, iteration)
+    hidden, step = staging_dir(root, iteration), step_folder(root, iteration)
     for part in ("rng", "hf"):
         if (hidden / part).is_dir():
             sync(hidden / part)
@@ -365,7 +365,7 @@ def publish(root: Path, iteration: int, files: dict[str, FileEntry]) -> Path:
 
 def discard(root: Path, iteration: int) -> None:
     """Remove a step that was not published, so that a full disk does not stay full."""
-    shutil.rmtree(hidden_folder(root, iteration), ignore_errors=True)
+    shutil.rmtree(staging_dir(root, iteration), ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from megatron_moe import platform
 from megatron_moe.checkpoint import compare, dist, folder, manifest
 from megatron_moe.checkpoint import state as random_state
-from megatron_moe.checkpoint.errors import from_all
+from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.checkpoint.index import UntrustedError
 from megatron_moe.checkpoint.plan import CheckpointPlan, CheckpointSource, plan
 from megatron_moe.checkpoint.state import (
@@ -86,7 +86,7 @@ def _damage(step: Path, report: Callable[[str], None]) -> tuple[str | None, str]
             if time.monotonic() > until:
                 finished = False
                 break
-        everyone = from_all((done, defect, finished))
+        everyone = all_gather_object((done, defect, finished))
         defects = [found for _, found, _ in everyone if found is not None]
         if defects:
             return "; ".join(defects[:3]), ""
@@ -104,7 +104,7 @@ def _planned_again(run: Run, known_bad: dict[int, str]) -> CheckpointPlan:
         outcome = plan(run, known_bad)
     except ConfigError as refused:
         error = str(refused)
-    errors = sorted({message for message in from_all(error) if message is not None})
+    errors = sorted({message for message in all_gather_object(error) if message is not None})
     if errors or outcome is None:
         raise ConfigError("\n".join(errors))
     return outcome
@@ -118,7 +118,7 @@ def _require_one_view(found: CheckpointPlan) -> None:
             mine = f"step {found.source.iteration}, {manifest.read(found.source.step).digest[:12]}"
         except manifest.ManifestError as error:
             mine = str(error)
-    seen = from_all(mine)
+    seen = all_gather_object(mine)
     if len(set(seen)) > 1:
         ranks = "; ".join(f"{view} on rank {seen.index(view)}" for view in sorted(set(seen)))
         raise ConfigError(
@@ -282,7 +282,7 @@ def _load_other_dtypes(
     for chunk in chunks:
         made = {name: _rounded(filled[chunk][name], *wanted[chunk][name], too_large) for name in wanted[chunk]}
         loaded.setdefault(chunk, {}).update(made)
-    if found := sorted({line for lines in from_all(too_large) for line in lines}):
+    if found := sorted({line for lines in all_gather_object(too_large) for line in lines}):
         head = f"--load {step}: weights are beyond the largest number of their dtype (fp16: 65504); use --bf16 or fp32:"
         raise ConfigError(listing(head, found))
     return loaded, rounded

@@ -28,7 +28,7 @@ LARGEST = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Origin:
+class Provenance:
     """What the steps keep of the source of an imported model.
 
     state: the value of the key `hf`; None for a model that was not imported. files: name -> content, on the rank that
@@ -67,7 +67,7 @@ def is_of_megatron(state: Mapping[str, Any]) -> bool:
     return state.get(MEGATRON) is not None
 
 
-def of_step(step: Path, state: Mapping[str, Any]) -> tuple[Origin, list[str]]:
+def of_step(step: Path, state: Mapping[str, Any]) -> tuple[Provenance, list[str]]:
     """Return what a step keeps of the source it was imported from, and notes on it.
 
     Raises:
@@ -75,7 +75,7 @@ def of_step(step: Path, state: Mapping[str, Any]) -> tuple[Origin, list[str]]:
     """
     about = state.get(FOLDER)
     if about is None:
-        return Origin(), []
+        return Provenance(), []
     if not isinstance(about, dict):
         raise ConfigError(f"--load {step}: its state has {str(about)[:40]!r} for {FOLDER}, which is no object")
     prefix = f"{FOLDER}/"
@@ -97,7 +97,7 @@ def of_step(step: Path, state: Mapping[str, Any]) -> tuple[Origin, list[str]]:
         return found
 
     files, notes = read({name: entry["bytes"] for name, entry in entries.items()}, content, step / FOLDER)
-    return Origin(about, files), notes
+    return Provenance(about, files), notes
 
 
 def read(sizes: Mapping[str, int], content: Callable[[str], bytes], where: Path) -> tuple[dict[str, bytes], list[str]]:

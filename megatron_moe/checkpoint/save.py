@@ -27,11 +27,11 @@ import torch
 from megatron_moe import platform
 from megatron_moe.checkpoint import folder, gather, writer
 from megatron_moe.checkpoint import state as random_state
-from megatron_moe.checkpoint.errors import SaveError, attempted, gathered, on_rank_zero, read_on_rank_zero, refusal
+from megatron_moe.checkpoint.errors import SaveError, attempted, gathered, on_rank_zero, refusal
 from megatron_moe.checkpoint.gather import Buffers, Gathered
 from megatron_moe.checkpoint.lock import WriterLock, acquire
 from megatron_moe.checkpoint.origin import FOLDER as ORIGIN
-from megatron_moe.checkpoint.origin import Origin
+from megatron_moe.checkpoint.origin import Provenance
 from megatron_moe.checkpoint.state import Trained, TrainingProgress, average_state, layout, model_state, optimizer_state
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
@@ -43,7 +43,7 @@ from megatron_moe.parallel.groups import rank_facts
 
 
 @dataclass(frozen=True)
-class Target:
+class SaveTarget:
     """The folder that a run saves to, and what every save there needs.
 
     lock: rank 0's. loaded: the step of this folder that the run started from. origin: what every step keeps of the
@@ -54,16 +54,16 @@ class Target:
     rule: folder.Retention
     lock: WriterLock | None = None
     loaded: int | None = None
-    origin: Origin = field(default_factory=Origin)
+    origin: Provenance = field(default_factory=Provenance)
 
-
-def target(
-    run: Run, *, lock: WriterLock | None = None, loaded: int | None = None, origin: Origin | None = None
-) -> Target:
-    """Return the target of the flags `--save`, `--keep-last-k` and `--save-retain-interval`."""
-    options = run.checkpoint
-    rule = folder.retention(options.keep_last_k, options.save_retain_interval)
-    return Target(Path(options.save or ""), rule, lock, loaded, origin or Origin())
+    @classmethod
+    def of(
+        cls, run: Run, *, lock: WriterLock | None = None, loaded: int | None = None, origin: Provenance | None = None
+    ) -> SaveTarget:
+        """Return the target of the flags `--save`, `--keep-last-k` and `--save-retain-interval`."""
+        options = run.checkpoint
+        rule = folder.retention(options.keep_last_k, options.save_retain_interval)
+        return cls(Path(options.save or ""), rule, lock, loaded, origin or Provenance())
 
 
 @dataclass
@@ -75,10 +75,10 @@ class SaveBuffers:
 
 
 @dataclass
-class Saving:
+class CheckpointSave:
     """One step that is being saved, on one rank. The methods are called in the order of the module's docstring."""
 
-    target: Target
+    target: SaveTarget
     iteration: int
     staged: writer.Staged
     random_states: dict[str, Any] | None
@@ -103,7 +103,7 @@ class Saving:
     @property
     def hidden(self) -> Path:
         """The hidden folder in which the step is being written."""
-        return folder.hidden_folder(self.target.root, self.iteration)
+        return folder.staging_dir(self.target.root, self.iteration)
 
     def write(self) -> None:
         """Write this rank's files. Not collective; an error is kept for `exchange`."""
@@ -199,7 +199,7 @@ class Saving:
             raise
 
 
-def claim(run: Run) -> tuple[WriterLock | None, list[str]]:
+def lock_folder(run: Run) -> tuple[WriterLock | None, list[str]]:
     """Make the folder of `--save` and lock it against other runs. Collective.
 
     Returns:
@@ -209,7 +209,6 @@ def claim(run: Run) -> tuple[WriterLock | None, list[str]]:
         ConfigError: on every rank, where another run writes there, or the folder cannot be written.
     """
     root = Path(run.checkpoint.save or "")
-    nothing: tuple[WriterLock | None, list[str]] = (None, [])
 
     def locked() -> tuple[WriterLock | None, list[str]]:
         lock = None
@@ -224,18 +223,18 @@ def claim(run: Run) -> tuple[WriterLock | None, list[str]]:
                 lock.release()
             raise ConfigError(f"--save {root}: cannot be written: {error}") from error
 
-    return read_on_rank_zero(locked, nothing)
+    return on_rank_zero(locked) or (None, [])
 
 
 def begin(
     run: Run,
     trained: Trained,
     progress: TrainingProgress,
-    where: Target,
+    where: SaveTarget,
     *,
     facts: dict[str, Any],
     memory: SaveBuffers | None = None,
-) -> Saving:
+) -> CheckpointSave:
     """Begin to save the step of `progress`: collect what the rest needs of the present state. Collective.
 
     Parameters have to be gathered (`training.evaluate.gathered_parameters`). fp32 state is written as fp32.
@@ -243,14 +242,14 @@ def begin(
     Args:
         facts: plain values to keep in the step's state, such as versions.
         memory: copy the state to host memory, into this where it fits, so that the training may go on meanwhile; None
-            writes the live tensors. Tensors that change in the optimizer's update alone are copied by `Saving.write`,
-            which then sets `copied`: until then there must be no update.
+            writes the live tensors. `CheckpointSave.write` copies tensors that change in the optimizer's update alone,
+            and then sets `copied`: until then there must be no update.
 
     Raises:
         SaveError: on every rank, where there is no room, or a sound step of this number: it is not overwritten.
     """
     ranks, iteration = rank_facts(), progress.iteration
-    hidden = folder.hidden_folder(where.root, iteration)
+    hidden = folder.staging_dir(where.root, iteration)
     state, gathered = model_state(trained), Gathered()
     if not run.checkpoint.no_save_optim:
         with gather.into(
@@ -275,7 +274,7 @@ def begin(
         about[ORIGIN] = where.origin.state
     total = torch.tensor(staged.num_bytes + where.origin.num_bytes, dtype=torch.int64, device=platform.device())
     torch.distributed.all_reduce(total)
-    saving = Saving(
+    saving = CheckpointSave(
         where,
         iteration,
         staged,
@@ -318,7 +317,7 @@ class Saver:
     saved; with `continue` the error is reported, and the run goes on without that step.
     """
 
-    def __init__(self, run: Run, target: Target, report: Callable[..., None], latest: Path | None = None) -> None:
+    def __init__(self, run: Run, target: SaveTarget, report: Callable[..., None], latest: Path | None = None) -> None:
         self._run = run
         self._target = target
         self._report = report
@@ -407,7 +406,7 @@ class Saver:
 class _Pending:
     """A save that has begun: it writes, then publishes, in the caller's thread or in one of its own."""
 
-    def __init__(self, saving: Saving, started: float, background: bool) -> None:
+    def __init__(self, saving: CheckpointSave, started: float, background: bool) -> None:
         self.saving = saving
         self.blocked: float | None = None
         self._started = started

@@ -196,8 +196,7 @@ def _whole_weights(model: torch.nn.Module) -> Iterator[dict[int, str]]:
             if parameter is not None:
                 replaced.append((part, own, parameter))
                 if id(parameter) not in made:
-                    dtype = gathered_dtype(parameter) if isinstance(parameter, DTensor) else parameter.dtype
-                    whole = torch.empty(parameter.shape, dtype=dtype, device="meta")
+                    whole = torch.empty(parameter.shape, dtype=_dtype(parameter), device="meta")
                     made[id(parameter)] = stand_in = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
                     vars(stand_in).update(vars(parameter))
                     stand_ins[stand_in.untyped_storage()._cdata] = names[id(parameter)]
@@ -208,6 +207,10 @@ def _whole_weights(model: torch.nn.Module) -> Iterator[dict[int, str]]:
     finally:
         for part, own, parameter in replaced:
             part._parameters[own] = parameter
+
+
+def _dtype(parameter: torch.nn.Parameter) -> torch.dtype:
+    return gathered_dtype(parameter) if isinstance(parameter, DTensor) else parameter.dtype
 
 
 # The average of the weights: `optimizer.state.ema.NAME`, fp32, in boxes of the model's tensor NAME. Each rank writes

@@ -84,7 +84,8 @@ def read_folder_tokenizer(path: Path) -> FolderTokenizer:
     padding = model.padding
     _take_whole_texts(model)
     if alone:
-        return FolderTokenizer(model, _roles(_object(folder / SPECIAL) | _object(folder / SETTINGS)), digest, digest)
+        roles = _roles(json_object(folder / SPECIAL) | json_object(folder / SETTINGS))
+        return FolderTokenizer(model, roles, digest, digest)
     as_written = _meaning(model)
     model, roles = _of_transformers(folder) if has_transformers() else _merged(model, padding, folder)
     meaning = _meaning(model)
@@ -110,7 +111,7 @@ def _take_whole_texts(model: tokenizers.Tokenizer) -> None:
     model.no_padding()
 
 
-def _object(file: Path) -> dict[str, Any]:
+def json_object(file: Path) -> dict[str, Any]:
     """Return the content of a file of settings; nothing where there is no file."""
     if not file.is_file():
         return {}
@@ -123,13 +124,13 @@ def _object(file: Path) -> dict[str, Any]:
     return found
 
 
-def _content(token: Any) -> str | None:
+def text_of_token(token: Any) -> str | None:
     """Return the text of a token, which is written as it is or as an object."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _roles(said: dict[str, Any]) -> dict[str, str]:
-    return {role: str(token) for role in _ROLES if (token := _content(said.get(role))) is not None}
+    return {role: str(token) for role in _ROLES if (token := text_of_token(said.get(role))) is not None}
 
 
 def _written(model: tokenizers.Tokenizer) -> tuple[dict[str, Any], str]:
@@ -211,8 +212,8 @@ def _with_added_tokens(
     model: tokenizers.Tokenizer, padding: dict[str, Any] | None, folder: Path
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     written, _ = _written(model)
-    said = _object(folder / SETTINGS)
-    model_type = _object(folder / _MODEL).get("model_type")
+    said = json_object(folder / SETTINGS)
+    model_type = json_object(folder / _MODEL).get("model_type")
     defaults = _class_defaults(said, model_type, written, folder)
     if not said.get("extra_special_tokens"):
         said["extra_special_tokens"] = said.get("additional_special_tokens") or []
@@ -235,7 +236,7 @@ def _with_added_tokens(
     by_text = {token.content: token for token in known.values()}
     # The order decides the ids of those that the vocabulary does not have.
     for named in (*(roles.get(role) for role in _ROLES), *others, *_extra(said)):
-        if named is not None and _content(named) not in texts:
+        if named is not None and text_of_token(named) not in texts:
             added.append(_special(named, by_text))
             texts.add(added[-1].content)
     model.add_tokens(added)
@@ -253,17 +254,17 @@ def _older_tokens(said: dict[str, Any], written: dict[str, Any], folder: Path) -
     """Return the added tokens of a folder that lists none in its settings, and add its special tokens to these."""
     from tokenizers import AddedToken
 
-    special = _object(folder / SPECIAL)
+    special = json_object(folder / SPECIAL)
     if "additional_special_tokens" in special:
         special.setdefault("extra_special_tokens", special.pop("additional_special_tokens"))
     for role in _ROLES:
         if isinstance(special.get(role), dict):
             special[role] = {**special[role], "__type": "AddedToken"}
     said |= special
-    named = {*_roles(said).values(), *map(_content, _extra(said))}
+    named = {*_roles(said).values(), *map(text_of_token, _extra(said))}
     known = {
         number: AddedToken(token, normalized=token not in named, special=token in named)
-        for token, number in _object(folder / ADDED).items()
+        for token, number in json_object(folder / ADDED).items()
     }
     return known | {token["id"]: _token(token) for token in written["added_tokens"]}
 
@@ -284,7 +285,7 @@ def _special(said: Any, by_text: dict[str, tokenizers.AddedToken]) -> tokenizers
     """Return a token of a role, as the list of added tokens describes it where it is there; it is special."""
     from tokenizers import AddedToken
 
-    token = by_text.get(str(_content(said))) or (
+    token = by_text.get(str(text_of_token(said))) or (
         AddedToken(said, special=True) if isinstance(said, str) else _token(said)
     )
     token.special = True

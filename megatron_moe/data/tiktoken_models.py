@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.data.hugging_face_folder import json_object, text_of_token
 from megatron_moe.data.tokenizers import Tokenizer, decode_runs
 
 if TYPE_CHECKING:
@@ -175,7 +176,9 @@ def kimi_tokenizer(folder: Path) -> RankedTokenizer:
         ConfigError: a file is missing or malformed, or the Python file has another pattern.
     """
     file, config = folder / KIMI_FILE, folder / "tokenizer_config.json"
-    content, said = file.read_bytes(), _json_object(config)
+    if not config.is_file():
+        raise ConfigError(f"{config}: is missing; {KIMI_FILE} has no special tokens")
+    content, said = file.read_bytes(), json_object(config)
     _check_pattern(folder, said)
     tokens = _lines(file, content)
     ranks = {token: rank for rank, token in enumerate(tokens)}
@@ -192,7 +195,7 @@ def kimi_tokenizer(folder: Path) -> RankedTokenizer:
     special = {name: i for i, name in names.items()}
     shown = [name for name, is_special in added.values() if not is_special]
     found = RankedTokenizer("HuggingFaceTokenizer", ranks, KIMI_PATTERN, special, last, shown)
-    eod, bos = _role(said, "eos_token"), _role(said, "bos_token")
+    eod, bos = text_of_token(said.get("eos_token")), text_of_token(said.get("bos_token"))
     if eod not in special:
         raise ConfigError(f"{config}: eos_token {eod!r} is not among its added tokens; it ends a document here")
     found.eod, found.bos = special[eod], special.get(bos or "")
@@ -314,23 +317,6 @@ def _check_ranks(file: Path, ranks: Mapping[bytes, int], number: int) -> None:
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ConfigError(f"{file}: byte {missing[0]} is no token; without it some texts have no tokens")
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}; {KIMI_FILE} has no special tokens") from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is not a JSON object: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} is not a JSON object")
-    return found
-
-
-def _role(said: Mapping[str, Any], role: str) -> str | None:
-    entry = said.get(role)
-    return entry.get("content") if isinstance(entry, dict) else entry
 
 
 def _added_tokens(config: Path, said: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:

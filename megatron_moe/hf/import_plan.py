@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_moe.checkpoint import origin
-from megatron_moe.checkpoint.origin import Origin
+from megatron_moe.checkpoint.origin import Provenance
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.architecture import settings_of
 from megatron_moe.hf.families import Family
@@ -31,11 +31,11 @@ class Import:
         """Part of the import that every step of the training saves, for an export."""
         return {"family": self.family.name, "copies": self.copies, "dropped": self.dropped}
 
-    def origin(self) -> tuple[Origin, list[str]]:
+    def origin(self) -> tuple[Provenance, list[str]]:
         """Return `state` with the folder's small files, and notes for the user. Called on rank 0, which writes them."""
         sizes = {name: self.folder.identities[name].size for name in self.folder.companions}
         files, notes = origin.read(sizes, self.folder.companion, self.folder.path)
-        return Origin(self.state, files), notes
+        return Provenance(self.state, files), notes
 
 
 def plan_import(run: Run) -> Import:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.checkpoint import dist
-from megatron_moe.checkpoint.errors import from_all
+from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.checkpoint.state import Trained, fully_sharded, model_state, put_model_state
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
@@ -92,7 +92,7 @@ def fill(run: Run, source: Import, trained: Trained, report: Callable[[str], Non
 def _rounds(filling: _Filling, source: Import, report: Callable[[str], None], started: float) -> None:
     """Do all of this rank's work; every few seconds the ranks exchange their progress and errors."""
     rank, steps = torch.distributed.get_rank(), iter(filling)
-    total = sum(from_all(filling.total_bytes))
+    total = sum(all_gather_object(filling.total_bytes))
     while True:
         until, error, finished = time.monotonic() + ROUND_SECONDS, None, True
         cause: Exception | None = None
@@ -105,7 +105,7 @@ def _rounds(filling: _Filling, source: Import, report: Callable[[str], None], st
             error = str(refused)
         except Exception as failed:
             error, cause = f"{source.folder.path}: {type(failed).__name__}: {failed}", failed
-        everyone = from_all((filling.done_bytes, error, finished))
+        everyone = all_gather_object((filling.done_bytes, error, finished))
         errors = sorted({found for _, found, _ in everyone if found is not None})
         if errors:
             raise ConfigError("; ".join(errors[:3])) from cause
@@ -232,7 +232,7 @@ class _Filling:
         wrong += [f"{shard.key} was not filled" for shard in shards if bool(shard.values.isnan().any())]
         parameters = ((name, value) for chunk in trained.model for name, value in chunk.named_parameters())
         wrong += [f"{name} was not filled" for name, value in parameters if bool(local(value).isnan().any())]
-        everywhere = sorted({line for lines in from_all(wrong[:10]) for line in lines})
+        everywhere = sorted({line for lines in all_gather_object(wrong[:10]) for line in lines})
         if everywhere:
             raise ConfigError(f"{path}: not all was converted: {'; '.join(everywhere[:10])}")
         self._require_distinct_experts()

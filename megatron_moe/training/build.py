@@ -11,13 +11,13 @@ from typing import Any
 
 from megatron_moe import platform
 from megatron_moe.checkpoint import origin
-from megatron_moe.checkpoint.errors import read_on_rank_zero
+from megatron_moe.checkpoint.errors import on_rank_zero
 from megatron_moe.checkpoint.load import Loaded, load
 from megatron_moe.checkpoint.load import verified as verified_checkpoint
 from megatron_moe.checkpoint.lock import WriterLock
-from megatron_moe.checkpoint.origin import Origin
+from megatron_moe.checkpoint.origin import Provenance
 from megatron_moe.checkpoint.plan import CheckpointPlan
-from megatron_moe.checkpoint.save import Saver, claim, target
+from megatron_moe.checkpoint.save import Saver, SaveTarget, lock_folder
 from megatron_moe.checkpoint.state import Trained, TrainingProgress
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
@@ -62,7 +62,7 @@ class LoadedModel:
     guard: PrecisionGuard
     loaded: Loaded
     """What came from a checkpoint or an imported folder; empty for a fresh model."""
-    origin: Origin
+    origin: Provenance
     """What the steps keep of the source that the model was imported from."""
     origin_notes: list[str]
 
@@ -151,7 +151,7 @@ def _meet(run: Run, resources: ExitStack) -> RunRanks:
     if not platform.has_cuda():
         resources.enter_context(compiled.same_on_all_ranks())
     watchdog = resources.enter_context(_watchdog(run, facts)) if run.faults.watchdog else None
-    lock, lock_notes = claim(run) if run.checkpoint.save is not None else (None, [])
+    lock, lock_notes = lock_folder(run) if run.checkpoint.save is not None else (None, [])
     if lock is not None:
         resources.enter_context(lock)
     return RunRanks(pg_collection, facts, watchdog, lock, lock_notes)
@@ -186,8 +186,8 @@ def _build_and_load(planned: RunPlan, ranks: RunRanks) -> LoadedModel:
     elif source is not None:
         loaded = load(run, source, trained)
         _check_loaded(f"--load {source.step}", run, trained, guard, ranks)
-    nothing: tuple[Origin, list[str]] = (Origin(), [])
-    comes_from, notes = read_on_rank_zero(lambda: _origin(planned.start_from, planned.imported), nothing)
+    found = on_rank_zero(lambda: _origin(planned.start_from, planned.imported))
+    comes_from, notes = found or (Provenance(), [])
     return LoadedModel(trained, guard, loaded, comes_from, notes)
 
 
@@ -210,14 +210,14 @@ def _build_splits(planned: RunPlan, ranks: RunRanks, progress: TrainingProgress)
     )
 
 
-def _build_saver(planned: RunPlan, ranks: RunRanks, comes_from: Origin, reporter: Reporter) -> Saver | None:
+def _build_saver(planned: RunPlan, ranks: RunRanks, comes_from: Provenance, reporter: Reporter) -> Saver | None:
     """Return what writes the checkpoints of a run that has `--save`."""
     run, start_from = planned.run, planned.start_from
     if run.checkpoint.save is None:
         return None
     source = start_from.source if start_from.continues else None
     loaded_step = None if source is None else start_from.start_iteration
-    where = target(run, lock=ranks.lock, loaded=loaded_step, origin=comes_from)
+    where = SaveTarget.of(run, lock=ranks.lock, loaded=loaded_step, origin=comes_from)
     return Saver(run, where, reporter.event, None if source is None else source.step)
 
 
@@ -232,13 +232,13 @@ def _unigram_entropy(planned: RunPlan, ranks: RunRanks, splits: Splits) -> float
     return label_entropy(splits.valid, evaluations * planned.schedule.final)
 
 
-def _origin(start_from: CheckpointPlan, imported: Import | None) -> tuple[Origin, list[str]]:
+def _origin(start_from: CheckpointPlan, imported: Import | None) -> tuple[Provenance, list[str]]:
     """Return what the steps keep of the source that the model was imported from, and notes about it."""
     if imported is not None:
         return imported.origin()
     source = start_from.source
     if source is None:
-        return Origin(), []
+        return Provenance(), []
     return origin.of_step(source.step, source.state)
 
 

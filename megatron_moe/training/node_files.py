@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_moe.checkpoint.errors import from_all
+from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import local_world_size
 from megatron_moe.config.schema import Run
@@ -63,7 +63,7 @@ def require_one_view(planned: RunPlan, ranks: RankFacts) -> list[str]:
     if here == ranks.world_size:
         return []
     own = _View(socket.gethostname(), ranks.rank - ranks.local_rank, planned.tokenizer.sha256, _identities(planned))
-    views = from_all(own)
+    views = all_gather_object(own)
     for rank, view in enumerate(views):
         if view.tokenizer != views[0].tokenizer:
             raise ConfigError(f"the tokenizer of rank {rank} on {view.host} is not that of rank 0; {_REMEDY}")
@@ -125,7 +125,7 @@ def _require_same_content(
     limit = planned.run.data.data_verify_gb * 10**9
     whole = sum(copies.values()) <= limit
     blocks = [(path, *block) for path, size in copies.items() for block in _blocks(size, whole)]
-    digests = from_all({(path, at): _digest(path, at, size) for path, at, size in blocks[local_rank::here]})
+    digests = all_gather_object({(path, at): _digest(path, at, size) for path, at, size in blocks[local_rank::here]})
     of_node: dict[int, dict[tuple[str, int], str]] = {}
     for view, found in zip(views, digests):
         of_node.setdefault(view.first_rank, {}).update(found)
@@ -181,7 +181,7 @@ def blind_ranks(folder: Path, rank: int) -> list[int]:
     deadline = time.monotonic() + _SECONDS_TO_APPEAR
     while not (seen := there[0].exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    blind = [rank for rank, sees in enumerate(from_all(seen)) if not sees]
+    blind = [rank for rank, sees in enumerate(all_gather_object(seen)) if not sees]
     if rank == 0:
         there[0].unlink()
     return blind

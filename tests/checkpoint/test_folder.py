@@ -26,7 +26,7 @@ def test_a_step_is_invisible_until_it_is_complete_and_nothing_of_a_dead_writer_i
     assert (tmp_path / folder.LATEST).read_text() == "50\n"
     step = write_step(tmp_path, 100)
     assert not (step / "__1_0.distcp").exists()
-    assert not folder.hidden_folder(tmp_path, 100).exists()
+    assert not folder.staging_dir(tmp_path, 100).exists()
 
 
 def test_a_step_with_another_configuration_is_passed_over_and_named(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_moe.checkpoint import folder, manifest, origin
-from megatron_moe.checkpoint.origin import Origin
+from megatron_moe.checkpoint.origin import Provenance
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import write_json
 
@@ -13,7 +13,7 @@ STATE = {"family": "mixtral", "copies": ["lm_head.weight"], "dropped": []}
 FILES = {"config.json": b"{}", "tokenizer.model": bytes(range(256)), "chat template.jinja": b"{{ x }}"}
 
 
-def published(root, about: Origin):
+def published(root, about: Provenance):
     root.mkdir(parents=True, exist_ok=True)
     hidden = folder.open_hidden(root, 3)
     files = {name: write_json(hidden / name, {}) for name in (folder.CONFIG, folder.STATE)}
@@ -21,15 +21,15 @@ def published(root, about: Origin):
 
 
 def test_the_files_go_into_a_step_and_come_back(tmp_path):
-    step = published(tmp_path, Origin(STATE, FILES))
+    step = published(tmp_path, Provenance(STATE, FILES))
     assert folder.defect(step) is None
     assert manifest.content_defect(step, manifest.read(step).files) is None
-    assert origin.of_step(step, {"hf": STATE}) == (Origin(STATE, FILES), [])
+    assert origin.of_step(step, {"hf": STATE}) == (Provenance(STATE, FILES), [])
     (step / "hf" / "config.json").write_text("{.")
     assert "hf/config.json" in (manifest.content_defect(step, manifest.read(step).files) or "")
-    other = published(tmp_path / "not imported", Origin())
+    other = published(tmp_path / "not imported", Provenance())
     assert not (other / "hf").exists()
-    assert origin.of_step(other, {}) == (Origin(), [])
+    assert origin.of_step(other, {}) == (Provenance(), [])
 
 
 def test_what_is_kept_is_bounded_and_what_is_not_is_told(tmp_path, monkeypatch):
@@ -41,7 +41,7 @@ def test_what_is_kept_is_bounded_and_what_is_not_is_told(tmp_path, monkeypatch):
 
 
 def test_files_that_are_gone_or_changed_and_a_state_that_is_none_are_errors(tmp_path):
-    step = published(tmp_path / "changed", Origin(STATE, FILES))
+    step = published(tmp_path / "changed", Provenance(STATE, FILES))
     (step / "hf" / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"hf/config\.json: is not what was saved"):
         origin.of_step(step, {"hf": STATE})
@@ -49,7 +49,7 @@ def test_files_that_are_gone_or_changed_and_a_state_that_is_none_are_errors(tmp_
     with pytest.raises(ConfigError, match=r"hf/config\.json: cannot be read"):
         origin.of_step(step, {"hf": STATE})
     with pytest.raises(ConfigError, match="no object"):
-        origin.of_step(published(tmp_path, Origin(STATE, FILES)), {"hf": "mixtral"})
+        origin.of_step(published(tmp_path, Provenance(STATE, FILES)), {"hf": "mixtral"})
     with pytest.raises(ConfigError, match=r"manifest.json"):
         origin.of_step(tmp_path, {"hf": STATE})
 

@@ -115,7 +115,7 @@ def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> di
     from megatron_moe.checkpoint.errors import SaveError
 
     write, replace_text, copy_rest = writer.write, folder.replace_text, writer.Staged.copy_rest
-    mark = folder.hidden_folder(Path(flags["save"]), number)
+    mark = folder.staging_dir(Path(flags["save"]), number)
 
     def full(staged: writer.Staged, hidden: Path) -> writer.Written:
         if torch.distributed.get_rank() == bad_rank and hidden == mark:
@@ -161,7 +161,7 @@ def test_a_refused_step_stops_all_ranks_with_the_reason_and_leaves_the_step_befo
         for words in ("rank 1", "__0_0.distcp", "the step takes", "are free at"):
             assert words in first["error"]
     assert folder.steps(tmp_path) == [1] and (tmp_path / folder.LATEST).read_text() == "1\n"
-    assert not folder.hidden_folder(tmp_path, 2).exists()
+    assert not folder.staging_dir(tmp_path, 2).exists()
     assert defect(tmp_path / "iter_0000001") is None
 
 
@@ -237,8 +237,8 @@ def disturbed(flags: dict[str, Any], how: str) -> str:
     def overtake() -> None:
         lock = root / ".writer.lock"
         lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "far", "token": "other"}))
-        folder.hidden_folder(root, 4).mkdir(exist_ok=True)
-        (folder.hidden_folder(root, 4) / "theirs").touch()
+        folder.staging_dir(root, 4).mkdir(exist_ok=True)
+        (folder.staging_dir(root, 4) / "theirs").touch()
 
     def finish_too_late(*args: Any) -> Any:
         overtake()
@@ -257,7 +257,7 @@ def disturbed(flags: dict[str, Any], how: str) -> str:
 def test_a_job_that_lost_its_folder_leaves_alone_what_the_other_one_writes(gloo, tmp_path, when):
     (message,) = gloo.run(1, disturbed, flags={"save": str(tmp_path), "save_interval": 4}, how=when)
     assert "was taken over by process" in message and "on far" in message
-    assert (folder.hidden_folder(tmp_path, 4) / "theirs").exists() and (tmp_path / ".writer.lock").exists()
+    assert (folder.staging_dir(tmp_path, 4) / "theirs").exists() and (tmp_path / ".writer.lock").exists()
     assert folder.steps(tmp_path) == []
 
 

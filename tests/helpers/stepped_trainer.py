@@ -130,11 +130,11 @@ class Trainer(model_cases.Trainer):
 
     def save(self, iteration: int = 2) -> None:
         """Save into `--save`."""
-        from megatron_moe.checkpoint.save import begin, target
+        from megatron_moe.checkpoint.save import SaveTarget, begin
         from megatron_moe.checkpoint.state import TrainingProgress
 
         progress = TrainingProgress(iteration=iteration, consumed_samples=8 * iteration)
-        saving = begin(self.run, self.trained, progress, target(self.run), facts={})
+        saving = begin(self.run, self.trained, progress, SaveTarget.of(self.run), facts={})
         for stage in (saving.write, saving.exchange, saving.publish, saving.conclude):
             stage()
 

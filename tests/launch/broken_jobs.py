@@ -206,7 +206,7 @@ def _install(fault: dict[str, Any]) -> None:
     elif phase == "grad reduce":
         step.finalize_model_grads = first(step.finalize_model_grads)
     elif phase == "save":
-        save_file.Saving._write = first(save_file.Saving._write)  # type: ignore[method-assign]
+        save_file.CheckpointSave._write = first(save_file.CheckpointSave._write)  # type: ignore[method-assign]
         # The other rank, which raises the same error, ends before this one has cleared away.
         discard = checkpoint_folder.discard
         checkpoint_folder.discard = lambda *of: (time.sleep(3), discard(*of))  # type: ignore[assignment, func-returns-value]

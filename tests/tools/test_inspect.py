@@ -57,7 +57,7 @@ def test_list_tells_of_each_step_what_it_is_and_of_one_that_is_being_written(ins
     step = found["steps"][0]
     assert step["files"] == 9 and step["bytes"] == manifest.read(root / "iter_0000050").total_bytes
     assert step["defect"] is None and step["layout"] == {"world_size": 2} and "verified" not in step
-    folder.hidden_folder(root, 200).mkdir()
+    folder.staging_dir(root, 200).mkdir()
     (root / "iter_0000050.bad").mkdir()
     status, text, result = inspect("list", root)
     assert status == 0 and ".iter_0000200.saving" in text and result["folders"][0]["hidden"] == [".iter_0000200.saving"]
