@@ -12,8 +12,7 @@ import torch
 
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.io.files import free_bytes
-from megatron_moe.io.places import place_of
-from megatron_moe.io.texts import size_text
+from megatron_moe.io.texts import place_of, size_text
 
 T = TypeVar("T")
 

@@ -86,7 +86,7 @@ def _gathering(
 ) -> Callable[..., dict[Any, Any]]:
     """Return a replacement of the engine's `DistributedOptimizer.get_parameter_state_dp_zero` with the same result."""
 
-    def gather(*_: Any, empty_data: bool = False, **__: Any) -> dict[Any, Any]:
+    def gather(*_: object, empty_data: bool = False, **__: object) -> dict[Any, Any]:
         assert not empty_data, "this is for saving"
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for index, ranges in enumerate(part.gbuf_ranges):

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import compare, dist, folder, manifest
+from megatron_moe.checkpoint import dist, folder, manifest
 from megatron_moe.checkpoint import state as random_state
 from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.checkpoint.index import UntrustedError
-from megatron_moe.checkpoint.plan import CheckpointPlan, CheckpointSource, plan
+from megatron_moe.checkpoint.plan import CheckpointPlan, CheckpointSource, changes_dtypes, plan
 from megatron_moe.checkpoint.state import (
     Trained,
     TrainingProgress,
@@ -158,7 +158,7 @@ def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
         unread = (AVERAGE,)
     fp32_state = fp32_state_keys(trained, {name: request[name] for name in chunks})
     changed: list[str] = []
-    if compare.changes_dtypes(run, source.config):
+    if changes_dtypes(run, source.config):
         changed.append(_REMADE)
         loaded, rounded = _load_other_dtypes(request, chunks, source.step, unread, fp32_state)
     else:
@@ -175,7 +175,12 @@ def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
     else:
         # fp32 main weights are copies of the model's; those they were made from are gone.
         trained.optimizer.reload_model_params()
-    averaged = [] if goes_on else _without_loaded_average(trained, source)
+    averaged: list[str] = []
+    if trained.average is not None and not goes_on:
+        trained.average.restart()
+        averaged = ["--ema-decay: the average begins with the loaded weights: none was loaded"]
+    elif trained.average is None and source.state.get(folder.HAS_AVERAGE):
+        averaged = [f"the average of the weights in {source.step} is left out: this run has no --ema-decay"]
     if fresh:
         note = f"weights from {source.step}; iteration, optimizer and schedule start fresh"
         return Loaded(TrainingProgress(), [*recorded, note, *changed], recorded)
@@ -187,16 +192,6 @@ def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
     )
     notes = [*recorded, f"continuing from {source.step}", *changed, *averaged, *_load_random_state(run, source)]
     return Loaded(progress, notes, recorded)
-
-
-def _without_loaded_average(trained: Trained, source: CheckpointSource) -> list[str]:
-    """Begin the average of the weights anew where the run has one; return a note where the step differs in it."""
-    if trained.average is not None:
-        trained.average.restart()
-        return ["--ema-decay: the average begins with the loaded weights: none was loaded"]
-    if source.state.get(folder.HAS_AVERAGE):
-        return [f"the average of the weights in {source.step} is left out: this run has no --ema-decay"]
-    return []
 
 
 def _load_random_state(run: Run, source: CheckpointSource) -> list[str]:

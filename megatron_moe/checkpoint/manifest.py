@@ -92,7 +92,8 @@ def read(step: Path) -> Manifest:
         raise ManifestError(f"its {NAME} is damaged: it is not JSON ({str(error)[:80]})") from None
     if not isinstance(content, dict):
         raise ManifestError(f"its {NAME} is damaged: it holds no object")
-    if _is_format_1(content):
+    files = content.get("files")  # of format 1: sizes alone; damage cannot turn one format into the other
+    if set(content) == {"files"} and isinstance(files, dict) and all(type(size) is int for size in files.values()):
         raise OtherFormatError("it was saved by an earlier version (format 1, without checksums)")
     if isinstance(content.get("format"), int) and content["format"] > FORMAT and _matches_digest(content, data):
         raise OtherFormatError(f"it was saved by a later version (format {content['format']}; this one reads {FORMAT})")
@@ -177,12 +178,6 @@ def _digest(content: dict[str, Any]) -> str:
 
 def _matches_digest(content: dict[str, Any], data: bytes) -> bool:
     return canonical_json(content) == data and content.get("digest") == _digest(content)
-
-
-def _is_format_1(content: dict[str, Any]) -> bool:
-    """Return whether the content is of the first format, sizes alone; damage cannot turn one format into the other."""
-    files = content.get("files")
-    return set(content) == {"files"} and isinstance(files, dict) and all(type(size) is int for size in files.values())
 
 
 def _wrong_content(content: dict[str, Any], data: bytes) -> str | None:

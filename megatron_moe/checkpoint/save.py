@@ -155,15 +155,16 @@ class CheckpointSave:
         Raises:
             SaveError: on every rank, where the step could not be published.
         """
-        with self._all_or_nothing():
-            on_rank_zero(self._raise_failure)
-        return self.step
 
-    def _raise_failure(self) -> None:
-        if isinstance(self._failure, OSError):
-            raise OSError(self._reason(self._failure)) from self._failure
-        if self._failure is not None:
-            raise self._failure
+        def raise_failure() -> None:
+            if isinstance(self._failure, OSError):
+                raise OSError(self._reason(self._failure)) from self._failure
+            if self._failure is not None:
+                raise self._failure
+
+        with self._all_or_nothing():
+            on_rank_zero(raise_failure)
+        return self.step
 
     def make_room(self) -> None:
         """Make an empty hidden folder with room for the step. Collective.
@@ -171,16 +172,17 @@ class CheckpointSave:
         Raises:
             SaveError: on every rank, where there is no room, or a sound step of this number.
         """
-        with self._all_or_nothing():
-            on_rank_zero(self._make_room)
 
-    def _make_room(self) -> None:
-        try:
-            if self.target.lock is not None:
-                self.target.lock.check()
-            folder.open_hidden(self.target.root, self.iteration, self.num_bytes)
-        except OSError as error:
-            raise OSError(self._reason(error)) from error
+        def make_room() -> None:
+            try:
+                if self.target.lock is not None:
+                    self.target.lock.check()
+                folder.open_hidden(self.target.root, self.iteration, self.num_bytes)
+            except OSError as error:
+                raise OSError(self._reason(error)) from error
+
+        with self._all_or_nothing():
+            on_rank_zero(make_room)
 
     def _reason(self, error: OSError) -> str:
         return refusal(error, self.target.root, self.num_bytes)

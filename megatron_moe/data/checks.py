@@ -52,7 +52,13 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
             "evaluation off"
         )
     indices = {prefix: open_index(prefix, flag_of(run.data, prefix)) for prefix in sources.prefixes()}
-    _check_cache_folder(run, sources)
+    if run.data.data_cache_path is not None:
+        require_writable_folder("--data-cache-path", run.data.data_cache_path)
+    else:
+        folder = Path(cache_folder(run, sources))
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigError(f"the index cache {folder}: no folder to write in; name one with --data-cache-path")
     sidecars = {prefix: read_sidecar(prefix) for prefix in indices}
     hash_bin = deep and within_verify_limit(run, list(indices))
     lines = []
@@ -205,16 +211,6 @@ def cache_folder(run: Run, sources: Sources) -> str:
     if run.data.data_cache_path is not None:
         return run.data.data_cache_path
     return os.path.join(os.path.dirname(os.path.abspath(sources.prefixes()[0])), "index_cache")
-
-
-def _check_cache_folder(run: Run, sources: Sources) -> None:
-    if run.data.data_cache_path is not None:
-        require_writable_folder("--data-cache-path", run.data.data_cache_path)
-        return
-    folder = cache_folder(run, sources)
-    existing = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"the index cache {folder}: no folder to write in; name one with --data-cache-path")
 
 
 @contextmanager
@@ -393,9 +389,8 @@ def _other_sources(run: Run, now: Fingerprint, before: Run, saved: Fingerprint) 
 def _same_content(now: dict[str, Any] | None, saved: dict[str, Any] | None) -> bool:
     if now is None or saved is None:
         return False
-    return all(
-        entry["bytes"] == saved[suffix]["bytes"]
-        and entry["sha256"] is not None
-        and entry["sha256"] == saved[suffix]["sha256"]
-        for suffix, entry in now.items()
-    )
+    for suffix, entry in now.items():
+        known = entry["sha256"] is not None and entry["sha256"] == saved[suffix]["sha256"]
+        if not known or entry["bytes"] != saved[suffix]["bytes"]:
+            return False
+    return True

@@ -23,12 +23,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+import numpy
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset, MockGPTLowLevelDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils.data import Dataset
 
@@ -64,7 +65,13 @@ class EpochsOfSamples(MegatronDataset):
     epoch_class: type[GPTDataset] = GPTDataset
 
     def __init__(
-        self, dataset: Any, dataset_path: str | None, indices: Any, num_samples: int | None, split: Any, config: Any
+        self,
+        dataset: object,
+        dataset_path: str | None,
+        indices: numpy.ndarray,
+        num_samples: int | None,
+        split: Split,
+        config: GPTDatasetConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, split, config)
         self._arguments = (dataset, dataset_path, indices, None, split)
@@ -78,12 +85,12 @@ class EpochsOfSamples(MegatronDataset):
             self._build(number)
 
     @classmethod
-    def numel_low_level_dataset(cls, low_level_dataset: Any) -> int:
+    def numel_low_level_dataset(cls, low_level_dataset: object) -> int:
         """Return the number of documents of the data."""
         return cls.epoch_class.numel_low_level_dataset(low_level_dataset)
 
     @classmethod
-    def build_low_level_dataset(cls, dataset_path: str, config: Any) -> Any:
+    def build_low_level_dataset(cls, dataset_path: str, config: GPTDatasetConfig) -> object:
         """Open the data."""
         return cls.epoch_class.build_low_level_dataset(dataset_path, config)
 
@@ -107,27 +114,27 @@ class EpochsOfSamples(MegatronDataset):
             return self.epoch_class(*self._arguments, config)
 
 
-class MadeUpDocuments(MockGPTLowLevelDataset):
+class MockDocuments(MockGPTLowLevelDataset):
     """The engine's made-up documents, of 1 to 4095 tokens: fewer where samples are short.
 
     The engine has 100,000 whatever the length. Samples of 16 tokens would be 4 million an epoch and split, whose order
     takes 50 MB and a tenth of a second on every rank before the first step.
     """
 
-    def __init__(self, tokenizer: Any, sequence_length: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, sequence_length: int) -> None:
         self.size = min(MockGPTLowLevelDataset.size, max(_FEWEST_DOCUMENTS, _DOCUMENTS_PER_POSITION * sequence_length))
         super().__init__(tokenizer)
 
 
-class EpochsOfMadeUpSamples(EpochsOfSamples):
+class EpochsOfMockSamples(EpochsOfSamples):
     """The same dataset of made-up tokens. An epoch of up to 4096 tokens a sample has more than 16,000 samples."""
 
     epoch_class = MockGPTDataset
 
     @classmethod
-    def build_low_level_dataset(cls, dataset_path: str, config: Any) -> MadeUpDocuments:
+    def build_low_level_dataset(cls, dataset_path: str, config: GPTDatasetConfig) -> MockDocuments:
         """Make up the documents."""
-        return MadeUpDocuments(config.tokenizer, config.sequence_length)
+        return MockDocuments(config.tokenizer, config.sequence_length)
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -267,7 +274,7 @@ def build_datasets(
     caches = config.path_to_cache if is_first else None
     with verified_caches(caches), _quiet(_ENGINE_LOG if sources.mock else None):
         builder = BlendedMegatronDatasetBuilder(
-            EpochsOfMadeUpSamples if sources.mock else EpochsOfSamples,
+            EpochsOfMockSamples if sources.mock else EpochsOfSamples,
             list(samples),
             lambda: reads_data(run, pg_collection),
             config,

@@ -65,6 +65,8 @@ def read_folder_tokenizer(path: Path) -> FolderTokenizer:
     Raises:
         ConfigError: there is none, a file is malformed, or its ids in transformers cannot be known.
     """
+    import tokenizers
+
     folder = path if path.is_dir() else path.parent
     file = path / JSON if path.is_dir() else path
     alone = file.name != JSON or not any((folder / name).is_file() for name in (SETTINGS, SPECIAL, ADDED, _MODEL))
@@ -80,7 +82,10 @@ def read_folder_tokenizer(path: Path) -> FolderTokenizer:
         return FolderTokenizer(model, roles, _meaning(model), None)
     content = file.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    model = _parsed(content, file)
+    try:
+        model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    except Exception as error:  # the library raises bare Exception for every malformed file
+        raise ConfigError(f"--tokenizer-model {file} is not a {JSON}: {error}") from error
     padding = model.padding
     _take_whole_texts(model)
     if alone:
@@ -95,15 +100,6 @@ def read_folder_tokenizer(path: Path) -> FolderTokenizer:
 def has_transformers() -> bool:
     """Return whether transformers is installed."""
     return importlib.util.find_spec("transformers") is not None
-
-
-def _parsed(content: bytes, file: Path) -> tokenizers.Tokenizer:
-    import tokenizers
-
-    try:
-        return tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-    except Exception as error:  # the library raises bare Exception for every malformed file
-        raise ConfigError(f"--tokenizer-model {file} is not a {JSON}: {error}") from error
 
 
 def _take_whole_texts(model: tokenizers.Tokenizer) -> None:
@@ -194,7 +190,9 @@ def _of_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
     return model, {role: str(token) for role in _ROLES if (token := getattr(theirs, role, None)) is not None}
 
 
-def _merged(model: Any, padding: dict[str, Any] | None, folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+def _merged(
+    model: tokenizers.Tokenizer, padding: dict[str, Any] | None, folder: Path
+) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Add the tokens of the other files of a folder to the tokenizer of its `tokenizer.json`; return it and its roles.
 
     Raises:

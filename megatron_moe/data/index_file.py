@@ -1,13 +1,10 @@
-"""Reads and verifies an indexed dataset, `PREFIX.bin` and `PREFIX.idx`, and counts its tokens, with numpy alone.
+"""Reads and verifies an indexed dataset, `PREFIX.bin` and `PREFIX.idx`, with numpy alone.
 
 The engine opens a dataset whose `.bin` is truncated, or whose index points outside of it, and fails at the first bad
 document, hours later. `open_index` checks every length, pointer and document first and names the file and the byte
 offset of what is wrong. Layout of `.idx`, little endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64
 number of sequences n, uint64 number of document marks d, int32[n] lengths (tokens), int64[n] pointers (bytes into
 `.bin`), int64[d] document marks (sequence numbers, first 0, last n).
-
-`unigram_entropy` and `label_entropy` return the entropy of tokens under their own frequencies, which is the lowest loss
-that a model without context can reach.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import dataclasses
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,56 +200,30 @@ def _check_content(
         )
 
 
-def entropy_of_counts(counts: numpy.ndarray) -> float:
-    """Return the entropy of int counts [V] in nats per token; zero counts add nothing.
+def label_entropy(dataset: Any, num_samples: int) -> float:
+    """Return the entropy in nats per token of the labels that count in the first `num_samples` samples of a dataset.
 
-    H = -sum_v p_v ln p_v with p_v = count_v / total (Shannon 1948), comparable to a cross-entropy.
+    These are the tokens that an evaluation over those samples predicts. Their entropy under their own frequencies,
+    -sum_v p_v ln p_v with p_v = count_v / total (Shannon 1948), is the lowest loss that a model without context can
+    reach.
+
+    Args:
+        dataset: samples with `labels` int64 [S] and `loss_mask` float [S].
 
     Raises:
-        ValueError: no count is above zero.
+        ValueError: no label counts.
     """
+    counts: numpy.ndarray = numpy.zeros(0, dtype=numpy.int64)
+    for i in range(num_samples):
+        sample = dataset[i]
+        new = numpy.bincount(sample["labels"][sample["loss_mask"] > 0].numpy(), minlength=len(counts))
+        new[: len(counts)] += counts
+        counts = new
     total = int(counts.sum())
     if total <= 0:
         raise ValueError("the entropy of no tokens is not defined")
     p = counts[counts > 0] / total
     return float(-(p * numpy.log(p)).sum())
-
-
-def unigram_entropy(source: str | Any) -> float:
-    """Return the entropy in nats per token of all tokens of an indexed dataset.
-
-    Args:
-        source: a prefix (path without .bin/.idx), the engine's IndexedDataset, or any sequence of 1-D integer arrays,
-            one per document.
-    """
-    if isinstance(source, str):
-        return entropy_of_counts(_count(tokens for _, tokens in open_index(source).chunks()))
-    return entropy_of_counts(_count(source[i] for i in range(len(source))))
-
-
-def label_entropy(dataset: Any, num_samples: int) -> float:
-    """Return the entropy in nats per token of the labels that count in the first `num_samples` samples of a dataset.
-
-    These are the tokens that an evaluation over those samples predicts.
-
-    Args:
-        dataset: samples with `labels` int64 [S] and `loss_mask` float [S].
-    """
-    samples = (dataset[i] for i in range(num_samples))
-    return entropy_of_counts(_count(s["labels"][s["loss_mask"] > 0].numpy() for s in samples))
-
-
-def _count(arrays: Iterable[numpy.ndarray]) -> numpy.ndarray:
-    """Return the number of occurrences of each id, int64 [largest id + 1]."""
-    counts: numpy.ndarray = numpy.zeros(0, dtype=numpy.int64)
-    for array in arrays:
-        new = numpy.bincount(array)
-        if len(new) > len(counts):
-            new[: len(counts)] += counts
-            counts = new
-        else:
-            counts[: len(new)] += new
-    return counts
 
 
 # ---- The sidecar file `PREFIX.json`: what was written, with which tokenizer.

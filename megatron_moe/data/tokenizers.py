@@ -93,12 +93,8 @@ class SentencePieceTokenizer(Tokenizer):
             )
         self.bos = int(self._model.bos_id()) if self._model.bos_id() >= 0 else None
         self.sha256 = hashlib.sha256(content).hexdigest()
-        self._space_symbol_ids = self._byte_pieces(self._SPACE_SYMBOL)
-
-    def _byte_pieces(self, text: str) -> list[int] | None:
-        """Return the ids of the byte pieces of `text`, or None where the model has none."""
-        ids = [int(self._model.piece_to_id(f"<0x{byte:02X}>")) for byte in text.encode()]
-        return ids if all(self._model.is_byte(i) for i in ids) else None
+        ids = [int(self._model.piece_to_id(f"<0x{byte:02X}>")) for byte in self._SPACE_SYMBOL.encode()]
+        self._space_symbol_ids = ids if all(self._model.is_byte(i) for i in ids) else None  # None: it has no bytes
 
     def tokenize(self, text: str) -> list[int]:
         if self._space_symbol_ids is None or self._SPACE_SYMBOL not in text:

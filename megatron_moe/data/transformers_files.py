@@ -164,7 +164,17 @@ def _draft(tokenizer: Tokenizer, file: Path | None) -> _Draft | None:
     if isinstance(tokenizer, (GPT2BPETokenizer, RankedTokenizer)):
         model = tokenizer.fast_tokenizer()
         return _Draft(model.to_str().encode(), _roles(tokenizer, model))
-    return _of_bytes() if isinstance(tokenizer, ByteTokenizer) else None
+    if not isinstance(tokenizer, ByteTokenizer):
+        return None
+    import tokenizers
+
+    end = "<|endoftext|>"  # after a token for each byte, whose id it is
+    ids = {letter: byte for byte, letter in enumerate(byte_letters())}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE({**ids, end: ByteTokenizer.eod}, []))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.add_special_tokens([end])
+    return _Draft(model.to_str().encode(), {"eos_token": end})
 
 
 def _of_tokenizer_json(tokenizer: HuggingFaceTokenizer, path: Path) -> _Draft:
@@ -189,19 +199,6 @@ def _roles(tokenizer: Tokenizer, model: tokenizers.Tokenizer) -> dict[str, str]:
     return {role: token for role, token in tokens.items() if token is not None}
 
 
-def _of_bytes() -> _Draft:
-    """Return the byte tokenizer: a token for each byte, whose id it is, and the end of a document after them."""
-    import tokenizers
-
-    end = "<|endoftext|>"
-    ids = {letter: byte for byte, letter in enumerate(byte_letters())}
-    model = tokenizers.Tokenizer(tokenizers.models.BPE({**ids, end: ByteTokenizer.eod}, []))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    model.add_special_tokens([end])
-    return _Draft(model.to_str().encode(), {"eos_token": end})
-
-
 def _texts_of_vocabulary(tokenizer: Tokenizer) -> Iterator[str]:
     """Yield texts that are made of pieces from all over the vocabulary, without those that are no whole characters."""
     number = min(tokenizer.vocab_size, _MOST_PIECES)
@@ -211,7 +208,7 @@ def _texts_of_vocabulary(tokenizer: Tokenizer) -> Iterator[str]:
         yield "".join(pieces[start : start + _PIECES_A_TEXT])
 
 
-def _require_same_ids(tokenizer: Tokenizer, model: Any, texts: list[str]) -> None:
+def _require_same_ids(tokenizer: Tokenizer, model: tokenizers.Tokenizer, texts: list[str]) -> None:
     """Check that a tokenizer of the library gives a run's ids, and the text again where the run's own does."""
     model.no_truncation()
     model.no_padding()
@@ -302,7 +299,7 @@ class SentencePieceModel:
         )
         return result
 
-    def _symbols(self, normalizer: Any) -> list[str]:
+    def _symbols(self, normalizer: tokenizers.normalizers.Normalizer) -> list[str]:
         """Return the user-defined symbols, which SentencePiece takes out of a text as they are.
 
         Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint import folder as checkpoints
-from megatron_moe.checkpoint.compare import architecture_keys
+from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
 from megatron_moe.config.schema import Run, build
@@ -55,7 +55,11 @@ def filled_in(given: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
         step, _ = checkpoints.find_step(root, given.get("ckpt_step"), verify=given.get("verify_checkpoint", True))
         if step is not None:
             where = f"--use-checkpoint-args {step}" if imported is None else f"{step}, which --load goes on from"
-            return _merged(given, _settings_of_step(step), where)
+            fields, path = all_fields(), step / checkpoints.CONFIG
+            saved = checkpoints.read_json(path)
+            names = [name for name in (*architecture_keys(), *_ALSO_FILLED_IN) if name in saved]
+            theirs = {name: from_file(fields[name], saved[name], f"{path}: {name}") for name in names}
+            return _merged(given, theirs, where)
         if imported is None:
             raise ConfigError(
                 f"--use-checkpoint-args: --load {root} has no step yet to take the architecture from; give it with "
@@ -99,12 +103,6 @@ def settings_of(folder: HFFolder, where: str) -> Settings:
     layers = folder.config.get("num_hidden_layers")
     extra = isinstance(layers, int) and any(name.startswith(f"model.layers.{layers}.") for name in folder.tensors)
     return settings(folder.config, has_prediction_layers=extra, where=where)
-
-
-def _settings_of_step(step: Path) -> dict[str, Any]:
-    saved, fields = checkpoints.read_json(step / checkpoints.CONFIG), all_fields()
-    names = [name for name in (*architecture_keys(), *_ALSO_FILLED_IN) if name in saved]
-    return {name: from_file(fields[name], saved[name], f"{step / checkpoints.CONFIG}: {name}") for name in names}
 
 
 def _merged(given: dict[str, Any], folders: dict[str, Any], where: str) -> dict[str, Any]:

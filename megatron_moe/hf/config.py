@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_moe.checkpoint.compare import architecture_keys
+from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.model_flags import ModelConfig, MoEConfig
 from megatron_moe.config.schema import Run, build, flatten

@@ -115,11 +115,6 @@ class HFFolder:
         scales = set(self.scales.values())
         return {name: stored.shape for name, stored in self.tensors.items() if name not in scales}
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors as they are stored."""
-        return sum(stored.end - stored.begin for stored in self.tensors.values())
-
 
 def configuration_alone(path: Path) -> dict[str, Any] | None:
     """Return the content of a folder's config.json where there are no weights; None where it is for `HFFolder.open`."""

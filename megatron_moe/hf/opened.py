@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.checkpoint.compare import architecture_keys
+from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config import rules, schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import launched_world

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_moe.checkpoint import compare, folder, manifest, origin
+from megatron_moe.checkpoint import folder, manifest, origin
+from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
@@ -109,7 +110,7 @@ def locate(path: Path, ckpt_step: int | None = None, family: str | None = None, 
 def _native(step: Path, family: str | None, notes: tuple[str, ...]) -> ModelSource:
     config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
     fields = all_fields()
-    wanted = (*compare.architecture_keys(), "seq_length", "max_position_embeddings", "moe_router_dtype")
+    wanted = (*architecture_keys(), "seq_length", "max_position_embeddings", "moe_router_dtype")
     flat = {name: from_file(fields[name], config[name], f"{step}: {name}") for name in wanted if name in config}
     if flat.get("vocab_size") is None:
         # A run that takes its tokenizer's vocabulary; without that count, padding and tokens cannot be distinguished.

@@ -79,7 +79,7 @@ class LocalRanks:
     def __enter__(self) -> LocalRanks:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
         shutil.rmtree(self._folder, ignore_errors=True)
 

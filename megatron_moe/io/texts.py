@@ -1,12 +1,15 @@
-"""Sizes and durations in readable units, and names that are meant for something else."""
+"""Sizes, durations and places in the code as texts, and names that are meant for something else."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import FrameType, TracebackType
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_PACKAGE = str(Path(__file__).resolve().parents[1])  # and of the tools, whose folder begins alike
 _SIZES = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
@@ -53,3 +56,35 @@ def how_to_download(name: str, what: str = "model") -> str:
 def hub_hint(path: str, what: str = "model") -> str:
     """Return the end of a refusal of a path that is not there: how to download it, if it looks like a hub's name."""
     return f"; {how_to_download(path, what)}" if is_hub_name(path) and not Path(path).exists() else ""
+
+
+# Places in the code: file:line in function.
+
+
+def place_of(error: BaseException) -> str:
+    """Return where an error was raised, as the innermost line of this package where its traceback has any."""
+    return place_in((frame, line) for frame, line, _ in reversed(list(inwards(error.__traceback__))))
+
+
+def place_in(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the innermost line of this package, else of a file that is not torch's, else of all; "nowhere" of none.
+
+    Args:
+        frames: (frame, line) from the innermost on.
+    """
+    known = list(frames)
+    ours = [entry for entry in known if entry[0].f_code.co_filename.startswith(_PACKAGE)]
+    outside = [entry for entry in known if "/torch/" not in entry[0].f_code.co_filename]
+    if not known:
+        return "nowhere"
+    frame, line = (ours or outside or known)[0]
+    file = frame.f_code.co_filename
+    short = str(Path(file).relative_to(Path(_PACKAGE).parent)) if file.startswith(_PACKAGE) else file
+    return f"{short}:{line} in {frame.f_code.co_name}"
+
+
+def inwards(trace: TracebackType | None) -> Iterator[tuple[FrameType, int, int]]:
+    """Yield (frame, line, index of the instruction) of a traceback, from the outermost on."""
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lineno, trace.tb_lasti
+        trace = trace.tb_next

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from megatron_moe.io.places import inwards, place_in
+from megatron_moe.io.texts import inwards, place_in
 
 Frames = list[tuple[FrameType, int, int]]
 """Innermost first: frame, line, index of the instruction."""

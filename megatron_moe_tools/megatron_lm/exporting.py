@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_moe.checkpoint.compare import architecture_keys
+from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.hf.transforms import Shape
 from megatron_moe_tools.megatron_lm import names, optimizer

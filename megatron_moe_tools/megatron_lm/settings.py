@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_moe.checkpoint.compare import architecture_keys
+from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config import megatron_defaults, megatron_flags
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import Field, all_fields, from_file

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint.compare import architecture_keys
-from megatron_moe.checkpoint.plan import plan
+from megatron_moe.checkpoint.plan import architecture_keys, plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, fields_by_name, flatten, replace
 from tests.helpers.plain_steps import write_step

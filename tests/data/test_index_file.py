@@ -17,7 +17,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.data.index_file import HEADER_BYTES, entropy_of_counts, label_entropy, open_index, unigram_entropy
+from megatron_moe.data.index_file import HEADER_BYTES, label_entropy, open_index
 from tests.config.refused import refused
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
@@ -143,21 +143,13 @@ def plain_entropy(ids: list[int]) -> float:
 
 
 def test_entropy_of_equal_counts_is_the_logarithm_of_their_number():
-    assert entropy_of_counts(numpy.array([7, 0, 7, 7, 7])) == pytest.approx(math.log(4), rel=1e-15)
-    assert entropy_of_counts(numpy.array([0, 3])) == 0.0
+    def of(labels: list[int], counting: float = 1.0) -> float:
+        return label_entropy([{"labels": torch.tensor(labels), "loss_mask": torch.full((len(labels),), counting)}], 1)
+
+    assert of([0, 2, 3, 4]) == pytest.approx(math.log(4), rel=1e-15)
+    assert of([1, 1, 1]) == 0.0
     with pytest.raises(ValueError, match="no tokens"):
-        entropy_of_counts(numpy.zeros(3, dtype=numpy.int64))
-
-
-def test_prefix_and_open_dataset_give_the_entropy_of_all_tokens(write_ids, monkeypatch):
-    rng = numpy.random.default_rng(0)
-    documents = [rng.zipf(1.5, size=rng.integers(1, 50)).clip(0, 900).tolist() for _ in range(40)]
-    expected = plain_entropy([i for document in documents for i in document])
-    prefix = write_ids(documents)
-    assert unigram_entropy(prefix) == pytest.approx(expected, rel=1e-12)
-    assert unigram_entropy(IndexedDataset(prefix)) == pytest.approx(expected, rel=1e-12)
-    monkeypatch.setattr("megatron_moe.data.index_file._CHUNK_TOKENS", 7)
-    assert unigram_entropy(prefix) == pytest.approx(expected, rel=1e-12)
+        of([1, 2], 0.0)
 
 
 def test_label_entropy_counts_what_an_evaluation_predicts():

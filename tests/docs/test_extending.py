@@ -82,7 +82,7 @@ def test_the_program_trains_with_what_it_registers(gloo: Any) -> None:
 
 ADDED = """
 import json, torch
-from megatron_moe.checkpoint.compare import architecture_keys
+from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import build, flatten, replace

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_moe.checkpoint.compare import architecture_keys
+from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config import cli
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.hf.architecture import filled_in

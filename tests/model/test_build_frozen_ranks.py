@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.checkpoint.compare import check_frozen
+from megatron_moe.checkpoint.plan import check_frozen
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.module_names import frozen, modules
 from megatron_moe.config.schema import build
