@@ -28,7 +28,7 @@ from typing import Any
 from megatron_moe.checkpoint import folder as folder_module
 from megatron_moe.checkpoint import optimizer
 from megatron_moe.checkpoint.save import Saver, SaveTarget
-from megatron_moe.checkpoint.state import Trained, TrainingProgress, metadata, model_state
+from megatron_moe.checkpoint.state import TrainingProgress, TrainState, metadata, model_state
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.training.run import pretrain
@@ -73,7 +73,7 @@ def measure(hidden_size: int, layers: int, folder: Path, repeats: int) -> dict[s
     found: dict[str, Any] = {}
     save = Saver.save
 
-    def instead(_: Saver, trained: Trained, progress: TrainingProgress, facts: dict[str, Any]) -> bool:
+    def instead(_: Saver, trained: TrainState, progress: TrainingProgress, facts: dict[str, Any]) -> bool:
         Saver.save = save  # type: ignore[method-assign]
         found.update(_contest(run, trained, progress, facts, folder, repeats))
         raise _Done
@@ -89,7 +89,7 @@ def measure(hidden_size: int, layers: int, folder: Path, repeats: int) -> dict[s
 
 
 def _contest(
-    run: Run, trained: Trained, progress: TrainingProgress, facts: dict[str, Any], folder: Path, repeats: int
+    run: Run, trained: TrainState, progress: TrainingProgress, facts: dict[str, Any], folder: Path, repeats: int
 ) -> dict[str, Any]:
     from megatron.core import dist_checkpointing  # behind our package, which adapts it
 

@@ -22,8 +22,8 @@ from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.checkpoint.index import UntrustedError
 from megatron_moe.checkpoint.plan import CheckpointPlan, CheckpointSource, changes_dtypes, plan
 from megatron_moe.checkpoint.state import (
-    Trained,
     TrainingProgress,
+    TrainState,
     average_state,
     fp32_state_keys,
     layout,
@@ -135,7 +135,7 @@ class Loaded(NamedTuple):
     precision_warnings: list[str]
 
 
-def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
+def load(run: Run, source: CheckpointSource, trained: TrainState) -> Loaded:
     """Fill model, optimizer, schedule and random states from a step. Collective over all ranks.
 
     Raises:

@@ -32,7 +32,14 @@ from megatron_moe.checkpoint.gather import Buffers, Gathered
 from megatron_moe.checkpoint.lock import WriterLock, acquire
 from megatron_moe.checkpoint.origin import FOLDER as ORIGIN
 from megatron_moe.checkpoint.origin import Provenance
-from megatron_moe.checkpoint.state import Trained, TrainingProgress, average_state, layout, model_state, optimizer_state
+from megatron_moe.checkpoint.state import (
+    TrainingProgress,
+    TrainState,
+    average_state,
+    layout,
+    model_state,
+    optimizer_state,
+)
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.io.files import new_file, write_json
@@ -230,7 +237,7 @@ def lock_folder(run: Run) -> tuple[WriterLock | None, list[str]]:
 
 def begin(
     run: Run,
-    trained: Trained,
+    trained: TrainState,
     progress: TrainingProgress,
     where: SaveTarget,
     *,
@@ -289,7 +296,7 @@ def begin(
     return saving
 
 
-def changed_by_updates(run: Run, trained: Trained) -> set[int]:
+def changed_by_updates(run: Run, trained: TrainState) -> set[int]:
     """Return the addresses of the storages that nothing changes before the optimizer's next update.
 
     Buffers such as expert_bias, which moves with the gradients, are not among them; nor are weights that the next
@@ -330,7 +337,7 @@ class Saver:
         self.error: SaveError | None = None
         """Why the last step that was to be saved was not."""
 
-    def save(self, trained: Trained, progress: TrainingProgress, facts: dict[str, Any]) -> bool:
+    def save(self, trained: TrainState, progress: TrainingProgress, facts: dict[str, Any]) -> bool:
         """Save a step, or begin to; an earlier one is finished first. Parameters have to be gathered.
 
         Returns:

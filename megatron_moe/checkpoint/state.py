@@ -58,7 +58,7 @@ class TrainingProgress:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainState:
     """Everything that training changes, on one rank.
 
     model: wrapped chunks, one per virtual pipeline stage. optimizer and scheduler: the engine's. average: the
@@ -77,7 +77,7 @@ def metadata(pg_collection: ProcessGroupCollection) -> dict[str, Any]:
     return {**optimizer_tensors.FORMAT, "non_homogeneous_layers": True, "dp_cp_group": pg_collection.dp_cp}
 
 
-def model_state(trained: Trained) -> dict[str, Any]:
+def model_state(trained: TrainState) -> dict[str, Any]:
     """Return the model's sharded state dict, one entry per chunk; loading fills its tensors.
 
     They are the live ones, but for the weights of a fully sharded model in bf16 or fp16, which `put_model_state` puts
@@ -93,13 +93,13 @@ def model_state(trained: Trained) -> dict[str, Any]:
     }
 
 
-def fp32_state_keys(trained: Trained, state: dict[str, Any]) -> frozenset[str]:
+def fp32_state_keys(trained: TrainState, state: dict[str, Any]) -> frozenset[str]:
     """Return the keys in `model_state` of the tensors that the model declares as fp32 state (`expert_bias`)."""
     declared = {tensor.data_ptr() for chunk in trained.model for _, tensor in declared_fp32_state(chunk)}
     return frozenset(tensor.key for tensor in dist.sharded_tensors(state) if tensor.data.data_ptr() in declared)
 
 
-def put_model_state(trained: Trained, loaded: dict[str, Any]) -> None:
+def put_model_state(trained: TrainState, loaded: dict[str, Any]) -> None:
     """Load tensors into the chunks; every tensor of the model has to be among them."""
     for chunk, state in zip(trained.model, loaded.values()):
         if isinstance(chunk, FullyShardedDataParallel):
@@ -108,7 +108,7 @@ def put_model_state(trained: Trained, loaded: dict[str, Any]) -> None:
             unwrapped(chunk).load_state_dict(state)
 
 
-def optimizer_state(trained: Trained, state: dict[str, Any], *, loading: bool) -> Any:
+def optimizer_state(trained: TrainState, state: dict[str, Any], *, loading: bool) -> Any:
     """Return the optimizer's sharded state dict. Collective: a distributed optimizer gathers its shards.
 
     Args:
@@ -120,7 +120,7 @@ def optimizer_state(trained: Trained, state: dict[str, Any], *, loading: bool) -
     return optimizer_tensors.sharded_state(trained.optimizer, state, options, loading=loading)
 
 
-def put_optimizer_state(trained: Trained, loaded: Any, run: Run) -> None:
+def put_optimizer_state(trained: TrainState, loaded: Any, run: Run) -> None:
     """Load main weights, moments, step count and loss scale into the optimizer."""
     if (model := fully_sharded(trained)) is not None:
         sharded.put_optimizer_state(model, trained.optimizer, loaded, metadata(trained.pg_collection))
@@ -128,13 +128,13 @@ def put_optimizer_state(trained: Trained, loaded: Any, run: Run) -> None:
         optimizer_tensors.load(trained.optimizer, loaded, run)
 
 
-def average_state(trained: Trained) -> dict[str, Any]:
+def average_state(trained: TrainState) -> dict[str, Any]:
     """Return the sharded state of the average of the weights; loading fills its tensors."""
     chunks = [unwrapped(chunk) for chunk in trained.model]
     return sharded.average_state(trained.average, chunks, trained.optimizer, metadata(trained.pg_collection))
 
 
-def fully_sharded(trained: Trained) -> torch.nn.Module | None:
+def fully_sharded(trained: TrainState) -> torch.nn.Module | None:
     """Return the model within the wrappers where its weights are spread over data-parallel ranks; it is one chunk."""
     (chunk, *_) = trained.model
     return unwrapped(chunk) if isinstance(chunk, FullyShardedDataParallel) else None

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.checkpoint import dist
 from megatron_moe.checkpoint.errors import all_gather_object
-from megatron_moe.checkpoint.state import Trained, fully_sharded, model_state, put_model_state
+from megatron_moe.checkpoint.state import TrainState, fully_sharded, model_state, put_model_state
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.folder import ALLOW
@@ -57,7 +57,7 @@ class _Task(NamedTuple):
 
 
 @torch.no_grad()
-def fill(run: Run, source: Import, trained: Trained, report: Callable[[str], None]) -> Imported:
+def fill(run: Run, source: Import, trained: TrainState, report: Callable[[str], None]) -> Imported:
     """Fill the model and the optimizer's fp32 weights. Collective over all ranks.
 
     Args:
@@ -200,7 +200,7 @@ class _Filling:
             self._flag("changed", name)
         return cast
 
-    def require_coverage(self, shards: Sequence[dist.Shard], trained: Trained) -> None:
+    def require_coverage(self, shards: Sequence[dist.Shard], trained: TrainState) -> None:
         """Check over all ranks that everything was filled and used. Collective.
 
         Raises:

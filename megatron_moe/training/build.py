@@ -18,7 +18,7 @@ from megatron_moe.checkpoint.lock import WriterLock
 from megatron_moe.checkpoint.origin import Provenance
 from megatron_moe.checkpoint.plan import CheckpointPlan
 from megatron_moe.checkpoint.save import Saver, SaveTarget, lock_folder
-from megatron_moe.checkpoint.state import Trained, TrainingProgress
+from megatron_moe.checkpoint.state import TrainingProgress, TrainState
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.data.datasets import build_datasets
@@ -58,7 +58,7 @@ class RunRanks:
 class LoadedModel:
     """Model, optimizer and schedule with the state that they start from."""
 
-    trained: Trained
+    trained: TrainState
     guard: PrecisionGuard
     loaded: Loaded
     """What came from a checkpoint or an imported folder; empty for a fresh model."""
@@ -174,7 +174,7 @@ def _build_and_load(planned: RunPlan, ranks: RunRanks) -> LoadedModel:
     model = build_model(run, ranks.pg_collection, planned.vocab_size, guard=guard)
     optimizer = build_optimizer(run, model, ranks.pg_collection)
     scheduler, average = build_scheduler(run, optimizer), build_average(run, model, optimizer)
-    trained = Trained(model, optimizer, scheduler, ranks.pg_collection, average)
+    trained = TrainState(model, optimizer, scheduler, ranks.pg_collection, average)
     check_precision(guard, "building the optimizer", run, trained)
     loaded = Loaded(TrainingProgress(), [], [])
     if planned.imported is not None:
@@ -191,7 +191,7 @@ def _build_and_load(planned: RunPlan, ranks: RunRanks) -> LoadedModel:
     return LoadedModel(trained, guard, loaded, comes_from, notes)
 
 
-def _check_loaded(start: str, run: Run, trained: Trained, guard: PrecisionGuard, ranks: RunRanks) -> None:
+def _check_loaded(start: str, run: Run, trained: TrainState, guard: PrecisionGuard, ranks: RunRanks) -> None:
     """Check the dtypes and the values of the state that a run starts from."""
     check_precision(guard, start, run, trained)
     if (damage := damage_on_ranks(trained, ranks.facts)) is not None:

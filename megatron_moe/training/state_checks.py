@@ -12,7 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.checkpoint.state import Trained
+from megatron_moe.checkpoint.state import TrainState
 from megatron_moe.config.schema import Run
 from megatron_moe.model.float16_module import model_dtypes, without_wrappers
 from megatron_moe.model.fully_sharded import local
@@ -65,7 +65,7 @@ def global_names(chunk: torch.nn.Module) -> dict[str, str]:
     return {name: renamed(name) for name in names}
 
 
-def non_finite_state(trained: Trained) -> Iterator[tuple[str, Tensor]]:
+def non_finite_state(trained: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Yield what is not finite of this rank's weights, averages, moments and expert_bias, with its name."""
     owners: dict[int, str] = {}
     for chunk in trained.model:
@@ -97,7 +97,7 @@ def non_finite_gradients(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str
                 yield f"the gradient of {shown[name]}", gradient
 
 
-def damage_on_ranks(trained: Trained, place: RankFacts) -> str | None:
+def damage_on_ranks(trained: TrainState, place: RankFacts) -> str | None:
     """Return, on every rank, which state of which ranks is not finite; None if all is. Collective over all ranks."""
     own = [f"{what} holds {non_finite_text(tensor)}" for what, tensor in non_finite_state(trained)]
     found = torch.tensor(len(own), device=platform.device())
@@ -123,7 +123,7 @@ def ranks_text(ranks: Sequence[str]) -> str:
     return ", ".join(ranks[:_RANKS_SHOWN]) + more
 
 
-def check_precision(guard: PrecisionGuard, boundary: str, run: Run, trained: Trained) -> int:
+def check_precision(guard: PrecisionGuard, boundary: str, run: Run, trained: TrainState) -> int:
     """Check every dtype of this rank's model and optimizer; a few milliseconds, no arithmetic on any tensor.
 
     Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint.save import Saver
-from megatron_moe.checkpoint.state import Trained, TrainingProgress
+from megatron_moe.checkpoint.state import TrainingProgress, TrainState
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import BatchIterator, batch_iterators
 from megatron_moe.data.checks import Fingerprint
@@ -57,7 +57,7 @@ class Trainer:
 
     run: Run
     rank_facts: RankFacts
-    trained: Trained
+    trained: TrainState
     schedule: BatchSchedule
     splits: Splits
     vocab_size: int

@@ -109,9 +109,9 @@ class Trainer(model_cases.Trainer):
     @property
     def trained(self) -> Any:
         """What a checkpoint is made of."""
-        from megatron_moe.checkpoint.state import Trained
+        from megatron_moe.checkpoint.state import TrainState
 
-        return Trained(self.model, self.optimizer, self.scheduler, self.groups, self.average)
+        return TrainState(self.model, self.optimizer, self.scheduler, self.groups, self.average)
 
     def tensors(self) -> Saved:
         """What this rank would write of weights, optimizer and averages."""

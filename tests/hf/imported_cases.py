@@ -55,7 +55,7 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
     """
     from dataclasses import asdict
 
-    from megatron_moe.checkpoint.state import Trained
+    from megatron_moe.checkpoint.state import TrainState
     from megatron_moe.hf.import_plan import plan_import
     from megatron_moe.hf.importing import fill
     from megatron_moe.model.build import build_model
@@ -68,7 +68,7 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
     seed_everything(run)
     chunks = build_model(run, pg_collection, run.model.vocab_size)
     optimizer = build_optimizer(run, chunks, pg_collection)
-    trained = Trained(chunks, optimizer, None, pg_collection)
+    trained = TrainState(chunks, optimizer, None, pg_collection)
     told = fill(run, plan_import(run), trained, print)
     with gathered_parameters(chunks):
         tensors = {

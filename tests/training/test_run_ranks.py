@@ -22,7 +22,7 @@ def loaded_biases(flags: dict[str, Any]) -> dict[int, tuple[str, str, list[float
     """Build a model, load a checkpoint into it: per MoE layer the dtypes of bias and counts, and the bias."""
     from megatron_moe.checkpoint.load import load
     from megatron_moe.checkpoint.plan import plan
-    from megatron_moe.checkpoint.state import Trained
+    from megatron_moe.checkpoint.state import TrainState
     from megatron_moe.model.build import build_model
     from megatron_moe.moe.router import routers
     from megatron_moe.parallel import groups
@@ -34,7 +34,7 @@ def loaded_biases(flags: dict[str, Any]) -> dict[int, tuple[str, str, list[float
     collection = groups.initialize(run)
     model = build_model(run, collection, 320)
     optimizer = build_optimizer(run, model, collection)
-    load(run, source, Trained(model, optimizer, build_scheduler(run, optimizer), collection))
+    load(run, source, TrainState(model, optimizer, build_scheduler(run, optimizer), collection))
     return {
         r.layer_number: (str(r.expert_bias.dtype), str(r.local_tokens_per_expert.dtype), r.expert_bias.tolist())
         for r in routers(model)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from megatron_moe.checkpoint.state import Trained
+from megatron_moe.checkpoint.state import TrainState
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
@@ -205,7 +205,7 @@ class FaultReport:
     first: NonFiniteValue | None
 
 
-def find_cause(run: Run, trained: Trained, place: RankFacts, replay: StepReplay) -> tuple[str, bool]:
+def find_cause(run: Run, trained: TrainState, place: RankFacts, replay: StepReplay) -> tuple[str, bool]:
     """Return where the step that has just failed went wrong. Collective over all ranks, after `train_step`.
 
     Returns:

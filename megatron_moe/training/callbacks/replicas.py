@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_moe import platform
-from megatron_moe.checkpoint.state import Trained
+from megatron_moe.checkpoint.state import TrainState
 from megatron_moe.config.errors import RunFault
 from megatron_moe.model.fully_sharded import local
 from megatron_moe.moe.router import routers
@@ -83,7 +83,7 @@ class Replicas(Callback):
             require_equal_replicas(self.trainer.trained, self.trainer.rank_facts, step.iteration)
 
 
-def compare_replicas(trained: Trained) -> list[ReplicaDifference]:
+def compare_replicas(trained: TrainState) -> list[ReplicaDifference]:
     """Compare all replicas that this rank has a copy of; return those that differ. Collective over all ranks.
 
     Parameters have to be gathered. Dense weights are compared over data and context parallel ranks, those that tensor
@@ -104,7 +104,7 @@ def compare_replicas(trained: Trained) -> list[ReplicaDifference]:
     return found
 
 
-def require_equal_replicas(trained: Trained, place: RankFacts, iteration: int) -> None:
+def require_equal_replicas(trained: TrainState, place: RankFacts, iteration: int) -> None:
     """Stop the run where replicas differ. Collective over all ranks.
 
     Raises:
@@ -127,7 +127,7 @@ def require_equal_replicas(trained: Trained, place: RankFacts, iteration: int) -
     )
 
 
-def _by_group(trained: Trained) -> Iterator[tuple[Any, list[tuple[str, Tensor]]]]:
+def _by_group(trained: TrainState) -> Iterator[tuple[Any, list[tuple[str, Tensor]]]]:
     """Yield each group of ranks that have copies, with the tensors copied, in the same order on all of its ranks."""
     groups = trained.pg_collection
     split: list[tuple[str, Tensor]] = []
