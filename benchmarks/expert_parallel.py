@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from benchmarks.problem import Shape
-from megatron_moe.io.local_ranks import LocalRanks
+from megatron_moe_tools.launch.local_ranks import LocalRanks
 
 
 def main(argv: Sequence[str] | None = None) -> int:

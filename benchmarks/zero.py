@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.config.presets import PRESETS
-from megatron_moe.io.local_ranks import LocalRanks
+from megatron_moe_tools.launch.local_ranks import LocalRanks
 
 STAGES = {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 WEIGHTS, INT8, INT4 = (

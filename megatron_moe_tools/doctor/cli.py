@@ -15,11 +15,11 @@ from megatron_moe.config.presets import with_made_up_data
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
-from megatron_moe.io.local_ranks import RankFailure
 from megatron_moe.io.program import run_program, say
 from megatron_moe_tools.doctor.default_layouts import default_choice, model
 from megatron_moe_tools.doctor.layouts import choose
 from megatron_moe_tools.doctor.small_copy import small_copy
+from megatron_moe_tools.launch.local_ranks import RankFailure
 
 SCRIPT = "doctor.py"
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from megatron_moe.config import rules
 from megatron_moe.config.schema import Run, flatten
-from megatron_moe.io.local_ranks import RankFailure
 from megatron_moe.report.run_info import versions
 from megatron_moe_tools.doctor.assemble import AssembledModel, assemble
 from megatron_moe_tools.doctor.compare import compare, matching_patterns, rounding_error, tolerances_of
@@ -18,6 +17,7 @@ from megatron_moe_tools.doctor.layouts import Layout, LayoutChoice, oracle_run
 from megatron_moe_tools.doctor.measure import MeasuringRanks, Request
 from megatron_moe_tools.doctor.report import DoctorReport, LayoutFinding, log_line
 from megatron_moe_tools.doctor.small_copy import PADDED_VOCABULARY, changed_fields
+from megatron_moe_tools.launch.local_ranks import RankFailure
 
 # In fp32 scores of two layouts differ by some 1e-7; a choice with a smaller margin than this proves nothing.
 CLEAR_MARGIN = 1e-5

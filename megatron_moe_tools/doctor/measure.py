@@ -21,7 +21,6 @@ from torch.utils.data import Dataset, default_collate
 
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data.batches import batch_iterators
-from megatron_moe.io.local_ranks import LocalRanks
 from megatron_moe.model.build import build_model
 from megatron_moe.model.fully_sharded import gathered_dtype, local, own_range
 from megatron_moe.moe.routing import (
@@ -48,6 +47,7 @@ from megatron_moe.training.optimizer import (
 from megatron_moe.training.step import connect, forward_step, train_step
 from megatron_moe.training.step_sums import pop_mtp_losses
 from megatron_moe_tools.doctor.assemble import ParameterShard, parameter_shards, router_names
+from megatron_moe_tools.launch.local_ranks import LocalRanks
 
 # ---- What is recorded of a step: gradients, each router's rounding errors and its closest choices.
 

@@ -18,9 +18,9 @@ from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data.checks import check_data
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.io.files import replace_json, require_writable
-from megatron_moe.io.local_ranks import LocalRanks, RankFailure
 from megatron_moe.io.program import run_program, say
 from megatron_moe.report.run_info import versions
+from megatron_moe_tools.launch.local_ranks import LocalRanks, RankFailure
 from megatron_moe_tools.verify_resume.replay import (
     ReplayedStep,
     ResumeReplay,

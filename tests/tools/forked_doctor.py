@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.config import registry
-from megatron_moe.io.local_ranks import RankFailure
+from megatron_moe_tools.launch.local_ranks import RankFailure
 from tests.helpers.gloo_pool import CaseFailed, GlooPool
 from tests.helpers.ranks import RankParent
 

@@ -35,7 +35,9 @@ START_SECONDS = 180.0
 GRACE_SECONDS = 10.0
 STACK_SECONDS = 1.5
 _POLL_SECONDS = 1.0
-_RANK = "import sys; sys.path[0] = sys.argv[1]; from megatron_moe.io.local_ranks import serve; serve(sys.argv[2])"
+_RANK = (
+    "import sys; sys.path[0] = sys.argv[1]; from megatron_moe_tools.launch.local_ranks import serve; serve(sys.argv[2])"
+)
 """Code of a rank. Python would search the folder first in which the program was started; the package's goes there."""
 _SHOWN_CHARACTERS = 3000
 """Characters of a dead rank's output that a failure shows."""

@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.io.local_ranks import LocalRanks, RankFailure
+from megatron_moe_tools.launch.local_ranks import LocalRanks, RankFailure
 from tests.helpers.rows import rows
 from tests.helpers.sources import ROOT
-from tests.io.rank_functions import act
+from tests.launch.rank_functions import act
 
 
 def pids(ranks: LocalRanks) -> list[int]:
@@ -70,8 +70,8 @@ def test_a_rank_is_of_this_package_and_what_it_raises_or_hangs_in_is_told(tmp_pa
 @pytest.mark.parametrize("number", rows([signal.SIGKILL, signal.SIGINT], test=[signal.SIGKILL]))
 def test_ranks_end_with_the_program_that_started_them(number):
     code = (
-        "import signal\nfrom megatron_moe.io.local_ranks import LocalRanks\n"
-        "from tests.io.rank_functions import act\n"
+        "import signal\nfrom megatron_moe_tools.launch.local_ranks import LocalRanks\n"
+        "from tests.launch.rank_functions import act\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job has not\n"
         "with LocalRanks(act, 1, seconds=600.0) as ranks:\n"
         "    ranks.call({'act': 'sum'})\n"
