@@ -65,8 +65,15 @@ def verified(run: Run, found: CheckpointPlan, report: Callable[[str], None]) -> 
         reason, note = _damage(step, report)
         if reason is None:
             return replace(found, notes=(*found.notes, note))
-        known_bad = {**found.known_bad, found.source.iteration: reason}
-        found = _planned_again(run, known_bad)
+        replanned, refused = None, None
+        try:
+            replanned = plan(run, {**found.known_bad, found.source.iteration: reason})
+        except ConfigError as error:
+            refused = str(error)
+        refusals = sorted({text for text in all_gather_object(refused) if text is not None})
+        if refusals or replanned is None:
+            raise ConfigError("\n".join(refusals))
+        found = replanned
 
 
 def _damage(step: Path, report: Callable[[str], None]) -> tuple[str | None, str]:
@@ -95,19 +102,6 @@ def _damage(step: Path, report: Callable[[str], None]) -> tuple[str | None, str]
             return None, f"verified {step}: {len(files)} files, {size_text(read)} in {seconds:.1f} s"
         if rank == 0:
             report(f"verifying {step}: {size_text(read)} of {size_text(total)}, {size_text(int(read / seconds))}/s")
-
-
-def _planned_again(run: Run, known_bad: dict[int, str]) -> CheckpointPlan:
-    """Return a plan without the damaged steps, or raise an error, on every rank."""
-    outcome, error = None, None
-    try:
-        outcome = plan(run, known_bad)
-    except ConfigError as refused:
-        error = str(refused)
-    errors = sorted({message for message in all_gather_object(error) if message is not None})
-    if errors or outcome is None:
-        raise ConfigError("\n".join(errors))
-    return outcome
 
 
 def _require_one_view(found: CheckpointPlan) -> None:

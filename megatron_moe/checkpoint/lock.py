@@ -123,9 +123,9 @@ def acquire(root: Path) -> tuple[WriterLock, list[str]]:
             why = _why_dead(path, owner, me, aside)
             if why is None and path.exists():
                 raise ConfigError(
-                    f"--save {root}: another job writes there: {owner or 'an unknown one'}; save to another folder, or "
-                    f"end that job first. If it is dead, its lock lapses {STALE_MINUTES:g} minutes after its last sign "
-                    f"of life; `rm {path}` does without waiting"
+                    f"--save {root}: another job writes there: {owner or 'an unknown one'}. Save to another folder, or "
+                    f"end that job. If it is dead, `rm {path}`, or wait: its lock lapses {STALE_MINUTES:g} minutes "
+                    "after its last sign of life"
                 )
             if why is not None and _take_over(aside, path, owner, me):
                 notes.append(f"took over {path} of {owner or 'an unknown job'}: {why}")

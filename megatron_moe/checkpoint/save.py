@@ -315,6 +315,21 @@ def changed_by_updates(run: Run, trained: TrainState) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in steady}
 
 
+@dataclass
+class _Pending:
+    """A save that has begun; it writes, then publishes.
+
+    started: the time. blocked: the seconds that training waited for it; None where it waits for all of it. thread: what
+    does the present part; None for the caller's own.
+    """
+
+    saving: CheckpointSave
+    started: float
+    blocked: float | None = None
+    publishing: bool = False
+    thread: threading.Thread | None = None
+
+
 class Saver:
     """The saver of one run's steps, one after the other. All methods are collective.
 
@@ -351,9 +366,11 @@ class Saver:
             saving = begin(self._run, trained, progress, self._target, facts=facts, memory=memory)
         except SaveError as error:
             return self._failed(error)
-        self._pending = _Pending(saving, started, background)
+        pending = _Pending(saving, started)
+        self._do(pending, saving.write)
+        self._pending = pending
         if background:
-            self._pending.blocked = time.monotonic() - started
+            pending.blocked = time.monotonic() - started
             return True
         return self.finish() is not None
 
@@ -366,7 +383,9 @@ class Saver:
         """Move a pending save on if all ranks are ready; return the step if it is saved. Call it at step boundaries."""
         if self._pending is None:
             return None
-        everywhere = torch.tensor(int(self._pending.idle()), device=platform.device())
+        thread = self._pending.thread
+        is_idle = thread is None or not thread.is_alive()
+        everywhere = torch.tensor(int(is_idle), device=platform.device())
         torch.distributed.all_reduce(everywhere, op=torch.distributed.ReduceOp.MIN)
         return self._move_on(self._pending) if everywhere.item() else None
 
@@ -374,7 +393,8 @@ class Saver:
         """Wait for a pending save; return the step if it was saved."""
         step = None
         while self._pending is not None:
-            self._pending.wait()
+            if self._pending.thread is not None:
+                self._pending.thread.join()
             step = self._move_on(self._pending)
         return step
 
@@ -385,9 +405,14 @@ class Saver:
 
     def _move_on(self, pending: _Pending) -> Path | None:
         """Agree on what the idle ranks did, and begin the next part; return the step after the last one."""
+        saving = pending.saving
         try:
-            if not pending.move_on():
+            if not pending.publishing:
+                saving.exchange()
+                pending.publishing = True
+                self._do(pending, saving.publish)
                 return None
+            saving.conclude()
         except SaveError as error:
             self._failed(error)
             return None
@@ -395,14 +420,23 @@ class Saver:
             self._pending = None
             raise
         self._pending = None
-        saving = pending.saving
         self.latest = saving.step
-        self._report(
-            "saved", f"saved {saving.step} ({pending.times()})", path=str(saving.step), seconds=pending.seconds()
-        )
+        seconds = time.monotonic() - pending.started
+        took = f"{size_text(saving.num_bytes)} in {seconds:.1f} s"
+        if pending.blocked is not None:
+            took += f", of which training waited {pending.blocked:.2f} s"
+        self._report("saved", f"saved {saving.step} ({took})", path=str(saving.step), seconds=seconds)
         for note in saving.notes:
             self._report("message", note)
         return saving.step
+
+    def _do(self, pending: _Pending, work: Callable[[], None]) -> None:
+        if not self._run.checkpoint.async_save:
+            work()
+            return
+        # A process that has to end at once does not wait: the staging folder is not read.
+        pending.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        pending.thread.start()
 
     def _failed(self, error: SaveError) -> bool:
         self._pending, self.error = None, error
@@ -410,52 +444,3 @@ class Saver:
             raise error
         self._report("warning", f"CHECKPOINT ERROR: {error}; going on (--on-save-error continue)")
         return False
-
-
-class _Pending:
-    """A save that has begun: it writes, then publishes, in the caller's thread or in one of its own."""
-
-    def __init__(self, saving: CheckpointSave, started: float, background: bool) -> None:
-        self.saving = saving
-        self.blocked: float | None = None
-        self._started = started
-        self._background = background
-        self._publishing = False
-        self._thread: threading.Thread | None = None
-        self._do(saving.write)
-
-    def idle(self) -> bool:
-        """Return whether this rank has done its part."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until this rank has done its part."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def move_on(self) -> bool:
-        """Begin the next part, when all ranks are idle; return True if there is none. Collective."""
-        if self._publishing:
-            self.saving.conclude()
-            return True
-        self.saving.exchange()
-        self._publishing = True
-        self._do(self.saving.publish)
-        return False
-
-    def times(self) -> str:
-        """Return how much was written and how long it took, for the log."""
-        whole = f"{size_text(self.saving.num_bytes)} in {self.seconds():.1f} s"
-        return whole if self.blocked is None else f"{whole}, of which training waited {self.blocked:.2f} s"
-
-    def seconds(self) -> float:
-        """Return the time since the save has begun."""
-        return time.monotonic() - self._started
-
-    def _do(self, work: Callable[[], None]) -> None:
-        if not self._background:
-            work()
-            return
-        # A process that has to end at once does not wait: the hidden folder is not read.
-        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
-        self._thread.start()
