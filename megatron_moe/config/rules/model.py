@@ -541,7 +541,7 @@ def flex_flags_agree(run: Run) -> None:
         raise Refusal(("moe_deepep_num_sms",), "DeepEP takes an even number; e.g. --moe-deepep-num-sms 20")
 
 
-@rule()
+@rule(asks_for_package=True)
 def flex_dispatcher_can_work(run: Run) -> None:
     """Require for the flex dispatcher what DeepEP and HybridEP work with, and their package."""
     kind = "moe_token_dispatcher_type"

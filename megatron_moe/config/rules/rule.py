@@ -1,4 +1,4 @@
-"""What a rule is, how it is added and words its refusal; and the rules about single values, which come first.
+"""What a rule is, how it is added, worded and checked; and the rules about single values, which come first.
 
 A rule is a function that raises a `Refusal` if a run breaks it: the settings, why, and a setting that works. Rules are
 checked in the order in which they are written, file by file.
@@ -26,11 +26,17 @@ LAYOUT, LENGTH, FILES = "layout", "length", "files"
 
 @dataclass(frozen=True)
 class Rule:
-    """A check with its name; `needs` is LAYOUT, LENGTH or FILES, or None for what every model has."""
+    """A check with its name.
+
+    Args:
+        needs: LAYOUT, LENGTH or FILES, or None for what every model has.
+        asks_for_package: whether it also checks that a package is installed.
+    """
 
     name: str
     check: Check
     needs: str | None
+    asks_for_package: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,11 +82,12 @@ class Refusal(Exception):
         return (MissingPackage if self.package else ConfigError)(text, fields=self.names)
 
 
-def rule(needs: str | None = None) -> Callable[[Callable[..., None]], Check]:
+def rule(needs: str | None = None, asks_for_package: bool = False) -> Callable[[Callable[..., None]], Check]:
     """Make a function of (run) or of (run, world size) a rule, which raises a ConfigError for a `Refusal`.
 
     Args:
         needs: LAYOUT, LENGTH or FILES for a rule that programs without these leave out.
+        asks_for_package: as `Rule`'s.
     """
 
     def added(function: Callable[..., None]) -> Check:
@@ -93,7 +100,7 @@ def rule(needs: str | None = None) -> Callable[[Callable[..., None]], Check]:
             except Refusal as refusal:
                 raise refusal.error(run) from None
 
-        RULES.append(Rule(function.__name__, check, needs))
+        RULES.append(Rule(function.__name__, check, needs, asks_for_package))
         return check
 
     return added
@@ -211,3 +218,80 @@ def _working(field: Field, allowed: Range) -> str:
     """Return a setting in the range: the default, a usual one, or a number near the lowest."""
     tried = (field.default, allowed.low, _USUAL.get(field.name), 1, 2, 0.1)
     return f"{field.flag} {next(n for n in tried if isinstance(n, (int, float)) and allowed.holds(n)):g}"
+
+
+# Checking
+
+
+def check_model(run: Run, world_size: int) -> None:
+    """Check a model without the layout on ranks, length, data and files of a run.
+
+    Raises:
+        ConfigError: from the rules about model, experts, precision or optimizer that the run breaks.
+    """
+    _require(run, world_size, left_out={LAYOUT, LENGTH, FILES})
+
+
+def check_layout(run: Run, world_size: int) -> None:
+    """Check a model and its layout on ranks, without the length, data and files of a run that trains.
+
+    Raises:
+        ConfigError: from the rules about model, experts, layout, precision or optimizer that the run breaks.
+    """
+    _require(run, world_size, left_out={LENGTH, FILES})
+
+
+def check(run: Run, world_size: int) -> None:
+    """Refuse a run that breaks a rule, before anything is allocated; reads no contents and writes nothing.
+
+    Raises:
+        ConfigError: from the rules that the run breaks on `world_size` ranks.
+    """
+    _require(run, world_size, left_out=set())
+
+
+def missing_packages(run: Run, world_size: int) -> list[str]:
+    """Return what `check` leaves out for a dry run: an error for each package that is missing here."""
+    found = []
+    for rule in RULES:
+        if not rule.asks_for_package:
+            continue
+        try:
+            rule.check(run, world_size)
+        except MissingPackage as error:
+            found.append(str(error))
+        except ConfigError:
+            pass  # `check` refuses it
+    return found
+
+
+def _require(run: Run, world_size: int, left_out: set[str]) -> None:
+    """Raise the error of the first rule that a run breaks, with errors of later rules about other settings.
+
+    A later error about a setting that an earlier one names may be a consequence of that one, and is not shown.
+
+    Args:
+        left_out: what is not checked, of the `needs` of rules.
+    """
+    found: list[ConfigError] = []
+    for rule in RULES:
+        if rule.needs in left_out:
+            continue
+        try:
+            rule.check(run, world_size)
+        except MissingPackage as error:
+            if not run.logging.dry_run:
+                found.append(error)
+        except ConfigError as error:
+            if not found or (error.fields and all(error.fields.isdisjoint(other.fields) for other in found)):
+                found.append(error)
+            if not error.fields:
+                break
+        except Exception:
+            if not found:
+                raise
+            break  # a rule relies on the rules before it
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise ConfigError(*(problem for error in found for problem in error.problems))

@@ -476,7 +476,7 @@ unread(
 )
 
 
-@rule()
+@rule(asks_for_package=True)
 def transformer_engine_is_installed(run: Run) -> None:
     """Require that Transformer Engine is installed if a flag chooses it."""
     asking = [
