@@ -250,12 +250,12 @@ _RUNGS = (("core_attn", "attn_proj"), ("moe_act",), ("expert_fc1",), ("qkv_linea
 
 def fixed_fields(run: Run) -> set[str]:
     """Return the searched fields that the command line or a file has set; a preset's ZeRO stage is no one's choice."""
-    of_preset = {"use_distributed_optimizer"}
-    return {
-        name
-        for name in _SEARCHED
-        if name in run.explicit or name in run.sources or (name not in of_preset and is_set(run, name))
-    }
+    fixed = set()
+    for name in _SEARCHED:
+        by_user = name in run.explicit or name in run.sources
+        if by_user or (name != "use_distributed_optimizer" and is_set(run, name)):
+            fixed.add(name)
+    return fixed
 
 
 def recompute_is_fixed(run: Run) -> bool:
@@ -361,7 +361,8 @@ def module_sets(run: Run, modules: Sequence[str], rungs: Sequence[tuple[str, ...
             for rung in rungs:
                 more = chosen
                 for name in rung:
-                    more = (*more, name) if _exists(run, (*more, name)) else more
+                    if _exists(run, (*more, name)):
+                        more = (*more, name)
                 if more != chosen:
                     chosen = more
                     yield chosen
@@ -447,6 +448,9 @@ def layouts(
     fixed = fixed_fields(run)
     one_batch = run.training.micro_batch_size
     splits = list(_splits(run, fixed, world_size, head))
+    offloads = [False, True]
+    if "optimizer_cpu_offload" in fixed or machine.device == "cpu":
+        offloads = [run.optimizer.optimizer_cpu_offload]
     for sharding in shardings:
         for pp, stages, split in splits:
             model_ranks = sharding.tp * pp * run.parallel.context_parallel_size
@@ -458,7 +462,7 @@ def layouts(
             copies = world_size * run.parallel.context_parallel_size // model_ranks
             copies = max(copies, world_size // (sharding.ep * sharding.etp * pp))
             for zero, changes in _zero_stages(run, fixed, pp, copies):
-                for offload in _offloads(run, fixed, machine):
+                for offload in offloads:
                     every = {**sharding.changes, **split, **changes, "optimizer_cpu_offload": offload}
                     yield SearchedLayout(sharding, pp, stages, zero, offload, every)
 
@@ -466,16 +470,11 @@ def layouts(
 def _zero_stages(run: Run, fixed: set[str], pp: int, copies: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield ZeRO stages: of 0 and 1 the latter where there is something to share, for it sends and takes less."""
     given = run.derived.zero_stage
-    if fixed & set(_ZERO):
-        yield given, {}
-        return
-    for stage in (1, 2, 3) if copies > 1 and pp == 1 else (1,) if copies > 1 else (given,):
+    stages = [given]
+    if copies > 1 and not fixed & set(_ZERO):
+        stages = [1, 2, 3] if pp == 1 else [1]
+    for stage in stages:
         yield stage, {} if stage == given else {"data_parallel_sharding_strategy": SHARDING_STRATEGIES[stage]}
-
-
-def _offloads(run: Run, fixed: set[str], machine: Machine) -> tuple[bool, ...]:
-    given = run.optimizer.optimizer_cpu_offload
-    return (given,) if "optimizer_cpu_offload" in fixed or machine.device == "cpu" else (False, True)
 
 
 def _splits(
@@ -532,17 +531,13 @@ def _spelled_split(run: Run, pp: int, counts: list[int]) -> dict[str, Any]:
             changes["decoder_last_pipeline_num_layers"] = counts[-1]
         return changes
     predicted = "m" * (run.model.mtp_num_layers or 0)
-    words = [_letters("t", count) for count in counts]
+    words = ["t" * count if count < 4 else f"t*{count}" for count in counts]
     words[0], words[-1] = "E" + words[0], f"{words[-1]}{predicted}L"
     text = ""
     for word, alike in itertools.groupby(words[:-1]):
         count = len(list(alike))
         text += f"{word}|" if count == 1 else f"({word}|)*{count}"
     return {"pipeline_model_parallel_layout": text + words[-1]}
-
-
-def _letters(letter: str, count: int) -> str:
-    return letter * count if count < 4 else f"{letter}*{count}"
 
 
 def _divisors(number: int) -> list[int]:

@@ -143,6 +143,9 @@ def layout(run: Run, world_size: int) -> dict[str, Any]:
     """Return the sizes of the layout, micro-batch size and recomputation."""
     p = run.parallel
     offloaded = run.training.offload_modules if run.training.fine_grained_activation_offloading else None
+    recompute = run.training.recompute_granularity or "none"
+    if recompute == "selective":
+        recompute += ": " + " ".join(run.training.recompute_modules or ("core_attn",))
     return {
         "TP": p.tensor_model_parallel_size,
         "PP": p.pipeline_model_parallel_size,
@@ -153,15 +156,9 @@ def layout(run: Run, world_size: int) -> dict[str, Any]:
         "DP": run.derived.data_parallel_size(world_size),
         "EDP": run.derived.expert_data_parallel_size(world_size),
         "micro_batch_size": run.training.micro_batch_size,
-        "recompute": _recompute_words(run.training.recompute_granularity, run.training.recompute_modules),
+        "recompute": recompute,
         **({"offload": " ".join(offloaded)} if offloaded else {}),
     }
-
-
-def _recompute_words(granularity: str | None, modules: Sequence[str] | None) -> str:
-    if granularity == "selective":
-        return "selective: " + " ".join(modules or ("core_attn",))
-    return granularity or "none"
 
 
 # Of a device's memory, by the tensors of a run: the rest is the allocator's and the communication libraries'.
@@ -178,17 +175,12 @@ def ranked(
     """
     rows: list[dict[str, Any]] = []
     for words, other in nearby_layouts(run):
-        if legal(other, world_size):
-            gib = peak_gib(other, world_size, machine, known)
-            rows.append(
-                {
-                    "change": words,
-                    "layout": layout(other, world_size),
-                    "max_memory_gib": gib,
-                    "fits": gib <= machine.memory_gib,
-                    "relative_time": relative_time(other, world_size),
-                }
-            )
+        if not legal(other, world_size):
+            continue
+        gib = peak_gib(other, world_size, machine, known)
+        row = {"change": words, "layout": layout(other, world_size), "max_memory_gib": gib}
+        row |= {"fits": gib <= machine.memory_gib, "relative_time": relative_time(other, world_size)}
+        rows.append(row)
     rows.sort(key=lambda row: (not row["fits"], round(row["relative_time"], 3), row["max_memory_gib"]))
     return rows[:count]
 
@@ -204,18 +196,18 @@ def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[A
         flags of ZeRO++ that send less of it, with between_nodes_with_switches and max_memory_gib_with_switches.
     """
     shared = run.derived.data_parallel_size(world_size) * run.parallel.context_parallel_size
-    found: list[tuple[float, str, Run]] = []
+    limit, least = FILLED * machine.memory_gib, float("inf")
     for strategy in SHARDING_STRATEGIES[min(shared - 1, 1) :]:
         other = with_stage(run, strategy)
-        if legal(other, world_size):
-            found.append((peak_gib(other, world_size, machine, known), strategy, other))
-            if found[-1][0] <= FILLED * machine.memory_gib:
-                break
-    gib, strategy, chosen = found[-1] if found[-1][0] <= FILLED * machine.memory_gib else min(found, key=lambda x: x[0])
+        if least <= limit or not legal(other, world_size):
+            continue
+        gib = peak_gib(other, world_size, machine, known)
+        if gib < least:
+            least, chosen, its_strategy = gib, other, strategy
     return {
-        "strategy": strategy,
-        "max_memory_gib": gib,
-        "fits": gib <= FILLED * machine.memory_gib,
+        "strategy": its_strategy,
+        "max_memory_gib": least,
+        "fits": least <= limit,
         "between_nodes": _between_nodes(chosen, world_size, machine, known),
         **_with_switches(chosen, world_size, machine, known),
     }
@@ -223,8 +215,7 @@ def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[A
 
 def _with_switches(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace]) -> dict[str, Any]:
     """Return the flags of ZeRO++ that fit, and what they leave of the traffic; none if it stays on one machine."""
-    between = _between_nodes(run, world_size, machine, known) if run.derived.zero_stage >= 2 else 0.0
-    if not between:
+    if run.derived.zero_stage < 2 or not _between_nodes(run, world_size, machine, known):
         return {"switches": []}
     size = machine.gpus_per_node // run.parallel.tensor_model_parallel_size
     for partition in (size, None) if size > 1 else (None,):
@@ -236,8 +227,10 @@ def _with_switches(run: Run, world_size: int, machine: Machine, known: dict[Any,
         gib = peak_gib(other, world_size, machine, known)
         if gib <= FILLED * machine.memory_gib:
             words = ["--zero-quantized-weights", "--zero-quantized-gradients int8"]
+            if partition is not None:
+                words.append(f"--zero-hpz-partition-size {partition}")
             return {
-                "switches": words + ([] if partition is None else [f"--zero-hpz-partition-size {partition}"]),
+                "switches": words,
                 "between_nodes_with_switches": _between_nodes(other, world_size, machine, known),
                 "max_memory_gib_with_switches": gib,
             }
