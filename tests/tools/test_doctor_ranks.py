@@ -96,8 +96,8 @@ VISITS: dict[str, tuple[str, dict[str, Plant]]] = {
         ),
         "counts are summed over the ranks of a micro-batch": Plant(
             "training/finalize_model_grads.py",
-            "group = found[0].groups.tp_dp_cp\n    if group.size() > 1:\n        dist.all_reduce(local, group=group)",
-            "group = found[0].groups.tp_cp\n    if group.size() > 1:\n        dist.all_reduce(local, group=group)",
+            "group = found[0].groups.tp_dp_cp\n    if group.size() > 1:\n        dist.all_reduce(total, group=group)",
+            "group = found[0].groups.tp_cp\n    if group.size() > 1:\n        dist.all_reduce(total, group=group)",
             "dp2", (), ("TokenCountError", "tokens of the global batch"),
         ),
     }),
