@@ -4,8 +4,7 @@ A file's name says what it is, in small letters or capitals: `.jsonl`, `.ndjson`
 `.parquet` and `.arrow` tables, and any other file is one document. All but tables may be compressed (`.gz`, `.zst`). A
 folder that Hugging Face's `datasets` wrote, or that was downloaded from its hub, is read for its data files.
 
-A record is a line, a row, or a whole text. One that is no document is yielded too, with the reason: the caller decides
-what to do with it.
+A record is a line, a row, or a whole text. One that is no document is yielded too, with the reason.
 """
 
 from __future__ import annotations
