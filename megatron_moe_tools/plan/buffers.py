@@ -23,14 +23,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron_moe.parallel.quantization import Segments
 from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.model.fully_sharded import Sharding, Unit, shard_axis
 from megatron_moe.model.zero_plus_plus import is_quantized
 from megatron_moe.parallel.groups import neighbours
-from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter
+from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, Segments
 from megatron_moe.platform.protocols import AutogradContext
 
 Rates = Mapping[float, int]
