@@ -51,14 +51,12 @@ def _step(found: dict[str, Any]) -> str:
     for name, one in seconds.items():
         if one and name != "step":
             rows.append([_STEP[name], brief(one), f"{one / seconds['step']:.1%}"])
-    return "\n".join(
-        (
-            _table(rows),
-            f"together {brief(seconds['step'])} s, {found['tokens_per_second']:,.0f} tokens/s, assumed, not measured:",
-            f"products at {on['mfu']:.0%} of {on['peak_tflops']:,g} TFLOP/s; GB/s of a rank: {on['node_bandwidth']:,g} "
-            f"to its machine, {on['network_bandwidth']:,g} to others, {on['host_bandwidth']:,g} to host memory;",
-            f"what is recomputed is written and read at {on['memory_bandwidth']:,g} GB/s; {found['hidden']}",
-        )
+    return (
+        f"{_table(rows)}\n"
+        f"together {brief(seconds['step'])} s, {found['tokens_per_second']:,.0f} tokens/s, assumed, not measured:\n"
+        f"products at {on['mfu']:.0%} of {on['peak_tflops']:,g} TFLOP/s; GB/s of a rank: {on['node_bandwidth']:,g} "
+        f"to its machine, {on['network_bandwidth']:,g} to others, {on['host_bandwidth']:,g} to host memory;\n"
+        f"what is recomputed is written and read at {on['memory_bandwidth']:,g} GB/s; {found['hidden']}"
     )
 
 
@@ -76,21 +74,14 @@ def _head(plan: dict[str, Any]) -> str:
     if "fit" in plan:
         limit, room = plan["fit"]["limit_gib"], f"{plan['fit']['limit_gib']:g}, {room} less a tenth"
     fits = "fits" if plan["max_memory_gib"] <= limit else "DOES NOT FIT"
-    return "\n".join(
-        (
-            f"{brief(plan['total_params'] / 1e9)} B parameters ({plan['total_params']:,}), of which a token meets "
-            f"{brief(plan['active_params'] / 1e9)} B",
-            f"{plan['world_size']:,} ranks: {words.replace('_', ' ')}",
-            f"{plan['micro_batches']} micro-batches a step, {plan['global_batch_size']:,} sequences in all",
-            f"largest rank {brief(plan['max_memory_gib'])} GiB of {room}: {fits}",
-            _saving(plan["saving"]),
-        )
-    )
-
-
-def _saving(saving: dict[str, Any]) -> str:
+    saving = plan["saving"]
     how = "kept and page-locked (--async-save)" if saving["kept"] else "until the step is written"
     return (
+        f"{brief(plan['total_params'] / 1e9)} B parameters ({plan['total_params']:,}), of which a token meets "
+        f"{brief(plan['active_params'] / 1e9)} B\n"
+        f"{plan['world_size']:,} ranks: {words.replace('_', ' ')}\n"
+        f"{plan['micro_batches']} micro-batches a step, {plan['global_batch_size']:,} sequences in all\n"
+        f"largest rank {brief(plan['max_memory_gib'])} GiB of {room}: {fits}\n"
         f"a save takes up to {_gib(saving['host_rank'])} GiB of host memory in a rank, {_gib(saving['host_node'])} on "
         f"a machine, {how}"
     )

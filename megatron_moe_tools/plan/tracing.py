@@ -214,7 +214,9 @@ def trace_stage(
         offload = ActivationOffload.from_run(run)
         chunks = build_model(run, pg_collection, vocabulary, draw=False, offload=offload)
         bare = [_bare(chunk) for chunk in chunks]
-        _prepare(run, bare, tracer, imbalance)
+        mark_matrices(run, bare)
+        for inner in bare:
+            _set_row_counts(run, inner, tracer, imbalance)
         # The memory of a CPU is the host's.
         sharding = replace(Sharding.from_run(run), offload=run.optimizer.optimizer_cpu_offload and device != "cpu")
         sharded = []
@@ -237,7 +239,7 @@ def trace_stage(
                     if run.derived.num_microbatches(world_size) == 1:
                         gathering.forget_gradients()
                     traces[key] = _trace_chunk(run, tracer, chunk, inner, part.receives, gathering, offload)
-        parameters = [parameter for chunk in bare for parameter in chunk.parameters()]
+        parameters = list(itertools.chain(*(chunk.parameters() for chunk in bare)))
         expert = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
         return RankTrace(
             stage=stage,
@@ -265,7 +267,9 @@ def _whole(chunks: Sequence[torch.nn.Module], pg_collection: Any) -> dict[str, i
         placed = placement(chunk)
         for name, parameter in chunk.named_parameters():
             full_name, split = placed.get(name, (global_name(chunk, name), None))
-            copies = expert_copies if split is None else 1 if split.axis is None else tp
+            copies = expert_copies
+            if split is not None:
+                copies = 1 if split.axis is None else tp
             found[full_name] = parameter.numel() * copies
     return found
 
@@ -352,13 +356,6 @@ def _bare(chunk: Any) -> Any:
     return chunk
 
 
-def _prepare(run: Run, bare: Sequence[Any], tracer: MetaTracer, imbalance: float) -> None:
-    """Mark what Muon updates, and give dispatchers the row counts that they would read from the device."""
-    mark_matrices(run, bare)
-    for chunk in bare:
-        _set_row_counts(run, chunk, tracer, imbalance)
-
-
 def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbalance: float) -> None:
     """Give the dispatchers of a chunk the row counts that they would read from the device."""
     layout = run.parallel
@@ -371,7 +368,8 @@ def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbala
         ranks, ep = dispatcher.groups.expert.size(), dispatcher.groups.ep_size
         choices = tokens * run.moe.moe_router_topk
         factor = run.moe.moe_expert_capacity_factor or imbalance
-        sent = _shares(round(choices * min(1.0, factor)), ep)
+        total = round(choices * min(1.0, factor))
+        sent = [total // ep + (index < total % ep) for index in range(ep)]
         rows = min(round(choices / ep * min(imbalance, factor)), choices)
         instead: dict[str, Any] = {
             name: _labelled(tracer, getattr(dispatcher, name)) for name in ("dispatch", "combine")
@@ -382,10 +380,6 @@ def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbala
             here = rows * ranks if isinstance(dispatcher, AllGatherDispatcher) else sum(sent)
             instead["rows_here"] = lambda _, here=here: here
         vars(dispatcher).update(instead)
-
-
-def _shares(total: int, parts: int) -> list[int]:
-    return [total // parts + (index < total % parts) for index in range(parts)]
 
 
 def _labelled(tracer: MetaTracer, function: Any) -> Any:
