@@ -60,7 +60,7 @@ READ_BY_OTHERS = {
     *("residual", "norm_checkpoint"),  # of a layer's state in a plan of two micro-batches
     *("random_seed", "split_matrix", "path_to_cache"),  # of a configuration of data
     "fp32_precision",  # of torch.backends
-    *("atexit", "daemon", "restype", "excepthook"),  # of the standard library
+    *("atexit", "daemon", "restype", "excepthook", "__cause__"),  # of the standard library
     *("training_script", "training_script_args", "log_dir"),  # of torchrun's arguments
     "eager",  # of a function that `kernels/choice.py` has decorated
 }
