@@ -141,11 +141,11 @@ def of_layer(
     from megatron_moe.kernels.choice import launches_seen_by
     from megatron_moe.moe.layer import MoELayer
     from megatron_moe.parallel import groups
-    from megatron_moe.platform import switches
+    from megatron_moe.platform import env_vars
 
     shape = Shape(tokens, hidden, experts, topk, ffn, 0)
     groups.initialize(schema.Run())
-    form = mock.patch.dict(os.environ, {switches.KERNELS: kernels})
+    form = mock.patch.dict(os.environ, {env_vars.KERNELS: kernels})
     try:
         with form, platform.fake_device("cuda", {}), torch.device("meta"):
             fused = {"moe_shared_expert_intermediate_size": None, "gradient_accumulation_fusion": sums == "fused"}

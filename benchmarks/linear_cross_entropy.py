@@ -28,7 +28,7 @@ import megatron_moe  # noqa: F401  (adapts the engine to the machine before it i
 from megatron_moe.config.schema import Run
 from megatron_moe.model.cross_entropy import cross_entropy, linear_cross_entropy
 from megatron_moe.parallel import groups
-from megatron_moe.platform import half_products
+from megatron_moe.platform import cpu_half_gemm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Losses = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -39,12 +39,12 @@ def engines() -> Losses:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     groups.initialize(Run())
-    return lambda hidden, weight, labels: vocab_parallel_cross_entropy(half_products.linear(hidden, weight), labels)
+    return lambda hidden, weight, labels: vocab_parallel_cross_entropy(cpu_half_gemm.linear(hidden, weight), labels)
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """What a run does without --cross-entropy-loss-fusion: all logits, then our cross entropy."""
-    return cross_entropy(half_products.linear(hidden, weight), labels)
+    return cross_entropy(cpu_half_gemm.linear(hidden, weight), labels)
 
 
 def torchs_own() -> Losses:

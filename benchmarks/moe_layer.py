@@ -36,7 +36,7 @@ from megatron_moe.io.files import replace_json
 from megatron_moe.kernels import compiled
 from megatron_moe.kernels.choice import why_no_triton
 from megatron_moe.parallel import groups
-from megatron_moe.platform import half_products
+from megatron_moe.platform import cpu_half_gemm
 from megatron_moe.report.run_info import versions
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -141,7 +141,7 @@ def _facts(args: argparse.Namespace, shape: Shape, device: torch.device) -> dict
         "load": f"{os.getloadavg()[0]:.1f} before the start (other programs on this machine, last minute)",
         "versions": ", ".join(f"{name} {version}" for name, version in (versions() | _competitors()).items()),
     }
-    if half_products.multiply_in_fp32(torch.empty(0, dtype=DTYPES[args.dtype], device=device)):
+    if cpu_half_gemm.multiply_in_fp32(torch.empty(0, dtype=DTYPES[args.dtype], device=device)):
         facts["note"] = (
             "no bf16 instructions are used here: torch's products, and with them the bound, are so slow that "
             "everything else hardly shows; --dtype fp32 tells more here"

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 import megatron_moe  # noqa: F401  (adapts the engine to the machine before it is imported)
+from megatron_moe.engine.adam import Adam
 from megatron_moe.kernels import compiled
-from megatron_moe.platform.adam import Adam
-from megatron_moe.precision.packed_state import Chances
-from megatron_moe.training.precision_aware_adam import PrecisionAwareAdam
+from megatron_moe.optim.adam import PrecisionAwareAdam
+from megatron_moe.precision.packed_state import StochasticRounding
 
 FORMS = {
     "fp32 state, torch": None,
@@ -70,8 +70,8 @@ def _form(numel: int, moments: tuple[str, str] | None) -> tuple[Callable[[], obj
         return plain.step, 28.0
     adam = PrecisionAwareAdam([weight], lr=1e-3, weight_decay=0.1, moment_dtypes=moments)
     adam.allocate()
-    adam.pack_main_weight(weight, weight.bfloat16())
-    adam.place(weight, Chances(torch.arange(-(-numel // 4096)), 4096, 0, (0, 0)))
+    adam.pack_main_param(weight, weight.bfloat16())
+    adam.place(weight, StochasticRounding(torch.arange(-(-numel // 4096)), 4096, 0, (0, 0)))
     weight.grad = torch.randn(numel, generator=generator)
     adam.step()
     stored = sum(tensor.numel() * tensor.element_size() for tensor in adam.state[weight].values())

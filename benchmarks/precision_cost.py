@@ -113,9 +113,9 @@ def _built(args: argparse.Namespace) -> tuple[Any, Any, Callable[[], None], int]
     from megatron_moe.data.datasets import build_datasets
     from megatron_moe.data.tokenizer_choice import build_tokenizer
     from megatron_moe.model.build import build_model
+    from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.groups import seed_everything
-    from megatron_moe.training.optimizer import build_optimizer, build_scheduler
     from megatron_moe.training.step import connect, train_step
 
     torch.set_num_threads(args.threads)
@@ -147,8 +147,9 @@ def _work(args: argparse.Namespace) -> int:
 
     model, optimizer, step, before = _built(args)
     from megatron_moe import platform
+    from megatron_moe.engine.optimizer import parts
+    from megatron_moe.optim.optimizer import packing_adam
     from megatron_moe.parallel import groups
-    from megatron_moe.training.optimizer import parts
 
     weights = list(model[0].parameters())
     step()  # buffers are built, kernels chosen
@@ -164,15 +165,17 @@ def _work(args: argparse.Namespace) -> int:
         step()
     masters = [master for part in parts(optimizer) for master in part.get_parameters()]
     states = [item for part in parts(optimizer) for state in part.optimizer.state.values() for item in state.items()]
-    of_masters = [value for name, value in states if name in ("rest", "ties")]
-    of_masters += [m for m in masters if not hasattr(m, "packed_by") and m.untyped_storage().data_ptr() not in own]
+    of_masters = [value for name, value in states if name in ("low_bits", "carry_bits")]
+    of_masters += [
+        m for m in masters if packing_adam(optimizer, m) is None and m.untyped_storage().data_ptr() not in own
+    ]
     measured = {
         "parameters": sum(weight.numel() for weight in weights),
         "seconds": seconds,
         "weights": _bytes(weights),
         "gradients": _bytes(weight.main_grad for weight in weights),
         "masters": _bytes(of_masters),
-        "moments": _bytes(value for name, value in states if name not in ("rest", "ties")),
+        "moments": _bytes(value for name, value in states if name not in ("low_bits", "carry_bits")),
         "activations": sum(kept.storages.values()),
         "peak": peak,
         "profile": _profile(step),

@@ -40,10 +40,10 @@ from megatron_moe.hf.families import FAMILIES
 from megatron_moe.hf.mapping import mapping
 from megatron_moe.io.files import replace_json
 from megatron_moe.model.build import build_model
+from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
-from megatron_moe.platform import half_products
-from megatron_moe.training.optimizer import build_optimizer, build_scheduler
+from megatron_moe.platform import cpu_half_gemm
 from megatron_moe.training.step import connect, train_step
 from megatron_moe_tools.models.load_model import saved_tensors
 
@@ -102,7 +102,7 @@ def _compare(args: argparse.Namespace, run: Run, pg_collection: Any) -> int:
     our_step, tensors, batches = ours(run, pg_collection)
     contestants = {f"megatron_moe, {args.dtype}": our_step}
     contestants["transformers, fp32"] = transformers_step(run, tensors, batches(), False)
-    if run.precision.bf16 and half_products.multiply_in_fp32(torch.empty(0, dtype=torch.bfloat16)):
+    if run.precision.bf16 and cpu_half_gemm.multiply_in_fp32(torch.empty(0, dtype=torch.bfloat16)):
         print("transformers in bf16 does not race: without instructions for it torch's products take many times fp32's")
     elif run.precision.bf16:
         contestants["transformers, autocast to bf16"] = transformers_step(run, tensors, batches(), True)

@@ -17,12 +17,13 @@ from megatron_moe.config.schema import Run, build
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizer_choice import build_tokenizer
+from megatron_moe.engine.optimizer import parts
 from megatron_moe.model.build import build_model
 from megatron_moe.model.fully_sharded import local
+from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.parallel.quantized_collectives import BLOCK, QuantizedAllGather, QuantizedReduceScatter
-from megatron_moe.training.optimizer import build_optimizer, build_scheduler, parts
 from megatron_moe.training.step import connect, train_step
 from megatron_moe_tools.plan.meta_tracer import LiveBytes, storage_bytes
 

@@ -1,7 +1,7 @@
 """megatron_moe: Mixture-of-Experts pre-training on megatron-core.
 
 Import this package before `megatron.core`: on a machine without CUDA the engine is adapted while it is being imported
-(`platform/cpu_adaptor.py`). The import itself is light: neither torch nor the engine is loaded until it is needed.
+(`engine/import_hook.py`). The import itself is light: neither torch nor the engine is loaded until it is needed.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron_moe import platform
-from megatron_moe.platform import switches
+from megatron_moe.engine import import_hook
+from megatron_moe.platform import env_vars
 
-switches.check()
-platform.install()
+env_vars.check()
+import_hook.install()
 
 __version__ = "0.1.0"
 

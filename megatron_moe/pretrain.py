@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from megatron_moe.config import cli, rules
 from megatron_moe.config.launch import launched_world, local_world_size, rank_that_prints, require_rendezvous
 from megatron_moe.config.schema import Run
+from megatron_moe.engine import defects
 from megatron_moe.hf import architecture
 from megatron_moe.io import launched
 from megatron_moe.io.program import DONE, end_interrupted, run_program, say, stage
-from megatron_moe.platform import advisories
 from megatron_moe.precision import table
 from megatron_moe.report.console import legend_text
 from megatron_moe.training.signals import die_with_launcher
@@ -95,7 +95,7 @@ def checked(argv: list[str], world_size: int, ranks_here: int | None, parse: Par
     if run.precision.print_precision or run.logging.list_advisories:
         rules.check_model(run, world_size)
         if rank_that_prints() == 0:
-            say(_asked_for(run, world_size))
+            say(_asked_for(run))
         return None
     rules.check(run, world_size)
     from megatron_moe.training.plan import check_start
@@ -104,11 +104,11 @@ def checked(argv: list[str], world_size: int, ranks_here: int | None, parse: Par
     return run
 
 
-def _asked_for(run: Run, world_size: int) -> str:
+def _asked_for(run: Run) -> str:
     """Return the table or the list that a flag asks for instead of the run."""
     if run.precision.print_precision:
         return table.text(run)
-    return advisories.text(run, world_size, advisories.engine_version())
+    return defects.text(run, defects.engine_version())
 
 
 if __name__ == "__main__":

@@ -5,26 +5,20 @@ What is read is checked first: torch's checkpoint format holds pickles, which th
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
-from unittest import mock
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from torch.distributed.checkpoint import CheckpointException, filesystem
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron_moe.checkpoint import manifest, pickles
 from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.checkpoint.index import AllowedUnpickler, UntrustedError
 from megatron_moe.config.errors import ConfigError, listing
+from megatron_moe.engine import dist_checkpointing as engine
+from megatron_moe.engine.dist_checkpointing import ShardedTensor, ShardedTensorFactory
 
 
 class _ShardedModule(Protocol):
@@ -42,7 +36,7 @@ def model_tensors(model: torch.nn.Module, options: dict[str, Any]) -> dict[str, 
 
 def not_saved(value: object) -> Any:
     """Return a value of this rank's state that is not saved: loading hands it back as it is."""
-    return LocalNonpersistentObject(value)
+    return engine.LocalNonpersistentObject(value)
 
 
 def load_tensors(
@@ -93,8 +87,8 @@ def load_tensors(
     loaded: dict[str, Any] = {}
     unreadable: set[str] = set()
     try:
-        with _restricted():
-            loaded = dist_checkpointing.load(state, str(folder), sharded_strategy=_strategy())
+        with engine.restricted_pickles(_load_allowed):
+            loaded = engine.load(state, str(folder), sharded_strategy=engine.TorchDistLoadShardedStrategy())
     except CheckpointException as failed:
         unreadable = {pickles.words(error) for error, _ in failed.failures.values()}
     if everywhere := _agreed(unreadable):
@@ -109,8 +103,8 @@ def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
         ConfigError: see `check_trusted`.
     """
     check_trusted(folder)
-    with _restricted():
-        saved = _strategy().load_tensors_metadata(str(folder))
+    with engine.restricted_pickles(_load_allowed):
+        saved = engine.TorchDistLoadShardedStrategy().load_tensors_metadata(str(folder))
     return {key: tensor.dtype for key, tensor in saved.items()}
 
 
@@ -241,33 +235,9 @@ def values_of(tensor: ShardedTensor | torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@contextlib.contextmanager
-def _restricted() -> Iterator[None]:
-    """Restrict the pickles that the engine and torch read in the block, and silence torch's warnings.
-
-    The files were checked before, but a file can be replaced between the check and the reading. The warnings are about
-    how the engine calls torch.
-    """
-    forced = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
-    with (
-        mock.patch.dict(os.environ, forced),
-        mock.patch.object(filesystem, "pickle", _AllowedPickles),
-        warnings.catch_warnings(),
-    ):
-        warnings.filterwarnings("ignore", module=r"torch\.distributed|megatron\.core")
-        yield
-
-
-class _AllowedPickles:
-    """A replacement for the module `pickle` in torch's reader."""
-
-    @staticmethod
-    def load(file: Any) -> Any:
-        return AllowedUnpickler(file).load()
-
-
-def _strategy() -> TorchDistLoadShardedStrategy:
-    return TorchDistLoadShardedStrategy()
+def _load_allowed(file: Any) -> Any:
+    """Read a pickle with the allow-list: a file can be replaced between the check and the reading."""
+    return AllowedUnpickler(file).load()
 
 
 def _agreed(found: set[str]) -> list[str]:
@@ -290,6 +260,3 @@ def check_trusted(folder: Path) -> None:
         refused = {str(error)}
     if everywhere := _agreed(refused):
         raise ConfigError(f"{folder}: refused: {'; '.join(everywhere)}")
-
-
-logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)

@@ -12,7 +12,7 @@ import gc
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe import platform
+from megatron_moe.engine.optimizer import gathered_by, parts
+from megatron_moe.model.matrices import is_matrix
 
 GATHERED_BYTES = 64 * 2**20
 """What one gather brings to the writer from all ranks together. Two are in turn, and so are the pieces sent."""
@@ -50,22 +52,20 @@ def into(optimizer: Any, buffers: Buffers, *, later: bool) -> Iterator[Gathered]
     are left to be made later (`Gathered.rest`), and the buffers are page-locked: they are worth it where they are kept.
     """
     gathered = Gathered()
-    chain = getattr(optimizer, "chained_optimizers", [optimizer])
-    parts = [part for part in chain if hasattr(part, "get_parameter_state_dp_zero")]
+    sharded = [part for part in parts(optimizer) if hasattr(part, "get_parameter_state_dp_zero")]
     # The engine collects garbage after each optimizer, which takes the longer the more objects there are. What somebody
     # has frozen before stays so: there is no freezing of some objects alone.
-    freezing = bool(parts) and not _frozen_by_the_program()
+    freezing = bool(sharded) and not _frozen_by_the_program()
     if freezing:
         gc.freeze()
     try:
-        for number, part in enumerate(parts):
-            part.get_parameter_state_dp_zero = _gathering(part, number, buffers, gathered, later)
-        yield gathered
+        with ExitStack() as stack:
+            for number, part in enumerate(sharded):
+                stack.enter_context(gathered_by(part, _gathering(part, number, buffers, gathered, later)))
+            yield gathered
     finally:
         if freezing:
             gc.unfreeze()
-        for part in parts:
-            del part.get_parameter_state_dp_zero
 
 
 _frozen_before: list[bool] = []
@@ -105,7 +105,7 @@ def _whole_buffer(
     buffer, group = part.buffers[name[1]], part.data_parallel_group
     keys = ("param", *getattr(part, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
     whole: dict[str, Any] = {"numel_unpadded": buffer.numel_unpadded}
-    if all(hasattr(weight, "orthogonalized") for weight in buffer.param_index_map):
+    if all(is_matrix(weight) for weight in buffer.param_index_map):
         # Weights that Muon updates have no second moment, and none is saved.
         keys = tuple(key for key in keys if key != "exp_avg_sq")
         whole["exp_avg_sq"] = torch.zeros(()).expand(buffer.numel_unpadded)
@@ -143,7 +143,7 @@ class _Shard:
 
     def _state(self, weight: Any, key: str, begin: int, end: int) -> torch.Tensor:
         adam = self._part.optimizer
-        if hasattr(adam, "values_of"):  # packed: training/precision_aware_adam.py
+        if hasattr(adam, "values_of"):  # packed: optim/adam.py
             group, order = self._part.model_param_group_index_map[weight]
             return adam.values_of(adam.param_groups[group]["params"][order], key, begin, end)
         return self._part._get_main_param_and_optimizer_states(weight)[key].view(-1)[begin:end]

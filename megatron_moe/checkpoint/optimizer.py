@@ -21,6 +21,8 @@ import torch
 
 from megatron_moe.checkpoint.dist import not_saved, sharded_parts
 from megatron_moe.config.schema import Run
+from megatron_moe.engine.optimizer import compact_buckets, every_main_param, parts
+from megatron_moe.model.matrices import is_matrix
 
 _MAIN_WEIGHTS = "fp32_from_fp16_params"
 _SHARDING = "param_state_sharding_type"
@@ -34,7 +36,7 @@ FORMAT: dict[str, Any] = {
 
 def sharded_state(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool) -> Any:
     """Return the optimizer's sharded state dict. Collective: a distributed optimizer gathers its shards."""
-    with _compact_buckets(optimizer), _every_main_weight(optimizer), _unpacked(optimizer, of_distributed=loading):
+    with compact_buckets(optimizer), every_main_param(optimizer), _unpacked(optimizer, of_distributed=loading):
         state = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
         for tensor in sharded_parts(state):
             tensor.data = tensor.data.detach()  # of what was unpacked, which goes back at the block's end
@@ -74,23 +76,18 @@ def load(optimizer: Any, state: Any, run: Run) -> None:
         present = [] if part.is_stub_optimizer else part.optimizer.state_dict()["param_groups"]
         common["optimizer"]["param_groups"] = [{**group, "step": step} for group in present]
         _from_common(part, common)
-    with _every_main_weight(optimizer), _unpacked(optimizer, of_distributed=True, keep=True):
+    with every_main_param(optimizer), _unpacked(optimizer, of_distributed=True, keep=True):
         optimizer.load_state_dict(state)
-    for part in parts_of(optimizer):
+    for part in parts(optimizer):
         # Packing makes weights of the main weights, on each rank those of its shard; the others get them here.
         if run.derived.packs_main_weights and part.config.use_distributed_optimizer:
             for chunk in part.model_chunks:
                 chunk.start_param_sync(force_sync=True)
 
 
-def parts_of(optimizer: Any) -> list[Any]:
-    """Return the engine's optimizers in a chain, or the one optimizer there is."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
 def _parts(optimizer: Any, state: Any) -> list[tuple[Any, dict[str, Any]]]:
     """Return the engine's optimizers in a chain with their states, which have no number for a single optimizer."""
-    chain = parts_of(optimizer)
+    chain = parts(optimizer)
     states = [state] if len(chain) == 1 else [state[index] for index in range(len(chain))]
     return [(part, own) for part, own in zip(chain, states) if own]
 
@@ -104,7 +101,7 @@ def _to_common(part: Any, own: dict[str, Any]) -> None:
             if not _has_main_weights(part):
                 # The main weight of an fp32 weight is the weight: it is in the step already, and loaded with the model.
                 own["param_state"][number]["param"] = not_saved(weight)
-            if hasattr(weight, "orthogonalized"):
+            if is_matrix(weight):
                 own["param_state"][number]["exp_avg_sq"] = not_saved(_zeros(weight))
     elif _has_main_weights(part):
         for tensor in sharded_parts(own.get(_MAIN_WEIGHTS, [])):
@@ -160,73 +157,14 @@ def _param_groups(state: object) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _unpacked(optimizer: Any, *, of_distributed: bool, keep: bool = False) -> Iterator[None]:
-    """Put fp32 tensors in the place of state that is packed (`training/precision_aware_adam.py`).
+    """Put fp32 tensors in the place of state that is packed (`optim/adam.py`).
 
     Args:
         of_distributed: also that of distributed optimizers, whose shards a save gathers by themselves.
         keep: pack what is there at the end of the block.
     """
     with contextlib.ExitStack() as stack:
-        for part in parts_of(optimizer):
+        for part in parts(optimizer):
             if hasattr(part.optimizer, "unpacked") and (of_distributed or not part.config.use_distributed_optimizer):
                 stack.enter_context(part.optimizer.unpacked(keep=keep))
         yield
-
-
-@contextlib.contextmanager
-def _every_main_weight(optimizer: Any) -> Iterator[None]:
-    """Make the engine count fp32 parameters among those that have an fp32 main weight: themselves.
-
-    The optimizer that is not distributed numbers the parameters of a checkpoint without the fp32 ones, while its
-    moments are numbered with them: in a model of two dtypes one weight's moments would be saved under another's name.
-    The distributed one saves a main weight for every parameter anyway, so both formats hold the same.
-    """
-    changed: list[tuple[Any, list[Any], list[Any]]] = []
-    for part in parts_of(optimizer):
-        # Only this kind of optimizer has the attribute, and without fp32 parameters there is nothing to correct.
-        if any(getattr(part, "fp32_from_fp32_groups", ())):
-            changed.append((part, part.float16_groups, part.fp32_from_float16_groups))
-            of_main = {
-                id(main): model
-                for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups)
-                for model, main in zip(models, mains)
-            }
-            mains = [list(group["params"]) for group in part.optimizer.param_groups]
-            part.float16_groups = [[of_main.get(id(main), main) for main in group] for group in mains]
-            part.fp32_from_float16_groups = mains
-    try:
-        yield
-    finally:
-        for part, models, mains in changed:
-            part.float16_groups, part.fp32_from_float16_groups = models, mains
-
-
-@contextlib.contextmanager
-def _compact_buckets(optimizer: Any) -> Iterator[None]:
-    """Make the engine slice its gathered buffers at the real positions of the parameters.
-
-    A distributed optimizer joins its gradient buckets without their padding and then looks each parameter up by its
-    position with the padding (NVIDIA/Megatron-LM PR #5077). With more than one padded bucket every parameter behind
-    the first would be saved shifted. The positions are corrected while the state dict is built.
-    """
-    changed: list[tuple[Any, dict[Any, Any]]] = []
-    for part in parts_of(optimizer):
-        for buffer in getattr(part, "buffers", None) or []:
-            changed.append((buffer, buffer.param_index_map))
-            buffer.param_index_map = _positions_without_padding(buffer)
-    try:
-        yield
-    finally:
-        for buffer, positions in changed:
-            buffer.param_index_map = positions
-
-
-def _positions_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    removed, before = [], 0
-    for bucket in buffer.buckets:
-        removed.append(before)
-        before += bucket.grad_data.numel() - bucket.numel_unpadded
-    return {
-        param: (start - removed[bucket], end - removed[bucket], bucket)
-        for param, (start, end, bucket) in buffer.param_index_map.items()
-    }

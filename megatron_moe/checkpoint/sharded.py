@@ -20,9 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from megatron_moe.checkpoint import dist
 from megatron_moe.checkpoint.dist import Box
-from megatron_moe.checkpoint.optimizer import parts_of, saved_step
+from megatron_moe.checkpoint.optimizer import saved_step
 from megatron_moe.checkpoint.step_reader import AVERAGE
-from megatron_moe.model.fully_sharded import gathered_dtype, local, own_range, shard_of
+from megatron_moe.engine.fully_shard import gathered_dtype, own_range
+from megatron_moe.engine.optimizer import parts
+from megatron_moe.model.fully_sharded import local, shard_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -65,7 +67,7 @@ def optimizer_state(model: torch.nn.Module, optimizer: Any, options: dict[str, A
         loading: main weights are then memory to load into, which `put_optimizer_state` copies from: the model's weights
             are loaded too, and are the coarser ones.
     """
-    states = [_part_state(model, part, options, loading) for part in parts_of(optimizer)]
+    states = [_part_state(model, part, options, loading) for part in parts(optimizer)]
     return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
@@ -102,8 +104,8 @@ def put_optimizer_state(model: torch.nn.Module, optimizer: Any, state: Any, opti
 
     Parameter groups, learning rates, betas and epsilon are settings, not state: those of the present run stay.
     """
-    parts, step = parts_of(optimizer), saved_step(state)
-    for part, own in zip(parts, [state] if len(parts) == 1 else [state[number] for number in range(len(parts))]):
+    chain, step = parts(optimizer), saved_step(state)
+    for part, own in zip(chain, [state] if len(chain) == 1 else [state[number] for number in range(len(chain))]):
         for group in part.param_groups:
             group["step"] = step
         if getattr(part, "grad_scaler", None) is not None and "grad_scaler" in own:
@@ -210,7 +212,7 @@ def _whole_weights(model: torch.nn.Module) -> Iterator[dict[int, str]]:
 
 
 def _dtype(parameter: torch.nn.Parameter) -> torch.dtype:
-    return gathered_dtype(parameter) if isinstance(parameter, DTensor) else parameter.dtype
+    return gathered_dtype(parameter)
 
 
 # The average of the weights: `optimizer.state.ema.NAME`, fp32, in boxes of the model's tensor NAME. Each rank writes
@@ -226,7 +228,7 @@ def average_state(
         chunks: the model's, within the wrappers.
     """
     owned = {id(weight.parameter): weight for weight in average.weights}
-    distributed = any(hasattr(part, "model_param_gbuf_map") for part in parts_of(optimizer))
+    distributed = any(hasattr(part, "model_param_gbuf_map") for part in parts(optimizer))
     state: dict[str, Any] = {}
     for chunk in chunks:
         for parameter, box in boxes_of_whole_weights(chunk, options):

@@ -10,17 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_moe import platform
 from megatron_moe.checkpoint import dist, pickles, sharded
 from megatron_moe.checkpoint import optimizer as optimizer_tensors
 from megatron_moe.config.schema import Run
+from megatron_moe.engine.layers import DistributedDataParallel, get_cuda_rng_tracker
 from megatron_moe.model.float16_module import Float16Module
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.parallel.groups import RankFacts
+from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.precision.contract import declared_fp32_state
 
 
@@ -68,11 +67,11 @@ class TrainState:
     model: Sequence[torch.nn.Module]
     optimizer: Any
     scheduler: Any
-    pg_collection: ProcessGroupCollection
+    pg_collection: ProcessGroups
     average: Any = None
 
 
-def metadata(pg_collection: ProcessGroupCollection) -> dict[str, Any]:
+def metadata(pg_collection: ProcessGroups) -> dict[str, Any]:
     """Return how the engine is to name and shard tensors: one key per layer, independent of the layout."""
     return {**optimizer_tensors.FORMAT, "non_homogeneous_layers": True, "dp_cp_group": pg_collection.dp_cp}
 

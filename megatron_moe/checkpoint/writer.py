@@ -12,7 +12,6 @@ import io
 import json
 import os
 import sys
-import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,12 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
@@ -37,6 +30,7 @@ from megatron_moe import platform
 from megatron_moe.checkpoint.folder import ENGINE_FORMAT
 from megatron_moe.checkpoint.gather import Buffers, Copy, Gathered
 from megatron_moe.checkpoint.pickles import COMMON, PER_PART, by_itself
+from megatron_moe.engine.dist_checkpointing import save_planner
 from megatron_moe.io.files import write_bytes
 from megatron_moe.io.hashing import FileEntry, HashingFile
 
@@ -135,11 +129,7 @@ def stage(
     Raises:
         torch.distributed.checkpoint.api.CheckpointException: the state cannot be saved; on every rank.
     """
-    with _quiet():
-        sharded, common = save_preprocess(state)
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-        planner = MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        tensors = mcore_to_pyt_state_dict(by_key, False)
+    planner, tensors, common = save_planner(state)
     writer = _HashingWriter(folder)
     ranks = _DistWrapper(None, True, 0)
     metadata: Metadata | None = None
@@ -298,11 +288,3 @@ def _check_present(plan: SavePlan, planner: SavePlanner, gathered: Gathered, ste
             and at not in steady
         ):
             raise RuntimeError(f"{item.index.fqn} would be written before it is gathered")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's warnings about how the engine calls it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\.distributed|megatron\.core")
-        yield

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
 from megatron_moe.parallel.sequence import context_parallel_slice
+from megatron_moe.platform.protocols import ProcessGroups
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 Batch = dict[str, "Tensor | None"]
@@ -171,7 +171,7 @@ def _location_text(part: SamplePart, token: int) -> str:
 class Receiver:
     """A callable that turns what the reader packed (None on a rank that does not read) into this rank's micro-batch."""
 
-    def __init__(self, run: Run, pg_collection: ProcessGroupCollection | None) -> None:
+    def __init__(self, run: Run, pg_collection: ProcessGroups | None) -> None:
         self._shape = (len(KEYS), run.training.micro_batch_size, run.model.seq_length)
         self._tp = None if pg_collection is None or pg_collection.tp.size() == 1 else pg_collection.tp
         self._cp = None if pg_collection is None or pg_collection.cp.size() == 1 else pg_collection.cp
@@ -285,7 +285,7 @@ def batch_iterator(
     run: Run,
     *,
     consumed_samples: int = 0,
-    pg_collection: ProcessGroupCollection | None = None,
+    pg_collection: ProcessGroups | None = None,
     chunk: int = 0,
 ) -> BatchIterator:
     """Return the micro-batches of one model chunk of this rank, beginning after the first `consumed_samples` samples.
@@ -326,7 +326,7 @@ def batch_iterators(
     run: Run,
     *,
     consumed_samples: int = 0,
-    pg_collection: ProcessGroupCollection | None = None,
+    pg_collection: ProcessGroups | None = None,
 ) -> list[BatchIterator]:
     """Return one `batch_iterator` per model chunk of this rank, all at the same position."""
     chunks = 1 if pg_collection is None else run.derived.virtual_pipeline_size or 1

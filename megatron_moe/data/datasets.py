@@ -30,7 +30,6 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset, MockGPTLowLevelDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils.data import Dataset
 
 from megatron_moe.config.errors import ConfigError
@@ -40,6 +39,7 @@ from megatron_moe.data.index_file import read_sidecar
 from megatron_moe.data.sources import SPLITS, Blend, Sources, read_sources
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.files import replace_json
+from megatron_moe.platform.protocols import ProcessGroups
 
 _SAMPLES_OF_A_SMALL_EPOCH = 1 << 18
 """Whose order takes some milliseconds and megabytes."""
@@ -233,7 +233,7 @@ def _sampled(path: str) -> str:
 _ENGINE_LOG = "megatron.core.datasets.gpt_dataset"
 
 
-def reads_data(run: Run, pg_collection: ProcessGroupCollection | None) -> bool:
+def reads_data(run: Run, pg_collection: ProcessGroups | None) -> bool:
     """Return whether this rank reads samples from disk: TP rank 0 of pipeline stages with tokens or labels."""
     if pg_collection is None:
         return True
@@ -248,7 +248,7 @@ def build_datasets(
     valid_samples: int,
     test_samples: int,
     *,
-    pg_collection: ProcessGroupCollection | None = None,
+    pg_collection: ProcessGroups | None = None,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """Build the datasets of the train, valid and test split, each of at least as many samples as asked for.
 

@@ -2,7 +2,7 @@
 
 An operation is written in torch where it belongs, and decorated with `has_kernel`, which names its entry in `KERNELS`.
 What is decorated is not differentiable by itself: autograd functions call it. Two environment variables choose one form
-for all tensors, MEGATRON_MOE_KERNELS, and for a CPU's, MEGATRON_MOE_CPU_KERNELS (`platform/switches.py`).
+for all tensors, MEGATRON_MOE_KERNELS, and for a CPU's, MEGATRON_MOE_CPU_KERNELS (`platform/env_vars.py`).
 
 `launch` runs a Triton kernel: not for an empty grid, and not for tensors without memory.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels import compiled
-from megatron_moe.platform import switches
+from megatron_moe.platform import env_vars
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -93,7 +93,7 @@ def takes_kernels(tensor: Tensor) -> bool:
     Never in fp64, which they do not have. A plan's imagined GPU has none: its figures would depend on whether the
     machine that plans has Triton.
     """
-    way = switches.kernels()
+    way = env_vars.read(env_vars.KERNELS)
     if way == "torch" or tensor.dtype == torch.float64:
         return False
     return way == "triton" or (tensor.device.type not in ("cpu", "meta") and why_no_triton() is None)

@@ -2,7 +2,7 @@
 
 They compute the bits of torch's form (the source says how), in one pass instead of some twenty. Where they cannot be
 had, torch's form computes: on another processor than x86-64 with AVX2, without gcc, and where a rank of the run lacks
-them (`same_on_all_ranks`). MEGATRON_MOE_CPU_KERNELS chooses (`platform/switches.py`).
+them (`same_on_all_ranks`). MEGATRON_MOE_CPU_KERNELS chooses (`platform/env_vars.py`).
 
 A compiled library is kept under a name made of a hash of the source, the compiler, its flags, torch's OpenMP library
 and the processor. It is written next to its place and renamed, so that processes that compile at the same time or are
@@ -31,8 +31,8 @@ from torch import Tensor
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import replacing
-from megatron_moe.platform import switches
-from megatron_moe.precision.packed_state import ADAM_FACTORS, AdamState, AdamStep, Chances, update_by_torch
+from megatron_moe.platform import env_vars
+from megatron_moe.precision.packed_state import ADAM_FACTORS, AdamState, AdamStep, StochasticRounding, update_by_torch
 
 SOURCE = Path(__file__).with_name("cpu.c")
 _FLAGS = "-O3 -march=native -mprefer-vector-width=512 -fPIC -fopenmp".split()
@@ -58,14 +58,14 @@ def why_not() -> str | None:
         ConfigError: MEGATRON_MOE_CPU_KERNELS=c, and they cannot be had.
     """
     reason = _reason()
-    if reason is not None and switches.cpu_kernels() == "c":
-        raise ConfigError(f"{switches.CPU_KERNELS}=c: {reason}; leave it unset, and torch's form computes")
+    if reason is not None and env_vars.read(env_vars.CPU_KERNELS) == "c":
+        raise ConfigError(f"{env_vars.CPU_KERNELS}=c: {reason}; leave it unset, and torch's form computes")
     return reason
 
 
 def _reason() -> str | None:
-    for name, way in ((switches.KERNELS, switches.kernels()), (switches.CPU_KERNELS, switches.cpu_kernels())):
-        if way == "torch":
+    for name in (env_vars.KERNELS, env_vars.CPU_KERNELS):
+        if env_vars.read(name) == "torch":
             return f"{name}=torch"
     return _objections[0] if _objections else _loaded()[1]
 
@@ -148,7 +148,7 @@ class _Adam(ctypes.Structure):
     """The argument of `adam_update` in C, whose struct `Adam` says what the fields are."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("main", "weight", "rest", "ties", "grad")),
+        *((name, ctypes.c_void_p) for name in ("main", "weight", "low_bits", "carry_bits", "grad")),
         *((name, ctypes.c_void_p * 2) for name in ("moments", "exponents")),
         ("places", ctypes.c_void_p),
         *((name, ctypes.c_longlong) for name in ("n", "width", "start", "first_column")),
@@ -163,36 +163,36 @@ _ADAM_FORMATS = {torch.float32: 129, torch.bfloat16: 130, torch.int8: 131, torch
 
 
 def adam_update(
-    grads: Sequence[Tensor], states: Sequence[AdamState], step: AdamStep, chances: Sequence[Chances] | None
+    grads: Sequence[Tensor], states: Sequence[AdamState], step: AdamStep, rounding: Sequence[StochasticRounding] | None
 ) -> Any:
     for grad, state in zip(grads, states):
-        stored = (state.main, state.weight, state.rest, state.ties, *state.moments, *state.exponents)
+        stored = (state.main, state.weight, state.low_bits, state.carry_bits, *state.moments, *state.exponents)
         if grad.dtype != torch.float32 or not all(one is None or one.is_contiguous() for one in (grad, *stored)):
             return NotImplemented
     if not _adam_is_torchs():
         return NotImplemented
     for number, (grad, state) in enumerate(zip(grads, states)):
-        _adam_update(grad, state, step, None if chances is None else chances[number])
+        _adam_update(grad, state, step, None if rounding is None else rounding[number])
     return None
 
 
-def _adam_update(grad: Tensor, state: AdamState, step: AdamStep, chances: Chances | None) -> None:
+def _adam_update(grad: Tensor, state: AdamState, step: AdamStep, rounding: StochasticRounding | None) -> None:
     def pointer(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
     task = _Adam(
-        **{name: pointer(getattr(state, name)) for name in ("main", "weight", "rest", "ties")},
+        **{name: pointer(getattr(state, name)) for name in ("main", "weight", "low_bits", "carry_bits")},
         grad=pointer(grad),
         moments=(ctypes.c_void_p * 2)(*map(pointer, state.moments)),
         exponents=(ctypes.c_void_p * 2)(*map(pointer, state.exponents)),
-        places=pointer(None if chances is None else chances.places),
+        places=pointer(None if rounding is None else rounding.row_ids),
         n=grad.numel(),
-        width=1 if chances is None else chances.width,
-        start=0 if chances is None else chances.start,
-        first_column=0 if chances is None else chances.first_column,
+        width=1 if rounding is None else rounding.width,
+        start=0 if rounding is None else rounding.start,
+        first_column=0 if rounding is None else rounding.first_column,
         formats=(ctypes.c_int * 2)(*(_ADAM_FORMATS[one.dtype] for one in state.moments)),
         threads=_threads(grad.numel()),
-        seeds=(ctypes.c_uint * 2)(*((0, 0) if chances is None else chances.seeds)),
+        seeds=(ctypes.c_uint * 2)(*((0, 0) if rounding is None else rounding.seeds)),
         **step.factors(),
     )
     library = _loaded()[0]

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.choice import launch
-from megatron_moe.platform.host_copy import on_device
-from megatron_moe.precision.packed_state import GROUP, NOT_FINITE, AdamState, AdamStep, Chances
+from megatron_moe.platform.streams import on_device
+from megatron_moe.precision.packed_state import GROUP, NOT_FINITE, AdamState, AdamStep, StochasticRounding
 
 _GROUPS = 8
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, torch.float8_e4m3fn: 4}
@@ -194,15 +194,15 @@ def _update(
 
 
 def adam_update(
-    grads: Sequence[Tensor], states: Sequence[AdamState], step: AdamStep, chances: Sequence[Chances] | None
+    grads: Sequence[Tensor], states: Sequence[AdamState], step: AdamStep, rounding: Sequence[StochasticRounding] | None
 ) -> None:
     alike: dict[tuple[bool, int, int, bool], list[tuple[int, ...]]] = defaultdict(list)
     for number, (grad, state) in enumerate(zip(grads, states)):
-        row = _row(grad, state, None if chances is None else chances[number])
+        row = _row(grad, state, None if rounding is None else rounding[number])
         aligned = not any(one % 16 for one in (*row[: _PLACES.value], row[_NUMEL.value]))
         first, second = (_FORMATS[moment.dtype] for moment in state.moments)
         alike[state.main is None, first, second, aligned].append(row)
-    seed = 0 if chances is None else _signed(chances[0].seeds[0] | chances[0].seeds[1] << 32)
+    seed = 0 if rounding is None else _signed(rounding[0].seeds[0] | rounding[0].seeds[1] << 32)
     for (packed, first, second, aligned), rows in alike.items():
         table, weights = _table(tuple(rows), grads[0].device)
         launch(
@@ -215,17 +215,17 @@ def adam_update(
             PACKED=packed,
             FIRST=first,
             SECOND=second,
-            DRAWN=chances is not None,
+            DRAWN=rounding is not None,
             ALIGNED=aligned,
             GROUPS=_GROUPS,
             GROUP=GROUP,
         )
 
 
-def _row(grad: Tensor, state: AdamState, chances: Chances | None) -> tuple[int, ...]:
+def _row(grad: Tensor, state: AdamState, rounding: StochasticRounding | None) -> tuple[int, ...]:
     """Return a weight's row of the table but for its last column; 0 is the address of what it does not have."""
-    stored = (grad, state.main, state.weight, state.rest, state.ties, *state.moments, *state.exponents)
-    places, drawn = (None, (1, 0, 0)) if chances is None else (chances.places, chances[1:3] + chances[4:])
+    stored = (grad, state.main, state.weight, state.low_bits, state.carry_bits, *state.moments, *state.exponents)
+    places, drawn = (None, (1, 0, 0)) if rounding is None else (rounding.row_ids, rounding[1:3] + rounding[4:])
     addresses = [0 if one is None else one.data_ptr() for one in (*stored, places)]
     return (*addresses, grad.numel(), *drawn)
 

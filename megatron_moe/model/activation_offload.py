@@ -18,14 +18,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
+from megatron_moe.engine.layers import TransformerLayer
 from megatron_moe.moe.dispatch import ExpertInput
 from megatron_moe.moe.experts import LocalExperts
-from megatron_moe.platform.moved_storage import Event, HostPool, Lane, MovedStorage
+from megatron_moe.platform.pinned_memory import CopyStream, Event, OffloadedStorage, PinnedPool
 
 _INPUTS = {
     "attn_norm": ("input_layernorm",),
@@ -63,12 +63,12 @@ class ActivationOffload:
 
     def __init__(self, modules: Iterable[str], smallest: int) -> None:
         self._modules, self._smallest = tuple(modules), smallest
-        self._pool = HostPool()
-        self._there, self._back = Lane(), Lane()
+        self._pool = PinnedPool()
+        self._there, self._back = CopyStream(), CopyStream()
         self._layer: _Layer | None = None
         self._latest: _Layer | None = None
         # Of each module's name: the layer that it was last computed in, and what it keeps there.
-        self._leaving: dict[str, tuple[_Layer, list[MovedStorage]]] = {}
+        self._leaving: dict[str, tuple[_Layer, list[OffloadedStorage]]] = {}
 
     @classmethod
     def from_run(cls, run: Run) -> ActivationOffload | None:
@@ -145,7 +145,7 @@ class ActivationOffload:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if tensor.numel() >= self._smallest and storage.resizable() and storage._cdata not in layer.moved:
-                layer.moved[storage._cdata] = moved = MovedStorage(tensor, self._pool, self._there)
+                layer.moved[storage._cdata] = moved = OffloadedStorage(tensor, self._pool, self._there)
                 leaving.append(moved)
         self._leaving[name] = layer, leaving
 
@@ -167,9 +167,9 @@ class _Layer:
     moved: by the number of the storage, which is held until the next layer, so that no other one has its number.
     """
 
-    def __init__(self, number: int, lane: Lane, latest: _Layer | None) -> None:
+    def __init__(self, number: int, lane: CopyStream, latest: _Layer | None) -> None:
         self.number = number
-        self.moved: dict[int, MovedStorage] = {}
+        self.moved: dict[int, OffloadedStorage] = {}
         self._lane = lane
         # A pass goes through consecutive layers, and the next pass begins with an earlier one.
         self._before = latest if latest is not None and latest.number == number - 1 else None

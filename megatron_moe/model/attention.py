@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
+from megatron_moe.engine.layers import AttnMaskType, get_cuda_rng_tracker
 from megatron_moe.model.context_parallel import (
     OverRanks,
     attend_block,

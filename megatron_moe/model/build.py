@@ -8,18 +8,19 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
-from megatron.core.tensor_parallel.mappings import (
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.module_names import frozen
 from megatron_moe.config.schema import Run
+from megatron_moe.engine.layers import (
+    DistributedDataParallel,
+    VocabParallelEmbedding,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron_moe.engine.modules import DeepcopyKeepsGroups, with_class
 from megatron_moe.model.activation_offload import ActivationOffload
 from megatron_moe.model.cross_entropy import cross_entropy
 from megatron_moe.model.engine_config import ddp_config, transformer_config
@@ -27,14 +28,13 @@ from megatron_moe.model.float16_module import Float16Module, keep_in_fp32, model
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel, Sharding
 from megatron_moe.model.initialize import global_name, initialize_weights
 from megatron_moe.model.linear_fp8 import multiply_in_fp8
-from megatron_moe.model.loss import FusedLoss, OutputLayer
+from megatron_moe.model.loss import FusedLoss, OutputLayer, OutputLayerWithLoss
 from megatron_moe.model.mla import ReplicatedLinear
 from megatron_moe.model.mtp import MultiTokenPrediction, without_second_table
 from megatron_moe.model.overlap import ChunkPlan
 from megatron_moe.model.spec import LOCAL, LayerSettings, block_spec, prediction_spec
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.protocols import AutogradContext, EngineConfig, ProcessGroups
 from megatron_moe.precision.contract import PrecisionGuard, returns_wider
 from megatron_moe.precision.gates import install_gates
@@ -71,13 +71,8 @@ class _Lookup(torch.autograd.Function):
         return None, table.index_copy_(0, ids, total.to(ctx.dtype).index_select(0, row))
 
 
-class ExactEmbedding(CopiesShareGroups, VocabParallelEmbedding):
+class ExactEmbedding(DeepcopyKeepsGroups, VocabParallelEmbedding):
     """The engine's embedding table [V/TP, H] with the exact lookup, and the same weights, keys and outputs."""
-
-    @classmethod
-    def take_over(cls, embedding: VocabParallelEmbedding) -> None:
-        """Turn an embedding that the engine has built into one of this class, which the engine cannot be asked for."""
-        embedding.__class__ = cls
 
     def forward(self, input_: Tensor) -> Tensor:
         """Return embeddings [B, S, H] of token ids [B, S], summed over TP; [S/TP, B, H] with sequence parallelism."""
@@ -99,7 +94,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 @returns_wider("the loss per token is fp32")
-class LanguageModel(MultiTokenPrediction, CopiesShareGroups, GPTModel):
+class LanguageModel(MultiTokenPrediction, DeepcopyKeepsGroups, GPTModel):
     """The engine's GPTModel with one set of checkpoint keys.
 
     Parallel linear layers and all Transformer Engine modules have an `_extra_state` that is empty without FP8. It is
@@ -266,12 +261,14 @@ def _chunk(
     chunk.moe_options = settings.moe
     without_second_table(chunk)
     if chunk.post_process:
-        OutputLayer.take_over(chunk.output_layer, vocabulary.size)
-    if isinstance(chunk, FusedLoss):
-        fused_gradient = run.precision.gradient_accumulation_fusion is not False
-        chunk.fuse_loss(run.model.cross_entropy_chunk_tokens, fused_gradient)
+        layer_class = OutputLayerWithLoss if run.model.cross_entropy_loss_fusion else OutputLayer
+        chunk.output_layer = with_class(layer_class, chunk.output_layer)
+        chunk.output_layer.vocab_size = vocabulary.size
+    if isinstance(chunk.output_layer if chunk.post_process else None, OutputLayerWithLoss):
+        chunk.output_layer.chunk_tokens = run.model.cross_entropy_chunk_tokens
+        chunk.output_layer.fused_gradient = run.precision.gradient_accumulation_fusion is not False
     if hasattr(chunk, "embedding"):
-        ExactEmbedding.take_over(chunk.embedding.word_embeddings)
+        chunk.embedding.word_embeddings = with_class(ExactEmbedding, chunk.embedding.word_embeddings)
     multiply_in_fp8(chunk, run)
     if draw:
         chunk.to(platform.device())

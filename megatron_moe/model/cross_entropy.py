@@ -261,7 +261,7 @@ class _Tiles:
     """The tiles of the logits, and the products on them.
 
     On a CPU half-precision operands are widened to fp32 first: it has no product with half operands and an fp32
-    result, and without bf16 instructions fp32 is faster as well (`platform/half_products.py`). CUDA has one.
+    result, and without bf16 instructions fp32 is faster as well (`platform/cpu_half_gemm.py`). CUDA has one.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> None:

@@ -212,7 +212,7 @@ def optimizer_config(run: Run) -> OptimizerConfig:
     """Return the configuration of Adam with decoupled weight decay, with its precision and loss scale."""
     options, precision = run.optimizer, run.precision
     return OptimizerConfig(
-        optimizer="adam",  # Muon is built in its place (training/optimizer.py)
+        optimizer="adam",  # Muon is built in its place (optim/optimizer.py)
         lr=options.lr,
         min_lr=options.min_lr,
         weight_decay=options.weight_decay,

@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer.module import Float16Module as EngineFloat16Module
 from torch.distributed.tensor import DTensor
 
 from megatron_moe.config import module_names
 from megatron_moe.config.module_names import INPUT, MODEL, OWN, RESIDUAL, ROUTER, SHORT, dtype_words
 from megatron_moe.config.schema import Run
+from megatron_moe.engine.layers import Float16Module as EngineFloat16Module
+from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.model.initialize import global_name
-from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.precision.contract import (
     Emits,
     PrecisionError,
@@ -62,7 +62,7 @@ def _crossing(word: str, config: Any) -> Emits | None:
     }[word]
 
 
-class Float16Module(CopiesShareGroups, EngineFloat16Module):
+class Float16Module(DeepcopyKeepsGroups, EngineFloat16Module):
     """A wrapper that casts a model's parameters to bf16 or fp16, and its inputs and outputs at the pipeline's ends.
 
     It is megatron-core's wrapper (so that the engine's `isinstance` tests work) with a guarantee added: state that a

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
+from megatron_moe.engine.fully_shard import ShardedWeight, register_sharded
 from megatron_moe.model.zero_plus_plus import quantize_collectives, secondary_mesh
 from megatron_moe.moe.experts import LocalExperts
 
@@ -87,10 +88,8 @@ class FullyShardedDataParallel(torch.nn.Module):
     """A wrapper that spreads a chunk's weights, gradients and optimizer state over the data-parallel ranks.
 
     It has the methods of the engine's DistributedDataParallel that a training step calls. Weights are DTensors in fp32
-    with the names and attributes that they had; each has
+    with the names and attributes that they had, see `engine.fully_shard.ShardedWeight`; each has what the engine reads:
 
-        own_range: the axis along which it is cut, and the first and the last + 1 index of the shard,
-        gathered_dtype: the dtype in which the model computes with it,
         main_param: this rank's shard as a plain fp32 parameter in the same memory, which the optimizer updates,
         main_grad: the shard's reduced gradient, fp32, from `finish_grad_sync` to `zero_grad_buffer`; the shard has it
             too.
@@ -253,9 +252,8 @@ def _shard(unit: Unit, sharding: Sharding) -> FSDPModule:
         vars(parameter).update(values)
         master: Any = torch.nn.Parameter(local(parameter).detach(), requires_grad=parameter.requires_grad)
         vars(master).update(values)
-        parameter.main_param, parameter.gathered_dtype = master, unit.dtype
-        # Not asked of the DTensor: torch's caches may give it the mesh of groups that a program has left.
-        parameter.own_range = _own_range(tuple(parameter.shape), unit.group)
+        parameter.main_param = master
+        register_sharded(parameter, ShardedWeight(_own_range(tuple(parameter.shape), unit.group), unit.dtype))
         parameter.main_grad = master.main_grad = None
     return sharded
 
@@ -278,16 +276,6 @@ def shard_axis(shape: tuple[int, ...], ranks: int) -> int:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor, in the same memory; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def own_range(parameter: Any) -> tuple[int, int, int]:
-    """Return the axis along which a weight is cut, and the first and the last + 1 index that this rank has of it."""
-    return parameter.own_range
-
-
-def gathered_dtype(parameter: Any) -> torch.dtype:
-    """Return the dtype in which the model computes with a sharded weight."""
-    return parameter.gathered_dtype
 
 
 def shard_of(parameter: Any) -> torch.nn.Parameter:

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
+from megatron_moe.engine.schedules import get_attr_wrapped_model, get_forward_backward_func
 from megatron_moe.parallel.sequence import context_parallel_slice, holder
 
 Chunks = Sequence[torch.nn.Module]

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy
 import torch
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
+from megatron_moe.engine.layers import set_tensor_model_parallel_attributes
 from megatron_moe.platform.protocols import EngineConfig
 
 

@@ -16,11 +16,12 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
+from megatron_moe.engine.modules import fp32_parameters
+from megatron_moe.engine.schedules import get_attr_wrapped_model
 from megatron_moe.model.attention import SDPACoreAttention, attend_with_last
 from megatron_moe.model.generate import Sampling, choose, evaluation
 from megatron_moe.model.mla import LatentAttention
@@ -154,7 +155,7 @@ class _CachedLatentAttention(torch.nn.Module):
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         """Attend as LatentAttention does."""
         attention, entered = self.attention, hidden_states.dtype
-        if hasattr(attention, "fp32_parameters"):  # an island, whose own hooks are bypassed here
+        if fp32_parameters(attention) is not None:  # an island, whose own hooks are bypassed here
             hidden_states = hidden_states.float()
         query_latent, latent_and_key_pos = attention.latents(hidden_states)
         latent, key_pos = attention.latent_and_key(latent_and_key_pos)

@@ -10,15 +10,17 @@ import functools
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from torch import Tensor
 
 from megatron_moe.config import module_names
 from megatron_moe.config.schema import Run
+from megatron_moe.engine.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron_moe.engine.modules import with_class
 from megatron_moe.model.initialize import global_name
 from megatron_moe.model.mla import ReplicatedLinear
 from megatron_moe.moe.experts import LocalExperts
@@ -100,7 +102,7 @@ def _of_transformer_engine(stock: type) -> type:
 
 
 def multiply_in_fp8(chunk: torch.nn.Module, run: Run) -> None:
-    """Turn the linear layers of a GPTModel chunk that `--fp8-format` names into those that multiply in FP8.
+    """Replace the linear layers of a GPTModel chunk that `--fp8-format` names by those that multiply in FP8.
 
     Routed experts have been built with their own kernels.
 
@@ -111,16 +113,18 @@ def multiply_in_fp8(chunk: torch.nn.Module, run: Run) -> None:
     if not names:
         return
     gate_up, single = fp8_products(run.precision.fp8_format or "")
-    for name, module in chunk.named_modules():
+    for name, module in list(chunk.named_modules()):
         if global_name(chunk, name) not in names or isinstance(module, LocalExperts):
             continue
         stock = type(module)
+        made: Any
         if stock in _CLASSES:
             # The gate and the up projection of a gated layer are two matrices.
             gated = name.endswith(".linear_fc1") and chunk.config.gated_linear_unit
-            module.__class__ = _CLASSES[stock]
-            module.fp8_product = gate_up if gated else single
+            made = with_class(_CLASSES[stock], module)
+            made.fp8_product = gate_up if gated else single
         else:
             require_fp8_of_transformer_engine("--transformer-impl transformer_engine")
-            module.__class__ = _of_transformer_engine(stock)
-            module.fp8_format = run.precision.fp8_format
+            made = with_class(_of_transformer_engine(stock), module)
+            made.fp8_format = run.precision.fp8_format
+        chunk.set_submodule(name, made)

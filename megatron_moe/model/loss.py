@@ -9,18 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_moe.engine.layers import ColumnParallelLinear
+from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.model.cross_entropy import linear_cross_entropy
 from megatron_moe.parallel.collectives import all_gather_rows, all_reduce_sum, shared_by_ranks
-from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.protocols import AutogradContext
 from megatron_moe.precision.contract import returns_wider
 
 
-class OutputLayer(CopiesShareGroups, ColumnParallelLinear):
+class OutputLayer(DeepcopyKeepsGroups, ColumnParallelLinear):
     """The engine's output layer, which gives columns of padding the least number of their dtype as logit.
 
     Its exponential is 0 next to any token's. It is not -inf, so that a search for non-finite numbers finds errors
@@ -31,15 +31,6 @@ class OutputLayer(CopiesShareGroups, ColumnParallelLinear):
     """
 
     vocab_size: int
-
-    @classmethod
-    def take_over(cls, layer: ColumnParallelLinear, vocab_size: int) -> None:
-        """Turn an output layer that GPTModel has built into one of this class, which differs in the forward pass.
-
-        GPTModel does not take the class of its output layer.
-        """
-        layer.__class__ = cls
-        layer.vocab_size = vocab_size
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -115,19 +106,6 @@ class OutputLayerWithLoss(OutputLayer):
 
 class FusedLoss:
     """A mixin before the engine's GPTModel that computes the loss in the output layer."""
-
-    def fuse_loss(self, chunk_tokens: int | None, fused_gradient: bool) -> None:
-        """Turn the output layer, if this pipeline stage has it, into an `OutputLayerWithLoss`.
-
-        GPTModel does not take the class of its output layer; the forward pass alone differs.
-
-        Args:
-            chunk_tokens, fused_gradient: see `linear_cross_entropy`.
-        """
-        if self.post_process:  # type: ignore[attr-defined]
-            layer = self.output_layer  # type: ignore[attr-defined]
-            layer.__class__ = OutputLayerWithLoss
-            layer.chunk_tokens, layer.fused_gradient = chunk_tokens, fused_gradient
 
     def token_losses(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy [B, S] fp32 of the output layer on hidden states [S, B, H] against labels [B, S]."""

@@ -15,17 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.engine.layers import AttnMaskType, MegatronModule, checkpoint
+from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.model.rotary import Rotary, softmax_scale
 from megatron_moe.moe.experts import without_output
 from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks
-from megatron_moe.parallel.copying import CopiesShareGroups
-from megatron_moe.platform.half_products import linear
+from megatron_moe.platform.cpu_half_gemm import linear
 from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 
 # DeepSeek's code leaves the latent norms at the default of its RMSNorm, whatever the model's rms_norm_eps is.
@@ -46,7 +44,7 @@ class MLASubmodules:
     core_attention: type
 
 
-class LatentAttention(CopiesShareGroups, MegatronModule):
+class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
     """Latent self-attention for megatron-core's TransformerLayer, with the engine's names of parameters.
 
     Parameters, n heads over TP ranks: linear_q_proj [n (dn + dr), H], or linear_q_down_proj [rq, H], q_layernorm [rq]
@@ -219,7 +217,7 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.recompute_core and self.training:
-            return tensor_parallel.checkpoint(self._core, False, query, key, value)
+            return checkpoint(self._core, False, query, key, value)
         return self._core(query, key, value)
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

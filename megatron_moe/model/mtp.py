@@ -29,8 +29,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from megatron_moe.engine.modules import DeepcopyKeepsGroups, fp32_parameters
 from megatron_moe.model.norm import residual_dtype
-from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.parallel.sequence import shifted
 from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 
@@ -49,7 +49,7 @@ class PredictionParts:
     pg_collection: ProcessGroups
 
 
-class MTPLayer(CopiesShareGroups, MegatronModule):
+class MTPLayer(DeepcopyKeepsGroups, MegatronModule):
     """One depth of multi-token prediction, for the engine's MultiTokenPredictionBlock.
 
     Its parameters have the names of Megatron-LM's checkpoints. The engine's own layer is not used: its names change
@@ -127,7 +127,7 @@ class MTPLayer(CopiesShareGroups, MegatronModule):
 
     def _merge(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         # Norms that are kept in fp32 may return fp32; in a layer that is kept as a whole, everything is fp32.
-        dtype = torch.float32 if hasattr(self, "fp32_parameters") else self.config.params_dtype
+        dtype = torch.float32 if fp32_parameters(self) is not None else self.config.params_dtype
         both = torch.cat((self.enorm(embedded).to(dtype), self.hnorm(hidden).to(dtype)), dim=-1)
         part, _ = self.eh_proj(both)
         merged = gather_from_tensor_model_parallel_region(part, group=self.tp_group)

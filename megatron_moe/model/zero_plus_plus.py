@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, Protocol
-from unittest import mock
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_init
 
 from megatron_moe import platform
+from megatron_moe.engine.fully_shard import flat_shards, partition_mesh
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.parallel.groups import neighbours, partition, ranks_of_machine
 from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, Segments
@@ -41,8 +40,7 @@ def secondary_mesh(group: ProcessGroup, machine: int | None) -> Iterator[bool | 
     It is the ranks of the group among `machine` neighbours of the world. Where that is one, as of experts that a
     machine has once, weights stay gathered: False.
 
-    The partition's groups are made here. torch would make them itself, from the ranks of one group, while the world has
-    several such groups side by side, whose ranks would not agree on what is made.
+    The partition's groups are made here, see `partition_mesh`.
     """
     ranks = dist.get_process_group_ranks(group)
     size = group.size() if machine is None else neighbours(ranks, machine)
@@ -53,7 +51,7 @@ def secondary_mesh(group: ProcessGroup, machine: int | None) -> Iterator[bool | 
     places = torch.tensor(ranks).view(-1, size)
     names = ("parts", "ranks of a part")
     mesh = DeviceMesh.from_group([across, inside], platform.device().type, mesh=places, mesh_dim_names=names)
-    with mock.patch.object(_fsdp_init, "DeviceMesh", lambda *_: mesh):
+    with partition_mesh(mesh):
         yield size
 
 
@@ -71,14 +69,11 @@ def quantize_collectives(module: FSDPModule, group: ProcessGroup, sending: _Send
         module.set_custom_reduce_scatter(QuantizedReduceScatter(segments, sending.gradient_bits, *parts))
 
 
-def _segments(module: Any) -> Segments:
+def _segments(module: FSDPModule) -> Segments:
     """Return the parts of a unit's flat shards in the order in which torch sends them."""
-    state = module._get_fsdp_state()
-    # A list from torch 2.13 on, of one where the weights share a mesh, as a unit's do.
-    (group,) = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    lengths = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
-    quantized = [is_quantized(one._module_info.module, one._orig_size) for one in group.fsdp_params]
-    return Segments(tuple(lengths), tuple(quantized))
+    shards = flat_shards(module)
+    lengths = [shard.length for shard in shards]
+    return Segments(tuple(lengths), tuple(is_quantized(shard.module, shard.shape) for shard in shards))
 
 
 def is_quantized(module: torch.nn.Module, shape: torch.Size) -> bool:

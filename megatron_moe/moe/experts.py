@@ -9,21 +9,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_moe.config.derived import grouped_product_refusal
+from megatron_moe.engine.dist_checkpointing import ShardedTensor
+from megatron_moe.engine.layers import CheckpointWithoutOutput, MegatronModule
+from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.dispatch import ExpertInput
 from megatron_moe.moe.grouped_gemm import DelayedWgrad, GroupedLinear, TorchProduct
 from megatron_moe.moe.grouped_gemm_fp8 import Fp8Product
 from megatron_moe.moe.options import MoEGroups, MoEOptions
-from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.parallel.groups import ranks_of_machine
 from megatron_moe.platform import host
-from megatron_moe.platform.isolation import unaffected_by_autocast
+from megatron_moe.platform.autocast_guard import unaffected_by_autocast
 from megatron_moe.platform.protocols import AutogradContext, EngineConfig
 from megatron_moe.precision.contract import mixes_dtypes
 
@@ -103,7 +102,7 @@ Normal = Callable[[str, tuple[int, ...], float], Tensor]
 """(name, shape, standard deviation) -> fp32 tensor that is a function of these and the run's seed; for any thread."""
 
 
-class LocalExperts(CopiesShareGroups, MegatronModule, ABC):
+class LocalExperts(DeepcopyKeepsGroups, MegatronModule, ABC):
     """The experts that are on this rank, and their width: the base class of all backends.
 
     Args:

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.engine.patching import replaced
 from megatron_moe.kernels.choice import has_kernel
-from megatron_moe.platform import half_products, numerics
-from megatron_moe.platform.half_products import grouped_product
-from megatron_moe.platform.isolation import unaffected_by_autocast
+from megatron_moe.platform import cpu_half_gemm, numerics
+from megatron_moe.platform.autocast_guard import unaffected_by_autocast
+from megatron_moe.platform.cpu_half_gemm import grouped_product
 from megatron_moe.platform.protocols import AutogradContext
 from megatron_moe.precision.main_grad import add_product, main_grad_of, no_gradient
 
@@ -165,7 +166,7 @@ def added_to_main_grad(weights: Tensor, left: Tensor, right: Tensor, offsets: Te
         Whether it was added.
     """
     for_nothing = platform.on_cpu(weights) and not platform.has_cuda()
-    rounded = fused is None and for_nothing and half_products.multiplies_group_by_group(left)
+    rounded = fused is None and for_nothing and cpu_half_gemm.multiplies_group_by_group(left)
     if fused is None:
         fused = for_nothing and weights.dtype == torch.float32
     total = main_grad_of(weights) if fused or rounded else None
@@ -173,7 +174,7 @@ def added_to_main_grad(weights: Tensor, left: Tensor, right: Tensor, offsets: Te
         return False
     experts = total.view(total.shape[0], -1, total.shape[-1])
     if rounded:
-        for expert, product in half_products.products_over_rows(left.t(), right, offsets):
+        for expert, product in cpu_half_gemm.products_over_rows(left.t(), right, offsets):
             experts[expert] += product
     else:
         add_grouped_product(experts, left, right, offsets)
@@ -259,7 +260,7 @@ class TransformerEngineProduct:
     """
 
     def __init__(self) -> None:
-        self._modules: dict[tuple[int, ...], Any] = {}
+        self._modules: dict[tuple[int, ...], tuple[Any, list[str]]] = {}
 
     def __call__(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """Return the products; the arguments are those of `GroupedLinear`, with the offsets on the host."""
@@ -274,25 +275,20 @@ class TransformerEngineProduct:
         shape = tuple(matrices.shape)
         if shape not in self._modules:
             self._modules[shape] = _without_parameters(matrices)
-        module = self._modules[shape]
-        for name, weight in zip(module.borrowed, matrices.unbind(0)):
-            setattr(module, name, weight)
-        try:
+        module, names = self._modules[shape]
+        with replaced([module], **dict(zip(names, matrices.unbind(0)))):
             return module(rows, splits)
-        finally:
-            for name in module.borrowed:
-                delattr(module, name)
 
 
-def _without_parameters(weights: Tensor) -> Any:
-    """Return a GroupedLinear for weights [e, out, in] whose own, on the meta device, are taken out of it."""
+def _without_parameters(weights: Tensor) -> tuple[Any, list[str]]:
+    """Return a GroupedLinear for weights [e, out, in] without its own, and their names; it was on the meta device."""
     from transformer_engine.pytorch import GroupedLinear as Module
 
     experts, out_features, in_features = weights.shape
     module = Module(experts, in_features, out_features, bias=False, params_dtype=weights.dtype, device="meta")
-    module.borrowed = [name for name, _ in module.named_parameters()]
-    for name in module.borrowed:
+    names = [name for name, _ in module.named_parameters()]
+    for name in names:
         delattr(module, name)
     for expert in range(experts):  # what it passes to its function in place of a bias
         setattr(module, f"bias{expert}", weights.new_empty(0))
-    return module
+    return module, names

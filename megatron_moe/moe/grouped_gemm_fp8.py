@@ -39,8 +39,8 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.moe.grouped_gemm import TransformerEngineProduct
-from megatron_moe.platform import switches
-from megatron_moe.platform.isolation import unaffected_by_autocast
+from megatron_moe.platform import env_vars
+from megatron_moe.platform.autocast_guard import unaffected_by_autocast
 from megatron_moe.platform.protocols import AutogradContext
 
 TILE = 128
@@ -360,14 +360,14 @@ class Fp8Product:
 def fp8_form() -> str:
     """Return how products in FP8 are computed on this machine: "scaled" on Hopper, "emulated" elsewhere.
 
-    MEGATRON_MOE_FP8 chooses one of them (`platform/switches.py`).
+    MEGATRON_MOE_FP8 chooses one of them (`platform/env_vars.py`).
 
     Raises:
         ConfigError: the variable asks for the scaled product where there is none.
     """
-    way, why = switches.fp8_products(), platform.why_no_fp8_products()
+    way, why = env_vars.read(env_vars.FP8), platform.why_no_fp8_products()
     if way == "scaled" and why is not None:
-        raise ConfigError(f"{switches.FP8}=scaled: {why}; leave it unset, or set it to emulated")
+        raise ConfigError(f"{env_vars.FP8}=scaled: {why}; leave it unset, or set it to emulated")
     return "emulated" if way == "emulated" or why is not None else "scaled"
 
 

@@ -9,16 +9,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
 from megatron_moe.config.setting import DISPATCHERS, EXPERT_BACKENDS
+from megatron_moe.engine.dist_checkpointing import make_sharded_tensors_for_checkpoint
+from megatron_moe.engine.fully_shard import gathered_dtype
+from megatron_moe.engine.layers import (
+    MLP,
+    ColumnParallelLinear,
+    MegatronModule,
+    MLPSubmodules,
+    RowParallelLinear,
+    checkpoint,
+)
+from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.moe.all_to_all import AllToAllDispatcher
 from megatron_moe.moe.capacity import build_layer_dispatcher
 from megatron_moe.moe.dispatch import ExpertInput
@@ -28,9 +34,8 @@ from megatron_moe.moe.grouped_gemm import DelayedWgrad, TransformerEngineProduct
 from megatron_moe.moe.grouped_gemm_fp8 import TransformerEngineFp8, fp8_products
 from megatron_moe.moe.options import MoEGroups, MoEOptions, moe_groups
 from megatron_moe.moe.router import TopKRouter
-from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform import streams
-from megatron_moe.platform.isolation import is_autocast_on, without_autocast
+from megatron_moe.platform.autocast_guard import is_autocast_on, without_autocast
 from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 from megatron_moe.precision.contract import mixes_dtypes
 from megatron_moe.precision.gates import require_dtype
@@ -62,7 +67,7 @@ def _weighed(output: Tensor, gate: Tensor) -> Tensor:
     return output * gate
 
 
-class SharedExperts(CopiesShareGroups, MLP):
+class SharedExperts(DeepcopyKeepsGroups, MLP):
     """The engine's tensor-parallel MLP at the shared width, optionally gated (Qwen2-MoE).
 
     Args:
@@ -173,7 +178,7 @@ class MoESubmodules:
     linear_fc2: type = RowParallelLinear
 
 
-class MoELayer(CopiesShareGroups, MegatronModule):
+class MoELayer(DeepcopyKeepsGroups, MegatronModule):
     """A mixture of experts that takes the place of the MLP in megatron-core's TransformerLayer.
 
     The output has the dtype of the input. A surrounding torch.autocast does not change the result: the layer computes
@@ -230,7 +235,7 @@ class MoELayer(CopiesShareGroups, MegatronModule):
         """
         is_padding = None if padding_mask is None else padding_mask.transpose(0, 1).reshape(-1).bool()
         if self.recompute and self.training:
-            return tensor_parallel.checkpoint(self.mixture, False, hidden, is_padding), None
+            return checkpoint(self.mixture, False, hidden, is_padding), None
         return self.mixture(hidden, is_padding), None
 
     def mixture(self, hidden: Tensor, is_padding: Tensor | None) -> Tensor:
@@ -239,8 +244,8 @@ class MoELayer(CopiesShareGroups, MegatronModule):
             return self._mixture(hidden, is_padding)
         with without_autocast(hidden.device.type):
             weight = next(self.experts.parameters())
-            # A fully sharded weight is an fp32 shard until the experts compute: it says what it is gathered in.
-            dtype = getattr(weight, "gathered_dtype", weight.dtype)
+            # A fully sharded weight is an fp32 shard until the experts compute.
+            dtype = gathered_dtype(weight)
             return self._mixture(hidden.to(dtype), is_padding).to(hidden.dtype)
 
     def _mixture(self, hidden: Tensor, is_padding: Tensor | None) -> Tensor:
@@ -274,5 +279,5 @@ class MoELayer(CopiesShareGroups, MegatronModule):
         """Return the shared expert's output [S, B, H]."""
         assert self.shared_experts is not None
         if self.recompute_shared_experts and self.training:
-            return tensor_parallel.checkpoint(self.shared_experts, False, hidden)
+            return checkpoint(self.shared_experts, False, hidden)
         return self.shared_experts(hidden)

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
 from megatron_moe.config.model_flags import MoEConfig
 from megatron_moe.config.schema import Run
 from megatron_moe.config.setting import SCORE_FUNCTIONS
+from megatron_moe.engine.parallel_state import parallel_state
 from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 
 _ROUTER_DTYPES = {None: torch.float32, "fp32": torch.float32, "fp64": torch.float64}

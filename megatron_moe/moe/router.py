@@ -9,17 +9,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_moe.engine.layers import MegatronModule
+from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.moe.capacity import ExpertCapacity, Limit, dropless
 from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.moe.load_balance import AuxLosses, GlobalBatch, StepTokens, requested_counts
 from megatron_moe.moe.options import MoEOptions, moe_groups
 from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision, build_choice, route
 from megatron_moe.parallel.collectives import all_reduce_sum
-from megatron_moe.parallel.copying import CopiesShareGroups
-from megatron_moe.platform.isolation import without_autocast
+from megatron_moe.platform.autocast_guard import without_autocast
 from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 from megatron_moe.precision.contract import returns_wider
 from megatron_moe.precision.fp32_state import Fp32State
@@ -29,7 +29,7 @@ Observer = Callable[["TopKRouter", RoutedTokens], None]
 
 
 @returns_wider("the weights of the choices are in the router's dtype")
-class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
+class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
     """A gate that chooses K experts for every token, weighs them and counts the choices.
 
     State, which stays in float32 when the module is cast or moved (see `Fp32State`):

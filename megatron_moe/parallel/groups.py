@@ -1,7 +1,7 @@
 """Process groups and seeds: joins the ranks that a launcher started, builds a layout's groups, seeds every rank.
 
 The groups are built by megatron-core's `parallel_state`, which keeps them in globals, where its schedules and optimizer
-read them; our code gets them passed in, as the `ProcessGroupCollection` that `initialize` returns.
+read them; our code gets them passed in, as the `ProcessGroups` that `initialize` returns.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError, MachineError
 from megatron_moe.config.schema import Run, flatten
+from megatron_moe.engine.layers import model_parallel_cuda_manual_seed
+from megatron_moe.engine.parallel_state import ProcessGroupCollection, groups_of_one_rank, parallel_state
 from megatron_moe.io import launched
 from megatron_moe.io.program import note
 from megatron_moe.platform import numerics
+from megatron_moe.platform.protocols import ProcessGroups
 
 _SIDE_TIMEOUT = timedelta(seconds=10)
 _POLL_SECONDS = 0.2
@@ -78,7 +77,7 @@ class RankFacts:
         )
 
 
-def initialize(run: Run, fault_folder: Path | None = None) -> ProcessGroupCollection:
+def initialize(run: Run, fault_folder: Path | None = None) -> ProcessGroups:
     """Join the other ranks and build the groups of the layout in `run.parallel`.
 
     Under torchrun the world is torchrun's; otherwise it is this process alone, and no port is opened. A default process
@@ -122,7 +121,7 @@ def collective_timeout(run: Run, backend: str) -> timedelta:
     return timeout + NCCL_BEHIND_WATCHDOG if backend == "nccl" and run.faults.watchdog else timeout
 
 
-def fake_world(run: Run, rank: int, world_size: int) -> ProcessGroupCollection:
+def fake_world(run: Run, rank: int, world_size: int) -> ProcessGroups:
     """Build the groups of rank `rank` of `world_size` in this process alone, to lay out a run without running it.
 
     Collectives over these groups return immediately and move nothing. `destroy` removes the groups.
@@ -133,28 +132,11 @@ def fake_world(run: Run, rank: int, world_size: int) -> ProcessGroupCollection:
     if dist.is_initialized():
         raise RuntimeError("a fake world needs a process that is in no process group")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    # The engine creates every group of every rank: thousands in a large run, of which this rank is in a dozen.
-    with mock.patch.object(
-        parallel_state, "generate_masked_orthogonal_rank_groups", functools.partial(_own_group, rank)
-    ):
+    with groups_of_one_rank(rank):
         return _build(run)
 
 
-def _own_group(rank: int, world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
-    """Return, of the engine's groups of the dimensions in `mask`, the one with `rank` in it.
-
-    Ranks count up along the first dimension first; `parallel_size` has the size of each.
-    """
-    first, offsets, stride = rank, [0], 1
-    for size, masked in zip(parallel_size, mask):
-        if masked:
-            first -= rank // stride % size * stride
-            offsets = [offset + index * stride for index in range(size) for offset in offsets]
-        stride *= size
-    return [[first + offset for offset in offsets]]
-
-
-def _build(run: Run) -> ProcessGroupCollection:
+def _build(run: Run) -> ProcessGroups:
     layout, timeout = run.parallel, collective_timeout(run, dist.get_backend())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,

@@ -1,7 +1,7 @@
 """The machine that a run is on: the device, the communication backend and which optional libraries are installed.
 
-`cpu_adaptor.py` adapts megatron-core to it. Importing the package loads no torch: the functions
-about the hardware are in `hardware.py`, which is imported when the first of them is used.
+Importing the package loads no torch: the functions about the hardware are in `hardware.py`, which is imported when the
+first of them is used.
 """
 
 from __future__ import annotations
@@ -9,47 +9,22 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron_moe.platform.cpu_adaptor import install
-
 if TYPE_CHECKING:
-    from megatron_moe.platform.advisories import engine_version
-    from megatron_moe.platform.hardware import (
-        available_memory_bytes,
-        backend,
-        cuda_profile,
-        device,
-        fake_device,
-        has_cuda,
-        has_streams,
-        have_transformer_engine,
-        kernel,
-        local_rank,
-        max_memory_bytes,
-        memory_statistics,
-        on_cpu,
-        require_transformer_engine,
-        side_stream,
-        synchronize,
-        unusable_libraries,
-        why_no_fp8_products,
-        why_no_transformer_engine,
-    )
+    from megatron_moe.platform.hardware import *  # noqa: F403
     from megatron_moe.platform.host import DEVICE_KINDS
-    from megatron_moe.platform.page_locked import host_memory
+    from megatron_moe.platform.pinned_memory import host_memory
 
-__all__ = [
+__all__ = [  # noqa: F405
     "DEVICE_KINDS",
     "available_memory_bytes",
     "backend",
     "cuda_profile",
     "device",
-    "engine_version",
     "has_cuda",
     "has_streams",
     "have_transformer_engine",
     "host_memory",
     "fake_device",
-    "install",
     "kernel",
     "local_rank",
     "max_memory_bytes",
@@ -64,7 +39,7 @@ __all__ = [
 ]
 
 
-_ELSEWHERE = {"DEVICE_KINDS": "host", "engine_version": "advisories", "host_memory": "page_locked"}
+_ELSEWHERE = {"DEVICE_KINDS": "host", "host_memory": "pinned_memory"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,22 +1,35 @@
-"""What this machine is: CUDA or CPU, its memory, and which optional libraries are installed.
+"""What this machine is: CUDA or CPU, its memory, and which optional libraries can be used.
 
 Answers are computed at every call; cached are those that cannot change within a process.
+
+A run refuses to start where the CUDA devices that a user may expect cannot be used, or do not suffice for the ranks:
+otherwise a node with a driver that is too old would train on its CPU, and ranks that a launcher did not number would
+share one device.
+
+megatron-core imports Transformer Engine and apex where they are installed, and expects no other failure than that they
+are missing. A build for another torch or CUDA fails with an ImportError, OSError, AssertionError or RuntimeError of its
+own, and with it `import megatron.core`, also for a run that uses neither library: one that cannot be used is hidden.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import importlib.util
 import os
 import resource
+import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 
-from megatron_moe.config.errors import ConfigError
-from megatron_moe.platform import devices, host, optional_libraries
+from megatron_moe.config.errors import ConfigError, MachineError
+from megatron_moe.platform import host
 
 
 @dataclass(frozen=True)
@@ -78,12 +91,59 @@ def device() -> torch.device:
     """Return the device of this process: cuda:LOCAL_RANK, cpu without CUDA, meta where the machine is faked.
 
     Raises:
-        MachineError: this machine's CUDA devices cannot be used, or do not suffice for its ranks; see `devices.check`.
+        MachineError: this machine's CUDA devices cannot be used, or do not suffice for its ranks; see `check_devices`.
     """
     if _fake_machine.get() is not None:
         return torch.device("meta")
-    devices.check()
+    check_devices()
     return torch.device("cuda", local_rank()) if has_cuda() else torch.device("cpu")
+
+
+_ON_THE_CPU = f"set {host.VISIBLE}= (empty) to run on the CPU"
+
+
+def check_devices() -> None:
+    """Refuse this process's devices where a run on them would not be what was asked for.
+
+    Raises:
+        MachineError: torch cannot use the machine's NVIDIA devices and they are not hidden, or it can, and the launcher
+            gave this machine more ranks than it has devices, or did not number them.
+    """
+    if torch.cuda.is_available():
+        _check_ranks(os.environ, torch.cuda.device_count())
+    elif (expected := host.expected_devices(os.environ)) is not None:
+        raise MachineError(
+            f"{expected}: torch {torch.__version__} cannot use the NVIDIA devices of {socket.gethostname()}: "
+            f"{_why_unavailable()}; make them usable (the driver, the container's devices, a torch that is built for "
+            f"this CUDA), or {_ON_THE_CPU}"
+        )
+
+
+def _why_unavailable() -> str:
+    """Return what torch says when it is made to use CUDA."""
+    try:
+        with warnings.catch_warnings():  # the error repeats them
+            warnings.simplefilter("ignore")
+            torch.cuda.init()
+    except Exception as error:  # AssertionError of a build without CUDA, RuntimeError of the driver
+        return " ".join(str(error).split())
+    return "torch gives no reason"
+
+
+def _check_ranks(environment: Mapping[str, str], devices: int) -> None:
+    """Refuse a launcher's environment that does not give every rank a device of its own."""
+    machine = f"{socket.gethostname()} has {devices} CUDA device{'s' if devices != 1 else ''}"
+    for name, most in (("LOCAL_WORLD_SIZE", devices), ("LOCAL_RANK", devices - 1)):
+        if name in environment and int(environment[name]) > most:
+            raise MachineError(
+                f"{name}={environment[name]}: {machine}, and every rank needs one of its own; use torchrun "
+                f"--nproc-per-node {devices} and as many devices in {host.VISIBLE}, or {_ON_THE_CPU}"
+            )
+    if int(environment.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" not in environment:
+        raise MachineError(
+            f"WORLD_SIZE={environment['WORLD_SIZE']} without LOCAL_RANK: all ranks of {socket.gethostname()} would use "
+            f"its first CUDA device; start them with torchrun, which sets LOCAL_RANK, or {_ON_THE_CPU}"
+        )
 
 
 def backend(override: str | None = None) -> str:
@@ -95,7 +155,7 @@ def backend(override: str | None = None) -> str:
         MachineError: see `device`.
     """
     if _fake_machine.get() is None:
-        devices.check()
+        check_devices()
     if override is None:
         return "nccl" if has_cuda() else "gloo"
     if override not in ("nccl", "gloo"):
@@ -186,9 +246,68 @@ def why_no_fp8_products() -> str | None:
     return None
 
 
+# ---- Transformer Engine and apex.
+
+# What of a library has to be loaded before it can be used. apex without its extensions offers an Adam that cannot be
+# made; an unrelated package of that name has no optimizers.
+_MODULES = {
+    "transformer_engine": ("transformer_engine.pytorch",),
+    "apex": ("apex.optimizers", "amp_C"),
+}
+LIBRARIES = {"transformer_engine": "Transformer Engine", "apex": "apex"}
+NOT_INSTALLED = "it is not installed"
+_REASON_LENGTH = 300
+
+
+def hide_unusable(*, cuda: bool) -> None:
+    """Make Transformer Engine and apex look missing in this process where they cannot be used.
+
+    Both need a CUDA device, so that they are not even imported without one. One that the program has imported by itself
+    already is left alone.
+    """
+    for library in _MODULES:
+        if library in sys.modules or not _is_installed(library):
+            continue
+        if not cuda or why_not_loaded(library) is not None:
+            _hide(library)
+
+
+@functools.cache
+def why_not_loaded(library: str) -> str | None:
+    """Return why a library cannot be loaded, None if it can be; loads it at the first call."""
+    if not _is_installed(library):
+        return NOT_INSTALLED
+    if library in sys.modules and sys.modules[library] is None:
+        return "it is hidden, because torch saw no CUDA device when the engine was loaded"
+    try:
+        for module in _MODULES[library]:
+            importlib.import_module(module)
+    except Exception as error:  # whatever its own code raises
+        return f"it is installed and cannot be loaded: {_one_line(error)}"
+    return None
+
+
+def _is_installed(library: str) -> bool:
+    """Return whether there is a library of this name, also one that is hidden."""
+    return library in sys.modules or importlib.util.find_spec(library) is not None
+
+
+def _hide(library: str) -> None:
+    """Let `import library` raise ModuleNotFoundError, and forget the parts of it that were loaded."""
+    for name in [name for name in sys.modules if name.startswith(f"{library}.")]:
+        del sys.modules[name]
+    sys.modules[library] = None  # type: ignore[assignment]
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    shown = text if len(text) <= _REASON_LENGTH else text[:_REASON_LENGTH] + " ..."
+    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+
+
 def why_no_transformer_engine() -> str | None:
     """Return why Transformer Engine cannot be used here, with what its import raised; None where it can be."""
-    return optional_libraries.why_not_loaded("transformer_engine") if has_cuda() else "there is no CUDA device"
+    return why_not_loaded("transformer_engine") if has_cuda() else "there is no CUDA device"
 
 
 def have_transformer_engine() -> bool:
@@ -217,8 +336,8 @@ def require_transformer_engine(flag: str, instead: str) -> None:
 def unusable_libraries() -> list[str]:
     """Return a line for each of Transformer Engine and apex that is installed, has a device, and cannot be loaded."""
     lines = []
-    for library, name in optional_libraries.NAMES.items():
-        why = optional_libraries.why_not_loaded(library) if has_cuda() else None
-        if why is not None and why != optional_libraries.NOT_INSTALLED:
+    for library, name in LIBRARIES.items():
+        why = why_not_loaded(library) if has_cuda() else None
+        if why is not None and why != NOT_INSTALLED:
             lines.append(f"{name} is not used: {why}")
     return lines

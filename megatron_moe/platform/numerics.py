@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.deterministic
 
-from megatron_moe.platform import hardware, switches
+from megatron_moe.platform import env_vars, hardware
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,10 @@ def apply(deterministic: bool, allow_tf32: bool = False) -> None:
         allow_tf32: whether a GPU multiplies fp32 numbers in TF32; see `full_products`.
 
     Raises:
-        ConfigError: see `switches.deterministic_environment`.
+        ConfigError: see `env_vars.deterministic_environment`.
     """
     restore()
-    environment = switches.deterministic_environment() if deterministic else {}
+    environment = env_vars.deterministic_environment() if deterministic else {}
     _applied.environment = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     for switch in (*ARITHMETIC, *(DETERMINISTIC if deterministic else ())):
@@ -215,5 +215,5 @@ def facts(deterministic: bool) -> dict[str, str]:
         return {}
     return {
         "device": torch.cuda.get_device_name(hardware.device()),
-        **(switches.deterministic_environment() if deterministic else {}),
+        **(env_vars.deterministic_environment() if deterministic else {}),
     }

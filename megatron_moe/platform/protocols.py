@@ -29,6 +29,7 @@ class ProcessGroups(Protocol):
     tp: ProcessGroup
     pp: ProcessGroup
     cp: ProcessGroup
+    dp: ProcessGroup
     dp_cp: ProcessGroup
     tp_cp: ProcessGroup
     tp_dp_cp: ProcessGroup
@@ -36,6 +37,42 @@ class ProcessGroups(Protocol):
     tp_ep: ProcessGroup
     expt_tp: ProcessGroup
     expt_dp: ProcessGroup
+    mp: ProcessGroup
+    tp_ep_pp: ProcessGroup
+    embd: ProcessGroup
+
+
+class EngineOptimizer(Protocol):
+    """megatron-core's MegatronOptimizer: one optimizer, or a chain of them (`engine.optimizer.parts`).
+
+    optimizer: the one of torch's kind that it drives. is_stub_optimizer: whether this rank has no weight for it, and
+    `optimizer` is None.
+    """
+
+    optimizer: Any
+    config: Any
+    is_stub_optimizer: bool
+
+    def get_parameters(self) -> list[torch.nn.Parameter]:
+        """Return what it updates: main params, or this rank's shards of them."""
+
+    def get_loss_scale(self) -> Tensor:
+        """Return the loss scale, fp32 [1]."""
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss times its scale."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the model's weights and of the main params."""
+
+    def prepare_grads(self) -> bool:
+        """Copy the gradients to the main params, divided by the loss scale; return whether one is not finite."""
+
+    def step_with_ready_grads(self) -> bool:
+        """Update the main params, and copy them to the model's weights."""
+
+    def reload_model_params(self) -> None:
+        """Take the main params from the model's weights."""
 
 
 class EngineConfig(Protocol):

@@ -16,14 +16,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import CodeType, MethodType
+from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from megatron_moe.engine.modules import fp32_parameters, keep_fp32_bits
 from megatron_moe.platform import numerics
-from megatron_moe.precision.fp32_state import Fp32State, moved_with_its_bits
+from megatron_moe.precision.fp32_state import Fp32State
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
@@ -100,9 +101,7 @@ def make_island(module: torch.nn.Module, emits: Emits | None) -> None:
     for part in module.modules():
         for parameter in part.parameters(recurse=False):
             parameter.data = parameter.data.float()
-        part.fp32_parameters = tuple(name for name, _ in part.named_parameters(recurse=False))  # type: ignore[assignment]
-        # Bound methods, not closures: a deepcopy binds them to the copy.
-        part._apply = MethodType(_apply_around_fp32, part)  # type: ignore[method-assign]
+        keep_fp32_bits(part)
     if emits is not None:
         crossing = _Crossing(emits)
         module.register_forward_pre_hook(crossing.enter, with_kwargs=True)
@@ -112,24 +111,8 @@ def make_island(module: torch.nn.Module, emits: Emits | None) -> None:
 def declared_fp32_parameters(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter of an island, with its qualified name."""
     for path, part in module.named_modules():
-        for name in getattr(part, "fp32_parameters", ()):
+        for name in fp32_parameters(part) or ():
             yield (f"{path}.{name}" if path else name), part._parameters[name]  # type: ignore[misc]
-
-
-def _apply_around_fp32(self: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
-    """Apply `fn` to one module of an island as `Module._apply` does, but to the int32 bits of its fp32 tensors.
-
-    Casts of floating-point tensors leave integers alone, and moves take them along.
-    """
-
-    def around(tensor: Tensor) -> Tensor:
-        return moved_with_its_bits(tensor, fn) if tensor.dtype == torch.float32 else fn(tensor)
-
-    if recurse:
-        for child in self.children():
-            child._apply(fn)
-    type(self)._apply(self, around, False)
-    return self
 
 
 class _Crossing:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.engine.modules import moved_with_its_bits
+
 
 class PrecisionWarning(UserWarning):
     """A warning that state which must be fp32 is loaded from another dtype, in which it has lost bits."""
@@ -59,11 +61,3 @@ class Fp32State:
                 self.fp32_conversions = (*self.fp32_conversions, (prefix + name, found.dtype))
                 state_dict[prefix + name] = found.to(torch.float32)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
-
-
-def moved_with_its_bits(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return an fp32 tensor with the same bits, on the device to which `fn` moves it."""
-    bits = fn(tensor.view(torch.int32))
-    if bits.dtype != torch.int32:  # Module.type() casts integers too: take from it the device alone
-        bits = tensor.view(torch.int32).to(bits.device)
-    return bits.view(torch.float32)

@@ -36,16 +36,16 @@ ADAM_FACTORS = ("keep", "first_share", "second_share", "second_decay", "step_siz
 class AdamState(NamedTuple):
     """The stored state of n elements of a weight, each tensor [n] and contiguous.
 
-    main: fp32; or None, and then bf16 `weight` and int16 `rest`, whose sum as bits it is, with uint8 `ties` [n / 8,
-    rounded up]: a bit for each element whose rest is +32768, which no int16 is. moments: the first and the second,
-    fp32, bf16, or codes of 8 bits (int8, the second's uint8; float8_e4m3fn) with int8 `exponents` [n / 128, rounded
-    up].
+    main: fp32; or None, and then bf16 `weight` and int16 `low_bits`, whose sum as bits it is, with uint8 `carry_bits`
+    [n / 8, rounded up]: a bit for each element whose low bits are +32768, which no int16 is. moments: the first and the
+    second, fp32, bf16, or codes of 8 bits (int8, the second's uint8; float8_e4m3fn) with int8 `exponents` [n / 128,
+    rounded up].
     """
 
     main: Tensor | None
     weight: Tensor | None
-    rest: Tensor | None
-    ties: Tensor | None
+    low_bits: Tensor | None
+    carry_bits: Tensor | None
     moments: tuple[Tensor, Tensor]
     exponents: tuple[Tensor | None, Tensor | None]
 
@@ -57,12 +57,14 @@ class AdamState(NamedTuple):
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
         exponents = (there(self.exponents[0]), there(self.exponents[1]))
-        return AdamState(self.main, self.weight, there(self.rest), there(self.ties), (first, second), exponents)
+        return AdamState(
+            self.main, self.weight, there(self.low_bits), there(self.carry_bits), (first, second), exponents
+        )
 
     def copy_(self, other: AdamState) -> None:
         """Copy the state that `other`, which has it on another device, has in memory of its own."""
-        own = (self.rest, self.ties, *self.moments, *self.exponents)
-        for to, values in zip(own, (other.rest, other.ties, *other.moments, *other.exponents)):
+        own = (self.low_bits, self.carry_bits, *self.moments, *self.exponents)
+        for to, values in zip(own, (other.low_bits, other.carry_bits, *other.moments, *other.exponents)):
             if to is not None and values is not None and to is not values:
                 to.copy_(values, non_blocking=True)
 
@@ -76,25 +78,25 @@ class AdamState(NamedTuple):
         first, second = (moment[begin:end] for moment in self.moments)
         exponents = (cut(self.exponents[0], GROUP), cut(self.exponents[1], GROUP))
         return AdamState(
-            cut(self.main), cut(self.weight), cut(self.rest), cut(self.ties, 8), (first, second), exponents
+            cut(self.main), cut(self.weight), cut(self.low_bits), cut(self.carry_bits, 8), (first, second), exponents
         )
 
 
-class Chances(NamedTuple):
+class StochasticRounding(NamedTuple):
     """What decides whether an element is rounded up.
 
-    places: int64 [rows], a number of each row in the whole model. width: elements of a row that are here, of which the
+    row_ids: int64 [rows], a number of each row in the whole model. width: elements of a row that are here, of which the
     first is the model's column `first_column`. start: the first element's position, from the first row's beginning.
     seeds: of the run and step, 32 bits each.
     """
 
-    places: Tensor
+    row_ids: Tensor
     width: int
     start: int
     seeds: tuple[int, int]
     first_column: int = 0
 
-    def at(self, begin: int) -> Chances:
+    def at(self, begin: int) -> StochasticRounding:
         """Return those of the elements from `begin` on."""
         return self._replace(start=self.start + begin)
 
@@ -141,7 +143,7 @@ def update_by_torch(main: Tensor, grad: Tensor, moments: Sequence[Tensor], step:
 
 
 def seeds_of(seed: int, step: int) -> tuple[int, int]:
-    """Return the two numbers of a run and step that its chances are made of, 32 bits each."""
+    """Return the two numbers of a run and step that its random numbers are made of, 32 bits each."""
     words = hashlib.sha256(f"{seed} {step}".encode()).digest()
     return int.from_bytes(words[:4], "little"), int.from_bytes(words[4:8], "little")
 
@@ -158,13 +160,13 @@ def has_codes(dtype: torch.dtype) -> bool:
     return dtype in _LIMITS
 
 
-def chances_of(chances: Chances, numel: int) -> Tensor:
+def random_bits(rounding: StochasticRounding, numel: int) -> Tensor:
     """Return 32 bits for each element, int64 [numel]: the low half is for the first moment."""
-    position = torch.arange(chances.start, chances.start + numel, device=chances.places.device)
-    row = position // chances.width
-    column = position - row * chances.width + chances.first_column
-    low, high = chances.places & _MASK, (chances.places >> 32) & _MASK
-    seeds = _mixed(_mixed(low ^ chances.seeds[0]) ^ high ^ chances.seeds[1])
+    position = torch.arange(rounding.start, rounding.start + numel, device=rounding.row_ids.device)
+    row = position // rounding.width
+    column = position - row * rounding.width + rounding.first_column
+    low, high = rounding.row_ids & _MASK, (rounding.row_ids >> 32) & _MASK
+    seeds = _mixed(_mixed(low ^ rounding.seeds[0]) ^ high ^ rounding.seeds[1])
     return _mixed((seeds[row] + column * _WEYL) & _MASK)
 
 
@@ -177,22 +179,24 @@ def _mixed(bits: Tensor) -> Tensor:
 
 def unpacked_main(state: AdamState) -> Tensor:
     """Return main weights that are packed, fp32 [n]."""
-    weight, rest, ties = state.weight, state.rest, state.ties
-    assert weight is not None and rest is not None and ties is not None
-    tied = ((ties[:, None] >> torch.arange(8, device=ties.device, dtype=torch.uint8)) & 1).flatten()[: rest.numel()]
-    bits = (weight.view(torch.int16).to(torch.int32) << 16) + rest + (tied.to(torch.int32) << 16)
+    weight, low, carries = state.weight, state.low_bits, state.carry_bits
+    assert weight is not None and low is not None and carries is not None
+    tied = ((carries[:, None] >> torch.arange(8, device=carries.device, dtype=torch.uint8)) & 1).flatten()[
+        : low.numel()
+    ]
+    bits = (weight.view(torch.int16).to(torch.int32) << 16) + low + (tied.to(torch.int32) << 16)
     return bits.view(torch.float32)
 
 
 def pack_main(main: Tensor, state: AdamState) -> None:
-    """Store main weights, fp32 [n]: round the weight to nearest even, and keep the rest."""
-    weight, rest, ties = state.weight, state.rest, state.ties
-    assert weight is not None and rest is not None and ties is not None
+    """Store main weights, fp32 [n]: round the weight to nearest even, and keep the low bits."""
+    weight, low, carries = state.weight, state.low_bits, state.carry_bits
+    assert weight is not None and low is not None and carries is not None
     weight.copy_(main)
     over = main.view(torch.int32) - (weight.view(torch.int16).to(torch.int32) << 16)
-    rest.copy_(over)
+    low.copy_(over)
     tied = torch.nn.functional.pad(over == 1 << 15, (0, -over.numel() % 8)).view(-1, 8)
-    ties.copy_((tied.to(torch.int32) << torch.arange(8, device=ties.device)).sum(1))
+    carries.copy_((tied.to(torch.int32) << torch.arange(8, device=carries.device)).sum(1))
 
 
 def unpacked_moment(stored: Tensor, exponents: Tensor | None) -> Tensor:
@@ -205,19 +209,19 @@ def unpacked_moment(stored: Tensor, exponents: Tensor | None) -> Tensor:
     return values * values * scale * scale if stored.dtype == torch.uint8 else values * scale
 
 
-def pack_moment(values: Tensor, stored: Tensor, exponents: Tensor | None, chances: Tensor | None, second: bool) -> None:
+def pack_moment(values: Tensor, stored: Tensor, exponents: Tensor | None, bits: Tensor | None, second: bool) -> None:
     """Store a moment, fp32 [n].
 
     Args:
-        chances: see `chances_of`; None for fp32 alone, which nothing is rounded to.
+        bits: see `random_bits`; None for fp32 alone, which nothing is rounded to.
         second: it is the second moment, which is not negative: codes round it to zero where it is zero alone, for the
             update is divided by its root.
     """
     if stored.dtype == torch.float32:
         stored.copy_(values)
         return
-    assert chances is not None
-    chance = (chances >> 16 if second else chances) & 0xFFFF
+    assert bits is not None
+    chance = (bits >> 16 if second else bits) & 0xFFFF
     if stored.dtype == torch.bfloat16:
         stored.view(torch.int16).copy_((values.view(torch.int32) + chance.to(torch.int32)) >> 16)
         return

@@ -27,19 +27,19 @@ from megatron_moe.hf.import_plan import Import
 from megatron_moe.hf.importing import fill
 from megatron_moe.kernels import compiled
 from megatron_moe.model.build import build_model
+from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
+from megatron_moe.optim.weight_average import build_average
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import RankFacts, seed_everything
 from megatron_moe.precision.contract import PrecisionGuard
 from megatron_moe.report.reporter import MakePageSink, Reporter
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.node_files import require_one_view
-from megatron_moe.training.optimizer import build_optimizer, build_scheduler
 from megatron_moe.training.plan import RunPlan, evaluates_test_split, restarted, same_data_notes
 from megatron_moe.training.state_checks import check_precision, damage_on_ranks
 from megatron_moe.training.step_sums import max_over_ranks
 from megatron_moe.training.trainer import RECORDS_KEPT, Splits, Trainer, fault_folder
 from megatron_moe.training.watchdog import Watchdog
-from megatron_moe.training.weight_average import build_average
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_moe import platform
 from megatron_moe.data.batches import Batch
-from megatron_moe.platform.isolation import without_autocast
+from megatron_moe.engine.schedules import configured_in_fp32, get_forward_backward_func
+from megatron_moe.platform.autocast_guard import without_autocast
+from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.training.step import forward_step
 from megatron_moe.training.step_sums import Model, local_loss, max_over_ranks, sum_over_ranks
@@ -32,7 +31,7 @@ def evaluate(
     num_micro_batches: int,
     micro_batch_size: int,
     seq_length: int,
-    pg_collection: ProcessGroupCollection,
+    pg_collection: ProcessGroups,
     in_fp32: bool = False,
     between: Callable[[], None] | None = None,
 ) -> EvalRecord:
@@ -108,17 +107,8 @@ def fp32_compute(model: Model) -> Iterator[None]:
 
     Enter it when all parameters are gathered: the copies are made of the values that the ranks have now.
     """
-    # Chunks, and the modules within, share configurations; each is changed and put back once.
-    configs = {id(config): config for chunk in model for part in chunk.modules() if (config := _dtypes_of(part))}
-    before = [(config, config.params_dtype, config.pipeline_dtype) for config in configs.values()]
-    try:
-        for config in configs.values():
-            config.params_dtype = config.pipeline_dtype = torch.float32
-        with fp32_weights(model):
-            yield
-    finally:
-        for config, params_dtype, pipeline_dtype in before:
-            config.params_dtype, config.pipeline_dtype = params_dtype, pipeline_dtype
+    with configured_in_fp32(model), fp32_weights(model):
+        yield
 
 
 @contextlib.contextmanager
@@ -149,11 +139,6 @@ def fp32_weights(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     finally:
         for part, name, parameter in reversed(replaced):
             part._parameters[name] = parameter
-
-
-def _dtypes_of(module: torch.nn.Module) -> Any:
-    config = getattr(module, "config", None)
-    return config if hasattr(config, "pipeline_dtype") else None
 
 
 @contextlib.contextmanager

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads as engine_finalize_model_grads
-from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_moe.engine import schedules
 from megatron_moe.moe.load_balance import TokenCountError, updated_expert_bias
 from megatron_moe.moe.router import TopKRouter, routers
 from megatron_moe.precision.contract import PrecisionError
@@ -63,8 +60,9 @@ def finalize_model_grads(
         PrecisionError: if a count or a bias is not float32: it would have been rounded already.
         TokenCountError: if a router's counts are not its tokens x K.
     """
-    with _engine_bias_update_off(get_model_config(model[0])):
-        engine_finalize_model_grads(model, num_tokens, pg_collection, force_all_reduce, **engine_options)
+    # With a bias in its configuration the engine would update that of every module that has one.
+    with schedules.configured(model[:1], moe_router_enable_expert_bias=False):
+        schedules.finalize_model_grads(model, num_tokens, pg_collection, force_all_reduce, **engine_options)
     return update_routers(model)
 
 
@@ -169,14 +167,3 @@ def _global_aux_losses(found: list[TopKRouter], counts: list[_LayerCounts]) -> l
     for (layer, name), total in zip(names, totals):
         losses[layer][name] = total / counts[layer].tokens.squeeze().clamp(min=1)
     return losses
-
-
-@contextmanager
-def _engine_bias_update_off(config: Any) -> Iterator[None]:
-    """Disable the bias in the engine's configuration, or the engine would update it for every module that has one."""
-    enabled = config.moe_router_enable_expert_bias
-    config.moe_router_enable_expert_bias = False
-    try:
-        yield
-    finally:
-        config.moe_router_enable_expert_bias = enabled

@@ -14,17 +14,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.data.batches import Batch
+from megatron_moe.engine.layers import get_cuda_rng_tracker
+from megatron_moe.engine.schedules import get_attr_wrapped_model, get_forward_backward_func
 from megatron_moe.moe.load_balance import GlobalBatch
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import announce_global_batch, counting_ahead
+from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.training.timers import untimed
 
 
@@ -42,7 +41,7 @@ def prepare_global_batch(
     num_micro_batches: int,
     micro_batch_size: int,
     seq_length: int,
-    pg_collection: ProcessGroupCollection,
+    pg_collection: ProcessGroups,
 ) -> Sequence[Iterator[Batch]]:
     """Announce the coming step to the routers. Collective over all ranks where something has to be read ahead.
 
@@ -70,7 +69,7 @@ def prepare_global_batch(
     return batches
 
 
-def _loss_tokens(read: list[Batch], pg_collection: ProcessGroupCollection) -> Tensor:
+def _loss_tokens(read: list[Batch], pg_collection: ProcessGroups) -> Tensor:
     """Return how many tokens of the global batch have a loss, fp64, on every rank.
 
     They are counted by one TP rank of the first stage; stages in between have no loss masks.

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.training.optimizer import main_weight, parts, shared_loss_scale
+from megatron_moe.engine.optimizer import ChainedOptimizer, parts
+from megatron_moe.optim.optimizer import main_param, shared_loss_scale
+from megatron_moe.platform.protocols import EngineOptimizer
 
 
-def main_gradients(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+def main_gradients(optimizer: EngineOptimizer) -> Iterator[Tensor]:
     """Yield the gradients that this rank's updates use, once they are prepared.
 
     Their norm is no substitute: of a weight that tensor parallel ranks replicate it counts the first rank's gradient.
@@ -59,7 +59,7 @@ def _by_device(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def prepare_gradients(optimizer: MegatronOptimizer) -> Tensor:
+def prepare_gradients(optimizer: EngineOptimizer) -> Tensor:
     """Put the gradients into the optimizer's fp32 ones, divided by the loss scale.
 
     It does what the engine's `prepare_grads` does, which reads from the device whether each part has overflown.
@@ -84,7 +84,7 @@ def prepare_gradients(optimizer: MegatronOptimizer) -> Tensor:
 
 
 @torch.no_grad()
-def grad_norm_squares(optimizer: MegatronOptimizer) -> Tensor:
+def grad_norm_squares(optimizer: EngineOptimizer) -> Tensor:
     """Return the squared norms of the parts' gradients, fp32 [N]; `joint_norm` makes one of them. Collective.
 
     The gradients and groups are those of the engine's `get_grad_norm`, which reads from the device once per gradient
@@ -119,7 +119,7 @@ def joint_norm(squares: Sequence[float]) -> float:
 
 
 @torch.no_grad()
-def part_grad_norms(optimizer: MegatronOptimizer) -> tuple[float, float]:
+def part_grad_norms(optimizer: EngineOptimizer) -> tuple[float, float]:
     """Return the norms of the dense parameters' and of the experts' gradients. Collective over all ranks.
 
     The squares add up to the square of `optimizer.get_grad_norm()`. The engine builds the dense optimizer first, on
@@ -134,7 +134,7 @@ def part_grad_norms(optimizer: MegatronOptimizer) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
+def count_zeros(optimizer: EngineOptimizer) -> Tensor:
     """Return how many elements of the prepared gradients are 0, over the whole model: fp64 [1], exact. Collective.
 
     The gradients are those of the norm: what several TP ranks have counts once, and so does a table that two stages
@@ -146,14 +146,16 @@ def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
 
 
 @torch.no_grad()
-def weights_norm(optimizer: MegatronOptimizer) -> float:
+def weights_norm(optimizer: EngineOptimizer) -> float:
     """Return the norm of the fp32 weights of the whole model, each element counted once. Collective over all ranks.
 
     Call it while the gradients of the last step are there: the weights are those whose gradients are in their norm.
     """
     squares = _over_groups(
         optimizer,
-        lambda part: [torch.linalg.vector_norm(main_weight(one)).double().square() for one in _weights_of_norm(part)],
+        lambda part: [
+            torch.linalg.vector_norm(main_param(part, one)).double().square() for one in _weights_of_norm(part)
+        ],
     )
     return math.sqrt(squares.item())
 
@@ -164,7 +166,7 @@ def _weights_of_norm(part: Any) -> list[Tensor]:
     return [master for master in part.get_parameters() if master.grad is not None and id(master.grad) in counted]
 
 
-def _over_groups(optimizer: MegatronOptimizer, numbers: Callable[[Any], Sequence[Tensor]]) -> Tensor:
+def _over_groups(optimizer: EngineOptimizer, numbers: Callable[[Any], Sequence[Tensor]]) -> Tensor:
     """Return the sum of the numbers of all parts, each over the ranks that share it, fp64 [1]. Collective."""
     sums = []
     for part in parts(optimizer):
@@ -178,7 +180,7 @@ def _over_groups(optimizer: MegatronOptimizer, numbers: Callable[[Any], Sequence
 
 
 @torch.no_grad()
-def clip_gradients(optimizer: MegatronOptimizer, grad_norm: float) -> None:
+def clip_gradients(optimizer: EngineOptimizer, grad_norm: float) -> None:
     """Scale all main gradients in place so that their joint norm is at most `--clip-grad`; 0 leaves them alone."""
     for part in parts(optimizer):
         gradients = [] if part.is_stub_optimizer else [p.grad for p in part.get_parameters() if p.grad is not None]

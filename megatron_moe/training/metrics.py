@@ -10,12 +10,12 @@ from operator import attrgetter
 from statistics import fmean
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
+from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.report.health import Health
 from megatron_moe.report.metric import ExpertLoad, MetricError, StepFacts, added_metrics, with_added_metrics
 from megatron_moe.report.records import StepRecord
@@ -36,7 +36,7 @@ class LayerLoad:
     dropped_per_expert: list[int] | None = None
 
 
-def expert_load(update: RouterUpdate, pg_collection: ProcessGroupCollection) -> ExpertLoad:
+def expert_load(update: RouterUpdate, pg_collection: ProcessGroups) -> ExpertLoad:
     """Gather the load of all pipeline stages' routers. Collective over the pipeline group where there is one.
 
     aux_losses are means over the layers that have the loss.

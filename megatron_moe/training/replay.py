@@ -5,20 +5,20 @@ Nothing is computed for it: a step's micro-batches are a few integers per token,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.utils import get_model_config
 
 from megatron_moe import platform
 from megatron_moe.data.batches import Batch, BatchIterator
+from megatron_moe.engine.layers import get_cuda_rng_tracker
+from megatron_moe.engine.schedules import configured, gradients_kept_on_their_ranks
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.moe.router import RouterSnapshot
+from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.global_batch import same_random_states
 from megatron_moe.training.step import run_micro_batches
@@ -38,7 +38,7 @@ class StepReplay:
     def __init__(
         self,
         batches: Sequence[BatchIterator],
-        pg_collection: ProcessGroupCollection,
+        pg_collection: ProcessGroups,
         on_micro_batch: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._pg_collection = pg_collection
@@ -65,13 +65,12 @@ class StepReplay:
         Afterwards the gradient buffers hold this rank's own gradients, not reduced; random states, expert_bias and
         routing counts are as before.
         """
-        config = get_model_config(model[0])
-        snapshot, no_sync = RouterSnapshot.capture(model), config.no_sync_func
+        snapshot = RouterSnapshot.capture(model)
         for chunk in model:
             chunk.zero_grad_buffer()
-            get_model_config(chunk).no_sync_func = None
         try:
             with (
+                configured(model, no_sync_func=None),
                 untimed(model),
                 gathered_parameters(model),
                 without_reduction(model),
@@ -89,40 +88,20 @@ class StepReplay:
                     pg_collection=self._pg_collection,
                 )
         finally:
-            for chunk in model:
-                get_model_config(chunk).no_sync_func = no_sync
             snapshot.restore()
 
 
-@contextmanager
-def without_reduction(model: Model) -> Iterator[None]:
+def without_reduction(model: Model) -> AbstractContextManager[None]:
     """Keep every gradient on its rank in the block, also where its reduction overlaps with the backward pass.
 
     A fully sharded model has no room for that: its gradients are reduced as ever.
     """
-    wrappers: list[Any] = [chunk for chunk in model if not isinstance(chunk, FullyShardedDataParallel)]
-    groups = [group for chunk in wrappers for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
-    for group in groups:
-        group.is_last_microbatch = False
-    try:
-        yield
-    finally:
-        for group in groups:
-            group.is_last_microbatch = True
+    return gradients_kept_on_their_ranks([chunk for chunk in model if not isinstance(chunk, FullyShardedDataParallel)])
 
 
-@contextmanager
-def without_overlap(model: Model) -> Iterator[None]:
+def without_overlap(model: Model) -> AbstractContextManager[None]:
     """Run micro-batches one after the other in the block, by calls of whole modules, which hooks can watch."""
-    configs = [get_model_config(chunk) for chunk in model]
-    overlaps = configs[0].overlap_moe_expert_parallel_comm
-    for config in configs:
-        config.overlap_moe_expert_parallel_comm = False
-    try:
-        yield
-    finally:
-        for config in configs:
-            config.overlap_moe_expert_parallel_comm = overlaps
+    return configured(model, overlap_moe_expert_parallel_comm=False)
 
 
 def random_states() -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:

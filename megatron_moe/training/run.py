@@ -23,7 +23,7 @@ from megatron_moe.io.program import StoppedEarly, say
 from megatron_moe.kernels import compiled
 from megatron_moe.model.generate import generate
 from megatron_moe.parallel import groups
-from megatron_moe.platform import switches
+from megatron_moe.platform import env_vars
 from megatron_moe.report.records import StepRecord, exact
 from megatron_moe.report.reporter import MakePageSink
 from megatron_moe.report.run_info import FINISHED
@@ -147,7 +147,7 @@ def _check(run: Run, audit: StepAudit | None) -> None:
     platform.backend(run.parallel.distributed_backend)
     require_profiler(run, has_gpu=platform.has_cuda())
     if run.training.deterministic_mode:
-        switches.deterministic_environment()
+        env_vars.deterministic_environment()
 
 
 def _train(trainer: Trainer, callbacks: Sequence[Callback]) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 from megatron_moe import platform
 from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
 from megatron_moe.config.schema import Run
+from megatron_moe.engine import defects
 from megatron_moe.kernels import compiled
 from megatron_moe.model.build import count_frozen
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_form
-from megatron_moe.platform import advisories, switches
+from megatron_moe.platform import env_vars
 from megatron_moe.training.trainer import Trainer
 
 
@@ -31,7 +32,7 @@ def report_start(trainer: Trainer) -> None:
         *_offload_notes(run),
         *_expert_notes(trainer),
         *_kernel_notes(),
-        *advisories.start_lines(platform.engine_version()),
+        *defects.start_lines(defects.engine_version()),
     ):
         trainer.reporter.event("warning" if note in warnings else "message", note)
 
@@ -72,7 +73,7 @@ def _precision_notes(run: Run) -> list[str]:
     """Say how this run adds where it is not the default, and where it departs from the model's dtype, a line each."""
     notes = []
     if run.training.deterministic_mode:
-        settings = ", ".join(f"{name}={value}" for name, value in switches.deterministic_environment().items())
+        settings = ", ".join(f"{name}={value}" for name, value in env_vars.deterministic_environment().items())
         notes.append(f"deterministic mode: the same ranks, devices and versions give the same bits again ({settings})")
     if run.precision.allow_tf32 and platform.has_cuda():
         notes.append("TF32: products of fp32 numbers multiply ten bits of mantissa, but for those of routers")

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_moe import platform
@@ -17,10 +16,11 @@ from megatron_moe.config.schema import Run
 from megatron_moe.model.float16_module import model_dtypes, without_wrappers
 from megatron_moe.model.fully_sharded import local
 from megatron_moe.moe.router import routers
+from megatron_moe.optim.optimizer import named_optimizer_state
 from megatron_moe.parallel.groups import RankFacts
+from megatron_moe.platform.protocols import EngineOptimizer
 from megatron_moe.precision.contract import PrecisionGuard, TensorDtype
 from megatron_moe.precision.packed_state import NOT_FINITE, stored_dtype
-from megatron_moe.training.optimizer import named_moments_and_masters
 
 _LAYER = re.compile(r"decoder\.layers\.\d+$")
 _RANKS_SHOWN = 4
@@ -78,8 +78,8 @@ def non_finite_state(trained: TrainState) -> Iterator[tuple[str, Tensor]]:
             owners[id(parameter)] = shown[name]
             if not is_finite(local(parameter)):
                 yield f"the weight {shown[name]}", local(parameter)
-    for parameter, kind, tensor in named_moments_and_masters(trained.model, trained.optimizer):
-        is_the_weight = kind == "master weight" and tensor.dtype == parameter.dtype
+    for parameter, kind, tensor in named_optimizer_state(trained.model, trained.optimizer):
+        is_the_weight = kind == "main param" and tensor.dtype == parameter.dtype
         if not is_the_weight and not is_finite(tensor):
             yield f"the {kind} of {owners[id(parameter)]}", tensor
     for average in () if trained.average is None else trained.average.weights:
@@ -144,7 +144,7 @@ def check_precision(guard: PrecisionGuard, boundary: str, run: Run, trained: Tra
     return guard.check(boundary, all_tensors())
 
 
-def optimizer_dtypes(run: Run, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[TensorDtype]:
+def optimizer_dtypes(run: Run, model: Sequence[torch.nn.Module], optimizer: EngineOptimizer) -> Iterator[TensorDtype]:
     """Yield the weights that the optimizer updates and their moments, named for the model's parameters."""
     options = run.optimizer
     wanted = {
@@ -152,12 +152,12 @@ def optimizer_dtypes(run: Run, model: Sequence[torch.nn.Module], optimizer: Mega
         "exp_avg_sq": stored_dtype(options.exp_avg_sq_dtype, second=True),
         "exp_avg_exponents": torch.int8,
         "exp_avg_sq_exponents": torch.int8,
-        "rest": torch.int16,
-        "ties": torch.uint8,
+        "low_bits": torch.int16,
+        "carry_bits": torch.uint8,
     }
     names = {id(p): without_wrappers(name) for chunk in model for name, p in chunk.named_parameters()}
-    for parameter, kind, tensor in named_moments_and_masters(model, optimizer):
+    for parameter, kind, tensor in named_optimizer_state(model, optimizer):
         contract = wanted.get(kind, torch.float32)
-        if kind == "master weight" and run.derived.packs_main_weights and parameter.dtype == torch.bfloat16:
-            contract = wanted["rest"]  # it has no master weight by itself
+        if kind == "main param" and run.derived.packs_main_weights and parameter.dtype == torch.bfloat16:
+            contract = wanted["low_bits"]  # it has no main param by itself
         yield TensorDtype(names[id(parameter)], kind, tensor.dtype, contract)

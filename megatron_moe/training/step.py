@@ -23,19 +23,27 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.data.batches import NOTHING, Batch, BatchIterator, hex_of
+from megatron_moe.engine.schedules import (
+    configure,
+    get_attr_wrapped_model,
+    get_forward_backward_func,
+    get_model_config,
+    without_loss_scale,
+)
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.model.loss import loss_func
 from megatron_moe.moe.router import RouterSnapshot
-from megatron_moe.platform.host_copy import HostCopy
-from megatron_moe.platform.isolation import without_autocast, without_loss_scale
+from megatron_moe.optim.optimizer import additions, optimizer_tensors, shared_loss_scale
+from megatron_moe.optim.param_groups import Schedule
+from megatron_moe.optim.qk_clip import attention_figures, forget_attention_logits, largest_attention_logits
+from megatron_moe.optim.weight_average import WeightAverage
+from megatron_moe.platform.autocast_guard import without_autocast
+from megatron_moe.platform.protocols import EngineOptimizer, ProcessGroups
+from megatron_moe.platform.streams import HostCopy
 from megatron_moe.training.finalize_model_grads import RouterUpdate, finalize_model_grads
 from megatron_moe.training.global_batch import prepare_global_batch
 from megatron_moe.training.gradients import (
@@ -45,15 +53,6 @@ from megatron_moe.training.gradients import (
     grad_norm_squares,
     main_gradients,
     prepare_gradients,
-)
-from megatron_moe.training.muon import orthogonalize_gradients
-from megatron_moe.training.optimizer import moments_and_masters, shared_loss_scale
-from megatron_moe.training.param_groups import Schedule
-from megatron_moe.training.qk_clip import (
-    attention_figures,
-    clip_attention_logits,
-    forget_attention_logits,
-    largest_attention_logits,
 )
 from megatron_moe.training.step_sums import (
     Model,
@@ -67,7 +66,6 @@ from megatron_moe.training.step_sums import (
     sum_over_ranks,
 )
 from megatron_moe.training.timers import timed
-from megatron_moe.training.weight_average import WeightAverage
 
 
 @dataclass(frozen=True)
@@ -134,30 +132,27 @@ class StepProbe(Protocol):
         """Return the context in which a step that is committed updates the weights, its gradients clipped."""
 
 
-def connect(model: Model, optimizer: MegatronOptimizer) -> None:
+def connect(model: Model, optimizer: EngineOptimizer) -> None:
     """Set how the engine's schedules scale the loss and what they do from micro-batch to micro-batch.
 
     Call it once per run.
     """
-    overlap = model[0].ddp_config.overlap_grad_reduce or isinstance(model[0], FullyShardedDataParallel)
-    for chunk in model:
-        config = get_model_config(chunk)
-        config.grad_scale_func = optimizer.scale_loss
-        if overlap:
-            no_sync = [part.no_sync for part in model]
-            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    configure(model, grad_scale_func=optimizer.scale_loss)
+    if model[0].ddp_config.overlap_grad_reduce or isinstance(model[0], FullyShardedDataParallel):
+        no_sync = [chunk.no_sync for chunk in model]
+        configure(model, no_sync_func=no_sync if len(no_sync) > 1 else no_sync[0])
 
 
 def train_step(
     model: Model,
-    optimizer: MegatronOptimizer,
+    optimizer: EngineOptimizer,
     scheduler: Schedule,
     batches: Sequence[Iterator[Batch]],
     *,
     num_micro_batches: int,
     micro_batch_size: int,
     seq_length: int,
-    pg_collection: ProcessGroupCollection,
+    pg_collection: ProcessGroups,
     average: WeightAverage | None = None,
     probe: StepProbe | None = None,
     before_update: Callable[[], None] | None = None,
@@ -210,7 +205,7 @@ def train_step(
     )
 
 
-def _prepare(model: Model, optimizer: MegatronOptimizer) -> RouterSnapshot:
+def _prepare(model: Model, optimizer: EngineOptimizer) -> RouterSnapshot:
     """Clear gradients and attention logits; return what routers are put back to where the step is not applied."""
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -224,7 +219,7 @@ def _forward_and_backward(
     batches: Sequence[Iterator[Batch]],
     micro_batches: Callable[..., list[dict[str, Tensor]]],
     probe: StepProbe | None,
-    pg_collection: ProcessGroupCollection,
+    pg_collection: ProcessGroups,
 ) -> BackwardResult:
     """Run all micro-batches; the gradients are reduced over ranks and expert_bias has moved when this returns.
 
@@ -250,7 +245,7 @@ class GradientSums:
     zeros: Tensor
 
 
-def _unscaled_gradients(optimizer: MegatronOptimizer, probe: StepProbe | None, zeros_counted: bool) -> GradientSums:
+def _unscaled_gradients(optimizer: EngineOptimizer, probe: StepProbe | None, zeros_counted: bool) -> GradientSums:
     """Put the gradients into the optimizer's fp32 ones, divided by the loss scale, and measure their norm.
 
     Collective over all ranks. Nothing is read from the device, but for a probe.
@@ -265,13 +260,13 @@ def _unscaled_gradients(optimizer: MegatronOptimizer, probe: StepProbe | None, z
 
 def _own_sums(
     model: Model,
-    optimizer: MegatronOptimizer,
+    optimizer: EngineOptimizer,
     batches: Iterator[Batch],
     backward: BackwardResult,
     gradients: GradientSums,
     biases: HostCopy | None,
     snapshot: RouterSnapshot,
-    pg_collection: ProcessGroupCollection,
+    pg_collection: ProcessGroups,
 ) -> OwnSums:
     """Return what this rank contributes to the decision about the step."""
     own = OwnSums(
@@ -284,14 +279,14 @@ def _own_sums(
         grad_norm_squares=gradients.norm_squares,
         loss_scale=optimizer.get_loss_scale(),
         gradient_zeros=gradients.zeros,
-        attention=attention_figures(optimizer, backward.attention_logits),
+        attention=attention_figures(additions(optimizer).qk_clip, backward.attention_logits),
     )
     # The device has all of the above to do while the host waits for expert_bias.
     return replace(own, bias_words=local_bias_words(backward.router_update, biases))
 
 
 def _decided_sums(
-    own: OwnSums, optimizer: MegatronOptimizer, gradients: GradientSums, snapshot: RouterSnapshot
+    own: OwnSums, optimizer: EngineOptimizer, gradients: GradientSums, snapshot: RouterSnapshot
 ) -> StepSums:
     """Return the sums over all ranks; what the first look leaves in doubt is looked at exactly. Collective."""
     sums = own.over_all_ranks()
@@ -301,19 +296,19 @@ def _decided_sums(
 
 
 def _all_finite(
-    optimizer: MegatronOptimizer, gradients: GradientSums, snapshot: RouterSnapshot, exactly: bool = False
+    optimizer: EngineOptimizer, gradients: GradientSums, snapshot: RouterSnapshot, exactly: bool = False
 ) -> dict[str, Tensor]:
     """Return whether gradients and state of this rank are finite; see `all_finite`."""
     norm_finite = (gradients.overflows == 0) & gradients.norm_squares.isfinite().all()
     return {
         "gradients_finite": norm_finite & all_finite(main_gradients(optimizer), exactly),
-        "state_finite": all_finite((*moments_and_masters(optimizer), *snapshot.biases), exactly),
+        "state_finite": all_finite((*optimizer_tensors(optimizer), *snapshot.biases), exactly),
     }
 
 
 def _commit(
     model: Model,
-    optimizer: MegatronOptimizer,
+    optimizer: EngineOptimizer,
     average: WeightAverage | None,
     probe: StepProbe | None,
     grad_norm: float,
@@ -321,17 +316,20 @@ def _commit(
 ) -> None:
     """Clip the gradients, and update the weights, clipped by their logits, and their average."""
     with timed(model, "optimizer"):
+        added = additions(optimizer)
         clip_gradients(optimizer, grad_norm)
-        clip_attention_logits(optimizer, logits)
+        if added.qk_clip is not None and logits is not None:
+            added.qk_clip.begin(logits)
         with nullcontext() if probe is None else probe.watching_update(optimizer):
-            orthogonalize_gradients(optimizer)
+            if added.orthogonalizer is not None:
+                added.orthogonalizer.apply()
             optimizer.step_with_ready_grads()
     if average is not None:
         with timed(model, "optimizer"):
             average.update()
 
 
-def _update_loss_scale(optimizer: MegatronOptimizer, sums: StepSums) -> tuple[bool, float]:
+def _update_loss_scale(optimizer: EngineOptimizer, sums: StepSums) -> tuple[bool, float]:
     """Count the step for fp16's loss scale.
 
     Returns:
@@ -355,7 +353,7 @@ def run_micro_batches(
     num_micro_batches: int,
     micro_batch_size: int,
     seq_length: int,
-    pg_collection: ProcessGroupCollection,
+    pg_collection: ProcessGroups,
 ) -> list[dict[str, Tensor]]:
     """Run forward and backward of a global batch; gradients are added to those in the buffers.
 
@@ -381,8 +379,7 @@ def run_micro_batches(
         # The one jump that a reader cannot see: the schedule below runs all micro-batches and then, before it returns,
         # calls `finalize`, which reduces the gradients over ranks and moves the expert bias. The schedule finds its
         # groups where `parallel.groups.initialize` put them: given a collection, it would want a communicator of ours.
-        for chunk in model:
-            get_model_config(chunk).finalize_model_grads_func = finalize
+        configure(model, finalize_model_grads_func=finalize)
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=list(batches) if len(batches) > 1 else batches[0],

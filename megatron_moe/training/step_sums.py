@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.data.batches import NOTHING, added, words_of
-from megatron_moe.platform.host_copy import HostCopy, on_device
+from megatron_moe.engine.schedules import get_attr_wrapped_model, get_model_config
+from megatron_moe.platform.protocols import ProcessGroups
+from megatron_moe.platform.streams import HostCopy, on_device
 from megatron_moe.training.finalize_model_grads import RouterUpdate
 from megatron_moe.training.gradients import joint_norm
 
@@ -139,7 +139,7 @@ class OwnSums:
         )
 
 
-def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroupCollection) -> Tensor:
+def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroups) -> Tensor:
     """Return loss sum and token count of this rank's micro-batches (under context parallelism of its part of them).
 
     They are counted by one TP rank of the last stage; the others return zeros, or NaN where their loss is not finite.
@@ -160,7 +160,7 @@ def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroupColle
     return total
 
 
-def copied_biases(update: RouterUpdate, pg_collection: ProcessGroupCollection) -> HostCopy | None:
+def copied_biases(update: RouterUpdate, pg_collection: ProcessGroups) -> HostCopy | None:
     """Start one copy to the host of the `expert_bias` of all layers, on the one rank of the stage that hashes them."""
     biases = [bias for bias in update.expert_bias if bias is not None]
     if not biases or pg_collection.tp.rank() or pg_collection.dp_cp.rank():
@@ -187,7 +187,7 @@ def pop_mtp_losses(model: Model) -> Tensor | None:
     return get_attr_wrapped_model(model[-1], "pop_mtp_losses")()
 
 
-def local_mtp_sums(model: Model, pg_collection: ProcessGroupCollection) -> Tensor:
+def local_mtp_sums(model: Model, pg_collection: ProcessGroups) -> Tensor:
     """Return loss sum and targets of each depth in turn, equally many numbers on every rank, counted as the loss is."""
     taken = pop_mtp_losses(model)
     if taken is None or pg_collection.tp.rank() != 0:

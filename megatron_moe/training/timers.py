@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from megatron.core.timers import Timers
-from megatron.core.utils import get_model_config
+
+from megatron_moe.engine.schedules import Timers, configure, configured, get_model_config
 
 # By level, in the order of a step. Every rank asks for the same names, whichever of them its stage has: the times of
 # all ranks are gathered in one collective.
@@ -31,9 +31,7 @@ def start_timing(model: Sequence[torch.nn.Module], level: int) -> None:
 
     Level 1 and above put a barrier before each part, so that waiting for other ranks is not counted as work.
     """
-    timers = _Timers(level, "minmax") if level else None
-    for chunk in model:
-        get_model_config(chunk).timers = timers
+    configure(model, timers=_Timers(level, "minmax") if level else None)
 
 
 @contextlib.contextmanager
@@ -48,18 +46,9 @@ def timed(model: Sequence[torch.nn.Module], name: str) -> Iterator[None]:
     timers(name).stop()
 
 
-@contextlib.contextmanager
-def untimed(model: Sequence[torch.nn.Module]) -> Iterator[None]:
+def untimed(model: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
     """Turn the engine's timers off in the block: an evaluation runs the same schedules."""
-    configs = [get_model_config(chunk) for chunk in model]
-    timers = configs[0].timers
-    for config in configs:
-        config.timers = None
-    try:
-        yield
-    finally:
-        for config in configs:
-            config.timers = timers
+    return configured(model, timers=None)
 
 
 def interval_times(

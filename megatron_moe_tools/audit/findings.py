@@ -22,7 +22,7 @@ TOP_COUNTS = ("unintended_promotions", "mixed_matmuls", "casts", "other_conversi
 """Counts that are also at the top level of the JSON report."""
 FINDING_LISTS = ("unintended_promotion_list", "mixed_matmul_list", "fp32_state_violations", "widened_modules")
 # Casts in this file replace half-precision instructions that the processor lacks; the model did not ask for them.
-PROCESSOR_WORKAROUND = "platform/half_products.py"
+PROCESSOR_WORKAROUND = "platform/cpu_half_gemm.py"
 
 
 @dataclass

@@ -20,11 +20,11 @@ from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.io.files import replace_text
 from megatron_moe.model.build import build_model
+from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.report.run_info import versions
 from megatron_moe.training.batch_size import batch_schedule
-from megatron_moe.training.optimizer import build_optimizer, build_scheduler
 from megatron_moe.training.state_checks import optimizer_dtypes
 from megatron_moe.training.step import connect, train_step
 from megatron_moe_tools.audit.findings import COUNTED, FINDING_LISTS, TOP_COUNTS, Audit, summary_line

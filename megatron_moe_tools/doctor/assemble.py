@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_moe.model.initialize import global_name, placement
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.router import TopKRouter
-from megatron_moe.training.optimizer import OwnedPart
+from megatron_moe.optim.optimizer import OwnedPart
 
 # Shards: which part of which tensor of the whole model a rank holds.
 

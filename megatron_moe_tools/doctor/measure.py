@@ -21,8 +21,9 @@ from torch.utils.data import Dataset, default_collate
 
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data.batches import batch_iterators
+from megatron_moe.engine.fully_shard import gathered_dtype, own_range
 from megatron_moe.model.build import build_model
-from megatron_moe.model.fully_sharded import gathered_dtype, local, own_range
+from megatron_moe.model.fully_sharded import local
 from megatron_moe.moe.routing import (
     RoutedTokens,
     choice_scores,
@@ -33,17 +34,17 @@ from megatron_moe.moe.routing import (
     weigh_experts,
 )
 from megatron_moe.moe.routing_probe import RoutingProbe
-from megatron_moe.parallel import groups
-from megatron_moe.parallel.groups import seed_everything
-from megatron_moe.training.evaluate import gathered_parameters
-from megatron_moe.training.optimizer import (
+from megatron_moe.optim.optimizer import (
     OwnedPart,
     build_optimizer,
     build_scheduler,
-    main_weight,
-    mains_of,
+    main_param,
+    named_main_params,
     owned_part,
 )
+from megatron_moe.parallel import groups
+from megatron_moe.parallel.groups import seed_everything
+from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.step import connect, forward_step, train_step
 from megatron_moe.training.step_sums import pop_mtp_losses
 from megatron_moe_tools.doctor.assemble import parameter_shards, router_names
@@ -97,7 +98,7 @@ def values_of_masters(
         name -> (cuts, fp32 tensor of the parameter's shape, the `OwnedPart` that it holds). The other elements are not
         initialised.
     """
-    masters = {id(parameter): master for parameter, master in mains_of(chunks, optimizer)}
+    masters = {id(parameter): master for parameter, master in named_main_params(chunks, optimizer)}
     values = {}
     for chunk in chunks:
         for shard, parameter in parameter_shards(chunk):
@@ -350,7 +351,7 @@ def measure(request: Request) -> dict[str, Any]:
         with gathered_parameters(chunks):
             tensors[after] = last = _weights(chunks)
         if run.derived.params_dtype_name != "float32":
-            tensors[after] = values_of_masters(chunks, optimizer, main_weight)
+            tensors[after] = values_of_masters(chunks, optimizer, lambda main: main_param(optimizer, main))
             tensors[f"rounded {after}"] = last
         place = asdict(groups.rank_facts())
         return {"place": place, "steps": steps, "tensors": _on_host(tensors), "picked": samples.picked}

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.model.fully_sharded import Sharding, Unit, shard_axis
+from megatron_moe.model.matrices import is_matrix, matrix_cost
 from megatron_moe.model.zero_plus_plus import is_quantized
 from megatron_moe.parallel.groups import neighbours
 from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, Segments
@@ -64,9 +65,15 @@ def rates_of(weights: Iterable[tuple[Any, int]]) -> Rates:
     """Return the rates of what Muon updates, of weights that `mark_matrices` has seen, each with its elements."""
     found: Counter[float] = Counter()
     for weight, numel in weights:
-        if hasattr(weight, "orthogonalized"):
-            found[weight.iteration_flops] += numel
+        if (cost := matrix_cost(weight)) is not None:
+            found[cost.flops] += numel
     return found
+
+
+def largest_block(weights: Iterable[Any]) -> int:
+    """Return the elements of the largest block that Muon brings together; 0 without one."""
+    costs = (matrix_cost(weight) for weight in weights)
+    return max((cost.block_numel for cost in costs if cost is not None), default=0)
 
 
 def buffers_of(chunks: Sequence[Any]) -> Iterator[Buffer]:
@@ -79,7 +86,7 @@ def buffers_of(chunks: Sequence[Any]) -> Iterator[Buffer]:
                     used=one.numel_unpadded,
                     rates=rates_of((weight, weight.numel()) for weight in one.param_index_map),
                     fewest_matrices=_fewest_matrices(one),
-                    largest_block=max((getattr(p, "orthogonalized", 0) for p in one.param_index_map), default=0),
+                    largest_block=largest_block(one.param_index_map),
                     parameter_bytes=one.param_dtype.itemsize,
                     gradient_bytes=one.grad_dtype.itemsize,
                     ranks=tuple(torch.distributed.get_process_group_ranks(one.data_parallel_group)),
@@ -92,7 +99,7 @@ def _fewest_matrices(buffer: Any) -> int:
     ranks = buffer.data_parallel_group.size()
     found = [0] * ranks
     for parameter, (start, end, number) in buffer.param_index_map.items():
-        if hasattr(parameter, "orthogonalized"):
+        if is_matrix(parameter):
             bucket = buffer.buckets[number]
             share = bucket.grad_data.numel() // ranks
             start, end = start - bucket.offset, end - bucket.offset
@@ -172,7 +179,7 @@ class PlannedUnit:
             is_island=self.unit.is_island,
             is_root=self.unit.is_root,
             rates=rates_of(zip(self.weights, self.segments.lengths)),
-            largest_block=max(getattr(weight, "orthogonalized", 0) for weight in self.weights),
+            largest_block=largest_block(self.weights),
         )
 
 

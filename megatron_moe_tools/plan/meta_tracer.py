@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from megatron_moe import platform
+from megatron_moe.engine.patching import replaced
 from megatron_moe.platform.protocols import AutogradContext
 
 # ---- The bytes of all live tensors, storage by storage, while operations run.
@@ -77,14 +77,14 @@ class LiveBytes(TorchDispatchMode):
                 self._remember(storage, storage.nbytes(), known[1])
             return result
 
-        self._patched_resize = mock.patch.object(torch.UntypedStorage, "resize_", counted_resize)
-        self._patched_resize.start()
+        self._patched_resize = replaced([torch.UntypedStorage], resize_=counted_resize)
+        self._patched_resize.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         """Stop counting."""
         super().__exit__(*error)
-        self._patched_resize.stop()
+        self._patched_resize.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = self.run(func, args, dict(kwargs or {}))

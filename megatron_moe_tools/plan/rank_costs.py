@@ -7,10 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from megatron_moe.checkpoint.gather import piece_numel
 from megatron_moe.config.schema import Run
 from megatron_moe.model.fully_sharded import Sharding
-from megatron_moe.training.muon import DTYPES, update_bytes
+from megatron_moe.optim.matrix_exchange import ROUND_NUMEL
+from megatron_moe.optim.muon import DTYPES
 from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit
 from megatron_moe_tools.plan.tracing import RankTrace
 
@@ -252,7 +255,7 @@ def _optimizer_bytes(run: Run, parameter_bytes: int) -> int:
 
 
 def _unpacks(run: Run) -> bool:
-    """Return whether moments are made fp32 tensors in host memory to be written: `training/precision_aware_adam.py`."""
+    """Return whether moments are made fp32 tensors in host memory to be written: `optim/adam.py`."""
     options = run.optimizer
     offloaded_muon = options.optimizer == "muon" and options.optimizer_cpu_offload and run.derived.zero_stage < 2
     return options.use_precision_aware_optimizer or offloaded_muon
@@ -447,3 +450,21 @@ def _share_between_nodes(kind: str, ranks: tuple[int, ...], gpus_per_node: int) 
     if kind == "all-to-all":
         return sum(node != nodes[0] for node in nodes) / (len(nodes) - 1)
     return sum(one != other for one, other in zip(nodes, nodes[1:] + nodes[:1])) / len(nodes)
+
+
+def update_bytes(
+    dtype: torch.dtype, matrices: int, largest: int, dp: int, tp: int, *, replicated: bool, wide: bool
+) -> int:
+    """Return about what a rank allocates to orthogonalize, as it was measured.
+
+    Args:
+        dtype: of the iteration.
+        matrices: elements of all matrices on a tensor-parallel rank. largest: those of the largest block, whole.
+        dp, tp: ranks of the groups. replicated: whether each data-parallel rank updates all. wide: whether products of
+            bf16 numbers are in fp32.
+    """
+    size = dtype.itemsize
+    most = max(min(matrices // dp, ROUND_NUMEL), largest)
+    each = max(17.5 if wide else 0.0, 5.0 * size + (size if tp > 1 else 0))
+    returned = size * (most + 2 * min(matrices, most * dp)) if replicated and dp > 1 else 0
+    return max(round(each * most), returned)

@@ -18,20 +18,20 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
+from megatron_moe.engine.schedules import without_loss_scale
 from megatron_moe.model.activation_offload import ActivationOffload
 from megatron_moe.model.build import build_model
 from megatron_moe.model.fully_sharded import Sharding, units
 from megatron_moe.model.initialize import global_name, placement
 from megatron_moe.model.loss import loss_func
+from megatron_moe.model.matrices import mark_matrices
 from megatron_moe.model.norm import residual_dtype
 from megatron_moe.moe.all_to_all import AllToAllDispatcher
 from megatron_moe.moe.dispatch import AllGatherDispatcher
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
-from megatron_moe.platform.half_products import multiply_in_fp32
-from megatron_moe.platform.isolation import without_loss_scale
-from megatron_moe.training.muon import mark_matrices
+from megatron_moe.platform.cpu_half_gemm import multiply_in_fp32
 from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit, Gathering, buffers_of, planned_units
 from megatron_moe_tools.plan.meta_tracer import Collective, MetaTracer, meta_device, storage_bytes
 

@@ -26,9 +26,8 @@ import torch.distributed as dist
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError, MachineError
 from megatron_moe.config.schema import Run, flatten
-from megatron_moe.platform import probes
 from megatron_moe.training.node_files import blind_ranks, shared_folders
-from megatron_moe_tools.preflight import node
+from megatron_moe_tools.preflight import node, probes
 from megatron_moe_tools.preflight.findings import DEFAULTS, FAIL, IMPOSSIBLE, PASS, Finding, Place, Thresholds, merged
 
 # Device name -> GB/s per GPU and direction: of the links inside a node, and of the network adapter that a GPU has to

@@ -24,10 +24,12 @@ from packaging.requirements import Requirement
 from megatron_moe import platform
 from megatron_moe.config.errors import MachineError
 from megatron_moe.config.schema import Run
+from megatron_moe.engine import defects
+from megatron_moe.engine.defects import NEWEST, OLDEST
 from megatron_moe.io.files import free_bytes, new_file
 from megatron_moe.io.texts import duration_text, size_text
-from megatron_moe.platform import advisories, optional_libraries, probes
-from megatron_moe.platform.defects import NEWEST, OLDEST
+from megatron_moe.platform import hardware
+from megatron_moe_tools.preflight import probes
 from megatron_moe_tools.preflight.findings import FAIL, IMPOSSIBLE, PASS, WARN, Finding, Place
 
 _COMPILE_SECONDS = 30
@@ -63,13 +65,13 @@ def torch_build(place: Place) -> Finding:
 def engine(place: Place) -> Finding:
     """Check that megatron-core can be loaded, and is the release that was tested with this Python."""
     tested = OLDEST if sys.version_info < (3, 12) else NEWEST
-    advice = f"pip install megatron-core=={advisories.dotted(tested)}"
+    advice = f"pip install megatron-core=={defects.dotted(tested)}"
     try:
-        version = advisories.engine_version()
+        version = defects.engine_version()
     except importlib.metadata.PackageNotFoundError:
         return Finding(FAIL, "megatron-core is not installed", advice)
     python = ".".join(map(str, sys.version_info[:3]))
-    found = f"megatron-core {advisories.dotted(version)}, Python {python}"
+    found = f"megatron-core {defects.dotted(version)}, Python {python}"
     try:
         importlib.import_module("megatron_moe.parallel.groups")  # which imports it
     except Exception as error:  # whatever its own code or a library's raises
@@ -93,7 +95,7 @@ def apex(place: Place) -> Finding:
 
 def _library(library: str, distribution: str, needed: bool) -> Finding:
     """Check one of the libraries that the engine imports where they are installed."""
-    name, version = optional_libraries.NAMES[library], _version(distribution)
+    name, version = hardware.LIBRARIES[library], _version(distribution)
     required = _requirement(distribution)
     if version is None:
         if needed:
@@ -101,7 +103,7 @@ def _library(library: str, distribution: str, needed: bool) -> Finding:
         return Finding(PASS, f"{name} is not installed; the run does without")
     if not platform.has_cuda():
         return Finding(IMPOSSIBLE, f"{name} {version}: it loads with a CUDA device alone")
-    why_not = optional_libraries.why_not_loaded(library)
+    why_not = hardware.why_not_loaded(library)
     if why_not is not None:
         return Finding(
             FAIL if needed else WARN,

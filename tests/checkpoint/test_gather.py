@@ -15,7 +15,7 @@ from megatron_moe import platform
 from megatron_moe.checkpoint import gather
 from megatron_moe.checkpoint.gather import GATHERED_BYTES
 from megatron_moe.config.schema import Run, build, replace
-from megatron_moe.platform import page_locked
+from megatron_moe.platform import pinned_memory
 from megatron_moe_tools.plan.rank_costs import gathering_bytes, saving_memory
 from megatron_moe_tools.plan.tracing import trace_ranks
 from tests.helpers.rows import rows
@@ -53,9 +53,9 @@ class Runtime:
 def runtime(monkeypatch) -> Runtime:
     """A pretended machine with CUDA."""
     pretended = Runtime()
-    monkeypatch.setattr(page_locked, "has_cuda", lambda: True)
+    monkeypatch.setattr(pinned_memory, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: pretended)
-    monkeypatch.setattr(page_locked, "_reported", False)
+    monkeypatch.setattr(pinned_memory, "_reported", False)
     return pretended
 
 

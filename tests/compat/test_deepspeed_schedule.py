@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.training.optimizer import build_scheduler
+from megatron_moe.optim.optimizer import build_scheduler
 from tests.compat.deepspeed_files import scheduler
 
 pytestmark = pytest.mark.engine

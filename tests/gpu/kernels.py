@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.engine.adam import Adam
 from megatron_moe.kernels import choice
 from megatron_moe.model.rotary import _JoinPositions
 from megatron_moe.moe import dispatch, load_balance
 from megatron_moe.moe import routing as own
-from megatron_moe.platform.adam import Adam
-from megatron_moe.platform.moved_storage import HostPool, Lane, MovedStorage
+from megatron_moe.optim.adam import adam_update
+from megatron_moe.optim.muon import orthogonalized, steps_of
+from megatron_moe.platform.pinned_memory import CopyStream, OffloadedStorage, PinnedPool
 from megatron_moe.precision.packed_state import AdamStep
-from megatron_moe.training.orthogonalization import orthogonalized, steps_of
-from megatron_moe.training.precision_aware_adam import adam_update
 from tests.gpu.operators import compare, draw, error_of, poison, rotary_tables, turned
 from tests.gpu.stage import Stage
 from tests.numbers import reference_muon
@@ -156,14 +156,14 @@ def packed_adam(stage: Stage, size: int) -> None:
             what = f"packed state, moments {name}, main weights {'packed' if packed else 'fp32'}"
             with stage.attempt(what):
                 cases = [packed_cases.values(numel, seed) for seed, numel in enumerate(sizes)]
-                drawn = [packed_cases.chances(numel, 1000) for numel in sizes]
+                drawn = [packed_cases.rounding(numel, 1000) for numel in sizes]
                 grads = [grad for grad, *_ in cases]
                 wanted, made = (
                     [packed_cases.state(*numbers, (name, name), packed) for _, *numbers in cases] for _ in range(2)
                 )
                 found = [packed_cases.on(one, stage.device) for one in made]
                 adam_update.eager(grads, wanted, step, drawn)  # type: ignore[attr-defined]
-                there = [one._replace(places=one.places.to(stage.device)) for one in drawn]
+                there = [one._replace(row_ids=one.row_ids.to(stage.device)) for one in drawn]
                 adam_update([grad.to(stage.device) for grad in grads], found, step, there)
                 found = [packed_cases.on(one, torch.device("cpu")) for one in found]
                 shares = {}
@@ -194,19 +194,19 @@ def orthogonalization(stage: Stage, size: int) -> None:
             stage.within(what, max(shares.values()), most, **shares)
 
 
-def moved_storage(stage: Stage, size: int) -> None:
+def pinned_memory(stage: Stage, size: int) -> None:
     """Move layers of activations to host memory and back while products run; compare their bits, and the memory."""
     what = "activations on the host and back"
     with stage.attempt(what):
-        pool, there, back = HostPool(), Lane(), Lane()
+        pool, there, back = PinnedPool(), CopyStream(), CopyStream()
         generator = torch.Generator().manual_seed(size)
         weight = torch.randn(32 * size, 32 * size, generator=generator).to(stage.device, torch.bfloat16)
         on_device, wrong = [], 0
         for _ in range(3):  # the second and the third time with host memory that was used before
-            layers: list[tuple[torch.Tensor, torch.Tensor, MovedStorage]] = []
+            layers: list[tuple[torch.Tensor, torch.Tensor, OffloadedStorage]] = []
             for _ in range(8):
                 kept = weight @ weight
-                layers.append((kept, kept.double().sum(), MovedStorage(kept, pool, there)))
+                layers.append((kept, kept.double().sum(), OffloadedStorage(kept, pool, there)))
                 if len(layers) > 1:
                     layers[-2][2].free()
                 weight = (weight @ kept.tanh()).tanh()

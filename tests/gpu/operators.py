@@ -110,7 +110,7 @@ def operators(stage: Stage) -> None:
     size = 1 if stage.dry else 8
     with one_rank():
         kernels.which(stage)
-        for check in (*once, kernels.moved_storage, fp8_products):
+        for check in (*once, kernels.pinned_memory, fp8_products):
             check(stage, size)
         for dtype in DTYPES:
             for compared in by_dtype:

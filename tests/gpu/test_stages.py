@@ -121,7 +121,7 @@ def assert_complete(found: list[dict[str, Any]]) -> None:
         assert stage["status"] in STATUSES and stage["checks"] and stage["unseen"] and not stage["cut"]
         assert all({"name", "status", "figures", "bound", "reason"} == check.keys() for check in stage["checks"])
         assert all(check["reason"] for check in stage["checks"] if check["status"] == "not possible here")
-        # Transformer Engine is on no CPU: tests/platform/test_optional_libraries_te.py runs its stage over a stub.
+        # Transformer Engine is on no CPU: tests/platform/test_hardware_te.py runs its stage over a stub.
         assert stage["number"] == 9 or any(check["status"] == "pass" for check in stage["checks"]), stage["name"]
 
 

@@ -40,8 +40,8 @@ class Trainer:
 
     def __init__(self, run: Run, pg_collection: Any = None, vocabulary: int = VOCAB) -> None:
         from megatron_moe.model.build import build_model
+        from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
         from megatron_moe.parallel import groups
-        from megatron_moe.training.optimizer import build_optimizer, build_scheduler
         from megatron_moe.training.step import connect
 
         self.run, self.groups = run, pg_collection or groups.initialize(run)

@@ -65,8 +65,9 @@ def digest(tensors: Any) -> str:
 
 def digests(trained: Any) -> dict[str, str]:
     """Digest of everything in a run's state that a step may change."""
+
+    from megatron_moe.engine.optimizer import parts
     from megatron_moe.moe.router import routers
-    from megatron_moe.training.optimizer import parts
 
     found = list(routers(trained.model))
     optimizers, groups = parts(trained.optimizer), trained.optimizer.param_groups
@@ -88,7 +89,7 @@ class Trainer(model_cases.Trainer):
         from megatron_moe.data.batches import batch_iterators
         from megatron_moe.data.datasets import build_datasets
         from megatron_moe.data.tokenizer_choice import build_tokenizer
-        from megatron_moe.training.weight_average import build_average
+        from megatron_moe.optim.weight_average import build_average
 
         run = build({**TINY, **flags})
         super().__init__(run, vocabulary=run.derived.padded_vocab_size(100))

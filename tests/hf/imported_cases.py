@@ -59,10 +59,10 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
     from megatron_moe.hf.import_plan import plan_import
     from megatron_moe.hf.importing import fill
     from megatron_moe.model.build import build_model
+    from megatron_moe.optim.optimizer import build_optimizer, owned_part
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.groups import seed_everything
     from megatron_moe.training.evaluate import gathered_parameters
-    from megatron_moe.training.optimizer import build_optimizer, owned_part
     from megatron_moe_tools.doctor.assemble import router_names
 
     seed_everything(run)
@@ -110,12 +110,12 @@ def places(chunks: Any) -> Any:
 
 def masters_follow(chunks: Any, optimizer: Any) -> bool:
     """Whether every fp32 main weight is the model's weight."""
-    from megatron_moe.training.optimizer import named_moments_and_masters, owned_part
+    from megatron_moe.optim.optimizer import named_optimizer_state, owned_part
 
     return all(
         torch.equal(value.flatten(), owned_part(optimizer, parameter).of(parameter.detach()).flatten().float())
-        for parameter, quantity, value in named_moments_and_masters(chunks, optimizer)
-        if quantity == "master weight"
+        for parameter, quantity, value in named_optimizer_state(chunks, optimizer)
+        if quantity == "main param"
     )
 
 

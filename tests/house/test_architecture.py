@@ -20,6 +20,7 @@ ROOMS = (
     "config",
     "io",
     "platform",
+    "engine",
     "parallel",
     "precision",
     "kernels",
@@ -29,6 +30,7 @@ ROOMS = (
     "checkpoint",
     "hf",
     "report",
+    "optim",
     "training",
 )
 
@@ -39,85 +41,35 @@ ENTRIES = {"__init__.py", "__main__.py", "pretrain.py"}
 SHARED_BY_TOOLS = ("compat", "launch", "megatron_lm", "models", "prepare")
 
 
-# Engine module (`megatron.core.` left out) -> the files, after spaces, that may import from it or from below it. The
-# longest entry that fits decides.
-DOORS: dict[str, str] = {
-    # whole subsystems behind one file
-    "datasets": "data/datasets.py",
-    "datasets.gpt_dataset": "data/datasets.py",
-    "datasets.megatron_dataset": "data/datasets.py",
-    "dist_checkpointing": "checkpoint/dist.py checkpoint/writer.py",
-    "extensions.transformer_engine": "model/spec.py",
-    "fusions": "model/spec.py",
-    "models.gpt": "model/build.py",
-    "models.gpt.fine_grained_callables": "model/overlap.py",
-    "models.common": "model/overlap.py",
-    "pipeline_parallel.utils": "model/overlap.py",
-    "optimizer": "training/optimizer.py",
-    "optimizer.get_standard_config_overrides": "training/param_groups.py",
-    "optimizer.optimizer_config": "training/param_groups.py",
-    "optimizer.optimizer.ChainedOptimizer": "training/optimizer.py training/gradients.py",
-    "timers": "training/timers.py",
-    # our MoE layer also serves a model that the engine built, and then takes the engine's own groups
-    "parallel_state": "parallel/groups.py moe/options.py",
-    "transformer": "model/spec.py",
-    "transformer.spec_utils": "model/spec.py model/mtp.py",
-    "transformer.transformer_layer": "model/spec.py model/mtp.py model/activation_offload.py",
-    "transformer.transformer_config": "model/engine_config.py",
-    "transformer.moe.fused_a2a": "moe/flex.py",
-    "transformer.moe": "moe/load_balance.py platform/isolation.py",
-    # the engine's own configurations, all made in one place
-    "distributed.DistributedDataParallelConfig": "model/engine_config.py",
-    "optimizer.OptimizerConfig": "model/engine_config.py",
-    # the two wrappers of a model, and where their state is told from its weights
-    "distributed.DistributedDataParallel": "model/build.py checkpoint/state.py",
-    "transformer.module.Float16Module": "model/float16_module.py",
-    # one schedule for training, evaluation and generation
-    "pipeline_parallel.get_forward_backward_func": (
-        "training/step.py training/evaluate.py training/global_batch.py model/generate.py"
-    ),
-    "distributed.finalize_model_grads": "training/finalize_model_grads.py",
-    # bricks: what our own modules are built of, or put into the engine's
-    "tensor_parallel": "model/mla.py model/mtp.py model/spec.py moe/layer.py",
-    "tensor_parallel.mappings": "model/build.py model/linear_fp8.py model/mtp.py",
-    "tensor_parallel.get_cuda_rng_tracker": "model/attention.py model/mtp.py model/overlap.py",
-    "tensor_parallel.random": "checkpoint/state.py training/global_batch.py training/replay.py",
-    "tensor_parallel.random.CheckpointWithoutOutput": "moe/experts.py model/overlap.py",
-    "tensor_parallel.model_parallel_cuda_manual_seed": "parallel/groups.py",
-    "tensor_parallel.layers": (
-        "model/engine_config.py model/spec.py model/build.py model/linear_fp8.py model/loss.py moe/layer.py "
-        "model/initialize.py"
-    ),
-    "transformer.module.MegatronModule": "model/mla.py model/mtp.py moe/experts.py moe/layer.py moe/router.py",
-    "transformer.mlp": "model/spec.py moe/layer.py",
-    "transformer.utils.make_sharded_tensors_for_checkpoint": "moe/layer.py",
-    "dist_checkpointing.ShardedTensor": "moe/experts.py",
-    # types that are passed through, and small questions
-    "optimizer.MegatronOptimizer": (
-        "training/optimizer.py training/gradients.py training/muon.py training/qk_clip.py training/step.py "
-        "training/state_checks.py training/weight_average.py"
-    ),
-    "optimizer_param_scheduler.OptimizerParamScheduler": "training/param_groups.py",
-    "process_groups_config.ProcessGroupCollection": (
-        "parallel/groups.py data/batches.py data/datasets.py checkpoint/state.py training/evaluate.py "
-        "training/global_batch.py training/metrics.py training/muon.py training/optimizer.py "
-        "training/qk_clip.py training/replay.py training/step.py training/step_sums.py"
-    ),
-    "transformer.enums.AttnMaskType": "model/attention.py model/mla.py model/spec.py",
-    "transformer.enums.AttnBackend": "model/engine_config.py",
-    "utils.get_model_config": (
-        "training/qk_clip.py training/replay.py training/step.py training/step_sums.py "
-        "training/finalize_model_grads.py training/timers.py"
-    ),
-    "utils.get_attr_wrapped_model": (
-        "model/generate.py model/key_value_cache.py training/global_batch.py training/step.py training/step_sums.py"
-    ),
+# Files outside engine/ that import megatron-core, each with what it builds of it.
+BUILT_OF_THE_ENGINE = {
+    "data/datasets.py": "datasets, and their order",
+    "model/build.py": "GPTModel",
+    "model/engine_config.py": "the engine's configurations",
+    "model/mtp.py": "a block of specs",
+    "model/overlap.py": "plans of two micro-batches",
+    "model/spec.py": "specs of layers",
+    "moe/flex.py": "DeepEP's and HybridEP's kernels",
 }
 
-# torch.cuda outside platform/, each with its reason.
+# What torch, the engine and other libraries read of objects that are theirs: public, and never taken back.
+READ_BY_OTHERS = {
+    *("main_grad", "allreduce", "average_gradients_across_tp_domain"),  # of a parameter
+    *("tensor_model_parallel", "partition_dim", "partition_stride"),
+    *("output_layer", "word_embeddings", "self_attention"),  # a module in a module's place
+    *("residual", "norm_checkpoint"),  # of a layer's state in a plan of two micro-batches
+    *("random_seed", "split_matrix", "path_to_cache"),  # of a configuration of data
+    "fp32_precision",  # of torch.backends
+    *("atexit", "daemon", "restype", "excepthook", "__cause__"),  # of the standard library
+    *("training_script", "training_script_args", "log_dir"),  # of torchrun's arguments
+    "eager",  # of a function that `kernels/choice.py` has decorated
+}
+
+# torch.cuda outside platform/ and engine/, each with its reason.
 CUDA_OUTSIDE_PLATFORM = {
     "parallel/groups.py": "NCCL binds a process group to the current device, which is chosen beside the group",
     "checkpoint/state.py": "the device's random state is saved and restored beside the CPU's",
+    "megatron_moe_tools/preflight/probes.py": "a check of a machine asks its device what a run does not ask",
 }
 
 # Files that may read pickled bytes, each with its reason.
@@ -210,55 +162,56 @@ def test_nothing_in_the_package_imports_scripts_or_tests():
     assert wrong == []
 
 
-# ---- the engine's doors
+# ---- one hand on the engine
 
 
-def engine_imports() -> Iterator[tuple[str, str, int]]:
-    """(file, engine module without `megatron.core.`, line) for every import from the engine in the package."""
-    for path in [*sources(*PACKAGES), ROOT / "pretrain_moe.py"]:
-        for name, line in imported(path):
-            if name == "megatron" or name.startswith("megatron."):
-                yield name_of(path), name.removeprefix("megatron.").removeprefix("core."), line
+def product() -> list[Path]:
+    return [*sources(*PACKAGES, "tools"), ROOT / "pretrain_moe.py"]
 
 
-def door_of(module: str) -> str | None:
-    """The longest entry of the table that holds an engine module."""
-    fitting = [door for door in DOORS if module == door or module.startswith(door + ".")]
-    return max(fitting, key=len, default=None)
+def outside_engine() -> Iterator[Path]:
+    return (path for path in product() if not name_of(path).startswith("engine/"))
 
 
-def test_the_engine_is_imported_through_its_doors_only():
-    wrong = []
-    for file, module, line in engine_imports():
-        door = door_of(module)
-        if door is None:
-            wrong.append(f"{file}:{line}: {module} has no door")
-        elif file not in DOORS[door].split():
-            wrong.append(f"{file}:{line}: {module} is entered by {DOORS[door]}")
-    assert wrong == []
+def test_the_engine_is_imported_in_one_room_and_by_what_is_built_of_it():
+    found = {name_of(path) for path in product() for name, _ in imported(path) if f"{name}.".startswith("megatron.")}
+    assert {file for file in found if not file.startswith("engine/")} == set(BUILT_OF_THE_ENGINE)
+    assert len(found) <= 25
 
 
-def test_only_the_platform_room_changes_the_engine():
-    """Nothing else assigns to an attribute of a module or class that it imported from the engine or torch."""
-    wrong = []
-    for path in sources(*PACKAGES, "tools"):
-        if name_of(path).startswith("platform/"):
-            continue
-        foreign = set()
+def assigned(path: Path) -> Iterator[ast.Attribute]:
+    """Each attribute that a file assigns to."""
+    for node in nodes(path):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            parts = target.elts if isinstance(target, ast.Tuple) else [target]
+            yield from (part for part in parts if isinstance(part, ast.Attribute))
+
+
+def own_attributes() -> set[str]:
+    """The names of all methods and attributes of the classes of both packages."""
+    found = set()
+    for path in sources(*PACKAGES):
         for node in nodes(path):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                module = getattr(node, "module", None) or ""
-                for alias in node.names:
-                    if (module or alias.name).split(".")[0] in ("megatron", "torch", "transformer_engine"):
-                        foreign.add((alias.asname or alias.name).split(".")[0])
-        for node in nodes(path):
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            for target in targets:
-                base = target
-                while isinstance(base, ast.Attribute):
-                    base = base.value
-                if isinstance(target, ast.Attribute) and isinstance(base, ast.Name) and base.id in foreign:
-                    wrong.append(f"{name_of(path)}:{node.lineno}: assigns {ast.unparse(target)}")
+            if isinstance(node, ast.ClassDef):
+                found |= {part.name for part in ast.walk(node) if isinstance(part, ast.FunctionDef)}
+                found |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        found |= {one.attr for one in assigned(path) if ast.unparse(one.value) == "self"}
+    return found
+
+
+def test_only_the_engine_room_changes_what_is_not_ours():
+    """No mocks, no other class or function for an object, and no attribute on it that no class of ours has."""
+    allowed, wrong = own_attributes() | READ_BY_OTHERS, []
+    for path in outside_engine():
+        of_torch = [name for name, _ in imported(path) if name.split(".")[0] in ("torch", "megatron")]
+        foreign = {name.rpartition(".")[2] for name in of_torch} | {name.split(".")[0] for name in of_torch}
+        wrong += [f"{name_of(path)}:{line}: {name}" for name, line in imported(path) if name.startswith("unittest")]
+        for one in assigned(path):
+            base = ast.unparse(one).split(".")[0]
+            planted = bool(of_torch) and base not in ("self", "cls", "ctx") and one.attr not in allowed
+            if planted or base in foreign or one.attr == "__class__":
+                wrong.append(f"{name_of(path)}:{one.lineno}: assigns {ast.unparse(one)}")
     assert wrong == []
 
 
@@ -278,10 +231,10 @@ def cuda_mentions(path: Path) -> list[int]:
     return sorted(set(lines) | {line for name, line in imported(path) if name.startswith("torch.cuda")})
 
 
-def test_only_the_platform_room_names_cuda():
+def test_only_platform_and_engine_name_cuda():
     outside = {
         name_of(path): lines
-        for path in [*sources(*PACKAGES, "tools"), ROOT / "pretrain_moe.py"]
+        for path in outside_engine()
         if not name_of(path).startswith("platform/") and (lines := cuda_mentions(path))
     }
     assert set(outside) - set(CUDA_OUTSIDE_PLATFORM) == set(), outside
@@ -324,7 +277,7 @@ def test_files_are_replaced_and_synced_in_one_place():
     calls = {"os.replace", "os.rename", "os.renames", "os.fsync", "os.fdatasync", "tempfile.mkstemp", "shutil.move"}
     by_hand = {
         name_of(path)
-        for path in [*sources(*PACKAGES, "tools"), ROOT / "pretrain_moe.py"]
+        for path in product()
         for node in nodes(path)
         if isinstance(node, ast.Attribute) and ast.unparse(node) in calls
     }

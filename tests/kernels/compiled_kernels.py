@@ -67,8 +67,8 @@ def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         fused.weighted_swiglu_backward(bf16(32768, 2048), bf16(32768, 4096), fp32(32768))
         fused.join_positions(bf16(4096, 1, 128, 128), bf16(4096, 1, 1, 64), fp32(4096, 1, 1, 32), fp32(4096, 1, 1, 32))
         fused.join_positions_backward(bf16(4096, 1, 128, 192), fp32(4096, 1, 1, 32), fp32(4096, 1, 1, 32), 128, True)
-        state, step, chances = packed_state(2**20)
-        fused.adam_update([fp32(2**20)], [state], step, [chances])
+        state, step, rounding = packed_state(2**20)
+        fused.adam_update([fp32(2**20)], [state], step, [rounding])
         tokens = [fp32(1024) for _ in range(3)]
         fused.add_statistics(fp32(1024, 8192), int64(1024), *tokens)
         fused.gradient_of_tile(fp32(1024, 8192), int64(1024), *tokens, torch.bfloat16)
@@ -76,10 +76,10 @@ def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
 
 
 def packed_state(numel: int) -> tuple[Any, ...]:
-    """Return state, step and chances of a weight with the formats that take most: codes of both kinds."""
+    """Return state, step and rounding of a weight with the formats that take most: codes of both kinds."""
     import torch
 
-    from megatron_moe.precision.packed_state import GROUP, AdamState, AdamStep, Chances
+    from megatron_moe.precision.packed_state import GROUP, AdamState, AdamStep, StochasticRounding
 
     def meta(dtype: torch.dtype, per: int = 1) -> torch.Tensor:
         return torch.empty(numel // per, dtype=dtype, device="meta")
@@ -88,7 +88,7 @@ def packed_state(numel: int) -> tuple[Any, ...]:
     main = (None, meta(torch.bfloat16), meta(torch.int16), meta(torch.uint8, 8))
     state = AdamState(*main, (meta(torch.float8_e4m3fn), meta(torch.uint8)), exponents)
     places = torch.empty(numel // 1024, dtype=torch.int64, device="meta")
-    return state, AdamStep(1e-3, (0.9, 0.95), 1e-8, 0.1, 1), Chances(places, 1024, 0, (2**31, 2**31))
+    return state, AdamStep(1e-3, (0.9, 0.95), 1e-8, 0.1, 1), StochasticRounding(places, 1024, 0, (2**31, 2**31))
 
 
 def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], architecture: int) -> dict[str, int]:

@@ -15,7 +15,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.kernels import compiled
 from megatron_moe.model.norm import _RMSNormFunction
 from megatron_moe.moe.experts import weighted_swiglu_backward, weighted_swiglu_forward
-from megatron_moe.platform import switches
+from megatron_moe.platform import env_vars
 from megatron_moe.report import Sink
 from megatron_moe.training.run import pretrain
 from megatron_moe_tools import compat
@@ -26,8 +26,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.fixture(autouse=True)
 def no_switch(monkeypatch):
-    monkeypatch.delenv(switches.CPU_KERNELS, raising=False)
-    monkeypatch.delenv(switches.KERNELS, raising=False)
+    monkeypatch.delenv(env_vars.CPU_KERNELS, raising=False)
+    monkeypatch.delenv(env_vars.KERNELS, raising=False)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_norm_computes_the_bits_of_torchs_form(shape, dtype, threads, monkeypa
     weight, grad = torch.rand(shape[-1], generator=generator).to(dtype), torch.randn(shape, generator=generator)
     results = []
     for way in ("c", "torch"):
-        monkeypatch.setenv(switches.CPU_KERNELS, way)
+        monkeypatch.setenv(env_vars.CPU_KERNELS, way)
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
         with on_threads(threads):
             y = _RMSNormFunction.apply(*leaves, 1e-6, dtype)
@@ -134,7 +134,7 @@ def test_an_operation_takes_the_kernel_and_not_while_something_watches_torch(dty
     assert "silu" in {one.name for one in watching.found}
     weighted_swiglu_forward(gate_up[:, ::2], probs)
     weighted_swiglu_forward(gate_up.double(), probs.double())
-    monkeypatch.setenv(switches.CPU_KERNELS, "torch")
+    monkeypatch.setenv(env_vars.CPU_KERNELS, "torch")
     weighted_swiglu_forward(gate_up, probs)
     assert len(called) == 2
 
@@ -176,8 +176,8 @@ def test_without_a_compiler_torch_computes_and_the_run_says_so_once(compiled_ane
     (line,) = [text for text in said if "CPU kernels" in text]
     if os.uname().machine == "x86_64":
         assert "no C compiler" in line
-    monkeypatch.setenv(switches.CPU_KERNELS, "c")
-    with pytest.raises(ConfigError, match=f"{switches.CPU_KERNELS}=c"):
+    monkeypatch.setenv(env_vars.CPU_KERNELS, "c")
+    with pytest.raises(ConfigError, match=f"{env_vars.CPU_KERNELS}=c"):
         compiled.why_not()
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_moe.kernels import compiled
 from megatron_moe.kernels.choice import launches_seen_by
+from megatron_moe.optim.adam import adam_update
 from megatron_moe.precision.packed_state import GROUP, AdamState, AdamStep
-from megatron_moe.training.precision_aware_adam import adam_update
 from tests.helpers.rows import rows
 from tests.kernels.compiled_kernels import all_kernels
 from tests.precision import packed_cases
@@ -63,7 +63,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 def test_the_kernel_in_c_has_the_bits_of_torchs_form(threads: Any, formats: Any, packed: bool, number: int) -> None:
     threads(number)
     for numel, width in ((1, 7), (127, 7), (1003, 100), (70_001, 4096)):
-        drawn = packed_cases.chances(numel, width)
+        drawn = packed_cases.rounding(numel, width)
         assert_same_bits(*by_c_and_torch(packed_cases.values(numel), formats, packed, STEP, drawn))
 
 
@@ -80,7 +80,7 @@ def test_the_kernel_in_c_has_torchs_exponent_for_every_size(formats: tuple[str, 
         first = largest[:, None] * torch.rand(len(largest), GROUP, generator=generator)
         first[:, 17] = largest
         first = first.flatten()
-        drawn = packed_cases.chances(first.numel(), 4096)
+        drawn = packed_cases.rounding(first.numel(), 4096)
         assert_same_bits(*by_c_and_torch((first, first, first, first * first), formats, True, step, drawn))
 
 
@@ -114,7 +114,7 @@ def test_the_kernel_in_c_codes_squares_as_torch_next_to_whole_roots() -> None:
     assert int(((roots == roots.trunc()) & (roots.double() ** 2 > squares.double())).sum()) > 30
     step, zeros = AdamStep(0.0, (0.5, 0.5), 1e-8, 0.0, 3), torch.zeros_like(grad)
     for seed in range(5):
-        drawn = packed_cases.chances(grad.numel(), 4096)._replace(seeds=(seed, 1))
+        drawn = packed_cases.rounding(grad.numel(), 4096)._replace(seeds=(seed, 1))
         assert_same_bits(*by_c_and_torch((grad, zeros, zeros, zeros), ("int8", "int8"), True, step, drawn))
 
 
@@ -135,7 +135,7 @@ def test_the_kernel_in_c_has_torchs_exponent_where_the_last_numbers_are_rounded_
     for number in passes.nonzero().flatten().tolist():
         moment = torch.tensor([0.0, 255.0, float(codes[number])])
         numbers = (torch.tensor([0.0, 0.0, float(grad[number])]), moment, moment, moment * moment)
-        assert_same_bits(*by_c_and_torch(numbers, ("int8", "int8"), True, step, packed_cases.chances(3)))
+        assert_same_bits(*by_c_and_torch(numbers, ("int8", "int8"), True, step, packed_cases.rounding(3)))
 
 
 @in_c
@@ -143,7 +143,7 @@ def test_the_kernel_in_c_keeps_what_is_not_finite() -> None:
     numbers = packed_cases.values(1000)
     numbers[0][300], numbers[0][700] = float("inf"), float("nan")
     for formats in PAIRS:
-        states = by_c_and_torch(numbers, formats, False, STEP, packed_cases.chances(1000))
+        states = by_c_and_torch(numbers, formats, False, STEP, packed_cases.rounding(1000))
         for found, wanted in zip(*(packed_cases.unpacked(state) for state in states), strict=True):
             assert torch.equal(found.isfinite(), wanted.isfinite())
             assert not found[300].isfinite() or not found[700].isfinite()
@@ -155,7 +155,7 @@ def test_the_triton_kernel_packs_to_the_bit_what_needs_no_rounding_to_compute(fo
     numel = 1300
     _, main, first, _ = packed_cases.values(numel, seed=2)
     first = torch.ldexp(torch.sign(first), torch.log2(first.abs()).round().clamp(-20, 6))
-    drawn = packed_cases.chances(numel, 130)
+    drawn = packed_cases.rounding(numel, 130)
     step = AdamStep(0.0, (0.5, 0.5), 1e-8, 0.0, 3)
     numbers = (first, main, first, first * first)
     assert_same_bits(*both_forms(all_kernels().adam_update, numbers, formats, packed, step, drawn))
@@ -172,7 +172,7 @@ def assert_near(found: AdamState, wanted: AdamState, formats: tuple[str, str]) -
 
 @TRITON
 def test_the_triton_kernel_updates_as_torchs_form(formats: Any, packed: bool) -> None:
-    numbers, drawn = packed_cases.values(1300, seed=3), packed_cases.chances(1300, 4096)
+    numbers, drawn = packed_cases.values(1300, seed=3), packed_cases.rounding(1300, 4096)
     assert_near(*both_forms(all_kernels().adam_update, numbers, formats, packed, STEP, drawn), formats)
 
 
@@ -183,7 +183,7 @@ def test_the_triton_kernel_updates_many_weights_at_once() -> None:
     for number, (numel, shift) in enumerate(zip(sizes, shifts)):
         grad, *numbers = packed_cases.values(numel, number)
         grads.append(torch.cat([grad[:shift], grad])[shift:])
-        drawn.append(packed_cases.chances(numel, 100 + number, start=number))
+        drawn.append(packed_cases.rounding(numel, 100 + number, start=number))
         for states in (alone, together):
             states.append(packed_cases.state(*numbers, ("bf16", "int8"), packed=number % 2 == 0))
     launched = []

@@ -11,7 +11,7 @@ import torch
 
 from megatron_moe.config.schema import Run
 from megatron_moe.model.activation_offload import ActivationOffload
-from megatron_moe.platform import moved_storage
+from megatron_moe.platform import pinned_memory
 
 MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 
@@ -36,9 +36,9 @@ def on_a_cpu(host_memory: Callable[..., torch.Tensor] | None = None) -> Iterator
             return None
         return ActivationOffload(training.offload_modules or (), training.min_offloaded_tensor_size)
 
-    memory = moved_storage.host_memory if host_memory is None else host_memory
+    memory = pinned_memory.host_memory if host_memory is None else host_memory
     with (
         mock.patch.object(ActivationOffload, "from_run", from_run),
-        mock.patch.object(moved_storage, "host_memory", memory),
+        mock.patch.object(pinned_memory, "host_memory", memory),
     ):
         yield

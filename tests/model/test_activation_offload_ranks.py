@@ -10,7 +10,7 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.model.activation_offload import ActivationOffload, _Layer
-from megatron_moe.platform.moved_storage import Lane
+from megatron_moe.platform.pinned_memory import CopyStream
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import Trainer
 from tests.model.offloading import MODULES, offloading, on_a_cpu
@@ -84,7 +84,7 @@ def test_no_bit_is_changed(layout, gloo):
 def test_a_backward_pass_brings_back_the_layer_before_and_not_the_pass_before():
     layers: list[_Layer] = []
     for number in (1, 2, 1, 2):  # two micro-batches, of which neither has gone back yet
-        layers.append(_Layer(number, Lane(), layers[-1] if layers else None))
+        layers.append(_Layer(number, CopyStream(), layers[-1] if layers else None))
         layers[-1].moved[0] = mock.Mock(**{"return_to_device.return_value": None})
     returned = [layer.moved[0].return_to_device for layer in layers]
     layers[3].return_all(torch.zeros(1))

@@ -14,6 +14,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.config.schema import build as build_run
+from megatron_moe.engine.modules import with_class
 from megatron_moe.model.attention import SDPACoreAttention
 from megatron_moe.model.build import ExactEmbedding, build_model
 from megatron_moe.model.engine_config import transformer_config
@@ -184,7 +185,7 @@ def gradients(run: Run, tp: Any, dtype_name: str, exact: bool) -> dict[str, Any]
         16, 8, init_method=lambda _: None, config=config, tp_group=tp, reduce_scatter_embeddings=world > 1
     )
     if exact:
-        ExactEmbedding.take_over(embedding)
+        embedding = with_class(ExactEmbedding, embedding)
     weight = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).to(embedding.weight.dtype)
     rows = 16 // world
     first = tp.rank() * rows

@@ -94,7 +94,7 @@ class ArrivalGuard(TorchDispatchMode):
 
 def guarded(flags: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
     """Train under the guard, where the flags gather later; return exact records and gathers that were waited for."""
-    from megatron_moe.platform import switches
+    from megatron_moe.platform import env_vars
     from megatron_moe.training import run as runs
 
     train, arrivals = runs.train, []
@@ -106,7 +106,7 @@ def guarded(flags: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
             train(trainer, callbacks)
         arrivals.append(guard.arrivals)
 
-    in_torch = {switches.KERNELS: "torch", switches.CPU_KERNELS: "torch"}
+    in_torch = {env_vars.KERNELS: "torch", env_vars.CPU_KERNELS: "torch"}
     with mock.patch.object(runs, "train", watched), mock.patch.dict(os.environ, in_torch):
         return runs.recorded(build({**TINY, **FOUR_LAYERS, **BUCKETS, **flags})), sum(arrivals)
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from megatron_moe.engine.optimizer import parts
 from megatron_moe.model.float16_module import without_wrappers
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel, local, shard_of
 from megatron_moe.moe.router import routers
 from megatron_moe.training.evaluate import evaluation_mode
-from megatron_moe.training.optimizer import parts
 from megatron_moe.training.run import _quiet_engine
 from megatron_moe.training.step import forward_step
 from tests.helpers.rows import rows

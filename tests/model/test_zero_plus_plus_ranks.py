@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.config.schema import Run, build, replace
+from megatron_moe.engine.fully_shard import gathered_dtype
 from megatron_moe.model.float16_module import without_wrappers
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel, Sharding
 from megatron_moe.moe.router import routers
@@ -166,7 +167,7 @@ def gathered(flags: dict[str, Any]) -> set[str]:
     """The weights that the model computes with as the shards have them, bit for bit."""
     (chunk,) = Trainer({**KEEPING, **flags}).model
     own: Any = dict(chunk.named_parameters())
-    exact = {name: one.full_tensor().to(one.gathered_dtype) for name, one in own.items()}
+    exact = {name: one.full_tensor().to(gathered_dtype(one)) for name, one in own.items()}
     return {without_wrappers(name) for name, weight in chunk.gathered() if weight.equal(exact[name])}
 
 

@@ -25,7 +25,7 @@ from megatron_moe.moe.grouped_gemm_fp8 import (
     rounded_to_fp8,
 )
 from megatron_moe.parallel import groups
-from megatron_moe.platform import hardware, switches
+from megatron_moe.platform import env_vars, hardware
 from tests.helpers import scaled_product_stub
 from tests.helpers.stepped_trainer import TINY
 from tests.numbers import reference_fp8 as reference
@@ -225,11 +225,11 @@ def test_hopper_alone_has_the_scaled_product(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert fp8_form() == ("scaled" if reason is None else "emulated")
-    monkeypatch.setenv(switches.FP8, "scaled")
+    monkeypatch.setenv(env_vars.FP8, "scaled")
     if reason is not None:
         with pytest.raises(ConfigError, match=reason):
             TransformerEngineFp8("e4m3")
-        with pytest.raises(ConfigError, match=f"{switches.FP8}=scaled: .*{reason}"):
+        with pytest.raises(ConfigError, match=f"{env_vars.FP8}=scaled: .*{reason}"):
             fp8_form()
-    monkeypatch.setenv(switches.FP8, "emulated")
+    monkeypatch.setenv(env_vars.FP8, "emulated")
     assert fp8_form() == "emulated"

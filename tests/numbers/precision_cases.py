@@ -136,7 +136,7 @@ def residual_stream(run: Run) -> dict[str, Any]:
 def bits(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Everything that an evaluation or a skipped step must leave alone."""
     from megatron_moe.checkpoint.state import unwrapped
-    from megatron_moe.training.optimizer import parts
+    from megatron_moe.engine.optimizer import parts
 
     found = {f"weight {name}": p.detach().clone() for name, p in trainer.parameters().items()}
     for chunk in trainer.model:

@@ -51,7 +51,7 @@ def products(_: Any) -> None:
         for ours, reference in zip(_results(kernel, *case), _results(grouped_linear_loop, *case), strict=True):
             assert ours.dtype == dtype
             torch.testing.assert_close(ours, reference)
-    assert len(kernel._modules) == 1 and not list(next(iter(kernel._modules.values())).parameters())
+    assert len(kernel._modules) == 1 and not list(next(iter(kernel._modules.values()))[0].parameters())
     with pytest.raises(NotImplementedError, match="moe_permute_fwd"):
         transformer_engine_torch.moe_permute_fwd(torch.zeros(1))
 

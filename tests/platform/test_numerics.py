@@ -14,7 +14,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.parallel import groups
-from megatron_moe.platform import numerics, switches
+from megatron_moe.platform import env_vars, numerics
 from megatron_moe.precision.table import contract
 from megatron_moe.training.start_notes import _precision_notes
 
@@ -122,7 +122,7 @@ def test_a_value_that_gives_the_same_bits_is_kept(monkeypatch: pytest.MonkeyPatc
 def test_a_value_that_does_not_is_refused_by_name(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     before = numerics.present()
-    for refuse in (switches.deterministic_environment, lambda: numerics.apply(True)):
+    for refuse in (env_vars.deterministic_environment, lambda: numerics.apply(True)):
         with pytest.raises(ConfigError, match=f"--deterministic-mode, {name}={value}: .*unset {name}"):
             refuse()
     assert numerics.present() == before

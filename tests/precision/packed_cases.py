@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from megatron_moe.precision import packed_state
-from megatron_moe.precision.packed_state import AdamState, Chances
+from megatron_moe.precision.packed_state import AdamState, StochasticRounding
 
 FORMATS = ("fp32", "bf16", "int8", "fp8")
 
 
-def chances(numel: int, width: int = 7, start: int = 3) -> Chances:
-    """Chances of a weight whose rows are shorter than a group, and which begins within a row."""
+def rounding(numel: int, width: int = 7, start: int = 3) -> StochasticRounding:
+    """StochasticRounding of a weight whose rows are shorter than a group, and which begins within a row."""
     places = (torch.arange((numel + start) // width + 1) * 977 + (123456789 << 31)) * 31
-    return Chances(places, width, start, packed_state.seeds_of(1, 1))
+    return StochasticRounding(places, width, start, packed_state.seeds_of(1, 1))
 
 
 def values(numel: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -31,12 +31,12 @@ def values(numel: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 Moment = tuple[Tensor, Tensor | None]
 
 
-def packed_moment(name: str, wide: Tensor, second: bool, of: Chances | None = None) -> Moment:
+def packed_moment(name: str, wide: Tensor, second: bool, of: StochasticRounding | None = None) -> Moment:
     """The stored moment and exponents of these values."""
     numel, dtype = wide.numel(), packed_state.stored_dtype(name, second)
     groups = torch.zeros(-(-numel // packed_state.GROUP), dtype=torch.int8)
     moment, exponents = torch.zeros(numel, dtype=dtype), groups if packed_state.has_codes(dtype) else None
-    drawn = packed_state.chances_of(of or chances(numel), numel)
+    drawn = packed_state.random_bits(of or rounding(numel), numel)
     packed_state.pack_moment(wide, moment, exponents, drawn, second)
     return moment, exponents
 
@@ -61,13 +61,13 @@ def on(of: AdamState, device: torch.device) -> AdamState:
         return None if tensor is None else tensor.to(device)
 
     moments, exponents = ([there(one) for one in pair] for pair in (of.moments, of.exponents))
-    kept = [there(one) for one in (of.main, of.weight, of.rest, of.ties)]
+    kept = [there(one) for one in (of.main, of.weight, of.low_bits, of.carry_bits)]
     return AdamState(*kept, (moments[0], moments[1]), (exponents[0], exponents[1]))  # type: ignore[arg-type]
 
 
 def tensors(of: AdamState) -> list[Tensor]:
     """The bytes of all that a state stores."""
-    found = (of.main, of.weight, of.rest, of.ties, *of.moments, *of.exponents)
+    found = (of.main, of.weight, of.low_bits, of.carry_bits, *of.moments, *of.exponents)
     return [one.view(torch.uint8) for one in found if one is not None]
 
 

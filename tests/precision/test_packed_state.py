@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_moe.optim.adam import adam_update
 from megatron_moe.precision import packed_state
-from megatron_moe.precision.packed_state import GROUP, Chances, chances_of, seeds_of
-from megatron_moe.training.precision_aware_adam import adam_update
+from megatron_moe.precision.packed_state import GROUP, StochasticRounding, random_bits, seeds_of
 from tests.helpers import stepped_trainer as steps
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import DISTRIBUTED, PP2, STORED, TP2, ZERO_2, ZERO_3, trained, whole
+from tests.optim import layout_cases
+from tests.optim.layout_cases import FEW, OFFLOAD, PACKED
 from tests.precision import packed_cases
-from tests.training import layout_cases
-from tests.training.layout_cases import FEW, OFFLOAD, PACKED
 
 NARROW = ("bf16", "int8", "fp8")
 
@@ -38,7 +38,7 @@ def test_a_main_weight_comes_back_to_the_bit_in_all_65536_places_around_bf16_num
     made = packed(main)
     assert torch.equal(packed_state.unpacked_main(made).view(torch.int32), bits)
     assert made.weight is not None and torch.equal(made.weight.view(torch.int16), main.bfloat16().view(torch.int16))
-    assert made.ties is not None and int(made.ties.count_nonzero()) > 0  # 16 bits do not do without
+    assert made.carry_bits is not None and int(made.carry_bits.count_nonzero()) > 0  # 16 bits do not do without
 
 
 def test_an_infinite_main_weight_stays_infinite() -> None:
@@ -54,7 +54,7 @@ def test_the_mean_of_many_roundings_is_the_number(name: str, second: bool) -> No
     for index in range(1, len(numbers)):
         values = torch.full((draws,), float(numbers[index]))
         values[::GROUP] = 1.0
-        places = Chances(torch.tensor([index << 40]), draws, 0, seeds_of(7, index))
+        places = StochasticRounding(torch.tensor([index << 40]), draws, 0, seeds_of(7, index))
         found = moment_after(name, values, second, places)
         found = found.double().view(-1, GROUP)[:, 1:].flatten()
         assert found.unique().numel() == 2  # down and up, to the neighbours
@@ -65,7 +65,7 @@ def test_the_mean_of_many_roundings_is_the_number(name: str, second: bool) -> No
 def test_a_moment_that_changes_by_less_than_half_a_step_still_moves() -> None:
     values, steps = torch.full((GROUP * 64,), 1.0), 1000
     for step in range(steps):
-        places = Chances(torch.tensor([5]), values.numel(), 0, seeds_of(3, step))
+        places = StochasticRounding(torch.tensor([5]), values.numel(), 0, seeds_of(3, step))
         values = moment_after("bf16", values * 0.9995, True, places)
     nearest = torch.ones(())
     for _ in range(steps):
@@ -80,7 +80,7 @@ def test_packing_what_was_unpacked_gives_the_same_bits(name: str, second: bool) 
     *_, first, squares = packed_cases.values(5000, seed=4)
     first[1::GROUP] = -1e-7 * first[::GROUP].abs()  # rounded to zero, from below, where there are codes
     values = moment_after(name, squares if second else first, second)
-    again = moment_after(name, values, second, packed_cases.chances(5000, width=11))
+    again = moment_after(name, values, second, packed_cases.rounding(5000, width=11))
     assert torch.equal(again.view(torch.int32), values.view(torch.int32))
 
 
@@ -107,15 +107,15 @@ def test_a_state_takes_back_what_was_computed_on_another_device() -> None:
         packed_cases.state(*packed_cases.values(300, seed)[1:], ("int8", "bf16"), packed=True) for seed in (1, 2)
     )
     here.copy_(there)
-    for name in ("rest", "ties", "moments", "exponents"):
+    for name in ("low_bits", "carry_bits", "moments", "exponents"):
         torch.testing.assert_close(getattr(here, name), getattr(there, name), rtol=0, atol=0)
 
 
 def test_chances_are_uniform_and_of_the_place_and_step_alone() -> None:
-    whole = chances_of(Chances(torch.arange(64) * 1000 + 17, 1000, 0, seeds_of(1, 2)), 64_000)
-    part = chances_of(Chances(torch.arange(10, 20) * 1000 + 17, 1000, 250, seeds_of(1, 2)), 7_000)
+    whole = random_bits(StochasticRounding(torch.arange(64) * 1000 + 17, 1000, 0, seeds_of(1, 2)), 64_000)
+    part = random_bits(StochasticRounding(torch.arange(10, 20) * 1000 + 17, 1000, 250, seeds_of(1, 2)), 7_000)
     assert torch.equal(part, whole[10_250:17_250])
-    later = chances_of(Chances(torch.arange(64) * 1000 + 17, 1000, 0, seeds_of(1, 3)), 64_000)
+    later = random_bits(StochasticRounding(torch.arange(64) * 1000 + 17, 1000, 0, seeds_of(1, 3)), 64_000)
     assert float((later == whole).double().mean()) < 0.001
     assert max(max(seeds_of(1, step)) for step in range(8)) < 2**32
     for half in (whole & 0xFFFF, whole >> 16):
@@ -189,14 +189,15 @@ def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(gloo: Any, once: An
 
 def copies(flags: dict[str, Any]) -> list[str]:
     """The weights whose copies differ after a few steps: with other moments they would soon."""
+    from megatron_moe.engine.optimizer import parts
+    from megatron_moe.optim.optimizer import named_main_params
     from megatron_moe.training.callbacks.replicas import compare_replicas
-    from megatron_moe.training.optimizer import mains_of, parts
 
     trainer = steps.Trainer({**STORED, "lr": 1e-1, "lr_warmup_init": 1e-1, **flags})
     for _ in range(steps.STEPS):
         trainer.step()
     adams = [part.optimizer for part in parts(trainer.optimizer)]
-    for parameter, main in mains_of(trainer.model, trainer.optimizer):
+    for parameter, main in named_main_params(trainer.model, trainer.optimizer):
         for adam in (one for one in adams if main in one.state):
             parameter.data.copy_(adam.values_of(main, "exp_avg_sq").view(parameter.shape))
     return [difference.name for difference in compare_replicas(trainer.trained)]

@@ -35,8 +35,8 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
     """Dtypes seen in one training step and in the checkpoint's tensors, by "class column"."""
     from megatron_moe.checkpoint.dist import sharded_tensors
     from megatron_moe.checkpoint.state import model_state
+    from megatron_moe.engine.optimizer import parts
     from megatron_moe.moe import router as router_file
-    from megatron_moe.training.optimizer import parts
 
     trainer = Trainer({**SMALL, "seq_length": 32, "micro_batch_size": 8, "initial_loss_scale": 256.0, **flags})
     model = trainer.model[0]
@@ -86,8 +86,8 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
         for master in part.get_parameters():
             state = part.optimizer.state[master]
             note("master weights stored", master)
-            if "rest" in state:
-                seen["master weights stored"] = f"bf16 + {str(state['rest'].dtype).removeprefix('torch.')}"
+            if "low_bits" in state:
+                seen["master weights stored"] = f"bf16 + {str(state['low_bits'].dtype).removeprefix('torch.')}"
             note("Adam moments stored", state["exp_avg_sq"])
             if state["exp_avg_sq"].dtype == torch.uint8:  # the second moment has no sign
                 note("Adam moments stored", state["exp_avg"])

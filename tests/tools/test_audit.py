@@ -11,8 +11,8 @@ import torch
 
 from megatron_moe.model import norm
 from megatron_moe.moe.router import TopKRouter
+from megatron_moe.optim.adam import PrecisionAwareAdam
 from megatron_moe.precision import contract
-from megatron_moe.training.precision_aware_adam import PrecisionAwareAdam
 from megatron_moe_tools.audit.cli import main
 from tests.helpers import tiny_models
 

@@ -121,7 +121,7 @@ VISITS: dict[str, tuple[str, dict[str, Plant]]] = {
             spared=("z loss",),
         ),
         "gradients are not divided by the loss scale": Plant(
-            "training/optimizer.py", "return self._scaler.inv_scale",
+            "optim/optimizer.py", "return self._scaler.inv_scale",
             "return self._scaler.inv_scale * self._scaler.scale", "fp16-against-fp32",
             ("gradient norm", "gradient, step 1"), ("every gradient is 2048 times the oracle's",), spared=("loss",),
         ),

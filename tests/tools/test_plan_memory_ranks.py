@@ -19,11 +19,11 @@ from megatron_moe.config.schema import build
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizer_choice import build_tokenizer
+from megatron_moe.engine.optimizer import parts
 from megatron_moe.model.fully_sharded import local
+from megatron_moe.optim.weight_average import build_average
 from megatron_moe.parallel import groups
-from megatron_moe.platform import switches
-from megatron_moe.training.optimizer import parts
-from megatron_moe.training.weight_average import build_average
+from megatron_moe.platform import env_vars
 from megatron_moe_tools.plan.meta_tracer import HOST, LiveBytes, storage_bytes
 from megatron_moe_tools.plan.rank_costs import rank_memory
 from megatron_moe_tools.plan.tracing import trace_ranks
@@ -116,7 +116,7 @@ def measured(flat: dict[str, Any], half_products: str, steps: int) -> dict[str, 
         with live.labelled(HOST):
             return torch.empty(tuple(shape), dtype=dtype)
 
-    products = mock.patch.dict(os.environ, {switches.HALF_PRODUCTS: half_products})
+    products = mock.patch.dict(os.environ, {env_vars.HALF_PRODUCTS: half_products})
     with products, on_a_cpu(host_memory), LiveBytes() as live:
         trainer = Trainer(run, pg_collection, run.derived.padded_vocab_size(run.model.vocab_size))
         optimizer, average = trainer.optimizer, build_average(run, trainer.model, trainer.optimizer)
@@ -169,7 +169,7 @@ def held_to(check: Callable[[list[Any]], None], gloo: Any, ranks: int, **case: A
 
 @pytest.mark.parametrize(("layout", "half_products"), rows(EVERY, test=cases(NATIVE_IN_EVERY_RUN, COPIED_IN_EVERY_RUN)))
 def test_a_plan_holds_what_a_step_holds(layout, half_products, gloo, monkeypatch):
-    monkeypatch.setenv(switches.HALF_PRODUCTS, half_products)
+    monkeypatch.setenv(env_vars.HALF_PRODUCTS, half_products)
     world_size, changes = LAYOUTS[layout]
     flat = changes if "num_query_groups" in changes else {**MLA, **changes}
     if world_size == 1 or any(flag in changes for flag in ONE_BATCH):
@@ -219,7 +219,7 @@ MUON_COPIES = ["one rank", "EP2, distributed optimizer", "TP2"]
     rows(cases(MUON_LAYOUTS, MUON_COPIES), test=[("EP2, distributed optimizer", "fp32"), ("DP4", "native")]),
 )
 def test_a_plan_holds_what_muon_holds(layout, half_products, gloo, monkeypatch):
-    monkeypatch.setenv(switches.HALF_PRODUCTS, half_products)
+    monkeypatch.setenv(env_vars.HALF_PRODUCTS, half_products)
     world_size, changes = MUON_LAYOUTS[layout]
     flat = {**MLA, **changes, **(TWO_MICRO_BATCHES if world_size == 1 else {})}
     run = build(flat)

@@ -18,9 +18,10 @@ import torch
 from megatron_moe.config.errors import ConfigError, MachineError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build
-from megatron_moe.platform import advisories, optional_libraries, probes
+from megatron_moe.engine import defects
+from megatron_moe.platform import hardware
 from megatron_moe.platform.hardware import fake_device
-from megatron_moe_tools.preflight import checks, node
+from megatron_moe_tools.preflight import checks, node, probes
 from megatron_moe_tools.preflight.findings import DEFAULTS, FAIL, IMPOSSIBLE, PASS, WARN, Finding, Place, merged, table
 
 
@@ -64,7 +65,7 @@ WELL = "0, 0x0000000000000001, 1980, 31, 0, 4"
 def test_a_driver_that_torch_cannot_use_fails_with_its_reason(monkeypatch):
     assert node.driver(place()).status == IMPOSSIBLE
     refused = MachineError("/dev/nvidia0: torch cannot use the NVIDIA devices: the driver is too old (found 11040)")
-    monkeypatch.setattr("megatron_moe.platform.devices.check", Mock(side_effect=refused))
+    monkeypatch.setattr("megatron_moe.platform.hardware.check_devices", Mock(side_effect=refused))
     assert says(node.driver(place()), FAIL, "driver is too old")
 
 
@@ -78,7 +79,7 @@ def test_a_torch_without_the_grouped_product_fails(monkeypatch):
 @pytest.mark.engine
 def test_an_engine_that_was_not_tested_or_cannot_be_loaded_is_named(monkeypatch):
     assert node.engine(place()).status == PASS
-    monkeypatch.setattr(advisories, "engine_version", lambda: (0, 17, 0))
+    monkeypatch.setattr(defects, "engine_version", lambda: (0, 17, 0))
     assert node.engine(place()).status == WARN
     monkeypatch.setattr(node.importlib, "import_module", Mock(side_effect=OSError("undefined symbol")))
     assert says(node.engine(place()), FAIL, "undefined symbol")
@@ -94,11 +95,11 @@ def test_a_library_that_cannot_be_loaded_is_named_with_what_it_said(monkeypatch)
     monkeypatch.setattr(node, "_version", lambda name: version)
     assert look(place()).status == IMPOSSIBLE  # no device
     monkeypatch.setattr("megatron_moe.platform.has_cuda", lambda: True, raising=False)
-    monkeypatch.setattr(optional_libraries, "why_not_loaded", lambda name: "OSError: undefined symbol: _ZN3c10")
+    monkeypatch.setattr(hardware, "why_not_loaded", lambda name: "OSError: undefined symbol: _ZN3c10")
     assert says(look(place()), WARN, "_ZN3c10", "--no-build-isolation")
     assert look(place(run=needs)).status == FAIL
     assert node.apex(place()).status == WARN
-    monkeypatch.setattr(optional_libraries, "why_not_loaded", lambda name: None)
+    monkeypatch.setattr(hardware, "why_not_loaded", lambda name: None)
     assert look(place()).status == PASS
     monkeypatch.setattr(node, "_version", lambda name: "1.13.0")
     required = [

@@ -112,10 +112,10 @@ def reduced_gradient(trainer: Any, value: float) -> Any:
 
 
 def adam_moment(trainer: Any, value: float) -> Any:
-    from megatron_moe.training.optimizer import named_moments_and_masters
+    from megatron_moe.optim.optimizer import named_optimizer_state
 
     wanted: Any = _module(trainer.trained.model, "layers.1.mlp.experts").weight1
-    stored = named_moments_and_masters(trainer.trained.model, trainer.trained.optimizer)
+    stored = named_optimizer_state(trainer.trained.model, trainer.trained.optimizer)
     (moment,) = (tensor for parameter, kind, tensor in stored if parameter is wanted and kind == "exp_avg")
     return damaged(moment.view(-1)[:1], value)
 

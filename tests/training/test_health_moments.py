@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.precision.packed_state import Chances
+from megatron_moe.optim.muon import PackedMuon
+from megatron_moe.precision.packed_state import StochasticRounding
 from megatron_moe.training.callbacks.health import SAMPLE, MomentRounding
-from megatron_moe.training.packed_muon import PackedMuon
 from tests.helpers.errors import relative
 
 BETAS, EPS = (0.9, 0.95), 1e-8
@@ -20,7 +20,7 @@ def stepped(dtypes: tuple[str, str], numel: int = 999) -> tuple[Any, torch.Tenso
     """An optimizer after two steps with a gradient for the third, and its one weight."""
     weight = torch.zeros(numel)
     adam = PackedMuon([weight], lr=1e-2, betas=BETAS, eps=EPS, moment_dtypes=dtypes)
-    adam.place(weight, Chances(torch.tensor([17]), numel, 0, (0, 0)))
+    adam.place(weight, StochasticRounding(torch.tensor([17]), numel, 0, (0, 0)))
     adam.allocate()
     for seed in range(3):
         weight.grad = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 1e-2
@@ -75,7 +75,8 @@ def test_a_momentum_of_muon_is_compared_with_its_own_mean() -> None:
     adam.leave_to_muon(weight)
     old, grad = adam.values_of(weight, "exp_avg").double(), weight.grad.double()
     rounding = MomentRounding()
-    with rounding.watching(optimizer_of(adam, orthogonalizer=SimpleNamespace(momentum=0.5))):
+    adam.momentum = 0.5
+    with rounding.watching(optimizer_of(adam)):
         adam.add_gradients(0.5, nesterov=True)
     expected = relative(adam.values_of(weight, "exp_avg"), (old + grad) / 2)
     (lost, of), *others = rounding.sums.tolist()

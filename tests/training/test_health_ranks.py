@@ -25,10 +25,10 @@ TABLE = {"padded_vocab_size": 256}  # the padding has zeros, and else depends on
 def norms(run: Run) -> dict[str, Any]:
     """One step's gradients: the norms that health tells, the joint one, and sums over this rank's parameters."""
     from megatron_moe.model.build import build_model
+    from megatron_moe.optim.optimizer import build_optimizer
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.groups import seed_everything
     from megatron_moe.training.gradients import count_zeros, part_grad_norms, weights_norm
-    from megatron_moe.training.optimizer import build_optimizer
 
     pg_collection = groups.initialize(run)
     seed_everything(run)

@@ -20,13 +20,14 @@ LOSSES = {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coe
 
 def loaded_biases(flags: dict[str, Any]) -> dict[int, tuple[str, str, list[float]]]:
     """Build a model, load a checkpoint into it: per MoE layer the dtypes of bias and counts, and the bias."""
+
     from megatron_moe.checkpoint.load import load
     from megatron_moe.checkpoint.plan import plan
     from megatron_moe.checkpoint.state import TrainState
     from megatron_moe.model.build import build_model
     from megatron_moe.moe.router import routers
+    from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
     from megatron_moe.parallel import groups
-    from megatron_moe.training.optimizer import build_optimizer, build_scheduler
 
     run = build({**TINY, **flags})
     source = plan(run).source

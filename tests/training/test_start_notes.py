@@ -9,7 +9,7 @@ import pytest
 from megatron_moe import platform
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
-from megatron_moe.platform import switches
+from megatron_moe.platform import env_vars
 from megatron_moe.report import Sink
 from megatron_moe.training.run import pretrain
 from megatron_moe.training.start_notes import _precision_notes, _sharding_notes
@@ -89,7 +89,7 @@ def test_a_run_with_fp8_says_which_form_computes(monkeypatch):
     monkeypatch.setattr(platform, "why_no_fp8_products", lambda: None)
     (note,) = notes(**fp8)
     assert "31 modules by torch's scaled product" in note and "emulated" not in note
-    monkeypatch.setenv(switches.FP8, "emulated")
+    monkeypatch.setenv(env_vars.FP8, "emulated")
     assert "31 modules emulated" in notes(**fp8)[0]
 
 

@@ -25,7 +25,7 @@ SWITCHES = {
 
 def spoil(what: str, model: Any, optimizer: Any) -> None:
     """Change a dtype or a switch of a run."""
-    from megatron_moe.training.optimizer import parts
+    from megatron_moe.engine.optimizer import parts
 
     if what == "moment":
         part = parts(optimizer)[0]

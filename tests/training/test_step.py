@@ -13,7 +13,7 @@ from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, PP2, SMALL, Trainer,
 
 def overflows() -> list[list[float]]:
     """The loss scales in fp16 with gradients of the dense weights alone overflowing, three times."""
-    from megatron_moe.training.optimizer import parts
+    from megatron_moe.engine.optimizer import parts
 
     flags = {**EP2, "fp16": True, "initial_loss_scale": 1024.0, "hysteresis": 2}
     trainer = Trainer({**SMALL, "seq_length": 32, "micro_batch_size": 4, **flags})
@@ -78,7 +78,7 @@ def test_evaluation_weighs_every_token_alike_and_leaves_no_trace(gloo):
 
 def masked_steps(flags: dict[str, Any]) -> dict[str, Any]:
     """A step, one whose tokens are all masked, and one whose first micro-batch is: what they report and change."""
-    from megatron_moe.training.optimizer import shared_loss_scale
+    from megatron_moe.optim.optimizer import shared_loss_scale
 
     def state() -> dict[str, str]:
         scale = shared_loss_scale(trainer.optimizer)

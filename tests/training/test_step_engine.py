@@ -50,9 +50,9 @@ def both(words: list[str]) -> dict[str, Any]:
     """Build and train both models on one rank, from the engine's first weights."""
     from megatron_moe.config import rules
     from megatron_moe.model.build import build_model
+    from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.groups import seed_everything
-    from megatron_moe.training.optimizer import build_optimizer, build_scheduler
     from megatron_moe.training.step import connect, train_step
     from megatron_moe_tools import compat
     from tests.numbers.reference_megatron import EngineTrainer

@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.state import TrainingProgress
+from megatron_moe.engine.optimizer import parts
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.moe.router import TopKRouter, routers
 from megatron_moe.moe.routing_probe import MARGIN_BINS, RoutingProbe, margin_percentile
+from megatron_moe.optim.adam import MOMENTS, PrecisionAwareAdam
 from megatron_moe.precision.packed_state import GROUP, AdamStep
 from megatron_moe.report.health import Health, LayerHealth, load_health
 from megatron_moe.training.gradients import part_grad_norms
-from megatron_moe.training.optimizer import parts
-from megatron_moe.training.precision_aware_adam import MOMENTS, PrecisionAwareAdam
 
 # Additions that rounding swallows: bf16 keeps 8 bits, so adding less than 1/512 of an element's value to it changes
 # nothing, and no error or warning says so.
@@ -144,24 +144,22 @@ class MomentRounding:
 
 def _samples(optimizer: Any) -> Iterator[_Sample]:
     """Yield the samples of this rank's weights whose moments are rounded."""
-    momentum = getattr(getattr(optimizer, "orthogonalizer", None), "momentum", 0.0)
     for part in parts(optimizer):
         adam = part.optimizer
-        if part.is_stub_optimizer or not (isinstance(adam, PrecisionAwareAdam) and adam.draws):
+        if part.is_stub_optimizer or not (isinstance(adam, PrecisionAwareAdam) and adam.uses_stochastic_rounding):
             continue
         for group in adam.param_groups:
             step = AdamStep(group["lr"], group["betas"], group["eps"], group["weight_decay"], group["step"] + 1)
             for param in group["params"]:
                 if param.grad is not None and param.numel():
-                    yield _sample(adam, param, step, momentum)
+                    yield _sample(adam, param, step, adam.first_beta(param, group))
 
 
-def _sample(adam: PrecisionAwareAdam, param: Any, step: AdamStep, momentum: float) -> _Sample:
+def _sample(adam: PrecisionAwareAdam, param: Any, step: AdamStep, first_beta: float) -> _Sample:
     begin = max(param.numel() - SAMPLE, 0) // 2 // GROUP * GROUP
     end = min(begin + SAMPLE, param.numel())
     grad = param.grad.reshape(-1)[begin:end]
     old = [adam.values_of(param, name, begin, end) for name in adam.moments_of(param)]
-    first_beta = step.betas[0] if len(old) == len(MOMENTS) else momentum  # a matrix of Muon has no second moment
     computed = [old[0].lerp(grad, 1 - first_beta)]
     computed += [second.lerp(grad.square(), 1 - step.betas[1]) for second in old[1:]]
     return _Sample(adam, param, begin, end, tuple(computed), step)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_moe import platform
+from megatron_moe.engine.patching import replaced
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.step import StepResult
 from megatron_moe.training.trainer import Trainer
@@ -146,4 +146,4 @@ def _with_range(path: str, station: str) -> Any:
         with record_function(PREFIX + station):
             return function(*args, **named)
 
-    return mock.patch.object(owner, name, ranged)
+    return replaced([owner], **{name: ranged})

@@ -1,0 +1,69 @@
+"""The engine's schedules of micro-batches, and the configuration that they read.
+
+The schedules take what they call from the model's configuration, which all chunks and the modules within share. What is
+set there stays set (`configure`), or is set for a block (`configured`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.timers import Timers
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from megatron_moe.engine.patching import replaced
+
+
+def configure(model: Sequence[torch.nn.Module], **values: Any) -> None:
+    """Set entries of the engine's configuration of each chunk, wrapped or not, from now on."""
+    for chunk in model:
+        config = get_model_config(chunk)
+        for name, value in values.items():
+            setattr(config, name, value)
+
+
+def configured(model: Sequence[torch.nn.Module], **values: Any) -> AbstractContextManager[None]:
+    """Return a block in which the engine's configuration of each chunk, wrapped or not, has these entries."""
+    return replaced([get_model_config(chunk) for chunk in model], **values)
+
+
+def configured_in_fp32(model: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
+    """Return a block in which modules, and the messages between pipeline stages, have fp32 for the model's dtype."""
+    configs = {}
+    for chunk in model:
+        for part in chunk.modules():
+            config = getattr(part, "config", None)
+            if hasattr(config, "pipeline_dtype"):
+                configs[id(config)] = config
+    return replaced(configs.values(), params_dtype=torch.float32, pipeline_dtype=torch.float32)
+
+
+def gradients_kept_on_their_ranks(wrappers: Sequence[Any]) -> AbstractContextManager[None]:
+    """Return a block in which the engine's DistributedDataParallel reduces nothing, also with overlapped reductions.
+
+    A bucket group starts its reduction in the micro-batch that it takes for the last one; the schedules tell it which
+    by `no_sync`, and without it every micro-batch is the last.
+    """
+    groups = [group for chunk in wrappers for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    return replaced(groups, is_last_microbatch=False)
+
+
+def main_loss_scale() -> torch.Tensor | None:
+    """Return the factor on auxiliary losses that the schedules have set; None before the first step."""
+    return MoEAuxLossAutoScaler.main_loss_backward_scale
+
+
+@contextmanager
+def without_loss_scale() -> Iterator[None]:
+    """Run the block as if no step had set a scale of auxiliary losses yet, and restore the scale afterwards.
+
+    It is a class attribute of the engine, in all releases, and outlives models and process groups.
+    """
+    with replaced([MoEAuxLossAutoScaler], main_loss_backward_scale=None):
+        yield

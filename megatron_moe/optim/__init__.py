@@ -1,0 +1,1 @@
+"""Optimizers: Adam and Muon inside the engine's, parameter groups, schedule, QK-clip, average of weights."""

@@ -1,0 +1,116 @@
+"""The engine's parameter groups with the settings of `config/param_groups.py`, and the schedule that follows them.
+
+The engine sorts parameters into groups by overrides: a key that matches a parameter, and the group's entries that are
+then not the default ones. Ours are made from names in the whole model, so that a copy of a table on another stage of
+the pipeline is in the same group as the table (the engine marks the copies of multi-token prediction otherwise), and a
+shard of a weight in that of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_moe.checkpoint.state import unwrapped
+from megatron_moe.config import param_groups
+from megatron_moe.config.param_groups import GroupSettings
+from megatron_moe.config.schema import Run
+from megatron_moe.engine.optimizer import (
+    OptimizerConfig,
+    OptimizerParamScheduler,
+    ParamKey,
+    ParamWithNamePredicate,
+    get_standard_config_overrides,
+)
+from megatron_moe.model.fully_sharded import shard_of
+from megatron_moe.model.initialize import global_name
+
+Entries = dict[str, Any]
+"""Entries of a parameter group that differ from the default ones."""
+
+
+def overrides(run: Run, model: Sequence[torch.nn.Module]) -> dict[ParamKey, Any] | None:
+    """Return the engine's overrides for the wrapped chunks; None, its own, where no flag sets parameters apart.
+
+    `lr_mult`, `wd_mult` and `is_decoupled_lr` are also among the entries that identify a group to the engine.
+    """
+    settings = param_groups.settings(run)
+    if not settings:
+        return None
+    members: dict[tuple[tuple[str, Any], ...], set[int]] = {}
+    for chunk in model:
+        inner = unwrapped(chunk)
+        for name, parameter in inner.named_parameters():
+            own = settings.get(global_name(inner, name), GroupSettings())
+            entries = tuple(sorted(_entries(run, name, parameter, own).items()))
+            optimized = shard_of(parameter) if run.derived.zero_stage >= 2 else parameter
+            members.setdefault(entries, set()).add(id(optimized))
+    return {
+        ParamKey(with_name_predicate=ParamWithNamePredicate(repr(entries), partial(_is_among, ids))): dict(entries)
+        for entries, ids in members.items()
+        if entries
+    }
+
+
+def _is_among(ids: Collection[int], parameter: torch.nn.Parameter, name: str) -> bool:
+    return id(parameter) in ids
+
+
+def _entries(run: Run, name: str, parameter: torch.nn.Parameter, own: GroupSettings) -> Entries:
+    decay = own.weight_decay_mult
+    if decay is None:
+        decay = 0.0 if _is_not_decayed(name, parameter) else 1.0
+    entries: Entries = {}
+    if own.lr_mult != 1.0:
+        entries["lr_mult"] = own.lr_mult
+    if decay != 1.0:
+        entries["wd_mult"] = decay
+    if own.is_decoupled:
+        peak, least = param_groups.decoupled_range(run)
+        entries |= {"max_lr": peak, "min_lr": least, "is_decoupled_lr": True}
+    return entries
+
+
+def _is_not_decayed(name: str, parameter: torch.nn.Parameter) -> bool:
+    """Return whether the engine's own rule leaves a parameter out of the weight decay: biases, and vectors."""
+    standard = get_standard_config_overrides(OptimizerConfig())
+    return any(key.matches(parameter, name) for key, values in standard.items() if values.get("wd_mult") == 0.0)
+
+
+class Schedule(OptimizerParamScheduler):
+    """The engine's schedule, times the multiple of each parameter group, at every step: its ends are multiplied too.
+
+    Args:
+        in_samples: whether its lengths are sequences, and not iterations.
+    """
+
+    def __init__(self, *args: Any, in_samples: bool = False, **settings: Any) -> None:
+        self._in_samples = in_samples
+        super().__init__(*args, **settings)
+
+    def advance(self, num_samples: int) -> None:
+        """Count a committed step of so many sequences."""
+        self.step(increment=num_samples if self._in_samples else 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return position and settings, with the unit of the position."""
+        return {**super().state_dict(), "in_samples": self._in_samples}
+
+    def load(self, state: dict[str, Any], committed_steps: int, committed_samples: int) -> None:
+        """Take the position of a state; where it was counted in the other unit, or before ours had one, of the run."""
+        position = state["num_steps"]
+        if state.get("in_samples", False) != self._in_samples:
+            position = committed_samples if self._in_samples else committed_steps
+        self.load_state_dict({**state, "num_steps": position})
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Return the rate of a parameter group."""
+        return super().get_lr(param_group) * param_group.get("lr_mult", 1.0)
+
+    @property
+    def base_rate(self) -> float:
+        """The rate that the next update uses for parameters that no flag sets apart."""
+        return float(self.get_lr({}))

@@ -1,0 +1,79 @@
+"""Settings that are read from environment variables and checked where a program starts. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from megatron_moe.config.errors import ConfigError
+
+HALF_PRODUCTS = "MEGATRON_MOE_CPU_HALF_PRODUCTS"
+"""How a CPU multiplies bf16 and fp16; "auto" depends on the processor: see `cpu_half_gemm.py`."""
+KERNELS = "MEGATRON_MOE_KERNELS"
+"""Which form of an operation computes; "auto": Triton's on a GPU: see `kernels/choice.py`."""
+CPU_KERNELS = "MEGATRON_MOE_CPU_KERNELS"
+"""Which form computes on a CPU; "auto": C where it can be compiled: see `kernels/compiled.py`."""
+FP8 = "MEGATRON_MOE_FP8"
+"""How products in FP8 are computed; "auto" depends on the device: see `moe/grouped_gemm_fp8.py`."""
+_VALUES = {
+    HALF_PRODUCTS: ("auto", "native", "fp32"),
+    KERNELS: ("auto", "triton", "torch"),
+    CPU_KERNELS: ("auto", "c", "torch"),
+    FP8: ("auto", "scaled", "emulated"),
+}
+
+
+def read(name: str) -> str:
+    """Return the value of one of the variables above, "auto" where it is not set.
+
+    Raises:
+        ConfigError: the variable has a value that is not known.
+    """
+    value = os.environ.get(name) or "auto"
+    if value not in _VALUES[name]:
+        raise ConfigError(f"{name}={value}: not one of {', '.join(_VALUES[name])}; leave it unset for auto")
+    return value
+
+
+# What has to be in the environment for the same bits again, each with the values that give them; the first is set
+# where there is none. NCCL_ALGO's are Megatron-LM's: NVLS adds in the switch, in an order of its own. A ring serves
+# every collective, the others leave some of them without an algorithm.
+_DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+}
+
+
+def deterministic_environment() -> dict[str, str]:
+    """Return the variables of cuBLAS, NCCL and Transformer Engine that `--deterministic-mode` needs, with their values.
+
+    A value that the environment has already is kept.
+
+    Raises:
+        ConfigError: the environment has a value with which bits differ from run to run.
+    """
+    found = {}
+    for name, values in _DETERMINISTIC.items():
+        found[name] = os.environ.get(name) or values[0]
+        if found[name] not in values:
+            raise ConfigError(
+                f"--deterministic-mode, {name}={found[name]}: bits may differ from run to run with it; unset {name}, "
+                f"which is then {values[0]}" + (f", or set it to {' or '.join(values[1:])}" if values[1:] else "")
+            )
+    return found
+
+
+def check() -> None:
+    """End the program with one message and status 2 where a variable has a value that is not known.
+
+    The package calls this when it is imported, before anything else. All processes of a program have the same
+    environment, and so rank 0 alone prints the message.
+    """
+    try:
+        for name in _VALUES:
+            read(name)
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron_moe: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None

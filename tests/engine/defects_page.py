@@ -1,0 +1,48 @@
+"""Writes the table of docs/engine_defects.md from megatron_moe/engine/engine_defects.yaml:
+
+python -m tests.engine.defects_page
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_moe.engine.defects import Defect, known_defects
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "engine_defects.md"
+BEGIN, END = "<!-- engine defects: written by `python -m tests.engine.defects_page` -->", "<!-- end -->"
+COLUMNS = ("id", "what goes wrong", "met with", "megatron-core", "source", "here", "where", "test")
+
+
+def page(text: str) -> str:
+    """Return the page with the present table between its two marks; what is around them is written by hand."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def table() -> str:
+    """Return the table in Markdown, one row per defect."""
+    rows = [COLUMNS, ("---",) * len(COLUMNS)]
+    for defect in known_defects():
+        here, where = f"{defect.treatment}: {defect.how}", _code(defect.where) or "-"
+        shown = _code(defect.tests) or f"no test: {defect.no_test}"
+        releases = defect.releases()
+        rows.append((defect.id, defect.title, met_with(defect), releases, defect.source, here, where, shown))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def met_with(defect: Defect) -> str:
+    """Return the conditions of a defect in words."""
+    if defect.when is None:
+        return "no run"
+    return ", ".join(str(condition) for condition in defect.when) or "every run"
+
+
+def _code(names: tuple[str, ...] | dict[str, str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

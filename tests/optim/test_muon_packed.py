@@ -1,0 +1,109 @@
+"""Muon with packed state: what its momentum and its weights become, and where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.optim.muon import PackedMuon
+from megatron_moe.precision.packed_state import StochasticRounding
+
+STEPS = {"bf16": 2.0**-7, "int8": 2.0**-6, "fp8": 2.0**-3}
+"""Dtype of a momentum -> the largest step between two of its values, over the larger; of codes over the group's."""
+
+
+def muon(numel: int = 1000, *, packed: bool = True, **options: Any) -> tuple[PackedMuon, torch.Tensor, torch.Tensor]:
+    """An optimizer of one matrix and one vector that it leaves to AdamW, bf16 weights with main weights."""
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(shape, generator=generator).bfloat16() for shape in ((numel // 10, 10), (numel,))]
+    mains = [weight.float() for weight in weights]
+    made = PackedMuon(mains, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, **options)
+    made.leave_to_muon(mains[0])
+    made.allocate()
+    for main, weight in zip(mains, weights):
+        if packed:
+            made.pack_main_param(main, weight)
+        made.place(main, StochasticRounding(torch.arange(main.numel() // 10), 10, 0, (0, 0)))
+    return made, mains[0], mains[1]
+
+
+def gradient(main: torch.Tensor, number: int) -> torch.Tensor:
+    return torch.randn(main.shape, generator=torch.Generator().manual_seed(number)) * 1e-2
+
+
+def step(optimizer: PackedMuon, mains: tuple[torch.Tensor, ...], number: int) -> None:
+    for main in mains:
+        main.grad = gradient(main, number)
+    optimizer.add_gradients(0.9, nesterov=False)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", *STEPS])
+def test_a_momentum_is_the_mean_of_gradients_rounded_once_a_step(dtype: str, nesterov: bool) -> None:
+    made, main, _ = muon(moment_dtypes=(dtype, "fp32"))
+    for number in range(4):
+        before = made.values_of(main, "exp_avg").clone().double()
+        main.grad = gradient(main, number)
+        made.add_gradients(0.9, nesterov=nesterov)
+        wanted = 0.9 * before + 0.1 * gradient(main, number).double().view(-1)
+        value = 0.1 * gradient(main, number).double().view(-1) + 0.9 * wanted if nesterov else wanted
+        torch.testing.assert_close(main.grad.double().view(-1), value, rtol=1e-5, atol=1e-9)  # is not rounded
+        after = made.values_of(main, "exp_avg").double()
+        size = wanted.abs() if dtype in ("fp32", "bf16") else wanted.abs().max()
+        assert ((after - wanted).abs() <= STEPS.get(dtype, 1e-6) * size + 1e-9).all()
+        assert (after.float() != wanted.float()).float().mean() > 0.9 or dtype == "fp32"
+
+
+def test_a_matrix_is_decayed_and_moved_by_what_is_in_its_gradients_place() -> None:
+    made, main, vector = muon(moment_dtypes=("bf16", "bf16"))
+    before = made.main_param(main).clone()
+    for one in (main, vector):
+        one.grad = gradient(one, 0)
+    made.step()
+    assert torch.equal(made.main_param(main), (before * (1 - 1e-2 * 0.1)).add(gradient(main, 0), alpha=-1e-2))
+    assert torch.equal(made.values_of(main, "exp_avg"), torch.zeros(main.numel()))
+    assert (made.values_of(vector, "exp_avg") != 0).all()
+
+
+def test_a_matrix_has_no_second_moment_but_for_a_load() -> None:
+    made, main, vector = muon(moment_dtypes=("int8", "fp8"))
+    step(made, (main, vector), 0)
+    assert set(made.state[main]) == {"exp_avg", "exp_avg_exponents", "low_bits", "carry_bits"}
+    assert "exp_avg_sq" in made.state[vector]
+    assert not made.values_of(main, "exp_avg_sq").any()
+    kept = {name: tensor.clone() for name, tensor in made.state[main].items()}
+    for keep, nbytes in ((False, 4), (True, 4 * main.numel())):
+        with made.unpacked(keep=keep):
+            zeros = made.state[main]["exp_avg_sq"]
+            assert zeros.shape == main.shape and not zeros.any() and zeros.untyped_storage().nbytes() == nbytes
+            if keep:
+                zeros.fill_(1.0)  # loading writes into it
+        assert made.state[main].keys() == kept.keys()
+        assert all(torch.equal(made.state[main][name], kept[name]) for name in kept)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_state_on_the_host_changes_no_bit(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    monkeypatch.setattr(PackedMuon, "piece_numel", 256)
+    options: dict[str, Any] = {"moment_dtypes": ("int8", "bf16"), "packed": packed}
+    (near, *mains), (away, *others) = muon(**options), muon(on_host=True, **options)
+    for number in range(3):
+        step(near, tuple(mains), number)
+        step(away, tuple(others), number)
+    for one, other in zip(mains, others):
+        for kind in ("param", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(near.values_of(one, kind).view(-1), away.values_of(other, kind).view(-1))
+
+
+def test_what_follows_an_update_is_given_the_fp32_weight() -> None:
+    made, main, vector = muon(moment_dtypes=("bf16", "bf16"))
+    plain, same, other = muon(moment_dtypes=("bf16", "bf16"))
+    for one in (main, vector):
+        made.after_update[one] = lambda weight: weight.mul_(1 / 3)
+    step(made, (main, vector), 0)
+    step(plain, (same, other), 0)
+    for one, two in ((main, same), (vector, other)):
+        assert torch.equal(made.main_param(one), plain.main_param(two) * (1 / 3))

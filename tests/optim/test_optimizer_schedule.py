@@ -1,0 +1,101 @@
+"""The learning rate follows its flags, counted in committed iterations."""
+
+from __future__ import annotations
+
+import math
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_moe.config.schema import Run, replace
+from megatron_moe.optim.optimizer import build_scheduler
+
+pytestmark = pytest.mark.engine
+
+
+def rates(iterations: int, **flags: object) -> list[float]:
+    """The rate that each of the first steps uses."""
+    run = replace(Run(), **{"lr": 1.0, "min_lr": 0.1, "train_iters": 20, "weight_decay": 0.5, **flags})
+    group = {"wd_mult": 1.0, "max_lr": run.optimizer.lr, "min_lr": run.optimizer.min_lr}
+    scheduler = build_scheduler(run, SimpleNamespace(param_groups=[group]))
+    used = []
+    for _ in range(iterations):
+        used.append(group["lr"])
+        assert group["weight_decay"] == 0.5
+        scheduler.advance(run.training.global_batch_size or 1)
+    return used
+
+
+SHAPES: dict[str, tuple[dict[str, Any], list[float]]] = {
+    "linear warm-up": ({"lr_warmup_iters": 4, "lr_warmup_init": 0.2}, [0.2, 0.4, 0.6, 0.8, 1.0]),
+    "warm-up as a share of the decay": ({"lr_warmup_fraction": 0.1}, [0.0, 0.5, 1.0]),
+    "warm-up of the whole run": ({"lr_warmup_iters": 20}, [n / 19 for n in range(20)]),
+    "constant": ({}, [1.0] * 30),
+    "linear": ({"lr_decay_style": "linear"}, [*(1.0 - 0.9 * n / 20 for n in range(21)), *[0.1] * 4]),
+    "cosine": ({"lr_decay_style": "cosine"}, [0.1 + 0.45 * (1 + math.cos(math.pi * n / 20)) for n in range(21)]),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_rate_of_each_step_is_that_of_its_formula(name):
+    flags, wanted = SHAPES[name]
+    assert rates(len(wanted), **{"lr_decay_style": "constant", **flags}) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("style", "middle"), [("linear", 0.55), ("cosine", 0.55), ("exponential", 0.1 + 0.9 * (math.sqrt(2.0) - 1.0))]
+)
+def test_wsd_is_stable_and_then_decays(style, middle):
+    used = rates(21, lr_decay_style="WSD", lr_wsd_decay_iters=8, lr_wsd_decay_style=style)
+    assert used[:13] == [1.0] * 13
+    assert used[16] == pytest.approx(middle)
+    assert used[20] == pytest.approx(0.1)
+    # Over the last tenth, unless told otherwise.
+    used = rates(21, lr_decay_style="WSD", lr_wsd_decay_style="linear")
+    assert used[18] == 1.0 and used[19] == pytest.approx(0.55) and used[20] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("style", ["cosine", "linear", "WSD"])
+def test_a_schedule_in_sequences_goes_by_those_committed_through_any_change_of_batch(style: str) -> None:
+    """Also over resumes with another batch, and from a step that counted iterations. The oracle is never resumed."""
+    rng = random.Random(style)
+    for _ in range(20):
+        total, warmup, last = rng.randrange(200, 900), rng.randrange(90), rng.randrange(1, 90)
+        flags = {"lr_decay_samples": total, "lr_warmup_samples": warmup, "lr_decay_style": style, "min_lr": 0.1}
+        flags |= {"lr_wsd_decay_samples": last, "lr_wsd_decay_style": "linear"} if style == "WSD" else {}
+        group = {"wd_mult": 1.0, "max_lr": 1.0, "min_lr": 0.1}
+        theirs = OptimizerParamScheduler(
+            SimpleNamespace(param_groups=[group]), init_lr=0.0, max_lr=1.0, min_lr=0.1, start_wd=0.0, end_wd=0.0,
+            lr_warmup_steps=warmup, lr_decay_steps=total, lr_decay_style=style, wd_incr_steps=total,
+            wd_incr_style="constant", wsd_decay_steps=last, lr_wsd_decay_style="linear",
+        )  # fmt: skip
+        parts = [(rng.choice((2, 4, 8, 24)), rng.choice((None, 3, 40))) for _ in range(4)]
+        state: dict[str, Any] | None = None
+        steps = samples = 0
+        for batch, iters in parts:
+            # A part of the run without a length in sequences counts iterations.
+            here = flags if iters is None else {"lr_decay_iters": iters, "lr_warmup_iters": 0}
+            run = replace(Run(), **{"lr": 1.0, "global_batch_size": batch, "train_iters": 999, **here})
+            own = {"wd_mult": 1.0, "max_lr": 1.0, "min_lr": 0.1}
+            ours = build_scheduler(run, SimpleNamespace(param_groups=[own]))
+            if state is not None:
+                ours.load(state, committed_steps=steps, committed_samples=samples)
+            taken = [(rng.choice((batch, batch // 2)), rng.random() < 0.8) for _ in range(rng.randrange(1, 20))]
+            for size, committed in taken:  # of a step that is left out nothing is counted
+                assert own["lr"] == group["lr"] or iters is not None
+                if committed:
+                    ours.advance(size)
+                    theirs.step(increment=size)
+            state = ours.state_dict()
+            steps += sum(committed for _, committed in taken)
+            samples += sum(size for size, committed in taken if committed)
+
+
+def test_lengths_in_iterations_beside_those_in_sequences_are_so_many_batches() -> None:
+    flags = {"lr_decay_style": "linear", "global_batch_size": 8}
+    mixed = rates(21, **flags, train_samples=167, lr_warmup_iters=2)
+    assert mixed == rates(21, **flags, lr_decay_samples=167, lr_warmup_samples=16)
+    assert mixed == pytest.approx([0.0, 0.5, *(1.0 - 0.9 * n * 8 / 151 for n in range(19))])
