@@ -54,11 +54,6 @@ def gradients_kept_on_their_ranks(wrappers: Sequence[Any]) -> AbstractContextMan
     return replaced(groups, is_last_microbatch=False)
 
 
-def main_loss_scale() -> torch.Tensor | None:
-    """Return the factor on auxiliary losses that the schedules have set; None before the first step."""
-    return MoEAuxLossAutoScaler.main_loss_backward_scale
-
-
 @contextmanager
 def without_loss_scale() -> Iterator[None]:
     """Run the block as if no step had set a scale of auxiliary losses yet, and restore the scale afterwards.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.setting import SCORE_FUNCTIONS
-from megatron_moe.engine.schedules import main_loss_scale
+from megatron_moe.engine.schedules import MoEAuxLossAutoScaler
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.options import MoEGroups, MoEOptions
 from megatron_moe.moe.routing import RoutedTokens, RoutingDecision
@@ -280,5 +280,5 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor]:
         (loss,) = ctx.saved_tensors
-        scale = main_loss_scale()
+        scale = MoEAuxLossAutoScaler.main_loss_backward_scale
         return grad, torch.ones_like(loss) if scale is None else torch.ones_like(loss) * scale
