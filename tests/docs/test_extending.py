@@ -26,18 +26,23 @@ PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 # ---- the page's blocks of lines, applied to a copy of the package
 
 
-def changed_files() -> dict[str, str]:
+def blocks() -> dict[str, str]:
+    """Return the page's blocks of lines by what each adds."""
+    return dict(re.findall(r"^```diff (\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+
+
+def changed_files(*wanted: str) -> dict[str, str]:
     """Return the files that the page changes, each with its lines at the one place where they fit."""
-    blocks = dict(re.findall(r"^```diff (\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
-    assert list(blocks) == ["flag", "preset", "family"]
     texts: dict[str, str] = {}
-    for part in (part for block in blocks.values() for part in re.split(r"^@@ ", block, flags=re.MULTILINE)[1:]):
-        file, *lines = part.splitlines()
+    for part in (part for one in wanted for part in re.split(r"^@@ ", blocks()[one], flags=re.MULTILINE)[1:]):
+        head, *lines = part.splitlines()
+        file, is_new = head.removesuffix(" (new)"), head.endswith(" (new)")
         assert all(line[0] in " +-" for line in lines), part
         before, after = ("".join(f"{line[1:]}\n" for line in lines if line[0] != left_out) for left_out in "+-")
-        text = texts.get(file) or (ROOT / file).read_text(encoding="utf-8")
-        assert text.count(before) == 1, f"{file}: not at one place:\n{before}"
-        texts[file] = text.replace(before, after)
+        assert is_new != (ROOT / file).exists(), file
+        text = "" if is_new else texts.get(file) or (ROOT / file).read_text(encoding="utf-8")
+        assert is_new or text.count(before) == 1, f"{file}: not at one place:\n{before}"
+        texts[file] = text.replace(before, after, 1)
     return texts
 
 
@@ -92,6 +97,11 @@ from megatron_moe.hf.mapping import mapping
 from megatron_moe.model.build import build_model
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel import groups
+from megatron_moe.engine import schedules
+from megatron_moe.engine.schedules import get_model_config
+from megatron_moe.training.callback import Callback
+from megatron_moe.training.run import pretrain
+from megatron_moe_tools import console
 
 def run_of(*words):
     return cli.parse(["--preset", "tiny", "--mock-data", "--vocab-size", "100", *words])
@@ -111,6 +121,19 @@ for run in (half, whole):
     layer = next(module for module in chunk.modules() if isinstance(module, MoELayer))
     outputs.append(layer.shared_experts(torch.ones(4, 1, run.model.hidden_size)))
     groups.destroy()
+
+class Timed(Callback):
+    def after_step(self, step, result):
+        model = self.trainer.trained.model
+        with schedules.without_timers(model):
+            timers.append(get_model_config(model[0]).timers is None)
+        losses.append(self.trainer.trained.optimizer.chained_optimizers[0].optimizer.__class__.__name__)
+
+timers, losses = [], []
+two_steps = "--optimizer lion --train-iters 2 --eval-iters 0 --timing-log-level 1"
+pretrain(run_of(*two_steps.split()), callbacks=[Timed()])
+from tests.engine.test_schedules import test_the_schedules_read_timers_from_the_configuration as reads_timers
+reads_timers()
 
 preset = cli.parse(["--preset", "tiny-64e", "--mock-data"])
 rules.check(preset, 1)
@@ -132,22 +155,30 @@ print(json.dumps({
     "obeyed": torch.equal(outputs[0], outputs[1] * 0.5) and bool(outputs[1].abs().max() > 0),
     "preset": [preset.moe.num_experts, preset.moe.moe_router_topk, preset.model.vocab_size],
     "family": [config["model_type"], config["architectures"], family.name, read.flat["num_experts"]],
+    "lion": losses,
+    "sizes": console.main(["sizes", "tiny-64e"]),
+    "patched": timers,
     "names": sorted(name for name in names if "layers.0.ffn" in name and ("router" in name or ".63." in name)),
 }))
 """
 
 
-def test_every_block_of_lines_fits_its_file() -> None:
-    assert {"megatron_moe/config/presets.py", "megatron_moe/hf/families.py", "README.md"} <= changed_files().keys()
+def test_every_block_of_lines_fits_its_file_and_takes_as_many_as_contributing_says() -> None:
+    rows = re.findall(r"^\| ([^|]+) \|[^|]*\| (\d) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    said = {new.split()[-1]: int(number) for new, number in rows}
+    del said["sink"]  # and the others of a program of one's own
+    assert {block: len(changed_files(block)) for block in blocks()} == said
 
 
-@pytest.mark.test_all(instead="tests/docs/test_extending.py::test_every_block_of_lines_fits_its_file")
+@pytest.mark.test_all(
+    instead="tests/docs/test_extending.py::test_every_block_of_lines_fits_its_file_and_takes_as_many_as_contributing_says"
+)
 def test_what_the_page_adds_is_parsed_checked_stored_and_obeyed(tmp_path: Path) -> None:
     for package in ("megatron_moe", "megatron_moe_tools"):
         shutil.copytree(ROOT / package, tmp_path / package)  # with its byte code: a start is faster
-    for file, text in changed_files().items():
-        if file.startswith("megatron_moe/"):
-            (tmp_path / file).write_text(text, encoding="utf-8")
+    for file, text in changed_files(*blocks()).items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text, encoding="utf-8")
     environment, command = {**os.environ, "PYTHONPATH": str(tmp_path)}, [sys.executable, "-c", ADDED]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -158,6 +189,7 @@ def test_what_the_page_adds_is_parsed_checked_stored_and_obeyed(tmp_path: Path) 
     assert found == {
         **{"in help": True, "stored": [0.5, 1.0], "built": True, "has to agree": True, "obeyed": True},
         "preset": [64, 4, 1000],
+        **{"lion": ["Lion", "Lion"], "sizes": 0, "patched": [True, True]},
         "family": ["toy_moe", ["ToyMoeForCausalLM"], "toy-moe", 64],
         "names": [*matrices, "model.layers.0.ffn.router.weight"],
     }
