@@ -93,7 +93,7 @@ def takes_kernels(tensor: Tensor) -> bool:
     Never in fp64, which they do not have. A plan's imagined GPU has none: its figures would depend on whether the
     machine that plans has Triton.
     """
-    way = env_vars.read(env_vars.KERNELS)
+    way = env_vars.chosen[env_vars.KERNELS]
     if way == "torch" or tensor.dtype == torch.float64:
         return False
     return way == "triton" or (tensor.device.type not in ("cpu", "meta") and why_no_triton() is None)

@@ -58,14 +58,14 @@ def why_not() -> str | None:
         ConfigError: MEGATRON_MOE_CPU_KERNELS=c, and they cannot be had.
     """
     reason = _reason()
-    if reason is not None and env_vars.read(env_vars.CPU_KERNELS) == "c":
+    if reason is not None and env_vars.chosen[env_vars.CPU_KERNELS] == "c":
         raise ConfigError(f"{env_vars.CPU_KERNELS}=c: {reason}; leave it unset, and torch's form computes")
     return reason
 
 
 def _reason() -> str | None:
     for name in (env_vars.KERNELS, env_vars.CPU_KERNELS):
-        if env_vars.read(name) == "torch":
+        if env_vars.chosen[name] == "torch":
             return f"{name}=torch"
     return _objections[0] if _objections else _loaded()[1]
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_moe.moe.dispatch import PhasedDispatcher
 from megatron_moe.moe.grouped_gemm import DelayedWgrad
 from megatron_moe.moe.layer import MoELayer
-from megatron_moe.platform import streams
+from megatron_moe.platform import hardware
 
 try:
     from megatron.core.models.common.utils import TransformerLayerNode  # 0.19.2
@@ -172,14 +172,14 @@ class MoESteps(DenseSteps):
     def dispatch(self, node: Any, *leaving: Tensor) -> tuple[Tensor, ...]:
         """Return what arrived for this rank's experts."""
         state = node.layer_state
-        streams.keep(state.plan)
+        hardware.keep(state.plan)
         arrived, state.plan = self.dispatcher.send(leaving, state.plan)
         return arrived
 
     def experts(self, node: Any, *arrived: Tensor) -> Tensor:
         """Return the experts' results, as the combine sends them."""
         state = node.layer_state
-        streams.keep(state.plan)
+        hardware.keep(state.plan)
         with self.random_streams():
             expert_input, state.plan = self.dispatcher.arrange(arrived, state.plan)
             results = self.moe.compute_experts(expert_input, self.later)
@@ -191,7 +191,7 @@ class MoESteps(DenseSteps):
     def combine(self, node: Any, results: Tensor) -> Tensor:
         """Return the residual stream after the layer."""
         state, layer = node.layer_state, self.layer
-        streams.keep((state.plan, state.residual, state.shared))
+        hardware.keep((state.plan, state.residual, state.shared))
         returned_rows = self.dispatcher.send_back(results, state.plan)
         output = self.dispatcher.add_up(returned_rows, state.plan).view(state.residual.shape)
         if state.shared is not None:

@@ -20,8 +20,8 @@ from megatron_moe.moe.dispatch import (
 )
 from megatron_moe.moe.routing import RoutingDecision
 from megatron_moe.parallel.collectives import all_to_all_rows, packed_rows, trailing_weights
+from megatron_moe.platform.hardware import HostCopy
 from megatron_moe.platform.protocols import AutogradContext
-from megatron_moe.platform.streams import HostCopy
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe import platform
 from megatron_moe.config.setting import DISPATCHERS
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.options import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
 from megatron_moe.parallel.collectives import all_gather_rows, reduce_scatter_rows
+from megatron_moe.platform import hardware
 from megatron_moe.platform.protocols import AutogradContext
 
 # Rows are moved between token order and expert order with gathers in both directions. A permutation is stored as two
@@ -49,7 +49,7 @@ def sum_rows(copies: Tensor, slots: Tensor, partial: bool) -> Tensor:
         copies = torch.cat([copies, copies.new_zeros((1, *copies.shape[1:]))])
     if slots.shape[1] == 1:
         return copies.index_select(0, slots.squeeze(1))
-    if copies.dim() == 2 and platform.on_cpu(copies):
+    if copies.dim() == 2 and hardware.on_cpu(copies):
         # On a CPU the bag kernel reads each row once, adds in fp32 and builds no [T, C, H] tensor.
         return F.embedding_bag(slots, copies, mode="sum")
     found = copies.index_select(0, slots.flatten()).unflatten(0, slots.shape)

@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe import platform
 from megatron_moe.engine.patching import replaced
 from megatron_moe.kernels.choice import has_kernel
-from megatron_moe.platform import cpu_half_gemm, numerics
-from megatron_moe.platform.autocast_guard import unaffected_by_autocast
+from megatron_moe.platform import cpu_half_gemm, hardware, numerics
 from megatron_moe.platform.cpu_half_gemm import grouped_product
+from megatron_moe.platform.numerics import unaffected_by_autocast
 from megatron_moe.platform.protocols import AutogradContext
 from megatron_moe.precision.main_grad import add_product, main_grad_of, no_gradient
 
@@ -61,7 +60,7 @@ class _GateProduct(torch.autograd.Function):
 def _multiplies_into_fp32(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
     """Return whether a device has a product of these operands that adds in fp32 and returns fp32: CUDA has."""
     half = left.dtype in (torch.bfloat16, torch.float16) and left.dtype == right.dtype
-    return half and dtype == torch.float32 and not platform.on_cpu(left)
+    return half and dtype == torch.float32 and not hardware.on_cpu(left)
 
 
 def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype, fused: bool = False) -> Tensor:
@@ -146,7 +145,7 @@ def add_grouped_product(total: Tensor, left: Tensor, right: Tensor, offsets: Ten
     # Without values, as in a plan, all rows are the first expert's: the operations of a whole layer, at once.
     ends = [left.shape[0]] if offsets.is_meta else offsets.tolist()
     counts = [end - start for start, end in zip([0, *ends], ends)]
-    if platform.on_cpu(left):
+    if hardware.on_cpu(left):
         left, right = left.to(total.dtype), right.to(total.dtype)  # all at once, and not by each product
     for expert, one, other in zip(total.unbind(0), left.t().split(counts, dim=1), right.split(counts)):
         if other.shape[0]:
@@ -165,7 +164,7 @@ def added_to_main_grad(weights: Tensor, left: Tensor, right: Tensor, offsets: Te
     Returns:
         Whether it was added.
     """
-    for_nothing = platform.on_cpu(weights) and not platform.has_cuda()
+    for_nothing = hardware.on_cpu(weights) and not hardware.has_cuda()
     rounded = fused is None and for_nothing and cpu_half_gemm.multiplies_group_by_group(left)
     if fused is None:
         fused = for_nothing and weights.dtype == torch.float32

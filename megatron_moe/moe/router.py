@@ -19,7 +19,7 @@ from megatron_moe.moe.load_balance import AuxLosses, GlobalBatch, StepTokens, re
 from megatron_moe.moe.options import MoEOptions, moe_groups
 from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision, build_choice, route
 from megatron_moe.parallel.collectives import all_reduce_sum
-from megatron_moe.platform.autocast_guard import without_autocast
+from megatron_moe.platform.numerics import without_autocast
 from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 from megatron_moe.precision.contract import returns_wider
 from megatron_moe.precision.fp32_state import Fp32State

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.platform.autocast_guard import is_autocast_on
+from megatron_moe.platform.numerics import is_autocast_on
 from megatron_moe.precision.contract import PrecisionError
 
 

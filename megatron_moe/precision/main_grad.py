@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_moe import platform
+from megatron_moe.platform import hardware
 from megatron_moe.precision.contract import mixes_dtypes
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -51,7 +51,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """
     if left.dtype == right.dtype == total.dtype:
         torch.addmm(total, left, right, out=total)  # addmm_ by a name that counters of FLOPs know
-    elif left.dtype == right.dtype and left.dtype in _HALF and not platform.on_cpu(left):
+    elif left.dtype == right.dtype and left.dtype in _HALF and not hardware.on_cpu(left):
         total += torch.mm(left, right, out_dtype=total.dtype)
     else:
         wide = torch.promote_types(total.dtype, torch.promote_types(left.dtype, right.dtype))

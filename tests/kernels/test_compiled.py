@@ -26,8 +26,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.fixture(autouse=True)
 def no_switch(monkeypatch):
-    monkeypatch.delenv(env_vars.CPU_KERNELS, raising=False)
-    monkeypatch.delenv(env_vars.KERNELS, raising=False)
+    monkeypatch.setitem(env_vars.chosen, env_vars.CPU_KERNELS, "auto")
+    monkeypatch.setitem(env_vars.chosen, env_vars.KERNELS, "auto")
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_norm_computes_the_bits_of_torchs_form(shape, dtype, threads, monkeypa
     weight, grad = torch.rand(shape[-1], generator=generator).to(dtype), torch.randn(shape, generator=generator)
     results = []
     for way in ("c", "torch"):
-        monkeypatch.setenv(env_vars.CPU_KERNELS, way)
+        monkeypatch.setitem(env_vars.chosen, env_vars.CPU_KERNELS, way)
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
         with on_threads(threads):
             y = _RMSNormFunction.apply(*leaves, 1e-6, dtype)
@@ -134,7 +134,7 @@ def test_an_operation_takes_the_kernel_and_not_while_something_watches_torch(dty
     assert "silu" in {one.name for one in watching.found}
     weighted_swiglu_forward(gate_up[:, ::2], probs)
     weighted_swiglu_forward(gate_up.double(), probs.double())
-    monkeypatch.setenv(env_vars.CPU_KERNELS, "torch")
+    monkeypatch.setitem(env_vars.chosen, env_vars.CPU_KERNELS, "torch")
     weighted_swiglu_forward(gate_up, probs)
     assert len(called) == 2
 
@@ -176,7 +176,7 @@ def test_without_a_compiler_torch_computes_and_the_run_says_so_once(compiled_ane
     (line,) = [text for text in said if "CPU kernels" in text]
     if os.uname().machine == "x86_64":
         assert "no C compiler" in line
-    monkeypatch.setenv(env_vars.CPU_KERNELS, "c")
+    monkeypatch.setitem(env_vars.chosen, env_vars.CPU_KERNELS, "c")
     with pytest.raises(ConfigError, match=f"{env_vars.CPU_KERNELS}=c"):
         compiled.why_not()
 

@@ -125,7 +125,7 @@ def test_in_half_precision_sums_are_more_exact_than_of_rounded_gradients(name: s
 def test_by_default_experts_on_a_cpu_add_the_gradients_of_autograd_one_by_one(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, way: str
 ) -> None:
-    monkeypatch.setenv(env_vars.HALF_PRODUCTS, way)
+    monkeypatch.setitem(env_vars.chosen, env_vars.HALF_PRODUCTS, way)
     for number in (1, 3) if dtype != torch.float32 else (1,):
         by_autograd, by_default = (summed(name, one, dtype, number)[0] for one in (False, None))
         assert torch.equal(by_autograd.weight.main_grad, by_default.weight.main_grad)
