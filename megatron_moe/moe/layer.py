@@ -24,9 +24,7 @@ from megatron_moe.engine.layers import (
     checkpoint,
 )
 from megatron_moe.engine.modules import DeepcopyKeepsGroups
-from megatron_moe.moe.all_to_all import AllToAllDispatcher
-from megatron_moe.moe.capacity import build_layer_dispatcher
-from megatron_moe.moe.dispatch import ExpertInput
+from megatron_moe.moe.dispatch import ExpertInput, build_layer_dispatcher
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
 from megatron_moe.moe.flex import flex_dispatcher
 from megatron_moe.moe.grouped_gemm import DelayedWgrad, TransformerEngineProduct, gate_product, grouped_linear_loop
@@ -36,8 +34,7 @@ from megatron_moe.moe.router import TopKRouter
 from megatron_moe.platform import hardware
 from megatron_moe.platform.numerics import is_autocast_on, without_autocast
 from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
-from megatron_moe.precision.contract import mixes_dtypes
-from megatron_moe.precision.gates import require_dtype
+from megatron_moe.precision.contract import PrecisionError, mixes_dtypes
 
 
 def _grouped_experts(config: EngineConfig, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
@@ -56,7 +53,6 @@ def _te_experts(config: EngineConfig, options: MoEOptions, groups: MoEGroups) ->
 EXPERT_BACKENDS.register("grouped_mm", _grouped_experts)
 EXPERT_BACKENDS.register("loop", partial(GroupedExperts, kernel=grouped_linear_loop, offsets_on_host=True))
 EXPERT_BACKENDS.register("te", _te_experts)
-DISPATCHERS.register("alltoall", AllToAllDispatcher)
 DISPATCHERS.register("flex", flex_dispatcher)
 
 
@@ -265,13 +261,12 @@ class MoELayer(DeepcopyKeepsGroups, MegatronModule):
         """
         # An own backend need not know of `later`.
         output = self.experts(expert_input) if later is None else self.experts(expert_input, later)
-        require_dtype(
-            output,
-            expert_input.rows.dtype,
-            what=f"layer {self.layer_number}: the experts' output",
-            producer=type(self.experts).__name__,
-            remedy="an expert backend returns the dtype of its rows; cast before it returns",
-        )
+        wanted = expert_input.rows.dtype
+        if output.dtype != wanted:
+            raise PrecisionError(
+                f"layer {self.layer_number}: the experts' output from {type(self.experts).__name__} is {output.dtype}, "
+                f"must be {wanted}; an expert backend returns the dtype of its rows; cast before it returns"
+            )
         return output
 
     def compute_shared(self, hidden: Tensor) -> Tensor:

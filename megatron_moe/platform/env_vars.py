@@ -12,7 +12,7 @@ HALF_PRODUCTS = "MEGATRON_MOE_CPU_HALF_PRODUCTS"
 KERNELS = "MEGATRON_MOE_KERNELS"
 """Which form of an operation computes; "auto": Triton's on a GPU: see `kernels/choice.py`."""
 CPU_KERNELS = "MEGATRON_MOE_CPU_KERNELS"
-"""Which form computes on a CPU; "auto": C where it can be compiled: see `kernels/compiled.py`."""
+"""Which form computes on a CPU; "auto": C where it can be compiled: see `kernels/choice.py`."""
 FP8 = "MEGATRON_MOE_FP8"
 """How products in FP8 are computed; "auto" depends on the device: see `moe/grouped_gemm_fp8.py`."""
 _VALUES = {

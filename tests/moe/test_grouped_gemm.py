@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.model.cross_entropy import linear_cross_entropy
-from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
+from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product, main_grad_of
 from megatron_moe.platform import env_vars
-from megatron_moe.precision.main_grad import main_grad_of
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 
 COUNTS = (5, 0, 1, 18)
