@@ -12,7 +12,6 @@ needs no Triton. `--sums` counts what adding the weights' gradients to their fp3
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,7 +144,7 @@ def of_layer(
 
     shape = Shape(tokens, hidden, experts, topk, ffn, 0)
     groups.initialize(schema.Run())
-    form = mock.patch.dict(os.environ, {env_vars.KERNELS: kernels})
+    form = mock.patch.dict(env_vars.chosen, {env_vars.KERNELS: kernels})
     try:
         with form, platform.fake_device("cuda", {}), torch.device("meta"):
             fused = {"moe_shared_expert_intermediate_size": None, "gradient_accumulation_fusion": sums == "fused"}

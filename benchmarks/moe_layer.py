@@ -33,7 +33,7 @@ from benchmarks.torchtitan_layer import torchtitan_layer
 from megatron_moe import platform
 from megatron_moe.config import schema
 from megatron_moe.io.files import replace_json
-from megatron_moe.kernels import compiled
+from megatron_moe.kernels import choice
 from megatron_moe.kernels.choice import why_no_triton
 from megatron_moe.parallel import groups
 from megatron_moe.platform import cpu_half_gemm
@@ -154,7 +154,7 @@ def _kernels() -> str:
     if platform.has_cuda():
         reason = why_no_triton()
         return "Triton" if reason is None else f"torch ({reason})"
-    reason = compiled.why_not()
+    reason = choice.why_no_c()
     return "C" if reason is None else f"torch ({reason})"
 
 

@@ -17,7 +17,7 @@ import torch
 
 import megatron_moe  # noqa: F401  (adapts the engine to the machine before it is imported)
 from megatron_moe.engine.adam import Adam
-from megatron_moe.kernels import compiled
+from megatron_moe.kernels import choice
 from megatron_moe.optim.adam import PrecisionAwareAdam
 from megatron_moe.precision.packed_state import StochasticRounding
 
@@ -48,9 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             step()
             seconds[name] = min(seconds[name], time.perf_counter() - begin)
     first = next(iter(FORMS))
-    print(
-        f"{args.numel:,} elements, {args.threads} threads, {args.rounds} rounds; kernels: {compiled.why_not() or 'C'}"
-    )
+    print(f"{args.numel:,} elements, {args.threads} threads, {args.rounds} rounds; kernels: {choice.why_no_c() or 'C'}")
     print("\n| | bytes an element | ms | over fp32's | over fp32's, per byte |\n|---|---|---|---|---|")
     for name in FORMS:
         ratio = seconds[name] / seconds[first]

@@ -6,7 +6,7 @@
 Four ranks on this machine; with a secondary partition two of them count as one. A training is chaotic: a change in the
 last bit grows. How far equally right runs end from each other is shown by plain runs whose --adam-eps is a percent more
 or less, which is next to nothing; the others are set against the mean of the three. There is no run with a secondary
-partition alone: it trains bit for bit as stage 3 does (tests/model/test_zero_plus_plus_ranks.py).
+partition alone: it trains bit for bit as stage 3 does (tests/model/test_fully_sharded_quantized_ranks.py).
 """
 
 from __future__ import annotations

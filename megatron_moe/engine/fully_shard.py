@@ -19,7 +19,8 @@ def partition_mesh(mesh: DeviceMesh) -> AbstractContextManager[None]:
     """Return a block in which `fully_shard` takes this mesh for its secondary partition.
 
     torch, in all releases, would make the partition's groups itself, from the ranks of one group, while the world has
-    several such groups side by side, whose ranks would not agree on what is made.
+    several such groups side by side, whose ranks would not agree on what is made. Until `fully_shard` takes a
+    mesh for it.
     """
     return replaced([_fsdp_init], DeviceMesh=lambda *_: mesh)
 

@@ -31,10 +31,29 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import CodeType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 _ENGINE = "megatron.core"
 _TIMERS, _TENSORBOARD = "megatron.core.timers", "torch.utils.tensorboard"
+
+Adjust = Callable[[ModuleType], None]
+_ALWAYS: dict[str, Adjust] = {}
+_WITHOUT_CUDA: dict[str, Adjust] = {}
+"""Module of the engine -> what adjusts it right after it is loaded."""
+
+
+def _adjusts(module: str, always: bool = False) -> Callable[[Adjust], Adjust]:
+    """Register what adjusts a module of the engine: always, or only without CUDA."""
+
+    def register(adjust: Adjust) -> Adjust:
+        (_ALWAYS if always else _WITHOUT_CUDA)[module] = adjust
+        return adjust
+
+    return register
 
 
 def install() -> None:
@@ -124,7 +143,7 @@ def _nothing_compiled() -> Iterator[None]:
 
     compiler = torch.compile
 
-    def uncompiled(model: Any = None, **_options: Any) -> Any:
+    def uncompiled(model: Callable[..., Any] | None = None, **_options: Any) -> Callable[..., Any]:
         return model if model is not None else lambda function: function
 
     torch.compile = uncompiled
@@ -167,7 +186,7 @@ def _map_constants(code: CodeType) -> CodeType:
     return code.replace(co_consts=tuple(_mapped(constant) for constant in code.co_consts))
 
 
-def _mapped(constant: Any) -> Any:
+def _mapped(constant: object) -> object:
     if isinstance(constant, CodeType):
         return _map_constants(constant)
     if isinstance(constant, tuple):
@@ -179,6 +198,12 @@ def _replace_torch_cuda_functions() -> None:
     """Replace torch.cuda functions that raise without a GPU, or whose calls are queued for one."""
     import torch
 
+    class Stream(torch.cpu.Stream):
+        """A stream without a queue, for the engine's dispatcher (transformer/moe/token_dispatcher.py)."""
+
+        def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
+            return torch.cpu.Event()
+
     cpu = torch.device("cpu")
     # Device of buffers everywhere: param_and_grad_buffer.py, p2p_communication.py, tensor_parallel/mappings.py,
     # rotary_pos_embedding.py, distrib_optimizer.py, grad_scaler.py, timers.py, state_dict_saver.py.
@@ -187,7 +212,7 @@ def _replace_torch_cuda_functions() -> None:
     torch.cuda.synchronize = lambda device=None: None
     # 0.19.2: param_and_grad_buffer.py asks for the stream before every gradient reduction.
     torch.cuda.current_stream = lambda device=None: torch.cpu.current_stream()  # type: ignore[assignment, return-value]
-    torch.cuda.Stream = _cpu_stream()  # type: ignore[assignment, misc]
+    torch.cuda.Stream = Stream  # type: ignore[assignment, misc]
     # tensor_parallel/random.py (seeding the tracker) and rerun_state_machine.py: one generator, the CPU's.
     torch.cuda.get_rng_state = lambda device="cpu": torch.get_rng_state()
     torch.cuda.set_rng_state = lambda new_state, device="cpu": torch.set_rng_state(new_state)
@@ -196,17 +221,7 @@ def _replace_torch_cuda_functions() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
 
 
-def _cpu_stream() -> type:
-    """Return a class of streams without a queue, for the engine's dispatcher (transformer/moe/token_dispatcher.py)."""
-    import torch
-
-    class Stream(torch.cpu.Stream):
-        def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
-            return torch.cpu.Event()
-
-    return Stream
-
-
+@_adjusts("megatron.core.tensor_parallel.random")
 def _adjust_random(module: ModuleType) -> None:
     """Adjust tensor_parallel/random.py: states go to the CPU generator; stock `_set` queues a call that is not run."""
     import torch
@@ -217,6 +232,7 @@ def _adjust_random(module: ModuleType) -> None:
     )
 
 
+@_adjusts("megatron.core.tensor_parallel.random", always=True)
 def _adjust_recomputation(module: ModuleType) -> None:
     """Adjust tensor_parallel/random.py: recomputed outputs get their storage back without a compiler.
 
@@ -225,7 +241,7 @@ def _adjust_recomputation(module: ModuleType) -> None:
     0.16.1 does, needs the memory of one output twice for a moment.
     """
 
-    def copy_storage(target: Any, source: Any) -> None:
+    def copy_storage(target: Tensor, source: Tensor) -> None:
         target.untyped_storage().resize_(source.untyped_storage().nbytes())
         target.untyped_storage().copy_(source.untyped_storage())
 
@@ -235,10 +251,11 @@ def _adjust_recomputation(module: ModuleType) -> None:
     module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
+@_adjusts("megatron.core.models.common.embeddings.rope_utils")
 def _adjust_rope(module: ModuleType) -> None:
     """Adjust models/common/embeddings/rope_utils.py: the stock function pins memory, which needs a GPU (CP only)."""
 
-    def get_pos_emb_on_this_cp_rank(pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
+    def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: ProcessGroup) -> Tensor:
         """Return chunks r and 2n-1-r of 2n along `seq_dim`, for rank r of the n ranks of `cp_group`."""
         chunks = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
         return module.torch.cat((chunks[cp_group.rank()], chunks[-1 - cp_group.rank()]), dim=seq_dim)
@@ -246,6 +263,7 @@ def _adjust_rope(module: ModuleType) -> None:
     vars(module).update(get_pos_emb_on_this_cp_rank=get_pos_emb_on_this_cp_rank)
 
 
+@_adjusts("megatron.core.tensor_parallel.layers")
 def _adjust_layers(module: ModuleType) -> None:
     """Adjust tensor_parallel/layers.py: half-precision products where the processor has no instructions for them.
 
@@ -254,9 +272,9 @@ def _adjust_layers(module: ModuleType) -> None:
     """
     from megatron_moe.platform import cpu_half_gemm
 
-    def adjusted(stock: Any) -> Any:
+    def adjusted(stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)  # with its attributes: the function looks one of them up under its own name
-        def linear(input: Any, weight: Any, bias: Any, *args: Any, **options: Any) -> Any:
+        def linear(input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **options: Any) -> Any:
             communicates = options.get("allreduce_dgrad") or options.get("sequence_parallel")
             if args or communicates or bias is not None or not cpu_half_gemm.multiply_in_fp32(input):
                 return stock(input, weight, bias, *args, **options)
@@ -268,6 +286,7 @@ def _adjust_layers(module: ModuleType) -> None:
         vars(module)[name] = adjusted(vars(module)[name])
 
 
+@_adjusts("megatron.core.distributed.param_and_grad_buffer")
 def _adjust_buffers(module: ModuleType) -> None:
     """Adjust distributed/param_and_grad_buffer.py: nothing is sent within a group of one rank.
 
@@ -275,9 +294,9 @@ def _adjust_buffers(module: ModuleType) -> None:
     their place already: the rank's part is the bucket itself.
     """
 
-    def adjusted(stock: Any) -> Any:
+    def adjusted(stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)
-        def collective(output: Any, input: Any, *, group: Any, **options: Any) -> Any:
+        def collective(output: Tensor, input: Tensor, *, group: ProcessGroup, **options: Any) -> Any:
             if group.size() == 1 and output.data_ptr() == input.data_ptr():
                 return None
             return stock(output, input, group=group, **options)
@@ -288,10 +307,11 @@ def _adjust_buffers(module: ModuleType) -> None:
         vars(module)[name] = adjusted(vars(module)[name])
 
 
+@_adjusts("megatron.core.transformer.moe.moe_utils")
 def _adjust_moe_utils(module: ModuleType) -> None:
     """Adjust transformer/moe/moe_utils.py, for the engine's own MoE layer, with which ours is compared."""
 
-    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def maybe_move_tensor_to_cpu(tensor: Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
         """Return an array: stock makes one only of what it moved, and all_to_all_single takes no tensor."""
         return tensor.numpy() if as_numpy and module.torch.is_tensor(tensor) else tensor
 
@@ -300,6 +320,7 @@ def _adjust_moe_utils(module: ModuleType) -> None:
     vars(module).setdefault("te_general_gemm", None)
 
 
+@_adjusts("megatron.core.optimizer", always=True)
 def _adjust_optimizer(module: ModuleType) -> None:
     """Adjust optimizer/__init__.py: our Adam where it fell back to torch's, called in the way of apex's."""
     if module.USING_PYTORCH_OPTIMIZER:
@@ -308,6 +329,7 @@ def _adjust_optimizer(module: ModuleType) -> None:
         vars(module).update(Adam=Adam, USING_PYTORCH_OPTIMIZER=False)
 
 
+@_adjusts("megatron.core.optimizer.distrib_optimizer", always=True)
 def _adjust_distrib_optimizer(module: ModuleType) -> None:
     """Adjust optimizer/distrib_optimizer.py: our Adam, whose step is in the parameter group, as apex's is."""
     if not module.HAVE_APEX_OR_TE:
@@ -316,35 +338,25 @@ def _adjust_distrib_optimizer(module: ModuleType) -> None:
         vars(module).update(Adam=Adam, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
 
 
+@_adjusts("megatron.core.jit")
+def _adjust_jit(module: ModuleType) -> None:
+    """Adjust jit.py: torch.compile needs a C++ compiler and seconds per process, for element-wise functions."""
+    module.disable_jit_fuser()
+
+
 class _OfTensorboard(type):
     """A class whose instances are torch's writers for TensorBoard. There are none while their module is not loaded."""
 
-    def __instancecheck__(cls, writer: Any) -> bool:
+    def __instancecheck__(cls, writer: object) -> bool:
         loaded = sys.modules.get(_TENSORBOARD)
         return loaded is not None and isinstance(writer, loaded.SummaryWriter)
 
 
+@_adjusts(_TIMERS, always=True)
 def _adjust_timers(module: ModuleType) -> None:
     """Adjust timers.py: it knows a writer for TensorBoard without having imported its class."""
     vars(module).update(SummaryWriter=_OfTensorboard("SummaryWriter", (), {}))
 
-
-_ALWAYS: dict[str, Callable[[ModuleType], None]] = {
-    _TIMERS: _adjust_timers,
-    "megatron.core.optimizer": _adjust_optimizer,
-    "megatron.core.optimizer.distrib_optimizer": _adjust_distrib_optimizer,
-    "megatron.core.tensor_parallel.random": _adjust_recomputation,
-}
-
-_WITHOUT_CUDA: dict[str, Callable[[ModuleType], None]] = {
-    "megatron.core.distributed.param_and_grad_buffer": _adjust_buffers,
-    # torch.compile needs a C++ compiler and seconds per process, for element-wise functions.
-    "megatron.core.jit": lambda module: module.disable_jit_fuser(),
-    "megatron.core.models.common.embeddings.rope_utils": _adjust_rope,
-    "megatron.core.tensor_parallel.layers": _adjust_layers,
-    "megatron.core.tensor_parallel.random": _adjust_random,
-    "megatron.core.transformer.moe.moe_utils": _adjust_moe_utils,
-}
 
 # Notices of the engine and of torch that are left out of a run's log. They appear at every start, about the engine's
 # own code or about GPU libraries where there is no GPU: the reader of a run's log cannot act on them. Each is (module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ class DeepcopyKeepsGroups:
         copied.__dict__.update(self.__dict__)
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Refuse to pickle a module that refers to a process group.
 
         Raises:
@@ -120,7 +120,7 @@ def _groups_of(module: torch.nn.Module) -> Iterator[ProcessGroup]:
         yield from _groups(value, _DEPTH)
 
 
-def _groups(value: Any, depth: int) -> Iterator[ProcessGroup]:
+def _groups(value: object, depth: int) -> Iterator[ProcessGroup]:
     if isinstance(value, ProcessGroup):
         yield value
     elif depth and hasattr(value, "__dict__") and not isinstance(value, (torch.nn.Module, torch.Tensor)):

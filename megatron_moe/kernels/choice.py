@@ -4,25 +4,365 @@ An operation is written in torch where it belongs, and decorated with `has_kerne
 What is decorated is not differentiable by itself: autograd functions call it. Two environment variables choose one form
 for all tensors, MEGATRON_MOE_KERNELS, and for a CPU's, MEGATRON_MOE_CPU_KERNELS (`platform/env_vars.py`).
 
+The kernels in C (`cpu.c`) are compiled with gcc at first use, kept in the user's cache, and called through ctypes. They
+compute the bits of torch's form (the source says how), in one pass instead of some twenty. Where they cannot be had,
+torch's form computes: on another processor than x86-64 with AVX2, without gcc, and where a rank of the run lacks them
+(`same_on_all_ranks`).
+
 `launch` runs a Triton kernel: not for an empty grid, and not for tensors without memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import hashlib
 import importlib
+import os
+import platform as host
+import shutil
+import stat
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_moe.kernels import compiled
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.io.files import replacing
 from megatron_moe.platform import env_vars
+from megatron_moe.precision.packed_state import ADAM_FACTORS, AdamState, AdamStep, StochasticRounding, update_by_torch
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+SOURCE = Path(__file__).with_name("cpu.c")
+_FLAGS = "-O3 -march=native -mprefer-vector-width=512 -fPIC -fopenmp".split()
+_FLAGS += "-ffp-contract=off -fno-math-errno -fno-trapping-math".split()
+_COMPILER_SECONDS = 600  # gcc takes 5 s; a machine may be busy with much else
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Below this many numbers threads cost more than they save; torch's own operations draw the line there too.
+_NUMBERS_PER_THREAD = 32768
+
+
+class _Unavailable(Exception):
+    """The kernels cannot be had here; the message says why."""
+
+
+# ---- Which form computes.
+
+
+def takes_kernels(tensor: Tensor) -> bool:
+    """Return whether kernels compute with this tensor: on a GPU, unless the variable says otherwise.
+
+    Never in fp64, which they do not have. A plan's imagined GPU has none: its figures would depend on whether the
+    machine that plans has Triton.
+    """
+    way = env_vars.chosen[env_vars.KERNELS]
+    if way == "torch" or tensor.dtype == torch.float64:
+        return False
+    return way == "triton" or (tensor.device.type not in ("cpu", "meta") and why_no_triton() is None)
+
+
+@functools.cache
+def why_no_triton() -> str | None:
+    """Return why Triton cannot be used, None if it can be."""
+    try:
+        importlib.import_module("triton")
+    except Exception as error:  # a build for another torch raises errors of its own
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+_objections: list[str] = []
+"""Why the ranks of this run have agreed to use torch's form; empty where none objected, or outside of a run."""
+
+
+def why_no_c() -> str | None:
+    """Return why the kernels do not compute on this CPU, None if they do; compiles them at the first call.
+
+    Raises:
+        ConfigError: MEGATRON_MOE_CPU_KERNELS=c, and they cannot be had.
+    """
+    reason = _reason()
+    if reason is not None and env_vars.chosen[env_vars.CPU_KERNELS] == "c":
+        raise ConfigError(f"{env_vars.CPU_KERNELS}=c: {reason}; leave it unset, and torch's form computes")
+    return reason
+
+
+def _reason() -> str | None:
+    for name in (env_vars.KERNELS, env_vars.CPU_KERNELS):
+        if env_vars.chosen[name] == "torch":
+            return f"{name}=torch"
+    return _objections[0] if _objections else _loaded()[1]
+
+
+@contextmanager
+def same_on_all_ranks() -> Iterator[None]:
+    """Let all ranks use torch's form within the block if one of them has no other. Collective over all ranks.
+
+    Raises:
+        ConfigError: see `why_no_c`; on all ranks.
+    """
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, _reason())
+    _objections[:] = [f"rank {rank}: {one}" for rank, one in enumerate(reasons) if one is not None]
+    try:
+        why_no_c()
+        yield
+    finally:
+        _objections.clear()
+
+
+def takes_c(tensor: object) -> bool:
+    """Return whether kernels in C compute with this tensor.
+
+    Not for a tensor that is not in a CPU's memory, and while something watches torch's operations (an audit, a
+    compiler, a tracer), which would not see what C does.
+    """
+    if type(tensor) is not Tensor or tensor.device.type != "cpu":
+        return False
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return why_no_c() is None
+
+
+# ---- The kernels in C.
+
+
+def weighted_swiglu_forward(gate_up: Tensor, probs: Tensor) -> Any:
+    if not _covers(gate_up, probs):
+        return NotImplemented
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    hidden = gate_up.new_empty((rows, width))
+    _call("weighted_swiglu_forward", (gate_up, probs, hidden), rows, width, _threads(rows * width))
+    return hidden
+
+
+def weighted_swiglu_backward(grad: Tensor, gate_up: Tensor, probs: Tensor) -> Any:
+    if not _covers(gate_up, probs) or grad.dtype != gate_up.dtype:
+        return NotImplemented
+    rows, width = grad.shape
+    threads = _threads(rows * width)
+    grad_gate_up, grad_probs = torch.empty_like(gate_up), torch.empty_like(probs)
+    products = probs.new_empty((threads, width))
+    operands = (grad.contiguous(), gate_up, probs, grad_gate_up, grad_probs, products)
+    _call("weighted_swiglu_backward", operands, rows, width, threads)
+    return grad_gate_up, grad_probs
+
+
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Any:
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    if x.dtype not in _NAMES or not x.dtype == weight.dtype == dtype or not x.is_contiguous():
+        return NotImplemented
+    threads = _threads(rows * width)
+    y, inverse_rms = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    operands = (x, weight, y, inverse_rms, inverse_rms.new_empty((threads, width)))
+    _call("rms_norm_forward", operands, rows, width, threads, ctypes.c_float(eps))
+    return y, inverse_rms
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> Any:
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    if x.dtype not in _NAMES or not x.dtype == weight.dtype == grad.dtype or not x.is_contiguous():
+        return NotImplemented
+    threads = _threads(rows * width)
+    grad_x, grad_weights = torch.empty_like(x), inverse_rms.new_empty((rows, width))
+    products = inverse_rms.new_empty((threads, width))
+    operands = (grad.contiguous(), x, weight, inverse_rms, grad_x, grad_weights, products)
+    _call("rms_norm_backward", operands, rows, width, threads)
+    return grad_x, grad_weights.sum(0).to(weight.dtype)
+
+
+class _Adam(ctypes.Structure):
+    """The argument of `adam_update` in C, whose struct `Adam` says what the fields are."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("main", "weight", "low_bits", "carry_bits", "grad")),
+        *((name, ctypes.c_void_p * 2) for name in ("moments", "exponents")),
+        ("places", ctypes.c_void_p),
+        *((name, ctypes.c_longlong) for name in ("n", "width", "start", "first_column")),
+        ("formats", ctypes.c_int * 2),
+        ("threads", ctypes.c_int),
+        *((name, ctypes.c_float) for name in ADAM_FACTORS),
+        ("seeds", ctypes.c_uint * 2),
+    )
+
+
+_ADAM_FORMATS = {torch.float32: 129, torch.bfloat16: 130, torch.int8: 131, torch.uint8: 131, torch.float8_e4m3fn: 132}
+
+
+def adam_update(
+    grads: Sequence[Tensor], states: Sequence[AdamState], step: AdamStep, rounding: Sequence[StochasticRounding] | None
+) -> Any:
+    for grad, state in zip(grads, states):
+        stored = (state.main, state.weight, state.low_bits, state.carry_bits, *state.moments, *state.exponents)
+        if grad.dtype != torch.float32 or not all(one is None or one.is_contiguous() for one in (grad, *stored)):
+            return NotImplemented
+    if not _adam_is_torchs():
+        return NotImplemented
+    for number, (grad, state) in enumerate(zip(grads, states)):
+        _adam_update(grad, state, step, None if rounding is None else rounding[number])
+    return None
+
+
+def _adam_update(grad: Tensor, state: AdamState, step: AdamStep, rounding: StochasticRounding | None) -> None:
+    def pointer(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    task = _Adam(
+        **{name: pointer(getattr(state, name)) for name in ("main", "weight", "low_bits", "carry_bits")},
+        grad=pointer(grad),
+        moments=(ctypes.c_void_p * 2)(*map(pointer, state.moments)),
+        exponents=(ctypes.c_void_p * 2)(*map(pointer, state.exponents)),
+        places=pointer(None if rounding is None else rounding.row_ids),
+        n=grad.numel(),
+        width=1 if rounding is None else rounding.width,
+        start=0 if rounding is None else rounding.start,
+        first_column=0 if rounding is None else rounding.first_column,
+        formats=(ctypes.c_int * 2)(*(_ADAM_FORMATS[one.dtype] for one in state.moments)),
+        threads=_threads(grad.numel()),
+        seeds=(ctypes.c_uint * 2)(*((0, 0) if rounding is None else rounding.seeds)),
+        **step.factors(),
+    )
+    library = _loaded()[0]
+    assert library is not None
+    library.adam_update(ctypes.byref(task))
+
+
+@functools.cache
+def _adam_is_torchs() -> bool:
+    """Return whether the kernel has the bits of this torch's own AdamW, whose compiler chose how it rounds."""
+    generator = torch.Generator().manual_seed(0)
+    numel = 8 * 1024 + 5
+    grad, main, first = (torch.randn(numel, generator=generator) * scale for scale in (1e-2, 1.0, 1e-3))
+    moments = (first, torch.rand(numel, generator=generator) * 1e-4)
+    copies = [one.clone() for one in (main, *moments)]
+    step = AdamStep(lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, number=7)
+    _adam_update(grad, AdamState(main, None, None, None, moments, (None, None)), step, None)
+    update_by_torch(copies[0], grad, copies[1:], step)
+    return all(torch.equal(one, other) for one, other in zip((main, *moments), copies))
+
+
+def _covers(gate_up: Tensor, probs: Tensor) -> bool:
+    """Return whether there is a kernel for these dtypes and strides."""
+    contiguous = gate_up.is_contiguous() and probs.is_contiguous()
+    return gate_up.dtype in _NAMES and probs.dtype == torch.float32 and contiguous
+
+
+def _threads(numbers: int) -> int:
+    return max(1, min(torch.get_num_threads(), numbers // _NUMBERS_PER_THREAD))
+
+
+def _call(name: str, operands: tuple[Tensor, ...], rows: int, width: int, threads: int, *more: Any) -> None:
+    function = getattr(_loaded()[0], f"{name}_{_NAMES[operands[0].dtype]}")
+    pointers = [ctypes.c_void_p(one.data_ptr()) for one in operands]
+    function(*pointers, ctypes.c_longlong(rows), ctypes.c_longlong(width), ctypes.c_int(threads), *more)
+
+
+# ---- Compiling and loading them.
+#
+# A library is kept under a name made of a hash of the source, the compiler, its flags, torch's OpenMP library and the
+# processor. It is written next to its place and renamed, so that processes that compile at the same time or are killed
+# leave whole files and no lock.
+
+
+@functools.cache
+def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    """Return the library, or why there is none."""
+    try:
+        return _load(), None
+    except (_Unavailable, OSError, subprocess.SubprocessError) as error:
+        return None, " ".join(str(error).split())[:300]
+
+
+def _load() -> ctypes.CDLL:
+    flags = _processor_flags()
+    if host.machine() != "x86_64" or not {"avx2", "fma"} <= set(flags.split()):
+        raise _Unavailable("the kernels in C are for x86-64 processors with AVX2 and FMA")
+    openmp = _openmp_of_torch()
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        raise _Unavailable("there is no C compiler (gcc)")
+    about = os.stat(compiler)
+    described = (compiler, about.st_size, about.st_mtime_ns, _FLAGS, openmp.name, flags)
+    key = hashlib.sha256(SOURCE.read_bytes() + repr(described).encode()).hexdigest()[:24]
+    kept = cache_folder() / f"cpu-{key}.so"
+    if _is_ours(kept):
+        with suppress(OSError):  # damaged: it is made again
+            return ctypes.CDLL(str(kept))
+    with tempfile.TemporaryDirectory(prefix="megatron_moe-") as folder:
+        built = Path(folder) / "cpu.so"
+        _compile(compiler, openmp, built)
+        try:
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(kept, "wb") as file:
+                file.write(built.read_bytes())
+        except OSError:  # no home, or one that cannot be written: it is compiled again next time
+            pass
+        return ctypes.CDLL(str(built))
+
+
+def cache_folder() -> Path:
+    """Return the folder where compiled kernels are kept, of this user."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "megatron_moe"
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a file is there that no other user could have written."""
+    try:
+        about = (os.stat(path), os.stat(path.parent))
+    except OSError:
+        return False
+    others = stat.S_IWGRP | stat.S_IWOTH
+    return all(one.st_uid == os.getuid() and not one.st_mode & others for one in about)
+
+
+def _processor_flags() -> str:
+    """Return the flags of the processor as Linux names them, "" where there is no such list."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("flags")), "")
+
+
+def _openmp_of_torch() -> Path:
+    """Return the OpenMP library that torch has loaded: a second one would bring threads of its own.
+
+    Other packages load theirs next to it (sentencepiece does).
+    """
+    with open("/proc/self/maps") as file:
+        loaded = {Path(line.split()[-1]) for line in file if "libgomp" in line}
+    package = Path(torch.__file__).resolve().parent  # the system names files so, whatever link led to them
+    folders = {package, package.with_name("torch.libs")}
+    of_torch = {path for path in loaded if folders & set(path.parents)} or loaded
+    if len(of_torch) != 1:
+        raise _Unavailable(
+            f"no OpenMP library of torch's that gcc's code can use: {len(of_torch)} of the name libgomp are loaded"
+        )
+    return of_torch.pop()
+
+
+def _compile(compiler: str, openmp: Path, built: Path) -> None:
+    """Compile the source, and link it with torch's OpenMP library and nothing else."""
+    middle = built.with_suffix(".o")
+    for command in (
+        [compiler, *_FLAGS, "-c", str(SOURCE), "-o", str(middle)],
+        [compiler, "-shared", "-nostdlib", str(middle), str(openmp), "-o", str(built)],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILER_SECONDS, check=False)
+        if done.returncode:
+            raise _Unavailable(f"gcc failed: {done.stderr.strip() or done.returncode}")
+
+
+# ---- The operations that have kernels.
 
 
 class Kernels(NamedTuple):
@@ -38,7 +378,7 @@ class Kernels(NamedTuple):
 
 
 KERNELS = {
-    "adam_update": Kernels("triton_adam.adam_update", compiled.adam_update),
+    "adam_update": Kernels("triton_adam.adam_update", adam_update),
     "add_grouped_product": Kernels("triton_products.add_grouped_product"),
     "add_statistics": Kernels("triton_loss.add_statistics"),
     "choose_experts": Kernels("triton_routing.choose_experts"),
@@ -51,10 +391,8 @@ KERNELS = {
     "join_positions_backward": Kernels("triton_rotary.join_positions_backward"),
     "sort_by_expert": Kernels("triton_dispatch.sort_by_expert"),
     "sum_rows": Kernels("triton_dispatch.sum_rows"),
-    "weighted_swiglu_backward": Kernels(
-        "triton_activation.weighted_swiglu_backward", compiled.weighted_swiglu_backward
-    ),
-    "weighted_swiglu_forward": Kernels("triton_activation.weighted_swiglu_forward", compiled.weighted_swiglu_forward),
+    "weighted_swiglu_backward": Kernels("triton_activation.weighted_swiglu_backward", weighted_swiglu_backward),
+    "weighted_swiglu_forward": Kernels("triton_activation.weighted_swiglu_forward", weighted_swiglu_forward),
 }
 """Operation -> its kernels. The norm's, in C alone, are called where it is (`model/norm.py`)."""
 
@@ -77,7 +415,7 @@ def has_kernel(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
             result: Any = NotImplemented
             if takes_kernels(tensor):
                 result = _triton(kernels.triton)(*args, **named)
-            elif kernels.c is not None and compiled.computes(tensor):
+            elif kernels.c is not None and takes_c(tensor):
                 result = kernels.c(*args, **named)
             return operation(*args, **named) if result is NotImplemented else result
 
@@ -85,28 +423,6 @@ def has_kernel(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
         return chosen
 
     return decorated
-
-
-def takes_kernels(tensor: Tensor) -> bool:
-    """Return whether kernels compute with this tensor: on a GPU, unless the variable says otherwise.
-
-    Never in fp64, which they do not have. A plan's imagined GPU has none: its figures would depend on whether the
-    machine that plans has Triton.
-    """
-    way = env_vars.read(env_vars.KERNELS)
-    if way == "torch" or tensor.dtype == torch.float64:
-        return False
-    return way == "triton" or (tensor.device.type not in ("cpu", "meta") and why_no_triton() is None)
-
-
-@functools.cache
-def why_no_triton() -> str | None:
-    """Return why Triton cannot be used, None if it can be."""
-    try:
-        importlib.import_module("triton")
-    except Exception as error:  # a build for another torch raises errors of its own
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 @functools.cache

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.choice import launch
-from megatron_moe.platform.streams import on_device
+from megatron_moe.platform.hardware import on_device
 from megatron_moe.precision.packed_state import GROUP, NOT_FINITE, AdamState, AdamStep, StochasticRounding
 
 _GROUPS = 8

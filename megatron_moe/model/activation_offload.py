@@ -113,7 +113,7 @@ class ActivationOffload:
         if name == "moe_act" and isinstance(experts, LocalExperts):
             experts.activate_into = partial(self._activate, experts.activate_into)
 
-    def _begin(self, number: int, layer: torch.nn.Module, args: Any) -> None:
+    def _begin(self, number: int, layer: torch.nn.Module, args: object) -> None:
         if layer.training and torch.is_grad_enabled():
             self._layer = _Layer(number, self._back, self._latest)
 
@@ -128,7 +128,13 @@ class ActivationOffload:
     def _move_saved(self, tensor: Tensor) -> None:
         self._move("core_attn", tensor)
 
-    def _activate(self, activate_into: Callable[..., Tensor], activation: Any, product: Any, *inputs: Tensor) -> Tensor:
+    def _activate(
+        self,
+        activate_into: Callable[..., Tensor],
+        activation: Callable[..., Tensor],
+        product: Callable[[Tensor], Tensor],
+        *inputs: Tensor,
+    ) -> Tensor:
         self._move("moe_act", *inputs)
         return activate_into(activation, product, *inputs)
 
@@ -149,7 +155,7 @@ class ActivationOffload:
                 leaving.append(moved)
         self._leaving[name] = layer, leaving
 
-    def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _end(self, module: torch.nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
         layer, self._layer = self._layer, None
         if layer is None:
             return
@@ -197,7 +203,7 @@ class _Saved:
         self._see = see
         self._hooks: Any = None
 
-    def start(self, module: torch.nn.Module, args: Any) -> None:
+    def start(self, module: torch.nn.Module, args: object) -> None:
         """Begin, as a module's forward pre-hook."""
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._hooks.__enter__()

@@ -30,6 +30,7 @@ from megatron_moe.model.context_parallel import (
     wide,
 )
 from megatron_moe.parallel.sequence import all_gather_sequence, chunk_numbers
+from megatron_moe.platform.protocols import AutogradContext, EngineConfig, ProcessGroups
 
 
 class SDPACoreAttention(torch.nn.Module):
@@ -55,7 +56,7 @@ class SDPACoreAttention(torch.nn.Module):
 
     def __init__(
         self,
-        config: Any,
+        config: EngineConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str = "self",
@@ -64,7 +65,7 @@ class SDPACoreAttention(torch.nn.Module):
         k_channels: int | None = None,
         v_channels: int | None = None,
         cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        pg_collection: ProcessGroups | None = None,
     ) -> None:
         super().__init__()
         if attn_mask_type != AttnMaskType.causal:
@@ -87,7 +88,7 @@ class SDPACoreAttention(torch.nn.Module):
         attention_mask: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: None = None,
     ) -> Tensor:
         """Return the attention's context [S, B, n x dv] in the query's dtype.
 
@@ -126,7 +127,7 @@ class MeasuredCoreAttention(SDPACoreAttention):
         largest_logits: fp32 [n], of this rank's heads since it was last set to None; None: there was no pass.
     """
 
-    def __init__(self, config: Any, layer_number: int, *args: Any, **options: Any) -> None:
+    def __init__(self, config: EngineConfig, layer_number: int, *args: Any, **options: Any) -> None:
         super().__init__(config, layer_number, *args, **options)
         self.layer_number = layer_number
         self._measure: Callable[..., Tensor] = largest_logits
@@ -245,7 +246,7 @@ class _FlashInFp32(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def forward(ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         context, logsumexp = attend_block(*of_one_width(query, key, value), scale, True)
         if context.shape[-1] > value.shape[-1]:
             context = context[..., : value.shape[-1]].clone()  # what is kept has no zeros that only fill up
@@ -255,7 +256,7 @@ class _FlashInFp32(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, context, logsumexp = ctx.saved_tensors
         operands = of_one_width(query, key, value)
         padding = operands[0].shape[-1] - value.shape[-1]

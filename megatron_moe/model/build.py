@@ -36,8 +36,7 @@ from megatron_moe.model.spec import LOCAL, LayerSettings, block_spec, prediction
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.platform.protocols import AutogradContext, EngineConfig, ProcessGroups
-from megatron_moe.precision.contract import PrecisionGuard, returns_wider
-from megatron_moe.precision.gates import install_gates
+from megatron_moe.precision.contract import PrecisionGuard, install_gates, returns_wider
 
 
 class _Lookup(torch.autograd.Function):

@@ -22,9 +22,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
 from megatron_moe.kernels.choice import has_kernel
+from megatron_moe.moe.grouped_gemm import add_product, main_grad_of, no_gradient
 from megatron_moe.platform.protocols import AutogradContext
 from megatron_moe.precision.contract import PrecisionError
-from megatron_moe.precision.main_grad import add_product, main_grad_of, no_gradient
 
 # An fp32 tile of 32 MiB: narrower and shorter ones were slower on a CPU, larger ones not faster.
 BLOCK_ROWS = 8192

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.engine.layers import Float16Module as EngineFloat16Module
 from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.model.initialize import global_name
+from megatron_moe.platform.protocols import EngineConfig
 from megatron_moe.precision.contract import (
     Emits,
     PrecisionError,
@@ -25,7 +26,7 @@ from megatron_moe.precision.contract import (
 )
 
 
-def keep_in_fp32(chunk: torch.nn.Module, run: Run, config: Any) -> list[str]:
+def keep_in_fp32(chunk: torch.nn.Module, run: Run, config: EngineConfig) -> list[str]:
     """Make fp32 islands of the modules of `--keep-fp32` that are in this chunk, before its weights are drawn.
 
     Args:
@@ -48,7 +49,7 @@ def module_name(chunk: torch.nn.Module, path: str) -> str:
     return global_name(chunk, path + ".").removesuffix(".")
 
 
-def _crossing(word: str, config: Any) -> Emits | None:
+def _crossing(word: str, config: EngineConfig) -> Emits | None:
     """Return the rule for the dtype of an island's outputs.
 
     The configuration is read at every call, because an fp32 evaluation changes it temporarily.
@@ -77,7 +78,7 @@ class Float16Module(DeepcopyKeepsGroups, EngineFloat16Module):
         PrecisionError: if any declared fp32 tensor changed its dtype or its bits, naming it.
     """
 
-    def __init__(self, config: Any, module: torch.nn.Module) -> None:
+    def __init__(self, config: EngineConfig, module: torch.nn.Module) -> None:
         before = {name: _bits(tensor) for name, tensor in declared_fp32_state(module)}
         super().__init__(config, module)
         verify_fp32_state(self.module, "wrapping in Float16Module")
@@ -89,7 +90,7 @@ class Float16Module(DeepcopyKeepsGroups, EngineFloat16Module):
         if changed:
             raise PrecisionError(f"wrapping in Float16Module changed the value of {', '.join(changed)}")
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load as every torch module does; the engine's wrapper has no `assign`."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 

@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,9 +35,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
-from megatron_moe.engine.fully_shard import ShardedWeight, register_sharded
-from megatron_moe.model.zero_plus_plus import quantize_collectives, secondary_mesh
+from megatron_moe.engine.fully_shard import ShardedWeight, flat_shards, partition_mesh, register_sharded
 from megatron_moe.moe.experts import LocalExperts
+from megatron_moe.moe.router import TopKRouter
+from megatron_moe.parallel.groups import neighbours, partition, ranks_of_machine
+from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, Segments
+from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,14 @@ class Sharding:
     def from_run(cls, run: Run) -> Sharding:
         """Return what a run's flags ask for."""
         layout = run.parallel
-        partition = layout.zero_hpz_partition_size
+        machine = layout.zero_hpz_partition_size
+        if machine is not None:
+            machine *= layout.tensor_model_parallel_size
         bits = {None: None, "int8": 8, "int4": 4}[layout.zero_quantized_gradients]
         return cls(
             keep_gathered=run.derived.zero_stage == 2,
             quantized_weights=layout.zero_quantized_weights,
-            machine=None if partition is None else partition * layout.tensor_model_parallel_size,
+            machine=machine,
             gradient_bits=bits,
             offload=run.optimizer.optimizer_cpu_offload,
         )
@@ -104,11 +111,11 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     def __init__(
         self,
-        config: Any,
-        ddp_config: Any,
+        config: EngineConfig,
+        ddp_config: object,
         module: torch.nn.Module,
         sharding: Sharding,
-        pg_collection: Any,
+        pg_collection: ProcessGroups,
     ) -> None:
         super().__init__()
         self.config = config
@@ -200,7 +207,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         """Do nothing: each element of a weight is on one data-parallel rank."""
 
 
-def units(model: torch.nn.Module, pg_collection: Any) -> Iterator[Unit]:
+def units(model: torch.nn.Module, pg_collection: ProcessGroups) -> Iterator[Unit]:
     """Yield the units of a language model, each after those within it; the last one is the model itself."""
     dtype = model.config.params_dtype
     for part in model.modules():
@@ -278,6 +285,57 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def shard_of(parameter: Any) -> torch.nn.Parameter:
+def shard_of(parameter: Tensor) -> torch.nn.Parameter:
     """Return this rank's shard of a sharded weight, which the optimizer updates."""
-    return parameter.main_param
+    return parameter.main_param  # type: ignore[attr-defined]
+
+
+# ---- ZeRO++ (arXiv 2306.10209): a secondary partition, and weights and gradients that are sent as integers.
+
+
+@contextmanager
+def secondary_mesh(group: ProcessGroup, machine: int | None) -> Iterator[bool | int]:
+    """Yield what `fully_shard` takes as `reshard_after_forward` in the block: the size of the secondary partition.
+
+    It is the ranks of the group among `machine` neighbours of the world. Where that is one, as of experts that a
+    machine has once, weights stay gathered: False.
+
+    The partition's groups are made here, see `partition_mesh`.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    size = group.size() if machine is None else neighbours(ranks, machine)
+    if size in (1, group.size()):
+        yield size == group.size()
+        return
+    inside, across = partition(group, size)
+    places = torch.tensor(ranks).view(-1, size)
+    names = ("parts", "ranks of a part")
+    mesh = DeviceMesh.from_group([across, inside], platform.device().type, mesh=places, mesh_dim_names=names)
+    with partition_mesh(mesh):
+        yield size
+
+
+def quantize_collectives(module: FSDPModule, group: ProcessGroup, sharding: Sharding) -> None:
+    """Let a unit's gathers and reductions send integers where the flags ask for it and the group has several ranks."""
+    if group.size() == 1:
+        return
+    segments = cache(partial(_segments, module))
+    if sharding.quantized_weights:
+        module.set_custom_all_gather(QuantizedAllGather(segments, group.size()))
+    if sharding.gradient_bits is not None:
+        size = neighbours(dist.get_process_group_ranks(group), sharding.machine or ranks_of_machine())
+        # With one rank a machine nothing is added up inside it.
+        parts = partition(group, size) if 1 < size < group.size() else (None, None)
+        module.set_custom_reduce_scatter(QuantizedReduceScatter(segments, sharding.gradient_bits, *parts))
+
+
+def _segments(module: FSDPModule) -> Segments:
+    """Return the parts of a unit's flat shards in the order in which torch sends them."""
+    shards = flat_shards(module)
+    lengths = [shard.length for shard in shards]
+    return Segments(tuple(lengths), tuple(is_quantized(shard.module, shard.shape) for shard in shards))
+
+
+def is_quantized(module: torch.nn.Module, shape: torch.Size) -> bool:
+    """Return whether a module's weight is: not vectors (norms, biases, gates of one row), nor router weights."""
+    return shape[:-1].numel() > 1 and not isinstance(module, TopKRouter)

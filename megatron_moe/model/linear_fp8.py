@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_moe.config import module_names
 from megatron_moe.config.schema import Run
@@ -44,7 +45,7 @@ class _InFp8:
         bias: Tensor | None = None,
         allreduce_dgrad: bool = False,
         sequence_parallel: bool = False,
-        tp_group: Any = None,
+        tp_group: ProcessGroup | None = None,
         **_: Any,
     ) -> Tensor:
         """Return [S, B, out / TP] for an input [S, B, in], or [S / TP, B, in] under sequence parallelism.

@@ -152,7 +152,7 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         rotary_pos_emb: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: object = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return ([S, B, H], bias or None) for hidden states [S, B, H].

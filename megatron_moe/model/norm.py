@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.kernels import compiled
+from megatron_moe.kernels import choice
 from megatron_moe.platform.protocols import AutogradContext, EngineConfig
 from megatron_moe.precision.contract import mixes_dtypes
 
@@ -64,7 +64,7 @@ class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     @mixes_dtypes("the weight, in the model's dtype, is multiplied in fp32 without a copy of it")
     def forward(ctx: AutogradContext, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        found = compiled.rms_norm_forward(x, weight, eps, dtype) if compiled.computes(x) else NotImplemented
+        found = choice.rms_norm_forward(x, weight, eps, dtype) if choice.takes_c(x) else NotImplemented
         if found is not NotImplemented:
             y, inverse_rms = found
             ctx.save_for_backward(x, weight, inverse_rms)
@@ -78,7 +78,7 @@ class _RMSNormFunction(torch.autograd.Function):
     @mixes_dtypes("the weight, in the model's dtype, is multiplied in fp32 without a copy of it")
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
-        found = compiled.rms_norm_backward(grad, x, weight, inverse_rms) if compiled.computes(grad) else NotImplemented
+        found = choice.rms_norm_backward(grad, x, weight, inverse_rms) if choice.takes_c(grad) else NotImplemented
         if found is not NotImplemented:
             return *found, None, None
         normed = x.float() * inverse_rms

@@ -12,7 +12,7 @@ streams and their waiting, and which inputs are freed, to the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,11 +24,13 @@ from megatron.core.pipeline_parallel.utils import NoopScheduleNode
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from torch import Tensor
+from torch.nn import Module
 
+from megatron_moe.engine.layers import TransformerLayer
 from megatron_moe.moe.dispatch import PhasedDispatcher
 from megatron_moe.moe.grouped_gemm import DelayedWgrad
 from megatron_moe.moe.layer import MoELayer
-from megatron_moe.platform import streams
+from megatron_moe.platform import hardware
 
 try:
     from megatron.core.models.common.utils import TransformerLayerNode  # 0.19.2
@@ -46,7 +48,7 @@ class ChunkPlan(TransformerModelChunkSchedulePlan):
     there. Their exchanges are not hidden.
     """
 
-    def _build_layer_schedule_plan(self, module: Any, comp_stream: Any, comm_stream: Any) -> None:
+    def _build_layer_schedule_plan(self, module: Module, comp_stream: object, comm_stream: object) -> None:
         if module is not self.state.model.decoder:
             return
         last = len(module.layers) - 1
@@ -59,13 +61,17 @@ class ChunkPlan(TransformerModelChunkSchedulePlan):
 class LayerPlan(TransformerLayerSchedulePlan):
     """The nodes of one layer for one micro-batch."""
 
-    def _build_callable_nodes(self, event: Any, comp_stream: Any, comm_stream: Any, extra_args: dict[str, Any]) -> None:
+    def _build_callable_nodes(
+        self, event: object, comp_stream: object, comm_stream: object, extra_args: dict[str, Any]
+    ) -> None:
         layer = self.layer
         settings = {**extra_args, "config": layer.config, "is_mtp": False, "is_moe": isinstance(layer.mlp, MoELayer)}
         if settings["is_moe"]:
             settings["num_local_experts"] = layer.mlp.experts.num_local_experts
 
-        def node(stream: Any, step: Any, name: str, later: _Later | None = None) -> TransformerLayerNode:
+        def node(
+            stream: object, step: Callable[..., Any], name: str, later: _Later | None = None
+        ) -> TransformerLayerNode:
             own = {**settings, "delay_wgrad_compute": later is not None}
             parts = (event, self.layer_state, self.chunk_state, step)
             return TransformerLayerNode(stream, *parts, name=name, bwd_dw_callables=later, extra_args=own)
@@ -100,14 +106,14 @@ class _Later(DelayedWgrad):
 class DenseSteps:
     """The steps of a layer without experts, each a function of (node, tensors) -> tensors."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: TransformerLayer) -> None:
         self.layer = layer
 
     def random_streams(self) -> AbstractContextManager[Any]:
         """Return the context in which dropout draws, under sequence parallelism other numbers on each rank."""
         return get_cuda_rng_tracker().fork() if self.layer.config.sequence_parallel else nullcontext()
 
-    def attention(self, node: Any, hidden: Tensor) -> Tensor:
+    def attention(self, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
         """Return the residual stream [S, B, H] after attention."""
         chunk = node.chunk_state
         with self.random_streams():
@@ -122,12 +128,12 @@ class DenseSteps:
             )
         return hidden
 
-    def mlp(self, node: Any, hidden: Tensor) -> Tensor:
+    def mlp(self, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
         """Return the residual stream after the dense MLP."""
         with self.random_streams():
             return self.after_layer(node, self.layer._forward_mlp(hidden))
 
-    def after_layer(self, node: Any, hidden: Tensor) -> Tensor:
+    def after_layer(self, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
         """Return the stream after the layer, normalised if it is the model's last one."""
         norm = node.chunk_state.model.decoder.final_layernorm
         return norm(hidden) if norm is not None and node.is_last_layer else hidden
@@ -140,14 +146,14 @@ class MoESteps(DenseSteps):
     engine frees the memory of some inputs when a step is done, so that no step saves its inputs for backward.
     """
 
-    def __init__(self, layer: Any, later: DelayedWgrad | None) -> None:
+    def __init__(self, layer: TransformerLayer, later: DelayedWgrad | None) -> None:
         super().__init__(layer)
         self.moe: MoELayer = layer.mlp
         assert isinstance(self.moe.dispatcher, PhasedDispatcher), "rules.moe.expert_overlap_can_work"
         self.dispatcher = self.moe.dispatcher
         self.later = later
 
-    def before_dispatch(self, node: Any, hidden: Tensor) -> tuple[Tensor, ...]:
+    def before_dispatch(self, node: TransformerLayerNode, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return what the dispatch sends, after attention, norm, routing and the shared expert."""
         state = node.layer_state
         hidden = self.attention(node, hidden)
@@ -169,17 +175,17 @@ class MoESteps(DenseSteps):
         checkpoint = CheckpointWithoutOutput(fp8=None)
         return checkpoint.checkpoint(self.layer.pre_mlp_layernorm, hidden), checkpoint
 
-    def dispatch(self, node: Any, *leaving: Tensor) -> tuple[Tensor, ...]:
+    def dispatch(self, node: TransformerLayerNode, *leaving: Tensor) -> tuple[Tensor, ...]:
         """Return what arrived for this rank's experts."""
         state = node.layer_state
-        streams.keep(state.plan)
+        hardware.keep(state.plan)
         arrived, state.plan = self.dispatcher.send(leaving, state.plan)
         return arrived
 
-    def experts(self, node: Any, *arrived: Tensor) -> Tensor:
+    def experts(self, node: TransformerLayerNode, *arrived: Tensor) -> Tensor:
         """Return the experts' results, as the combine sends them."""
         state = node.layer_state
-        streams.keep(state.plan)
+        hardware.keep(state.plan)
         with self.random_streams():
             expert_input, state.plan = self.dispatcher.arrange(arrived, state.plan)
             results = self.moe.compute_experts(expert_input, self.later)
@@ -188,10 +194,10 @@ class MoESteps(DenseSteps):
             state.norm_checkpoint.discard_output_and_register_recompute(leaving)
         return leaving
 
-    def combine(self, node: Any, results: Tensor) -> Tensor:
+    def combine(self, node: TransformerLayerNode, results: Tensor) -> Tensor:
         """Return the residual stream after the layer."""
         state, layer = node.layer_state, self.layer
-        streams.keep((state.plan, state.residual, state.shared))
+        hardware.keep((state.plan, state.residual, state.shared))
         returned_rows = self.dispatcher.send_back(results, state.plan)
         output = self.dispatcher.add_up(returned_rows, state.plan).view(state.residual.shape)
         if state.shared is not None:

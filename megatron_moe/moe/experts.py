@@ -22,7 +22,7 @@ from megatron_moe.moe.grouped_gemm_fp8 import Fp8Product
 from megatron_moe.moe.options import MoEGroups, MoEOptions
 from megatron_moe.parallel.groups import ranks_of_machine
 from megatron_moe.platform import host
-from megatron_moe.platform.autocast_guard import unaffected_by_autocast
+from megatron_moe.platform.numerics import unaffected_by_autocast
 from megatron_moe.platform.protocols import AutogradContext, EngineConfig
 from megatron_moe.precision.contract import mixes_dtypes
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.moe.all_to_all import AllToAllDispatcher
 from megatron_moe.moe.dispatch import (
+    AllToAllDispatcher,
     Dispatcher,
     ExpertInput,
     PhasedDispatcher,

@@ -1,4 +1,4 @@
-"""Matrix products of the MoE layer: a gate's, and those of groups of rows with one matrix per group."""
+"""Matrix products of a gate and of groups of rows, and the sums of weight gradients that products add to."""
 
 from __future__ import annotations
 
@@ -10,14 +10,66 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe import platform
 from megatron_moe.engine.patching import replaced
 from megatron_moe.kernels.choice import has_kernel
-from megatron_moe.platform import cpu_half_gemm, numerics
-from megatron_moe.platform.autocast_guard import unaffected_by_autocast
+from megatron_moe.platform import cpu_half_gemm, hardware, numerics
 from megatron_moe.platform.cpu_half_gemm import grouped_product
+from megatron_moe.platform.numerics import unaffected_by_autocast
 from megatron_moe.platform.protocols import AutogradContext
-from megatron_moe.precision.main_grad import add_product, main_grad_of, no_gradient
+from megatron_moe.precision.contract import mixes_dtypes
+
+# ---- Weight gradients that are added to their sum over micro-batches by the product that makes them.
+#
+# The engine's DistributedDataParallel keeps that sum, `main_grad`, in fp32, and its hook adds what autograd hands on to
+# it: a product that has been rounded to the weight's dtype. A backward pass that finds the sum of its weight adds to it
+# instead, without the rounding, and hands on the rest of the gradient, which is zero. Zeros of the sparse layout take
+# no memory, and are right in whatever they are added to: the gradient of another use of the weight, which is still to
+# be added (a table that is also the output layer), or the sum itself. The hook needs a tensor, not None: with
+# `--overlap-grad-reduce` it checks that there is one, and autograd calls the hooks of missing ones on another thread.
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """Return the fp32 sum of a weight's gradients, of its shape, or None.
+
+    The weight is the parameter itself, kept next to what a function of the graph saves: where activations are
+    recomputed, what comes back as saved is another tensor. A parameter with hooks has no sum here: they are given its
+    gradient.
+
+    There is none without the engine's DistributedDataParallel, from ZeRO stage 2 on, for a view of a parameter, with
+    `--grad-reduce-in-bf16`, and for weights in fp64, which would be rounded.
+    """
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return None
+    total = getattr(weight, "main_grad", None)
+    return total if total is not None and total.dtype == torch.float32 and weight.dtype != torch.float64 else None
+
+
+def no_gradient(weight: Tensor) -> Tensor:
+    """Return zeros of a weight's shape and dtype that take no memory: what is left of an added gradient."""
+    return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device, layout=torch.sparse_coo)
+
+
+@mixes_dtypes("products of half-precision numbers are added to an fp32 sum without being rounded")
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left right to a sum in place, in the sum's dtype or wider.
+
+    Args:
+        total: [N, K] fp32 or fp64.
+        left: [N, R], right: [R, K], in any floating dtypes. A CPU widens half precision first, which is the caller's to
+            do once for several products: it has none with half-precision operands and an fp32 result.
+    """
+    if left.dtype == right.dtype == total.dtype:
+        torch.addmm(total, left, right, out=total)  # addmm_ by a name that counters of FLOPs know
+    elif left.dtype == right.dtype and left.dtype in _HALF and not hardware.on_cpu(left):
+        total += torch.mm(left, right, out_dtype=total.dtype)
+    else:
+        wide = torch.promote_types(total.dtype, torch.promote_types(left.dtype, right.dtype))
+        total += torch.mm(left.to(wide), right.to(wide))
+
+
+# ---- A gate's product.
 
 
 class _GateProduct(torch.autograd.Function):
@@ -60,8 +112,8 @@ class _GateProduct(torch.autograd.Function):
 
 def _multiplies_into_fp32(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
     """Return whether a device has a product of these operands that adds in fp32 and returns fp32: CUDA has."""
-    half = left.dtype in (torch.bfloat16, torch.float16) and left.dtype == right.dtype
-    return half and dtype == torch.float32 and not platform.on_cpu(left)
+    half = left.dtype in _HALF and left.dtype == right.dtype
+    return half and dtype == torch.float32 and not hardware.on_cpu(left)
 
 
 def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype, fused: bool = False) -> Tensor:
@@ -80,6 +132,8 @@ def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype, fused: bool
     """
     return _GateProduct.apply(hidden, weight, dtype, fused)
 
+
+# ---- Products of groups of rows.
 
 GroupedLinear = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A kernel: rows [R, in], grouped by expert; weights [e, ..., in], of an expert one matrix or several with outputs side
@@ -146,7 +200,7 @@ def add_grouped_product(total: Tensor, left: Tensor, right: Tensor, offsets: Ten
     # Without values, as in a plan, all rows are the first expert's: the operations of a whole layer, at once.
     ends = [left.shape[0]] if offsets.is_meta else offsets.tolist()
     counts = [end - start for start, end in zip([0, *ends], ends)]
-    if platform.on_cpu(left):
+    if hardware.on_cpu(left):
         left, right = left.to(total.dtype), right.to(total.dtype)  # all at once, and not by each product
     for expert, one, other in zip(total.unbind(0), left.t().split(counts, dim=1), right.split(counts)):
         if other.shape[0]:
@@ -165,7 +219,7 @@ def added_to_main_grad(weights: Tensor, left: Tensor, right: Tensor, offsets: Te
     Returns:
         Whether it was added.
     """
-    for_nothing = platform.on_cpu(weights) and not platform.has_cuda()
+    for_nothing = hardware.on_cpu(weights) and not hardware.has_cuda()
     rounded = fused is None and for_nothing and cpu_half_gemm.multiplies_group_by_group(left)
     if fused is None:
         fused = for_nothing and weights.dtype == torch.float32

@@ -40,7 +40,7 @@ from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.moe.grouped_gemm import TransformerEngineProduct
 from megatron_moe.platform import env_vars
-from megatron_moe.platform.autocast_guard import unaffected_by_autocast
+from megatron_moe.platform.numerics import unaffected_by_autocast
 from megatron_moe.platform.protocols import AutogradContext
 
 TILE = 128
@@ -365,7 +365,7 @@ def fp8_form() -> str:
     Raises:
         ConfigError: the variable asks for the scaled product where there is none.
     """
-    way, why = env_vars.read(env_vars.FP8), platform.why_no_fp8_products()
+    way, why = env_vars.chosen[env_vars.FP8], platform.why_no_fp8_products()
     if way == "scaled" and why is not None:
         raise ConfigError(f"{env_vars.FP8}=scaled: {why}; leave it unset, or set it to emulated")
     return "emulated" if way == "emulated" or why is not None else "scaled"

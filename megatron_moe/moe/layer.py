@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_moe import platform
 from megatron_moe.config.setting import DISPATCHERS, EXPERT_BACKENDS
 from megatron_moe.engine.dist_checkpointing import make_sharded_tensors_for_checkpoint
 from megatron_moe.engine.fully_shard import gathered_dtype
@@ -25,20 +24,17 @@ from megatron_moe.engine.layers import (
     checkpoint,
 )
 from megatron_moe.engine.modules import DeepcopyKeepsGroups
-from megatron_moe.moe.all_to_all import AllToAllDispatcher
-from megatron_moe.moe.capacity import build_layer_dispatcher
-from megatron_moe.moe.dispatch import ExpertInput
+from megatron_moe.moe.dispatch import ExpertInput, build_layer_dispatcher
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
 from megatron_moe.moe.flex import flex_dispatcher
 from megatron_moe.moe.grouped_gemm import DelayedWgrad, TransformerEngineProduct, gate_product, grouped_linear_loop
 from megatron_moe.moe.grouped_gemm_fp8 import TransformerEngineFp8, fp8_products
 from megatron_moe.moe.options import MoEGroups, MoEOptions, moe_groups
 from megatron_moe.moe.router import TopKRouter
-from megatron_moe.platform import streams
-from megatron_moe.platform.autocast_guard import is_autocast_on, without_autocast
+from megatron_moe.platform import hardware
+from megatron_moe.platform.numerics import is_autocast_on, without_autocast
 from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
-from megatron_moe.precision.contract import mixes_dtypes
-from megatron_moe.precision.gates import require_dtype
+from megatron_moe.precision.contract import PrecisionError, mixes_dtypes
 
 
 def _grouped_experts(config: EngineConfig, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
@@ -49,7 +45,7 @@ def _grouped_experts(config: EngineConfig, options: MoEOptions, groups: MoEGroup
 
 
 def _te_experts(config: EngineConfig, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
-    platform.require_transformer_engine("--moe-expert-backend te", "--moe-expert-backend grouped_mm")
+    hardware.require_transformer_engine("--moe-expert-backend te", "--moe-expert-backend grouped_mm")
     product = TransformerEngineProduct() if options.fp8_format is None else TransformerEngineFp8(options.fp8_format)
     return GroupedExperts(config, options, groups, product, offsets_on_host=True)
 
@@ -57,7 +53,6 @@ def _te_experts(config: EngineConfig, options: MoEOptions, groups: MoEGroups) ->
 EXPERT_BACKENDS.register("grouped_mm", _grouped_experts)
 EXPERT_BACKENDS.register("loop", partial(GroupedExperts, kernel=grouped_linear_loop, offsets_on_host=True))
 EXPERT_BACKENDS.register("te", _te_experts)
-DISPATCHERS.register("alltoall", AllToAllDispatcher)
 DISPATCHERS.register("flex", flex_dispatcher)
 
 
@@ -153,21 +148,21 @@ class OverlappedSharedExperts(SequentialSharedExperts):
     """
 
     def fork(self, hidden: Tensor) -> Tensor:
-        return streams.fork(hidden)
+        return hardware.fork(hidden)
 
     def compute(self, shared_experts: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        with streams.on_side():
+        with hardware.on_side():
             return shared_experts(hidden)
 
     def add(self, shared_experts: Callable[[Tensor], Tensor], output: Tensor, shared: Tensor) -> Tensor:
-        return output + streams.join(shared)
+        return output + hardware.join(shared)
 
 
 def shared_schedule(options: MoEOptions) -> SequentialSharedExperts:
     """Return when the shared expert of a layer with these options computes; without CUDA there are no streams."""
     if not options.shared_ffn_hidden_size:
         return NoSharedExpert()
-    return OverlappedSharedExperts() if options.shared_overlap and platform.has_streams() else SequentialSharedExperts()
+    return OverlappedSharedExperts() if options.shared_overlap and hardware.has_streams() else SequentialSharedExperts()
 
 
 @dataclass(frozen=True)
@@ -266,13 +261,12 @@ class MoELayer(DeepcopyKeepsGroups, MegatronModule):
         """
         # An own backend need not know of `later`.
         output = self.experts(expert_input) if later is None else self.experts(expert_input, later)
-        require_dtype(
-            output,
-            expert_input.rows.dtype,
-            what=f"layer {self.layer_number}: the experts' output",
-            producer=type(self.experts).__name__,
-            remedy="an expert backend returns the dtype of its rows; cast before it returns",
-        )
+        wanted = expert_input.rows.dtype
+        if output.dtype != wanted:
+            raise PrecisionError(
+                f"layer {self.layer_number}: the experts' output from {type(self.experts).__name__} is {output.dtype}, "
+                f"must be {wanted}; an expert backend returns the dtype of its rows; cast before it returns"
+            )
         return output
 
     def compute_shared(self, hidden: Tensor) -> Tensor:

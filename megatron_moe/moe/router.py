@@ -11,15 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.config.setting import SCORE_FUNCTIONS
 from megatron_moe.engine.layers import MegatronModule
 from megatron_moe.engine.modules import DeepcopyKeepsGroups
-from megatron_moe.moe.capacity import ExpertCapacity, Limit, dropless
 from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.moe.load_balance import AuxLosses, GlobalBatch, StepTokens, requested_counts
 from megatron_moe.moe.options import MoEOptions, moe_groups
-from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision, build_choice, route
+from megatron_moe.moe.routing import (
+    ExpertCapacity,
+    Limit,
+    MicroBatch,
+    RoutedTokens,
+    RoutingDecision,
+    build_choice,
+    dropless,
+    route,
+)
 from megatron_moe.parallel.collectives import all_reduce_sum
-from megatron_moe.platform.autocast_guard import without_autocast
+from megatron_moe.platform.numerics import without_autocast
 from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 from megatron_moe.precision.contract import returns_wider
 from megatron_moe.precision.fp32_state import Fp32State
@@ -87,6 +96,7 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         self.perturb = (
             Jitter(options.input_jitter_eps, options.router_dtype) if options.input_jitter_eps else _unchanged
         )
+        self.score = SCORE_FUNCTIONS[options.score_function].scores
         self.choose = build_choice(options, self.groups)
         self.limit: Limit = dropless
         if options.capacity_factor is not None:
@@ -168,7 +178,8 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         with without_autocast(hidden.device.type):
             hidden = self.perturb(hidden, self.training)
             logits = self.gate(hidden)
-            decision, scores = route(logits, self.expert_bias, self.options, micro_batch, self.choose)
+            scores = self.score(logits)
+            decision = route(logits, scores, self.expert_bias, self.options, micro_batch, self.choose)
             decision = self.limit(decision, micro_batch)
             counted = self.training and torch.is_grad_enabled()
             routed = RoutedTokens(hidden, logits, scores, decision, micro_batch, counted)

@@ -1,4 +1,4 @@
-"""Routing: logits -> scores -> choice of experts -> weights.
+"""Routing: logits -> scores -> choice of experts -> weights -> choices within the experts' capacity.
 
 `route` puts the steps together. What differs between routers is the choice: by score, by Sinkhorn's normalisation or
 round robin (`build_choice`). The expert bias is added to the scores for the choice and does not enter the weights
@@ -8,6 +8,7 @@ without a dense [T, E] map.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch.distributed import ProcessGroup
 from megatron_moe.config.setting import SCORE_FUNCTIONS
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.options import MoEGroups, MoEOptions
-from megatron_moe.parallel.collectives import all_reduce_sum
+from megatron_moe.parallel.collectives import all_gather_rows, all_reduce_sum
 from megatron_moe.platform.protocols import AutogradContext
 
 
@@ -84,7 +85,11 @@ Choice = Callable[[Tensor, Tensor, "Tensor | None", MicroBatch], Tensor]
 """(logits [T, E], scores [T, E], expert_bias [E] or None, micro-batch) -> [T, K] int64, different ones in each row."""
 
 
-SCORE_FUNCTIONS.register("softmax", ScoreFunction(lambda logits: torch.softmax(logits, dim=-1), sums_to_one=True))
+def _softmax(logits: Tensor) -> Tensor:
+    return torch.softmax(logits, dim=-1)
+
+
+SCORE_FUNCTIONS.register("softmax", ScoreFunction(_softmax, sums_to_one=True))
 SCORE_FUNCTIONS.register("sigmoid", ScoreFunction(torch.sigmoid, sums_to_one=False))
 
 
@@ -234,12 +239,17 @@ def weigh_experts(
 
 
 def route(
-    logits: Tensor, expert_bias: Tensor | None, options: MoEOptions, micro_batch: MicroBatch, choose: Choice
-) -> tuple[RoutingDecision, Tensor]:
+    logits: Tensor,
+    scores: Tensor,
+    expert_bias: Tensor | None,
+    options: MoEOptions,
+    micro_batch: MicroBatch,
+    choose: Choice,
+) -> RoutingDecision:
     """Choose the experts of every token, and weigh them.
 
     Args:
-        logits: [T, E], fp32 or fp64.
+        logits, scores: [T, E], fp32 or fp64.
         expert_bias: [E] fp32, or None.
         options: the layer's options.
         micro_batch: the tokens' properties. The weights of padding are 0, so that it reaches no output and sends no
@@ -247,13 +257,11 @@ def route(
         choose: the choice of experts, see `build_choice`.
 
     Returns:
-        The decision, and the scores [T, E] that the auxiliary losses use. The weights of a token with a logit that is
-        not finite are NaN.
+        The decision. The weights of a token with a logit that is not finite are NaN.
     """
-    scores = scores_from_logits(logits, options)
     expert_ids = choose(logits, scores, expert_bias, micro_batch)
     probs = weigh_experts(logits, scores, expert_ids, options, micro_batch.is_padding)
-    return RoutingDecision(expert_ids, probs), scores
+    return RoutingDecision(expert_ids, probs)
 
 
 # Sinkhorn's normalisation makes the experts be chosen about equally often within a micro-batch. It is S-BASE (arXiv
@@ -363,3 +371,73 @@ def build_choice(options: MoEOptions, groups: MoEGroups) -> Choice:
     if options.force_load_balancing:
         return RoundRobin(options, groups)
     return BySinkhorn(options, groups) if options.sinkhorn else ByScore(options)
+
+
+# ---- Expert capacity, the limit on an expert's choices in a micro-batch.
+#
+# The micro-batch is that of all TP x CP ranks together, and the decision is made on all of its choices, so that every
+# layout keeps the same ones. At TP = CP = 1 the rules are Megatron-LM's, except that ties are broken by position.
+
+Limit = Callable[[RoutingDecision, MicroBatch], RoutingDecision]
+
+
+def capacity(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
+    """Return an expert's capacity: its even share of tokens x K times the factor, rounded up, at most one per token.
+
+    Padding is included, so that the capacity follows from shapes alone and not from the data.
+    """
+    return min(math.ceil(num_tokens * topk / num_experts * factor), num_tokens)
+
+
+def kept_choices(expert_ids: Tensor, weights: Tensor | None, position: Tensor, size: int, num_experts: int) -> Tensor:
+    """Return whether each choice is among the first `size` of its expert, [T, K] bool.
+
+    Args:
+        expert_ids: [T, K]; `num_experts` for a choice that does not count (padding), which is not kept.
+        weights: [T, K], larger ones come first, equal ones by position; None orders all by position.
+        position: [T] int64, all different.
+        size: the capacity.
+        num_experts: E.
+    """
+    flat = expert_ids.flatten()
+    # Stable sorts, from the least to the most significant key.
+    order = position.unsqueeze(1).expand_as(expert_ids).flatten().argsort(stable=True)
+    if weights is not None:
+        order = order[weights.flatten()[order].argsort(descending=True, stable=True)]
+    order = order[flat[order].argsort(stable=True)]
+    by_expert = flat[order]
+    starts = torch.searchsorted(by_expert, torch.arange(num_experts + 1, device=flat.device, dtype=flat.dtype))
+    rank = torch.arange(flat.shape[0], device=flat.device) - starts[by_expert]
+    kept = torch.zeros_like(flat, dtype=torch.bool)
+    kept[order] = (rank < size) & (by_expert < num_experts)
+    return kept.view_as(expert_ids)
+
+
+class ExpertCapacity:
+    """A limit that drops the choices beyond the experts' capacity, which get weight 0 and are not dispatched.
+
+    The other weights of the token do not change.
+    """
+
+    def __init__(self, options: MoEOptions, groups: MoEGroups, factor: float) -> None:
+        self.options, self.groups, self.factor = options, groups, factor
+        self.by_weight = options.drop_policy == "probs"
+
+    def __call__(self, decision: RoutingDecision, micro_batch: MicroBatch) -> RoutingDecision:
+        """Return the decision with `kept`, and weights of 0 where it is False. Collective over TP x CP."""
+        ids, group = decision.expert_ids, self.groups.tp_cp
+        num_tokens, num_experts = ids.shape[0], self.options.num_experts
+        position = positions(num_tokens, micro_batch.num_sequences, self.groups, ids.device)
+        if micro_batch.is_padding is not None:
+            ids = ids.masked_fill(micro_batch.is_padding.unsqueeze(1), num_experts)
+        gathered = all_gather_rows(torch.cat([ids, position.unsqueeze(1)], dim=1), group)
+        weights = all_gather_rows(decision.probs.detach(), group) if self.by_weight else None
+        size = capacity(gathered.shape[0], ids.shape[1], num_experts, self.factor)
+        kept = kept_choices(gathered[:, :-1], weights, gathered[:, -1], size, num_experts)
+        here = kept[group.rank() * num_tokens : (group.rank() + 1) * num_tokens]
+        return decision._replace(probs=decision.probs.masked_fill(~here, 0.0), kept=here)
+
+
+def dropless(decision: RoutingDecision, micro_batch: MicroBatch) -> RoutingDecision:
+    """Return the decision as it is: every choice is kept."""
+    return decision

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.platform import env_vars, hardware
-from megatron_moe.platform.autocast_guard import unaffected_by_autocast, without_autocast
+from megatron_moe.platform.numerics import unaffected_by_autocast, without_autocast
 from megatron_moe.platform.protocols import AutogradContext
 
 # Any of these makes torch's own product of that dtype fast. x86 names first, then those of 64-bit Arm.
@@ -38,7 +38,7 @@ def multiply_in_fp32(operand: Tensor) -> bool:
     """
     if operand.dtype not in _INSTRUCTIONS or not hardware.on_cpu(operand):
         return False
-    way = env_vars.read(env_vars.HALF_PRODUCTS)
+    way = env_vars.chosen[env_vars.HALF_PRODUCTS]
     return way == "fp32" or (way == "auto" and not _has_instructions(operand.dtype))
 
 

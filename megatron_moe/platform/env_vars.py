@@ -12,7 +12,7 @@ HALF_PRODUCTS = "MEGATRON_MOE_CPU_HALF_PRODUCTS"
 KERNELS = "MEGATRON_MOE_KERNELS"
 """Which form of an operation computes; "auto": Triton's on a GPU: see `kernels/choice.py`."""
 CPU_KERNELS = "MEGATRON_MOE_CPU_KERNELS"
-"""Which form computes on a CPU; "auto": C where it can be compiled: see `kernels/compiled.py`."""
+"""Which form computes on a CPU; "auto": C where it can be compiled: see `kernels/choice.py`."""
 FP8 = "MEGATRON_MOE_FP8"
 """How products in FP8 are computed; "auto" depends on the device: see `moe/grouped_gemm_fp8.py`."""
 _VALUES = {
@@ -22,17 +22,8 @@ _VALUES = {
     FP8: ("auto", "scaled", "emulated"),
 }
 
-
-def read(name: str) -> str:
-    """Return the value of one of the variables above, "auto" where it is not set.
-
-    Raises:
-        ConfigError: the variable has a value that is not known.
-    """
-    value = os.environ.get(name) or "auto"
-    if value not in _VALUES[name]:
-        raise ConfigError(f"{name}={value}: not one of {', '.join(_VALUES[name])}; leave it unset for auto")
-    return value
+chosen = dict.fromkeys(_VALUES, "auto")
+"""The value of each variable above, which `check` reads once: operations look it up at every call."""
 
 
 # What has to be in the environment for the same bits again, each with the values that give them; the first is set
@@ -65,15 +56,16 @@ def deterministic_environment() -> dict[str, str]:
 
 
 def check() -> None:
-    """End the program with one message and status 2 where a variable has a value that is not known.
+    """Read the variables into `chosen`; end the program with one message and status 2 where a value is not known.
 
     The package calls this when it is imported, before anything else. All processes of a program have the same
     environment, and so rank 0 alone prints the message.
     """
-    try:
-        for name in _VALUES:
-            read(name)
-    except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"megatron_moe: error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+    for name, values in _VALUES.items():
+        value = os.environ.get(name) or "auto"
+        if value not in values:
+            if os.environ.get("RANK", "0") == "0":
+                message = f"{name}={value}: not one of {', '.join(values)}; leave it unset for auto"
+                print(f"megatron_moe: error: {message}", file=sys.stderr, flush=True)
+            raise SystemExit(2)
+        chosen[name] = value

@@ -4,20 +4,25 @@ Some are the process's, not a tensor's, and their defaults break what a tensor's
 of a half-precision product in half precision, and a program may have allowed TF32 for fp32 products. A run, an
 evaluation, generation, the doctor and the audit set them when they join their process groups (`parallel.groups`), and
 put them back when they leave. A program that uses the layers by themselves keeps its own settings.
+
+Guards keep TF32 and a surrounding autocast out of one computation.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils.deterministic
+from torch import Tensor
 
 from megatron_moe.platform import env_vars, hardware
+from megatron_moe.platform.protocols import AutogradContext
 
 
 @dataclass(frozen=True)
@@ -162,20 +167,6 @@ def apply(deterministic: bool, allow_tf32: bool = False) -> None:
         switch.write(switch.wanted)
 
 
-@contextmanager
-def full_products() -> Iterator[None]:
-    """Multiply fp32 numbers in the block as they are, also in a run with `--allow-tf32`."""
-    value = _read_products()
-    if value == _FULL:
-        yield
-        return
-    _write_products(_FULL)
-    try:
-        yield
-    finally:
-        _write_products(value)
-
-
 def restore() -> None:
     """Put back what `apply` found; do nothing where it was not called."""
     while _applied.before:
@@ -217,3 +208,57 @@ def facts(deterministic: bool) -> dict[str, str]:
         "device": torch.cuda.get_device_name(hardware.device()),
         **(env_vars.deterministic_environment() if deterministic else {}),
     }
+
+
+# ---- Guards of a computation.
+#
+# A surrounding torch.autocast rounds every matrix product on its list to half precision, whatever dtype its operands
+# were cast to: the router's product, which chooses experts by differences of 1e-3, as well as the product of two fp32
+# numbers in a backward pass.
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@contextmanager
+def full_products() -> Iterator[None]:
+    """Multiply fp32 numbers in the block as they are, also in a run with `--allow-tf32`."""
+    value = _read_products()
+    if value == _FULL:
+        yield
+        return
+    _write_products(_FULL)
+    try:
+        yield
+    finally:
+        _write_products(value)
+
+
+def is_autocast_on(device_type: str) -> bool:
+    """Return whether operations on this type of device ("cpu", "cuda") are under autocast now; "meta" is not."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+@contextmanager
+def without_autocast(device_type: str) -> Iterator[None]:
+    """Run the block with autocast off for this type of device, and restore it afterwards."""
+    if not is_autocast_on(device_type):
+        yield
+        return
+    with torch.autocast(device_type, enabled=False):
+        yield
+
+
+def unaffected_by_autocast(function: _Function) -> _Function:
+    """Decorate the forward or the backward of a `torch.autograd.Function`: it runs with autocast off.
+
+    Both need it: a backward runs under the autocast of the code that calls `backward()`, not under that of its forward.
+    The decorator is placed below `@staticmethod`; the device is that of the first tensor among the arguments.
+    """
+
+    @functools.wraps(function)
+    def run(ctx: AutogradContext, *args: Any) -> Any:
+        device_type = next(value.device.type for value in args if isinstance(value, Tensor))
+        with without_autocast(device_type):
+            return function(ctx, *args)
+
+    return run  # type: ignore[return-value]

@@ -75,6 +75,24 @@ class EngineOptimizer(Protocol):
         """Take the main params from the model's weights."""
 
 
+class OptimizerPart(EngineOptimizer, Protocol):
+    """One of the engine's optimizers in a chain, with the internals that `engine.optimizer` changes."""
+
+    grad_scaler: object
+    grad_stats_parallel_group: ProcessGroup | None
+    _dummy_overflow_buf: Tensor | None
+    model_param_group_index_map: dict[torch.nn.Parameter, tuple[int, int]]
+    _copy_main_params_to_model_params: Callable[..., None]
+    _copy_model_params_to_main_params: Callable[..., None]
+
+
+class GradientBuffer(Protocol):
+    """The engine's buffer of gradients, and where each parameter lies: start, end, number of the bucket."""
+
+    buckets: Sequence[Any]
+    param_index_map: dict[torch.nn.Parameter, tuple[int, int, int]]
+
+
 class EngineConfig(Protocol):
     """The engine's TransformerConfig, or for latent attention its MLATransformerConfig."""
 

@@ -25,7 +25,7 @@ from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.index_file import label_entropy
 from megatron_moe.hf.import_plan import Import
 from megatron_moe.hf.importing import fill
-from megatron_moe.kernels import compiled
+from megatron_moe.kernels import choice
 from megatron_moe.model.build import build_model
 from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
 from megatron_moe.optim.weight_average import build_average
@@ -149,7 +149,7 @@ def _meet(run: Run, resources: ExitStack) -> RunRanks:
     pg_collection = groups.initialize(run, fault_folder(run))
     facts = groups.rank_facts()
     if not platform.has_cuda():
-        resources.enter_context(compiled.same_on_all_ranks())
+        resources.enter_context(choice.same_on_all_ranks())
     watchdog = resources.enter_context(_watchdog(run, facts)) if run.faults.watchdog else None
     lock, lock_notes = lock_folder(run) if run.checkpoint.save is not None else (None, [])
     if lock is not None:

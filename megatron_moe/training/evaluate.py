@@ -11,7 +11,7 @@ import torch
 from megatron_moe import platform
 from megatron_moe.data.batches import Batch
 from megatron_moe.engine.schedules import configured_in_fp32, get_forward_backward_func
-from megatron_moe.platform.autocast_guard import without_autocast
+from megatron_moe.platform.numerics import without_autocast
 from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.training.step import forward_step

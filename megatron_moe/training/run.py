@@ -20,7 +20,7 @@ from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.program import StoppedEarly, say
-from megatron_moe.kernels import compiled
+from megatron_moe.kernels import choice
 from megatron_moe.model.generate import generate
 from megatron_moe.parallel import groups
 from megatron_moe.platform import env_vars
@@ -180,7 +180,7 @@ def _summary(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals) -> dict[
     if trainer.checkpoint_warnings:
         summary["checkpoint_warnings"] = trainer.checkpoint_warnings
     if not platform.has_cuda():
-        summary["cpu_kernels"] = "torch" if compiled.why_not() else "c"
+        summary["cpu_kernels"] = "torch" if choice.why_no_c() else "c"
     summary["checkpoint"] = str(trainer.saved) if trainer.saved is not None else None
     return summary
 

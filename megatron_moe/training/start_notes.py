@@ -8,7 +8,7 @@ from megatron_moe import platform
 from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
 from megatron_moe.config.schema import Run
 from megatron_moe.engine import defects
-from megatron_moe.kernels import compiled
+from megatron_moe.kernels import choice
 from megatron_moe.model.build import count_frozen
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_form
 from megatron_moe.platform import env_vars
@@ -41,7 +41,7 @@ def _kernel_notes() -> list[str]:
     """Say which form computes the experts' activation on a CPU, in one line; nothing with CUDA."""
     if platform.has_cuda():
         return []
-    reason = compiled.why_not()
+    reason = choice.why_no_c()
     return ["CPU kernels: C" if reason is None else f"CPU kernels: torch's operations, not C ({reason})"]
 
 

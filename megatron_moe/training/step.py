@@ -41,9 +41,9 @@ from megatron_moe.optim.optimizer import additions, optimizer_tensors, shared_lo
 from megatron_moe.optim.param_groups import Schedule
 from megatron_moe.optim.qk_clip import attention_figures, forget_attention_logits, largest_attention_logits
 from megatron_moe.optim.weight_average import WeightAverage
-from megatron_moe.platform.autocast_guard import without_autocast
+from megatron_moe.platform.hardware import HostCopy
+from megatron_moe.platform.numerics import without_autocast
 from megatron_moe.platform.protocols import EngineOptimizer, ProcessGroups
-from megatron_moe.platform.streams import HostCopy
 from megatron_moe.training.finalize_model_grads import RouterUpdate, finalize_model_grads
 from megatron_moe.training.global_batch import prepare_global_batch
 from megatron_moe.training.gradients import (

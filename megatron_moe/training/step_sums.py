@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.data.batches import NOTHING, added, words_of
 from megatron_moe.engine.schedules import get_attr_wrapped_model, get_model_config
+from megatron_moe.platform.hardware import HostCopy, on_device
 from megatron_moe.platform.protocols import ProcessGroups
-from megatron_moe.platform.streams import HostCopy, on_device
 from megatron_moe.training.finalize_model_grads import RouterUpdate
 from megatron_moe.training.gradients import joint_norm
 

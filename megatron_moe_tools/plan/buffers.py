@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.model.fully_sharded import Sharding, Unit, shard_axis
+from megatron_moe.model.fully_sharded import Sharding, Unit, is_quantized, shard_axis
 from megatron_moe.model.matrices import is_matrix, matrix_cost
-from megatron_moe.model.zero_plus_plus import is_quantized
 from megatron_moe.parallel.groups import neighbours
 from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, Segments
 from megatron_moe.platform.protocols import AutogradContext

@@ -26,8 +26,7 @@ from megatron_moe.model.initialize import global_name, placement
 from megatron_moe.model.loss import loss_func
 from megatron_moe.model.matrices import mark_matrices
 from megatron_moe.model.norm import residual_dtype
-from megatron_moe.moe.all_to_all import AllToAllDispatcher
-from megatron_moe.moe.dispatch import AllGatherDispatcher
+from megatron_moe.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything

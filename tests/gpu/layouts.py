@@ -20,7 +20,7 @@ from megatron_moe.config.schema import replace
 from megatron_moe.moe.layer import OverlappedSharedExperts, SequentialSharedExperts
 from megatron_moe.moe.load_balance import updated_expert_bias
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.routing import MicroBatch, build_choice, route
+from megatron_moe.moe.routing import MicroBatch, build_choice, route, scores_from_logits
 from megatron_moe.parallel import groups
 from megatron_moe_tools.doctor.assemble import assemble
 from megatron_moe_tools.doctor.compare import FP32, compare, rounding_error, tolerances_of
@@ -148,7 +148,8 @@ def _equal_logits(stage: Stage) -> None:
             ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :4]
             counts = ids.flatten().bincount(minlength=16)
             bias = updated_expert_bias(torch.zeros(16), counts, 1e-3)
-            decision, _ = route(logits.to(stage.device), zeros, options, batch, choice)
+            there = logits.to(stage.device)
+            decision = route(there, scores_from_logits(there, options), zeros, options, batch, choice)
             found = decision.expert_ids.flatten().bincount(minlength=16)
             moved = updated_expert_bias(zeros, found, 1e-3)
             if stage.dry and "ties" in name:

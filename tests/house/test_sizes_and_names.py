@@ -65,9 +65,9 @@ BOUNDS = {
     "conditional expressions in the tools, per 1,000 lines": 20.5,
     "files that patch the engine": 18,
     "lines a setting": 25.0,
-    "files on a token's trip": 25,
+    "files on a token's trip": 16,
     "files a flag passes": 10,
-    "climbs from pretrain on": 50,
+    "climbs from pretrain on": 46,
 }
 
 

@@ -34,7 +34,7 @@ class OnGpu(NamedTuple):
 
 
 def test_a_kernel_computes_on_a_gpu_unless_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(env_vars.KERNELS, raising=False)
+    monkeypatch.setitem(env_vars.chosen, env_vars.KERNELS, "auto")
     monkeypatch.setattr(choice, "why_no_triton", lambda: None)
     assert takes_kernels(OnGpu()) and not takes_kernels(OnGpu(torch.float64))
     assert not takes_kernels(torch.empty(2))
@@ -43,9 +43,9 @@ def test_a_kernel_computes_on_a_gpu_unless_the_variable_says(monkeypatch: pytest
     monkeypatch.setattr(choice, "why_no_triton", lambda: "not installed")
     assert not takes_kernels(OnGpu())
     monkeypatch.setattr(choice, "why_no_triton", lambda: None)
-    monkeypatch.setenv(env_vars.KERNELS, "triton")
+    monkeypatch.setitem(env_vars.chosen, env_vars.KERNELS, "triton")
     assert takes_kernels(torch.empty(2)) and not takes_kernels(torch.empty(2, dtype=torch.float64))
-    monkeypatch.setenv(env_vars.KERNELS, "torch")
+    monkeypatch.setitem(env_vars.chosen, env_vars.KERNELS, "torch")
     assert not takes_kernels(OnGpu())
 
 
@@ -56,7 +56,7 @@ def test_what_a_kernel_does_not_cover_is_computed_by_torch(monkeypatch: pytest.M
         asked.append(arguments)
         return NotImplemented
 
-    monkeypatch.setenv(env_vars.KERNELS, "triton")
+    monkeypatch.setitem(env_vars.chosen, env_vars.KERNELS, "triton")
     monkeypatch.setitem(choice.KERNELS, "doubled", choice.Kernels("anywhere.doubled"))
     monkeypatch.setattr(choice, "_triton", lambda path: refuses)
     doubled = choice.has_kernel("doubled")(lambda x: x * 2)
@@ -107,7 +107,7 @@ def stepped(kernels: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     for parameter in layer.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 3)
     hidden = torch.randn(24, 1, 16, generator=generator).to(dtype).requires_grad_()
-    monkeypatch.setenv(env_vars.KERNELS, kernels)
+    monkeypatch.setitem(env_vars.chosen, env_vars.KERNELS, kernels)
     output = layer(hidden)[0]
     output.backward(torch.randn(24, 1, 16, generator=generator).to(dtype))
     gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}

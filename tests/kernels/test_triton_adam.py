@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels import compiled
+from megatron_moe.kernels import choice
 from megatron_moe.kernels.choice import launches_seen_by
 from megatron_moe.optim.adam import adam_update
 from megatron_moe.precision.packed_state import GROUP, AdamState, AdamStep
@@ -25,7 +25,7 @@ PAIRS = [(first, second) for first in packed_cases.FORMATS for second in packed_
 FORMS = [(pair, (n + n // 4) % 2 == 0, 1 + (n // 2) % 2) for n, pair in enumerate(PAIRS)]
 # In the interpreter: each format of either moment, and both kinds of main weights.
 IN_TEST = [(("fp32", "bf16"), False), (("bf16", "fp32"), True), (("int8", "fp8"), True), (("fp8", "int8"), False)]
-in_c = pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
+in_c = pytest.mark.skipif(choice.why_no_c() is not None, reason="the kernels in C cannot be had here")
 TRITON = pytest.mark.parametrize(
     ("formats", "packed"), rows(list(itertools.product(PAIRS, (False, True))), test=IN_TEST)
 )
@@ -43,7 +43,7 @@ def both_forms(
     return ours, theirs
 
 
-by_c_and_torch = functools.partial(both_forms, compiled.adam_update)
+by_c_and_torch = functools.partial(both_forms, choice.adam_update)
 
 
 def assert_same_bits(ours: AdamState, theirs: AdamState) -> None:

@@ -6,7 +6,6 @@ operation of torch in a run, so that a parameter that is read past its module's 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -107,7 +106,7 @@ def guarded(flags: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
         arrivals.append(guard.arrivals)
 
     in_torch = {env_vars.KERNELS: "torch", env_vars.CPU_KERNELS: "torch"}
-    with mock.patch.object(runs, "train", watched), mock.patch.dict(os.environ, in_torch):
+    with mock.patch.object(runs, "train", watched), mock.patch.dict(env_vars.chosen, in_torch):
         return runs.recorded(build({**TINY, **FOUR_LAYERS, **BUCKETS, **flags})), sum(arrivals)
 
 

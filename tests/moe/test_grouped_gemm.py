@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.model.cross_entropy import linear_cross_entropy
-from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
+from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product, main_grad_of
 from megatron_moe.platform import env_vars
-from megatron_moe.precision.main_grad import main_grad_of
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 
 COUNTS = (5, 0, 1, 18)
@@ -125,7 +124,7 @@ def test_in_half_precision_sums_are_more_exact_than_of_rounded_gradients(name: s
 def test_by_default_experts_on_a_cpu_add_the_gradients_of_autograd_one_by_one(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, way: str
 ) -> None:
-    monkeypatch.setenv(env_vars.HALF_PRODUCTS, way)
+    monkeypatch.setitem(env_vars.chosen, env_vars.HALF_PRODUCTS, way)
     for number in (1, 3) if dtype != torch.float32 else (1,):
         by_autograd, by_default = (summed(name, one, dtype, number)[0] for one in (False, None))
         assert torch.equal(by_autograd.weight.main_grad, by_default.weight.main_grad)

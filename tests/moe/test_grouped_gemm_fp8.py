@@ -225,11 +225,11 @@ def test_hopper_alone_has_the_scaled_product(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert fp8_form() == ("scaled" if reason is None else "emulated")
-    monkeypatch.setenv(env_vars.FP8, "scaled")
+    monkeypatch.setitem(env_vars.chosen, env_vars.FP8, "scaled")
     if reason is not None:
         with pytest.raises(ConfigError, match=reason):
             TransformerEngineFp8("e4m3")
         with pytest.raises(ConfigError, match=f"{env_vars.FP8}=scaled: .*{reason}"):
             fp8_form()
-    monkeypatch.setenv(env_vars.FP8, "emulated")
+    monkeypatch.setitem(env_vars.chosen, env_vars.FP8, "emulated")
     assert fp8_form() == "emulated"

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_moe import platform
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.layer import (
     NoSharedExpert,
@@ -24,7 +23,7 @@ from megatron_moe.moe.layer import (
     shared_schedule,
 )
 from megatron_moe.parallel import groups
-from megatron_moe.platform import streams
+from megatron_moe.platform import hardware
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 
 EP2 = {"expert_model_parallel_size": 2}
@@ -71,10 +70,10 @@ def noted_streams(notes: list[str], named: dict[int, str]) -> Iterator[None]:
 
     replaced: Any = {"Stream": lambda *_, **__: NotedStream(notes, "side"), "stream": stream}
     replaced |= {"current_stream": lambda *_: current[-1], "current_device": lambda: 0}
-    streams._side.cache_clear()
+    hardware._side.cache_clear()
     with mock.patch.multiple(torch.cuda, **replaced), mock.patch.object(torch.Tensor, "record_stream", record_stream):
         yield
-    streams._side.cache_clear()
+    hardware._side.cache_clear()
 
 
 def passes() -> list[dict[str, Any]]:
@@ -172,5 +171,5 @@ def test_the_schedule_is_chosen_when_the_layer_is_built(
     width: Any, asked: bool, streams_here: bool, chosen: type
 ) -> None:
     options: Any = types.SimpleNamespace(shared_ffn_hidden_size=width, shared_overlap=asked)
-    with mock.patch.object(platform, "has_streams", lambda: streams_here):
+    with mock.patch.object(hardware, "has_streams", lambda: streams_here):
         assert type(shared_schedule(options)) is chosen

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_moe import TopKRouter
 from megatron_moe.moe.options import MoEOptions, moe_groups
-from megatron_moe.moe.routing import ByScore, MicroBatch, RoutingDecision, positions, route
+from megatron_moe.moe.routing import ByScore, MicroBatch, RoutingDecision, positions, route, scores_from_logits
 from megatron_moe.parallel.sequence import context_parallel_slice
 from megatron_moe.training.finalize_model_grads import update_routers
 from tests.helpers.routers import config
@@ -21,8 +21,12 @@ GROUPED = dict(moe_router_num_groups=4, moe_router_group_topk=2)
 
 
 def decide(logits: torch.Tensor, bias: torch.Tensor | None = None, **changes: Any) -> RoutingDecision:
-    options = MoEOptions.from_engine_config(config(**changes))
-    return route(logits, bias, options, MicroBatch(None, 1, True), ByScore(options))[0]
+    return routed_by(logits, bias, MoEOptions.from_engine_config(config(**changes)))
+
+
+def routed_by(logits: torch.Tensor, bias: torch.Tensor | None, options: MoEOptions) -> RoutingDecision:
+    scores = scores_from_logits(logits, options)
+    return route(logits, scores, bias, options, MicroBatch(None, 1, True), ByScore(options))
 
 
 @pytest.mark.parametrize("shift", [0.0, -3.0])
@@ -47,7 +51,7 @@ def test_weights_by_softmax_are_exact_where_the_chosen_scores_underflow() -> Non
     stock = config(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
     options = replace(MoEOptions.from_engine_config(stock), enable_expert_bias=True)
     logits, bias = torch.tensor([[200.0] + [0.0] * 7]), torch.tensor([-9.0] * 6 + [0.5, 0.0])
-    decision, _ = route(logits, bias, options, MicroBatch(None, 1, True), ByScore(options))
+    decision = routed_by(logits, bias, options)
     assert decision.expert_ids.tolist() == [[6, 7]] and decision.probs.tolist() == [[0.5, 0.5]]
 
 

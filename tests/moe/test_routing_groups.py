@@ -12,7 +12,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron_moe import TopKRouter
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.routing import ByScore, MicroBatch, route
+from megatron_moe.moe.routing import ByScore, MicroBatch, route, scores_from_logits
 from megatron_moe.moe.routing_probe import RoutingProbe
 from megatron_moe_tools.doctor.measure import RouterRecord
 from tests.helpers.routers import config, tokens
@@ -76,7 +76,8 @@ def other_choices(group_score: str, draws: int) -> set[str]:
         if group_score == "top2" and options.num_experts == options.num_groups:
             continue  # needs two experts in a group
         ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-        decision, _ = route(ours, bias, options, MicroBatch(None, 1, True), ByScore(options))
+        scores = scores_from_logits(ours, options)
+        decision = route(ours, scores, bias, options, MicroBatch(None, 1, True), ByScore(options))
         probs, routing_map = by_engine(theirs, bias, options)
         if not torch.equal(torch.zeros_like(routing_map).scatter(1, decision.expert_ids, True), routing_map):
             differing.add("pre_softmax" if options.pre_softmax else options.score_function)

@@ -21,7 +21,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 @pytest.fixture(params=["native", "fp32"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(env_vars.HALF_PRODUCTS, request.param)
+    monkeypatch.setitem(env_vars.chosen, env_vars.HALF_PRODUCTS, request.param)
     return request.param
 
 
@@ -94,7 +94,7 @@ def test_a_device_on_paper_multiplies_as_such_a_device_does(way: str) -> None:
 
 
 def test_by_itself_the_processors_instructions_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(env_vars.HALF_PRODUCTS, raising=False)
+    monkeypatch.setitem(env_vars.chosen, env_vars.HALF_PRODUCTS, "auto")
     monkeypatch.setattr(cpu_half_gemm, "_has_instructions", cpu_half_gemm._has_instructions.__wrapped__)
     wide = {"avx512_f": [True, True], "avx512_bf16": [False, True], "amx_bf16 amx_fp16": [False, False]}
     for capabilities, wanted in wide.items():
@@ -140,7 +140,7 @@ def test_groups_of_any_size_have_the_bits_of_torchs_grouped_product(way: str, dt
 
 
 def test_copies_in_fp32_are_of_one_group_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(env_vars.HALF_PRODUCTS, "fp32")
+    monkeypatch.setitem(env_vars.chosen, env_vars.HALF_PRODUCTS, "fp32")
     mm, multiplied = torch.mm, []
     monkeypatch.setattr(torch, "mm", lambda one, other: multiplied.append((one, other)) or mm(one, other))  # type: ignore[func-returns-value]
     rows, matrices = torch.ones(200, 8).bfloat16(), torch.ones(3, 8, 16).bfloat16()

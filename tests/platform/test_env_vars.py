@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from megatron_moe.config.errors import ConfigError
 from megatron_moe.platform import env_vars
 from tests.helpers.sources import ROOT
 
@@ -24,14 +23,11 @@ def test_a_program_ends_with_one_message_from_rank_0(program: str, rank: str) ->
     assert done.stderr.count("\n") == (rank == "0")
 
 
-@pytest.mark.parametrize(("value", "way"), [(None, "auto"), ("", "auto"), ("native", "native"), ("fp32", "fp32")])
+@pytest.mark.parametrize(("value", "way"), [("", "auto"), ("native", "native"), ("fp32", "fp32")])
 def test_the_way_of_half_products_is_that_of_the_variable(
-    value: str | None, way: str, monkeypatch: pytest.MonkeyPatch
+    value: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(env_vars.HALF_PRODUCTS, raising=False)
-    if value is not None:
-        monkeypatch.setenv(env_vars.HALF_PRODUCTS, value)
-    assert env_vars.read(env_vars.HALF_PRODUCTS) == way
-    monkeypatch.setenv(env_vars.HALF_PRODUCTS, "FP32")
-    with pytest.raises(ConfigError, match=env_vars.HALF_PRODUCTS):
-        env_vars.read(env_vars.HALF_PRODUCTS)
+    monkeypatch.setitem(env_vars.chosen, env_vars.HALF_PRODUCTS, "")
+    monkeypatch.setenv(env_vars.HALF_PRODUCTS, value)
+    env_vars.check()
+    assert env_vars.chosen[env_vars.HALF_PRODUCTS] == way

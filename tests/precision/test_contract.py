@@ -18,7 +18,7 @@ from megatron_moe.config.schema import build
 from megatron_moe.model.cross_entropy import linear_cross_entropy
 from megatron_moe.moe.experts import weighted_swiglu
 from megatron_moe.moe.grouped_gemm import gate_product
-from megatron_moe.platform.autocast_guard import without_autocast
+from megatron_moe.platform.numerics import without_autocast
 from megatron_moe.precision.contract import (
     Emits,
     PrecisionError,

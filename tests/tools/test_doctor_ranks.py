@@ -104,7 +104,7 @@ VISITS: dict[str, tuple[str, dict[str, Plant]]] = {
     # What follows is found by the default layouts.
     "parts of a sequence": ("", {
         "an expert's capacity is that of a rank's tokens": Plant(
-            "moe/capacity.py", "size = capacity(gathered.shape[0], ", "size = capacity(num_tokens, ", "cp2+capacity",
+            "moe/routing.py", "size = capacity(gathered.shape[0], ", "size = capacity(num_tokens, ", "cp2+capacity",
             ("dropped choices decoder.layers.1",),
         ),
         "multi-token prediction looks ahead within a rank's part of the sequence": Plant(

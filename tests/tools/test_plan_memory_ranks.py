@@ -6,7 +6,6 @@ ways are planned and run, on any processor.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -116,7 +115,7 @@ def measured(flat: dict[str, Any], half_products: str, steps: int) -> dict[str, 
         with live.labelled(HOST):
             return torch.empty(tuple(shape), dtype=dtype)
 
-    products = mock.patch.dict(os.environ, {env_vars.HALF_PRODUCTS: half_products})
+    products = mock.patch.dict(env_vars.chosen, {env_vars.HALF_PRODUCTS: half_products})
     with products, on_a_cpu(host_memory), LiveBytes() as live:
         trainer = Trainer(run, pg_collection, run.derived.padded_vocab_size(run.model.vocab_size))
         optimizer, average = trainer.optimizer, build_average(run, trainer.model, trainer.optimizer)
@@ -169,7 +168,7 @@ def held_to(check: Callable[[list[Any]], None], gloo: Any, ranks: int, **case: A
 
 @pytest.mark.parametrize(("layout", "half_products"), rows(EVERY, test=cases(NATIVE_IN_EVERY_RUN, COPIED_IN_EVERY_RUN)))
 def test_a_plan_holds_what_a_step_holds(layout, half_products, gloo, monkeypatch):
-    monkeypatch.setenv(env_vars.HALF_PRODUCTS, half_products)
+    monkeypatch.setitem(env_vars.chosen, env_vars.HALF_PRODUCTS, half_products)
     world_size, changes = LAYOUTS[layout]
     flat = changes if "num_query_groups" in changes else {**MLA, **changes}
     if world_size == 1 or any(flag in changes for flag in ONE_BATCH):
@@ -219,7 +218,7 @@ MUON_COPIES = ["one rank", "EP2, distributed optimizer", "TP2"]
     rows(cases(MUON_LAYOUTS, MUON_COPIES), test=[("EP2, distributed optimizer", "fp32"), ("DP4", "native")]),
 )
 def test_a_plan_holds_what_muon_holds(layout, half_products, gloo, monkeypatch):
-    monkeypatch.setenv(env_vars.HALF_PRODUCTS, half_products)
+    monkeypatch.setitem(env_vars.chosen, env_vars.HALF_PRODUCTS, half_products)
     world_size, changes = MUON_LAYOUTS[layout]
     flat = {**MLA, **changes, **(TWO_MICRO_BATCHES if world_size == 1 else {})}
     run = build(flat)

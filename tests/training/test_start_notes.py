@@ -89,7 +89,7 @@ def test_a_run_with_fp8_says_which_form_computes(monkeypatch):
     monkeypatch.setattr(platform, "why_no_fp8_products", lambda: None)
     (note,) = notes(**fp8)
     assert "31 modules by torch's scaled product" in note and "emulated" not in note
-    monkeypatch.setenv(env_vars.FP8, "emulated")
+    monkeypatch.setitem(env_vars.chosen, env_vars.FP8, "emulated")
     assert "31 modules emulated" in notes(**fp8)[0]
 
 

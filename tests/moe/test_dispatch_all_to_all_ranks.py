@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_moe.moe import all_to_all
+from megatron_moe.moe import dispatch
 from megatron_moe.moe.options import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
@@ -24,7 +24,7 @@ CASES = {
 }
 
 
-class TwoExchanges(all_to_all.AllToAllDispatcher):
+class TwoExchanges(dispatch.AllToAllDispatcher):
     """The all-to-all with an exchange of the rows and another of the weights."""
 
     def prepare(self, hidden: torch.Tensor, decision: RoutingDecision) -> Any:
@@ -34,11 +34,11 @@ class TwoExchanges(all_to_all.AllToAllDispatcher):
             sorts.extend((sent, weighed))
             return rows
 
-        with mock.patch.object(all_to_all, "pack_weighted", noted):
+        with mock.patch.object(dispatch, "pack_weighted", noted):
             _, plan = super().prepare(hidden, decision)
         values = (hidden, decision.probs.flatten())
         return tuple(
-            all_to_all.copy_rows(value, sort.source, sort.slots, self.drops) for value, sort in zip(values, sorts)
+            dispatch.copy_rows(value, sort.source, sort.slots, self.drops) for value, sort in zip(values, sorts)
         ), plan
 
     def send(self, leaving: Any, plan: Any) -> Any:
@@ -47,9 +47,9 @@ class TwoExchanges(all_to_all.AllToAllDispatcher):
 
     def arrange(self, arrived: Any, plan: Any) -> Any:
         def sorted_alike(_: Any, order: torch.Tensor, inverse: torch.Tensor, *__: Any) -> Any:
-            return tuple(all_to_all.copy_rows(value, order, inverse.unsqueeze(1)) for value in arrived)
+            return tuple(dispatch.copy_rows(value, order, inverse.unsqueeze(1)) for value in arrived)
 
-        with mock.patch.object(all_to_all, "unpack_weighted", sorted_alike):
+        with mock.patch.object(dispatch, "unpack_weighted", sorted_alike):
             return super().arrange(arrived, plan)
 
 
@@ -68,7 +68,7 @@ def exchanged(hidden_size: int, dtype: torch.dtype, router: torch.dtype, etp: in
     kept = torch.rand(TOKENS, TOPK, generator=generator) < 0.7 if drops else None
     decision = RoutingDecision(ids, probs.requires_grad_(), kept)
     found = []
-    for way in (all_to_all.AllToAllDispatcher, TwoExchanges):
+    for way in (dispatch.AllToAllDispatcher, TwoExchanges):
         given, _ = way(EXPERTS, groups, drops).dispatch(hidden, decision)
         slope = torch.Generator().manual_seed(10 + rank)
         slopes = [torch.randn(one.shape, generator=slope).to(one.dtype) for one in (given.rows, given.probs)]

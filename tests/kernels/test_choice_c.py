@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.launches import Launches
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.kernels import compiled
+from megatron_moe.kernels import choice
 from megatron_moe.model.norm import _RMSNormFunction
 from megatron_moe.moe.experts import weighted_swiglu_backward, weighted_swiglu_forward
 from megatron_moe.platform import env_vars
@@ -20,23 +20,23 @@ from megatron_moe.report import Sink
 from megatron_moe.training.run import pretrain
 from megatron_moe_tools import compat
 
-needs_c = pytest.mark.skipif(compiled._loaded()[0] is None, reason=f"no kernels in C here: {compiled._loaded()[1]}")
+needs_c = pytest.mark.skipif(choice._loaded()[0] is None, reason=f"no kernels in C here: {choice._loaded()[1]}")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.fixture(autouse=True)
 def no_switch(monkeypatch):
-    monkeypatch.delenv(env_vars.CPU_KERNELS, raising=False)
-    monkeypatch.delenv(env_vars.KERNELS, raising=False)
+    monkeypatch.setitem(env_vars.chosen, env_vars.CPU_KERNELS, "auto")
+    monkeypatch.setitem(env_vars.chosen, env_vars.KERNELS, "auto")
 
 
 @pytest.fixture
 def compiled_anew(monkeypatch, tmp_path):
     """An empty cache, and nothing loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled._loaded.cache_clear()
+    choice._loaded.cache_clear()
     yield tmp_path / "megatron_moe"
-    compiled._loaded.cache_clear()
+    choice._loaded.cache_clear()
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def in_turn(shapes):
 
 def both_forms(gate_up, probs, grad):
     """(hidden, grad_gate_up, grad_probs) of the kernels, and of torch's form."""
-    ours = (compiled.weighted_swiglu_forward(gate_up, probs), *compiled.weighted_swiglu_backward(grad, gate_up, probs))
+    ours = (choice.weighted_swiglu_forward(gate_up, probs), *choice.weighted_swiglu_backward(grad, gate_up, probs))
     return ours, (weighted_swiglu_forward.eager(gate_up, probs), *weighted_swiglu_backward.eager(grad, gate_up, probs))
 
 
@@ -88,7 +88,7 @@ def test_a_norm_computes_the_bits_of_torchs_form(shape, dtype, threads, monkeypa
     weight, grad = torch.rand(shape[-1], generator=generator).to(dtype), torch.randn(shape, generator=generator)
     results = []
     for way in ("c", "torch"):
-        monkeypatch.setenv(env_vars.CPU_KERNELS, way)
+        monkeypatch.setitem(env_vars.chosen, env_vars.CPU_KERNELS, way)
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
         with on_threads(threads):
             y = _RMSNormFunction.apply(*leaves, 1e-6, dtype)
@@ -123,8 +123,8 @@ def test_what_torch_computes_with_another_exponential_is_within_its_rounding(wid
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_operation_takes_the_kernel_and_not_while_something_watches_torch(dtype, monkeypatch):
     called = []
-    call = compiled._call
-    monkeypatch.setattr(compiled, "_call", lambda *arguments: (called.append(arguments[0]), call(*arguments)))
+    call = choice._call
+    monkeypatch.setattr(choice, "_call", lambda *arguments: (called.append(arguments[0]), call(*arguments)))
     gate_up, probs, grad = draw(4, 32, dtype)
     weighted_swiglu_forward(gate_up, probs)
     weighted_swiglu_backward(grad.t().contiguous().t(), gate_up, probs)
@@ -134,7 +134,7 @@ def test_an_operation_takes_the_kernel_and_not_while_something_watches_torch(dty
     assert "silu" in {one.name for one in watching.found}
     weighted_swiglu_forward(gate_up[:, ::2], probs)
     weighted_swiglu_forward(gate_up.double(), probs.double())
-    monkeypatch.setenv(env_vars.CPU_KERNELS, "torch")
+    monkeypatch.setitem(env_vars.chosen, env_vars.CPU_KERNELS, "torch")
     weighted_swiglu_forward(gate_up, probs)
     assert len(called) == 2
 
@@ -142,7 +142,7 @@ def test_an_operation_takes_the_kernel_and_not_while_something_watches_torch(dty
 @needs_c
 def test_a_compiled_library_is_kept_and_one_that_others_can_write_is_not_loaded(compiled_anew, monkeypatch):
     importlib.import_module("sentencepiece")  # has an OpenMP library of its own, which is passed over
-    assert compiled.why_not() is None
+    assert choice.why_no_c() is None
     (kept,) = compiled_anew.iterdir()
     library, builds = kept.read_bytes(), []
 
@@ -150,20 +150,20 @@ def test_a_compiled_library_is_kept_and_one_that_others_can_write_is_not_loaded(
         builds.append(built)
         built.write_bytes(library)
 
-    monkeypatch.setattr(compiled, "_compile", build)
-    compiled._loaded.cache_clear()
-    assert compiled.why_not() is None and not builds
+    monkeypatch.setattr(choice, "_compile", build)
+    choice._loaded.cache_clear()
+    assert choice.why_no_c() is None and not builds
     os.chmod(kept, 0o666)
-    compiled._loaded.cache_clear()
-    assert compiled.why_not() is None and len(builds) == 1
+    choice._loaded.cache_clear()
+    assert choice.why_no_c() is None and len(builds) == 1
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # nothing can be kept: it is compiled for this process
-    compiled._loaded.cache_clear()
-    assert compiled.why_not() is None and len(builds) == 2
+    choice._loaded.cache_clear()
+    assert choice.why_no_c() is None and len(builds) == 2
 
 
 @pytest.mark.usefixtures("one_process")
 def test_without_a_compiler_torch_computes_and_the_run_says_so_once(compiled_anew, monkeypatch):
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    monkeypatch.setattr(choice.shutil, "which", lambda name: None)
     said = []
 
     class Messages(Sink):
@@ -176,28 +176,28 @@ def test_without_a_compiler_torch_computes_and_the_run_says_so_once(compiled_ane
     (line,) = [text for text in said if "CPU kernels" in text]
     if os.uname().machine == "x86_64":
         assert "no C compiler" in line
-    monkeypatch.setenv(env_vars.CPU_KERNELS, "c")
+    monkeypatch.setitem(env_vars.chosen, env_vars.CPU_KERNELS, "c")
     with pytest.raises(ConfigError, match=f"{env_vars.CPU_KERNELS}=c"):
-        compiled.why_not()
+        choice.why_no_c()
 
 
 @needs_c
 def test_a_compiler_that_fails_is_a_reason_and_no_error(compiled_anew, monkeypatch):
     failed = subprocess.CompletedProcess([], 1, stdout="", stderr="cc1: out of memory")
-    monkeypatch.setattr(compiled.subprocess, "run", lambda *_, **__: failed)
-    assert "out of memory" in (compiled.why_not() or "")
+    monkeypatch.setattr(choice.subprocess, "run", lambda *_, **__: failed)
+    assert "out of memory" in (choice.why_no_c() or "")
 
 
 def _form_of_ranks(lacking: int) -> tuple[str | None, str | None]:
     rank = torch.distributed.get_rank()
-    loaded = compiled._loaded
-    compiled._loaded = lambda: (None, "no compiler" if rank == lacking else None)
+    loaded = choice._loaded
+    choice._loaded = lambda: (None, "no compiler" if rank == lacking else None)
     try:
-        with compiled.same_on_all_ranks():
-            within = compiled.why_not()
-        return within, compiled.why_not()
+        with choice.same_on_all_ranks():
+            within = choice.why_no_c()
+        return within, choice.why_no_c()
     finally:
-        compiled._loaded = loaded
+        choice._loaded = loaded
 
 
 def test_all_ranks_take_torchs_form_where_one_lacks_the_kernels(gloo):

@@ -11,17 +11,11 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_moe import TopKRouter
-from megatron_moe.moe.capacity import (
-    PaddedDispatcher,
-    build_layer_dispatcher,
-    capacity,
-    kept_choices,
-    micro_batches_among,
-)
+from megatron_moe.moe.dispatch import PaddedDispatcher, build_layer_dispatcher, micro_batches_among
 from megatron_moe.moe.load_balance import GlobalBatch, TokenCountError
 from megatron_moe.moe.options import moe_groups
 from megatron_moe.moe.router import Jitter, announce_global_batch
-from megatron_moe.moe.routing import sinkhorn_scores
+from megatron_moe.moe.routing import capacity, kept_choices, sinkhorn_scores
 from megatron_moe.moe.routing_probe import RoutingProbe
 from megatron_moe.training.finalize_model_grads import update_routers
 from tests.helpers.called import Called
