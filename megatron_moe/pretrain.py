@@ -26,7 +26,7 @@ from megatron_moe.training.signals import die_with_launcher
 
 if TYPE_CHECKING:
     from megatron_moe.report.reporter import MakePageSink
-    from megatron_moe.training.callbacks.precision import StepAudit
+    from megatron_moe.training.callbacks.checks import StepAudit
 
 
 Parse = Callable[[list[str], int], Run]

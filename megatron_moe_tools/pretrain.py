@@ -13,7 +13,7 @@ from megatron_moe_tools import compat
 
 if TYPE_CHECKING:
     from megatron_moe.report.sink import Sink
-    from megatron_moe.training.callbacks.precision import StepAudit
+    from megatron_moe.training.callbacks.checks import StepAudit
 
 
 def main(argv: list[str]) -> int:

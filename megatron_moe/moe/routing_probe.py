@@ -1,7 +1,7 @@
 """A probe that measures the margins of a router's choices on some tokens of one step.
 
 The probe observes a router (`TopKRouter.observed_by`) during the steps that are measured. It keeps sums and maxima of
-this rank; `megatron_moe/training/health.py` combines the ranks afterwards.
+this rank; `megatron_moe/training/callbacks/reporting.py` combines the ranks afterwards.
 """
 
 from __future__ import annotations

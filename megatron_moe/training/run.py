@@ -30,10 +30,13 @@ from megatron_moe.report.run_info import FINISHED
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.build import build_trainer
 from megatron_moe.training.callback import Callback
-from megatron_moe.training.callbacks import callbacks_of
-from megatron_moe.training.callbacks.evaluation import evaluate_split
-from megatron_moe.training.callbacks.precision import StepAudit
-from megatron_moe.training.callbacks.stopping import StopAsked, stop_check
+from megatron_moe.training.callbacks.checkpointing import Checkpointing
+from megatron_moe.training.callbacks.checks import PrecisionAudit, PrecisionCheck, Replicas, StepAudit
+from megatron_moe.training.callbacks.evaluation import Evaluation, StopAsked, Stopping, evaluate_split, stop_check
+from megatron_moe.training.callbacks.faults import NonFinite, Spikes
+from megatron_moe.training.callbacks.own import OwnCallbacks
+from megatron_moe.training.callbacks.profiler import GarbageCollection, Profiler
+from megatron_moe.training.callbacks.reporting import Reporting
 from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.loop import train
 from megatron_moe.training.plan import evaluates_test_split, plan_run, require_profiler
@@ -80,7 +83,7 @@ def pretrain(
                 trainer = build_trainer(planned, resources, also, stage, page_sink)
                 report_start(trainer)
                 stop.before_end = partial(_before_end, trainer)
-                _train(trainer, callbacks_of(stop, audit if run.precision.audit_precision else None, callbacks))
+                _train(trainer, stop, audit, callbacks)
                 summary = _summary(trainer, planned.tokenizer, stop)
                 stopped = trainer.stop_reason
                 trainer.reporter.close(summary, FINISHED if stopped is None else f"stopped {stopped.text}")
@@ -150,14 +153,28 @@ def _check(run: Run, audit: StepAudit | None) -> None:
         env_vars.deterministic_environment()
 
 
-def _train(trainer: Trainer, callbacks: Sequence[Callback]) -> None:
-    """Run the loop, and report why it ended."""
+def _train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None, own: Sequence[Callback]) -> None:
+    """Run the loop with all callbacks, in the order in which it calls them, and report why it ended."""
     iterations = trainer.run.training.train_iters
     if trainer.finished:
         done = trainer.progress.iteration
         trainer.reporter.message(
             f"nothing to train: the checkpoint is at iteration {done} of --train-iters {iterations}"
         )
+    callbacks: list[Callback] = [
+        Profiler(),
+        Reporting(),
+        NonFinite(),
+        Spikes(),
+        Replicas(),
+        PrecisionAudit(audit),
+        GarbageCollection(),
+        OwnCallbacks(own),  # before the run decides whether it stops, and before it saves
+        PrecisionCheck(),
+        Stopping(stop),
+        Checkpointing(),
+        Evaluation(stop),
+    ]
     train(trainer, callbacks)
     iteration, stopped = trainer.progress.iteration, trainer.stop_reason
     if stopped is None:

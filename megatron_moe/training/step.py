@@ -120,7 +120,7 @@ class BackwardResult:
 
 
 class StepProbe(Protocol):
-    """A measurement of a step that does not change it, such as `training/health.py`'s or the doctor's."""
+    """A measurement of a step that does not change it, such as `training/callbacks/reporting.py`'s or the doctor's."""
 
     def watching(self) -> AbstractContextManager[None]:
         """Return the context in which forward and backward of all micro-batches run."""

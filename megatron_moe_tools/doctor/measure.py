@@ -54,7 +54,7 @@ from megatron_moe_tools.launch.local_ranks import LocalRanks
 
 
 class StepRecorder:
-    """A step probe, like that of `training/health.py`: it observes routers while they choose, and the gradients.
+    """A step probe, like `HealthProbe`: it observes routers while they choose, and the gradients.
 
     Attributes:
         routers: a record per router, by its layer's name.

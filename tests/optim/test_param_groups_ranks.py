@@ -122,7 +122,7 @@ def test_either_name_of_a_tied_table_names_both() -> None:
 
 def copies_apart(flags: dict[str, Any]) -> list[str]:
     """The weights whose copies on other ranks differ after two steps."""
-    from megatron_moe.training.callbacks.replicas import compare_replicas
+    from megatron_moe.training.callbacks.checks import compare_replicas
 
     trainer = Trainer({**STORED, **flags})
     for _ in range(2):

@@ -191,7 +191,7 @@ def copies(flags: dict[str, Any]) -> list[str]:
     """The weights whose copies differ after a few steps: with other moments they would soon."""
     from megatron_moe.engine.optimizer import parts
     from megatron_moe.optim.optimizer import named_main_params
-    from megatron_moe.training.callbacks.replicas import compare_replicas
+    from megatron_moe.training.callbacks.checks import compare_replicas
 
     trainer = steps.Trainer({**STORED, "lr": 1e-1, "lr_warmup_init": 1e-1, **flags})
     for _ in range(steps.STEPS):

@@ -143,8 +143,8 @@ def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> d
         Per fault: told, what was said on this rank or raised; raised, whether it was; and changed, what the step
         changed. Beside it the sound steps: all of them must be applied.
     """
-    from megatron_moe.training import callbacks
-    from megatron_moe.training.callbacks.non_finite import NonFinite
+    from megatron_moe.training import run as training_run
+    from megatron_moe.training.callbacks.faults import NonFinite
     from megatron_moe.training.run import pretrain
 
     rank, seen, sound = torch.distributed.get_rank(), [], []
@@ -178,7 +178,7 @@ def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> d
             changed = [name for name in after if after[name] != self.before[name]]
             seen.append({"told": said, "raised": raised, "changed": changed, "committed": result.committed})
 
-    with mock.patch.object(callbacks, "NonFinite", Spoiling):
+    with mock.patch.object(training_run, "NonFinite", Spoiling):
         pretrain(small(train_iters=2 * len(faults) + 1, **flags))
     return {"seen": seen, "sound": sound}
 

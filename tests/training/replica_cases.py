@@ -1,4 +1,4 @@
-"""Bits flipped in one replica of a real run: the cases of test_replicas_ranks.py and of the soak."""
+"""Bits flipped in one replica of a real run: the cases of test_checks_replicas_ranks.py and of the soak."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
 
 def copies(trainer: Any) -> list[tuple[str, torch.Tensor, Any]]:
     """Every tensor of this rank that has copies elsewhere, with its name and the group that holds them."""
-    from megatron_moe.training.callbacks.replicas import _by_group
+    from megatron_moe.training.callbacks.checks import _by_group
 
     return [
         (name, tensor, group)
@@ -41,8 +41,8 @@ def flipped_bits(flags: dict[str, Any], trials: int, seed: int = 0) -> dict[str,
         caught: trials whose error named the tensor and, where there is a majority, the rank, on this rank. missed: the
         others. alarms: errors of steps without a flip.
     """
-    from megatron_moe.training import callbacks
-    from megatron_moe.training.callbacks.replicas import Replicas
+    from megatron_moe.training import run as training_run
+    from megatron_moe.training.callbacks.checks import Replicas
     from megatron_moe.training.run import pretrain
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -89,7 +89,7 @@ def flipped_bits(flags: dict[str, Any], trials: int, seed: int = 0) -> dict[str,
             outcome["missed"] += [] if good else [(self.expected, told)]
 
     every = {"check_weight_hash_across_dp_replicas_interval": 1}
-    with mock.patch.object(callbacks, "Replicas", Flipping):
+    with mock.patch.object(training_run, "Replicas", Flipping):
         pretrain(small(train_iters=2 * trials + 1, log_interval=1000, **every, **flags))
     return outcome
 

@@ -15,7 +15,7 @@ import torch
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.report.jsonl import read_evaluations, read_steps
-from megatron_moe.training.callbacks.stopping import Stopping, asked_to_stop
+from megatron_moe.training.callbacks.evaluation import Stopping, asked_to_stop
 from megatron_moe.training.signals import StopSignals
 from megatron_moe.training.trainer import StopReason
 from tests.helpers import trained_steps

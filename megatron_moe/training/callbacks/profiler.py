@@ -1,11 +1,16 @@
-"""Profiles of some steps of a run (`--profile`), in which each station of docs/journey.md is a range.
+"""What a process does beside the steps: Python's garbage collection by hand, and profiles of some steps.
 
-A station is a range around a function or a module of the run, entered within the profiled steps alone.
+`--manual-gc`: by itself Python collects when enough objects were made, on each rank at another time, and each time all
+ranks wait for one. By hand all ranks collect between the same steps.
+
+`--profile`: each station of docs/journey.md is a range in the profile, around a function or a module of the run,
+entered within the profiled steps alone.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,10 +22,47 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_moe import platform
+from megatron_moe.config.run_flags import TrainingConfig
 from megatron_moe.engine.patching import replaced
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.step import StepResult
 from megatron_moe.training.trainer import Trainer
+
+
+class GarbageCollection(Callback):
+    """Turns Python's collector off while the run trains, and collects at intervals, with `--manual-gc`."""
+
+    _was_on = False
+
+    def before_training(self) -> None:
+        """Collect once and turn the collector off."""
+        if self.trainer.run.training.manual_gc:
+            self._was_on = gc.isenabled()
+            gc.disable()
+            gc.collect()
+
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """Collect at the end of each `--manual-gc-interval`."""
+        options = self.trainer.run.training
+        if options.manual_gc and options.manual_gc_interval and step.iteration % options.manual_gc_interval == 0:
+            gc.collect()
+
+    def close(self) -> None:
+        """Turn the collector on again."""
+        if self._was_on:
+            gc.enable()
+
+
+@contextmanager
+def collected(options: TrainingConfig) -> Iterator[None]:
+    """Collect before the block, an evaluation, and what is young after it, unless `--no-manual-gc-eval` is given."""
+    by_hand = options.manual_gc and options.manual_gc_eval
+    if by_hand:
+        gc.collect()
+    yield
+    if by_hand:
+        gc.collect(generation=0)
+
 
 FUNCTIONS = {
     "megatron_moe.data.batches:BatchIterator.__next__": "batch",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_moe.training.callbacks.health import LostUpdates
+from megatron_moe.training.callbacks.reporting import LostUpdates
 
 
 def half(*values: float, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

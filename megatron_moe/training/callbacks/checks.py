@@ -1,13 +1,14 @@
-"""Comparison of replicas: every copy of a weight and of expert_bias has the same bits on all its ranks.
+"""Checks at intervals: the dtypes of model and optimizer, the audit of one step, and the replicas of each weight.
 
-A bit that flips in one rank's memory, or a collective that goes wrong on one of them, makes replicas drift apart
-silently: from then on the ranks train different models. The ranks that have a copy of a tensor compare its hash; the
-tensor itself is not sent.
+Every copy of a weight and of expert_bias has the same bits on all its ranks. A bit that flips in one rank's memory, or
+a collective that goes wrong on one of them, makes replicas drift apart silently: from then on the ranks train different
+models. The ranks that have a copy of a tensor compare its hash; the tensor itself is not sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,58 @@ from torch.distributed.tensor import DTensor
 from megatron_moe import platform
 from megatron_moe.checkpoint.state import TrainState
 from megatron_moe.config.errors import RunFault
+from megatron_moe.config.schema import Run
 from megatron_moe.model.fully_sharded import local
 from megatron_moe.moe.router import routers
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.state_checks import global_names
+from megatron_moe.training.step import StepResult
+
+StepAudit = Callable[[Run, list[torch.nn.Module], Callable[[str], None]], AbstractContextManager[None]]
+"""What `--audit-precision` puts around a step: from the run, its model and the reporter's message, a context."""
+
+
+class PrecisionCheck(Callback):
+    """Checks all dtypes of model and optimizer at the end of each `--check-precision-interval`."""
+
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """Check the dtypes where that is due.
+
+        Raises:
+            PrecisionError: on this rank only: the launcher ends the others.
+        """
+        interval = self.trainer.run.precision.check_precision_interval
+        if interval and step.iteration % interval == 0:
+            self.trainer.check_precision("training")
+
+
+class PrecisionAudit(Callback):
+    """Traces the second step of the process: what a process does once is done in the first.
+
+    Args:
+        audit: what traces it with `--audit-precision`.
+    """
+
+    def __init__(self, audit: StepAudit | None) -> None:
+        self._audit = audit
+        self._iteration = 0
+
+    def notes(self) -> Sequence[str]:
+        """Say where the run ends before its second step."""
+        self._iteration = self.trainer.progress.iteration + 2
+        if not self.trainer.run.precision.audit_precision:
+            self._audit = None
+        if self._audit is None or self._iteration <= (self.trainer.run.training.train_iters or 0):
+            return ()
+        return ["--audit-precision traces the second step of a process, and only one is left: no audit"]
+
+    def before_step(self, step: Step) -> None:
+        """Trace the step from here on."""
+        if self._audit is not None and step.iteration == self._iteration:
+            trainer = self.trainer
+            step.contexts.enter_context(self._audit(trainer.run, trainer.trained.model, trainer.reporter.message))
+
 
 # Odd, so that a changed bit changes the sum modulo 2^64 whatever it is multiplied with; 2^64 over the golden ratio.
 _ODD = 0x9E3779B97F4A7C15 - 2**64

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_moe.training.callbacks.spikes import LEAST, SpikeDetector
+from megatron_moe.training.callbacks.faults import LEAST, SpikeDetector
 from tests.training.fault_cases import small
 
 FEW, SPIKE, SEQUENCE, BATCH = 2, 4, 5, 8
@@ -34,7 +34,7 @@ def test_a_jump_is_a_spike_and_noise_is_none():
 def jumping_run(folder: str, flags: dict[str, Any]) -> list[float]:
     """A run in which one sequence of iteration SPIKE is hard; the losses of its samples as the step recorded them."""
     from megatron_moe.training.callback import Callback
-    from megatron_moe.training.callbacks import spikes
+    from megatron_moe.training.callbacks import faults
     from megatron_moe.training.run import pretrain
 
     losses: list[float] = []
@@ -60,7 +60,7 @@ def jumping_run(folder: str, flags: dict[str, Any]) -> list[float]:
         def after_step(self, step: Any, result: Any) -> None:
             losses.append(result.loss)
 
-    with mock.patch.object(spikes, "LEAST", FEW):
+    with mock.patch.object(faults, "LEAST", FEW):
         flags = {**flags, "train_iters": SPIKE + 1, "global_batch_size": BATCH, "fault_dir": folder}
         pretrain(small(lr=1e-6, loss_spike_factor=8.0, **flags), callbacks=[Jumping()])
     return losses

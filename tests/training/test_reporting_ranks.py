@@ -77,7 +77,7 @@ def test_a_table_that_two_stages_share_counts_once(gloo: Any) -> None:
 def measured(flags: dict[str, Any], measure: bool, taken: int = 2) -> dict[str, Any]:
     """Some steps, measured or not: every bit they left, and what was found in the last one."""
     from megatron_moe.checkpoint.state import TrainingProgress
-    from megatron_moe.training.callbacks.health import HealthProbe
+    from megatron_moe.training.callbacks.reporting import HealthProbe
     from megatron_moe.training.metrics import expert_load
 
     sizes = {**steps.SMALL, "moe_layer_freq": "[1,1]", "seq_length": 32, "micro_batch_size": 4}

@@ -10,7 +10,7 @@ import torch
 
 from megatron_moe.optim.muon import PackedMuon
 from megatron_moe.precision.packed_state import StochasticRounding
-from megatron_moe.training.callbacks.health import SAMPLE, MomentRounding
+from megatron_moe.training.callbacks.reporting import SAMPLE, MomentRounding
 from tests.helpers.errors import relative
 
 BETAS, EPS = (0.9, 0.95), 1e-8

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.training.callbacks.replicas import ReplicaDifference, bit_hash
+from megatron_moe.training.callbacks.checks import ReplicaDifference, bit_hash
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import EP2, TP2, ZERO_3
 from tests.training.replica_cases import flip, flipped_bits
