@@ -80,11 +80,11 @@ def test_optimizer_state_stored_otherwise_than_the_contract_says_is_a_violation(
         init(self, params, **{**options, "moment_dtypes": ("fp32", "int8")})
 
     monkeypatch.setattr(PrecisionAwareAdam, "__init__", careless)
-    monkeypatch.setattr(PrecisionAwareAdam, "pack_main_weight", lambda self, main, weight: None)
+    monkeypatch.setattr(PrecisionAwareAdam, "pack_main_param", lambda self, main, weight: None)
     status, found = report(tmp_path, "--preset", "tiny", "--bf16", *TINY, *PACKED.split())
     violations = found["fp32_state_violations"]
     assert status == 1 and {one["dtypes"] for one in violations} == {"float32"}
-    for wrong in ("(exp_avg), must be bfloat16", "(master weight), must be int16"):
+    for wrong in ("(exp_avg), must be bfloat16", "(main param), must be int16"):
         where = {one["where"] for one in violations if one["detail"].endswith(wrong)}
         assert where == {"before the step", "after the step"}, wrong
 
