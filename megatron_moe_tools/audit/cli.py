@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,19 +94,29 @@ def _main(argv: list[str]) -> int:
         from megatron_moe_tools.audit.step import audit_run
 
         audit = audit_run(run, say)
-    _write(audit.as_dict(), flags)
+    from megatron_moe_tools.audit.findings import html_report, json_report, text_report
+
+    report, shown = audit.as_dict(), []
+    for name, make in (("json", json_report), ("html", html_report), ("text", text_report)):
+        path = getattr(flags, name)
+        if path is not None:
+            replace_text(Path(path), make(report))
+            shown.append(f"wrote {path}")
+    print(text_report(report) if flags.text is None else report["verdict"])
+    for line in shown:
+        print(line)
     return FOUND if audit.failed else CLEAN
 
 
 def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
     if flags.module is not None and flags.hf is not None:
         raise ConfigError("--module and --hf: audit one model at a time")
-    half = {"--bf16": "bfloat16", "--fp16": "float16"}
-    unknown = [word for word in rest if flags.module is not None or word not in half]
-    if unknown:
-        raise ConfigError(
-            f"{unknown[0]} does not go with --module or --hf" + (" (--hf takes --bf16 or --fp16)" if flags.hf else "")
-        )
+    half, hint = {"--bf16": "bfloat16", "--fp16": "float16"}, " (--hf takes --bf16 or --fp16)"
+    if flags.module is not None:
+        half, hint = {}, ""
+    for word in rest:
+        if word not in half:
+            raise ConfigError(f"{word} does not go with --module or --hf{hint}")
     if len(rest) > 1:
         raise ConfigError(f"{' '.join(rest)}: choose one dtype")
     if flags.module is not None:
@@ -121,26 +132,28 @@ def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
     from megatron_moe import platform
     from megatron_moe_tools.audit.step import audit_module
 
+    inputs: Sequence[object] | dict[str, Any]
     if flags.module is not None:
-        module, inputs = _from_factory(flags.module)
-        subject = f"forward and backward of {flags.module}"
+        subject, device = flags.module, "the factory's"
+        module, inputs = _from_factory(subject)
     else:
-        module, inputs = _from_folder(Path(flags.hf), getattr(torch, half[rest[0]] if rest else "float32"))
-        subject = f"forward and backward of {flags.hf}"
-    dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in module.parameters()})
+        subject, device = flags.hf, str(platform.device())
+        dtype = half.get("".join(rest), "float32")
+        module, inputs = _from_folder(Path(subject), getattr(torch, dtype))
     about = {
-        "subject": subject,
-        "dtype": ", ".join(dtypes),
-        "device": str(platform.device()) if flags.hf else "the factory's",
+        "subject": f"forward and backward of {subject}",
+        "dtype": ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in module.parameters()})),
+        "device": device,
         "flags": {"module": flags.module, "hf": flags.hf},
         "versions": versions(),
     }
     say(f"tracing one forward and backward pass of {type(module).__name__}")
-    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
-    return audit_module(module, args, kwargs, about=about)
+    if isinstance(inputs, dict):
+        return audit_module(module, kwargs=inputs, about=about)
+    return audit_module(module, inputs, about=about)
 
 
-def _from_factory(text: str) -> tuple[torch.nn.Module, Any]:
+def _from_factory(text: str) -> tuple[torch.nn.Module, Sequence[object] | dict[str, Any]]:
     import torch
 
     name, _, factory = text.rpartition(":")
@@ -156,7 +169,9 @@ def _from_factory(text: str) -> tuple[torch.nn.Module, Any]:
         made = getattr(code, factory)()
     except Exception as error:
         raise ConfigError(f"--module {text}: building it failed with {type(error).__name__}: {error}") from error
-    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
+    if not isinstance(made, tuple) or len(made) != 2:
+        made = made, ()
+    module, inputs = made
     if not isinstance(module, torch.nn.Module) or not isinstance(inputs, (tuple, list, dict)):
         raise ConfigError(
             f"--module {text}: {factory}() must return a torch module, or (module, tuple or dict of inputs)"
@@ -173,10 +188,12 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dic
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise ConfigError(f"--hf {folder}: needs the package transformers; install it, or use --module") from None
-    weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
-    say(f"building {folder} in {str(dtype).removeprefix('torch.')} {'with its' if weights else 'with random'} weights")
+    whose = "random"
+    if [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
+        whose = "its"
+    say(f"building {folder} in {str(dtype).removeprefix('torch.')} with {whose} weights")
     try:
-        if weights:
+        if whose == "its":
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, trust_remote_code=False, local_files_only=True
             )
@@ -188,17 +205,3 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dic
     device = platform.device()
     tokens = torch.randint(0, model.config.vocab_size, _HF_TOKENS, device=device)
     return model.to(device).train(), {"input_ids": tokens, "labels": tokens}
-
-
-def _write(report: dict[str, Any], flags: argparse.Namespace) -> None:
-    from megatron_moe_tools.audit.report import html_report, json_report, text_report
-
-    made = {"json": json_report, "html": html_report, "text": text_report}
-    for name, make in made.items():
-        path = getattr(flags, name)
-        if path is not None:
-            replace_text(Path(path), make(report))
-    print(text_report(report) if flags.text is None else report["verdict"])
-    for path in (flags.json, flags.html, flags.text):
-        if path is not None:
-            print(f"wrote {path}")

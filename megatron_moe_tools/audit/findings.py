@@ -1,12 +1,24 @@
-"""The findings of an audit: records that add up while the tracer runs, and the dictionary that reports are made of."""
+"""The findings of an audit, which add up while the tracer runs, and the reports that are made of them.
+
+A report is a dictionary of plain values (`Audit.as_dict`), shown as text, as JSON and as one HTML file. `Widening`
+traces wide tensors back to the promotion or cast that widened them, and forward to the modules that return them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import html
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_moe_tools.audit.operations import OperationLocation
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatron_moe.platform import numerics
+from megatron_moe.precision.contract import wider_output
+from megatron_moe_tools.audit.operations import OperationLocation, dtype_name, dtype_names, floating, widest, width
 
 COUNTED = (
     "unintended_promotions",
@@ -50,7 +62,7 @@ class AuditFindings:
     """The findings of one kind; events that differ in nothing but time and bytes are counted in one finding."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[Any, ...], AuditFinding] = {}
+        self._entries: dict[tuple[object, ...], AuditFinding] = {}
 
     def add(
         self,
@@ -63,42 +75,24 @@ class AuditFindings:
         detail: str = "",
         seconds: float = 0.0,
         bytes_: int = 0,
-    ) -> AuditFinding:
-        """Count one event and return its finding."""
+    ) -> None:
+        """Count one event."""
         key = (operation, dtypes, result, location, detail)
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = AuditFinding(
-                operation,
-                dtypes,
-                result,
-                location.module,
-                location.where,
-                location.phase,
-                location.reason,
-                detail,
-                first=order,
-            )
+            entry = AuditFinding(operation, dtypes, result, **asdict(location), detail=detail, first=order)
+            self._entries[key] = entry
         entry.count += 1
         entry.seconds += seconds
         entry.bytes += bytes_
-        return entry
 
     @property
     def count(self) -> int:
         """The number of events, which is at least that of the findings."""
         return sum(entry.count for entry in self._entries.values())
 
-    def total(self, name: str, entries: Iterable[AuditFinding] | None = None) -> Any:
-        """Return the sum of a field over all entries, or over those given."""
-        return sum(getattr(entry, name) for entry in (self._entries.values() if entries is None else entries))
-
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[AuditFinding]:
         return iter(sorted(self._entries.values(), key=lambda entry: entry.first))
-
-    def as_list(self) -> list[dict[str, Any]]:
-        """Return the findings as plain values, in the order in which they happened first."""
-        return [asdict(entry) for entry in self]
 
 
 @dataclass
@@ -161,70 +155,70 @@ class Audit:
     @property
     def failed(self) -> bool:
         """Whether there is something to repair: exit status 1."""
-        found = (self.unintended_promotions, self.mixed_matmuls, self.fp32_state_violations)
-        return self.error is not None or any(findings.count for findings in found)
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of events of each kind."""
-        return {name: getattr(self, name).count for name in COUNTED}
+        found = self.unintended_promotions.count + self.mixed_matmuls.count + self.fp32_state_violations.count
+        return self.error is not None or found > 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON: counts as integers at the top level, next to their lists."""
-        counts = self.counts()
-        listed_under_its_name = ("declared_promotions", "accumulations", "low_precision_reductions")
-        lists = {
-            **{name: getattr(self, name).as_list() for name in (*listed_under_its_name, "fp32_state_violations")},
-            "unintended_promotion_list": self.unintended_promotions.as_list(),
-            "mixed_matmul_list": self.mixed_matmuls.as_list(),
-            "cast_list": self.casts.as_list(),
-            "other_conversion_list": self.other_conversions.as_list(),
-        }
-        workaround = [entry for entry in self.casts if PROCESSOR_WORKAROUND in entry.where]
+        counts = {name: getattr(self, name).count for name in COUNTED}
+        workaround: dict[str, float] = {"count": 0, "seconds": 0, "bytes": 0}
+        seconds, moved = 0.0, 0
+        for cast in self.casts:
+            seconds, moved = seconds + cast.seconds, moved + cast.bytes
+            if PROCESSOR_WORKAROUND in cast.where:
+                workaround["count"] += cast.count
+                workaround["seconds"] += cast.seconds
+                workaround["bytes"] += cast.bytes
         report = {
             **self.about,
             "failed": self.failed,
             "error": self.error,
             **{name: counts[name] for name in TOP_COUNTS},
             "counts": counts,
-            "cast_share_of_time": _share(self.casts.total("seconds"), self.kernel_seconds),
-            "cast_share_of_bytes": _share(self.casts.total("bytes"), self.kernel_bytes),
-            "casts_for_this_processor": {
-                name: self.casts.total(name, workaround) for name in ("count", "seconds", "bytes")
-            },
+            "cast_share_of_time": seconds / (self.kernel_seconds or 1.0),
+            "cast_share_of_bytes": moved / (self.kernel_bytes or 1),
+            "casts_for_this_processor": workaround,
             "operations": self.operations,
             "kernel_seconds": self.kernel_seconds,
             "kernel_bytes": self.kernel_bytes,
             "wall_seconds": self.wall_seconds,
-            "widened_modules": [asdict(entry) for entry in self.widened_modules.values()],
+            "widened_modules": list(map(asdict, self.widened_modules.values())),
             "declared_wider_modules": self.declared_wider,
-            **lists,
-            "modules": {
-                name: {
-                    "kind": entry.kind,
-                    "parameters": list(entry.parameters),
-                    "inputs": sorted(entry.inputs),
-                    "outputs": sorted(entry.outputs),
-                    "calls": entry.calls,
-                }
-                for name, entry in self.modules.items()
-            },
         }
+        for name, findings in (
+            ("declared_promotions", self.declared_promotions),
+            ("accumulations", self.accumulations),
+            ("low_precision_reductions", self.low_precision_reductions),
+            ("fp32_state_violations", self.fp32_state_violations),
+            ("unintended_promotion_list", self.unintended_promotions),
+            ("mixed_matmul_list", self.mixed_matmuls),
+            ("cast_list", self.casts),
+            ("other_conversion_list", self.other_conversions),
+        ):
+            report[name] = list(map(asdict, findings))
+        report["modules"] = {}
+        for name, entry in self.modules.items():
+            report["modules"][name] = {
+                "kind": entry.kind,
+                "parameters": list(entry.parameters),
+                "inputs": sorted(entry.inputs),
+                "outputs": sorted(entry.outputs),
+                "calls": entry.calls,
+            }
         return {"verdict": summary_line(report), **report}
 
 
 def summary_line(report: dict[str, Any]) -> str:
     """Return the overall result in one line: clean, or what is wrong and how often."""
-    counts = report["counts"]
-    words = [
-        (counts["unintended_promotions"], "unintended promotion"),
-        (counts["mixed_matmuls"], "matrix product of mixed dtypes"),
-        (counts["fp32_state_violations"], "violation of fp32 state"),
-    ]
     found = []
-    for number, what in words:
-        head, of, rest = what.partition(" of ")
+    for name, one, many in (
+        ("unintended_promotions", "unintended promotion", "unintended promotions"),
+        ("mixed_matmuls", "matrix product of mixed dtypes", "matrix products of mixed dtypes"),
+        ("fp32_state_violations", "violation of fp32 state", "violations of fp32 state"),
+    ):
+        number = report["counts"][name]
         if number:
-            found.append(f"{number:,} {what if number == 1 else f'{head}s{of}{rest}'}")
+            found.append(f"{number:,} {one if number == 1 else many}")
     if report["error"] is not None:
         found.append(f"the step failed with {report['error']['type']} in {report['error']['module'] or 'the model'}")
     if found:
@@ -232,5 +226,335 @@ def summary_line(report: dict[str, Any]) -> str:
     return "clean: no unintended promotion, no matrix product of mixed dtypes, fp32 state is fp32"
 
 
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+# ---- Wide tensors: from the operation that widened them to the modules that return them.
+
+_WIDE = 4
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The promotion or cast that made a tensor wider than its operands; `order` counts the step's operations."""
+
+    order: int
+    promotion: bool
+    operation: str
+    location: OperationLocation
+
+
+@dataclass(frozen=True)
+class _WideReturn:
+    """The return of something wide by a module, after `at` operations."""
+
+    at: int
+    module: str
+    cause: Cause | None
+
+
+def _first(causes: list[Cause]) -> Cause | None:
+    """Return the first promotion, or else the first cast."""
+    return min(causes, key=lambda cause: (not cause.promotion, cause.order), default=None)
+
+
+class Widening:
+    """A record of wide tensors, from the operation that widened them to the modules that return them.
+
+    Args:
+        audit: the audit that gets the widened modules.
+    """
+
+    def __init__(self, audit: Audit) -> None:
+        self._audit = audit
+        self._causes = WeakTensorKeyDictionary()
+        self._declared = WeakTensorKeyDictionary()
+        self._widened: list[_WideReturn] = []
+        self._parameters: dict[int, list[Tensor]] = {}
+
+    def follow(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], own: Cause | None) -> None:
+        """Record the cause of a wide result: the first promotion on its way here, or else the first cast.
+
+        A result that is rounded has none any more.
+
+        Args:
+            inputs: operands of an operation.
+            outputs: tensors that it returned or wrote.
+            own: the operation itself as a cause, if it widened something.
+        """
+        cause = _first(self._causes_of(inputs))
+        if own is not None and (cause is None or not cause.promotion):
+            cause = own
+        if cause is None:
+            return
+        for tensor in floating(outputs):
+            if width(tensor.dtype) >= _WIDE:
+                self._causes[tensor] = cause
+
+    def _causes_of(self, tensors: Sequence[Tensor]) -> list[Cause]:
+        if not self._causes:
+            return []
+        return [self._causes[tensor] for tensor in tensors if tensor in self._causes]
+
+    def origin(self, operands: Sequence[Tensor]) -> str:
+        """Return words on where the widest operand was widened, if an operation of this step did it; else ""."""
+        tensor = max(operands, key=lambda operand: width(operand.dtype))
+        cause: Cause | None = self._causes.get(tensor)
+        if cause is None:
+            return ""
+        verb = "promoted" if cause.promotion else "cast"
+        module = cause.location.module or "(the model)"
+        return f"{dtype_name(tensor.dtype)} since {cause.location.where} ({verb} there, module {module})"
+
+    def check(
+        self, module: torch.nn.Module, name: str, received: Sequence[Tensor], returned: Sequence[Tensor], begin: int
+    ) -> None:
+        """Record a module whose floating output is wider than every floating input and parameter.
+
+        Args:
+            module: the module.
+            name: its qualified name.
+            received: tensors that its forward got.
+            returned: tensors that its forward returned.
+            begin: number of operations that had run when it was called.
+        """
+        inputs = floating(received)
+        parameters = self._parameters.get(id(module))
+        if parameters is None:
+            parameters = self._parameters[id(module)] = floating(module.parameters())
+        known = widest((*inputs, *parameters))
+        wide = [tensor for tensor in floating(returned) if 0 < known < width(tensor.dtype)]
+        if not wide:
+            return
+        reason = wider_output(module)
+        if reason is None and all(map(self._declared.__contains__, wide)):
+            reason = "passes on the output of a module that declares it"
+        if reason is not None:
+            self._audit.declared_wider[name] = reason
+            self._declared.update(dict.fromkeys(wide, True))
+            return
+        since, causes = [one for one in self._widened if one.at > begin], self._causes_of(wide)
+        if not (inputs or since or causes):
+            return  # made here of numbers that were not narrow before, such as a table of positions
+        cause = _first(causes)
+        caused_by, operation, where = "?", "?", "?"
+        if cause is not None:
+            caused_by = "promotion" if cause.promotion else "cast"
+            operation, where = cause.operation, cause.location.where
+        entry = Widened(
+            module=name,
+            kind=type(module).__qualname__,
+            input=dtype_names(inputs),
+            parameters=dtype_names(parameters),
+            output=dtype_name(wide[0].dtype),
+            caused_by=caused_by,
+            operation=operation,
+            where=where,
+            taken_over_from=next((one.module for one in since if one.cause is cause), None),
+        )
+        known_entry = self._audit.widened_modules.setdefault((name, entry.output, where), entry)
+        known_entry.count += known_entry is not entry
+        self._widened.append(_WideReturn(self._audit.operations, name, cause))
+
+
+# ---- Reports.
+
+_FINDING = ("count", "operation", "dtypes", "result", "module", "where", "phase", "detail")
+
+# Heading, key of the list, columns, and what a reader needs to know of it.
+_TABLES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
+    (
+        "Unintended promotions",
+        "unintended_promotion_list",
+        _FINDING,
+        "operands of different dtypes that torch widened, in code that does not declare it",
+    ),
+    ("Matrix products of mixed dtypes", "mixed_matmul_list", _FINDING, "torch refuses them, or a kernel casts"),
+    (
+        "Widened modules",
+        "widened_modules",
+        (
+            "count",
+            "module",
+            "kind",
+            "input",
+            "parameters",
+            "output",
+            "caused_by",
+            "operation",
+            "where",
+            "taken_over_from",
+        ),
+        "output wider than input and parameters; `where` is the first promotion or cast that caused it",
+    ),
+    (
+        "Violations of fp32 state",
+        "fp32_state_violations",
+        _FINDING,
+        "tensors declared as fp32, seen in less; switches of another value",
+    ),
+    (
+        "Low-precision reductions",
+        "low_precision_reductions",
+        _FINDING,
+        "'result rounded': added in fp32 inside the kernel, rounded once; the others add in it",
+    ),
+    (
+        "Casts",
+        "cast_list",
+        ("count", "dtypes", "bytes", "seconds", "operation", "module", "where", "phase"),
+        "between floating dtypes; slowest first",
+    ),
+    ("Declared promotions", "declared_promotions", (*_FINDING[:-1], "reason"), "mixed on purpose, with the reason"),
+    (
+        "Accumulations",
+        "accumulations",
+        ("count", "operation", "dtypes", "module", "where", "phase"),
+        "in place into the widest operand: no promotion",
+    ),
+)
+_MODULE_COLUMNS = ("module", "kind", "calls", "inputs", "parameters", "outputs")
+_TEXT_ROWS = 40
+_WIDEST_CELL = 72
+
+
+def json_report(report: dict[str, Any]) -> str:
+    """Return the report as indented JSON."""
+    return json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
+
+
+def text_report(report: dict[str, Any]) -> str:
+    """Return the report as text for a terminal: the overall result, the figures, then every table that has rows."""
+    lines = [report["verdict"], ""]
+    for name, value in _figures(report):
+        lines.append(f"{name:<22} {value}")
+    error = report["error"]
+    if error is not None:
+        lines += ["", f"the step failed: {error['type']}: {error['message']}"]
+        lines.append(f"  in module {error['module'] or '(the model)'}, {error['where']}; what follows is until then")
+    for heading, note, columns, rows in _tables(report):
+        of_modules = columns is _MODULE_COLUMNS
+        if not rows and not of_modules:
+            continue
+        shown = [columns, *rows]
+        if not of_modules:
+            shown = shown[: _TEXT_ROWS + 1]
+        widths = [min(_WIDEST_CELL, max(map(len, column))) for column in zip(*shown)]
+        lines += ["", f"{heading} ({note})"]
+        for row in shown:
+            lines.append("  " + "  ".join(map(str.ljust, row, widths)).rstrip())
+        if len(shown) <= len(rows):
+            lines.append(f"  ... and {len(rows) + 1 - len(shown)} more rows in the JSON report")
+    return "\n".join(lines) + "\n"
+
+
+def html_report(report: dict[str, Any]) -> str:
+    """Return the report as one HTML file that loads nothing else; a click on a column's head sorts by it."""
+    kind = "bad" if report["failed"] else "good"
+    parts = [_HEAD, f'<h1 class="{kind}">{html.escape(report["verdict"])}</h1>', "<dl>"]
+    for name, value in _figures(report):
+        parts.append(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>")
+    parts.append("</dl>")
+    error = report["error"]
+    if error is not None:
+        parts.append(
+            f"<p class=bad>The step failed in module {html.escape(error['module'] or '(the model)')}, "
+            f"{html.escape(error['where'])}:</p><pre>{html.escape(error['type'] + ': ' + error['message'])}</pre>"
+        )
+    for heading, note, columns, rows in _tables(report):
+        title = f"<h2>{html.escape(heading)} <small>{html.escape(note)}</small></h2>"
+        if not rows:
+            parts.append(f"{title}<p>none</p>")
+            continue
+        body = "\n".join(f"<tr>{_cells('td', row)}</tr>" for row in rows)
+        head = f"<table><thead><tr>{_cells('th', columns)}</tr></thead><tbody>"
+        parts.append(f"{title}{head}\n{body}\n</tbody></table>")
+    flags = json.dumps({"flags": report.get("flags"), "versions": report.get("versions")}, indent=2, default=str)
+    parts += [f"<h2>Flags and versions</h2><pre>{html.escape(flags)}</pre>", _SCRIPT, "</body></html>", ""]
+    return "\n".join(parts)
+
+
+def _cells(tag: str, row: Sequence[str]) -> str:
+    return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+
+
+def _figures(report: dict[str, Any]) -> list[tuple[str, str]]:
+    casts, local = report["counts"]["casts"], report["casts_for_this_processor"]
+    figures = [
+        ("traced", f"{report.get('subject', '?')}, {report.get('dtype', '?')} on {report.get('device', '?')}"),
+        ("operations", f"{report['operations']:,} in {report['wall_seconds']:.2f} s with the tracer"),
+        ("time in kernels", f"{report['kernel_seconds']:.3f} s"),
+        (
+            "casts",
+            f"{casts:,}: {report['cast_share_of_time']:.1%} of the kernels' time, "
+            f"{report['cast_share_of_bytes']:.1%} of the bytes they move",
+        ),
+    ]
+    if local["count"]:
+        figures.append(
+            ("of these", f"{local['count']:,} on this rank only because this processor has no half-precision products")
+        )
+    loose = [f"{name} {report['switches'][name]}" for name in numerics.differing(report["switches"])]
+    figures.append(("beneath the dtypes", ", ".join(loose) or "half-precision products add in fp32, no TF32"))
+    for name in (
+        "unintended_promotions",
+        "mixed_matmuls",
+        "fp32_state_violations",
+        "low_precision_reductions",
+        "declared_promotions",
+    ):
+        figures.append((name.replace("_", " "), f"{report['counts'][name]:,}"))
+    if report.get("ranks", 1) > 1:
+        ranks = f"{report['ranks']}: counts and findings are all ranks', modules, casts and times rank 0's"
+        figures.append(("ranks", ranks))
+    if report.get("step_committed") is False:
+        figures.append(("note", "the step was skipped (overflow): the optimizer's update was not traced"))
+    return figures
+
+
+def _tables(report: dict[str, Any]) -> Iterator[tuple[str, str, Sequence[str], list[list[str]]]]:
+    """Yield heading, note, columns and rows of every table; the last one is that of the modules."""
+    for heading, key, columns, note in _TABLES:
+        entries = report[key]
+        if key == "cast_list":
+            entries = sorted(entries, key=lambda entry: -entry["seconds"])
+        yield heading, note, columns, [[_cell(name, entry.get(name)) for name in columns] for entry in entries]
+    modules = []
+    for name, one in report["modules"].items():
+        row = [_cell("module", name), one["kind"], str(one["calls"])]
+        modules.append([*row, *map(", ".join, (one["inputs"], one["parameters"], one["outputs"]))])
+    yield "Modules", "dtypes in, of parameters, out", _MODULE_COLUMNS, modules
+
+
+def _cell(name: str, value: object) -> str:
+    if value is None:
+        return ""
+    if name == "module" and value == "":
+        return "(the model)"
+    return f"{value:.6f}" if name == "seconds" else str(value)
+
+
+_HEAD = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>Precision audit</title>
+<style>
+body { font: 14px/1.45 system-ui, sans-serif; margin: 2em; color: #1c1c1c; background: #fff }
+h1 { font-size: 1.3em; padding: .6em .8em; border-left: 6px solid } h2 { font-size: 1.1em; margin-top: 2em }
+small { font-weight: normal; color: #666 } .good { border-color: #2a7d3f; background: #eef7f0 }
+.bad { border-color: #b3261e; background: #fcefee } dl { display: grid; grid-template-columns: max-content 1fr }
+dt { padding-right: 1.5em; color: #555 } dd { margin: 0 } pre { white-space: pre-wrap }
+table { border-collapse: collapse; font-size: 13px } th { cursor: pointer; text-align: left; background: #f0f0f0 }
+th, td { border: 1px solid #ddd; padding: .2em .5em; vertical-align: top } td { overflow-wrap: anywhere }
+</style></head><body>"""
+
+_SCRIPT = """<script>
+document.querySelectorAll("th").forEach(function (head) {
+  head.addEventListener("click", function () {
+    var body = head.closest("table").tBodies[0], column = head.cellIndex, down = head.dataset.down !== "yes";
+    var key = function (row) { return row.cells[column].textContent; };
+    var rows = Array.from(body.rows).sort(function (a, b) {
+      var x = Number(key(a)), y = Number(key(b));
+      var order = isNaN(x) || isNaN(y) ? key(a).localeCompare(key(b)) : x - y;
+      return down ? -order : order;
+    });
+    head.dataset.down = down ? "yes" : "no";
+    rows.forEach(function (row) { body.appendChild(row); });
+  });
+});
+</script>"""

@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -88,20 +88,20 @@ def describe(func: Any) -> Operation:
     schema = func._schema
     namespace, base = schema.name.split("::")
     arguments = schema.arguments
-    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-    statistics = [
-        i
-        for i, a in enumerate(arguments)
-        if a.name in _OWN_STATISTICS
-        and base.startswith(("native_", "_", "cudnn_", "batch_norm", "miopen_", "nll_loss"))
-    ]
+    saves = base.startswith(("native_", "_", "cudnn_", "batch_norm", "miopen_", "nll_loss"))
+    written, statistics = {}, {}
+    for position, argument in enumerate(arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written[position] = argument.name
+        if saves and argument.name in _OWN_STATISTICS:
+            statistics[position] = argument.name
     return Operation(
         name=f"{namespace}.{base}",
         base=base,
         statistics=frozenset(statistics),
-        statistics_names=frozenset(arguments[i].name for i in statistics),
+        statistics_names=frozenset(statistics.values()),
         written=tuple(written),
-        written_names=tuple(arguments[i].name for i in written),
+        written_names=tuple(written.values()),
         returns_view=not written and any(r.alias_info is not None for r in schema.returns),
         listed=base.startswith(("_foreach_", "_fused_", "_amp_foreach")),
         matmul=namespace == "aten" and base in _MATMULS,
@@ -116,38 +116,68 @@ def tensors_in(value: Any) -> list[Tensor]:
     Tensors of a sparse layout are left out: here they are the zeros that stand for an added gradient.
     """
     if isinstance(value, Tensor):
-        return [value] if value.layout == torch.strided else []
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
+        return [value] * (value.layout == torch.strided)
     if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    return []
+        value = list(value.values())
+    found: list[Tensor] = []
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            found += tensors_in(item)
+    return found
+
+
+def floating(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors of a floating-point dtype."""
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+
+def dtypes_of(tensors: Iterable[Tensor]) -> set[torch.dtype]:
+    """Return the tensors' dtypes."""
+    return {tensor.dtype for tensor in tensors}
+
+
+def widest(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the widest of the tensors' dtypes; 0 without a tensor."""
+    return max(map(width, dtypes_of(tensors)), default=0)
 
 
 def operand_groups(op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[Tensor]]:
     """Return the floating-point operands that are combined with each other, without a kernel's own saved statistics."""
     if op.listed:
-        lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
-        members = [tensors_in(value) for value in lists]
-        length = max((len(member) for member in members), default=0)
-        return [
-            [member[i] for member in members if len(member) == length and member[i].is_floating_point()]
-            for i in range(length)
-        ]
+        members = []
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, (list, tuple)):
+                members.append(tensors_in(value))
+        length = max(map(len, members), default=0)
+        return list(map(floating, zip(*(member for member in members if len(member) == length))))
     values = [value for i, value in enumerate(args) if i not in op.statistics]
-    values += [value for name, value in kwargs.items() if name not in op.statistics_names]
-    return [[tensor for tensor in tensors_in(values) if tensor.is_floating_point()]]
+    for name, value in kwargs.items():
+        if name not in op.statistics_names:
+            values.append(value)
+    return [floating(tensors_in(values))]
 
 
-def deciding_operands(operands: Sequence[Tensor]) -> list[Tensor]:
-    """Return the operands whose dtype decides the result's: those with dimensions, or all if none has any."""
-    return [tensor for tensor in operands if tensor.dim() > 0] or list(operands)
+def mixed_operands(op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[Tensor]]:
+    """Return the operands of different dtypes that are combined with each other.
+
+    The dtype of the result is decided by operands with dimensions; those without count if there are no others.
+    """
+    mixed = []
+    for operands in operand_groups(op, args, kwargs):
+        deciding = [tensor for tensor in operands if tensor.dim() > 0] or operands
+        if len(dtypes_of(deciding)) > 1:
+            mixed.append(deciding)
+    return mixed
 
 
 def written_tensors(op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that the operation writes to."""
-    found = [args[i] for i in op.written if i < len(args)]
-    found += [kwargs[name] for name in op.written_names if name in kwargs]
+    found = []
+    for position, name in zip(op.written, op.written_names):
+        if position < len(args):
+            found.append(args[position])
+        elif name in kwargs:
+            found.append(kwargs[name])
     return tensors_in(found)
 
 
@@ -155,12 +185,12 @@ def low_precision_reduction(
     op: Operation, inputs: Sequence[Tensor], outputs: Sequence[Tensor], args: Sequence[Any]
 ) -> str:
     """Return how a reduction loses precision, e.g. "result rounded" or "may round every addition"; "" if it doesn't."""
-    floats = [tensor for tensor in inputs if tensor.is_floating_point()]
+    floats = floating(inputs)
     if not floats or floats[0].dtype not in LOW_PRECISION:
         return ""
-    if op.communicates:
-        return "summed over ranks" if op.base in _COLLECTIVES else ""
-    if not any(tensor.dtype in LOW_PRECISION for tensor in outputs):
+    if op.communicates and op.base in _COLLECTIVES:
+        return "summed over ranks"
+    if op.communicates or dtypes_of(outputs).isdisjoint(LOW_PRECISION):
         return ""
     if op.base in _ROUNDED:
         return "result rounded"
@@ -189,7 +219,7 @@ def width(dtype: torch.dtype) -> int:
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
-_TRACER_FILES = frozenset(_HERE + name for name in ("tracer.py", "operations.py", "step.py"))
+_TRACER_FILES = frozenset(_HERE + name for name in ("operations.py", "step.py"))
 _ENGINE_RUN = "_engine_run_backward"
 _MODULE_CALL = ("_call_impl", "_wrapped_call_impl")
 UNKNOWN = "?"
@@ -219,17 +249,12 @@ class LocationFinder:
     operation that made their autograd node, identified by its sequence number.
 
     Args:
-        name_of: returns the qualified name of a module, None for a module that is not part of the traced model.
-        owner_of: returns the name of the module that holds a parameter, None for another tensor.
+        names: id of a module of the traced model -> its qualified name.
+        owners: id of a parameter -> name of the module that holds it.
     """
 
-    def __init__(
-        self,
-        name_of: Callable[[torch.nn.Module], str | None],
-        owner_of: Callable[[torch.Tensor], str | None],
-    ) -> None:
-        self._name_of = name_of
-        self._owner_of = owner_of
+    def __init__(self, names: dict[int, str], owners: dict[int, str]) -> None:
+        self._names, self._owners = names, owners
         self._nodes: dict[tuple[int, int], OperationLocation] = {}
         self._main_thread = threading.get_ident()
         self._declared: dict[CodeType, str | None] = {}
@@ -237,9 +262,11 @@ class LocationFinder:
 
     def current(self) -> OperationLocation:
         """Return the location of the operation that is being dispatched."""
-        backward = torch._C._current_graph_task_id() != -1
-        location = self._from_frames(sys._getframe(2), "backward" if backward else "forward")
-        if backward and UNKNOWN in (location.module, location.where):
+        phase = "forward"
+        if torch._C._current_graph_task_id() != -1:
+            phase = "backward"
+        location = self._from_frames(sys._getframe(2), phase)
+        if phase == "backward" and UNKNOWN in (location.module, location.where):
             location = self._from_node(location)
         thread = threading.get_ident()
         # The node of an operation is made just before it is dispatched; a later operation without a node of its own
@@ -249,7 +276,9 @@ class LocationFinder:
 
     def gradient_accumulation(self) -> bool:
         """Return whether the current operation adds to a parameter's `.grad`."""
-        node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        node = torch._C._current_autograd_node()
         return node is not None and node.name().endswith("AccumulateGrad")
 
     def error_location(self, trace: TracebackType | None) -> OperationLocation:
@@ -259,12 +288,14 @@ class LocationFinder:
             frame = trace.tb_frame
             if not self._is_internal(frame.f_code):
                 where = source_line(frame.f_code.co_filename, trace.tb_lineno)
-            module = next((name for name in [self._module_of(frame)] if name is not None), module)
+            name = self._module_of(frame)
+            if name is not None:
+                module = name
             trace = trace.tb_next
         return OperationLocation(module, where, "forward")
 
     def _from_frames(self, frame: FrameType | None, phase: str) -> OperationLocation:
-        where, reason, module, open_scope = UNKNOWN, None, None, True
+        where, reason, module, open_scope = UNKNOWN, None, UNKNOWN, True
         while frame is not None:
             code = frame.f_code
             if code.co_name == _ENGINE_RUN:
@@ -277,12 +308,14 @@ class LocationFinder:
                 if code not in self._declared:
                     self._declared[code] = declaration(code)
                 reason = self._declared[code]
-            if module is None:
-                module = self._module_of(frame)
-            if module is not None and where != UNKNOWN and not open_scope:
+            if module == UNKNOWN:
+                name = self._module_of(frame)
+                if name is not None:
+                    module = name
+            if module != UNKNOWN and where != UNKNOWN and not open_scope:
                 break
             frame = frame.f_back
-        return OperationLocation(UNKNOWN if module is None else module, where, phase, reason)
+        return OperationLocation(module, where, phase, reason)
 
     def _from_node(self, location: OperationLocation) -> OperationLocation:
         """Return `location` with what frames do not say taken from the current autograd node's forward operation."""
@@ -291,26 +324,33 @@ class LocationFinder:
             return location
         variable = getattr(node, "variable", None)
         if variable is not None:
-            owner = self._owner_of(variable)
-            made = OperationLocation(UNKNOWN if owner is None else owner, "gradient accumulation", "backward")
+            owner = self._owners.get(id(variable), UNKNOWN)
+            made = OperationLocation(owner, "gradient accumulation", "backward")
         else:
-            number = node._sequence_nr()
+            number, found = node._sequence_nr(), {}
             # Recomputation on a device thread counts its nodes anew; candidates that disagree are not used.
-            threads = {self._main_thread, threading.get_ident()}
-            found = {self._nodes[thread, number] for thread in threads if (thread, number) in self._nodes}
-            if len({(one.module, one.where) for one in found}) != 1:
+            for thread in (self._main_thread, threading.get_ident()):
+                if (thread, number) in self._nodes:
+                    candidate = self._nodes[thread, number]
+                    found[candidate.module, candidate.where] = candidate
+            if len(found) != 1:
                 return location
-            made = found.pop()
-        if location.where != UNKNOWN:  # Python code of a backward: its own line and declaration, its forward's module
-            return replace(location, module=made.module if location.module == UNKNOWN else location.module)
-        return replace(made, phase="backward")
+            (made,) = found.values()
+        if location.where == UNKNOWN:
+            return replace(made, phase="backward")
+        # Python code of a backward: its own line and declaration, its forward's module
+        if location.module == UNKNOWN:
+            return replace(location, module=made.module)
+        return location
 
     def _module_of(self, frame: FrameType) -> str | None:
         code = frame.f_code
         if not code.co_argcount or code.co_varnames[0] != "self":
             return None
         owner = frame.f_locals.get("self")
-        return self._name_of(owner) if isinstance(owner, torch.nn.Module) else None
+        if not isinstance(owner, torch.nn.Module):
+            return None
+        return self._names.get(id(owner))
 
     def _is_internal(self, code: CodeType) -> bool:
         """Return whether the code is torch's or the tracer's own, which is not where an operation was asked for."""

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_moe_tools.inspect.cli import main as inspect
+from megatron_moe_tools.inspect import main as inspect
 from tests.checkpoint.payloads import NOT_READ_BY_LOAD, PAYLOADS, plant, read_without_protection
 from tests.helpers.rows import rows
 from tests.helpers.trained_steps import SMALL, trained

@@ -103,7 +103,7 @@ def test_with_cuda_activations_are_offloaded_without_a_change_to_the_numbers(cud
 def verified(cuda: RankParent, folder: Path, *flags: str) -> str:
     """Replay the recorded steps as the one rank of a launched world; return the last line."""
     launched = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    target = "megatron_moe_tools.verify_resume.cli:main"
+    target = "megatron_moe_tools.verify_resume:main"
     return printed(cuda, target, ["steps", *flags], folder, **launched).splitlines()[-1]
 
 

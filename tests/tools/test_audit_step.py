@@ -15,8 +15,7 @@ from torch.nn.modules import module as hooks
 from megatron_moe.platform import numerics
 from megatron_moe.precision.contract import mixes_dtypes, returns_wider
 from megatron_moe.precision.fp32_state import Fp32State
-from megatron_moe_tools.audit.findings import Audit
-from megatron_moe_tools.audit.report import html_report, json_report, text_report
+from megatron_moe_tools.audit.findings import Audit, html_report, json_report, text_report
 from megatron_moe_tools.audit.step import audit_module
 from tests.tools import planted_deepseek_fault as planted
 

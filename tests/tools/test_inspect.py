@@ -14,10 +14,9 @@ import torch
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint import lock as writer_lock
 from megatron_moe.io.files import new_file
+from megatron_moe_tools import inspect as tool
 from megatron_moe_tools.convert.native import DataFile, data_name, write_index
-from megatron_moe_tools.inspect import steps
-from megatron_moe_tools.inspect import tensors as inspect_tensors
-from megatron_moe_tools.inspect.cli import main
+from megatron_moe_tools.inspect import main
 from tests.checkpoint.checkpoint_steps import contents, make_step, put_step, seal, tensors_of
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +142,7 @@ def test_boxes_of_differently_split_tensors_meet(tmp_path):
     """Rows split over two ranks against columns split over two: the same boxes are cut out of both."""
     value = torch.arange(24.0).reshape(4, 6)
 
-    def step(name: str, content: torch.Tensor, dim: int) -> inspect_tensors.StepReader:
+    def step(name: str, content: torch.Tensor, dim: int) -> tool.StepReader:
         target = tmp_path / name
         target.mkdir()
         with new_file(target / data_name(0)) as file:
@@ -152,11 +151,11 @@ def test_boxes_of_differently_split_tensors_meet(tmp_path):
                 data.add("x", start, piece)
         index = write_index(target, {"x": ("float32", (4, 6))}, data.parts, ())
         manifest.write(target, 50, {data_name(0): file.entry(), ".metadata": index})
-        return inspect_tensors.opened(target)
+        return tool.opened(target)
 
     rows = step("rows", value, 0)
-    assert inspect_tensors.diff(rows, step("columns", value, 1), "x") == {"key": "x", "equal": True}
-    found = inspect_tensors.diff(rows, step("zeros", torch.zeros(4, 6), 1), "x")
+    assert tool.diff(rows, step("columns", value, 1), "x") == {"key": "x", "equal": True}
+    found = tool.diff(rows, step("zeros", torch.zeros(4, 6), 1), "x")
     assert (found["different"], found["max_difference"]) == (23, 23.0)
 
 
@@ -215,16 +214,16 @@ def test_a_folder_that_a_job_writes_to_is_not_pruned(inspect, root):
 
 
 def test_progress_is_told_while_much_is_read(root, monkeypatch):
-    monkeypatch.setattr(steps, "_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(tool, "_BETWEEN_LINES", 0.0)
     lines: list[str] = []
-    assert steps.damage(root / "iter_0000150", lines.append) is None
+    assert tool.damage(root / "iter_0000150", lines.append) is None
     assert lines and "iter_0000150: " in lines[0] and "s left" in lines[0]
 
 
 def test_all_but_reading_tensors_works_without_torch_and_the_engine(root):
     program = (
         "import sys\n"
-        "from megatron_moe_tools.inspect.cli import main\n"
+        "from megatron_moe_tools.inspect import main\n"
         "commands = [['list'], ['config'], ['verify'], ['prune', '--keep-last', '1', '--dry-run']]\n"
         f"status = max(main([*command, {str(root)!r}]) for command in commands)\n"
         "print([name for name in ('torch', 'numpy', 'megatron.core') if name in sys.modules], file=sys.stderr)\n"

@@ -15,9 +15,14 @@ from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.io.files import write_json
 from megatron_moe.io.program import USER_ERROR
 from megatron_moe.io.source_version import source_version
-from megatron_moe_tools.verify_resume import cli
-from megatron_moe_tools.verify_resume.cli import report_lines
-from megatron_moe_tools.verify_resume.replay import arithmetic_differences, compare, plan_replay, version_differences
+from megatron_moe_tools import verify_resume as tool
+from megatron_moe_tools.verify_resume import (
+    arithmetic_differences,
+    compare,
+    plan_replay,
+    report_lines,
+    version_differences,
+)
 from tests.checkpoint import reshard_cases as cases
 
 RUN = replace(Run(), mock_data=True, vocab_size=99, train_iters=9, micro_batch_size=2, save="x", metrics_file="m.jsonl")
@@ -172,9 +177,9 @@ def test_recorded_steps_are_replayed_to_the_bit_and_a_wrong_bit_is_found(gloo, t
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     replays = []
-    replay = cli.records_of
-    monkeypatch.setattr(cli, "records_of", lambda *given: replays.append(replay(*given)) or replays[-1])
-    assert cli.main([str(save), "--json", str(report)]) == cli.EQUAL
+    replay = tool.records_of
+    monkeypatch.setattr(tool, "records_of", lambda *given: replays.append(replay(*given)) or replays[-1])
+    assert tool.main([str(save), "--json", str(report)]) == tool.EQUAL
     assert "2 steps after step 2, compared to the bit: all agree" in capsys.readouterr().out
     told = json.loads(report.read_text())
     assert told["agrees"] and told["to_the_bit"] and [step["iteration"] for step in told["steps"]] == [3, 4]
@@ -182,9 +187,9 @@ def test_recorded_steps_are_replayed_to_the_bit_and_a_wrong_bit_is_found(gloo, t
 
     off = dict(replays[0][1])
     off["loss_hex"] = math.nextafter(float.fromhex(off["loss_hex"]), 0.0).hex()
-    monkeypatch.setattr(cli, "records_of", lambda *given: [replays[0][0], off])
-    assert cli.main([str(save)]) == cli.DIFFERENT
+    monkeypatch.setattr(tool, "records_of", lambda *given: [replays[0][0], off])
+    assert tool.main([str(save)]) == tool.DIFFERENT
     assert "WRONG: loss" in capsys.readouterr().out
     # a flag that the run would refuse is refused before anything starts
     for words in ([tmp_path / "none"], [save, "--steps", 0], [save, "--moe-router-topk", 99], [save, "--no-such-flag"]):
-        assert cli.main([*map(str, words)]) == USER_ERROR
+        assert tool.main([*map(str, words)]) == USER_ERROR
