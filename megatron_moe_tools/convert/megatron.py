@@ -35,6 +35,7 @@ from megatron_moe_tools.convert.pipeline import (
 )
 from megatron_moe_tools.megatron_lm import names, settings
 from megatron_moe_tools.megatron_lm.checkpoint import (
+    LegacyTorch,
     MegatronCheckpoint,
     Part,
     Progress,
@@ -42,7 +43,6 @@ from megatron_moe_tools.megatron_lm.checkpoint import (
     require_complete,
     tensors_of,
 )
-from megatron_moe_tools.megatron_lm.legacy import LegacyTorch
 from megatron_moe_tools.models.source import ModelSource
 
 _EXPERTS = (".experts.weight1", ".experts.weight2")

@@ -22,8 +22,7 @@ from megatron_moe.config.fields import Field, all_fields, from_file
 from megatron_moe.config.rules import check_model
 from megatron_moe.config.rules.model import YARN_FIELDS
 from megatron_moe.config.schema import Run, build, flatten
-from megatron_moe_tools.compat import megatron_defaults, megatron_flags
-from megatron_moe_tools.compat.megatron_ignored import as_megatron_reads
+from megatron_moe_tools.compat import megatron_flags, megatron_settings
 from megatron_moe_tools.megatron_lm.checkpoint import Contents, MegatronCheckpoint, Progress
 
 _ALSO_TAKEN = ("seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "mtp_loss_scaling_factor")
@@ -111,8 +110,8 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
     flat |= {**given, "padded_vocab_size": rows}
     missing = [name for name in architecture_keys() if name not in given and args.keys().isdisjoint(_names(name))]
     closed = frozenset(name for name, field in fields.items() if field.section not in ("model", "moe"))
-    flat, _ = megatron_defaults.taken(flat, closed)
-    flat, ignored = as_megatron_reads(flat)
+    flat, _ = megatron_settings.taken(flat, closed)
+    flat, ignored = megatron_settings.as_megatron_reads(flat)
     run = build(
         {
             name: value
