@@ -15,7 +15,7 @@ import re
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +128,11 @@ class MegatronCheckpoint(ABC):
     @property
     def progress(self) -> Progress:
         """How far the run had come."""
-        numbers = [self.common.get("iteration"), self.args.get("consumed_train_samples")]
-        iteration, samples = (number if type(number) is int and number >= 0 else 0 for number in numbers)
-        return Progress(iteration, samples)
+        counts = [0, 0]
+        for at, number in enumerate((self.common.get("iteration"), self.args.get("consumed_train_samples"))):
+            if type(number) is int and number >= 0:
+                counts[at] = number
+        return Progress(*counts)
 
 
 def require_complete(
@@ -146,16 +148,14 @@ def require_complete(
     """
     wanted = dict(shapes)
     if with_optimizer:
-        wanted |= {
-            key: shapes[names.weight_of(key)] for key in sorted(contents.parts) if names.weight_of(key) in shapes
-        }
+        for key in sorted(contents.parts):
+            if names.weight_of(key) in shapes:
+                wanted[key] = shapes[names.weight_of(key)]
     wrong = [*contents.wrong]
     wrong += [f"missing: {key}" for key in wanted if key not in contents.parts]
-    wrong += [
-        f"the model of its arguments has no {key} ({contents.parts[key][0].name})"
-        for key in sorted(contents.parts.keys() - wanted.keys())
-        if with_optimizer or not key.startswith("optimizer.")
-    ]
+    for key in sorted(contents.parts.keys() - wanted.keys()):
+        if with_optimizer or not key.startswith("optimizer."):
+            wrong.append(f"the model of its arguments has no {key} ({contents.parts[key][0].name})")
     for key in wanted.keys() & contents.parts.keys():
         wrong += _defects(key, contents.parts[key], wanted[key])
     if wrong:
@@ -166,15 +166,15 @@ def require_complete(
 
 
 def _defects(key: str, parts: list[Part], shape: Shape) -> list[str]:
-    boxes = [index.TensorPart(part.start, part.shape, index.StoredBytes("", 0, 0)) for part in parts]
-    outside = [
-        f"{part.name}: {list(part.shape)} from {list(part.start)} on is not within {key}, which has {list(shape)}"
-        for part in parts
-        if len(part.shape) != len(shape) or any(a + n > b for a, n, b in zip(part.start, part.shape, shape))
-    ]
+    boxes, outside, filled = [], [], 0
+    for part in parts:
+        boxes.append(index.TensorPart(part.start, part.shape, StoredBytes("", 0, 0)))
+        filled += math.prod(part.shape)
+        if len(part.shape) != len(shape) or any(a + n > b for a, n, b in zip(part.start, part.shape, shape)):
+            box = f"{list(part.shape)} from {list(part.start)} on"
+            outside.append(f"{part.name}: {box} is not within {key}, which has {list(shape)}")
     if outside:
         return outside
-    filled = sum(math.prod(part.shape) for part in parts)
     if filled != math.prod(shape) or index.overlap(boxes):
         return [f"{key}: {filled} of {math.prod(shape)} elements in {len(parts)} parts, each to be there once"]
     return []
@@ -238,15 +238,6 @@ def read_archive(path: Path) -> Any:
         UntrustedError: the file is damaged, or names something that has no place in a checkpoint.
     """
     return _read(path, path.name, mmap=True)
-
-
-def read_archive_bytes(data: bytes, name: str) -> Any:
-    """Return what bytes of torch.save hold; `name` names them in a message.
-
-    Raises:
-        UntrustedError: they are damaged, or name something that has no place in a checkpoint.
-    """
-    return _read(io.BytesIO(data), name, mmap=False)
 
 
 def require_intact(file: Any, name: str) -> None:
@@ -320,8 +311,9 @@ class TorchDist(MegatronCheckpoint):
         elif (place := self._index.values.get(_COMMON_VALUE)) is not None:
             with open(self.path / place.file, "rb") as file:
                 file.seek(place.offset)
-                content = read_archive_bytes(file.read(place.length), f"{_COMMON_VALUE} in {place.file}")
-            content = content[0] if isinstance(content, list) and len(content) == 1 else content
+                content = _read(io.BytesIO(file.read(place.length)), f"{_COMMON_VALUE} in {place.file}", mmap=False)
+            if isinstance(content, list) and len(content) == 1:
+                content = content[0]
         else:
             raise UntrustedError(f"it has neither {pickles.COMMON} nor {_COMMON_VALUE}")
         if not isinstance(content, dict):
@@ -348,10 +340,14 @@ class TorchDist(MegatronCheckpoint):
 
     def _add(self, result: Contents, stored: str, shapes: Mapping[str, Shape]) -> None:
         name, tensor = names.ours(stored), self._index.tensors[stored]
-        layers: list[int | None] = [*range(tensor.shape[0])] if name.stacked and tensor.shape else [None]
-        for layer in layers:
-            key = name.key if layer is None else name.key.replace("{}", str(layer))
-            at: Shape = () if layer is None else (layer,)
+        places: list[Shape] = [()]
+        if name.stacked and tensor.shape:
+            places = [(layer,) for layer in range(tensor.shape[0])]
+        for at in places:
+            layer = at[0] if at else None
+            key = name.key
+            if at:
+                key = key.replace("{}", str(layer))
             whole = shapes.get(key)
             box = tensor.shape[len(at) :]
             if whole is None:
@@ -364,7 +360,7 @@ class TorchDist(MegatronCheckpoint):
                 wanted = f"{key} of the model has {list(whole)}"
                 result.wrong.append(f"{stored}: {list(box)} does not fit: {wanted}")
                 continue
-            full = key if name.state is None else f"optimizer.state.{name.state}.{key}"
+            full = replace(name, key=key).full_key
             for within, start, shape in _boxes(name, box, whole):
                 result.add(full, self._part(stored, (*at, *within), start, shape, box))
 
@@ -390,8 +386,10 @@ class TorchDist(MegatronCheckpoint):
             self._require_intact(stored)
             return self._reader.read(stored, first, extent).reshape(shape)
 
-        shown = f"{stored}[{', '.join(map(str, at))}]" if at else stored
-        return Part(shown, start if start else (0,) * len(shape), shape, tensor.dtype, read)
+        shown = stored
+        if at:
+            shown += f"[{', '.join(map(str, at))}]"
+        return Part(shown, start or (0,) * len(shape), shape, tensor.dtype, read)
 
 
 def _fits(name: names.Name, box: Shape, whole: Shape) -> bool:
@@ -482,7 +480,17 @@ class LegacyTorch(MegatronCheckpoint):
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
         self._tp, self._pp, self._ep = (self._size(name) for name in sizes)
         self._ranks = [self._rank(name, found, content[name]) for name, found in folders.items()]
-        self._require_all_ranks()
+        tensors = {(one.tensor, one.pipeline) for one in self._ranks}
+        experts = {(one.expert, one.pipeline) for one in self._ranks}
+        stages, missing = range(self._pp), []
+        for kind, ranks, there in (("TP", self._tp, tensors), ("EP", self._ep, experts)):
+            for rank in range(ranks):
+                missing += [f"{kind} rank {rank}, PP rank {p}" for p in stages if (rank, p) not in there]
+        if missing:
+            raise ConfigError(
+                f"--load {self.path}: files are missing: of {'; '.join(missing[:5])} (mp_rank_TP_PP_EP; its arguments "
+                f"say TP {self._tp}, PP {self._pp}, EP {self._ep})"
+            )
         self._compare_places(content)
         self._optimizers = [f"{name}: optimizer" for name, one in content.items() if "optimizer" in one]
 
@@ -505,9 +513,11 @@ class LegacyTorch(MegatronCheckpoint):
 
     def _rank(self, name: str, found: re.Match[str], content: dict[str, Any]) -> RankFile:
         numbers = [int(number) for number in found.groups() if number is not None]
-        tensor, rest = numbers[0], numbers[1:]
-        pipeline = rest.pop(0) if rest and self._pp > 1 else 0
-        expert = rest.pop(0) if rest and self._ep > 1 else 0
+        tensor, rest, pipeline, expert = numbers[0], numbers[1:], 0, 0
+        if rest and self._pp > 1:
+            pipeline = rest.pop(0)
+        if rest and self._ep > 1:
+            expert = rest.pop(0)
         if rest or tensor >= self._tp or pipeline >= self._pp or expert >= self._ep:
             raise ConfigError(
                 f"--load {self.path}: {name} does not belong to TP {self._tp}, PP {self._pp} and EP {self._ep} of its "
@@ -515,19 +525,6 @@ class LegacyTorch(MegatronCheckpoint):
             )
         keys = sorted((key for key in content if re.fullmatch(r"model\d*", str(key))), key=lambda key: (len(key), key))
         return RankFile(name, tensor, pipeline, expert, tuple(content[key] for key in keys))
-
-    def _require_all_ranks(self) -> None:
-        there = {(one.tensor, one.pipeline) for one in self._ranks}
-        missing = [f"TP rank {t}, PP rank {p}" for t in range(self._tp) for p in range(self._pp) if (t, p) not in there]
-        experts = {(one.expert, one.pipeline) for one in self._ranks}
-        missing += [
-            f"EP rank {e}, PP rank {p}" for e in range(self._ep) for p in range(self._pp) if (e, p) not in experts
-        ]
-        if missing:
-            raise ConfigError(
-                f"--load {self.path}: files are missing: of {'; '.join(missing[:5])} (mp_rank_TP_PP_EP; its arguments "
-                f"say TP {self._tp}, PP {self._pp}, EP {self._ep})"
-            )
 
     def _compare_places(self, content: Mapping[str, dict[str, Any]]) -> None:
         """Compare the places that files are named after with what they hold of the processes that wrote them.
@@ -540,11 +537,12 @@ class LegacyTorch(MegatronCheckpoint):
             shown = ", ".join(f"{name} of iteration {step}" for step, name in list(steps.items())[:2])
             raise ConfigError(f"--load {self.path}: its files are of several steps: {shown}; bring them all from one")
         for one in self._ranks:
-            first, last = one.chunks[0], one.chunks[-1]
-            if (one.pipeline == 0 and EMBEDDING not in first) or (one.pipeline == self._pp - 1 and _NORM not in last):
+            lacks_table = one.pipeline == 0 and EMBEDDING not in one.chunks[0]
+            if lacks_table or (one.pipeline == self._pp - 1 and _NORM not in one.chunks[-1]):
+                lost = EMBEDDING if lacks_table else _NORM
                 raise ConfigError(
-                    f"--load {self.path}: {one.name} is not of PP rank {one.pipeline}: it has no "
-                    f"{EMBEDDING if one.pipeline == 0 else _NORM}; files were exchanged: bring them back"
+                    f"--load {self.path}: {one.name} is not of PP rank {one.pipeline}: it has no {lost}; files were "
+                    "exchanged: bring them back"
                 )
         if len(self._ranks) == 1:
             return
@@ -646,7 +644,7 @@ class LegacyTorch(MegatronCheckpoint):
             yield tuple(start), shape, value
             return
         key = names.ours(stored).key
-        axis = 1 if key.endswith(_BY_COLUMNS) and len(shape) == 2 else 0
+        axis = int(key.endswith(_BY_COLUMNS) and len(shape) == 2)
         extent[axis] //= self._tp
         if list(value.shape) != extent or extent[axis] * self._tp != shape[axis]:
             raise _Misfit
@@ -673,10 +671,10 @@ class LegacyTorch(MegatronCheckpoint):
                 raise _Misfit
             matrices = dict(enumerate(value.reshape(experts, inputs, -1).transpose(1, 2)))
         part = value.numel() // (len(matrices) * hidden)  # rows of [2 F / ETP, H], columns of [H, F / ETP]
-        split = width // part if part else 0
+        split = width // max(part, 1)
         if value.numel() != len(matrices) * hidden * part or part * split != width or split not in (1, self._tp):
             raise _Misfit
-        rank = one.tensor if split > 1 else 0
+        rank = one.tensor * (split > 1)
         for local, matrix in matrices.items():
             expert = one.expert * experts + local
             if not up:
