@@ -61,7 +61,7 @@ setup(
     packages=find_packages(include=["megatron_moe", "megatron_moe.*", "megatron_moe_tools", "megatron_moe_tools.*"]),
     package_data={
         "megatron_moe": ["commit.txt", "py.typed"],
-        "megatron_moe_tools.compat": ["megatron_flags.tsv"],
+        "megatron_moe_tools.compat": ["megatron_flags.tsv", "deepspeed_keys.yaml"],
         "megatron_moe_tools.launch": ["slurm.sh"],
         "megatron_moe.engine": ["engine_defects.yaml"],
         "megatron_moe.kernels": ["cpu.c"],

@@ -17,8 +17,7 @@ from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import suggestion
 from megatron_moe.config.schema import Run
-from megatron_moe_tools.compat import deepspeed, megatron_defaults, megatron_flags
-from megatron_moe_tools.compat.megatron_ignored import as_megatron_reads
+from megatron_moe_tools.compat import deepspeed, megatron_flags, megatron_settings
 
 
 def parse(argv: Sequence[str], filled_in: FillIn | None = None, world_size: int | None = None) -> Run:
@@ -44,24 +43,24 @@ def parse(argv: Sequence[str], filled_in: FillIn | None = None, world_size: int 
         raise error if hint is None else ConfigError(f"{error.where}: unknown key{hint}") from None
     path = _deepspeed_path(command.starts)
     defaults = _defaults(command.starts.get("defaults"), path)
-    of_file = deepspeed.settings_of(path, command.preset, command.above_preset, world_size)
+    of_file, notes_of_file = deepspeed.settings_of(path, command.preset, command.above_preset, world_size)
     places = {fields[flag]: typed for flag, typed in translated.sources.items()}
     sources = [
         Source(command.preset),
-        Source(of_file.values, of_file.places),
+        of_file,
         Source(command.file),
         Source(command.flags, places, explicit=True),
     ]
     settings = cli.merged(sources, command, filled_in)
-    closed = megatron_defaults.closed_by(command.preset, folder=settings.from_folder)
+    closed = megatron_settings.closed_by(command.preset, folder=settings.from_folder)
     of_defaults: tuple[str, ...] = ()
     if defaults == "megatron":
-        settings.values, of_defaults = megatron_defaults.taken(settings.values, closed)
+        settings.values, of_defaults = megatron_settings.taken(settings.values, closed)
     elif defaults is None and translated.notes:  # flags that Megatron-LM alone has: it is one of its commands
-        of_defaults = megatron_defaults.note_of_open(settings.values, closed)
-    values, ignored = as_megatron_reads(settings.values)
+        of_defaults = megatron_settings.note_of_open(settings.values, closed)
+    values, ignored = megatron_settings.as_megatron_reads(settings.values)
     settings.change(values)
-    return settings.run([*translated.notes, *of_defaults, *ignored, *of_file.notes])
+    return settings.run([*translated.notes, *of_defaults, *ignored, *notes_of_file])
 
 
 @lru_cache(maxsize=1)
@@ -76,7 +75,7 @@ def parser() -> Parser:
     start = next(group for group in own._action_groups if group.title == cli.START)
     start.add_argument(
         "--defaults",
-        metavar="{" + ",".join(megatron_defaults.NAMES) + "}",
+        metavar="{" + ",".join(megatron_settings.NAMES) + "}",
         help="whose defaults to use for what nothing else sets (default: ours; docs/from_megatron.md lists the others)",
     )
     start.add_argument(
@@ -103,7 +102,7 @@ def _deepspeed_path(starts: dict[str, str | None]) -> str | None:
 
 def _defaults(name: str | None, deepspeed_path: str | None) -> str | None:
     """Return whose defaults are asked for, None where the command does not say."""
-    known = megatron_defaults.NAMES
+    known = megatron_settings.NAMES
     if name is not None and name not in known:
         raise ConfigError(f"--defaults {name}: not one of {', '.join(known)}{suggestion(name, known)}")
     if name == "megatron" and deepspeed_path is not None:

@@ -116,8 +116,10 @@ def ask(flag: str, values: Sequence[str], resolved: Sequence[str]) -> Asked:
     """
     rows = megatron_flags.table().get(flag, ())
     if not values and any(one.values for one in rows):
-        said = [f"{', '.join(one.values) or 'any other'}: {one.answer} {one.target}".strip() for one in rows]
-        said = [f"{text} ({one.reason})" for text, one in zip(said, rows)]
+        said = []
+        for one in rows:
+            answer = f"{', '.join(one.values) or 'any other'}: {one.answer} {one.target}".strip()
+            said.append(f"{answer} ({one.reason})")
         if flag in _own():
             said.append("any other: taken")
         return Asked(flag, (), BY_VALUE, "; ".join(said), None)
@@ -134,8 +136,10 @@ def ask(flag: str, values: Sequence[str], resolved: Sequence[str]) -> Asked:
 def _own() -> dict[str, str]:
     """Return this project's flags, each with the help of its field."""
     helps = {name: field.help for name, field in all_fields().items()}
-    actions = compat.parser()._actions
-    return {option: helps.get(action.dest, action.help or "") for action in actions for option in action.option_strings}
+    found: dict[str, str] = {}
+    for action in compat.parser()._actions:
+        found |= dict.fromkeys(action.option_strings, helps.get(action.dest, action.help or ""))
+    return found
 
 
 def listed(asked: Sequence[Asked], read: Script) -> str:
@@ -171,17 +175,17 @@ def rewritten(asked: Sequence[Asked], read: Script) -> str:
                 if lines.get(group[0], group) != group:
                     comments.append(f"# given more than once, the last is kept: {' '.join(lines[group[0]])}")
                 lines[group[0]] = group
-    launcher = " ".join([*read.launcher, "pretrain_moe.py"]) if read.launcher else "megatron-moe train"
-    command = " \\\n".join([launcher, *(f"  {' '.join(g)}" for g in lines.values())])
+    words = [*read.launcher, "pretrain_moe.py"] if read.launcher else ["megatron-moe", "train"]
+    command = " \\\n  ".join(" ".join(group) for group in (words, *lines.values()))
     return "\n".join([*(f"# {line}" for line in _open_in(read)), *comments, command])
 
 
 def _open_in(read: Script) -> list[str]:
     """Return what a script's text leaves open, a line each."""
-    return [
-        *(f"not read: {file}, which the script sources; add --script for it" for file in read.sourced),
-        *(f"only if {test}: {flag}; take it out if that does not hold" for flag, test in read.conditions.items()),
-    ]
+    lines = [f"not read: {file}, which the script sources; add --script for it" for file in read.sourced]
+    for flag, test in read.conditions.items():
+        lines.append(f"only if {test}: {flag}; take it out if that does not hold")
+    return lines
 
 
 # The flags of a training command in a shell script's text, which is read and not run
@@ -238,8 +242,8 @@ class Script:
         """Return a word without quotes, with the variables that the script assigns put in."""
 
         def put_in(match: re.Match[str]) -> str:
-            name, default = match[1] or match[3], match[2]
-            return self.variables.get(name, default if default is not None else match[0])
+            default = match[0] if match[2] is None else match[2]
+            return self.variables.get(match[1] or match[3], default)
 
         found = unquoted(text)
         for _ in range(depth):
@@ -261,27 +265,53 @@ def read_script(text: str) -> Script:
     held: dict[str, list[str]] = {}
     commands: list[tuple[str, list[str]]] = []
     launchers: dict[str, list[str]] = {}
-    tests: list[str] = []
+    tests: list[str] = []  # of the `if`s that the command stands in, the innermost last
     for command in _commands(text):
-        _follow_ifs(command, tests)
+        first, rest = command[0].text, " ".join(word.text for word in command[1:])
+        if first == "if":
+            tests.append(rest)
+        elif first == "elif" and tests:
+            tests[-1] = rest
+        elif first == "else" and tests:
+            tests[-1] = f"not {tests[-1]}"
+        elif first == "fi" and tests:
+            tests.pop()
         _take_assignments(command, script, held, tests)
-        program = next((i for i, word in enumerate(command) if unquoted(word.text).endswith(".py")), None)
-        if unquoted(command[0].text) in ("source", ".") and len(command) > 1:
-            script.sourced.append(unquoted(command[1].text))
+        texts = [word.text for word in command]
+        program = next((i for i, word in enumerate(texts) if unquoted(word).endswith(".py")), None)
+        if unquoted(first) in ("source", ".") and len(command) > 1:
+            script.sourced.append(unquoted(texts[1]))
         elif program is not None:
-            name = unquoted(command[program].text)
-            commands.append((name, [word.text for word in command[program + 1 :]]))
-            launchers[name] = _launcher([word.text for word in command[:program]])
-        elif is_flag(command[0].text) or command[0].text.startswith("$"):
-            commands.append(("", [word.text for word in command]))
+            name = unquoted(texts[program])
+            commands.append((name, texts[program + 1 :]))
+            at = 0  # of torchrun or Python, before which is what starts that
+            while at < program and not re.search(r"(^|/)(torchrun|python[\d.]*)$", unquoted(texts[at])):
+                at += 1
+            launcher = texts[at:program]
+            if launcher[1:3] in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):
+                launcher = ["torchrun", *launcher[3:]]
+            launchers[name] = launcher
+        elif is_flag(first) or first.startswith("$"):
+            commands.append(("", texts))
     training = [words for name, words in commands if "train" in name.rpartition("/")[2]]
     chosen = training or [words for name, words in commands if not name] or [words for _, words in commands]
-    named = [name for words in chosen for name in _references(words, held)]
-    lists = [held[name] for name in held if name in named] if named else ([] if training else list(held.values()))
+    named: set[str] = set()
+    for words in chosen:
+        named |= _references(words, held)
+    lists = [words for name, words in held.items() if name in named]
+    if not named and not training:
+        lists = list(held.values())
     for words in [*lists, *chosen]:
-        script.flags += _flags([word for word in words if not _is_list_of_flags(word, held)])
-    trained = next((name for name, words in commands if words in chosen and name), None)
-    script.launcher = [put for word in launchers.get(trained or "", []) for put in _with_arrays(word, held)]
+        kept = []
+        for word in words:  # not a variable that holds flags, as in `--seed 1 $ARGS`: it is no value of `--seed`
+            alone = re.fullmatch(r"\$(\w+|\{\w+\})", unquoted(word))
+            inside = [one for name in _references([word], held) for one in held[name]]
+            if not (alone and any(map(is_flag, inside))):
+                kept.append(word)
+        script.flags += _flags(kept)
+    trained = next((name for name, words in commands if words in chosen and name), "")
+    for word in launchers.get(trained, []):
+        script.launcher += _with_arrays(word, held)
     return script
 
 
@@ -296,24 +326,20 @@ def read_test_case(text: str, file: str) -> Script:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"--script {file}: is not YAML: {' '.join(str(error).split())}") from None
     arguments = content.get("MODEL_ARGS") if isinstance(content, dict) else None
-    given = arguments.items() if isinstance(arguments, dict) else ()
-    values = {str(flag): [] if value is True else str(value).split() for flag, value in given if value is not False}
-    return Script(flags=[(flag, [_in_shell(word) for word in words]) for flag, words in values.items()])
-
-
-def _in_shell(word: str) -> str:
-    """Return a word as a shell reads it; its variables stay variables."""
-    return word if re.fullmatch(r"[\w./,:=${}@%+-]+", word) else f'"{word}"'
-
-
-def _launcher(words: list[str]) -> list[str]:
-    """Return the words of a command from its launcher on: torchrun or Python, without what starts that."""
-    starts = (at for at, word in enumerate(words) if re.search(r"(^|/)(torchrun|python[\d.]*)$", unquoted(word)))
-    found = words[next(starts, len(words)) :]
-    for module in ("torch.distributed.run", "torch.distributed.launch"):
-        if found[1:3] == ["-m", module]:
-            return ["torchrun", *found[3:]]
-    return found
+    script = Script()
+    if not isinstance(arguments, dict):
+        return script
+    for flag, value in arguments.items():
+        if value is False:
+            continue
+        words = []
+        if value is not True:
+            words = str(value).split()
+        for at, word in enumerate(words):
+            if not re.fullmatch(r"[\w./,:=${}@%+-]+", word):  # a shell would read it otherwise without quotes
+                words[at] = f'"{word}"'
+        script.flags.append((str(flag), words))
+    return script
 
 
 def _with_arrays(word: str, held: dict[str, list[str]]) -> list[str]:
@@ -322,24 +348,6 @@ def _with_arrays(word: str, held: dict[str, list[str]]) -> list[str]:
     if named is None or named[1] not in held or unquoted(word).strip("${}[@]*!") != named[1]:
         return [word]
     return [put for inner in held[named[1]] for put in _with_arrays(inner, held)]
-
-
-def _is_list_of_flags(word: str, held: dict[str, list[str]]) -> bool:
-    """Say whether a word is one variable that holds flags, as the one in `--seed 1 $ARGS`: no value of `--seed`."""
-    if re.fullmatch(r"\$(\w+|\{\w+\})", unquoted(word)) is None:
-        return False
-    return any(is_flag(inside) for name in _references([word], held) for inside in held[name])
-
-
-def _follow_ifs(command: list[Word], tests: list[str]) -> None:
-    """Keep the tests of the `if`s that the coming commands stand in, the innermost last."""
-    words = [word.text for word in command]
-    if words[0] == "if":
-        tests.append(" ".join(words[1:]))
-    elif words[0] in ("elif", "else") and tests:
-        tests[-1] = " ".join(words[1:]) if words[0] == "elif" else f"not {tests[-1]}"
-    elif words[0] == "fi" and tests:
-        tests.pop()
 
 
 def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
@@ -356,12 +364,13 @@ def _take_assignments(command: list[Word], script: Script, held: dict[str, list[
         if match is None:
             continue
         value = word.text[match.end() :]
-        inside = word.inside if word.inside is not None else unquoted(value)
-        if word.inside is None:
+        inside = word.inside
+        if inside is None:
+            inside = unquoted(value)
             own_default = re.fullmatch(rf"\$\{{{match[1]}:?-(.*)\}}", inside, re.DOTALL)  # NAME=${NAME:-value}
             script.variables[match[1]] = inside if own_default is None else own_default[1]
         words = [found.text for found in _words(inside, in_list=True)]
-        if any(is_flag(found) for found in words) or any(found.startswith("$") for found in words):
+        if any(is_flag(found) or found.startswith("$") for found in words):
             held.setdefault(match[1], []).extend(words)
             if tests:
                 script.conditions |= dict.fromkeys((flag for flag, _ in _flags(words)), " and ".join(tests))
@@ -385,11 +394,13 @@ def _commands(text: str) -> Iterator[list[Word]]:
     for word in [*_words(text), Word("", True)]:
         if word.first and command:
             texts = [unquoted(w.text) for w in command]
-            strings = [i for i in range(2, len(texts)) if texts[i - 1] == "-c" and texts[i - 2].endswith("sh")]
+            at = 2
+            while at < len(texts) and not (texts[at - 1] == "-c" and texts[at - 2].endswith("sh")):
+                at += 1
             if texts[0] == "eval":
                 yield from _commands(" ".join(texts[1:]))
-            elif strings:
-                yield from _commands(texts[strings[0]])
+            elif at < len(texts):
+                yield from _commands(texts[at])
             else:
                 yield command
             command = []
@@ -406,7 +417,9 @@ def _words(text: str, in_list: bool = False) -> Iterator[Word]:
     while at < len(text):
         character = text[at]
         if character == "\n" and waiting:
-            at = _after_heredoc(text, at, waiting.pop(0))
+            end_mark = re.compile(rf"^\t*{re.escape(waiting.pop(0))}[ \t]*$", re.MULTILINE)
+            ended = end_mark.search(text, at + 1)
+            at = len(text) if ended is None else ended.end()
         if character == "#":
             at = (text + "\n").index("\n", at)
         elif (match := _HEREDOC.match(text, at)) and not in_list:
@@ -420,16 +433,11 @@ def _words(text: str, in_list: bool = False) -> Iterator[Word]:
             at, first = at + 1, True
         else:
             end, inside = _end_of_word(text, at)
-            previous = text[at:end] if inside is None else ""
-            opened = text[at:end] if inside is None else text[at : text.index("(", at)]
+            previous = opened = text[at:end]
+            if inside is not None:
+                previous, opened = "", text[at : text.index("(", at)]
             yield Word(opened, first, inside)
             at, first = end, False
-
-
-def _after_heredoc(text: str, at: int, name: str) -> int:
-    """Return the place of the line break that ends a here-document's last line."""
-    match = re.compile(rf"^\t*{re.escape(name)}[ \t]*$", re.MULTILINE).search(text, at + 1)
-    return len(text) if match is None else match.end()
 
 
 def _end_of_word(text: str, at: int) -> tuple[int, str | None]:

@@ -9,7 +9,7 @@ Megatron-LM has. This file does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -43,17 +43,14 @@ class Answer:
         """Return whether the row is about these values."""
         return not self.values or (bool(given) and all(any(_same(v, word) for v in self.values) for word in given))
 
-    def takes_as_many(self, given: Sequence[str]) -> bool:
-        """Return whether the flag takes as many values as are given."""
-        if self.takes in ("", "*"):
-            return True
-        return bool(given) if self.takes == "+" else len(given) == int(self.takes)
-
     def in_place(self, given: Sequence[str]) -> list[str]:
         """Return the words that take the place of the flag and its values: the target with the values put in."""
         words: list[str] = []
         for word in self.target.split():
-            words += given if word == "{}" else [word]
+            if word == "{}":
+                words += given
+            else:
+                words.append(word)
         return words
 
 
@@ -106,21 +103,25 @@ class Translation:
     @property
     def notes(self) -> tuple[str, ...]:
         """What to report at the start of the run, a line each."""
-        always = [f"always so here: {', '.join(dict.fromkeys(self._always))}"] if self._always else []
-        ignored = [f"ignored: {', '.join(flags)}: {reason}" for reason, flags in self._ignored.items()]
-        return (*always, *self._aliases, *ignored)
+        notes = list(self._aliases)
+        if self._always:
+            notes.insert(0, f"always so here: {', '.join(dict.fromkeys(self._always))}")
+        for reason, flags in self._ignored.items():
+            notes.append(f"ignored: {', '.join(flags)}: {reason}")
+        return tuple(notes)
 
     def add(self, row: Answer, given: Sequence[str]) -> None:
         """Add a flag of Megatron-LM's by its row."""
         typed = " ".join([row.flag, *given])
         if row.answer == "refused":
             self.problems.append(f"{typed}: {row.reason}")
-        elif not row.takes_as_many(given):
+        elif (row.takes == "+" and not given) or (row.takes.isdigit() and int(row.takes) != len(given)):
             self.problems.append(f"{typed}: takes {row.takes} values, and {len(given)} follow it")
         elif row.answer == "alias":
             words = row.in_place(given)
             self.argv += words
-            self.sources |= {parts(group)[0]: typed for group in groups(words)}
+            for group in groups(words):
+                self.sources[parts(group)[0]] = typed
             self._aliases.append(f"{typed} is {' '.join(words)} here: {row.reason}")
         elif row.answer == "always":
             self._always.append(typed)
@@ -150,15 +151,12 @@ def translate(argv: Sequence[str], own: Collection[str]) -> Translation:
         found.add(row, given)
         if row.answer == "alias":
             replaced.append((" ".join([flag, *given]), row.in_place(given)))
-    found.problems += [clash for typed, words in replaced for clash in _clashes(typed, words, kept)]
+    for typed, words in replaced:
+        for flag, given in map(parts, groups(words)):
+            if flag in kept and kept[flag] != given:
+                both = f"{typed}, {' '.join([flag, *kept[flag]])}"
+                found.problems.append(f"{both}: the first is {' '.join([flag, *given])} here; keep one")
     return found
-
-
-def _clashes(typed: str, words: Sequence[str], kept: dict[str, list[str]]) -> Iterator[str]:
-    """Yield an error for each flag that is given with another value than an alias gives it."""
-    for flag, given in map(parts, groups(words)):
-        if flag in kept and kept[flag] != given:
-            yield f"{typed}, {' '.join([flag, *kept[flag]])}: the first is {' '.join([flag, *given])} here; keep one"
 
 
 def instead(row: Answer) -> str:
@@ -191,13 +189,14 @@ def hint_for_key(name: str) -> str | None:
 
 def help_texts() -> dict[str, str]:
     """Return the help of each flag of the table."""
-    return {flag: "\n".join(line for row in rows for line in _help_lines(row)) for flag, rows in table().items()}
-
-
-def _help_lines(row: Answer) -> Iterator[str]:
-    values = f" {' '.join(row.values)}" if row.values else ""
-    whose = "no flag here" if row.answer == "unknown" else f"Megatron-LM's, here {row.answer}"
-    use = f"; use {row.target}" if row.target else ""
-    yield f"{row.flag}{values}    [{whose}{use}]"
-    if row.reason:
-        yield from wrapped(row.reason, "  ")
+    texts = {}
+    for flag, rows in table().items():
+        lines: list[str] = []
+        for row in rows:
+            whose = "no flag here" if row.answer == "unknown" else f"Megatron-LM's, here {row.answer}"
+            use = f"; use {row.target}" if row.target else ""
+            lines.append(f"{' '.join([flag, *row.values])}    [{whose}{use}]")
+            if row.reason:
+                lines += wrapped(row.reason, "  ")
+        texts[flag] = "\n".join(lines)
+    return texts

@@ -39,8 +39,10 @@ Row = dict[str, Any]
 
 def non_finite(tensor: Tensor) -> int:
     """Return how many numbers are not finite; memory is needed for a small part of them."""
-    flat, count = tensor.reshape(-1), 0
-    for block in flat.split(_BLOCK) if flat.numel() else ():
+    count = 0
+    if not tensor.numel():
+        return count
+    for block in tensor.reshape(-1).split(_BLOCK):
         low, high = torch.aminmax(block)  # NaN is both
         if not (math.isfinite(low) and math.isfinite(high)):
             count += block.numel() - int(torch.isfinite(block).sum())
@@ -75,6 +77,14 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
             f"{float(tensor.abs().max()):.4g}); --dtype bf16 or fp32 holds them"
         )
     return result
+
+
+def rounded_before(name: str, dtype: torch.dtype, path: Path, kept: str) -> str:
+    """Return the warning about a tensor that is fp32 in every model and was stored in another dtype."""
+    return (
+        f"PRECISION WARNING: {name} is {dtype_name(dtype)} in {path}, must be float32: it was rounded before it was "
+        f"saved; {kept}"
+    )
 
 
 def hf_entry(name: str, shape: Shape, dtype: torch.dtype, digest: str) -> Row:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,10 @@ def exported_tokenizer(step: Path, given: Mapping[str, Any], without: bool) -> E
         if given:
             flags = ", ".join(all_fields()[name].flag for name in given)
             raise ConfigError(f"--no-tokenizer, {flags}: one says to write no tokenizer, the other which; keep one")
-        ids = _ids(trained_with.get("eod"), trained_with.get("bos"), None) if not came else None
-        return ExportedTokenizer("none: --no-tokenizer", {}, names, ids)
+        without_files = ExportedTokenizer("none: --no-tokenizer", {}, names)
+        if came:
+            return without_files
+        return replace(without_files, ids=_ids(trained_with.get("eod"), trained_with.get("bos"), None))
     if not given and names & set(_VOCABULARIES):
         _require_trained_with(step, trained_with, came, config)
         return AS_IT_CAME
@@ -99,14 +101,6 @@ def exported_tokenizer(step: Path, given: Mapping[str, Any], without: bool) -> E
             f"--tokenizer-type is missing: --load {step} does not say which tokenizer its model has; name it with its "
             "files, e.g. --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH, or write none: --no-tokenizer"
         )
-    return _of_files(step, config, state, given, names)
-
-
-def _of_files(
-    step: Path, config: dict[str, Any], state: dict[str, Any], given: Mapping[str, Any], names: frozenset[str]
-) -> ExportedTokenizer:
-    """Return the tokenizer of flags or of the run, made into files that transformers loads."""
-    trained_with = state.get("tokenizer") or {}
     vocab_size = config.get("vocab_size") or state.get("vocab_size") or 0
     where = f"--load {step}"
     try:
@@ -119,7 +113,10 @@ def _of_files(
             "that it was trained with, or write none: --no-tokenizer"
         )
     length = config.get("max_position_embeddings") or config.get("seq_length") or 0
-    made = transformers_files(tokenizer, None if data.tokenizer_model is None else Path(data.tokenizer_model), length)
+    model_file = None
+    if data.tokenizer_model is not None:
+        model_file = Path(data.tokenizer_model)
+    made = transformers_files(tokenizer, model_file, length)
     words = f"{tokenizer.name}, SHA-256 {tokenizer.sha256}"
     if made is None:
         note = f"no tokenizer is written: the model was trained with {tokenizer.name}, on ids that stand for no text"
@@ -136,8 +133,10 @@ def _ids(eos: int | None, bos: int | None, pad: int | None) -> dict[str, int | N
 
 def generation_ids(ids: Mapping[str, int | None]) -> dict[str, int]:
     """Return the ids of generation_config.json. Batches are filled up with the end's where there is none of its own."""
-    pad = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
-    return {name: i for name, i in {**ids, "pad_token_id": pad}.items() if i is not None}
+    found = {name: i for name, i in ids.items() if i is not None}
+    if "eos_token_id" in found:
+        found.setdefault("pad_token_id", found["eos_token_id"])
+    return found
 
 
 def _require_trained_with(
@@ -170,6 +169,15 @@ CARD = "README.md"
 CARD_OF_THE_FIRST = "README_base_model.md"
 """The name of the card that came with a model, where the model was trained since."""
 
+_FRONT = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- megatron_moe
+- mixture-of-experts
+- {family}
+---"""
 _LOADING = """\
 ## Loading
 
@@ -203,56 +211,53 @@ def model_card(
         config: the settings of the step, by field. state: its state.
         tokenizer: the tokenizer in words; "none: ..." where the folder has none.
     """
-    name = f"{family.architecture}, {_count(run.derived.parameter_count(run.model.vocab_size or 0))} parameters"
-    tags = ("megatron_moe", "mixture-of-experts", family.name)
-    front = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:"]
-    front += [*(f"- {tag}" for tag in tags), "---"]
-    loading = _LOADING.format(lines="" if tokenizer.startswith("none") else _WITH_TOKENIZER)
-    parts = [
-        "\n".join(front),
-        f"# {name}",
-        f"A mixture-of-experts language model, trained and exported with megatron_moe {__version__}. This card says "
-        "what the checkpoint knows of itself; licence, intended use, evaluation and the texts' origin are for its "
-        "authors to add. `conversion_certificate.json` has the SHA-256 of every tensor.",
-        "## Model",
-        _table(_model_rows(run, family, dtype, tokenizer)),
-        "## Training",
-        _table(_training_rows(config, state)),
-        loading,
-    ]
-    return "\n\n".join(parts)
-
-
-def _model_rows(run: Run, family: Family, dtype: str, tokenizer: str) -> list[tuple[str, str]]:
     model, moe = run.model, run.moe
-    rows_of_tokens = model.vocab_size or 0
-    shared = moe.moe_shared_expert_intermediate_size
-    rows = [
+    count = run.derived.parameter_count(model.vocab_size or 0)
+    loading = ""
+    if not tokenizer.startswith("none"):
+        loading = _WITH_TOKENIZER
+    attention, experts = f"{model.num_attention_heads}", f"{moe.moe_router_topk}"
+    if model.multi_latent_attention:
+        attention += ", latent"
+    if moe.moe_shared_expert_intermediate_size:
+        experts += f", and a shared one of width {moe.moe_shared_expert_intermediate_size}"
+    of_model = [
         ("architecture", f"{family.architecture} (`{family.model_types[0]}`)"),
-        ("parameters", f"{run.derived.parameter_count(rows_of_tokens):,}"),
-        ("parameters used for a token", f"{run.derived.active_parameter_count(rows_of_tokens):,}"),
+        ("parameters", f"{count:,}"),
+        ("parameters used for a token", f"{run.derived.active_parameter_count(model.vocab_size or 0):,}"),
         ("dtype of the weights", dtype),
         ("layers", f"{model.num_layers}, of which {sum(run.derived.moe_layer_pattern)} with experts"),
         ("hidden size", f"{model.hidden_size}"),
-        ("attention heads", f"{model.num_attention_heads}{', latent' if model.multi_latent_attention else ''}"),
+        ("attention heads", attention),
         ("experts of a layer", f"{moe.num_experts} of width {run.derived.moe_ffn_hidden_size}"),
-        ("experts of a token", f"{moe.moe_router_topk}" + (f", and a shared one of width {shared}" if shared else "")),
+        ("experts of a token", experts),
         ("vocabulary", f"{model.vocab_size}"),
         ("positions", f"{run.derived.max_position_embeddings}"),
         ("tokenizer", tokenizer),
     ]
     if model.mtp_num_layers:
-        rows.insert(5, ("layers of multi-token prediction", f"{model.mtp_num_layers}, which transformers leaves out"))
-    return rows
-
-
-def _training_rows(config: Mapping[str, Any], state: Mapping[str, Any]) -> list[tuple[str, str]]:
+        depths = f"{model.mtp_num_layers}, which transformers leaves out"
+        of_model.insert(5, ("layers of multi-token prediction", depths))
     sequences, length = state.get("consumed_samples", 0), config.get("seq_length") or 0
-    started = "the weights of another model" if state.get("hf") is not None else "random weights"
-    precision = next((name for name in ("bf16", "fp16") if config.get(name)), "fp32")
+    started, precision = "random weights", "fp32"
+    if state.get("hf") is not None:
+        started = "the weights of another model"
+    if config.get("fp16"):
+        precision = "fp16"
+    if config.get("bf16"):
+        precision = "bf16"
     if config.get("fp8_format"):
         precision += f", products in fp8 ({config['fp8_format']})"
-    rows = [
+    files = []
+    for prefix, parts in (state.get("data") or {}).items():  # without folders: a card is published
+        files.append(f"`{Path(prefix).name}`")
+        if digest := (parts.get(".bin") or {}).get("sha256"):
+            files[-1] += f" (SHA-256 {digest})"
+    data = ", ".join(files) or "not known"
+    if config.get("mock_data"):
+        data = "made-up tokens (`--mock-data`)"
+    versions = state.get("versions") or {}
+    of_training = [
         ("started from", started),
         ("optimizer steps", f"{state.get('iteration', 0) - state.get('skipped_iterations', 0):,}"),
         ("sequences", f"{sequences:,} of {length} tokens"),
@@ -260,22 +265,23 @@ def _training_rows(config: Mapping[str, Any], state: Mapping[str, Any]) -> list[
         ("sequences of a step", f"{config.get('global_batch_size')}"),
         ("learning rate", f"{config.get('lr')}, {config.get('lr_decay_style')}"),
         ("precision", precision),
-        ("data", _data_words(config, state)),
+        ("data", data),
+        ("versions", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))),
     ]
-    versions = state.get("versions") or {}
-    rows.append(("versions", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))))
-    return rows
-
-
-def _data_words(config: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Return the data files by name and hash. Their folders are left out: a card is published."""
-    if config.get("mock_data"):
-        return "made-up tokens (`--mock-data`)"
-    files = []
-    for prefix, parts in (state.get("data") or {}).items():
-        digest = (parts.get(".bin") or {}).get("sha256")
-        files.append(f"`{Path(prefix).name}`" + (f" (SHA-256 {digest})" if digest else ""))
-    return ", ".join(files) or "not known"
+    return "\n\n".join(
+        [
+            _FRONT.format(family=family.name),
+            f"# {family.architecture}, {_count(count)} parameters",
+            f"A mixture-of-experts language model, trained and exported with megatron_moe {__version__}. This card "
+            "says what the checkpoint knows of itself; licence, intended use, evaluation and the texts' origin are for "
+            "its authors to add. `conversion_certificate.json` has the SHA-256 of every tensor.",
+            "## Model",
+            _table(of_model),
+            "## Training",
+            _table(of_training),
+            _LOADING.format(lines=loading),
+        ]
+    )
 
 
 def _count(number: int) -> str:

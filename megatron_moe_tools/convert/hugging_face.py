@@ -115,8 +115,9 @@ class HuggingFaceSource(ConversionSource):
         """Return the dtype of the weights; append the keys of those that are fp32 beside it to `wide`."""
         dtypes: dict[torch.dtype, list[MappedBlock]] = {}
         for piece in self.table.pieces:
-            for name in () if piece.fp32 else piece.hf:
-                dtypes.setdefault(self.reader.dtype(name), []).append(piece)
+            for name in piece.hf:
+                if not piece.fp32:
+                    dtypes.setdefault(self.reader.dtype(name), []).append(piece)
         narrow = [dtype for dtype in dtypes if dtype != torch.float32]
         if len(narrow) > 1 or not dtypes.keys() <= PRECISION_FLAGS.keys():
             examples = "; ".join(f"{dtype_name(dtype)}: {len(of)}, {of[0].hf[0]}" for dtype, of in dtypes.items())
@@ -194,13 +195,10 @@ class HuggingFaceSource(ConversionSource):
         for piece in self.table.pieces:
             dtype = torch.float32 if piece.fp32 or is_inside(piece.key, in_fp32) else self.dtype
             blocks.append(Block(piece.key, piece.start, piece.transform.native_shape, dtype))
-            for name in piece.hf if piece.fp32 else ():
-                if self.reader.dtype(name) != torch.float32:
-                    self.warnings.append(
-                        f"PRECISION WARNING: {name} is {dtype_name(self.reader.dtype(name))} in {self.path}, must be "
-                        "float32: it was rounded before it was saved; converted as it is and kept in float32 from now "
-                        "on"
-                    )
+            for name in piece.hf:
+                if piece.fp32 and self.reader.dtype(name) != torch.float32:
+                    kept = "converted as it is and kept in float32 from now on"
+                    self.warnings.append(certificate.rounded_before(name, self.reader.dtype(name), self.path, kept))
         return blocks
 
     def step_config(self) -> dict[str, Any]:
@@ -275,14 +273,18 @@ class HuggingFaceSink(ConversionSink):
         for piece in self.table.pieces:
             stored = source.reader.dtype(piece.key)
             if piece.fp32 and stored != torch.float32:
-                self.warnings.append(
-                    f"PRECISION WARNING: {piece.key} is {dtype_name(stored)} in {source.path}, must be float32: it was "
-                    "rounded before it was saved; written as it is, in float32"
-                )
+                kept = "written as it is, in float32"
+                self.warnings.append(certificate.rounded_before(piece.key, stored, source.path, kept))
         self.copies = self._copies()
         companions = {name: path for name, path in model.companions.items() if name not in tokenizer.left_out}
         self.contents = {**tokenizer.files, hf_folder.CONFIG: self._config(companions)}
-        self.contents |= self._generation(companions)
+        if tokenizer.ids is not None:  # otherwise generation_config.json stays as it came
+            generation, came = {}, companions.get(GENERATION)
+            if came is not None:
+                generation = parse_object(read_small(came, hf_folder.LARGEST_CONFIG), str(came))
+            for name in tokenizer.ids:
+                generation.pop(name, None)
+            self.contents[GENERATION] = json_bytes({**generation, **generation_ids(tokenizer.ids)})
         if self.state.get("iteration"):  # a model that was converted and not trained here keeps the card that it has
             words, config = self._dtype_words(), source.config
             card = model_card(self.run, self.family, words, config, self.state, self.tokenizer.words)
@@ -377,16 +379,6 @@ class HuggingFaceSink(ConversionSink):
             config["modules_to_not_convert"] = [name for name in names if name != "model.embed_tokens"]
         return config
 
-    def _generation(self, companions: dict[str, Path]) -> dict[str, bytes]:
-        """Return generation_config.json where its ids are the tokenizer's; otherwise it stays as it came."""
-        ids = self.tokenizer.ids
-        if ids is None:
-            return {}
-        came = companions.get(GENERATION)
-        before = {} if came is None else parse_object(read_small(came, hf_folder.LARGEST_CONFIG), str(came))
-        kept = {name: value for name, value in before.items() if name not in ids}
-        return {GENERATION: json_bytes({**kept, **generation_ids(ids)})}
-
     # Files.
 
     def planned(self) -> list[OutputFile]:
@@ -423,7 +415,9 @@ class HuggingFaceSink(ConversionSink):
         piece = self._pieces[block.place]
         names = piece.hf if block.copy is None else (block.copy,)
         in_fp8 = self._in_fp8(piece)
-        dtype = dtype_name(FP8 if in_fp8 else self._dtype(piece))
+        dtype = dtype_name(self._dtype(piece))
+        if in_fp8:
+            dtype = dtype_name(FP8)
         layout = {}
         for name, shape in zip(names, piece.transform.hf_shapes):
             layout[name] = (dtype, shape)
@@ -507,8 +501,8 @@ class HuggingFaceSink(ConversionSink):
         if wrong := sorted(self._layouts(self.files).keys() ^ written.tensors.keys()):
             raise ConfigError(f"{output}: its tensors are not those of the model: {wrong[:5]}; nothing was published")
         for piece in self.table.pieces:
-            for name in piece.hf if piece.fp32 else ():
-                if written.tensors[name].dtype != "float32":
+            for name in piece.hf:
+                if piece.fp32 and written.tensors[name].dtype != "float32":
                     raise ConfigError(f"{output}: {name} is not float32, which it always is; nothing was published")
         self._back = TensorReader(written)
 

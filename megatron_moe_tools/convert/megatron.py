@@ -35,6 +35,7 @@ from megatron_moe_tools.convert.pipeline import (
 )
 from megatron_moe_tools.megatron_lm import names, settings
 from megatron_moe_tools.megatron_lm.checkpoint import (
+    LegacyTorch,
     MegatronCheckpoint,
     Part,
     Progress,
@@ -42,7 +43,6 @@ from megatron_moe_tools.megatron_lm.checkpoint import (
     require_complete,
     tensors_of,
 )
-from megatron_moe_tools.megatron_lm.legacy import LegacyTorch
 from megatron_moe_tools.models.source import ModelSource
 
 _EXPERTS = (".experts.weight1", ".experts.weight2")
@@ -146,7 +146,9 @@ class MegatronSource(ConversionSource):
                 if (entry := listed.get(f"{self.path.name}/{name}")) is not None:
                     self.listed[name] = entry
         self.notes.append("random states are left out: a run makes new ones from --seed")
-        kept = "weights alone" if self.updates is None else f"with the optimizer after {self.updates} updates"
+        kept = "weights alone"
+        if self.updates is not None:
+            kept = f"with the optimizer after {self.updates} updates"
         self.summary = f"{model_words(self.run, f'--ckpt-format {checkpoint.form}', dtype_name(self.dtype))}; {kept}"
 
     def _doubt(self, doubts: Iterable[str]) -> None:
@@ -187,9 +189,19 @@ class MegatronSource(ConversionSource):
             raise ConfigError(
                 "--dtype: the optimizer's main weights belong to weights of their own dtype; add --no-optim"
             )
-        half = None if self.dtype == torch.float32 else dtype_name(self.dtype)
-        settings.require_mapped(self.contents, self.checkpoint, half)
-        if half is None:  # the main weights of an fp32 run are its weights, which it may store once more
+        where = f"--load {self.path}"
+        without = "add --no-optim to convert the weights alone"
+        if self.contents.unmapped:
+            raise ConfigError(
+                f"{where}: its optimizer is stored by the layout that wrote it ({self.contents.unmapped[0]}), not by "
+                "weights; save it with Megatron-LM's --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or "
+                f"{without}"
+            )
+        if self.dtype == torch.float16:
+            raise ConfigError(
+                f"{where}: has the optimizer of an fp16 run, whose loss scale is not converted; {without}"
+            )
+        if self.dtype == torch.float32:  # the main weights of an fp32 run are its weights, which it may store once more
             mains = f"{settings.STATE}{settings.MAIN}."
             for key in keys:
                 if key.startswith(mains):
@@ -253,10 +265,9 @@ class MegatronSource(ConversionSource):
         for key in sorted(self.fp32):
             for part in self.contents.parts[key]:
                 if part.dtype != "float32":
-                    self.warnings.append(
-                        f"PRECISION WARNING: {part.name} is {part.dtype} in {self.path}, must be float32: it was "
-                        "rounded before it was saved; converted as it is and kept in float32 from now on"
-                    )
+                    kept = "converted as it is and kept in float32 from now on"
+                    dtype = getattr(torch, part.dtype)
+                    self.warnings.append(certificate.rounded_before(part.name, dtype, self.path, kept))
         blocks = []
         for key, shape in self.shapes.items():
             in_fp32 = key in self.fp32 or key.startswith(settings.STATE)
@@ -294,7 +305,9 @@ class MegatronSource(ConversionSource):
         return {**state, **moved, "scheduler": settings.schedule_after(self.run, self.iteration)}
 
     def step_common(self) -> dict[Any, Any]:
-        return {} if self.updates is None else {"optimizer": settings.plain_values(self.run, self.updates)}
+        if self.updates is None:
+            return {}
+        return {"optimizer": settings.plain_values(self.run, self.updates)}
 
     def facts(self) -> dict[str, Any]:
         dropped = dict(self.contents.dropped)
@@ -359,8 +372,9 @@ class MegatronSink(TorchDistSink):
                 "it: --dtype {bf16,fp16,fp32}"
             )
         self.dtype = found.pop()
-        self.continued = self._continued() if source.keeps_optimizer else None
-        self.name = settings.RELEASE if self.continued is None else source.path.name
+        self.continued, self.name = None, settings.RELEASE
+        if source.keeps_optimizer:
+            self.continued, self.name = self._continued(), source.path.name
         empty = io.BytesIO()
         torch.save([None], empty)  # what a layer's extra state is without FP8, as the engine stores it
         states = dict.fromkeys(names.extra_states(self.weights, self.run), empty.getvalue())
@@ -402,7 +416,9 @@ class MegatronSink(TorchDistSink):
             )
         if (kind := config.get("optimizer", "adam")) != "adam":
             raise ConfigError(f"{where}: has the state of --optimizer {kind}, which is not converted; {without}")
-        ranks = 1 if self.run.moe.num_experts is None else self.expert_ranks
+        ranks = self.expert_ranks
+        if self.run.moe.num_experts is None:
+            ranks = 1
         if ranks is None:
             raise ConfigError(
                 f"{where}: has the optimizer's state, and Megatron-LM has one optimizer where each rank has all "
@@ -418,11 +434,10 @@ class MegatronSink(TorchDistSink):
                 f"checkpoint; {without}"
             )
         self.run = replace(self.run, **found)
-        stored = {
-            key: one.shape
-            for key, one in source.reader.index.tensors.items()
-            if key.startswith(OPTIMIZER) and not key.startswith(AVERAGE)
-        }
+        stored = {}
+        for key, one in source.reader.index.tensors.items():
+            if key.startswith(OPTIMIZER) and not key.startswith(AVERAGE):
+                stored[key] = one.shape
         wanted = settings.optimizer_keys(self.weights, self.fp32, half=self.dtype != torch.float32)
         head = f"{where}: its tensors are not those of its configuration:"
         certificate.require_shapes(stored, wanted, head, "no tensor of its configuration")
@@ -479,7 +494,9 @@ class MegatronSink(TorchDistSink):
         common = settings.common(self.run, transformer_impl=self.impl, half=half, continued=continued)
         files = self.write_format(output / self.name, records, common)
         result = {f"{self.name}/{name}": entry for name, entry in files.items()}
-        latest = settings.RELEASE if continued is None else str(self.source.iteration)
+        latest = settings.RELEASE
+        if continued is not None:
+            latest = str(self.source.iteration)
         result[folder.LATEST] = write_bytes(output / folder.LATEST, latest.encode())
         return result
 

@@ -56,6 +56,7 @@ from megatron_moe_tools.convert.pipeline import (
 
 _LAYOUT = ("world_size", "tp_size", "cp_size", "pp_size", "dp_size", "ep_size", "etp_size")
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.")
+_PARTS = ("", "decoder", "mtp")
 EMBEDDING = "embedding.word_embeddings.weight"
 PRECISION_FLAGS: dict[torch.dtype, dict[str, bool]] = {
     torch.bfloat16: {"bf16": True},
@@ -139,8 +140,10 @@ class NativeSource(ConversionSource):
         self.shapes = dict(self.weights)
         if self.keeps_optimizer:
             self.shapes = {key: tensor.shape for key, tensor in tensors.items()}
-        kept = "with the optimizer's state" if self.keeps_optimizer else "weights alone"
-        if options.ema:
+        kept = "weights alone"
+        if self.keeps_optimizer:
+            kept = "with the optimizer's state"
+        elif options.ema:
             kept = "the averages of the weights"
         self.summary = f"step {self.iteration}, {len(self.shapes)} tensors, {kept}"
         blocks = []
@@ -153,10 +156,8 @@ class NativeSource(ConversionSource):
             blocks += blocks_of(key, self.shapes[key], dtype)
         for key in self.weights:
             if key.endswith(_BIAS) and self.reader.dtype(key) != torch.float32:
-                self.warnings.append(
-                    f"PRECISION WARNING: {key} is {dtype_name(self.reader.dtype(key))} in {self.path}, must be "
-                    "float32: it was rounded before it was saved; kept in float32 from now on"
-                )
+                kept = "kept in float32 from now on"
+                self.warnings.append(certificate.rounded_before(key, self.reader.dtype(key), self.path, kept))
         return blocks
 
     def step_config(self) -> dict[str, Any]:
@@ -182,7 +183,9 @@ class NativeSource(ConversionSource):
         return found
 
     def step_common(self) -> dict[Any, Any]:
-        common: dict[Any, Any] = pickles.read_file(self.path, pickles.COMMON) if pickles.COMMON in self.files else {}
+        common: dict[Any, Any] = {}
+        if pickles.COMMON in self.files:
+            common = pickles.read_file(self.path, pickles.COMMON)
         if not self.keeps_optimizer:
             common.pop("optimizer", None)
         return common
@@ -231,8 +234,10 @@ class AveragedSource(NativeSource):
             return super()._values(block)
         total = torch.zeros(block.shape, dtype=torch.float64)
         for reader in self._readers:
-            main = _MAIN + block.key
-            total += reader.read(main if main in reader.index.tensors else block.key, block.start, block.shape)
+            key = _MAIN + block.key
+            if key not in reader.index.tensors:
+                key = block.key
+            total += reader.read(key, block.start, block.shape)
         return (total / len(self._readers)).to(block.dtype)
 
     def step_blocks(self) -> list[Block]:
@@ -286,17 +291,23 @@ class TorchDistSink(ConversionSink):
 
     def planned(self, blocks: list[Block], values: dict[str, bytes]) -> list[OutputFile]:
         """Return the data files: one for each layer's blocks, and one for the values that are no tensors."""
+        # Weights come before the optimizer; then what is outside of the layers, each layer, each depth of multi-token
+        # prediction.
         contents: dict[tuple[bool, int, int], list[Block]] = {}
         for block in blocks:
-            contents.setdefault(file_order(block.copy or block.key), []).append(block)
+            key = block.copy or block.key
+            part = number = 0
+            if (found := _LAYER.search(key)) is not None:
+                part, number = _PARTS.index(found.group(1)), int(found.group(2))
+            contents.setdefault((key.startswith(OPTIMIZER), part, number), []).append(block)
             name, shape = self.tensor_of(block)
             self.tensors[name] = (dtype_name(block.dtype), shape)
         files = []
-        for number, order in enumerate(sorted(contents)):
+        for at, order in enumerate(sorted(contents)):
             size = sum(block.num_bytes + PER_PART for block in contents[order])
-            files.append(OutputFile(f"{self.name}/{data_name(number)}", size, tuple(contents[order])))
+            files.append(OutputFile(f"{self.name}/__0_{at}.distcp", size, tuple(contents[order])))
         if values:
-            name = f"{self.name}/{data_name(len(files))}"
+            name = f"{self.name}/__0_{len(files)}.distcp"
             files.append(OutputFile(name, sum(map(len, values.values())), tuple(values)))
         self.values = values
         return files
@@ -316,7 +327,9 @@ class TorchDistSink(ConversionSink):
             data = DataFile(opened)
             for item in file.content:
                 if isinstance(item, str):
-                    values.append(data.add_value(item, self.values[item]))
+                    content = self.values[item]
+                    values.append(StoredPart(item, (), (), opened.path.name, opened.tell(), len(content)))
+                    opened.write(content)
                     continue
                 tensor, row = self.source.read(item)
                 start, shape = self.box_of(item)
@@ -380,7 +393,16 @@ class NativeSink(TorchDistSink):
         files |= source.write_companions(step)
         files[folder.CONFIG] = write_json(step / folder.CONFIG, source.step_config())
         files[folder.STATE] = write_json(step / folder.STATE, source.step_state())
-        return seal(output, source.iteration, files)
+        (step / manifest.NAME).unlink(missing_ok=True)
+        manifest.write(step, source.iteration, files)
+        if defect := manifest.structure_defect(step):
+            raise OSError(f"{step}: {defect}")
+        result = {f"{step.name}/{name}": entry for name, entry in files.items()}
+        path = step / manifest.NAME
+        result[f"{step.name}/{path.name}"] = FileEntry(bytes=path.stat().st_size, sha256=sha256_of_file(path))
+        result[folder.OWNER] = write_bytes(output / folder.OWNER, b"")
+        result[folder.LATEST] = write_bytes(output / folder.LATEST, f"{source.iteration}\n".encode())
+        return result
 
     def facts(self, rows: list[Row]) -> dict[str, Any]:
         return self.source.facts()
@@ -412,30 +434,6 @@ class DataFile:
         offset = self._file.tell()
         torch.save(by_itself(block.contiguous()), cast(IO[bytes], self._file))
         self.parts.append(StoredPart(key, start, tuple(block.shape), self._name, offset, self._file.tell() - offset))
-
-    def add_value(self, key: str, content: bytes) -> StoredPart:
-        """Write a value that is no tensor, as it was pickled."""
-        part = StoredPart(key, (), (), self._name, self._file.tell(), len(content))
-        self._file.write(content)
-        return part
-
-
-def data_name(number: int) -> str:
-    """Return the name of data file `number`."""
-    return f"__0_{number}.distcp"
-
-
-def file_order(key: str) -> tuple[bool, int, int]:
-    """Return a tensor's sort key: tensors with the same key share a file, and files are in this order.
-
-    Weights come before the optimizer; then what is outside of the layers, each layer, each depth of multi-token
-    prediction.
-    """
-    optimizer = key.startswith("optimizer.")
-    found = _LAYER.search(key)
-    if found is not None:
-        return optimizer, 1 if found.group(1) == "decoder" else 2, int(found.group(2))
-    return optimizer, 0, 0
 
 
 def write_index(
@@ -484,25 +482,6 @@ def copy_file(source: Path, target: Path, known: FileEntry) -> FileEntry:
     if file.entry() != known:
         raise ConfigError(f"{source}: changed while it was read; nothing was published")
     return known
-
-
-def seal(root: Path, iteration: int, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
-    """Make a folder of checkpoints of the one step in it: manifest, owner's mark, pointer. Returns all of its files.
-
-    Raises:
-        OSError: the step does not hold exactly these files.
-    """
-    step = folder.step_folder(root, iteration)
-    (step / manifest.NAME).unlink(missing_ok=True)
-    manifest.write(step, iteration, files)
-    if defect := manifest.structure_defect(step):
-        raise OSError(f"{step}: {defect}")
-    result = {f"{step.name}/{name}": entry for name, entry in files.items()}
-    path = step / manifest.NAME
-    result[f"{step.name}/{path.name}"] = FileEntry(bytes=path.stat().st_size, sha256=sha256_of_file(path))
-    result[folder.OWNER] = write_bytes(root / folder.OWNER, b"")
-    result[folder.LATEST] = write_bytes(root / folder.LATEST, f"{iteration}\n".encode())
-    return result
 
 
 def native_state(run: Run, warnings: list[str]) -> dict[str, Any]:

@@ -4,36 +4,43 @@ transformers' model runs first, then ours, so that one of them is in memory at a
 differ in their last bits: where two experts, or two groups of them, have almost the same score, the implementations may
 choose differently, and everything computed after that differs by much more than bits. So ours follows the reference in
 such a tie, and the tie is counted; a choice that differs by more is an error. Logits and loss can then be compared.
+
+No code in the folder is run: the class of the reference is named by the family, not by the folder. Weights are read by
+transformers; those in fp8, which it reads with further libraries only, are scaled here by a few lines that the
+converter does not share. The norms' epsilons and the rotary frequencies are compared as numbers: logits show a wrong
+epsilon only where activations are small, and a wrong frequency only far into a sequence.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.hf.families import Family
 from megatron_moe.hf.folder import ALLOW, HFFolder
+from megatron_moe.hf.mapping import Mapping
 from megatron_moe.io.texts import size_text
+from megatron_moe.model.mla import LatentAttention
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import MicroBatch, group_scores, ranked_values
-from megatron_moe_tools.convert.reference_model import (
-    ReferenceResult,
-    differences,
-    native_constants,
-    round_parameters,
-    run_reference,
-)
 from megatron_moe_tools.models.load_model import LoadedCheckpoint, load_model, one_process
 from megatron_moe_tools.models.source import ModelSource, locate
 from megatron_moe_tools.models.trace import Routing, trace, working_bytes
+
+if TYPE_CHECKING:  # it is imported when a model is loaded
+    from transformers import PreTrainedModel
 
 TIE = 1e-4
 """Largest difference of two experts' scores that counts as a tie."""
@@ -47,6 +54,263 @@ WEIGHT_TOLERANCE = 1e-4
 """Largest relative difference of an expert's weight."""
 GRADIENT_TOLERANCE = 1e-4
 """Largest relative difference of a gradient's norm."""
+FREQUENCY_TOLERANCE = 1e-5
+"""Largest relative difference of a rotary frequency: both sides compute them in fp32."""
+
+
+# ---- The reference.
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The numbers of a model that are no weights.
+
+    Attributes:
+        epsilons: epsilons of the norms, by the name of their weight in a folder.
+        frequencies: rotary frequencies in radians per position, [pairs].
+        amplitude: factor of the rotation. Both are None for a model without a rotary embedding that is known here.
+    """
+
+    epsilons: dict[str, float]
+    frequencies: Tensor | None
+    amplitude: float | None
+
+
+def native_constants(chunk: torch.nn.Module, table: Mapping) -> Constants:
+    """Return the constants of our whole model."""
+    epsilons = {}
+    for piece in table.pieces:
+        module = chunk.get_submodule(piece.key.rpartition(".")[0])
+        if isinstance(epsilon := getattr(module, "eps", None), float):
+            epsilons[piece.hf[0]] = epsilon
+    latent = next((module for module in chunk.modules() if isinstance(module, LatentAttention)), None)
+    if latent is not None and latent.rotary is not None:
+        return Constants(epsilons, latent.rotary.frequencies.cpu(), latent.rotary.amplitude)
+    rotary = getattr(chunk, "rotary_pos_emb", None)
+    if latent is not None or rotary is None:
+        return Constants(epsilons, None, None)
+    return Constants(epsilons, rotary.inv_freq.detach().float().cpu(), 1.0)
+
+
+def differences(ours: Constants, theirs: Constants, depths: set[str]) -> Iterator[str]:
+    """Yield the differences between two models' constants, in words.
+
+    Args:
+        ours: constants of our model.
+        theirs: constants of transformers' model.
+        depths: names that only ours has: layers of multi-token prediction.
+    """
+    names = (ours.epsilons.keys() | theirs.epsilons.keys()) - depths
+    wrong = [name for name in sorted(names) if ours.epsilons.get(name) != theirs.epsilons.get(name)]
+    if wrong:
+        name = wrong[0]
+        yield (
+            f"epsilon of {len(wrong)} norms: {name}: {ours.epsilons.get(name)} here, {theirs.epsilons.get(name)} there"
+        )
+    if ours.frequencies is None or theirs.frequencies is None:
+        if (ours.frequencies is None) != (theirs.frequencies is None):
+            yield "rotary frequencies: on one side only"
+        return
+    if ours.frequencies.shape != theirs.frequencies.shape:
+        yield f"rotary frequencies: {len(ours.frequencies)} pairs here, {len(theirs.frequencies)} there"
+    elif not torch.allclose(ours.frequencies, theirs.frequencies, rtol=FREQUENCY_TOLERANCE, atol=0.0):
+        apart = ((ours.frequencies - theirs.frequencies).abs() / theirs.frequencies).max()
+        yield f"rotary frequencies differ by {float(apart):.2e} of their size"
+    if ours.amplitude is not None and abs(ours.amplitude - (theirs.amplitude or 0.0)) > FREQUENCY_TOLERANCE:
+        yield f"rotary amplitude is {ours.amplitude:.7f} here, {theirs.amplitude:.7f} there"
+
+
+@dataclass
+class ReferenceResult:
+    """What transformers' model computes from some tokens, on the CPU.
+
+    Attributes:
+        logits: [B, S, V] fp32.
+        loss: mean cross entropy.
+        experts: chosen experts, layer -> [B * S, K] int64.
+        weights: their weights, layer -> [B * S, K] fp32.
+        grad_norms: name in the folder -> norm of the loss's gradient; None unless asked for.
+        constants: epsilons and rotary frequencies.
+    """
+
+    logits: Tensor
+    loss: float
+    experts: dict[int, Tensor] = field(default_factory=dict)
+    weights: dict[int, Tensor] = field(default_factory=dict)
+    grad_norms: dict[str, float] | None = None
+    constants: Constants | None = None
+
+
+def run_reference(
+    folder: HFFolder,
+    family: Family,
+    tokens: Tensor,
+    *,
+    layers: int | None = None,
+    rounded_to: torch.dtype | None = None,
+    gradients: bool = False,
+) -> ReferenceResult:
+    """Load the folder's model, run it on tokens [B, S] int64 and free it.
+
+    Args:
+        folder: the Hugging Face folder.
+        family: its family.
+        tokens: [B, S] int64.
+        layers: number of layers from the first; None: all.
+        rounded_to: round the parameters to this dtype first; the router's biases are buffers and stay as they are.
+        gradients: compute the norms of the loss's gradient too.
+
+    Raises:
+        ConfigError: transformers is missing, or does not load the folder.
+    """
+    model = load_reference(folder, family, layers)
+    try:
+        if rounded_to is not None:
+            round_parameters(model, rounded_to)
+        return run_model(model, tokens, gradients=gradients)
+    finally:
+        del model
+        gc.collect()  # modules and their hooks refer to each other
+
+
+@torch.no_grad()
+def round_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Round parameters to the values that another dtype has."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+
+
+def run_model(model: PreTrainedModel, tokens: Tensor, *, gradients: bool = False) -> ReferenceResult:
+    """Run a causal language model of transformers on tokens [B, S] int64."""
+    experts: dict[int, Tensor] = {}
+    weights: dict[int, Tensor] = {}
+    epsilons: dict[str, float] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if isinstance(epsilon, float) and hasattr(module, "weight"):
+            epsilons[f"{name}.weight"] = epsilon
+        if not type(module).__name__.lower().endswith("topkrouter"):
+            continue
+        layer = int(name.split(".layers.")[1].split(".")[0])
+
+        def record(module: object, inputs: object, output: tuple[Tensor, ...], layer: int = layer) -> None:
+            # (logits, weights, experts); older releases leave logits out
+            (chosen,) = [part for part in output if not part.is_floating_point()]
+            others = [part for part in output if part.is_floating_point() and part.shape == chosen.shape]
+            experts[layer], weights[layer] = chosen.detach().long().cpu(), others[-1].detach().float().cpu()
+
+        hooks.append(module.register_forward_hook(record))
+    try:
+        with torch.set_grad_enabled(gradients):
+            logits = model(input_ids=tokens.to(next(model.parameters()).device), use_cache=False).logits.float()
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten().to(logits.device))
+            if gradients:
+                loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    constants = Constants(epsilons, None, None)
+    rotary = getattr(model.model, "rotary_emb", None)
+    if rotary is not None:
+        constants = Constants(epsilons, rotary.inv_freq.detach().float().cpu(), float(rotary.attention_scaling))
+    result = ReferenceResult(logits.detach().cpu(), float(loss.detach()), experts, weights, None, constants)
+    if gradients:
+        result.grad_norms = _grad_norms(model)
+    return result
+
+
+def load_reference(folder: HFFolder, family: Family, layers: int | None = None) -> PreTrainedModel:
+    """Return transformers' model of a folder: fp32, evaluation mode, on this machine's device.
+
+    Raises:
+        ConfigError: see `run_reference`.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(
+            "--verify: transformers is not installed, and it is what the model is compared with; install it with "
+            "`pip install transformers`, or leave the flag out"
+        ) from None
+    content = dict(folder.config)
+    content.pop("quantization_config", None)
+    if layers is not None:
+        total = content["num_hidden_layers"]
+        for key, value in content.items():
+            if isinstance(value, list) and len(value) == total:
+                content[key] = value[:layers]
+        content["num_hidden_layers"] = layers
+    try:
+        # model_type may be one that transformers does not know, of a class that it does (Kimi-K2).
+        config_class = type(transformers.AutoConfig.for_model(family.model_types[0]))
+        config = config_class.from_dict({**content, "model_type": family.model_types[0]})
+        model_class = getattr(transformers, family.architecture)
+        with _quiet(transformers):
+            options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
+            if folder.scales:
+                where, options["state_dict"] = None, _dequantised(folder)
+            else:
+                where, options["local_files_only"], options["use_safetensors"] = folder.path, True, True
+            model, info = model_class.from_pretrained(where, output_loading_info=True, **options)
+    except (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--verify: transformers {transformers.__version__} does not load {folder.path} as {family.architecture}: "
+            f"{type(error).__name__}: {str(error)[:300]}"
+        ) from error
+    wrong = [*info["missing_keys"], *(str(entry) for entry in info["mismatched_keys"])]
+    if wrong:
+        shown = ", ".join(sorted(wrong)[:5])
+        raise ConfigError(
+            f"--verify: transformers {transformers.__version__} finds no weights in {folder.path} for {len(wrong)} "
+            f"tensors of its model: {shown}"
+        )
+    return model.float().eval().to(platform.device())
+
+
+def _dequantised(folder: HFFolder) -> dict[str, Tensor]:
+    """Return all tensors but scales; a weight in fp8 becomes each number times its block's scale, as bfloat16."""
+    found: dict[str, Tensor] = {}
+    height, width = folder.block
+    for file in sorted({stored.file for stored in folder.tensors.values()}):
+        with safe_open(str(folder.path / file), framework="pt") as content:
+            found |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118  it is no dict
+    for name, scale_name in folder.scales.items():
+        weight, scale = found[name].float(), found.pop(scale_name).float()
+        row = torch.arange(weight.shape[0]) // height
+        column = torch.arange(weight.shape[1]) // width
+        found[name] = (weight * scale[row][:, column]).bfloat16()
+    return found
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Silence transformers' progress bars and remarks; what matters of them is checked here."""
+    logging = transformers.utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _grad_norms(model: PreTrainedModel) -> dict[str, float]:
+    """Return the norms of the gradients under the folder's names, to which transformers itself converts them back."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    norms, gradients = {}, {}
+    for name, parameter in model.named_parameters():
+        gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    for name, gradient in revert_weight_conversion(model, gradients).items():
+        norms[name] = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+    return norms
+
+
+# ---- The comparison.
 
 
 @dataclass(frozen=True)
@@ -110,18 +374,17 @@ class Parity:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values for a certificate."""
-        return {**asdict(self), "choices": {str(layer): asdict(one) for layer, one in self.choices.items()}} | {
-            "passed": self.passed
-        }
+        return {**asdict(self), "passed": self.passed}
 
     def lines(self) -> list[str]:
         """Return the result as lines of text."""
-        compared = sum(one.tokens for one in self.choices.values())
-        equal = sum(one.equal for one in self.choices.values())
-        ties = sum(one.ties for one in self.choices.values())
+        compared = equal = ties = 0
+        for one in self.choices.values():
+            compared, equal, ties = compared + one.tokens, equal + one.equal, ties + one.ties
+        outcome = "passed" if self.passed else "FAILED"
         return [
             f"parity with transformers, {self.shape[0]} x {self.shape[1]} random tokens through {self.layers} layers: "
-            f"{'passed' if self.passed else 'FAILED'}",
+            f"{outcome}",
             f"  logits differ by {self.logit_difference:.2e} at most, the largest is {self.largest_logit:.1f}",
             f"  loss {self.loss:.6f}, transformers {self.reference_loss:.6f}",
             f"  experts: {equal} of {compared} choices equal, {ties} ties",
@@ -229,6 +492,17 @@ def compare_with(
     if ours.grad_norms is not None and reference.grad_norms is not None:
         apart, words = _gradients(ours.grad_norms, reference.grad_norms, layers)
         failures += words
+    whole, not_covered = found.source.run.model, []
+    if whole.mtp_num_layers:
+        not_covered.append(f"multi-token prediction, {whole.mtp_num_layers} layers: transformers has none")
+    if layers < whole.num_layers:
+        not_covered.append(f"layers {layers} to {whole.num_layers - 1}: left out by --verify-layers {layers}")
+    every = (found.run.moe.num_experts or 0) * len(reference.experts)
+    chosen = sum(len(experts.unique()) for experts in reference.experts.values())
+    if chosen < every:
+        not_covered.append(f"the weights of {every - chosen} of {every} experts, which none of the tokens chose")
+    if not reference.experts:
+        not_covered.append("the experts chosen: this release of transformers has no routers of their own to ask")
     return Parity(
         seed=seed,
         shape=(tokens.shape[0], tokens.shape[1]),
@@ -240,7 +514,7 @@ def compare_with(
         choices=choices,
         failures=tuple(failures),
         gradient_difference=apart,
-        not_covered=tuple(_not_covered(found, reference)),
+        not_covered=tuple(not_covered),
     )
 
 
@@ -298,20 +572,6 @@ def _gradients(ours: dict[str, float], theirs: dict[str, float], layers: int) ->
     return largest, words
 
 
-def _not_covered(found: LoadedCheckpoint, reference: ReferenceResult) -> Iterator[str]:
-    whole, here = found.source.run.model, found.run.model.num_layers
-    if whole.mtp_num_layers:
-        yield f"multi-token prediction, {whole.mtp_num_layers} layers: transformers has none"
-    if here < whole.num_layers:
-        yield f"layers {here} to {whole.num_layers - 1}: left out by --verify-layers {here}"
-    every = (found.run.moe.num_experts or 0) * len(reference.experts)
-    chosen = sum(len(experts.unique()) for experts in reference.experts.values())
-    if chosen < every:
-        yield f"the weights of {every - chosen} of {every} experts, which none of the tokens chose"
-    if not reference.experts:
-        yield "the experts chosen: this release of transformers has no routers of their own to ask"
-
-
 def _largest(values: Tensor) -> float:
     """Return the largest absolute value; infinite where there is a NaN, which no comparison would notice."""
     return float(torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf, neginf=torch.inf).abs().max())
@@ -338,7 +598,7 @@ def require_memory(
     """
     available = platform.available_memory_bytes()
     # In fp32; weights in fp8 are in memory as bfloat16 at the same time.
-    width = 4 * (2 if gradients else 1) + (2 if fp8 else 0)
+    width = 4 * (1 + gradients) + 2 * fp8
 
     def needed(count: int | None) -> int:
         run = one_process(source.run, layers=count)
@@ -350,12 +610,12 @@ def require_memory(
     if wanted <= available:
         return
     total, least = layers or source.run.model.num_layers, _fewest_layers(source)
-    fitting = next((count for count in range(total - 1, least - 1, -1) if needed(count) <= available), None)
-    remedy = (
-        f"not even the first {least} would fit"
-        if fitting is None
-        else f"--verify-layers {fitting} compares as many as fit"
-    )
+    fitting = total - 1
+    while fitting >= least and needed(fitting) > available:
+        fitting -= 1
+    remedy = f"--verify-layers {fitting} compares as many as fit"
+    if fitting < least:
+        remedy = f"not even the first {least} would fit"
     raise ConfigError(
         f"--verify: {source.path} takes {size_text(wanted)} in fp32, and {size_text(available)} are "
         f"free: {remedy}; or leave the flag out"

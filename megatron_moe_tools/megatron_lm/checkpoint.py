@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM: what they hold in terms of our tensors, and the reader of its format torch_dist.
+"""Checkpoints of Megatron-LM: what they hold in terms of our tensors, and the readers of torch_dist and torch.
 
 torch reads tensors and plain values under restriction. Megatron-LM's files hold more: `args` is a Namespace with
 members of the engine's enumerations, and random states are arrays of numpy's. The classes that such a file names are
@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import io
 import math
+import re
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.families import DEEPSEEK
 from megatron_moe.hf.mapping import mapping
+from megatron_moe.hf.tensors import dtype_name
 from megatron_moe.hf.transforms import Shape
 from megatron_moe.io.hashing import FileEntry
 from megatron_moe_tools.megatron_lm import names
@@ -126,9 +128,11 @@ class MegatronCheckpoint(ABC):
     @property
     def progress(self) -> Progress:
         """How far the run had come."""
-        numbers = [self.common.get("iteration"), self.args.get("consumed_train_samples")]
-        iteration, samples = (number if type(number) is int and number >= 0 else 0 for number in numbers)
-        return Progress(iteration, samples)
+        counts = [0, 0]
+        for at, number in enumerate((self.common.get("iteration"), self.args.get("consumed_train_samples"))):
+            if type(number) is int and number >= 0:
+                counts[at] = number
+        return Progress(*counts)
 
 
 def require_complete(
@@ -144,16 +148,14 @@ def require_complete(
     """
     wanted = dict(shapes)
     if with_optimizer:
-        wanted |= {
-            key: shapes[names.weight_of(key)] for key in sorted(contents.parts) if names.weight_of(key) in shapes
-        }
+        for key in sorted(contents.parts):
+            if names.weight_of(key) in shapes:
+                wanted[key] = shapes[names.weight_of(key)]
     wrong = [*contents.wrong]
     wrong += [f"missing: {key}" for key in wanted if key not in contents.parts]
-    wrong += [
-        f"the model of its arguments has no {key} ({contents.parts[key][0].name})"
-        for key in sorted(contents.parts.keys() - wanted.keys())
-        if with_optimizer or not key.startswith("optimizer.")
-    ]
+    for key in sorted(contents.parts.keys() - wanted.keys()):
+        if with_optimizer or not key.startswith("optimizer."):
+            wrong.append(f"the model of its arguments has no {key} ({contents.parts[key][0].name})")
     for key in wanted.keys() & contents.parts.keys():
         wrong += _defects(key, contents.parts[key], wanted[key])
     if wrong:
@@ -164,15 +166,15 @@ def require_complete(
 
 
 def _defects(key: str, parts: list[Part], shape: Shape) -> list[str]:
-    boxes = [index.TensorPart(part.start, part.shape, index.StoredBytes("", 0, 0)) for part in parts]
-    outside = [
-        f"{part.name}: {list(part.shape)} from {list(part.start)} on is not within {key}, which has {list(shape)}"
-        for part in parts
-        if len(part.shape) != len(shape) or any(a + n > b for a, n, b in zip(part.start, part.shape, shape))
-    ]
+    boxes, outside, filled = [], [], 0
+    for part in parts:
+        boxes.append(index.TensorPart(part.start, part.shape, StoredBytes("", 0, 0)))
+        filled += math.prod(part.shape)
+        if len(part.shape) != len(shape) or any(a + n > b for a, n, b in zip(part.start, part.shape, shape)):
+            box = f"{list(part.shape)} from {list(part.start)} on"
+            outside.append(f"{part.name}: {box} is not within {key}, which has {list(shape)}")
     if outside:
         return outside
-    filled = sum(math.prod(part.shape) for part in parts)
     if filled != math.prod(shape) or index.overlap(boxes):
         return [f"{key}: {filled} of {math.prod(shape)} elements in {len(parts)} parts, each to be there once"]
     return []
@@ -236,15 +238,6 @@ def read_archive(path: Path) -> Any:
         UntrustedError: the file is damaged, or names something that has no place in a checkpoint.
     """
     return _read(path, path.name, mmap=True)
-
-
-def read_archive_bytes(data: bytes, name: str) -> Any:
-    """Return what bytes of torch.save hold; `name` names them in a message.
-
-    Raises:
-        UntrustedError: they are damaged, or name something that has no place in a checkpoint.
-    """
-    return _read(io.BytesIO(data), name, mmap=False)
 
 
 def require_intact(file: Any, name: str) -> None:
@@ -318,8 +311,9 @@ class TorchDist(MegatronCheckpoint):
         elif (place := self._index.values.get(_COMMON_VALUE)) is not None:
             with open(self.path / place.file, "rb") as file:
                 file.seek(place.offset)
-                content = read_archive_bytes(file.read(place.length), f"{_COMMON_VALUE} in {place.file}")
-            content = content[0] if isinstance(content, list) and len(content) == 1 else content
+                content = _read(io.BytesIO(file.read(place.length)), f"{_COMMON_VALUE} in {place.file}", mmap=False)
+            if isinstance(content, list) and len(content) == 1:
+                content = content[0]
         else:
             raise UntrustedError(f"it has neither {pickles.COMMON} nor {_COMMON_VALUE}")
         if not isinstance(content, dict):
@@ -346,10 +340,14 @@ class TorchDist(MegatronCheckpoint):
 
     def _add(self, result: Contents, stored: str, shapes: Mapping[str, Shape]) -> None:
         name, tensor = names.ours(stored), self._index.tensors[stored]
-        layers: list[int | None] = [*range(tensor.shape[0])] if name.stacked and tensor.shape else [None]
-        for layer in layers:
-            key = name.key if layer is None else name.key.replace("{}", str(layer))
-            at: Shape = () if layer is None else (layer,)
+        places: list[Shape] = [()]
+        if name.stacked and tensor.shape:
+            places = [(layer,) for layer in range(tensor.shape[0])]
+        for at in places:
+            layer = at[0] if at else None
+            key = name.key
+            if at:
+                key = key.replace("{}", str(layer))
             whole = shapes.get(key)
             box = tensor.shape[len(at) :]
             if whole is None:
@@ -362,7 +360,7 @@ class TorchDist(MegatronCheckpoint):
                 wanted = f"{key} of the model has {list(whole)}"
                 result.wrong.append(f"{stored}: {list(box)} does not fit: {wanted}")
                 continue
-            full = key if name.state is None else f"optimizer.state.{name.state}.{key}"
+            full = replace(name, key=key).full_key
             for within, start, shape in _boxes(name, box, whole):
                 result.add(full, self._part(stored, (*at, *within), start, shape, box))
 
@@ -388,8 +386,10 @@ class TorchDist(MegatronCheckpoint):
             self._require_intact(stored)
             return self._reader.read(stored, first, extent).reshape(shape)
 
-        shown = f"{stored}[{', '.join(map(str, at))}]" if at else stored
-        return Part(shown, start if start else (0,) * len(shape), shape, tensor.dtype, read)
+        shown = stored
+        if at:
+            shown += f"[{', '.join(map(str, at))}]"
+        return Part(shown, start or (0,) * len(shape), shape, tensor.dtype, read)
 
 
 def _fits(name: names.Name, box: Shape, whole: Shape) -> bool:
@@ -423,3 +423,272 @@ def _boxes(name: names.Name, box: Shape, whole: Shape) -> Iterator[tuple[Shape, 
         yield (), (name.half * whole[0] // 2, *zeros), (whole[0] // 2, *whole[1:])
     else:
         yield (), (0,) * len(whole), whole
+
+
+# ---- The older format torch: a file of torch.save per tensor, pipeline and expert rank.
+#
+#     iter_0000010/mp_rank_TP[_PP][_EP]/model_optim_rng.pt
+#
+# Each file has its rank's part of the model, with layers and experts counted from 0 in each file. A tensor of a rank is
+# a box of the model's, or two: gate and up of a gated layer are split each by itself.
+
+_FILE = "model_optim_rng.pt"
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?", re.ASCII)
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_GATED = ("mlp.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight")
+_BY_COLUMNS = ("linear_proj.weight", "mlp.linear_fc2.weight", "mlp.shared_experts.linear_fc2.weight")
+_NORM = "decoder.final_layernorm.weight"
+_EXPERT_WEIGHTS = ".mlp.experts.weight"
+
+Box = tuple[Shape, Shape, Tensor]
+"""Start and shape in our tensor, and the view of the rank's tensor that has the elements."""
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """One rank's file: its place in the layout, and its chunks of the model by virtual stage."""
+
+    name: str
+    tensor: int
+    pipeline: int
+    expert: int
+    chunks: tuple[Mapping[str, Any], ...]
+
+
+class LegacyTorch(MegatronCheckpoint):
+    """A step in the format torch.
+
+    Raises:
+        ConfigError: a file is missing, damaged or harmful, or of a release whose layout is another.
+    """
+
+    form = "torch"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        folders = {entry.name: found for entry in sorted(path.iterdir()) if (found := _FOLDER.fullmatch(entry.name))}
+        self.files = {f"{name}/{_FILE}": path / name / _FILE for name in folders}
+        content = {name: self._read(file) for name, file in zip(folders, self.files)}
+        self.common = next(iter(content.values()))
+        self.args = arguments(self.common, path)
+        version = self.common.get("checkpoint_version", 0)
+        if not isinstance(version, (int, float)) or version < 3:
+            raise ConfigError(
+                f"--load {path}: checkpoint_version {version}: packs queries, keys and values in another order; 3.0 is "
+                "read: load it with Megatron-LM and save it again"
+            )
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+        self._tp, self._pp, self._ep = (self._size(name) for name in sizes)
+        self._ranks = [self._rank(name, found, content[name]) for name, found in folders.items()]
+        tensors = {(one.tensor, one.pipeline) for one in self._ranks}
+        experts = {(one.expert, one.pipeline) for one in self._ranks}
+        stages, missing = range(self._pp), []
+        for kind, ranks, there in (("TP", self._tp, tensors), ("EP", self._ep, experts)):
+            for rank in range(ranks):
+                missing += [f"{kind} rank {rank}, PP rank {p}" for p in stages if (rank, p) not in there]
+        if missing:
+            raise ConfigError(
+                f"--load {self.path}: files are missing: of {'; '.join(missing[:5])} (mp_rank_TP_PP_EP; its arguments "
+                f"say TP {self._tp}, PP {self._pp}, EP {self._ep})"
+            )
+        self._compare_places(content)
+        self._optimizers = [f"{name}: optimizer" for name, one in content.items() if "optimizer" in one]
+
+    def _read(self, file: str) -> dict[str, Any]:
+        try:
+            content = read_archive(self.files[file])
+            with open(self.files[file], "rb") as archive:
+                require_intact(archive, file)
+        except (UntrustedError, OSError) as error:
+            raise ConfigError(f"--load {self.path}: refused: {file}: {error}") from None
+        if not isinstance(content, dict) or not any(re.fullmatch(r"model\d*", str(key)) for key in content):
+            raise ConfigError(f"--load {self.path}: {file} has no `model`: it is no checkpoint of Megatron-LM's")
+        return content
+
+    def _size(self, name: str) -> int:
+        size = self.args.get(name, 1)
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"--load {self.path}: its arguments say --{name.replace('_', '-')} {size!r}")
+        return size
+
+    def _rank(self, name: str, found: re.Match[str], content: dict[str, Any]) -> RankFile:
+        numbers = [int(number) for number in found.groups() if number is not None]
+        tensor, rest, pipeline, expert = numbers[0], numbers[1:], 0, 0
+        if rest and self._pp > 1:
+            pipeline = rest.pop(0)
+        if rest and self._ep > 1:
+            expert = rest.pop(0)
+        if rest or tensor >= self._tp or pipeline >= self._pp or expert >= self._ep:
+            raise ConfigError(
+                f"--load {self.path}: {name} does not belong to TP {self._tp}, PP {self._pp} and EP {self._ep} of its "
+                "arguments"
+            )
+        keys = sorted((key for key in content if re.fullmatch(r"model\d*", str(key))), key=lambda key: (len(key), key))
+        return RankFile(name, tensor, pipeline, expert, tuple(content[key] for key in keys))
+
+    def _compare_places(self, content: Mapping[str, dict[str, Any]]) -> None:
+        """Compare the places that files are named after with what they hold of the processes that wrote them.
+
+        Raises:
+            ConfigError: they are of several steps, or the first or last pipeline stage is another.
+        """
+        steps = {one.get("iteration"): name for name, one in content.items()}
+        if len(steps) > 1:
+            shown = ", ".join(f"{name} of iteration {step}" for step, name in list(steps.items())[:2])
+            raise ConfigError(f"--load {self.path}: its files are of several steps: {shown}; bring them all from one")
+        for one in self._ranks:
+            lacks_table = one.pipeline == 0 and EMBEDDING not in one.chunks[0]
+            if lacks_table or (one.pipeline == self._pp - 1 and _NORM not in one.chunks[-1]):
+                lost = EMBEDDING if lacks_table else _NORM
+                raise ConfigError(
+                    f"--load {self.path}: {one.name} is not of PP rank {one.pipeline}: it has no {lost}; files were "
+                    "exchanged: bring them back"
+                )
+        if len(self._ranks) == 1:
+            return
+        args = {name: vars(one.get("args", argparse.Namespace())) for name, one in content.items()}
+        ranks = {name: one.get("rank") for name, one in args.items()}
+        if len(set(ranks.values())) == 1 or not all(type(rank) is int for rank in ranks.values()):
+            self.notes.append(
+                "its files do not say which rank wrote each: the names mp_rank_* alone put them in order, and exchanged"
+                " files would not be noticed"
+            )
+            return
+        for one in self._ranks:
+            if (place := self._place(args[one.name])) != (one.tensor, one.pipeline, one.expert):
+                self.doubts.append(
+                    f"{one.name}: was written by rank {ranks[one.name]}, which is TP rank {place[0]}, PP rank "
+                    f"{place[1]}, EP rank {place[2]}: files were exchanged or copied"
+                )
+
+    def _place(self, args: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Return TP, PP and EP rank of the process that wrote a file, by Megatron-LM's order of ranks."""
+        rank, context = args["rank"], args.get("context_parallel_size") or 1
+        per_stage = max((args.get("world_size") or 1) // self._pp, 1)
+        pipeline = rank // per_stage
+        if args.get("use_tp_pp_dp_mapping"):
+            pipeline = rank // (self._tp * context) % self._pp
+        expert_tensor = args.get("expert_tensor_parallel_size") or self._tp
+        return rank % self._tp, pipeline, rank // expert_tensor % self._ep
+
+    def vocabulary_rows(self) -> int:
+        for one in self._ranks:
+            table = one.chunks[0].get(EMBEDDING)
+            if isinstance(table, Tensor) and table.dim() == 2:
+                return int(table.shape[0]) * self._tp
+        raise ConfigError(f"--load {self.path}: has no tensor {EMBEDDING}: it is not a GPT model of megatron-core")
+
+    def contents(self, shapes: Mapping[str, Shape]) -> Contents:
+        result = Contents(unmapped=list(self._optimizers))
+        offsets = self._first_layers()
+        seen: set[tuple[str, Shape]] = set()
+        for one in sorted(self._ranks, key=lambda one: (one.pipeline, one.expert, one.tensor)):
+            for number, chunk in enumerate(one.chunks):
+                for name, value in chunk.items():
+                    stored = str(name)
+                    where = f"{one.name}: {stored}"
+                    if (reason := names.dropped(stored)) is not None:
+                        result.dropped[where] = reason
+                    elif isinstance(value, Tensor):
+                        if layer := _LAYER.match(stored):
+                            in_model = offsets[one.pipeline, number] + int(layer[1])
+                            stored = f"decoder.layers.{in_model}.{stored[layer.end() :]}"
+                        self._add(result, seen, one, stored, where, value, shapes)
+                    elif value is not None:
+                        result.wrong.append(f"{where}: {type(value).__name__}, of which nothing is known here")
+        return result
+
+    def _first_layers(self) -> dict[tuple[int, int], int]:
+        """Return the number of the first layer of each (pipeline rank, chunk): virtual stages go around the ranks."""
+        of_rank = {one.pipeline: one for one in self._ranks}
+        chunks = {len(one.chunks) for one in self._ranks}
+        if len(chunks) != 1:
+            raise ConfigError(f"--load {self.path}: its files have different numbers of virtual stages")
+        first, result = 0, {}
+        for chunk in range(chunks.pop()):
+            for rank in range(self._pp):
+                result[rank, chunk] = first
+                found = (_LAYER.match(name) for name in of_rank[rank].chunks[chunk])
+                first += len({match[1] for match in found if match})
+        return result
+
+    def _add(
+        self,
+        result: Contents,
+        seen: set[tuple[str, Shape]],
+        one: RankFile,
+        stored: str,
+        where: str,
+        value: Tensor,
+        shapes: Mapping[str, Shape],
+    ) -> None:
+        key, shape = names.ours(stored).key, shapes.get(names.ours(stored).key)
+        if shape is None and key == OUTPUT and shapes:  # the last stage's copy of a tied table
+            key, shape = EMBEDDING, shapes[EMBEDDING]
+        if shape is None:
+            result.add(key, _part(where, (0,) * value.dim(), tuple(value.shape), value))
+            return
+        boxes = self._expert_boxes if _EXPERT_WEIGHTS in f".{key}" else self._boxes
+        try:
+            for start, extent, view in boxes(one, stored, value, shape):
+                into = result.copies if (key, start) in seen else result.parts
+                into.setdefault(key, []).append(_part(where, start, extent, view))
+                seen.add((key, start))
+        except _Misfit:
+            result.wrong.append(f"{where}: {list(value.shape)} does not fit: {key} of the model has {list(shape)}")
+
+    def _boxes(self, one: RankFile, stored: str, value: Tensor, shape: Shape) -> Iterator[Box]:
+        """Yield the boxes of a tensor that is no routed expert's."""
+        start, extent = [0] * len(shape), list(shape)
+        if tuple(value.shape) == shape:
+            yield tuple(start), shape, value
+            return
+        key = names.ours(stored).key
+        axis = int(key.endswith(_BY_COLUMNS) and len(shape) == 2)
+        extent[axis] //= self._tp
+        if list(value.shape) != extent or extent[axis] * self._tp != shape[axis]:
+            raise _Misfit
+        if not key.endswith(_GATED):
+            start[axis] = one.tensor * extent[axis]
+            yield tuple(start), tuple(extent), value
+            return
+        rows = extent[0] // 2
+        for half in range(2):
+            view = value[half * rows : (half + 1) * rows]
+            yield (half * shape[0] // 2 + one.tensor * rows, 0), tuple(view.shape), view
+
+    def _expert_boxes(self, one: RankFile, stored: str, value: Tensor, shape: Shape) -> Iterator[Box]:
+        """Yield the boxes of the experts in a tensor: one of them, or all of a rank in one matrix."""
+        up = len(shape) == 4  # [E, 2, F, H], and [E, H, F] for down
+        experts, width, hidden = shape[0] // self._ep, shape[2], shape[1]
+        if up:
+            width, hidden = 2 * shape[2], shape[3]
+        number = names.ours(stored).expert
+        matrices = {number or 0: value}
+        if number is None:  # matrices that multiply rows from the right: [e, in, out]
+            inputs = hidden if up else value.shape[0] // experts
+            if inputs == 0 or value.numel() % (experts * inputs):
+                raise _Misfit
+            matrices = dict(enumerate(value.reshape(experts, inputs, -1).transpose(1, 2)))
+        part = value.numel() // (len(matrices) * hidden)  # rows of [2 F / ETP, H], columns of [H, F / ETP]
+        split = width // max(part, 1)
+        if value.numel() != len(matrices) * hidden * part or part * split != width or split not in (1, self._tp):
+            raise _Misfit
+        rank = one.tensor * (split > 1)
+        for local, matrix in matrices.items():
+            expert = one.expert * experts + local
+            if not up:
+                yield (expert, 0, rank * part), (1, hidden, part), matrix
+                continue
+            rows = part // 2
+            for half in range(2):
+                view = matrix[half * rows : (half + 1) * rows]
+                yield (expert, half, rank * rows, 0), (1, 1, rows, hidden), view
+
+
+class _Misfit(Exception):
+    """A tensor does not have the shape that its rank should have."""
+
+
+def _part(where: str, start: Shape, extent: Shape, view: Tensor) -> Part:
+    return Part(where, start, extent, dtype_name(view.dtype), lambda: view.detach().reshape(extent))

@@ -84,13 +84,14 @@ def ours(name: str) -> Name:
         inner, half = inner[:-2], "wv".index(inner[-1])
     expert = None
     if found := _EXPERTS.fullmatch(inner):
-        number = found[1] or found[3]
-        inner, expert = f"mlp.experts.weight{found[2]}", None if number is None else int(number)
+        inner = f"mlp.experts.weight{found[2]}"
+        if found[1] or found[3]:
+            expert = int(found[1] or found[3])
     for pattern, native in _WITHIN_LAYER:
         inner = re.sub(rf"^{pattern}$", native, inner)
-    number = "{}" if layer[2] is None else layer[2]
-    within = "transformer_layer." if layer[0].endswith(("transformer_layer.", "mtp_model_layer.")) else ""
-    return Name(f"{layer[1]}.layers.{number}.{within}{inner}", layer[2] is None, expert, half, state)
+    if layer[0].endswith(("transformer_layer.", "mtp_model_layer.")):
+        inner = f"transformer_layer.{inner}"
+    return Name(f"{layer[1]}.layers.{layer[2] or '{}'}.{inner}", layer[2] is None, expert, half, state)
 
 
 # ---- The other way: names of a checkpoint that Megatron-LM loads.
@@ -126,19 +127,24 @@ def theirs(key: str, *, transformer_engine: bool, latent: bool, moe: bool) -> st
 
 def weight_of(key: str) -> str:
     """Return the weight that a key of the optimizer belongs to, or the key itself."""
-    return key.split(".", 3)[3] if key.startswith("optimizer.state.") else key
+    if key.startswith("optimizer.state."):
+        return key.split(".", 3)[3]
+    return key
 
 
 def shape_there(key: str, shape: Shape) -> Shape:
     """Return the shape in Megatron-LM's checkpoints of one of our tensors, or of a box of whole experts of it."""
-    return (shape[0], shape[1] * shape[2], shape[3]) if key.endswith(".mlp.experts.weight1") else shape
+    if key.endswith(".mlp.experts.weight1"):
+        return (shape[0], shape[1] * shape[2], shape[3])
+    return shape
 
 
 def name_there(key: str, run: Run, transformer_impl: str) -> str:
     """Return the name in Megatron-LM's checkpoints of one of our weights, or of what the optimizer has for it."""
     weight, pattern = weight_of(key), run.derived.moe_layer_pattern
-    found = _LAYER.match(weight)
-    layer = int(found[2]) if found is not None and found[1] == "decoder" else -1  # depths are as the last layer is
+    found, layer = _LAYER.match(weight), -1  # depths of multi-token prediction are as the last layer is
+    if found is not None and found[1] == "decoder":
+        layer = int(found[2])
     return key.removesuffix(weight) + theirs(
         weight,
         transformer_engine=transformer_impl == "transformer_engine",
@@ -156,7 +162,8 @@ def extra_states(shapes: Mapping[str, Shape], run: Run) -> list[str]:
         if module == there or key.endswith("mlp.router.weight"):
             continue
         if key.endswith((".experts.weight1", ".experts.weight2")):
-            found |= dict.fromkeys(f"{module}._extra_state/shard_{expert}_{shape[0]}" for expert in range(shape[0]))
+            for expert in range(shape[0]):
+                found[f"{module}._extra_state/shard_{expert}_{shape[0]}"] = None
             continue
         found[f"{module}._extra_state/shard_0_1"] = None
         if module.endswith("self_attention.linear_proj"):

@@ -18,13 +18,12 @@ from typing import Any
 
 from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.errors import ConfigError, listing
-from megatron_moe.config.fields import Field, all_fields, from_file
+from megatron_moe.config.fields import all_fields, from_file
 from megatron_moe.config.rules import check_model
 from megatron_moe.config.rules.model import YARN_FIELDS
 from megatron_moe.config.schema import Run, build, flatten
-from megatron_moe_tools.compat import megatron_defaults, megatron_flags
-from megatron_moe_tools.compat.megatron_ignored import as_megatron_reads
-from megatron_moe_tools.megatron_lm.checkpoint import Contents, MegatronCheckpoint, Progress
+from megatron_moe_tools.compat import megatron_flags, megatron_settings
+from megatron_moe_tools.megatron_lm.checkpoint import Progress
 
 _ALSO_TAKEN = ("seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "mtp_loss_scaling_factor")
 """Settings that are no architecture, and that a run without others should have."""
@@ -103,23 +102,29 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
         try:
             flat[name] = from_file(fields[name], _as_here(name, value), fields[name].flag)
         except ConfigError as error:
-            problems.append(f"{error}{_reason(fields[name], value)}")
-    problems += _of_other_models(args)
+            row = megatron_flags.row_for(fields[name].flag, [str(value)])
+            if row is not None and row.values:
+                error = ConfigError(f"{error}: {row.reason}")
+            problems.append(str(error))
+    for name, neutral in ELSEWHERE.items():
+        value = _plain(args.get(name))
+        if value is None or value in neutral:
+            continue
+        flag, reason = f"--{name.replace('_', '-')}", "it makes another model"
+        row = megatron_flags.row_for(flag, [str(value)])
+        if row is not None and row.answer == "refused":
+            reason = row.reason
+        problems.append(f"{flag} {value}: {reason}")
     if problems:
         raise ConfigError(listing(f"{where}: is a model that is not here, by its arguments:", problems))
     notes = _vocabulary(flat, given, rows, where)
     flat |= {**given, "padded_vocab_size": rows}
     missing = [name for name in architecture_keys() if name not in given and args.keys().isdisjoint(_names(name))]
     closed = frozenset(name for name, field in fields.items() if field.section not in ("model", "moe"))
-    flat, _ = megatron_defaults.taken(flat, closed)
-    flat, ignored = as_megatron_reads(flat)
-    run = build(
-        {
-            name: value
-            for name, value in flat.items()
-            if name in (*architecture_keys(), *_ALSO_TAKEN, "padded_vocab_size", *given)
-        }
-    )
+    flat, _ = megatron_settings.taken(flat, closed)
+    flat, ignored = megatron_settings.as_megatron_reads(flat)
+    of_model = {*architecture_keys(), *_ALSO_TAKEN, "padded_vocab_size", *given}
+    run = build({name: value for name, value in flat.items() if name in of_model})
     if run.model.add_bias_linear:
         raise ConfigError(
             f"{where}: --add-bias-linear: models with biases in all linear layers are not converted; "
@@ -147,33 +152,19 @@ def _names(field: str) -> tuple[str, ...]:
 def _plain(value: Any) -> Any:
     """Return the value of a member of an enumeration, and other values as they are."""
     arguments = getattr(value, "arguments", None)
-    return arguments[0] if isinstance(arguments, tuple) and len(arguments) == 1 else value
+    if isinstance(arguments, tuple) and len(arguments) == 1:
+        return arguments[0]
+    return value
 
 
 def _as_here(name: str, value: Any) -> Any:
-    if name == "moe_layer_freq":
-        if isinstance(value, (list, tuple)):
-            return f"[{','.join(map(str, value))}]"
-        return int(value) if isinstance(value, str) and re.fullmatch(r"\d+", value) else value
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _reason(field: Field, value: Any) -> str:
-    row = megatron_flags.row_for(field.flag, [str(value)])
-    return "" if row is None or not row.values else f": {row.reason}"
-
-
-def _of_other_models(args: Mapping[str, Any]) -> list[str]:
-    found = []
-    for name, neutral in ELSEWHERE.items():
-        value = _plain(args.get(name))
-        if value is None or value in neutral:
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        row = megatron_flags.row_for(flag, [str(value)])
-        reason = "it makes another model" if row is None or row.answer != "refused" else row.reason
-        found.append(f"{flag} {value}: {reason}")
-    return found
+    if name == "moe_layer_freq" and isinstance(value, (list, tuple)):
+        return f"[{','.join(map(str, value))}]"
+    if name == "moe_layer_freq" and isinstance(value, str) and re.fullmatch(r"\d+", value):
+        return int(value)
+    if isinstance(value, tuple):
+        return list(value)
+    return value
 
 
 def _vocabulary(flat: dict[str, Any], given: Mapping[str, Any], rows: int, where: str) -> list[str]:
@@ -195,13 +186,11 @@ def _defaults_taken(run: Run, missing: list[str], where: str) -> list[str]:
 
     What is None or off by default is a part that such a model does not have.
     """
-    unread = [prefix for prefix, is_read in _READ_BY.items() if not is_read(run)]
-    values = flatten(run)
-    taken = [
-        all_fields()[name].typed(values[name])
-        for name in missing
-        if values[name] not in (None, False) and not name.startswith(tuple(unread))
-    ]
+    unread = tuple(prefix for prefix, is_read in _READ_BY.items() if not is_read(run))
+    values, taken = flatten(run), []
+    for name in missing:
+        if values[name] not in (None, False) and not name.startswith(unread):
+            taken.append(all_fields()[name].typed(values[name]))
     if not taken:
         return []
     return [
@@ -223,33 +212,17 @@ SETTINGS = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_ep
 _WITHOUT = "add --no-optim to convert the weights alone"
 
 
-def require_mapped(contents: Contents, checkpoint: MegatronCheckpoint, half: str | None) -> None:
-    """Check that the optimizer's state of a checkpoint is one that can be converted to the bit.
-
-    Args:
-        half: the dtype of the weights where it is no fp32.
-
-    Raises:
-        ConfigError: it is not; the message says why and what to do.
-    """
-    where = f"--load {checkpoint.path}"
-    if contents.unmapped:
-        raise ConfigError(
-            f"{where}: its optimizer is stored by the layout that wrote it ({contents.unmapped[0]}), not by weights; "
-            "save it with Megatron-LM's --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or "
-            f"{_WITHOUT}"
-        )
-    if half == "float16":
-        raise ConfigError(f"{where}: has the optimizer of an fp16 run, whose loss scale is not converted; {_WITHOUT}")
-
-
 def optimizer_keys(weights: Mapping[str, Any], fp32_state: frozenset[str], *, half: bool) -> dict[str, Any]:
     """Return what our optimizer has for a model's weights, by key, with the weights' values.
 
     An fp32 run has no main weights besides its weights.
     """
-    kinds = (MAIN, *MOMENTS) if half else MOMENTS
-    return {f"{STATE}{kind}.{key}": value for kind in kinds for key, value in weights.items() if key not in fp32_state}
+    found = {}
+    for kind in (MAIN, *MOMENTS):
+        for key, value in weights.items():
+            if key not in fp32_state and (half or kind != MAIN):
+                found[f"{STATE}{kind}.{key}"] = value
+    return found
 
 
 def optimizer_settings(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,7 +271,7 @@ def plain_values(run: Run, step: int) -> dict[Any, Any]:
         return {
             "is_expert_parallel": experts,
             "default_config": True,
-            "wd_mult": 1.0 if decays else 0.0,
+            "wd_mult": float(decays),
             "lr_mult": 1.0,
             "is_decoupled_lr": False,
             "max_lr": options.lr,
@@ -306,7 +279,7 @@ def plain_values(run: Run, step: int) -> dict[Any, Any]:
             "lr": options.lr,
             "betas": (options.adam_beta1, options.adam_beta2),
             "eps": options.adam_eps,
-            "weight_decay": options.weight_decay if decays else 0.0,
+            "weight_decay": options.weight_decay * decays,
             "step": step,
         }
 
@@ -376,9 +349,11 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
         half: `bf16` or `fp16`, the dtype of the weights; None for fp32.
         continued: None for weights alone.
     """
-    progress = Progress(0, 0) if continued is None else continued.progress
-    flat = {name: value for name, value in flatten(run).items() if name in architecture_keys()}
-    values = {name: value for name, value in flat.items() if name not in _NOT_THERE}
+    progress = Progress(0, 0)
+    if continued is not None:
+        progress = continued.progress
+    there = {*architecture_keys()} - _NOT_THERE
+    values = {name: value for name, value in flatten(run).items() if name in there}
     values |= {
         "layernorm_epsilon": run.model.norm_epsilon,
         "kv_channels": run.derived.head_size,
@@ -415,12 +390,15 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
         return found
     sharding = {"param_state_sharding_type": _CONTENT["distrib_optim_sharding_type"]}
     plain = plain_values(run, continued.updates)
-    groups = [plain[0], plain[1]] if 0 in plain else [plain]  # the second has the experts
-    parts = {number: {**one, **sharding} for number, one in enumerate(groups)}
-    own = parts if continued.experts_apart and len(parts) > 1 else parts[0]
+    own: dict[Any, Any] = {**plain, **sharding}
+    if 0 in plain:  # the second has the experts
+        own = {number: {**plain[number], **sharding} for number in (0, 1)}
+        if not continued.experts_apart:
+            own = own[0]
     # The schedule's state counts sequences there.
-    schedule = dict(continued.scheduler)
-    batch = 1 if schedule.pop("in_samples", False) else continued.batch
+    schedule, batch = dict(continued.scheduler), continued.batch
+    if schedule.pop("in_samples", False):
+        batch = 1
     for name in ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps"):
         schedule[name] *= batch
     schedule["num_steps"] = continued.progress.consumed_samples

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_moe.config.fields import all_fields
-from megatron_moe_tools.compat import deepspeed_file as keys
-from megatron_moe_tools.compat.deepspeed_file import read
+from megatron_moe_tools.compat.deepspeed import read, tables
 from tests.compat.deepspeed_files import ADAMW, BF16, FP16, changed, scheduler, zero
 from tests.config.refused import refused
 
@@ -24,20 +23,20 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def test_every_key_is_in_one_table_and_sets_fields_that_exist():
-    reasons = [key for of_reason in keys.MEANINGLESS.values() for key in of_reason]
-    everything = [*keys.TAKEN, *keys.REFUSED, *reasons]
+    keys = tables()
+    everything = [*keys.taken, *keys.refused, *keys.reasons]
     assert len(everything) == len(set(everything))
-    fields = {taken.sets for taken in keys.TAKEN.values() if taken.sets is not None}
-    for taken in keys.TAKEN.values():
+    fields = {taken.sets for taken in keys.taken.values() if taken.sets is not None}
+    for taken in keys.taken.values():
         for settings in taken.means.values():
             fields |= settings.keys()
-    for table in (*keys.DEFAULTS.values(), *keys.RIVALS.values(), *keys.IMPLIED.values()):
+    for table in (*keys.defaults.values(), *keys.rivals.values(), keys.implied, *keys.implied["bf16"].values()):
         fields |= table.keys()
     assert fields <= all_fields().keys()
 
 
 def test_auto_and_null_are_as_if_the_key_were_not_there(deepspeed):
-    for key in keys.TAKEN:
+    for key in tables().taken:
         content = nested(key, "auto")
         if key not in ("optimizer.type", "scheduler.type"):
             assert changed(deepspeed(nested(key, None))) == {}, key
@@ -49,15 +48,14 @@ def test_auto_and_null_are_as_if_the_key_were_not_there(deepspeed):
 
 
 def test_a_key_without_a_meaning_is_named_with_its_reason(deepspeed):
-    for reason, of_reason in keys.MEANINGLESS.items():
-        for key in of_reason:
-            run = deepspeed(nested(key, True))
-            assert changed(run) == {}, key
-            assert f"ds.json: {key}: no meaning here: {reason}" in run.warnings
+    for key, reason in tables().reasons.items():
+        run = deepspeed(nested(key, True))
+        assert changed(run) == {}, key
+        assert f"ds.json: {key}: no meaning here: {reason}" in run.warnings
 
 
 def test_a_key_that_asks_for_something_else_is_refused_with_what_works(deepspeed):
-    for key, rule in keys.REFUSED.items():
+    for key, rule in tables().refused.items():
         asking: Any = {"enabled": True} if rule.switched else {False: True, True: False}.get(rule.harmless[0], 7)
         content = nested(key, asking)
         refused(lambda content=content: deepspeed(content), f"ds.json: {key} {json.dumps(asking)}: ", rule.works)

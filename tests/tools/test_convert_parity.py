@@ -26,8 +26,7 @@ from megatron_moe.hf.transforms import QueryKeyValue
 from megatron_moe.model import mla
 from megatron_moe.moe.routing import choose_experts
 from megatron_moe_tools.convert import parity
-from megatron_moe_tools.convert.parity import TIE, choice_margin, compare, compare_with
-from megatron_moe_tools.convert.reference_model import load_reference, run_model
+from megatron_moe_tools.convert.parity import TIE, choice_margin, compare, compare_with, load_reference, run_model
 from megatron_moe_tools.models import source
 from megatron_moe_tools.models.load_model import load_model, one_process
 from megatron_moe_tools.models.source import locate

@@ -15,7 +15,7 @@ from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint import lock as writer_lock
 from megatron_moe.io.files import new_file
 from megatron_moe_tools import inspect as tool
-from megatron_moe_tools.convert.native import DataFile, data_name, write_index
+from megatron_moe_tools.convert.native import DataFile, write_index
 from megatron_moe_tools.inspect import main
 from tests.checkpoint.checkpoint_steps import contents, make_step, put_step, seal, tensors_of
 
@@ -145,12 +145,12 @@ def test_boxes_of_differently_split_tensors_meet(tmp_path):
     def step(name: str, content: torch.Tensor, dim: int) -> tool.StepReader:
         target = tmp_path / name
         target.mkdir()
-        with new_file(target / data_name(0)) as file:
+        with new_file(target / "__0_0.distcp") as file:
             data = DataFile(file)
             for start, piece in zip([(0, 0), (2, 0) if dim == 0 else (0, 3)], content.chunk(2, dim)):
                 data.add("x", start, piece)
         index = write_index(target, {"x": ("float32", (4, 6))}, data.parts, ())
-        manifest.write(target, 50, {data_name(0): file.entry(), ".metadata": index})
+        manifest.write(target, 50, {"__0_0.distcp": file.entry(), ".metadata": index})
         return tool.opened(target)
 
     rows = step("rows", value, 0)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_moe_tools.convert.reference_model import ReferenceResult, run_model
+from megatron_moe_tools.convert.parity import ReferenceResult, run_model
 from megatron_moe_tools.models import load_model as opening
 from megatron_moe_tools.models import trace as tracing
 from megatron_moe_tools.trace import main

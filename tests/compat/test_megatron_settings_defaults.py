@@ -16,7 +16,7 @@ from megatron_moe.config import rules
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe_tools import compat
-from megatron_moe_tools.compat.megatron_defaults import DEFAULTS, MegatronDefault
+from megatron_moe_tools.compat.megatron_settings import DEFAULTS, MegatronDefault
 from tests.config.refused import refused
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from_megatron.md"
