@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,23 @@ from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError, MachineError
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.training.node_files import blind_ranks, shared_folders
-from megatron_moe_tools.preflight import node, probes
-from megatron_moe_tools.preflight.findings import DEFAULTS, FAIL, IMPOSSIBLE, PASS, Finding, Place, Thresholds, merged
+from megatron_moe_tools.preflight import node
+from megatron_moe_tools.preflight.findings import (
+    CHECKS,
+    DEFAULTS,
+    FAIL,
+    IMPOSSIBLE,
+    NODE,
+    PASS,
+    WORLD,
+    Check,
+    Finding,
+    Place,
+    Thresholds,
+    check,
+    merged,
+    shortened,
+)
 
 # Device name -> GB/s per GPU and direction: of the links inside a node, and of the network adapter that a GPU has to
 # itself in the vendor's reference system. The first name that a device's name contains decides: longer ones first.
@@ -50,23 +65,27 @@ LINKS = {
 INSIDE, ACROSS = 0, 1
 _ELEMENTS = {"nccl": 64 << 20, "gloo": 1 << 20}
 """Elements of fp32 that a rank gives into a collective: 256 MiB, from which on NCCL is near its best, or 4 MiB."""
+T = TypeVar("T")
 _MEASURED_SECONDS = 1.0
 _TIMEOUT = timedelta(seconds=60)
+_MATMUL_SIZE, _MATMUL_SECONDS = 4096, 0.5
 _SLOWEST_SHARE = 0.85
 _LARGEST_SKEW = 5.0
 _SHOWN_DIFFERENCES = 4
 # Settings that have to be the same on every rank; launchers set others for each rank.
 _SETTINGS = ("NCCL_", "CUBLAS_", "NVTE_", "PYTORCH_", "OMP_", "CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_", "MEGATRON_MOE_")
-_HASHED = ("megatron_moe", "megatron.core")
+_HASHED = ("megatron_moe", "megatron_moe_tools", "megatron.core")
 
 
+@check(WORLD)
 def same_software(place: Place) -> Finding:
     """Check that all ranks have the same Python, packages, code, settings and flags; names the nodes that differ."""
     everything = _of_all_ranks((place.host, fingerprint(place)))
     differences = differing(everything)
     if differences:
-        more = len(differences) - _SHOWN_DIFFERENCES
-        shown = "; ".join(differences[:_SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+        shown, more = "; ".join(differences[:_SHOWN_DIFFERENCES]), len(differences) - _SHOWN_DIFFERENCES
+        if more > 0:
+            shown += f"; and {more} more"
         return Finding(FAIL, shown, "install the same image or environment, and start the same command, on every node")
     names = everything[0][1]
     return Finding(PASS, f"{len(names)} packages, sources and settings are the same on {place.world_size} ranks")
@@ -81,8 +100,11 @@ def fingerprint(place: Place) -> dict[str, str]:
         found.setdefault(f"package {distribution.name}", distribution.version)  # the first one is what is imported
     for module in _HASHED:
         found[f"code of {module}"] = code_hash(module)
-    found |= {f"${name}": value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
-    found |= {f"--{name.replace('_', '-')}": str(value) for name, value in flatten(place.run).items()}
+    for name, value in os.environ.items():
+        if name.startswith(_SETTINGS):
+            found[f"${name}"] = value
+    for name, value in flatten(place.run).items():
+        found[f"--{name.replace('_', '-')}"] = str(value)
     return found
 
 
@@ -113,16 +135,17 @@ def differing(everything: list[tuple[str, dict[str, str]]]) -> list[str]:
                 differing_ranks.setdefault(value, []).append(rank)
         for value, ranks in differing_ranks.items():
             hosts = ", ".join(dict.fromkeys(everything[rank][0] for rank in ranks))
-            lines.append(f"{name} is {value} on {hosts} (rank {_range(ranks)}) and {usual} elsewhere")
+            lines.append(f"{name} is {value} on {hosts} (rank {shortened(ranks)}) and {usual} elsewhere")
     return lines
 
 
-def _of_all_ranks(value: Any) -> list[Any]:
-    gathered = [None] * dist.get_world_size()
+def _of_all_ranks(value: T) -> list[T]:
+    gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
 
 
+@check(WORLD)
 def clock_skew(place: Place) -> Finding:
     """Check that the nodes' clocks agree, by which locks of checkpoints and logs are ordered."""
     dist.barrier()
@@ -136,18 +159,53 @@ def judged_clocks(times: list[tuple[str, float]]) -> Finding:
     apart = abs(moment - middle)
     figures = {"seconds": round(apart, 3)}
     if apart > _LARGEST_SKEW:
-        found = f"the clock of {host} is {apart:.1f} s {'ahead of' if moment > middle else 'behind'} the others'"
+        where = "ahead of" if moment > middle else "behind"
+        found = f"the clock of {host} is {apart:.1f} s {where} the others'"
         return Finding(FAIL, found, "let chronyd or ntpd set the clocks of all nodes", figures)
     return Finding(PASS, f"clocks are within {_LARGEST_SKEW:g} s of one another", figures=figures)
 
 
+@check(WORLD, "shared_folders")
+def shared(place: Place) -> Finding:
+    """Check that all nodes see what rank 0 writes to the folders of checkpoints and of the data's index cache."""
+    if place.nodes == 1:
+        return Finding(IMPOSSIBLE, "all ranks are on one node")
+    folders = list(shared_folders(place.run))
+    for flag, folder in folders:
+        if blind := blind_ranks(folder, place.rank):
+            found = f"{flag}: ranks {shortened(blind)} do not see what rank 0 writes there"
+            return Finding(FAIL, found, "name a folder on a file system that all nodes share")
+    if not folders:
+        return Finding(IMPOSSIBLE, "no --save and no data among the flags")
+    return Finding(PASS, f"all nodes see what rank 0 writes: {', '.join(str(folder) for _, folder in folders)}")
+
+
+@check(WORLD)
 def gpu_speed(place: Place) -> Finding:
     """Check that no GPU multiplies more slowly than the others: the slowest one sets the speed of a job."""
-    speed = probes.matmul_tflops() if platform.has_cuda() else 0.0
+    speed = 0.0
+    if platform.has_cuda():
+        left = torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, device=platform.device()).to(torch.bfloat16)
+        speed = 2 * _MATMUL_SIZE**3 / _seconds_of(lambda: torch.mm(left, left), _MATMUL_SECONDS) / 1e12
     speeds = _of_all_ranks((place.host, speed))
     if not all(one for _, one in speeds):
         return Finding(IMPOSSIBLE, "not every rank has a CUDA device")
     return judged_speeds(speeds)
+
+
+def _seconds_of(work: Callable[[], object], at_least: float) -> float:
+    """Return the mean seconds of a call, over as many calls as take `at_least` seconds after two that do not count."""
+    for _ in range(2):
+        work()
+    platform.synchronize()
+    began, calls, elapsed = time.perf_counter(), 0, 0.0
+    while elapsed < at_least:
+        for _ in range(8):
+            work()
+        platform.synchronize()
+        calls += 8
+        elapsed = time.perf_counter() - began
+    return elapsed / calls
 
 
 def judged_speeds(speeds: list[tuple[str, float]]) -> Finding:
@@ -169,6 +227,7 @@ def judged_speeds(speeds: list[tuple[str, float]]) -> Finding:
 # ---- bandwidth
 
 
+@check(WORLD)
 def bandwidth_inside(place: Place) -> Finding:
     """Check all-reduce and all-to-all among the ranks of each node."""
     if isinstance(hosts := _hosts(place), Finding):
@@ -181,20 +240,7 @@ def bandwidth_inside(place: Place) -> Finding:
     return _judged_groups(place, list(ranks_of.values()), hosts, place.thresholds.inside, INSIDE)
 
 
-def shared(place: Place) -> Finding:
-    """Check that all nodes see what rank 0 writes to the folders of checkpoints and of the data's index cache."""
-    if place.nodes == 1:
-        return Finding(IMPOSSIBLE, "all ranks are on one node")
-    folders = list(shared_folders(place.run))
-    for flag, folder in folders:
-        if blind := blind_ranks(folder, place.rank):
-            found = f"{flag}: ranks {_range(blind)} do not see what rank 0 writes there"
-            return Finding(FAIL, found, "name a folder on a file system that all nodes share")
-    if not folders:
-        return Finding(IMPOSSIBLE, "no --save and no data among the flags")
-    return Finding(PASS, f"all nodes see what rank 0 writes: {', '.join(str(folder) for _, folder in folders)}")
-
-
+@check(WORLD)
 def bandwidth_across(place: Place) -> Finding:
     """Check all-reduce and all-to-all over the nodes: rank i of each node with the others' rank i, all i at once.
 
@@ -222,7 +268,7 @@ def _hosts(place: Place) -> list[str] | Finding:
     backends = _of_all_ranks(backend)
     if len(set(backends)) > 1 or backend == "none":
         without = [rank for rank, other in enumerate(backends) if other != "nccl"]
-        found = f"not measured: ranks {_range(without)} have no CUDA device that works"
+        found = f"not measured: ranks {shortened(without)} have no CUDA device that works"
         return Finding(FAIL, found, "see what the check named driver says")
     return _of_all_ranks(place.host)
 
@@ -230,20 +276,23 @@ def _hosts(place: Place) -> list[str] | Finding:
 def _judged_groups(place: Place, groups: list[list[int]], hosts: list[str], given: float | None, kind: int) -> Finding:
     """Measure all groups at once and judge the slowest, by what was given or by the table's figure of that kind."""
     everything = _of_all_ranks(_measured(groups))
-    expected = given if given is not None else expected_bandwidth(probes.device_name(), kind)
+    expected = given if given is not None else expected_bandwidth(node.device_name(), kind)
     dist.broadcast_object_list(shared := [expected])
     return judged_bandwidth(everything, groups, hosts, shared[0], place.thresholds.least_share)
 
 
 def expected_bandwidth(device: str | None, kind: int) -> float | None:
     """Return the table's GB/s of a device, INSIDE a node or ACROSS nodes; None for a device that is not in it."""
-    return next((links[kind] for name, links in LINKS.items() if device is not None and name in device), None)
+    for name, links in LINKS.items():
+        if device is not None and name in device:
+            return links[kind]
+    return None
 
 
 def _measured(groups: list[list[int]]) -> dict[str, float] | None:
     """Return the bus bandwidth of the collectives in this rank's group in GB/s, as nccl-tests define it."""
     backend = platform.backend()
-    probes.bind()
+    node.bind()
     made = [dist.new_group(ranks, backend=backend, timeout=_TIMEOUT) for ranks in groups]
     mine = next((group for group, ranks in zip(made, groups) if dist.get_rank() in ranks), None)
     size = 1 if mine is None else mine.size()
@@ -265,7 +314,7 @@ def _measured(groups: list[list[int]]) -> dict[str, float] | None:
     return figures
 
 
-def _seconds_together(work: Any, group: Any) -> float:
+def _seconds_together(work: Callable[[], object], group: dist.ProcessGroup | None) -> float:
     """Return the mean seconds of a collective. All ranks of the group make as many calls: a clock cannot decide."""
     work()
     platform.synchronize()
@@ -305,7 +354,7 @@ def judged_bandwidth(
         if expected is not None and rate < least * expected:
             failed = True
             group = next(ranks for ranks in groups if rank in ranks)
-            text += f" among ranks {_range(group)} on {', '.join(dict.fromkeys(hosts[one] for one in group))}"
+            text += f" among ranks {shortened(group)} on {', '.join(dict.fromkeys(hosts[one] for one in group))}"
         texts.append(text)
     figures = {f"{name}_gb_per_s": round(rate, 3) for name, (rate, _) in slowest.items()}
     if expected is None:
@@ -323,49 +372,7 @@ def judged_bandwidth(
     return Finding(PASS, found, figures=figures)
 
 
-def _range(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-
-
-RANK, NODE, WORLD = "rank", "node", "world"
 _MEETING = timedelta(seconds=60)
-
-
-class Check(NamedTuple):
-    """A check: `where` is RANK (every rank looks), NODE (one rank of each node) or WORLD (all together)."""
-
-    name: str
-    where: str
-    look: Callable[[Place], Finding]
-
-
-CHECKS = (
-    Check("driver", RANK, node.driver),
-    Check("torch", NODE, node.torch_build),
-    Check("engine", NODE, node.engine),
-    Check("transformer_engine", NODE, node.transformer_engine),
-    Check("apex", NODE, node.apex),
-    Check("compiler", NODE, node.compiler),
-    Check("triton", NODE, node.triton),
-    Check("attention", RANK, node.attention),
-    Check("grouped_product", RANK, node.grouped_product),
-    Check("reductions", RANK, node.reductions),
-    Check("gpu_clocks", NODE, node.gpu_clocks),
-    Check("gpu_temperature", NODE, node.gpu_temperature),
-    Check("gpu_memory_errors", NODE, node.gpu_memory_errors),
-    Check("gpu_in_use", NODE, node.gpu_in_use),
-    Check("cpu_cores", RANK, node.cpu_cores),
-    Check("memlock", NODE, node.memlock),
-    Check("shared_memory", NODE, node.shared_memory),
-    Check("disk_space", NODE, node.disk_space),
-    Check("disk_speed", NODE, node.disk_speed),
-    Check("same_software", WORLD, same_software),
-    Check("clock_skew", WORLD, clock_skew),
-    Check("shared_folders", WORLD, shared),
-    Check("gpu_speed", WORLD, gpu_speed),
-    Check("bandwidth_inside", WORLD, bandwidth_inside),
-    Check("bandwidth_across", WORLD, bandwidth_across),
-)
 
 
 def run_checks(
@@ -401,10 +408,10 @@ def run_checks(
     place = _place(run, thresholds, connected=dist.is_initialized())
     found = [] if why_not is None else [_named(Finding(FAIL, why_not, _MEETING_ADVICE), "ranks_meet", place)]
     try:
-        for check in chosen:
-            started(check.name)
-            if check.where != NODE or place.local_rank == 0:
-                found.append(_named(_looked(check, place), check.name, place))
+        for one in chosen:
+            started(one.name)
+            if one.where != NODE or place.local_rank == 0:
+                found.append(_named(_looked(one, place), one.name, place))
         findings = merged(_of_all_ranks(found) if place.connected else [found])
         finished(findings)
         if own_group:
@@ -423,11 +430,11 @@ _MEETING_ADVICE = (
 
 
 def _chosen(only: Collection[str]) -> list[Check]:
-    unknown = sorted(set(only) - {check.name for check in CHECKS})
+    names = [one.name for one in CHECKS]
+    unknown = sorted(set(only).difference(names))
     if unknown:
-        names = ", ".join(check.name for check in CHECKS)
-        raise ConfigError(f"--only {' '.join(unknown)}: no such check; there are {names}")
-    return [check for check in CHECKS if not only or check.name in only]
+        raise ConfigError(f"--only {' '.join(unknown)}: no such check; there are {', '.join(names)}")
+    return [one for one in CHECKS if not only or one.name in only]
 
 
 def _meet() -> tuple[bool, str | None]:
@@ -456,13 +463,14 @@ def _place(run: Run, thresholds: Thresholds, *, connected: bool) -> Place:
     )
 
 
-def _looked(check: Check, place: Place) -> Finding:
+def _looked(one: Check, place: Place) -> Finding:
     """Run a check. What it raises is a finding, so that one broken part does not hide the others."""
-    if check.where == WORLD and not place.connected:
-        alone = "one process alone: start this under torchrun or Slurm to compare ranks"
-        return Finding(IMPOSSIBLE, alone if place.world_size == 1 else "the ranks did not meet")
+    if one.where == WORLD and not place.connected:
+        if place.world_size == 1:
+            return Finding(IMPOSSIBLE, "one process alone: start this under torchrun or Slurm to compare ranks")
+        return Finding(IMPOSSIBLE, "the ranks did not meet")
     try:
-        return check.look(place)
+        return one.look(place)
     except Exception as error:
         return Finding(FAIL, f"the check itself failed: {_one_line(error)}", "repair what the message names")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_moe.config.schema import Run
 
@@ -83,6 +84,31 @@ class Place:
         return max(1, self.world_size // max(1, self.local_world_size))
 
 
+RANK, NODE, WORLD = "rank", "node", "world"
+
+
+class Check(NamedTuple):
+    """A check: `where` is RANK (every rank looks), NODE (one rank of each node) or WORLD (all together)."""
+
+    name: str
+    where: str
+    look: Callable[[Place], Finding]
+
+
+CHECKS: list[Check] = []
+"""All checks, in the order in which they run: that of their functions in `node.py` and `checks.py`."""
+
+
+def check(where: str, name: str = "") -> Callable[[Callable[[Place], Finding]], Callable[[Place], Finding]]:
+    """Add the decorated function to `CHECKS`, by default under its own name."""
+
+    def added(look: Callable[[Place], Finding]) -> Callable[[Place], Finding]:
+        CHECKS.append(Check(name or look.__name__, where, look))
+        return look
+
+    return added
+
+
 def merged(found: list[list[Finding]]) -> list[Finding]:
     """Return the findings of all ranks, equal ones as one with all of its ranks and hosts, in the order of the checks.
 
@@ -130,8 +156,12 @@ def table(findings: list[Finding], world_size: int) -> list[str]:
     indent = " " * (len(IMPOSSIBLE) + width + 4)
     lines = []
     for finding in findings:
-        where = "" if _by_all(finding, findings, world_size) else f" [{_who(finding)}]"
-        first, *rest = _wrapped(finding.found + where)
+        text = finding.found
+        alone = sum(other.check == finding.check for other in findings) == 1
+        if world_size > 1 and not alone:  # somebody found something else, so say who found this
+            ranks = "rank" if len(finding.ranks) == 1 else "ranks"
+            text += f" [{ranks} {shortened(finding.ranks)} on {shortened(finding.hosts, 4)}]"
+        first, *rest = _wrapped(text)
         lines.append(f"{finding.status:<{len(IMPOSSIBLE)}}  {finding.check:<{width}}  {first}")
         lines += [f"{indent}{line}" for line in rest]
         if finding.advice:
@@ -140,15 +170,10 @@ def table(findings: list[Finding], world_size: int) -> list[str]:
     return [*lines, "", f"{worst(findings).upper()}: {counts}"]
 
 
-def _by_all(finding: Finding, findings: list[Finding], world_size: int) -> bool:
-    """Return whether nobody found something else, so that the ranks need no mention."""
-    return world_size == 1 or sum(other.check == finding.check for other in findings) == 1
-
-
-def _who(finding: Finding) -> str:
-    ranks = ", ".join(map(str, finding.ranks[:8])) + (", ..." if len(finding.ranks) > 8 else "")
-    hosts = ", ".join(finding.hosts[:4]) + (", ..." if len(finding.hosts) > 4 else "")
-    return f"rank{'s' if len(finding.ranks) > 1 else ''} {ranks} on {hosts}"
+def shortened(items: Iterable[object], most: int = 8) -> str:
+    """Return items with commas between them, the first `most` of them."""
+    words = list(map(str, items))
+    return ", ".join(words[:most]) + (", ..." if len(words) > most else "")
 
 
 def _wrapped(text: str) -> list[str]:

@@ -19,59 +19,112 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from packaging.requirements import Requirement
+from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.errors import MachineError
 from megatron_moe.config.schema import Run
 from megatron_moe.engine import defects
-from megatron_moe.engine.defects import NEWEST, OLDEST
+from megatron_moe.engine.defects import NEWEST, OLDEST, dotted
 from megatron_moe.io.files import free_bytes, new_file
 from megatron_moe.io.texts import duration_text, size_text
-from megatron_moe.platform import hardware
-from megatron_moe_tools.preflight import probes
-from megatron_moe_tools.preflight.findings import FAIL, IMPOSSIBLE, PASS, WARN, Finding, Place
+from megatron_moe.platform import hardware, numerics
+from megatron_moe_tools.preflight.findings import (
+    FAIL,
+    IMPOSSIBLE,
+    NODE,
+    PASS,
+    RANK,
+    WARN,
+    Finding,
+    Place,
+    check,
+)
 
 _COMPILE_SECONDS = 30
 _PROGRAM = "#include <Python.h>\nint main(void) { return PY_MAJOR_VERSION == 3 ? 0 : 1; }\n"
 
 
+class TorchBuild(NamedTuple):
+    """What torch was built with; None for what is not in the build. toolkit: the version of CUDA."""
+
+    torch: str
+    toolkit: str | None
+    cudnn: tuple[int, int, int] | None
+    nccl: str | None
+    grouped_product: bool
+
+
+def installed_torch() -> TorchBuild:
+    """Return the versions of torch and of the libraries that it was built with."""
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    nccl = None
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return TorchBuild(torch.__version__, torch.version.cuda, cudnn_version(cudnn), nccl, hasattr(F, "grouped_mm"))
+
+
+def cudnn_version(number: int | None) -> tuple[int, int, int] | None:
+    """Return (9, 11, 0) for 91100, and (8, 9, 2) for 8902: cuDNN 9 made room for larger numbers."""
+    if number is None:
+        return None
+    unit = 10000 if number >= 90000 else 1000
+    return number // unit, number % unit // 100, number % 100
+
+
+def device_name() -> str | None:
+    """Return the name of this process's CUDA device, None without one."""
+    return torch.cuda.get_device_name(hardware.device()) if hardware.has_cuda() else None
+
+
+def bind() -> None:
+    """Make this process's CUDA device the current one; do nothing without CUDA."""
+    if hardware.has_cuda():
+        torch.cuda.set_device(hardware.device())
+
+
+@check(RANK)
 def driver(place: Place) -> Finding:
     """Check that torch can use the NVIDIA devices that this machine has, and that there is one for every rank."""
     try:
         device = platform.device()
     except MachineError as error:
         return Finding(FAIL, str(error), "make the devices usable: driver, container, or a torch for this CUDA")
-    name = probes.device_name()
+    name = device_name()
     if name is None:
         return Finding(
             IMPOSSIBLE, "no NVIDIA device, or all are hidden by CUDA_VISIBLE_DEVICES; a run trains on the CPU"
         )
-    return Finding(PASS, f"{name}" if place.world_size > 1 else f"{name} as {device}")
+    return Finding(PASS, name if place.world_size > 1 else f"{name} as {device}")
 
 
+@check(NODE, "torch")
 def torch_build(place: Place) -> Finding:
     """Check that torch has the grouped product, and report what it was built with."""
-    build = probes.torch_build()
-    parts = [f"torch {build.torch}", f"CUDA {build.toolkit}" if build.toolkit else "built without CUDA"]
-    parts += [f"cuDNN {'.'.join(map(str, build.cudnn))}"] if build.cudnn else []
-    parts += [f"NCCL {build.nccl}"] if build.nccl else []
-    found = ", ".join(parts)
+    build = installed_torch()
+    found = f"torch {build.torch}, " + (f"CUDA {build.toolkit}" if build.toolkit else "built without CUDA")
+    if build.cudnn:
+        found += f", cuDNN {dotted(build.cudnn)}"
+    if build.nccl:
+        found += f", NCCL {build.nccl}"
     if not build.grouped_product:
         return Finding(FAIL, f"{found}: has no torch.nn.functional.grouped_mm", f"install {_requirement('torch')}")
     return Finding(PASS, found)
 
 
+@check(NODE)
 def engine(place: Place) -> Finding:
     """Check that megatron-core can be loaded, and is the release that was tested with this Python."""
     tested = OLDEST if sys.version_info < (3, 12) else NEWEST
-    advice = f"pip install megatron-core=={defects.dotted(tested)}"
+    advice = f"pip install megatron-core=={dotted(tested)}"
     try:
         version = defects.engine_version()
     except importlib.metadata.PackageNotFoundError:
         return Finding(FAIL, "megatron-core is not installed", advice)
     python = ".".join(map(str, sys.version_info[:3]))
-    found = f"megatron-core {defects.dotted(version)}, Python {python}"
+    found = f"megatron-core {dotted(version)}, Python {python}"
     try:
         importlib.import_module("megatron_moe.parallel.groups")  # which imports it
     except Exception as error:  # whatever its own code or a library's raises
@@ -81,6 +134,7 @@ def engine(place: Place) -> Finding:
     return Finding(PASS, found)
 
 
+@check(NODE)
 def transformer_engine(place: Place) -> Finding:
     """Check that an installed Transformer Engine can be loaded, and is there where the run asks for it."""
     run = place.run
@@ -88,6 +142,7 @@ def transformer_engine(place: Place) -> Finding:
     return _library("transformer_engine", "transformer-engine", needed)
 
 
+@check(NODE)
 def apex(place: Place) -> Finding:
     """Check that an installed apex can be loaded."""
     return _library("apex", "apex", needed=False)
@@ -105,13 +160,10 @@ def _library(library: str, distribution: str, needed: bool) -> Finding:
         return Finding(IMPOSSIBLE, f"{name} {version}: it loads with a CUDA device alone")
     why_not = hardware.why_not_loaded(library)
     if why_not is not None:
-        return Finding(
-            FAIL if needed else WARN,
-            f"{name} {version}: {why_not}",
-            f"build it against torch {probes.torch_build().torch}: {_install_te(required)}"
-            if library == "transformer_engine"
-            else f"remove it (pip uninstall {distribution}), or build it against this torch",
-        )
+        advice = f"remove it (pip uninstall {distribution}), or build it against this torch"
+        if library == "transformer_engine":
+            advice = f"build it against torch {torch.__version__}: {_install_te(required)}"
+        return Finding(FAIL if needed else WARN, f"{name} {version}: {why_not}", advice)
     if not Requirement(required).specifier.contains(version, prereleases=True):
         return Finding(WARN, f"{name} {version}: this engine takes {required}", _install_te(required))
     return Finding(PASS, f"{name} {version}")
@@ -121,6 +173,7 @@ def _install_te(required: str) -> str:
     return f"pip install --no-build-isolation '{required}', after torch"
 
 
+@check(NODE)
 def compiler(place: Place) -> Finding:
     """Check that there are a C compiler and Python.h, which triton and torch.compile need on every node at run time."""
     status = FAIL if platform.has_cuda() else WARN
@@ -146,6 +199,7 @@ def compiler(place: Place) -> Finding:
     return Finding(PASS, f"{words[0]} compiles with Python.h of {include}")
 
 
+@check(NODE)
 def triton(place: Place) -> Finding:
     """Check that triton is installed, which torch.compile generates code for."""
     version = next(filter(None, map(_version, ("triton", "pytorch-triton"))), None)
@@ -178,10 +232,14 @@ def _requirement(distribution: str) -> str:
 
 _CUDNN_WITH_TWO_WIDTHS = (9, 11, 0)
 _FAST = ("flash", "cudnn")
+_ATTENTION_LENGTH = 512
+_GROUPED_MAJORS = (9, 10)
+"""Architectures on which torch's grouped product in bf16 is one kernel; others get a product for each group."""
 NO_DEVICE = "torch sees no CUDA device"
 NO_MODEL = "no flags of a model were given; add them, for example --preset deepseek-v3"
 
 
+@check(RANK)
 def attention(place: Place) -> Finding:
     """Check that the attention of the run's head widths takes a fast kernel."""
     if (why_not := _why_not(place)) is not None:
@@ -191,14 +249,29 @@ def attention(place: Place) -> Finding:
     run = place.run
     if run.model.transformer_impl == "transformer_engine":
         return Finding(PASS, "Transformer Engine's attention, which chooses its kernel itself (NVTE_DEBUG=1 shows it)")
-    over_ranks = run.parallel.context_parallel_size > 1
-    heads, groups, widths = attention_sizes(run)
-    query, key, value = probes.attention_operands(heads, groups, widths, dtype_of(run))
-    key, value, grouped = for_kernels(query, key, value)
-    if over_ranks:  # half of a rank's queries, against more keys
+    heads, groups, (key_width, value_width) = attention_sizes(run)
+
+    def empty(count: int, width: int) -> Tensor:
+        """Return an operand of a short sequence; kernels without a backward pass want none that need gradients."""
+        shape, device = (1, count, _ATTENTION_LENGTH, width), hardware.device()
+        return torch.empty(shape, dtype=dtype_of(run), device=device, requires_grad=True)
+
+    query = empty(heads, key_width)
+    key, value, grouped = for_kernels(query, empty(groups, key_width), empty(groups, value_width))
+    if run.parallel.context_parallel_size == 1:
+        choice = torch._fused_sdp_choice(query, key, value, None, 0.0, True, enable_gqa=grouped)
+        kernel = torch.nn.attention.SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
+    else:
+        # Half of a rank's queries against more keys: torch's lower-right causal mask takes the flash kernel where that
+        # can, the memory-efficient one otherwise, and never cuDNN's.
         query = query[:, :, : query.shape[2] // 2]
-    kernel = probes.attention_kernel(query, key, value, grouped, over_ranks)
-    return judged_attention(run, kernel, probes.torch_build().cudnn)
+        params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, grouped)
+        kernel = "math"
+        if torch.backends.cuda.can_use_flash_attention(params):
+            kernel = "flash"
+        elif torch.backends.cuda.can_use_efficient_attention(params):
+            kernel = "efficient"
+    return judged_attention(run, kernel, installed_torch().cudnn)
 
 
 def attention_sizes(run: Run) -> tuple[int, int, tuple[int, int]]:
@@ -231,7 +304,7 @@ def judged_attention(run: Run, kernel: str, cudnn: tuple[int, int, int] | None) 
             "flash has one width and the mask is not cuDNN's: count on this, or do without --context-parallel-size",
         )
     if keys != values and (cudnn is None or cudnn < _CUDNN_WITH_TWO_WIDTHS):
-        have = "no cuDNN" if cudnn is None else f"cuDNN {'.'.join(map(str, cudnn))}"
+        have = "no cuDNN" if cudnn is None else f"cuDNN {dotted(cudnn)}"
         return Finding(
             WARN, f"{found}; {have}", "install a torch with cuDNN 9.11 or later, which is fast at two widths"
         )
@@ -240,6 +313,7 @@ def judged_attention(run: Run, kernel: str, cudnn: tuple[int, int, int] | None) 
     )
 
 
+@check(RANK)
 def grouped_product(place: Place) -> Finding:
     """Check that the experts' grouped product is one kernel, which needs no copy to the host."""
     if (why_not := _why_not(place)) is not None:
@@ -247,8 +321,9 @@ def grouped_product(place: Place) -> Finding:
     run = place.run
     if run.moe.num_experts is None or run.moe.moe_expert_backend != "grouped_mm":
         return Finding(PASS, "the run does not use torch's grouped product")
-    name = f"{run.derived.params_dtype_name} on {probes.device_name()}"
-    if probes.grouped_product_is_fused(dtype_of(run)):
+    name = f"{run.derived.params_dtype_name} on {device_name()}"
+    generation = torch.cuda.get_device_capability(hardware.device())[0]
+    if dtype_of(run) == torch.bfloat16 and generation in _GROUPED_MAJORS:
         return Finding(PASS, f"one kernel for {name}")
     return Finding(
         WARN,
@@ -258,9 +333,17 @@ def grouped_product(place: Place) -> Finding:
     )
 
 
+@check(RANK)
 def reductions(place: Place) -> Finding:
     """Check that the switches by which a run keeps sums of half-precision products in fp32 can be set."""
-    departing = probes.departing_switches()
+    numerics.apply(deterministic=False)
+    departing = []
+    try:
+        for name, value, wanted in numerics.states():
+            if value != wanted:
+                departing.append(f"{name} is {value}, not {wanted}")
+    finally:
+        numerics.restore()
     if departing:
         return Finding(FAIL, "; ".join(departing), "use a torch whose switches can be set; see docs/precision.md")
     return Finding(PASS, "a run adds half-precision products in fp32, and multiplies by TF32 with --allow-tf32 alone")
@@ -320,9 +403,10 @@ class Gpu(NamedTuple):
 def gpus() -> list[Gpu] | Finding:
     """Return this node's GPUs by nvidia-smi, or the finding that says why it reports none."""
     if shutil.which("nvidia-smi") is None:
-        status = WARN if platform.has_cuda() else IMPOSSIBLE
-        advice = "install NVIDIA's driver utilities in the container" if status == WARN else ""
-        return Finding(status, "nvidia-smi is not on PATH", advice)
+        missing = "nvidia-smi is not on PATH"
+        if platform.has_cuda():
+            return Finding(WARN, missing, "install NVIDIA's driver utilities in the container")
+        return Finding(IMPOSSIBLE, missing)
     command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS)
@@ -331,8 +415,12 @@ def gpus() -> list[Gpu] | Finding:
     if done.returncode != 0:
         said = " ".join((done.stdout + done.stderr).split())[:200]
         return Finding(FAIL, f"nvidia-smi ended with status {done.returncode}: {said}", "repair the driver of the node")
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-    return [Gpu(row[0], *(_number(cell) for cell in row[1:])) for row in rows if len(row) == len(_FIELDS)]
+    found = []
+    for line in done.stdout.splitlines():
+        number, *cells = line.split(",")
+        if len(cells) == len(_FIELDS) - 1:
+            found.append(Gpu(number.strip(), *map(_number, cells)))
+    return found
 
 
 def _number(cell: str) -> int | None:
@@ -342,9 +430,10 @@ def _number(cell: str) -> int | None:
         return None
 
 
-def _of_gpus(judge: Callable[[list[Gpu]], Finding]) -> Callable[[Place], Finding]:
+def _gpu_check(judge: Callable[[list[Gpu]], Finding]) -> Callable[[Place], Finding]:
     """Make a check of what judges the node's GPUs; where nvidia-smi reports none, its finding says why."""
 
+    @check(NODE)
     @functools.wraps(judge)
     def look(place: Place) -> Finding:
         found = gpus()
@@ -353,13 +442,18 @@ def _of_gpus(judge: Callable[[list[Gpu]], Finding]) -> Callable[[Place], Finding
     return look
 
 
-@_of_gpus
+@_gpu_check
 def gpu_clocks(found: list[Gpu]) -> Finding:
     """Check that no GPU is slowed down, and that all may reach the same clock."""
-    slowed = {gpu.number: [word for bit, word in _SLOWED.items() if (gpu.throttled or 0) & bit] for gpu in found}
-    if any(slowed.values()):
-        text = "; ".join(f"GPU {index}: {', '.join(words)}" for index, words in slowed.items() if words)
-        return Finding(FAIL, text, "drain the node: look at its cooling and power, then nvidia-smi -q -d PERFORMANCE")
+    slowed = []
+    for gpu in found:
+        words = [word for bit, word in _SLOWED.items() if (gpu.throttled or 0) & bit]
+        if words:
+            slowed.append(f"GPU {gpu.number}: {', '.join(words)}")
+    if slowed:
+        return Finding(
+            FAIL, "; ".join(slowed), "drain the node: look at its cooling and power, then nvidia-smi -q -d PERFORMANCE"
+        )
     clocks = {gpu.max_clock for gpu in found if gpu.max_clock is not None}
     if len(clocks) > 1:
         each = ", ".join(f"GPU {gpu.number} {gpu.max_clock} MHz" for gpu in found)
@@ -367,7 +461,7 @@ def gpu_clocks(found: list[Gpu]) -> Finding:
     return Finding(PASS, f"{len(found)} GPUs, none slowed down, up to {max(clocks, default=0)} MHz")
 
 
-@_of_gpus
+@_gpu_check
 def gpu_temperature(found: list[Gpu]) -> Finding:
     """Check that the GPUs are cool enough before the work begins."""
     known = [(gpu.temperature, gpu.number) for gpu in found if gpu.temperature is not None]
@@ -381,7 +475,7 @@ def gpu_temperature(found: list[Gpu]) -> Finding:
     return Finding(PASS, text, figures=figures)
 
 
-@_of_gpus
+@_gpu_check
 def gpu_memory_errors(found: list[Gpu]) -> Finding:
     """Check that no GPU has had an uncorrected memory error since the driver was loaded."""
     wrong = [f"GPU {gpu.number}: {gpu.uncorrected}" for gpu in found if gpu.uncorrected]
@@ -392,7 +486,7 @@ def gpu_memory_errors(found: list[Gpu]) -> Finding:
     return Finding(PASS, "no uncorrected memory error")
 
 
-@_of_gpus
+@_gpu_check
 def gpu_in_use(found: list[Gpu]) -> Finding:
     """Check that no other process has memory of the GPUs; what this tool's own ranks took is little."""
     used = [f"GPU {gpu.number}: {gpu.used_mib} MiB" for gpu in found if (gpu.used_mib or 0) > _USED_MIB]
@@ -401,6 +495,7 @@ def gpu_in_use(found: list[Gpu]) -> Finding:
     return Finding(PASS, f"at most {max((gpu.used_mib or 0 for gpu in found), default=0)} MiB in use on a GPU")
 
 
+@check(RANK)
 def cpu_cores(place: Place) -> Finding:
     """Check that the ranks of a node may use a core each, and as many as their threads."""
     cores, ranks = len(os.sched_getaffinity(0)), place.local_world_size
@@ -418,6 +513,7 @@ def cpu_cores(place: Place) -> Finding:
     return Finding(PASS, found)
 
 
+@check(NODE)
 def memlock(place: Place) -> Finding:
     """Check the limit of memory that a process may lock, which InfiniBand's buffers need."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -429,9 +525,12 @@ def memlock(place: Place) -> Finding:
     advice = "docker run --ulimit memlock=-1; on Slurm, LimitMEMLOCK=infinity of slurmd and PropagateResourceLimits"
     if place.nodes > 1:
         return Finding(FAIL, f"{found}, and NCCL locks its buffers for the network between nodes", advice)
-    return Finding(WARN if soft < _LEAST_LOCKED else PASS, found, advice if soft < _LEAST_LOCKED else "")
+    if soft < _LEAST_LOCKED:
+        return Finding(WARN, found, advice)
+    return Finding(PASS, found)
 
 
+@check(NODE)
 def shared_memory(place: Place) -> Finding:
     """Check the size of /dev/shm, through which NCCL's ranks of a node and data workers meet."""
     if not _SHARED_MEMORY.is_dir():
@@ -444,6 +543,7 @@ def shared_memory(place: Place) -> Finding:
     return Finding(PASS, found)
 
 
+@check(NODE)
 def disk_space(place: Place) -> Finding:
     """Check that --save's folder has room for a step of the checkpoint, and for the next one next to it."""
     folder = _save_folder(place.run)
@@ -454,7 +554,7 @@ def disk_space(place: Place) -> Finding:
         return Finding(WARN, f"the file system of {folder} does not say how much room it has", "look at it by hand")
     found = f"{size_text(room)} free in {folder}"
     if not place.has_model:
-        return Finding(PASS if room else FAIL, found, "" if room else "free some of it")
+        return Finding(PASS, found) if room else Finding(FAIL, found, "free some of it")
     needed = 2 * checkpoint_bytes(place.run)
     found += f", two checkpoints take about {size_text(needed)}"
     if room < needed:
@@ -462,6 +562,7 @@ def disk_space(place: Place) -> Finding:
     return Finding(PASS, found)
 
 
+@check(NODE)
 def disk_speed(place: Place) -> Finding:
     """Write a file into --save's folder, onto the disk, and check how fast that was."""
     folder = _save_folder(place.run)
@@ -488,7 +589,8 @@ def judged_speed(place: Place, folder: Path, rate: float) -> Finding:
     if place.has_model:
         seconds = checkpoint_bytes(place.run) / rate / place.nodes
         found += f"; a checkpoint takes about {duration_text(seconds)}"
-        found += f" if {place.nodes} nodes write as fast at once" if place.nodes > 1 else ""
+        if place.nodes > 1:
+            found += f" if {place.nodes} nodes write as fast at once"
     if rate < least * 1e6:
         return Finding(WARN, found, f"below {least:g} MB/s (--least-write): use a faster file system, or --async-save")
     return Finding(PASS, found, figures={"write_mb_per_s": round(rate / 1e6, 1)})

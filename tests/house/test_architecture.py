@@ -69,7 +69,7 @@ READ_BY_OTHERS = {
 CUDA_OUTSIDE_PLATFORM = {
     "parallel/groups.py": "NCCL binds a process group to the current device, which is chosen beside the group",
     "checkpoint/state.py": "the device's random state is saved and restored beside the CPU's",
-    "megatron_moe_tools/preflight/probes.py": "a check of a machine asks its device what a run does not ask",
+    "megatron_moe_tools/preflight/node.py": "a check of a machine asks its device what a run does not ask",
 }
 
 # Files that may read pickled bytes, each with its reason.

@@ -21,8 +21,20 @@ from megatron_moe.config.schema import Run, build
 from megatron_moe.engine import defects
 from megatron_moe.platform import hardware
 from megatron_moe.platform.hardware import fake_device
-from megatron_moe_tools.preflight import checks, node, probes
-from megatron_moe_tools.preflight.findings import DEFAULTS, FAIL, IMPOSSIBLE, PASS, WARN, Finding, Place, merged, table
+from megatron_moe_tools.preflight import checks, node
+from megatron_moe_tools.preflight.findings import (
+    DEFAULTS,
+    FAIL,
+    IMPOSSIBLE,
+    PASS,
+    RANK,
+    WARN,
+    Check,
+    Finding,
+    Place,
+    merged,
+    table,
+)
 
 
 def place(**changes: object) -> Place:
@@ -71,8 +83,8 @@ def test_a_driver_that_torch_cannot_use_fails_with_its_reason(monkeypatch):
 
 def test_a_torch_without_the_grouped_product_fails(monkeypatch):
     assert node.torch_build(place()).status == PASS
-    build = probes.TorchBuild("2.8.0", "12.8", (9, 10, 2), "2.27.3", grouped_product=False)
-    monkeypatch.setattr(probes, "torch_build", lambda: build)
+    build = node.TorchBuild("2.8.0", "12.8", (9, 10, 2), "2.27.3", grouped_product=False)
+    monkeypatch.setattr(node, "installed_torch", lambda: build)
     assert says(node.torch_build(place()), FAIL, "grouped_mm", "cuDNN 9.10.2", "NCCL 2.27.3")
 
 
@@ -136,7 +148,7 @@ def test_the_attention_kernel_is_judged_by_what_the_widths_allow():
     assert judged(grouped, "flash", None).status == PASS
     assert judged(grouped, "math", None).status == FAIL
     assert "--bf16" in judged(run_of(bf16=False), "efficient", None).advice
-    assert [probes.cudnn_version(number) for number in (91100, 91302, 8902)] == [(9, 11, 0), (9, 13, 2), (8, 9, 2)]
+    assert [node.cudnn_version(number) for number in (91100, 91302, 8902)] == [(9, 11, 0), (9, 13, 2), (8, 9, 2)]
 
 
 def test_the_grouped_product_says_where_it_falls_back(monkeypatch):
@@ -154,11 +166,11 @@ def test_the_grouped_product_says_where_it_falls_back(monkeypatch):
 
 
 def test_a_switch_that_cannot_be_set_fails(monkeypatch):
-    before = probes.numerics.present()
+    before = node.numerics.present()
     assert node.reductions(place()).status == PASS
-    assert probes.numerics.present() == before
-    stuck = probes.numerics.Switch("allow_bf16_reduced_precision_reduction", False, lambda: True, lambda value: None)
-    monkeypatch.setattr(probes.numerics, "ARITHMETIC", (stuck,))
+    assert node.numerics.present() == before
+    stuck = node.numerics.Switch("allow_bf16_reduced_precision_reduction", False, lambda: True, lambda value: None)
+    monkeypatch.setattr(node.numerics, "ARITHMETIC", (stuck,))
     assert says(node.reductions(place()), FAIL, "allow_bf16_reduced_precision_reduction")
 
 
@@ -252,6 +264,9 @@ def test_the_code_of_a_package_is_hashed_as_it_is_on_the_disk(tmp_path, monkeypa
     (folder / "__init__.py").write_text("A = 2\n")
     assert before != checks.code_hash("made_up_package")
     assert checks.code_hash("no_such_package") == "none"
+    hashed = {name: value for name, value in checks.fingerprint(place()).items() if name.startswith("code of ")}
+    assert hashed.keys() == {f"code of {name}" for name in ("megatron_moe", "megatron_moe_tools", "megatron.core")}
+    assert "none" not in hashed.values()
 
 
 def test_a_clock_that_is_wrong_and_a_slow_gpu_are_named():
@@ -286,7 +301,7 @@ def test_the_longest_name_of_a_device_decides_what_is_expected():
 
 def test_a_check_that_raises_is_a_finding(monkeypatch):
     broken = Mock(side_effect=ZeroDivisionError("division by zero"))
-    monkeypatch.setattr(checks, "CHECKS", (checks.Check("broken", checks.RANK, broken), checks.CHECKS[1]))
+    monkeypatch.setattr(checks, "CHECKS", (Check("broken", RANK, broken), checks.CHECKS[1]))
     found = checks.run_checks(Run())
     assert [one.check for one in found] == ["broken", "torch"]
     assert says(found[0], FAIL, "ZeroDivisionError")
