@@ -1,4 +1,4 @@
-"""Measure what a reader of the two packages pays for. `python -m tests.house.measure` prints the figures.
+"""Measure what a reader of the two packages pays for. `python -m benchmarks.house` prints the figures.
 
 The sources are only parsed, but for three figures that take a run of the trainer on CPU: files on a token's trip, files
 that a flag passes, and climbs. `tests/house/test_sizes_and_names.py` bounds most of them.
@@ -246,7 +246,7 @@ def files_of_a_flag(field: str = "moe_router_topk") -> set[str]:
 
 def files_a_flag_passes() -> int:
     """Return how many files `files_of_a_flag` finds in a process of its own."""
-    program = "from tests.house import measure; print(len(measure.files_of_a_flag()))"
+    program = "from benchmarks import house as measure; print(len(measure.files_of_a_flag()))"
     return int(subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=True).stdout)
 
 
