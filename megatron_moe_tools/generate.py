@@ -101,7 +101,7 @@ def working_bytes(run: Run, prompt: int, new: int, width: int) -> int:
         new: tokens to generate.
         width: bytes of a number of the model.
     """
-    from megatron_moe.model.key_value_cache import numbers_per_token
+    from megatron_moe.model.generate import numbers_per_token
 
     cache = (prompt + new) * numbers_per_token(run) * width
     vocabulary = run.derived.padded_vocab_size(run.model.vocab_size or 0)
@@ -236,8 +236,7 @@ def _continue(
     ends: set[int],
     flags: argparse.Namespace,
 ) -> None:
-    from megatron_moe.model.generate import Sampling
-    from megatron_moe.model.key_value_cache import continuation
+    from megatron_moe.model.generate import Sampling, continuation
 
     stream = TextStream(tokenizer, prompt_ids)
     tokens = continuation(

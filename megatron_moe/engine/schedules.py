@@ -1,18 +1,22 @@
-"""The engine's schedules of micro-batches, and the configuration that they read.
+"""The engine's schedules of micro-batches, and the configuration and process groups that they read.
 
 The schedules take what they call from the model's configuration, which all chunks and the modules within share. What is
-set there stays set (`configure`), or is set for a block (`configured`).
+set there stays set (`configure`), or is set for a block (`configured`). Process groups are in `parallel_state`, which
+keeps them in globals.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -62,3 +66,26 @@ def without_loss_scale() -> Iterator[None]:
     """
     with replaced([MoEAuxLossAutoScaler], main_loss_backward_scale=None):
         yield
+
+
+def groups_of_one_rank(rank: int) -> AbstractContextManager[None]:
+    """Return a block in which `initialize_model_parallel` creates only the groups that a rank is in.
+
+    The engine, in all releases, creates every group of every rank: thousands in a large run, of which a rank is in a
+    dozen. That is too slow where one process lays out a run without running it.
+    """
+    return replaced([parallel_state], generate_masked_orthogonal_rank_groups=functools.partial(_own_group, rank))
+
+
+def _own_group(rank: int, world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
+    """Return, of the engine's groups of the dimensions in `mask`, the one with `rank` in it.
+
+    Ranks count up along the first dimension first; `parallel_size` has the size of each.
+    """
+    first, offsets, stride = rank, [0], 1
+    for size, masked in zip(parallel_size, mask):
+        if masked:
+            first -= rank // stride % size * stride
+            offsets = [offset + index * stride for index in range(size) for offset in offsets]
+        stride *= size
+    return [[first + offset for offset in offsets]]

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from megatron_moe.config.model_flags import MoEConfig
 from megatron_moe.config.schema import Run
 from megatron_moe.config.setting import SCORE_FUNCTIONS
-from megatron_moe.engine.parallel_state import parallel_state
+from megatron_moe.engine.schedules import parallel_state
 from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 
 _ROUTER_DTYPES = {None: torch.float32, "fp32": torch.float32, "fp64": torch.float64}

@@ -30,7 +30,7 @@ from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError, MachineError
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.engine.layers import model_parallel_cuda_manual_seed
-from megatron_moe.engine.parallel_state import ProcessGroupCollection, groups_of_one_rank, parallel_state
+from megatron_moe.engine.schedules import ProcessGroupCollection, groups_of_one_rank, parallel_state
 from megatron_moe.io import launched
 from megatron_moe.io.program import note
 from megatron_moe.platform import numerics

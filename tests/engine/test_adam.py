@@ -60,15 +60,12 @@ def test_a_parameter_without_gradient_stays_and_makes_no_state():
     assert params[0] not in optimizer.state
 
 
-def test_low_precision_weights_are_refused():
+def test_low_precision_weights_and_capturing_are_refused():
     weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     optimizer = Adam([weight])
     weight.grad = torch.ones_like(weight)
     with pytest.raises(ValueError, match="fp32 weights, not torch.bfloat16"):
         optimizer.step()
-
-
-def test_capturable_is_refused():
     with pytest.raises(ValueError, match="Transformer Engine"):
         Adam(parameters(0), capturable=True)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_moe.engine.adam import Adam
 from megatron_moe.kernels import choice
-from megatron_moe.model.rotary import _JoinPositions
+from megatron_moe.model.mla import _JoinPositions
 from megatron_moe.moe import dispatch, load_balance
 from megatron_moe.moe import routing as own
 from megatron_moe.optim.adam import adam_update

@@ -16,8 +16,8 @@ from megatron_moe.config.schema import Run
 from megatron_moe.model import attention as attentions
 from megatron_moe.model.build import _Lookup
 from megatron_moe.model.cross_entropy import cross_entropy, linear_cross_entropy
+from megatron_moe.model.mla import rotated
 from megatron_moe.model.norm import RMSNorm
-from megatron_moe.model.rotary import rotated
 from megatron_moe.moe import dispatch, experts
 from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
 from megatron_moe.moe.grouped_gemm_fp8 import TransformerEngineFp8

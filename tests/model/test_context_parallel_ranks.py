@@ -21,7 +21,7 @@ from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.model.build import build_model
 from megatron_moe.model.context_parallel import OverRanks, attend_chunks, attend_lower_right, chunk_gradients
 from megatron_moe.model.generate import next_token_logits
-from megatron_moe.model.rotary import Rotary
+from megatron_moe.model.mla import Rotary
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.sequence import by_rank, context_parallel_slice, holder, in_order
 from megatron_moe.precision import table

@@ -1,14 +1,108 @@
-"""The results of a token's experts are added up in fp32 and rounded once, on whatever ranks the experts are."""
+"""Rows and weights travel in one all-to-all with the bits of two; results are added up in fp32, wherever they are."""
 
 from __future__ import annotations
+
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe.moe.dispatch import build_dispatcher
+from megatron_moe.moe import dispatch
 from megatron_moe.moe.options import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
+from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
+
+TOKENS, EXPERTS, TOPK = 11, 4, 2
+# hidden size, dtype, router's dtype, ETP, whether choices are dropped, whether the last rank gets no row
+CASES = {
+    "bf16": (24, torch.bfloat16, torch.float32, 1, False, False),
+    "fp16, ETP2": (7, torch.float16, torch.float32, 2, False, False),
+    "bf16, fp64 router, drops": (5, torch.bfloat16, torch.float64, 1, True, True),
+    "fp32, drops": (6, torch.float32, torch.float32, 1, True, False),
+    "fp64": (3, torch.float64, torch.float32, 1, False, True),
+}
+
+
+class TwoExchanges(dispatch.AllToAllDispatcher):
+    """The all-to-all with an exchange of the rows and another of the weights."""
+
+    def prepare(self, hidden: torch.Tensor, decision: RoutingDecision) -> Any:
+        sorts: list[Any] = []
+
+        def noted(rows: Any, weights: Any, sent: Any, weighed: Any, partial: bool) -> torch.Tensor:
+            sorts.extend((sent, weighed))
+            return rows
+
+        with mock.patch.object(dispatch, "pack_weighted", noted):
+            _, plan = super().prepare(hidden, decision)
+        values = (hidden, decision.probs.flatten())
+        return tuple(
+            dispatch.copy_rows(value, sort.source, sort.slots, self.drops) for value, sort in zip(values, sorts)
+        ), plan
+
+    def send(self, leaving: Any, plan: Any) -> Any:
+        (rows,), arrival = super().send(leaving[:1], plan)
+        return (rows, super().send(leaving[1:], plan)[0][0]), arrival
+
+    def arrange(self, arrived: Any, plan: Any) -> Any:
+        def sorted_alike(_: Any, order: torch.Tensor, inverse: torch.Tensor, *__: Any) -> Any:
+            return tuple(dispatch.copy_rows(value, order, inverse.unsqueeze(1)) for value in arrived)
+
+        with mock.patch.object(dispatch, "unpack_weighted", sorted_alike):
+            return super().arrange(arrived, plan)
+
+
+def exchanged(hidden_size: int, dtype: torch.dtype, router: torch.dtype, etp: int, drops: bool, nobody: bool) -> Any:
+    """Rows, weights and both gradients, as bytes: in one exchange and in two."""
+    world, rank = dist.group.WORLD, dist.get_rank()
+    ep = world.size() // etp
+    groups = MoEGroups(world, world, world, world, world, ep, rank // etp, etp, rank % etp)
+    generator = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(TOKENS, hidden_size, generator=generator).to(dtype).requires_grad_()
+    ids = torch.rand(TOKENS, EXPERTS, generator=generator).argsort(dim=1)[:, :TOPK]
+    if nobody:  # the last rank gets no row
+        ids = torch.tensor([[0, 1]]).repeat(TOKENS, 1)
+    probs = torch.randn(TOKENS, TOPK, generator=generator, dtype=router)
+    probs[:2, 0] = torch.tensor([float("nan"), 1e-44], dtype=router)  # no number is looked at on the way
+    kept = torch.rand(TOKENS, TOPK, generator=generator) < 0.7 if drops else None
+    decision = RoutingDecision(ids, probs.requires_grad_(), kept)
+    found = []
+    for way in (dispatch.AllToAllDispatcher, TwoExchanges):
+        given, _ = way(EXPERTS, groups, drops).dispatch(hidden, decision)
+        slope = torch.Generator().manual_seed(10 + rank)
+        slopes = [torch.randn(one.shape, generator=slope).to(one.dtype) for one in (given.rows, given.probs)]
+        grads = torch.autograd.grad((given.rows, given.probs), (hidden, probs), slopes)
+        found.append([one.detach().view(torch.uint8) for one in (given.rows, given.probs, *grads)])
+    return found
+
+
+def all_exchanged() -> Any:
+    return {name: exchanged(*case) for name, case in CASES.items()}
+
+
+def test_rows_and_weights_have_the_bits_of_two_exchanges(gloo: Any) -> None:
+    for rank in gloo.run(2, all_exchanged):
+        for name, (one, two) in rank.items():
+            assert len(one) == 4 and all(torch.equal(a, b) for a, b in zip(one, two, strict=True)), name
+
+
+def exchanges_of_layer() -> tuple[int, int]:
+    """How many all-to-alls a layer's forward and backward pass call."""
+    case = {**random_case(3), "dispatcher": "alltoall", "padding": False}
+    layer, _ = build_layer(case, dict(expert_model_parallel_size=2))
+    hidden, _ = tokens_and_padding(case, 4, 1)
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as called:
+        output, _ = layer(hidden.requires_grad_())
+        forward = called.call_count
+        output.sum().backward()
+    return forward, called.call_count - forward
+
+
+def test_a_layer_exchanges_counts_then_rows_with_weights_then_results(gloo: Any) -> None:
+    assert gloo.run(2, exchanges_of_layer) == [(3, 2)] * 2
+
 
 RESULTS = (256.0, 1.0, -256.0, 1.0)  # of expert 0 to 3; bf16 has no number between 256 and 258
 
@@ -17,7 +111,7 @@ def added_up(kind: str) -> float:
     """What comes home to a token that chose all four experts."""
     world, rank = dist.group.WORLD, dist.get_rank()
     groups = MoEGroups(world, world, world, world, world, world.size(), rank, 1, 0)
-    dispatcher = build_dispatcher(kind, len(RESULTS), groups)
+    dispatcher = dispatch.build_dispatcher(kind, len(RESULTS), groups)
     hidden = torch.zeros(1, 8, dtype=torch.bfloat16)
     given, plan = dispatcher.dispatch(hidden, RoutingDecision(torch.tensor([[0, 1, 2, 3]]), torch.ones(1, 4), None))
     here = torch.tensor(RESULTS).chunk(world.size())[rank]

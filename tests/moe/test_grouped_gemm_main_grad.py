@@ -22,8 +22,8 @@ from megatron_moe.model.build import _Lookup
 from megatron_moe.model.cross_entropy import _NUMBERS_OF_TILE, cross_entropy, linear_cross_entropy
 from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.model.loss import _WithoutPadding
+from megatron_moe.model.mla import _JoinPositions
 from megatron_moe.model.norm import RMSNorm
-from megatron_moe.model.rotary import _JoinPositions
 from megatron_moe.moe.dispatch import copy_rows, sum_copies
 from megatron_moe.moe.experts import weighted_swiglu
 from megatron_moe.moe.grouped_gemm import gate_product

@@ -16,12 +16,7 @@ import pytest
 import torch
 
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.moe.layer import (
-    NoSharedExpert,
-    OverlappedSharedExperts,
-    SequentialSharedExperts,
-    shared_schedule,
-)
+from megatron_moe.moe.layer import NoSharedExpert, OverlappedSharedExperts, SequentialSharedExperts, shared_schedule
 from megatron_moe.parallel import groups
 from megatron_moe.platform import hardware
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding

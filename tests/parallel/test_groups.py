@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from megatron_moe.config.launch import launched_world
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.engine.parallel_state import _own_group
+from megatron_moe.engine.schedules import _own_group
 from megatron_moe.parallel import groups
 
 pytestmark = pytest.mark.engine

@@ -11,7 +11,7 @@ import tokenizers
 import torch
 
 from megatron_moe.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer
-from megatron_moe.model.key_value_cache import continuation
+from megatron_moe.model.generate import continuation
 from megatron_moe_tools import generate
 from megatron_moe_tools.generate import TextStream
 from megatron_moe_tools.models.load_model import load_model

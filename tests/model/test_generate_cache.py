@@ -10,8 +10,7 @@ import torch
 
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.build import build_model
-from megatron_moe.model.generate import Sampling, generate, next_token_logits
-from megatron_moe.model.key_value_cache import cached, continuation
+from megatron_moe.model.generate import Sampling, cached, continuation, generate, next_token_logits
 from megatron_moe.parallel import groups
 from tests.helpers.errors import relative
 from tests.helpers.rows import rows
