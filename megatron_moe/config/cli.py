@@ -18,10 +18,9 @@ from typing import Any
 import yaml
 
 from megatron_moe.config import command_line, schema
-from megatron_moe.config.command_line import WHOLE_MESSAGE, Formatter, Parser
+from megatron_moe.config.command_line import SCRIPT, WHOLE_MESSAGE, Formatter, Parser, program_name
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import Field, all_fields, choice_suggestion, from_file, from_text, suggestion
-from megatron_moe.config.launch import SCRIPT, program_name
 from megatron_moe.config.paths import read_settings
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run
