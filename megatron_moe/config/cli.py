@@ -270,7 +270,7 @@ def read_yaml(path: str, starts: Collection[str] = ("preset",)) -> dict[str, Any
     return flat
 
 
-def _put(flat: dict[str, Any], key: Any, value: Any, path: str, starts: Collection[str], section: str | None) -> None:
+def _put(flat: dict[str, Any], key: object, value: object, path: str, starts: Collection[str], section: str | None) -> None:
     name = str(key).replace("-", "_")
     where = f"--config {path}: {key if section is None else f'{section}.{key}'}"
     if name in starts:
@@ -365,7 +365,7 @@ def _help(field: Field) -> str:
     return text.replace("%", "%%")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -377,9 +377,9 @@ def _metavar(field: Field) -> str:
     return {int: "N", float: "X", str: "TEXT"}[field.kinds[-1]]
 
 
-def _as_tuple(field: Field, value: Any) -> Any:
+def _as_tuple(field: Field, value: object) -> Any:
     """Return a repeated flag's words as a tuple; the single word `none` unsets it."""
-    if not field.repeated:
+    if not isinstance(value, list):
         return value
     if value == [None]:
         return None

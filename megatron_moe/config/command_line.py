@@ -148,7 +148,7 @@ class Parser(argparse.ArgumentParser):
             noun, kind = ("a whole number", int) if whole else ("a number", float)
             raise ConfigError(f"{shown}: not {noun}{number_meant(arg_string, (kind,))}") from None
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.option_strings and action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
             near = choice_suggestion(str(value), known)
