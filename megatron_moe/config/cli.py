@@ -270,7 +270,9 @@ def read_yaml(path: str, starts: Collection[str] = ("preset",)) -> dict[str, Any
     return flat
 
 
-def _put(flat: dict[str, Any], key: object, value: object, path: str, starts: Collection[str], section: str | None) -> None:
+def _put(
+    flat: dict[str, Any], key: object, value: object, path: str, starts: Collection[str], section: str | None
+) -> None:
     name = str(key).replace("-", "_")
     where = f"--config {path}: {key if section is None else f'{section}.{key}'}"
     if name in starts:
