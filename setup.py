@@ -63,6 +63,7 @@ setup(
         "megatron_moe": ["commit.txt", "py.typed"],
         "megatron_moe_tools.compat": ["megatron_flags.tsv", "deepspeed_keys.yaml"],
         "megatron_moe_tools.launch": ["slurm.sh"],
+        "megatron_moe.config": ["presets.yaml"],
         "megatron_moe.engine": ["engine_defects.yaml"],
         "megatron_moe.kernels": ["cpu.c"],
         "megatron_moe_tools.report": ["assets/*"],

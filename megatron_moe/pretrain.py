@@ -17,7 +17,7 @@ from megatron_moe.config import cli, rules
 from megatron_moe.config.launch import launched_world, local_world_size, rank_that_prints, require_rendezvous
 from megatron_moe.config.schema import Run
 from megatron_moe.engine import defects
-from megatron_moe.hf import architecture
+from megatron_moe.hf.config import filled_in
 from megatron_moe.io import launched
 from megatron_moe.io.program import DONE, end_interrupted, run_program, say, stage
 from megatron_moe.precision import table
@@ -35,7 +35,7 @@ Parse = Callable[[list[str], int], Run]
 
 def parse(argv: list[str], world_size: int) -> Run:
     """Return the run of a command line in our own flags."""
-    return cli.parse(argv, architecture.filled_in)
+    return cli.parse(argv, filled_in)
 
 
 def main(

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import megatron_moe
+from megatron_moe.config.command_line import started_as
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import started_as
 from megatron_moe.io.program import DONE, USER_ERROR, note, run_program, say
 
 NAME = "megatron-moe"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_moe import pretrain
 from megatron_moe.config.schema import Run
-from megatron_moe.hf.architecture import filled_in
+from megatron_moe.hf.config import filled_in
 from megatron_moe_tools import compat
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from megatron_moe.config.launch import launched_world, local_world_size, require
 from megatron_moe.config.presets import with_made_up_data
 from megatron_moe.config.rules.sources import READ_WITH, SCALARS
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.hf.architecture import filled_in
+from megatron_moe.hf.config import filled_in
 from megatron_moe.io.files import require_writable
 from megatron_moe.io.program import DONE, run_program, say
 from megatron_moe.report.records import StepRecord

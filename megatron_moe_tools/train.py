@@ -9,7 +9,7 @@ Without launch options the run is one rank in this process. Exit status: that of
 from __future__ import annotations
 
 from megatron_moe import pretrain
-from megatron_moe.config.launch import started_as
+from megatron_moe.config.command_line import started_as
 from megatron_moe.config.schema import Run
 from megatron_moe.io import launched
 from megatron_moe.io.program import note, run_program

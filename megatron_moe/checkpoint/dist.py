@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import IO, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_moe.checkpoint import manifest, pickles
+from megatron_moe.checkpoint import manifest, step_reader
 from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.checkpoint.index import AllowedUnpickler, UntrustedError
 from megatron_moe.config.errors import ConfigError, listing
@@ -90,7 +90,7 @@ def load_tensors(
         with engine.restricted_pickles(_load_allowed):
             loaded = engine.load(state, str(folder), sharded_strategy=engine.TorchDistLoadShardedStrategy())
     except CheckpointException as failed:
-        unreadable = {pickles.words(error) for error, _ in failed.failures.values()}
+        unreadable = {step_reader.words(error) for error, _ in failed.failures.values()}
     if everywhere := _agreed(unreadable):
         raise ConfigError(f"{folder}: refused: a tensor cannot be read: {'; '.join(everywhere[:3])}")
     return loaded, rounded
@@ -235,7 +235,7 @@ def values_of(tensor: ShardedTensor | torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _load_allowed(file: Any) -> Any:
+def _load_allowed(file: IO[bytes]) -> Any:
     """Read a pickle with the allow-list: a file can be replaced between the check and the reading."""
     return AllowedUnpickler(file).load()
 
@@ -255,7 +255,7 @@ def check_trusted(folder: Path) -> None:
     """
     refused: set[str] = set()
     try:
-        pickles.check(folder, manifest.read(folder).files)
+        step_reader.check(folder, manifest.read(folder).files)
     except (UntrustedError, manifest.ManifestError, OSError) as error:
         refused = {str(error)}
     if everywhere := _agreed(refused):

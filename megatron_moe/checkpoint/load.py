@@ -35,6 +35,7 @@ from megatron_moe.checkpoint.state import (
 from megatron_moe.checkpoint.step_reader import AVERAGE
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.schema import Run
+from megatron_moe.engine.dist_checkpointing import ShardedTensor
 from megatron_moe.io.texts import size_text
 from megatron_moe.parallel.groups import rank_facts, seed_everything
 
@@ -298,7 +299,7 @@ def _take_weights(
     return weights, wanted
 
 
-def _rounded(values: Any, key: str, dtype: torch.dtype, too_large: list[str]) -> Any:
+def _rounded(values: ShardedTensor | torch.Tensor | list, key: str, dtype: torch.dtype, too_large: list[str]) -> Any:
     """Return what was read of a weight in the dtype; add its key to `too_large` if a number becomes infinite."""
     if isinstance(values, list):
         return [_rounded(part, key, dtype, too_large) for part in values]

@@ -8,21 +8,27 @@
 The engine's distributed optimizer, its optimizer for half precision and the one for fp32 each have a form of their own.
 The distributed one's is the common one here, and `_to_common` and `_from_common` turn the others into it and back.
 
-A distributed optimizer's shards are gathered for a save by `gather.py`.
+A distributed optimizer's shards are gathered for a save at the end of this file.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
+import gc
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
+from megatron_moe import platform
 from megatron_moe.checkpoint.dist import not_saved, sharded_parts
 from megatron_moe.config.schema import Run
-from megatron_moe.engine.optimizer import compact_buckets, every_main_param, parts
+from megatron_moe.engine.optimizer import compact_buckets, every_main_param, gathered_by, parts
 from megatron_moe.model.matrices import is_matrix
+from megatron_moe.platform.protocols import EngineOptimizer
 
 _MAIN_WEIGHTS = "fp32_from_fp16_params"
 _SHARDING = "param_state_sharding_type"
@@ -34,14 +40,38 @@ FORMAT: dict[str, Any] = {
 }
 
 
-def sharded_state(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool) -> Any:
+State = dict[Any, Any]
+"""A nested optimizer state: of one optimizer, or of several by their numbers."""
+
+
+class OptimizerPart(EngineOptimizer, Protocol):
+    """One of the engine's optimizers, or their chain; the last attributes are a distributed optimizer's."""
+
+    param_groups: list[dict[str, Any]]
+    grad_scaler: Any
+    model_chunks: list[Any]
+    buffers: list[Any]
+    data_parallel_group: torch.distributed.ProcessGroup
+    gbuf_ranges: list[dict[Any, list[dict[str, Any]]]]
+    model_param_group_index_map: dict[torch.Tensor, tuple[int, int]]
+
+    def sharded_state_dict(self, model_state: State, *, is_loading: bool, metadata: State) -> Any: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+    def _get_main_param_and_optimizer_states(self, weight: torch.Tensor) -> dict[str, torch.Tensor]: ...
+
+
+def sharded_state(
+    optimizer: OptimizerPart, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool
+) -> Any:
     """Return the optimizer's sharded state dict. Collective: a distributed optimizer gathers its shards."""
     with compact_buckets(optimizer), every_main_param(optimizer), _unpacked(optimizer, of_distributed=loading):
         state = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
         for tensor in sharded_parts(state):
             tensor.data = tensor.data.detach()  # of what was unpacked, which goes back at the block's end
     _leave_empty_groups_out(state)
-    for part, own in _parts(optimizer, state):
+    for part, own in parts_with_state(optimizer, state):
         _to_common(part, own)
         if loading:
             del own["optimizer"]["param_groups"]  # a list of other groups would not fit into it; see `load`
@@ -65,14 +95,14 @@ def _leave_empty_groups_out(state: object) -> None:
 
 
 @torch.no_grad()
-def load(optimizer: Any, state: Any, run: Run) -> None:
+def load(optimizer: OptimizerPart, state: State, run: Run) -> None:
     """Load a state into the optimizer: main weights, moments, step count, loss scale.
 
     Which parameters form a group, its learning rate and decay, betas and epsilon are settings, not state: those of the
     present run are used.
     """
     step = saved_step(state)
-    for part, common in _parts(optimizer, state):
+    for part, common in parts_with_state(optimizer, state):
         present = [] if part.is_stub_optimizer else part.optimizer.state_dict()["param_groups"]
         common["optimizer"]["param_groups"] = [{**group, "step": step} for group in present]
         _from_common(part, common)
@@ -85,25 +115,25 @@ def load(optimizer: Any, state: Any, run: Run) -> None:
                 chunk.start_param_sync(force_sync=True)
 
 
-def _parts(optimizer: Any, state: Any) -> list[tuple[Any, dict[str, Any]]]:
+def parts_with_state(optimizer: EngineOptimizer, state: State) -> list[tuple[Any, State]]:
     """Return the engine's optimizers in a chain with their states, which have no number for a single optimizer."""
     chain = parts(optimizer)
     states = [state] if len(chain) == 1 else [state[index] for index in range(len(chain))]
     return [(part, own) for part, own in zip(chain, states) if own]
 
 
-def _to_common(part: Any, own: dict[str, Any]) -> None:
+def _to_common(part: OptimizerPart, own: dict[str, Any]) -> None:
     """Change an optimizer's sharded state into the common form; nothing is copied."""
     if part.config.use_distributed_optimizer:
         del own[_SHARDING]
         buffers = getattr(part, "buffers", None) or []  # none where this rank has no parameter for it
         for number, weight in enumerate(weight for buffer in buffers for weight in buffer.param_index_map):
-            if not _has_main_weights(part):
+            if not has_main_weights(part):
                 # The main weight of an fp32 weight is the weight: it is in the step already, and loaded with the model.
                 own["param_state"][number]["param"] = not_saved(weight)
             if is_matrix(weight):
                 own["param_state"][number]["exp_avg_sq"] = not_saved(_zeros(weight))
-    elif _has_main_weights(part):
+    elif has_main_weights(part):
         for tensor in sharded_parts(own.get(_MAIN_WEIGHTS, [])):
             tensor.key = _COMMON_PREFIX + tensor.key.removeprefix(_OWN_PREFIX)
     else:
@@ -120,14 +150,14 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), device=like.device).expand(like.shape)
 
 
-def _from_common(part: Any, common: dict[str, Any]) -> None:
+def _from_common(part: OptimizerPart, common: dict[str, Any]) -> None:
     """Undo `_to_common` on what was loaded."""
     if part.config.use_distributed_optimizer:
         common[_SHARDING] = FORMAT["distrib_optim_sharding_type"]
         return
     # Of an optimizer without a parameter on this rank: what is empty is in no file.
     common["optimizer"].setdefault("state", {})
-    if _has_main_weights(part):
+    if has_main_weights(part):
         loaded = iter(common.get(_MAIN_WEIGHTS, ()))
         groups = common["optimizer"]["param_groups"]
         common[_MAIN_WEIGHTS] = [next(loaded) if group["params"] else [] for group in groups]
@@ -135,7 +165,7 @@ def _from_common(part: Any, common: dict[str, Any]) -> None:
         common.update(common.pop("optimizer"))
 
 
-def _has_main_weights(part: Any) -> bool:
+def has_main_weights(part: EngineOptimizer) -> bool:
     """Return whether the run's weights have fp32 copies that the optimizer updates."""
     return part.config.bf16 or part.config.fp16
 
@@ -155,16 +185,219 @@ def _param_groups(state: object) -> Iterator[dict[str, Any]]:
                 yield from _param_groups(value)
 
 
-@contextlib.contextmanager
-def _unpacked(optimizer: Any, *, of_distributed: bool, keep: bool = False) -> Iterator[None]:
+@contextmanager
+def _unpacked(optimizer: EngineOptimizer, *, of_distributed: bool, keep: bool = False) -> Iterator[None]:
     """Put fp32 tensors in the place of state that is packed (`optim/adam.py`).
 
     Args:
         of_distributed: also that of distributed optimizers, whose shards a save gathers by themselves.
         keep: pack what is there at the end of the block.
     """
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         for part in parts(optimizer):
             if hasattr(part.optimizer, "unpacked") and (of_distributed or not part.config.use_distributed_optimizer):
                 stack.enter_context(part.optimizer.unpacked(keep=keep))
         yield
+
+
+# Gathering a distributed optimizer's shards for a save, into host memory of the rank that writes them
+#
+# The engine would copy every shard four times and gather all of them on every rank of a data-parallel group, of which
+# one writes them; in every kind of save the training waits for that. Here each shard goes to that rank alone, in
+# pieces: what a save takes on the device is bounded by `GATHERED_BYTES`, however large a bucket of the optimizer is,
+# and is freed at its end. Names and shapes in the state dict stay the engine's.
+
+GATHERED_BYTES = 64 * 2**20
+"""What one gather brings to the writer from all ranks together. Two are in turn, and so are the pieces sent."""
+
+Buffers = dict[Any, torch.Tensor]
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""A target and the tensor that is to be copied there."""
+
+
+@dataclass
+class Gathered:
+    """The storages, by address, of the tensors that `gathered_into` put into a state dict.
+
+    private: storages that the training does not use, so that they need not be copied before it goes on. absent:
+    storages of ranks that do not write, which are not filled. rest: what is left to copy into the private ones.
+    """
+
+    private: set[int] = field(default_factory=set)
+    absent: set[int] = field(default_factory=set)
+    rest: list[Copy] = field(default_factory=list)
+
+
+_frozen_before: list[bool] = []
+"""Not empty once somebody else has frozen objects, which is then taken to stay so."""
+
+
+@contextmanager
+def gathered_into(optimizer: EngineOptimizer, buffers: Buffers, *, later: bool) -> Iterator[Gathered]:
+    """Make distributed optimizers gather into `buffers` while a state dict is built in the block.
+
+    Missing buffers are allocated, and hold the state until the next save. With `later`, copies that need no other rank
+    are left to be made later (`Gathered.rest`), and the buffers are page-locked: they are worth it where they are kept.
+    """
+    gathered = Gathered()
+    sharded = [part for part in parts(optimizer) if hasattr(part, "get_parameter_state_dp_zero")]
+    # The engine collects garbage after each optimizer, which takes the longer the more objects there are. What somebody
+    # has frozen before stays so: there is no freezing of some objects alone.
+    if not _frozen_before and gc.get_freeze_count():  # which goes through all objects to count them
+        _frozen_before.append(True)
+    freezing = bool(sharded) and not _frozen_before
+    if freezing:
+        gc.freeze()
+    try:
+        with ExitStack() as stack:
+            for number, part in enumerate(sharded):
+                stack.enter_context(gathered_by(part, _gathering(part, number, buffers, gathered, later)))
+            yield gathered
+    finally:
+        if freezing:
+            gc.unfreeze()
+
+
+def _gathering(
+    part: OptimizerPart, number: int, buffers: Buffers, gathered: Gathered, later: bool
+) -> Callable[..., dict[Any, Any]]:
+    """Return a replacement of the engine's `DistributedOptimizer.get_parameter_state_dp_zero` with the same result."""
+
+    def gather(*_: object, empty_data: bool = False, **__: object) -> dict[Any, Any]:
+        assert not empty_data, "this is for saving"
+        state: dict[Any, Any] = {"buckets_coalesced": True}
+        for index, ranges in enumerate(part.gbuf_ranges):
+            ((dtype, bucket_ranges),) = ranges.items()
+            state[index] = {dtype: _whole_buffer(part, (number, index), bucket_ranges, buffers, gathered, later)}
+        return state
+
+    return gather
+
+
+@torch.no_grad()
+def _whole_buffer(
+    part: OptimizerPart,
+    name: tuple[int, int],
+    bucket_ranges: list[dict[str, Any]],
+    buffers: Buffers,
+    gathered: Gathered,
+    later: bool,
+) -> dict[str, Any]:
+    """Gather main weights and moments of one gradient buffer without its buckets' padding: fp32, [numel_unpadded]."""
+    buffer, group = part.buffers[name[1]], part.data_parallel_group
+    keys = ("param", *getattr(part, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
+    whole: dict[str, Any] = {"numel_unpadded": buffer.numel_unpadded}
+    if all(is_matrix(weight) for weight in buffer.param_index_map):
+        # Weights that Muon updates have no second moment, and none is saved.
+        keys = tuple(key for key in keys if key != "exp_avg_sq")
+        whole["exp_avg_sq"] = torch.zeros(()).expand(buffer.numel_unpadded)
+        gathered.private.add(whole["exp_avg_sq"].data_ptr())
+    for key in keys:
+        if group.rank() == 0:
+            place = (*name, key)
+            kept = buffers.get(place)
+            if kept is None or kept.numel() < buffer.numel_unpadded:
+                kept = platform.host_memory((buffer.numel_unpadded,), torch.float32, pinned=later)
+                buffers[place] = kept
+            whole[key] = kept[: buffer.numel_unpadded]
+            gathered.private.add(whole[key].data_ptr())
+        else:
+            whole[key] = torch.empty(buffer.numel_unpadded)  # its pages are never touched
+            gathered.absent.add(whole[key].data_ptr())
+    offset = 0
+    for bucket, ranges in zip(buffer.buckets, bucket_ranges):
+        shard = _Shard(part, ranges["param_map"], bucket.grad_data.numel() // group.size())
+        there = {key: whole[key][offset : offset + bucket.numel_unpadded] for key in keys}
+        if group.size() > 1:
+            _gather_bucket(shard, there, group)
+        elif later and not hasattr(part.optimizer, "values_of"):
+            gathered.rest += shard.copies(there)
+        else:
+            for target, source in shard.copies(there):
+                target.copy_(source)
+        offset += bucket.numel_unpadded
+    return whole
+
+
+class _Shard:
+    """A rank's shard of one bucket: the parameters, or parts of them, whose state it holds, by their places."""
+
+    def __init__(self, part: OptimizerPart, param_map: dict[torch.Tensor, Any], numel: int) -> None:
+        self._part, self.numel = part, numel
+        places = [(where["gbuf_local"].start, where["gbuf_local"].end, weight) for weight, where in param_map.items()]
+        self._places = sorted(places, key=lambda place: place[0])
+        self._ends = [end for _, end, _ in self._places]
+
+    def _state(self, weight: torch.Tensor, key: str, begin: int, end: int) -> torch.Tensor:
+        adam = self._part.optimizer
+        if hasattr(adam, "values_of"):  # packed: optim/adam.py
+            group, order = self._part.model_param_group_index_map[weight]
+            return adam.values_of(adam.param_groups[group]["params"][order], key, begin, end)
+        return self._part._get_main_param_and_optimizer_states(weight)[key].view(-1)[begin:end]
+
+    def copies(self, targets: dict[str, torch.Tensor]) -> Iterator[Copy]:
+        """Yield the copies that put the whole shard into targets of its size, by the names of the state.
+
+        What is unpacked for it is there until it is copied.
+        """
+        for start, end, weight in self._places:
+            for key, target in targets.items():
+                yield target[start:end], self._state(weight, key, 0, end - start)
+
+    def read(self, key: str, begin: int, piece: torch.Tensor) -> None:
+        """Copy one kind of state into `piece` from element `begin` on. Padding between parameters is left as it is."""
+        end = begin + piece.numel()
+        for start, stop, weight in self._places[bisect_right(self._ends, begin) :]:
+            if start >= end:
+                break
+            first, last = max(start, begin), min(stop, end)
+            piece[first - begin : last - begin].copy_(self._state(weight, key, first - start, last - start))
+
+
+def _gather_bucket(shard: _Shard, there: dict[str, torch.Tensor], group: torch.distributed.ProcessGroup) -> None:
+    """Gather all ranks' shards of a bucket in `there` on the group's first rank. Collective.
+
+    While one piece is copied to the host the next one is gathered. No event is needed for the two places that they
+    take in turn: NCCL begins a gather after what was queued before it, the copy of the last piece from the same place
+    among it, and what is queued after `wait` begins when the gather is done.
+    """
+    size, first, length = (
+        group.size(),
+        torch.distributed.get_global_rank(group, 0),
+        piece_numel(shard.numel, group.size()),
+    )
+    sent = torch.empty(2, length, device=platform.device())
+    received = torch.empty(2, size * length, device=platform.device()) if group.rank() == 0 else None
+    copy_before: Callable[[], None] | None = None
+    for number, (key, begin) in enumerate(itertools.product(there, range(0, shard.numel, length))):
+        numel = min(length, shard.numel - begin)
+        piece, pieces = sent[number % 2, :numel], None
+        shard.read(key, begin, piece)
+        if received is not None:
+            pieces = list(received[number % 2, : size * numel].chunk(size))
+        work = torch.distributed.gather(piece, pieces, dst=first, group=group, async_op=True)
+        if copy_before is not None:
+            copy_before()
+        copy_before = _copying(work, pieces or [], there[key], begin, shard.numel)
+    if copy_before is not None:
+        copy_before()
+    platform.synchronize()
+
+
+def _copying(
+    work: torch.distributed.Work, parts: list[torch.Tensor], target: torch.Tensor, begin: int, of_rank: int
+) -> Callable[[], None]:
+    """Return what waits for a gather and copies the pieces of all ranks to their places, but no padding at the end."""
+
+    def copy_gathered() -> None:
+        work.wait()
+        for rank, part in enumerate(parts):
+            place = target[rank * of_rank + begin :][: part.numel()]
+            place.copy_(part[: place.numel()], non_blocking=True)
+
+    return copy_gathered
+
+
+def piece_numel(of_rank: int, size: int) -> int:
+    """Return how many elements of each rank's shard of `of_rank` elements one gather over `size` ranks brings."""
+    return max(min(GATHERED_BYTES // (4 * size), of_rank), 1)

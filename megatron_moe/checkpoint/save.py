@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import folder, gather, writer
+from megatron_moe.checkpoint import folder, writer
 from megatron_moe.checkpoint import state as random_state
 from megatron_moe.checkpoint.errors import SaveError, attempted, gathered, on_rank_zero, refusal
-from megatron_moe.checkpoint.gather import Buffers, Gathered
 from megatron_moe.checkpoint.lock import WriterLock, acquire
+from megatron_moe.checkpoint.optimizer import Buffers, Gathered, gathered_into
 from megatron_moe.checkpoint.origin import FOLDER as ORIGIN
 from megatron_moe.checkpoint.origin import Provenance
 from megatron_moe.checkpoint.state import (
@@ -261,7 +261,7 @@ def begin(
     hidden = folder.staging_dir(where.root, iteration)
     state, gathered = model_state(trained), Gathered()
     if not run.checkpoint.no_save_optim:
-        with gather.into(
+        with gathered_into(
             trained.optimizer, {} if memory is None else memory.gathered, later=memory is not None
         ) as gathered:
             state["optimizer"] = optimizer_state(trained, state, loading=False)

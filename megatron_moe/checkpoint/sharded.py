@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from megatron_moe.checkpoint import dist
 from megatron_moe.checkpoint.dist import Box
-from megatron_moe.checkpoint.optimizer import saved_step
+from megatron_moe.checkpoint.optimizer import OptimizerPart, State, has_main_weights, parts_with_state, saved_step
 from megatron_moe.checkpoint.step_reader import AVERAGE
 from megatron_moe.engine.fully_shard import gathered_dtype, own_range
 from megatron_moe.engine.optimizer import parts
 from megatron_moe.model.fully_sharded import local, shard_of
+from megatron_moe.platform.protocols import EngineOptimizer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -59,7 +60,9 @@ def put_weights(model: torch.nn.Module, state: dict[str, Any], options: dict[str
             box.part_of(local(parameter)).copy_(dist.values_of(values))
 
 
-def optimizer_state(model: torch.nn.Module, optimizer: Any, options: dict[str, Any], *, loading: bool) -> Any:
+def optimizer_state(
+    model: torch.nn.Module, optimizer: EngineOptimizer, options: dict[str, Any], *, loading: bool
+) -> Any:
     """Return the sharded state of the engine's optimizers in the form that all kinds of them share.
 
     Args:
@@ -71,14 +74,21 @@ def optimizer_state(model: torch.nn.Module, optimizer: Any, options: dict[str, A
     return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
-def _part_state(model: torch.nn.Module, part: Any, options: dict[str, Any], loading: bool) -> dict[str, Any]:
+def _part_state(model: torch.nn.Module, part: OptimizerPart, options: dict[str, Any], loading: bool) -> dict[str, Any]:
     groups = [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
     state: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state": {}}
     if getattr(part, "grad_scaler", None) is not None:
         state["grad_scaler"] = part.grad_scaler.state_dict()
     for name, master, boxes in _of_part(model, part, options):
-        tensors = {key: _moment(part.optimizer, master, key, loading) for key in _moments_of(part, master)}
-        if part.config.bf16 or part.config.fp16:
+        tensors: dict[str, Tensor] = {}
+        for key in _moments_of(part, master):
+            if not hasattr(part.optimizer, "values_of"):
+                tensors[key] = part.optimizer.state[master][key]
+            elif loading:  # packed moments: host memory in fp32 to load into
+                tensors[key] = torch.empty(master.shape)
+            else:
+                tensors[key] = part.optimizer.values_of(master, key).view(master.shape).cpu()
+        if has_main_weights(part):
             tensors["param"] = torch.empty_like(master) if loading else master.detach()
         state["param_state"][name] = {
             key: [box.tensor(values, f"optimizer.state.{key}.") for box in boxes] for key, values in tensors.items()
@@ -86,31 +96,26 @@ def _part_state(model: torch.nn.Module, part: Any, options: dict[str, Any], load
     return state
 
 
-def _moments_of(part: Any, master: Tensor) -> tuple[str, ...]:
+def _moments_of(part: OptimizerPart, master: Tensor) -> tuple[str, ...]:
     """Return the moments that a weight has: a momentum alone where Muon updates it."""
     return _MOMENTS[:1] if master in getattr(part.optimizer, "matrices", ()) else _MOMENTS
 
 
-def _moment(adam: Any, master: Tensor, key: str, loading: bool) -> Tensor:
-    """Return a moment, or host memory in fp32 for one that is packed: with its values, or to be loaded into."""
-    if not hasattr(adam, "values_of"):
-        return adam.state[master][key]
-    return torch.empty(master.shape) if loading else adam.values_of(master, key).view(master.shape).cpu()
-
-
 @torch.no_grad()
-def put_optimizer_state(model: torch.nn.Module, optimizer: Any, state: Any, options: dict[str, Any]) -> None:
+def put_optimizer_state(
+    model: torch.nn.Module, optimizer: EngineOptimizer, state: State, options: dict[str, Any]
+) -> None:
     """Take over what was loaded: main weights, step counts and the loss scale, and moments where they are packed.
 
     Parameter groups, learning rates, betas and epsilon are settings, not state: those of the present run stay.
     """
-    chain, step = parts(optimizer), saved_step(state)
-    for part, own in zip(chain, [state] if len(chain) == 1 else [state[number] for number in range(len(chain))]):
+    step = saved_step(state)
+    for part, own in parts_with_state(optimizer, state):
         for group in part.param_groups:
             group["step"] = step
         if getattr(part, "grad_scaler", None) is not None and "grad_scaler" in own:
             part.grad_scaler.load_state_dict(own["grad_scaler"])
-        kinds = ["param"] if part.config.bf16 or part.config.fp16 else []
+        kinds = ["param"] if has_main_weights(part) else []
         packed = hasattr(part.optimizer, "values_of")
         with part.optimizer.unpacked(keep=True) if packed else nullcontext():
             for name, master, boxes in _of_part(model, part, options):
@@ -120,7 +125,9 @@ def put_optimizer_state(model: torch.nn.Module, optimizer: Any, state: Any, opti
                         box.part_of(state[kind]).copy_(dist.values_of(values))
 
 
-def _of_part(model: torch.nn.Module, part: Any, options: dict[str, Any]) -> Iterator[tuple[str, Tensor, list[Box]]]:
+def _of_part(
+    model: torch.nn.Module, part: OptimizerPart, options: dict[str, Any]
+) -> Iterator[tuple[str, Tensor, list[Box]]]:
     """Yield name, shard and boxes of each weight that this optimizer updates."""
     masters = {id(master) for master in part.get_parameters()}
     _, boxes = _state_and_boxes(model, options)
@@ -198,7 +205,7 @@ def _whole_weights(model: torch.nn.Module) -> Iterator[dict[int, str]]:
             if parameter is not None:
                 replaced.append((part, own, parameter))
                 if id(parameter) not in made:
-                    whole = torch.empty(parameter.shape, dtype=_dtype(parameter), device="meta")
+                    whole = torch.empty(parameter.shape, dtype=gathered_dtype(parameter), device="meta")
                     made[id(parameter)] = stand_in = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
                     vars(stand_in).update(vars(parameter))
                     stand_ins[stand_in.untyped_storage()._cdata] = names[id(parameter)]
@@ -211,16 +218,24 @@ def _whole_weights(model: torch.nn.Module) -> Iterator[dict[int, str]]:
             part._parameters[own] = parameter
 
 
-def _dtype(parameter: torch.nn.Parameter) -> torch.dtype:
-    return gathered_dtype(parameter)
-
-
 # The average of the weights: `optimizer.state.ema.NAME`, fp32, in boxes of the model's tensor NAME. Each rank writes
 # and reads the part of a weight that it updates, on any layout and with any kind of data parallelism.
 
 
+class _OwnedPart(Protocol):
+    axis: int | None
+    begin: int
+    end: int
+
+
+class _Average(Protocol):
+    """A `WeightAverage`: for each weight its parameter, the part of it that this rank owns, and that part's values."""
+
+    weights: Sequence[Any]
+
+
 def average_state(
-    average: Any, chunks: Sequence[torch.nn.Module], optimizer: Any, options: dict[str, Any]
+    average: _Average, chunks: Sequence[torch.nn.Module], optimizer: EngineOptimizer, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the sharded state of a `WeightAverage`: views of its tensors, which loading fills.
 
@@ -241,7 +256,7 @@ def average_state(
     return state
 
 
-def _boxes(shape: Sequence[int], part: Any, values: Tensor) -> Iterator[tuple[Slices, Tensor]]:
+def _boxes(shape: Sequence[int], part: _OwnedPart, values: Tensor) -> Iterator[tuple[Slices, Tensor]]:
     """Yield the boxes of a weight that its owned part consists of, each with a view of the part's values.
 
     A distributed optimizer's part is a range of a weight's elements in their order, which is a few boxes: the end of a

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import dist, pickles, sharded
+from megatron_moe.checkpoint import dist, sharded, step_reader
 from megatron_moe.checkpoint import optimizer as optimizer_tensors
 from megatron_moe.config.schema import Run
 from megatron_moe.engine.layers import DistributedDataParallel, get_cuda_rng_tracker
@@ -119,7 +119,7 @@ def optimizer_state(trained: TrainState, state: dict[str, Any], *, loading: bool
     return optimizer_tensors.sharded_state(trained.optimizer, state, options, loading=loading)
 
 
-def put_optimizer_state(trained: TrainState, loaded: Any, run: Run) -> None:
+def put_optimizer_state(trained: TrainState, loaded: dict[Any, Any], run: Run) -> None:
     """Load main weights, moments, step count and loss scale into the optimizer."""
     if (model := fully_sharded(trained)) is not None:
         sharded.put_optimizer_state(model, trained.optimizer, loaded, metadata(trained.pg_collection))
@@ -181,7 +181,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         UntrustedError: the file is damaged, or holds anything but tensors and plain values.
     """
-    return pickles.read_file(path.parents[1], f"{path.parent.name}/{path.name}")
+    return step_reader.read_file(path.parents[1], f"{path.parent.name}/{path.name}")
 
 
 def is_of_cuda(state: dict[str, Any]) -> bool:

@@ -1,9 +1,15 @@
-"""Reading any box of any tensor of a step, whatever parts it was saved in, without a model or a process group."""
+"""Reading the tensors and values of a step, without a model or a process group.
+
+Pickles are read under restriction, before the engine opens them. Any box of any tensor is read, whatever parts it was
+saved in.
+"""
 
 from __future__ import annotations
 
 import io
 import math
+import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -11,12 +17,92 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint import manifest, pickles
+from megatron_moe.checkpoint import index, manifest
 from megatron_moe.checkpoint.index import StepIndex, StoredBytes, TensorPart, UntrustedError
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.io.hashing import FileEntry
 
 AVERAGE = "optimizer.state.ema."
 """The key of the average of a weight is this and the weight's key; see `average.py`."""
+
+
+COMMON = "common.pt"
+LARGEST = 2 * 2**30
+"""The largest file of plain values that is read, in bytes."""
+
+
+def check(step: Path, files: Mapping[str, FileEntry]) -> StepIndex:
+    """Read whatever the engine reads without restriction: the index, the values it lists, the common file.
+
+    Tensors are not read here: torch reads them under restriction itself.
+
+    Raises:
+        UntrustedError: naming the file and what it holds.
+    """
+    content = index.read(step, files)
+    for key, place in content.values.items():
+        read_value(step, key, place)
+    if COMMON in files:
+        read_file(step, COMMON)
+    return content
+
+
+def read_file(step: Path, name: str) -> Any:
+    """Return the tensors and plain values of a file that torch.save wrote, on the CPU.
+
+    Raises:
+        UntrustedError: it holds anything else, cannot be read, or is too large.
+    """
+    with open(step / name, "rb") as file:
+        data = file.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise UntrustedError(f"{name} has more than {LARGEST} bytes")
+    return _loaded(data, name)
+
+
+def read_value(step: Path, key: str, place: StoredBytes) -> Any:
+    """Return a value of a data file: tensors and plain values, on the CPU.
+
+    Raises:
+        UntrustedError: it holds anything else, or cannot be read.
+    """
+    with open(step / place.file, "rb") as file:
+        file.seek(place.offset)
+        return _loaded(file.read(place.length), f"{key} in {place.file}")
+
+
+def _loaded(data: bytes, where: str) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a pickle or an archive made for it can raise
+        raise UntrustedError(f"{where} is damaged or harmful: {words(error)}") from None
+
+
+def words(error: BaseException) -> str:
+    """Return torch's reason for refusing a file, without its advice on how to read it all the same."""
+    lines = str(error).splitlines() or [""]
+    wanted = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
+    kind = "" if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: "
+    return f"{kind}{(wanted or lines)[0].strip()[:200]}"
+
+
+PER_PART = 2048
+"""An upper bound of the bytes that torch's archive adds to a tensor in a data file, for estimates."""
+
+
+def by_itself(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with the same memory, but not as a view of a larger one.
+
+    An archive holds all of the memory that a tensor is a view of, and torch's writer would copy such a tensor first.
+    """
+    value = value.detach()
+    if value.is_cuda or not value.numel() or value.untyped_storage().nbytes() == value.nbytes:
+        return value
+    content = value.contiguous().view(-1).view(torch.uint8).numpy()
+    return torch.from_numpy(content).view(value.dtype).view(value.shape)
+
+
+# Any box of any tensor
 
 
 @dataclass(frozen=True)
@@ -48,7 +134,7 @@ class StepReader:
     def __init__(self, step: Path, index: StepIndex | None = None) -> None:
         self.step = step
         try:
-            self.index: StepIndex = pickles.check(step, manifest.read(step).files) if index is None else index
+            self.index: StepIndex = check(step, manifest.read(step).files) if index is None else index
         except (UntrustedError, manifest.ManifestError, OSError) as error:
             raise ConfigError(f"{step}: refused: {error}") from error
         self._layouts: dict[StoredBytes, _Layout] = {}
@@ -111,7 +197,7 @@ class StepReader:
             try:
                 value = torch.load(cast(IO[bytes], Section(file, place)), map_location="meta", weights_only=True)
             except Exception as error:  # whatever an archive made for it can raise
-                raise UntrustedError(f"{key} in {place.file} is damaged or harmful: {pickles.words(error)}") from None
+                raise UntrustedError(f"{key} in {place.file} is damaged or harmful: {words(error)}") from None
         fits = isinstance(value, Tensor) and value.dtype == self.dtype(key) and tuple(value.shape) == part.shape
         if not fits:
             wanted = f"{self.index.tensors[key].dtype} {list(part.shape)}"

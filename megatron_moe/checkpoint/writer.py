@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.folder import ENGINE_FORMAT
-from megatron_moe.checkpoint.gather import Buffers, Copy, Gathered
-from megatron_moe.checkpoint.pickles import COMMON, PER_PART, by_itself
+from megatron_moe.checkpoint.optimizer import Buffers, Copy, Gathered
+from megatron_moe.checkpoint.step_reader import COMMON, PER_PART, by_itself
 from megatron_moe.engine.dist_checkpointing import save_planner
 from megatron_moe.io.files import write_bytes
 from megatron_moe.io.hashing import FileEntry, HashingFile
@@ -91,7 +91,10 @@ class Data:
             value = self._planner.resolve_data(item)
             if isinstance(value, torch.Tensor) and (at := value.untyped_storage().data_ptr()) not in gathered.private:
                 key, value = (item.index.fqn, item.index.offset), value.detach()
-                used[key] = _fitting(value, buffers.get(key))
+                kept = buffers.get(key)
+                if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
+                    kept = platform.host_memory(value.shape, value.dtype, pinned=value.is_cuda)
+                used[key] = kept
                 if at in steady:
                     rest.append((used[key], value))
                 else:
@@ -194,13 +197,13 @@ class _HashingFileSystem(FileSystem):
     """A file system for torch's writer that hashes new files while they are written."""
 
     def __init__(self) -> None:
-        self._files: dict[str, HashingFile] = {}
+        self.files: dict[str, HashingFile] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb", "a step is only written here"
         file = HashingFile(Path(path))
-        self._files[Path(path).name] = file
+        self.files[Path(path).name] = file
         try:
             yield cast(io.IOBase, file)
         finally:
@@ -208,16 +211,10 @@ class _HashingFileSystem(FileSystem):
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)
-        self._files[Path(new_path).name] = self._files.pop(Path(path).name)
+        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
 
     def entries(self) -> dict[str, FileEntry]:
-        return {name: file.entry() for name, file in self._files.items()}
-
-    def first_error(self) -> OSError | None:
-        for file in self._files.values():
-            if file.error is not None:
-                return OSError(file.error.errno, file.error.strerror, str(file.path))
-        return None
+        return {name: file.entry() for name, file in self.files.items()}
 
 
 class _HashingWriter(FileSystemWriter):
@@ -240,17 +237,10 @@ class _HashingWriter(FileSystemWriter):
         try:
             yield
         except Exception:
-            refused = self.fs.first_error()
-            if refused is None:
-                raise
-            raise refused from None
-
-
-def _fitting(value: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
-    """Return host memory for a copy of a tensor: the buffer, if it has the tensor's shape and dtype."""
-    if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
-        return buffer
-    return platform.host_memory(value.shape, value.dtype, pinned=value.is_cuda)
+            for file in self.fs.files.values():
+                if file.error is not None:
+                    raise OSError(file.error.errno, file.error.strerror, str(file.path)) from None
+            raise
 
 
 def serialized(value: dict[str, Any]) -> bytes:

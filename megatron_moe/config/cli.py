@@ -18,10 +18,9 @@ from typing import Any
 import yaml
 
 from megatron_moe.config import command_line, schema
-from megatron_moe.config.command_line import WHOLE_MESSAGE, Formatter, Parser
+from megatron_moe.config.command_line import SCRIPT, WHOLE_MESSAGE, Formatter, Parser, program_name
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import Field, all_fields, choice_suggestion, from_file, from_text, suggestion
-from megatron_moe.config.launch import SCRIPT, program_name
 from megatron_moe.config.paths import read_settings
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run
@@ -271,7 +270,9 @@ def read_yaml(path: str, starts: Collection[str] = ("preset",)) -> dict[str, Any
     return flat
 
 
-def _put(flat: dict[str, Any], key: Any, value: Any, path: str, starts: Collection[str], section: str | None) -> None:
+def _put(
+    flat: dict[str, Any], key: object, value: object, path: str, starts: Collection[str], section: str | None
+) -> None:
     name = str(key).replace("-", "_")
     where = f"--config {path}: {key if section is None else f'{section}.{key}'}"
     if name in starts:
@@ -366,7 +367,7 @@ def _help(field: Field) -> str:
     return text.replace("%", "%%")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -378,9 +379,9 @@ def _metavar(field: Field) -> str:
     return {int: "N", float: "X", str: "TEXT"}[field.kinds[-1]]
 
 
-def _as_tuple(field: Field, value: Any) -> Any:
+def _as_tuple(field: Field, value: object) -> Any:
     """Return a repeated flag's words as a tuple; the single word `none` unsets it."""
-    if not field.repeated:
+    if not isinstance(value, list):
         return value
     if value == [None]:
         return None

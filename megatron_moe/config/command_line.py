@@ -9,6 +9,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from megatron_moe.config.fields import (
     require_typed,
     suggestion,
 )
-from megatron_moe.config.launch import SCRIPT, rank_that_prints
+from megatron_moe.config.launch import rank_that_prints
 
 WHOLE_MESSAGE = "\0"
 """What begins an error of a conversion that names its flag: argparse puts the flag before each."""
@@ -29,6 +30,31 @@ _SWITCH_WORDS = frozenset("true false on off yes no 1 0".split())
 _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|-(inf|nan)$")
 
 _NUMBER = re.compile(r"-(\.?\d|inf|nan)")
+
+
+# The program's name
+
+SCRIPT = "pretrain_moe.py"
+"""The entry script of a training run."""
+
+_command: str | None = None
+"""`megatron-moe COMMAND` where this process was started as one."""
+
+
+def program_name(script: str) -> str:
+    """Return what the user has started, for usage and messages: `megatron-moe COMMAND`, `script` where it was none."""
+    return _command or script
+
+
+@contextmanager
+def started_as(command: str) -> Iterator[None]:
+    """Let `program_name` return a command."""
+    global _command
+    before, _command = _command, command
+    try:
+        yield
+    finally:
+        _command = before
 
 
 # Words of a command line
@@ -122,7 +148,7 @@ class Parser(argparse.ArgumentParser):
             noun, kind = ("a whole number", int) if whole else ("a number", float)
             raise ConfigError(f"{shown}: not {noun}{number_meant(arg_string, (kind,))}") from None
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.option_strings and action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
             near = choice_suggestion(str(value), known)

@@ -65,7 +65,7 @@ class Field:
         stem = self.flag[2:]
         return "--" + (stem[3:] if stem.startswith("no-") else "no-" + stem)
 
-    def typed(self, value: Any) -> str:
+    def typed(self, value: object) -> str:
         """Return the field as it would be typed: `--num-layers 4`, `--bf16`, `--no-swiglu`, or `no --save` if unset."""
         if value is None:
             return f"no {self.flag}"
@@ -102,7 +102,7 @@ def _read(section: str, f: dataclasses.Field, annotation: Any) -> Field:
     )
 
 
-def _is_union(annotation: Any) -> bool:
+def _is_union(annotation: object) -> bool:
     return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
@@ -161,7 +161,7 @@ def number_meant(text: str, kinds: tuple[type, ...]) -> str:
     return f"; write {' or '.join(shown)}"
 
 
-def from_file(field: Field, value: Any, where: str) -> Any:
+def from_file(field: Field, value: object, where: str) -> Any:
     """Convert a value of a YAML file to a value of the field.
 
     A float may be written `1e-3`, which YAML 1.1 reads as text; other types are not converted. A tuple of one may be
@@ -182,7 +182,7 @@ def from_file(field: Field, value: Any, where: str) -> Any:
     return _scalar_from_file(field, value, where)
 
 
-def _scalar_from_file(field: Field, value: Any, where: str) -> Any:
+def _scalar_from_file(field: Field, value: object, where: str) -> Any:
     if isinstance(value, str) and not value.strip() and field.name not in FREE_TEXT:
         raise ConfigError(f"{where}: {value!r} is empty; give a value, or leave the key out")
     if isinstance(value, str) and field.name not in FREE_TEXT:
@@ -191,7 +191,7 @@ def _scalar_from_file(field: Field, value: Any, where: str) -> Any:
     for kind in field.kinds:
         if type(value) is kind:
             return _chosen(field, value, where)
-        if kind is float and type(value) in (int, str):
+        if kind is float and isinstance(value, (int, str)) and type(value) is not bool:
             try:
                 return float(value)
             except ValueError:
@@ -200,7 +200,7 @@ def _scalar_from_file(field: Field, value: Any, where: str) -> Any:
     raise ConfigError(f"{where}: {value!r} is {_type_name(value)}, not {_nouns(field)}{quotes}{_example(field)}")
 
 
-def _chosen(field: Field, value: Any, where: str) -> Any:
+def _chosen(field: Field, value: object, where: str) -> Any:
     if field.choices is None or value in field.choices:
         return value
     known = [str(choice) for choice in field.choices]
@@ -272,7 +272,7 @@ def _nouns(field: Field) -> str:
     return " or ".join(_NOUN[kind] for kind in field.kinds)
 
 
-def _type_name(value: Any) -> str:
+def _type_name(value: object) -> str:
     nouns: dict[type, str] = {list: "a list", dict: "a mapping", **_NOUN}
     return nouns.get(type(value), type(value).__name__)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from megatron_moe.config.errors import ConfigError
 
@@ -15,29 +13,6 @@ _LARGEST_WORLD = 1 << 22
 _TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9a-fA-F:.]+(%\w+)?")
 """A name, or an address of either version."""
-
-
-SCRIPT = "pretrain_moe.py"
-"""The entry script of a training run."""
-
-_command: str | None = None
-"""`megatron-moe COMMAND` where this process was started as one."""
-
-
-def program_name(script: str) -> str:
-    """Return what the user has started, for usage and messages: `megatron-moe COMMAND`, `script` where it was none."""
-    return _command or script
-
-
-@contextmanager
-def started_as(command: str) -> Iterator[None]:
-    """Let `program_name` return a command."""
-    global _command
-    before, _command = _command, command
-    try:
-        yield
-    finally:
-        _command = before
 
 
 def rank_that_prints() -> int:

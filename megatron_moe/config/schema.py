@@ -8,13 +8,16 @@ parsed by `cli.py`; this file does not import torch.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from megatron_moe.config.derived import DerivedSettings
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.model_flags import SHARDING_STRATEGIES
+from megatron_moe.config.pipeline_layout import Stage, stages_of
 from megatron_moe.config.run_flags import RunSections
 
 
@@ -92,3 +95,433 @@ def replace(run: Run, **changes: Any) -> Run:
         sources=sources,
         explicit=run.explicit - changes.keys(),
     )
+
+
+# Derived values
+
+
+class DerivedSettings:
+    """The values that follow from a run's settings, each computed once: `run.derived.head_size`.
+
+    They assume that `rules.check` has passed, unless they say otherwise. Letters: H hidden size, F expert width, E
+    experts, K experts per token, S sequence length.
+    """
+
+    def __init__(self, run: RunSections) -> None:
+        self._run = run
+
+    # Layout
+
+    @cached_property
+    def model_ranks(self) -> int:
+        """TP x PP x CP: ranks that one copy of the dense layers takes."""
+        p = self._run.parallel
+        return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return DP, the copies of the dense layers."""
+        return world_size // self.model_ranks
+
+    @cached_property
+    def expert_tensor_parallel_size(self) -> int:
+        """ETP: ranks one expert is split over; TP unless the flag says otherwise."""
+        etp = self._run.parallel.expert_tensor_parallel_size
+        return self._run.parallel.tensor_model_parallel_size if etp is None else etp
+
+    @cached_property
+    def expert_ranks(self) -> int:
+        """EP x ETP x PP: ranks that one copy of the experts takes."""
+        p = self._run.parallel
+        return p.expert_model_parallel_size * self.expert_tensor_parallel_size * p.pipeline_model_parallel_size
+
+    def expert_data_parallel_size(self, world_size: int) -> int:
+        """Return the copies of the experts; smaller than DP as soon as EP x ETP > TP x CP."""
+        return world_size // self.expert_ranks
+
+    @cached_property
+    def pipeline_stages(self) -> tuple[Stage, ...]:
+        """Every stage of the pipeline, virtual ones too, in the order in which a micro-batch goes through them.
+
+        Raises:
+            ConfigError: if the layers cannot be split in this way.
+        """
+        return stages_of(self._run)
+
+    def chunks_of_pipeline_rank(self, pp_rank: int) -> tuple[Stage, ...]:
+        """Return the stages of a pipeline rank, one per model chunk."""
+        return self.pipeline_stages[pp_rank :: self._run.parallel.pipeline_model_parallel_size]
+
+    @cached_property
+    def pipeline_layer_counts(self) -> tuple[int, ...]:
+        """Layers of the decoder of each pipeline rank.
+
+        Raises:
+            ConfigError: if the layers cannot be split in this way.
+        """
+        ranks = range(self._run.parallel.pipeline_model_parallel_size)
+        return tuple(sum(len(stage.layers) for stage in self.chunks_of_pipeline_rank(rank)) for rank in ranks)
+
+    @cached_property
+    def virtual_pipeline_size(self) -> int | None:
+        """VPP: model chunks per pipeline rank; None without the interleaved schedule, which one chunk is too."""
+        chunks = len(self.pipeline_stages) // self._run.parallel.pipeline_model_parallel_size
+        return chunks if chunks > 1 else None
+
+    @cached_property
+    def predictions_pipeline_rank(self) -> int | None:
+        """The pipeline rank of multi-token prediction where the loss is not in its stage; None elsewhere.
+
+        That stage has its own embedding, and sends on the hidden states of every depth.
+        """
+        for index, stage in enumerate(self.pipeline_stages):
+            if stage.predictions and not stage.loss:
+                return index % self._run.parallel.pipeline_model_parallel_size
+        return None
+
+    # Batches and schedule
+
+    def global_batch_size(self, world_size: int) -> int:
+        """Return the sequences per optimizer step, after any ramp-up; default micro-batch-size x DP."""
+        given = self._run.training.global_batch_size
+        return self._run.training.micro_batch_size * self.data_parallel_size(world_size) if given is None else given
+
+    def num_microbatches(self, world_size: int) -> int:
+        """Return the micro-batches per rank and optimizer step, after any ramp-up."""
+        return self.global_batch_size(world_size) // (
+            self._run.training.micro_batch_size * self.data_parallel_size(world_size)
+        )
+
+    @cached_property
+    def schedule_unit(self) -> str:
+        """What the learning rate's schedule counts: "iterations", or "sequences" where a length is given in them."""
+        options, training = self._run.optimizer, self._run.training
+        lengths = (options.lr_decay_samples, options.lr_warmup_samples, options.lr_wsd_decay_samples)
+        return "iterations" if {training.train_samples, *lengths} == {None} else "sequences"
+
+    def _length(self, iters: int | None, samples: int | None) -> int | None:
+        """Return a length in the unit of the schedule; None where neither is given."""
+        if samples is not None or iters is None or self.schedule_unit == "iterations":
+            return iters if samples is None else samples
+        return iters * (self._run.training.global_batch_size or 1)
+
+    @cached_property
+    def lr_decay_length(self) -> int | None:
+        """Length of the learning rate's decay: by the flags, else the whole run; None where none is set."""
+        options, training = self._run.optimizer, self._run.training
+        decay = self._length(options.lr_decay_iters, options.lr_decay_samples)
+        return self._length(training.train_iters, training.train_samples) if decay is None else decay
+
+    @cached_property
+    def lr_warmup_length(self) -> float:
+        """Length of the linear warm-up, from a count or from the share of the decay."""
+        options = self._run.optimizer
+        if options.lr_warmup_fraction is None:
+            return self._length(options.lr_warmup_iters or None, options.lr_warmup_samples) or 0
+        share = options.lr_warmup_fraction * (self.lr_decay_length or 0)
+        return share if self.schedule_unit == "sequences" else int(share)
+
+    @cached_property
+    def lr_wsd_decay_length(self) -> int | None:
+        """Length of the last phase of WSD; None where neither flag is set."""
+        return self._length(self._run.optimizer.lr_wsd_decay_iters, self._run.optimizer.lr_wsd_decay_samples)
+
+    # Model
+
+    @cached_property
+    def params_dtype_name(self) -> str:
+        """Dtype of weights and activations: "bfloat16", "float16" or "float32"."""
+        if self._run.precision.bf16:
+            return "bfloat16"
+        return "float16" if self._run.precision.fp16 else "float32"
+
+    @cached_property
+    def zero_stage(self) -> int:
+        """What data-parallel ranks share: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
+        if self._run.parallel.use_torch_fsdp2:
+            return 3
+        strategy = self._run.parallel.data_parallel_sharding_strategy
+        if strategy is None:
+            return int(self._run.optimizer.use_distributed_optimizer)
+        return SHARDING_STRATEGIES.index(strategy)
+
+    @cached_property
+    def grads_in_fp32(self) -> bool:
+        """Whether weight gradients are accumulated over micro-batches, and reduced over ranks, in fp32."""
+        given = self._run.precision.accumulate_allreduce_grads_in_fp32
+        return not self._run.precision.grad_reduce_in_bf16 if given is None else given
+
+    @cached_property
+    def fp8_format_of_experts(self) -> str | None:
+        """The value of `--fp8-format` for routed experts: None where they multiply in the model's dtype."""
+        precision = self._run.precision
+        return precision.fp8_format if "experts" in precision.fp8_modules else None
+
+    @cached_property
+    def bf16_layers(self) -> tuple[int, ...]:
+        """The layers of the decoder, from 0, that `--first-last-layers-bf16` leaves out of FP8."""
+        precision, layers = self._run.precision, self._run.model.num_layers
+        if not precision.first_last_layers_bf16:
+            return ()
+        first_last = layers - precision.num_layers_at_end_in_bf16
+        return tuple(i for i in range(layers) if i < precision.num_layers_at_start_in_bf16 or i >= first_last)
+
+    @cached_property
+    def health_interval(self) -> int:
+        """Iterations between health measurements; 0: none. A measured step is slower: not every one is."""
+        given = self._run.logging.health_interval
+        return max(self._run.logging.log_interval, 10) if given is None else given
+
+    @cached_property
+    def ffn_hidden_size(self) -> int:
+        """Width of a dense layer's MLP."""
+        given = self._run.model.ffn_hidden_size
+        return 4 * self._run.model.hidden_size if given is None else given
+
+    @cached_property
+    def moe_ffn_hidden_size(self) -> int:
+        """F: width of one expert."""
+        given = self._run.moe.moe_ffn_hidden_size
+        return self.ffn_hidden_size if given is None else given
+
+    @cached_property
+    def head_size(self) -> int:
+        """Width of one head of grouped-query attention."""
+        given = self._run.model.kv_channels
+        return self._run.model.hidden_size // self._run.model.num_attention_heads if given is None else given
+
+    @cached_property
+    def num_query_groups(self) -> int:
+        """Key/value heads; one per attention head unless grouped-query attention is on."""
+        groups = self._run.model.num_query_groups
+        return (
+            groups
+            if self._run.model.group_query_attention and groups is not None
+            else self._run.model.num_attention_heads
+        )
+
+    @cached_property
+    def max_position_embeddings(self) -> int:
+        """Largest position the model is built for."""
+        given = self._run.model.max_position_embeddings
+        return self._run.model.seq_length if given is None else given
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """Return the rows of the embedding table: those of the flag, or the vocabulary rounded up to aligned shares.
+
+        The shares of the TP ranks are equal.
+
+        Raises:
+            ConfigError: `--padded-vocab-size` has fewer rows than there are tokens, or does not divide by TP.
+        """
+        given, tp = self._run.model.padded_vocab_size, self._run.parallel.tensor_model_parallel_size
+        multiple = self._run.model.make_vocab_size_divisible_by * tp
+        aligned = (vocab_size + multiple - 1) // multiple * multiple
+        if given is None:
+            return aligned
+        if given < vocab_size or given % tp:
+            raise ConfigError(
+                f"--padded-vocab-size {given}: a table for {vocab_size} tokens and --tensor-model-parallel-size {tp} "
+                f"has at least {vocab_size} rows, in equal shares; use --padded-vocab-size {aligned}, or drop it"
+            )
+        return given
+
+    @cached_property
+    def norm_topk_prob(self) -> bool:
+        """Whether a token's K weights sum to one (before the scaling factor).
+
+        By default it follows Megatron-LM: a softmax over the chosen experts sums to one by itself, a softmax over all
+        experts is not normalised, and other scores are when K > 1.
+        """
+        given = self._run.moe.moe_router_norm_topk_prob
+        if given is not None:
+            return given
+        if self._run.moe.moe_router_score_function != "softmax":
+            return self._run.moe.moe_router_topk > 1
+        return not self._run.moe.moe_router_pre_softmax
+
+    @cached_property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """Modules that `--recompute-granularity selective` recomputes; none without it. Megatron-LM's default."""
+        if self._run.training.recompute_granularity != "selective":
+            return ()
+        given = self._run.training.recompute_modules
+        return ("core_attn",) if given is None else given
+
+    @cached_property
+    def moe_layer_pattern(self) -> tuple[int, ...]:
+        """One entry per layer: 1 for a MoE layer, 0 for a dense one.
+
+        `--moe-layer-freq N` makes layer i (from 0) a MoE layer where i % N == 0; an expression like `[0]+[1]*3` spells
+        the pattern out.
+
+        Raises:
+            ConfigError: the frequency is not positive, or the expression is no list of 0 and 1, one entry per layer.
+        """
+        layers, freq = self._run.model.num_layers, self._run.moe.moe_layer_freq
+        if self._run.moe.num_experts is None:
+            return (0,) * layers
+        if isinstance(freq, int):
+            if freq < 1:
+                raise ConfigError(f"--moe-layer-freq {freq}: must be at least 1; 1 makes every layer a MoE layer")
+            return tuple(int(i % freq == 0) for i in range(layers))
+        try:
+            pattern = _list_expression(ast.parse(freq, mode="eval").body)
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            raise ConfigError(
+                f"--moe-layer-freq {freq!r}: not a list expression; write e.g. '[0]+[1]*{layers - 1}'"
+            ) from None
+        if any(entry not in (0, 1) for entry in pattern):
+            raise ConfigError(
+                f"--moe-layer-freq {freq!r}: entries are 0 (dense) or 1 (MoE); e.g. '[0]+[1]*{layers - 1}'"
+            )
+        if len(pattern) != layers:
+            raise ConfigError(
+                f"--moe-layer-freq {freq!r}: has {len(pattern)} entries for --num-layers {layers}; one per layer,"
+                f" e.g. '[0]+[1]*{layers - 1}'"
+            )
+        return tuple(pattern)
+
+    # Counts
+
+    def _attention_weights(self, vectors: bool) -> int:
+        m, h, n = self._run.model, self._run.model.hidden_size, self._run.model.num_attention_heads
+        if m.multi_latent_attention:
+            qk = m.qk_head_dim + m.qk_pos_emb_head_dim
+            query = h * n * qk if m.q_lora_rank is None else m.q_lora_rank * (h + n * qk)
+            down = h * (m.kv_lora_rank + m.qk_pos_emb_head_dim)
+            up = m.kv_lora_rank * n * (m.qk_head_dim + m.v_head_dim)
+            norms = (m.q_lora_rank or 0) + m.kv_lora_rank if vectors and m.qk_layernorm else 0
+            return query + down + up + n * m.v_head_dim * h + norms
+        found = 2 * h * (n + self.num_query_groups) * self.head_size
+        if not vectors:
+            return found
+        if m.add_bias_linear or m.add_qkv_bias:
+            found += (n + 2 * self.num_query_groups) * self.head_size
+        if m.add_bias_linear:
+            found += h
+        return found + (2 * self.head_size if m.qk_layernorm else 0)
+
+    def _mlp_weights(self, width: int, vectors: bool) -> int:
+        h, up = self._run.model.hidden_size, (2 if self._run.model.swiglu else 1)
+        biases = up * width + h if vectors and self._run.model.add_bias_linear else 0
+        return (up + 1) * h * width + biases
+
+    def _layer_weights(self, is_moe: int, experts_counted: int, vectors: bool = True) -> int:
+        """Return the parameters of one transformer layer: matrices and, with `vectors`, norms and biases."""
+        h = self._run.model.hidden_size
+        found = self._attention_weights(vectors) + (2 * h if vectors else 0)
+        if not is_moe:
+            return found + self._mlp_weights(self.ffn_hidden_size, vectors)
+        shared = self._run.moe.moe_shared_expert_intermediate_size
+        found += (self._run.moe.num_experts or 0) * h
+        found += experts_counted * self._mlp_weights(self.moe_ffn_hidden_size, vectors)
+        found += self._mlp_weights(shared, vectors) if shared else 0
+        return found + (h if self._run.moe.moe_shared_expert_gate else 0)
+
+    def _parameters(self, padded_vocab: int, experts_counted: int) -> int:
+        h, pattern = self._run.model.hidden_size, self.moe_layer_pattern
+        tables = (2 if self._run.model.untie_embeddings_and_output_weights else 1) * padded_vocab * h
+        dense, moe = (self._layer_weights(is_moe, experts_counted) for is_moe in (0, 1))
+        num_moe = sum(pattern)
+        decoder = (len(pattern) - num_moe) * dense + num_moe * moe + h
+        # A depth: a layer like the last, the product that merges two vectors, three norms. The model's tables serve it.
+        depth = (moe if pattern[-1] else dense) + 2 * h * h + 3 * h
+        return tables + decoder + (self._run.model.mtp_num_layers or 0) * depth
+
+    def parameter_count(self, padded_vocab: int) -> int:
+        """Return the trainable parameters of the whole model (expert_bias is a buffer and not among them).
+
+        The layers of multi-token prediction are among them; the two tables that these share with the model count once.
+        """
+        return self._parameters(padded_vocab, self._run.moe.num_experts or 0)
+
+    def active_parameter_count(self, padded_vocab: int) -> int:
+        """Return the parameters that one token meets in training: K of the E experts, everything else."""
+        return self._parameters(padded_vocab, self._run.moe.moe_router_topk)
+
+    def training_bytes(self, padded_vocab: int) -> int:
+        """Return the bytes of one copy of all weights with their gradients, fp32 main weights and Adam's two moments.
+
+        It is the least that training takes over all ranks, without activations.
+        """
+        width = 4 if self.params_dtype_name == "float32" else 2
+        if self._run.optimizer.freeze:  # gradients and moments of some; the weights of all
+            return width * self.parameter_count(padded_vocab)
+        numel = self.parameter_count(padded_vocab)
+        gradient = 4 if self.grads_in_fp32 else width
+        main_weights, average = self.main_weight_bytes(numel, width), self.average_bytes(numel)
+        return (width + gradient) * numel + main_weights + self.moment_bytes(numel, numel) + average
+
+    @property
+    def packs_main_weights(self) -> bool:
+        """Whether main weights are stored as the bf16 weights and their rests.
+
+        From ZeRO's stage 2 on they are the weights' shards, which have no bf16 copy.
+        """
+        packed = self._run.optimizer.use_precision_aware_optimizer and self._run.precision.bf16
+        return packed and self.zero_stage < 2
+
+    def main_weight_bytes(self, numel: int, width: int) -> int:
+        """Return the bytes of the main weights of `numel` weights in a model of `width` bytes each, next to these."""
+        if width == 4:
+            return 0
+        return 2 * numel + -(-numel // 8) if self.packs_main_weights else 4 * numel
+
+    def moment_bytes(self, numel: int, matrices: int = 0) -> int:
+        """Return the bytes of Adam's two moments of `numel` weights, and of Muon's one of those that are matrices."""
+        options = self._run.optimizer
+        second = numel - matrices if options.optimizer == "muon" else numel
+        moments = ((options.exp_avg_dtype, numel), (options.exp_avg_sq_dtype, second))
+        sizes = {"fp32": 4, "bf16": 2}
+        return sum(sizes[name] * each if name in sizes else each + -(-each // 128) for name, each in moments)
+
+    def average_bytes(self, numel: int) -> int:
+        """Return the bytes of the average of `numel` weights; none without `--ema-decay`."""
+        return 4 * numel if self._run.optimizer.ema_decay is not None else 0
+
+    def flops_per_token(self, padded_vocab: int) -> float:
+        """Return the FLOPs of training on one token: forward and backward, a multiply-add being 2, no recomputation.
+
+        Matrix products and the causal half of attention (S / 2 keys per query) are counted; norms, activations and the
+        softmax are not. The backward pass costs twice the forward. The planner's `meta_tracer.py` counts the same while
+        operations run.
+        """
+        m, h, pattern = self._run.model, self._run.model.hidden_size, self.moe_layer_pattern
+        widths = 2 * self.head_size  # of a query's products with a key and of a weight's with a value
+        if m.multi_latent_attention:
+            widths = m.qk_head_dim + m.qk_pos_emb_head_dim + m.v_head_dim
+        attended = m.num_attention_heads * widths * m.seq_length  # 2 FLOPs with each of S / 2 keys
+        active = self._run.moe.moe_router_topk
+        dense, moe = (2 * self._layer_weights(is_moe, active, vectors=False) + attended for is_moe in (0, 1))
+        num_moe, output = sum(pattern), 2 * h * padded_vocab
+        forward = (m.num_layers - num_moe) * dense + num_moe * moe + output
+        # A depth of multi-token prediction: a layer like the last, the product of two vectors, the output layer again.
+        depth = (moe if pattern[-1] else dense) + 4 * h * h + output
+        return 3.0 * (forward + (m.mtp_num_layers or 0) * depth)
+
+
+def grouped_product_refusal(dtype_name: str, hidden_size: int, width: int) -> str | None:
+    """Return why torch's grouped product cannot take experts of this size, and what works; None where it can.
+
+    Args:
+        dtype_name: of the weights, as `params_dtype_name` spells it. width: of one expert on one rank, F / ETP.
+    """
+    multiple = {"float32": 4, "bfloat16": 8, "float16": 8}.get(dtype_name, 1)  # rows of whole 16 bytes
+    if hidden_size % multiple == 0 and width % multiple == 0:
+        return None
+    return (
+        f"in {dtype_name}, hidden size and the expert's width on a rank ({width}) have to be multiples of {multiple}; "
+        "change them or use --moe-expert-backend loop"
+    )
+
+
+def _list_expression(node: ast.expr) -> list[int]:
+    """Return a list built of integer lists, `+` and `* count`: the arithmetic that layer patterns use."""
+    match node:
+        case ast.List(elts=items) if all(isinstance(i, ast.Constant) and type(i.value) is int for i in items):
+            return [item.value for item in items]  # type: ignore[attr-defined]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _list_expression(left) + _list_expression(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(count))) if 0 <= count <= 10_000:
+            return _list_expression(left) * count
+    raise ValueError("not a list expression")

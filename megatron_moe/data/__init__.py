@@ -1,8 +1,6 @@
-"""Data: tokenizers, a corpus, preprocessing, indexed and mock datasets, micro-batches.
+"""Data: tokenizers, indexed and mock datasets, micro-batches.
 
-The modules in the order in which a text meets them: `corpus`, `train_tokenizer`, `tokenizers`, `inputs` (files,
-folders, shards), `documents` (their records), `encoding` (a shard becomes a part), `workers`, `work_folder` (what
-outlives a kill), `preprocess`, `dataset_writer`, `merge` and `index_file` (the files on disk), `sources` and `checks`
-(the data flags and the checks before anything is allocated), `fingerprint` (whether a resumed run reads the same data),
-`datasets` (the engine's datasets), `batches` (micro-batches). `datasets` and `batches` import torch, the others do not.
+In the order in which a text meets them: tokenizers (`tokenizer_choice` builds one from the flags), `index_file` (the
+files on disk), `checks` (the data flags, and what is checked before anything is allocated), `datasets` (the engine's
+datasets), `batches` (micro-batches). `datasets` and `batches` import torch, the others do not.
 """

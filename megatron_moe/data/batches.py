@@ -85,18 +85,15 @@ class Reader:
             raise IndexError(f"samples after number {consumed_samples} were asked of a dataset of {self._num_samples}")
         lowest, highest = (int(value) for value in packed[:2].aminmax())
         if lowest < 0 or highest >= self._vocab_size:
-            raise ValueError(self._bad_token(packed, consumed_samples))
+            bad = ((packed[:2] < 0) | (packed[:2] >= self._vocab_size)).nonzero()[0].tolist()
+            is_label, row, column = bad
+            sample = consumed_samples + self._first + row
+            raise ValueError(
+                f"token id {int(packed[tuple(bad)])} in sample {sample}, outside the vocabulary of {self._vocab_size} "
+                f"ids: {location_of_token(self._dataset, sample, column + is_label)}; the file changed after it was "
+                "written, or after the start of the run"
+            )
         return packed
-
-    def _bad_token(self, packed: Tensor, consumed_samples: int) -> str:
-        bad = ((packed[:2] < 0) | (packed[:2] >= self._vocab_size)).nonzero()[0].tolist()
-        is_label, row, column = bad
-        sample = consumed_samples + self._first + row
-        return (
-            f"token id {int(packed[tuple(bad)])} in sample {sample}, outside the vocabulary of {self._vocab_size} ids: "
-            f"{location_of_token(self._dataset, sample, column + is_label)}; the file changed after it was "
-            "written, or after the start of the run"
-        )
 
 
 def _pack(samples: list[dict[str, Tensor]]) -> Tensor:
@@ -136,9 +133,18 @@ def location_of_token(dataset: Any, sample: int, position: int) -> str:
         dataset[sample]
     for part in parts:
         if position < part.tokens:
-            return _location_text(part, part.offset + position)
+            break
         position -= part.tokens
-    return "in no data file"
+    else:
+        return "in no data file"
+    token = part.offset + position
+    if not hasattr(part.data, "index"):  # made-up tokens
+        return f"made-up sequence {part.sequence}, token {token}"
+    index, marks = part.data.index, part.data.document_indices
+    at = int(index.sequence_pointers[part.sequence]) + token * numpy.dtype(index.dtype).itemsize
+    document = int(numpy.searchsorted(marks, part.sequence, side="right")) - 1
+    inside = int(index.sequence_lengths[int(marks[document]) : part.sequence].sum()) + token
+    return f"{part.data.path_prefix}.bin, byte offset {at} (document {document}, token {inside})"
 
 
 @contextmanager
@@ -156,16 +162,6 @@ def _recording(data: Any, parts: list[SamplePart]) -> Iterator[None]:
         yield
     finally:
         del data.get
-
-
-def _location_text(part: SamplePart, token: int) -> str:
-    if not hasattr(part.data, "index"):  # made-up tokens
-        return f"made-up sequence {part.sequence}, token {token}"
-    index, marks = part.data.index, part.data.document_indices
-    at = int(index.sequence_pointers[part.sequence]) + token * numpy.dtype(index.dtype).itemsize
-    document = int(numpy.searchsorted(marks, part.sequence, side="right")) - 1
-    inside = int(index.sequence_lengths[int(marks[document]) : part.sequence].sum()) + token
-    return f"{part.data.path_prefix}.bin, byte offset {at} (document {document}, token {inside})"
 
 
 class Receiver:

@@ -34,9 +34,8 @@ from torch.utils.data import Dataset
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
-from megatron_moe.data.checks import cache_folder, hashing, require_sequence
+from megatron_moe.data.checks import SPLITS, Blend, Sources, cache_folder, hashing, read_sources, require_sequence
 from megatron_moe.data.index_file import read_sidecar
-from megatron_moe.data.sources import SPLITS, Blend, Sources, read_sources
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.files import replace_json
 from megatron_moe.platform.protocols import ProcessGroups
@@ -169,7 +168,16 @@ def name_of_cache(prefixes: list[str]) -> str:
     digest = hashlib.sha256()
     for prefix in prefixes:
         sidecar = read_sidecar(prefix)
-        identity = _sampled(f"{prefix}.idx") if sidecar is None else sidecar.idx_sha256
+        if sidecar is not None:
+            identity = sidecar.idx_sha256
+        else:
+            about = os.stat(f"{prefix}.idx")
+            with open(f"{prefix}.idx", "rb") as file:
+                content = file.read(_SAMPLED)
+                if about.st_size > _SAMPLED:
+                    file.seek(max(_SAMPLED, about.st_size - _SAMPLED))
+                    content += file.read(_SAMPLED)
+            identity = f"{about.st_size} {about.st_mtime_ns} {hashlib.sha256(content).hexdigest()}"
         digest.update(f"{os.path.abspath(prefix)} {identity} {os.path.getsize(f'{prefix}.bin')}\n".encode())
     return digest.hexdigest()[:16]
 
@@ -218,16 +226,6 @@ def _listed(folder: str) -> dict[str, str]:
 
 def _arrays(folder: str) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name.endswith(".npy"))
-
-
-def _sampled(path: str) -> str:
-    about = os.stat(path)
-    with open(path, "rb") as file:
-        content = file.read(_SAMPLED)
-        if about.st_size > _SAMPLED:
-            file.seek(max(_SAMPLED, about.st_size - _SAMPLED))
-            content += file.read(_SAMPLED)
-    return f"{about.st_size} {about.st_mtime_ns} {hashlib.sha256(content).hexdigest()}"
 
 
 _ENGINE_LOG = "megatron.core.datasets.gpt_dataset"

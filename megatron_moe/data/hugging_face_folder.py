@@ -92,7 +92,15 @@ def read_folder_tokenizer(path: Path) -> FolderTokenizer:
         roles = _roles(json_object(folder / SPECIAL) | json_object(folder / SETTINGS))
         return FolderTokenizer(model, roles, digest, digest)
     as_written = _meaning(model)
-    model, roles = _of_transformers(folder) if has_transformers() else _merged(model, padding, folder)
+    if has_transformers():
+        model, roles = _of_transformers(folder)
+    else:
+        try:
+            model, roles = _with_added_tokens(model, padding, folder)
+        except ConfigError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"--tokenizer-model {folder}: its files of settings are malformed: {error}") from error
     meaning = _meaning(model)
     return FolderTokenizer(model, roles, digest if meaning == as_written else meaning, digest)
 
@@ -120,7 +128,7 @@ def json_object(file: Path) -> dict[str, Any]:
     return found
 
 
-def text_of_token(token: Any) -> str | None:
+def text_of_token(token: str | dict[str, Any] | None) -> str | None:
     """Return the text of a token, which is written as it is or as an object."""
     return token.get("content") if isinstance(token, dict) else token
 
@@ -190,25 +198,14 @@ def _of_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
     return model, {role: str(token) for role in _ROLES if (token := getattr(theirs, role, None)) is not None}
 
 
-def _merged(
+def _with_added_tokens(
     model: tokenizers.Tokenizer, padding: dict[str, Any] | None, folder: Path
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Add the tokens of the other files of a folder to the tokenizer of its `tokenizer.json`; return it and its roles.
 
     Raises:
-        ConfigError: transformers would build another one, or a file is malformed.
+        ConfigError: transformers would build another one.
     """
-    try:
-        return _with_added_tokens(model, padding, folder)
-    except ConfigError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"--tokenizer-model {folder}: its files of settings are malformed: {error}") from error
-
-
-def _with_added_tokens(
-    model: tokenizers.Tokenizer, padding: dict[str, Any] | None, folder: Path
-) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     written, _ = _written(model)
     said = json_object(folder / SETTINGS)
     model_type = json_object(folder / _MODEL).get("model_type")
@@ -219,8 +216,12 @@ def _with_added_tokens(
         known = {int(number): _token(token) for number, token in said["added_tokens_decoder"].items()}
     else:
         known = _older_tokens(said, written, folder)
-    if defaults and not _same_when_rebuilt(known, model):
-        raise _unknown(said, model_type, folder)
+    if defaults:  # the class keeps the vocabulary and adds the listed tokens anew: they have to get the same ids
+        vocabulary = model.get_vocab(with_added_tokens=False)
+        beyond = sorted(number for number, token in known.items() if token.content not in vocabulary)
+        kept = beyond == list(range(len(vocabulary), len(vocabulary) + len(beyond)))
+        if not kept or not model.get_added_tokens_decoder().keys() <= known.keys():
+            raise _unknown(said, model_type, folder)
     for token in (*map(said.get, _ROLES), *_extra(said)):
         if isinstance(token, dict) and "__type" not in token:
             raise ConfigError(f"--tokenizer-model {folder}: transformers cannot read the token {token}; give its text")
@@ -279,7 +280,7 @@ def _token(said: dict[str, Any]) -> tokenizers.AddedToken:
     return AddedToken(**{name: value for name, value in said.items() if name not in ("id", "__type")})
 
 
-def _special(said: Any, by_text: dict[str, tokenizers.AddedToken]) -> tokenizers.AddedToken:
+def _special(said: str | dict[str, Any], by_text: dict[str, tokenizers.AddedToken]) -> tokenizers.AddedToken:
     """Return a token of a role, as the list of added tokens describes it where it is there; it is special."""
     from tokenizers import AddedToken
 
@@ -322,15 +323,6 @@ def _class_defaults(
     ):
         return {}
     raise _unknown(said, model_type, folder)
-
-
-def _same_when_rebuilt(known: dict[int, tokenizers.AddedToken], model: tokenizers.Tokenizer) -> bool:
-    """Return whether a class that keeps the vocabulary and adds the listed tokens anew gives them the same ids."""
-    vocabulary = model.get_vocab(with_added_tokens=False)
-    if not model.get_added_tokens_decoder().keys() <= known.keys():
-        return False
-    beyond = sorted(number for number, token in known.items() if token.content not in vocabulary)
-    return beyond == list(range(len(vocabulary), len(vocabulary) + len(beyond)))
 
 
 def _unknown(said: dict[str, Any], model_type: str | None, folder: Path) -> ConfigError:

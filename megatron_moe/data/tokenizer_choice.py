@@ -141,21 +141,18 @@ def _existing(flag: str, given: str | None, needs_file: str = "") -> Path:
         if flag != "--tokenizer-model":
             advice = f"give the path of {needs_file}'s file"
         elif is_hub_name(str(given)):
-            advice = _download(flag, str(given), needs_file)
+            folder = path.name
+            file, needed = folder, f"tokenizer.json, or {KIMI_FILE} with its .py file, and tokenizer_config.json"
+            if needs_file == "SentencePieceTokenizer":
+                file, needed = f"{folder}/tokenizer.model", "tokenizer.model"
+            elif needs_file:
+                file, needed = f"{folder}/FILE.json", "the vocabulary in JSON"
+            advice = (
+                "nothing is downloaded. If it is the name of a model of the hub, then on a machine with network "
+                f'`hf download {given} --include "*token*" --local-dir {folder}` ({needed}), copy the folder here, and '
+                f"give {flag} {file}"
+            )
         raise ConfigError(f"{flag} {given} does not exist; {advice}")
     if needs_file and not path.is_file():
         raise ConfigError(f"{flag} {path} is a folder; {needs_file} needs the file itself")
     return path
-
-
-def _download(flag: str, name: str, needs_file: str) -> str:
-    """Return how to get the tokenizer of a model of the hub."""
-    folder = Path(name).name
-    file, needed = folder, f"tokenizer.json, or {KIMI_FILE} with its .py file, and tokenizer_config.json"
-    if needs_file:
-        file = f"{folder}/tokenizer.model" if needs_file == "SentencePieceTokenizer" else f"{folder}/FILE.json"
-        needed = "tokenizer.model" if needs_file == "SentencePieceTokenizer" else "the vocabulary in JSON"
-    return (
-        f"nothing is downloaded. If it is the name of a model of the hub, then on a machine with network `hf download "
-        f'{name} --include "*token*" --local-dir {folder}` ({needed}), copy the folder here, and give {flag} {file}'
-    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,10 +134,24 @@ def transformers_files(tokenizer: Tokenizer, file: Path | None, length: int) -> 
             f"{tokenizer.eod} and {tokenizer.bos}; --no-tokenizer exports the model without a tokenizer"
         )
     model.encode_special_tokens = bool(settings.get("split_special_tokens"))
-    texts = [*_TEXTS, *_texts_of_vocabulary(tokenizer)]
+    # Texts of pieces from all over the vocabulary, without those that are no whole characters.
+    texts, vocabulary = list(_TEXTS), tokenizer.vocab_size
+    sampled = (tokenizer.detokenize([i * _STRIDE % vocabulary]) for i in range(min(vocabulary, _MOST_PIECES)))
+    pieces = [text for text in sampled if REPLACEMENT not in text]
+    for start in range(0, len(pieces), _PIECES_A_TEXT):
+        texts.append("".join(pieces[start : start + _PIECES_A_TEXT]))
     if isinstance(tokenizer, HuggingFaceTokenizer):
         texts.append("".join(known.values()))
-    _require_same_ids(tokenizer, model, texts)
+    model.no_truncation()
+    model.no_padding()
+    for text in texts:
+        own = tokenizer.tokenize(text)
+        back = tokenizer.detokenize(own)
+        if model.encode(text).ids != own or (back == text and model.decode(own) != text):
+            raise ConfigError(
+                f"{tokenizer.name}: transformers would read {text[:60]!r} as other tokens, or write it otherwise, than "
+                "the tokenizer of the training; --no-tokenizer exports the model without a tokenizer"
+            )
     if odd := [name for name, text in _ODD_TEXTS.items() if model.encode(text).ids != tokenizer.tokenize(text)]:
         notes.append(f"{JSON}: in transformers other tokens than in training stand for {', '.join(odd)}")
     contents = {JSON: content, SETTINGS: json_bytes(settings), **draft.others}
@@ -197,29 +210,6 @@ def _roles(tokenizer: Tokenizer, model: tokenizers.Tokenizer) -> dict[str, str]:
     ids = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos}
     tokens = {role: model.id_to_token(i) for role, i in ids.items() if i is not None}
     return {role: token for role, token in tokens.items() if token is not None}
-
-
-def _texts_of_vocabulary(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield texts that are made of pieces from all over the vocabulary, without those that are no whole characters."""
-    number = min(tokenizer.vocab_size, _MOST_PIECES)
-    ids = (i * _STRIDE % tokenizer.vocab_size for i in range(number))
-    pieces = [text for text in (tokenizer.detokenize([i]) for i in ids) if REPLACEMENT not in text]
-    for start in range(0, len(pieces), _PIECES_A_TEXT):
-        yield "".join(pieces[start : start + _PIECES_A_TEXT])
-
-
-def _require_same_ids(tokenizer: Tokenizer, model: tokenizers.Tokenizer, texts: list[str]) -> None:
-    """Check that a tokenizer of the library gives a run's ids, and the text again where the run's own does."""
-    model.no_truncation()
-    model.no_padding()
-    for text in texts:
-        ids = tokenizer.tokenize(text)
-        back = tokenizer.detokenize(ids)
-        if model.encode(text).ids != ids or (back == text and model.decode(ids) != text):
-            raise ConfigError(
-                f"{tokenizer.name}: transformers would read {text[:60]!r} as other tokens, or write it otherwise, than "
-                "the tokenizer of the training; --no-tokenizer exports the model without a tokenizer"
-            )
 
 
 # A SentencePiece model file is a protocol buffer (sentencepiece_model.proto): pieces with scores and types, the

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_moe.checkpoint import origin
 from megatron_moe.checkpoint.origin import Provenance
 from megatron_moe.config.schema import Run
-from megatron_moe.hf.architecture import settings_of
+from megatron_moe.hf.config import settings_of
 from megatron_moe.hf.families import Family
 from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.mapping import Mapping, mapping, require_tensors

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_moe.config.launch import SCRIPT, program_name
+from megatron_moe.config.command_line import SCRIPT, program_name
 
 FOLDER = "MEGATRON_MOE_LAUNCHER"
 """Environment variable: the launcher's folder on this machine."""

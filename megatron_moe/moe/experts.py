@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.config.derived import grouped_product_refusal
+from megatron_moe.config.schema import grouped_product_refusal
 from megatron_moe.engine.dist_checkpointing import ShardedTensor
 from megatron_moe.engine.layers import CheckpointWithoutOutput, MegatronModule
 from megatron_moe.engine.modules import DeepcopyKeepsGroups

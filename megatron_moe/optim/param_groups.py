@@ -1,4 +1,4 @@
-"""The engine's parameter groups with the settings of `config/param_groups.py`, and the schedule that follows them.
+"""The engine's parameter groups with the settings of `config/module_names.py`, and the schedule that follows them.
 
 The engine sorts parameters into groups by overrides: a key that matches a parameter, and the group's entries that are
 then not the default ones. Ours are made from names in the whole model, so that a copy of a table on another stage of
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from megatron_moe.checkpoint.state import unwrapped
-from megatron_moe.config import param_groups
-from megatron_moe.config.param_groups import GroupSettings
+from megatron_moe.config import module_names
+from megatron_moe.config.module_names import GroupSettings
 from megatron_moe.config.schema import Run
 from megatron_moe.engine.optimizer import (
     OptimizerConfig,
@@ -37,7 +37,7 @@ def overrides(run: Run, model: Sequence[torch.nn.Module]) -> dict[ParamKey, Any]
 
     `lr_mult`, `wd_mult` and `is_decoupled_lr` are also among the entries that identify a group to the engine.
     """
-    settings = param_groups.settings(run)
+    settings = module_names.group_settings(run)
     if not settings:
         return None
     members: dict[tuple[tuple[str, Any], ...], set[int]] = {}
@@ -69,7 +69,7 @@ def _entries(run: Run, name: str, parameter: torch.nn.Parameter, own: GroupSetti
     if decay != 1.0:
         entries["wd_mult"] = decay
     if own.is_decoupled:
-        peak, least = param_groups.decoupled_range(run)
+        peak, least = module_names.decoupled_range(run)
         entries |= {"max_lr": peak, "min_lr": least, "is_decoupled_lr": True}
     return entries
 

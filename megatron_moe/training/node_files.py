@@ -25,9 +25,8 @@ from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import local_world_size
 from megatron_moe.config.schema import Run
-from megatron_moe.data.checks import cache_folder
+from megatron_moe.data.checks import cache_folder, read_sources
 from megatron_moe.data.index_file import sidecar_path
-from megatron_moe.data.sources import read_sources
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.training.plan import RunPlan
 

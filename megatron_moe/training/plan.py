@@ -15,14 +15,15 @@ from megatron_moe.config.errors import ConfigError, MissingPackage
 from megatron_moe.config.schema import Run
 from megatron_moe.config.schema import replace as replace_settings
 from megatron_moe.data.checks import (
+    SPLITS,
     Fingerprint,
     check_data,
     data_fingerprint,
+    read_sources,
     require_same_data,
     require_same_order,
     require_sequence,
 )
-from megatron_moe.data.sources import SPLITS, read_sources
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.hf.import_plan import Import, plan_import

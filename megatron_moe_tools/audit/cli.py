@@ -15,7 +15,7 @@ from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import with_made_up_data
 from megatron_moe.data.tokenizer_choice import build_tokenizer
-from megatron_moe.hf.architecture import filled_in
+from megatron_moe.hf.config import filled_in
 from megatron_moe.io.files import replace_text, require_writable
 from megatron_moe.io.program import run_program, say
 from megatron_moe.io.texts import hub_hint

@@ -17,7 +17,7 @@ from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.paths import require_writable_folder
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
-from megatron_moe.hf.architecture import settings_of
+from megatron_moe.hf.config import settings_of
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.hf.folder import ALLOW, CERTIFICATE, HFFolder
 from megatron_moe.io.files import free_bytes, require_writable

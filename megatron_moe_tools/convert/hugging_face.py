@@ -16,8 +16,7 @@ from megatron_moe.config.module_names import is_inside, kept_in_fp32, patterns_o
 from megatron_moe.config.schema import build, flatten, replace
 from megatron_moe.data.transformers_files import json_bytes
 from megatron_moe.hf import folder as hf_folder
-from megatron_moe.hf.architecture import settings_of
-from megatron_moe.hf.config import config_of, differences, settings
+from megatron_moe.hf.config import config_of, differences, settings, settings_of
 from megatron_moe.hf.families import DEEPSEEK
 from megatron_moe.hf.folder import BLOCK, HFFolder
 from megatron_moe.hf.mapping import MappedBlock, Mapping, mapping, require_tensors

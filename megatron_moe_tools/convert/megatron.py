@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint import folder, index, origin, pickles
+from megatron_moe.checkpoint import folder, index, origin, step_reader
 from megatron_moe.checkpoint.step_reader import AVERAGE, StepReader
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import all_fields
@@ -445,7 +445,7 @@ class MegatronSink(TorchDistSink):
             self.notes.append("the average of the weights is left out: Megatron-LM has none")
         progress = Progress(source.iteration, int(state["consumed_samples"]))
         batch = config.get("global_batch_size") or progress.consumed_samples // max(progress.iteration, 1)
-        updates = settings.updates_of(pickles.read_file(source.path, pickles.COMMON), where)
+        updates = settings.updates_of(step_reader.read_file(source.path, step_reader.COMMON), where)
         return settings.Continued(progress, updates, state["scheduler"], max(int(batch), 1), ranks > 1)
 
     def _dtype(self, key: str) -> torch.dtype:

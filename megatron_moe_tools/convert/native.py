@@ -29,10 +29,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_moe.checkpoint import folder, index, manifest, pickles
+from megatron_moe.checkpoint import folder, index, manifest, step_reader
 from megatron_moe.checkpoint.index import LARGEST_VALUE
-from megatron_moe.checkpoint.pickles import PER_PART, by_itself
-from megatron_moe.checkpoint.step_reader import AveragedReader, StepReader
+from megatron_moe.checkpoint.step_reader import PER_PART, AveragedReader, StepReader, by_itself
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.config.schema import replace as replace_settings
@@ -66,7 +65,7 @@ PRECISION_FLAGS: dict[torch.dtype, dict[str, bool]] = {
 """The flags that a run has whose weights are of a dtype."""
 _BIAS = ".expert_bias"
 _MAIN = "optimizer.state.param."
-_REWRITTEN = (".metadata", "metadata.json", pickles.COMMON, folder.CONFIG, folder.STATE)
+_REWRITTEN = (".metadata", "metadata.json", step_reader.COMMON, folder.CONFIG, folder.STATE)
 
 
 # ---- The source.
@@ -184,8 +183,8 @@ class NativeSource(ConversionSource):
 
     def step_common(self) -> dict[Any, Any]:
         common: dict[Any, Any] = {}
-        if pickles.COMMON in self.files:
-            common = pickles.read_file(self.path, pickles.COMMON)
+        if step_reader.COMMON in self.files:
+            common = step_reader.read_file(self.path, step_reader.COMMON)
         if not self.keeps_optimizer:
             common.pop("optimizer", None)
         return common
@@ -350,7 +349,7 @@ class TorchDistSink(ConversionSink):
         files[index.NAME] = write_index(step, self.tensors, parts, values)
         content = io.BytesIO()
         torch.save(common, content)
-        files[pickles.COMMON] = write_bytes(step / pickles.COMMON, content.getvalue())
+        files[step_reader.COMMON] = write_bytes(step / step_reader.COMMON, content.getvalue())
         files["metadata.json"] = write_bytes(step / "metadata.json", json.dumps(folder.ENGINE_FORMAT).encode())
         return files
 

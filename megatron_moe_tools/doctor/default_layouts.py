@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_moe.config.model_flags import PrecisionConfig
 from megatron_moe.config.schema import Run
-from megatron_moe.hf.architecture import filled_in
+from megatron_moe.hf.config import filled_in
 from megatron_moe_tools import compat
 from megatron_moe_tools.doctor.layouts import (
     EVERY_KIND,

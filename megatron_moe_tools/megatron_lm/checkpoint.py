@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint import index, pickles
+from megatron_moe.checkpoint import index, step_reader
 from megatron_moe.checkpoint.index import StoredBytes, UntrustedError
 from megatron_moe.checkpoint.step_reader import Section, StepReader
 from megatron_moe.config.errors import ConfigError, listing
@@ -38,7 +38,7 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _COMMON_VALUE = "common_state/shard_0_1"
 """Where megatron-core 0.19 keeps the plain values that older releases write into `common.pt`."""
 _EXPERTS = (".mlp.experts.weight1", ".mlp.experts.weight2")
-_SMALL = (index.NAME, pickles.COMMON, "metadata.json")
+_SMALL = (index.NAME, step_reader.COMMON, "metadata.json")
 _NAMESPACE = "argparse.Namespace"
 _PACKAGES = frozenset(
     "megatron transformer_engine modelopt torch numpy argparse collections enum pathlib signal datetime functools "
@@ -264,7 +264,7 @@ def _read(source: Any, name: str, *, mmap: bool) -> Any:
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     except Exception as error:  # whatever an archive made for it can raise
-        raise UntrustedError(f"{name} is damaged, or no file of torch.save: {pickles.words(error)}") from None
+        raise UntrustedError(f"{name} is damaged, or no file of torch.save: {step_reader.words(error)}") from None
     unknown = sorted(one for one in named if one.split(".")[0] not in _PACKAGES and one not in _PLAIN)
     if unknown:
         raise UntrustedError(f"{name} refers to {', '.join(unknown[:3])}, which has no place in a checkpoint")
@@ -276,7 +276,7 @@ def _read(source: Any, name: str, *, mmap: bool) -> Any:
         with torch.serialization.safe_globals(known):
             return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
     except Exception as error:  # whatever a pickle or an archive made for it can raise
-        raise UntrustedError(f"{name} is damaged or harmful: {pickles.words(error)}") from None
+        raise UntrustedError(f"{name} is damaged or harmful: {step_reader.words(error)}") from None
 
 
 # ---- The format torch_dist: tensors in parts, an index, and plain values in `common.pt` or in a part.
@@ -306,8 +306,8 @@ class TorchDist(MegatronCheckpoint):
         self.args = arguments(self.common, path)
 
     def _values(self) -> dict[str, Any]:
-        if pickles.COMMON in self.files:
-            content = read_archive(self.files[pickles.COMMON])
+        if step_reader.COMMON in self.files:
+            content = read_archive(self.files[step_reader.COMMON])
         elif (place := self._index.values.get(_COMMON_VALUE)) is not None:
             with open(self.path / place.file, "rb") as file:
                 file.seek(place.offset)
@@ -315,7 +315,7 @@ class TorchDist(MegatronCheckpoint):
             if isinstance(content, list) and len(content) == 1:
                 content = content[0]
         else:
-            raise UntrustedError(f"it has neither {pickles.COMMON} nor {_COMMON_VALUE}")
+            raise UntrustedError(f"it has neither {step_reader.COMMON} nor {_COMMON_VALUE}")
         if not isinstance(content, dict):
             raise UntrustedError("its plain values are no dictionary")
         return content

@@ -18,7 +18,7 @@ from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
 from megatron_moe.config.schema import Run
-from megatron_moe.hf.architecture import settings_of
+from megatron_moe.hf.config import settings_of
 from megatron_moe.hf.families import FAMILIES, Family, family_of, family_of_run
 from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.mapping import mapping, require_tensors

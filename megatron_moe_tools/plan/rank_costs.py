@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_moe.checkpoint.gather import piece_numel
+from megatron_moe.checkpoint.optimizer import piece_numel
 from megatron_moe.config.schema import Run
 from megatron_moe.model.fully_sharded import Sharding
 from megatron_moe.optim.matrix_exchange import ROUND_NUMEL
@@ -180,7 +180,7 @@ def bubble_share(chunks: int, stages: int, micro_batches: int) -> float:
     return (stages - 1) / (chunks * micro_batches + stages - 1)
 
 
-# ---- a save (`checkpoint/gather.py`, `checkpoint/writer.py`)
+# ---- a save (`checkpoint/optimizer.py`, `checkpoint/writer.py`)
 
 _FP32 = 4
 

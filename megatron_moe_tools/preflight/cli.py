@@ -10,7 +10,7 @@ from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import launched_world, rank_that_prints
-from megatron_moe.hf.architecture import filled_in
+from megatron_moe.hf.config import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import DONE, FAILED, note, run_program, say
 from megatron_moe.report.run_info import versions

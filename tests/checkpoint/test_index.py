@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_moe.checkpoint import index, manifest, pickles
+from megatron_moe.checkpoint import index, manifest, step_reader
 from tests.checkpoint.checkpoint_steps import contents, make_step, put_step, tensors_of
 
 KEY = "embedding.word_embeddings.weight"
@@ -42,7 +42,7 @@ def test_every_tensor_is_found_where_torch_wrote_it(tmp_path):
         assert tensor.num_bytes == expected[key].nbytes
         for part in tensor.parts:
             box = tuple(slice(first, first + count) for first, count in zip(part.start, part.shape))
-            assert torch.equal(pickles.read_value(step, key, part.place), expected[key][box])
+            assert torch.equal(step_reader.read_value(step, key, part.place), expected[key][box])
 
 
 class Bomb:

@@ -293,13 +293,13 @@ def gathered_twice(flags: dict[str, Any], gathered_bytes: int | None) -> dict[st
 
     `pieces` and `allocated` are of our gathers: how many, and the most bytes that those of one bucket allocated.
     """
-    from megatron_moe.checkpoint import dist, gather
+    from megatron_moe.checkpoint import dist
     from megatron_moe.checkpoint import optimizer as optimizer_state
     from megatron_moe.checkpoint.save import Saver
     from megatron_moe.checkpoint.state import metadata, model_state
 
     found: dict[str, Any] = {"pieces": 0, "allocated": 0}
-    gather_bucket, gather_piece = gather._gather_bucket, torch.distributed.gather
+    gather_bucket, gather_piece = optimizer_state._gather_bucket, torch.distributed.gather
 
     def measured(*args: Any) -> None:
         with Allocations() as allocations:
@@ -319,12 +319,12 @@ def gathered_twice(flags: dict[str, Any], gathered_bytes: int | None) -> dict[st
             return {(part.key, part.global_offset): part for part in dist.sharded_tensors(own)}
 
         engine = tensors_of()
-        limit = gather.GATHERED_BYTES if gathered_bytes is None else gathered_bytes
+        limit = optimizer_state.GATHERED_BYTES if gathered_bytes is None else gathered_bytes
         with (
-            mock.patch.object(gather, "GATHERED_BYTES", limit),
-            mock.patch.object(gather, "_gather_bucket", measured),
+            mock.patch.object(optimizer_state, "GATHERED_BYTES", limit),
+            mock.patch.object(optimizer_state, "_gather_bucket", measured),
             mock.patch.object(torch.distributed, "gather", counted),
-            gather.into(trained.optimizer, {}, later=False) as gathered,
+            optimizer_state.gathered_into(trained.optimizer, {}, later=False) as gathered,
         ):
             ours = tensors_of()
         assert engine.keys() == ours.keys()

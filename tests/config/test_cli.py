@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_moe.config import cli, schema
+from megatron_moe.config.command_line import SCRIPT
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.launch import SCRIPT
 from megatron_moe.config.presets import PRESETS
 from tests.config.refused import refused
 

@@ -116,12 +116,12 @@ class Trainer(model_cases.Trainer):
 
     def tensors(self) -> Saved:
         """What this rank would write of weights, optimizer and averages."""
-        from megatron_moe.checkpoint import dist, gather
+        from megatron_moe.checkpoint import dist, optimizer
         from megatron_moe.checkpoint.state import average_state, model_state, optimizer_state
 
         state = model_state(self.trained)
         averages = {} if self.average is None else average_state(self.trained)
-        with gather.into(self.optimizer, {}, later=False) as gathered:
+        with optimizer.gathered_into(self.optimizer, {}, later=False) as gathered:
             own = optimizer_state(self.trained, state, loading=False)
         found: Saved = {}
         for shard in dist.shards([own, state, averages]):

@@ -17,7 +17,7 @@ SEQUENCES, LENGTH = 2, 16
 
 def flags_of(folder: str, layout: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run that starts from the folder, as the command line makes them."""
-    from megatron_moe.hf.architecture import filled_in
+    from megatron_moe.hf.config import filled_in
 
     batch = {"seq_length": LENGTH, "micro_batch_size": 1, "global_batch_size": SEQUENCES, "mock_data": True}
     return filled_in({"load_hf": folder, **batch, "train_iters": 1, "eval_iters": 0, **layout})
@@ -221,7 +221,7 @@ MISTAKES = {
 def trained(argv: list[str]) -> dict[str, Any]:
     """A whole run from its command line; its summary."""
     from megatron_moe.config import cli
-    from megatron_moe.hf.architecture import filled_in
+    from megatron_moe.hf.config import filled_in
     from megatron_moe.training.run import pretrain
 
     return pretrain(cli.parse(argv, filled_in))

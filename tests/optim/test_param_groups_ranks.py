@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.config import param_groups
+from megatron_moe.config import module_names
 from megatron_moe.config.schema import build
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import DISTRIBUTED, PP2, STORED, TINY, ZERO_3, Trainer, stopped, trained, whole
@@ -115,9 +115,9 @@ def test_a_layout_trains_its_groups_as_one_rank_does(gloo: Any, once: Any, layou
 
 
 def test_either_name_of_a_tied_table_names_both() -> None:
-    for name in param_groups.TABLES:
-        found = param_groups.settings(build({**TINY, **STORED, **TIED, "lr_mult": (f"{name}=4",)}))
-        assert found == dict.fromkeys(param_groups.TABLES, param_groups.GroupSettings(4.0))
+    for name in module_names.TABLES:
+        found = module_names.group_settings(build({**TINY, **STORED, **TIED, "lr_mult": (f"{name}=4",)}))
+        assert found == dict.fromkeys(module_names.TABLES, module_names.GroupSettings(4.0))
 
 
 def copies_apart(flags: dict[str, Any]) -> list[str]:
@@ -166,11 +166,11 @@ def test_the_flags_of_the_present_run_decide_after_a_load(gloo: Any, tmp_path: A
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
     everything = {name: values for settings_, _ in results for name, values in settings_.items()}
     run = build({**TINY, **STORED, **flags})
-    by_flags, decoupled = param_groups.settings(run), flags.get("decoupled_lr") is not None
+    by_flags, decoupled = module_names.group_settings(run), flags.get("decoupled_lr") is not None
     moved = {key.rpartition(".exp_avg.")[2] for key in found if ".exp_avg." in key}
     assert everything.keys() == moved and everything.keys() >= by_flags.keys()
     for name, (rate, decay, step) in everything.items():
-        own = by_flags.get(name, param_groups.GroupSettings())
+        own = by_flags.get(name, module_names.GroupSettings())
         table = decoupled and own.is_decoupled
         base = schedule(2, peak=3e-3, least=2e-3) if table else schedule(2, peak=1e-2, least=1e-3)
         by_name = 0.0 if "norm" in name or name.endswith("bias") else 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 
-from megatron_moe.config import derived
+from megatron_moe.config import schema
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.rules.rule import (
     Refusal,
@@ -230,7 +230,7 @@ def grouped_products_are_aligned(run: Run) -> None:
     full, ranks = run.derived.moe_ffn_hidden_size, run.derived.expert_tensor_parallel_size
     if full % ranks:
         return  # has a rule of its own
-    refusal = derived.grouped_product_refusal(run.derived.params_dtype_name, run.model.hidden_size, full // ranks)
+    refusal = schema.grouped_product_refusal(run.derived.params_dtype_name, run.model.hidden_size, full // ranks)
     if refusal is not None:
         raise Refusal(("moe_expert_backend", "hidden_size", "moe_ffn_hidden_size"), refusal)
 

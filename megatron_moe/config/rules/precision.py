@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fnmatch import fnmatchcase
 
-from megatron_moe.config import module_names, param_groups
+from megatron_moe.config import module_names
 from megatron_moe.config.fields import all_fields, number_meant
 from megatron_moe.config.module_names import frozen, kept_in_fp32, modules
 from megatron_moe.config.rules.rule import LAYOUT, Refusal, nearest_multiples, rule, set_among, unread
@@ -248,21 +248,18 @@ def frozen_tables_are_whole(run: Run) -> None:
         )
 
 
-def _least(field: str) -> str:
-    return "above 0" if field == "lr_mult" else "at least 0"
-
-
 @rule()
 def multiples_are_pairs(run: Run) -> None:
     """Require that each multiple is PATTERN=X, with a number that a rate or a decay can be multiplied by."""
-    for field in param_groups.MULTIPLES:
-        for word in param_groups.words(run, field):
-            found = param_groups.pair(word)
+    for field in module_names.MULTIPLES:
+        for word in module_names.group_words(run, field):
+            found = module_names.pattern_and_multiple(word)
             if found is None:
                 meant = number_meant(word.rpartition("=")[2], (float,)) or "; write e.g. router=0.5"
                 raise Refusal((field,), f"{word!r} is not PATTERN=X, with a number X{meant}")
             if not math.isfinite(found[1]) or found[1] < 0:
-                raise Refusal((field,), f"{word!r}: a multiple is {_least(field)} and finite; use e.g. {found[0]}=0.5")
+                least = "above 0" if field == "lr_mult" else "at least 0"
+                raise Refusal((field,), f"{word!r}: a multiple is {least} and finite; use e.g. {found[0]}=0.5")
             if field == "lr_mult" and not found[1]:
                 raise Refusal(
                     (field,),
@@ -273,9 +270,11 @@ def multiples_are_pairs(run: Run) -> None:
 
 def _reason(run: Run, field: str, pattern: str) -> str:
     """Return why a pattern decides for no parameter, and what would."""
-    names = param_groups.named(run, pattern)
+    names = module_names.parameters_of_group(run, pattern)
     if not names:
-        if any(fnmatchcase(name, pattern) for name in param_groups.state_names(run)):
+        parts = module_names.parts(run).items()
+        state = [f"{name}.{buffer}" for name, part in parts for buffer in part.state]  # expert_bias, and counts
+        if any(fnmatchcase(name, pattern) for name in state):
             return (
                 f"{pattern!r} names no parameter but state that no optimizer updates; expert_bias moves by "
                 "--moe-router-bias-update-rate"
@@ -293,15 +292,15 @@ def _reason(run: Run, field: str, pattern: str) -> str:
 @rule()
 def multiples_decide_something(run: Run) -> None:
     """Require of each multiple a parameter that is trained and for which no later one decides, and a decay above 0."""
-    if param_groups.words(run, "weight_decay_mult") and not run.optimizer.weight_decay:
+    if module_names.group_words(run, "weight_decay_mult") and not run.optimizer.weight_decay:
         raise Refusal(
             ("weight_decay_mult", "weight_decay"),
             "multiplies a decay of 0; drop it, or use --weight-decay 0.1, and *=0 as the first word of the multiples to"
             " decay nothing else",
         )
-    for field in param_groups.MULTIPLES:
-        deciding = set(param_groups.decided(run, field).values())
-        for word in param_groups.words(run, field):
+    for field in module_names.MULTIPLES:
+        deciding = set(module_names.deciding_words(run, field).values())
+        for word in module_names.group_words(run, field):
             if word not in deciding:
                 pattern = word.rpartition("=")[0]
                 raise Refusal((field,), _reason(run, field, pattern))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from megatron_moe.config import module_names, param_groups
+from megatron_moe.config import module_names
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.rules.rule import (
     LENGTH,
@@ -106,7 +106,7 @@ def decoupled_rates_are_ordered(run: Run) -> None:
     options = run.optimizer
     if options.decoupled_lr is None:
         return
-    peak, least = param_groups.decoupled_range(run)
+    peak, least = module_names.decoupled_range(run)
     end = "min_lr" if options.decoupled_min_lr is None else "decoupled_min_lr"
     if least > peak:
         raise Refusal(("decoupled_lr", end), f"is above the peak at the end; use --decoupled-min-lr {peak} or less")
@@ -115,7 +115,7 @@ def decoupled_rates_are_ordered(run: Run) -> None:
             ("decoupled_lr", "lr_warmup_init"),
             f"all schedules warm up from one rate, which is above this peak; use --lr-warmup-init {peak} or less",
         )
-    if module_names.frozen(run).issuperset(param_groups.TABLES):
+    if module_names.frozen(run).issuperset(module_names.TABLES):
         raise Refusal(("decoupled_lr", "freeze"), "the embedding and the output layer are frozen; drop one of the two")
 
 

@@ -10,7 +10,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_moe.config.run_flags import DataConfig
-from megatron_moe.data.sources import Blend, parse_split, read_sources
+from megatron_moe.data.checks import Blend, parse_split, read_sources
 from tests.config.refused import refused
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.schema import Run, build, flatten
-from megatron_moe.hf.architecture import filled_in
+from megatron_moe.hf.config import filled_in
 from megatron_moe_tools import compat
 from tests.config.refused import refused
 from tests.helpers import tiny_models

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import gather
-from megatron_moe.checkpoint.gather import GATHERED_BYTES
+from megatron_moe.checkpoint import optimizer as optimizer_state
+from megatron_moe.checkpoint.optimizer import GATHERED_BYTES
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.platform import pinned_memory
 from megatron_moe_tools.plan.rank_costs import gathering_bytes, saving_memory
@@ -94,13 +94,13 @@ def test_where_cuda_refuses_the_memory_is_pageable_and_that_is_reported_once(run
 def test_what_a_program_has_frozen_for_its_collector_is_so_after_a_save(frozen_before, monkeypatch):
     """An unfreezing would hand its collector every object, and write into each page that a forked process shares."""
     gc.unfreeze()
-    monkeypatch.setattr(gather, "_frozen_before", [])
+    monkeypatch.setattr(optimizer_state, "_frozen_before", [])
     mark: list[int] = []
     if frozen_before:
         gc.freeze()
     for _ in range(2):  # the second time without counting
         optimizer = SimpleNamespace(get_parameter_state_dp_zero=None)
-        with gather.into(optimizer, gather.Buffers(), later=False):
+        with optimizer_state.gathered_into(optimizer, optimizer_state.Buffers(), later=False):
             assert gc.get_freeze_count()
     # The collector does not list what is frozen. A count would not do: frozen objects go as their last users do.
     assert any(one is mark for one in gc.get_objects()) != frozen_before
@@ -109,7 +109,7 @@ def test_what_a_program_has_frozen_for_its_collector_is_so_after_a_save(frozen_b
 
 def allocated(flags: dict[str, Any]) -> tuple[int, int]:
     """The bytes that a run's saves have allocated in host memory: to lock, and all."""
-    from megatron_moe.checkpoint import gather, writer
+    from megatron_moe.checkpoint import writer
     from megatron_moe.training.run import pretrain
 
     asked: dict[bool, int] = {True: 0, False: 0}
@@ -120,8 +120,8 @@ def allocated(flags: dict[str, Any]) -> tuple[int, int]:
         asked[pinned] += made.untyped_storage().nbytes()
         return made
 
-    with mock.patch.object(gather.platform, "host_memory", counted, create=True):
-        assert writer.platform is gather.platform
+    with mock.patch.object(optimizer_state.platform, "host_memory", counted, create=True):
+        assert writer.platform is optimizer_state.platform
         pretrain(build({**TINY, **SMALL, **flags}))
     return asked[True], sum(asked.values())
 
