@@ -110,14 +110,24 @@ def adam_update(
     for number, (grad, state) in enumerate(zip(grads, states, strict=True)):
         drawn = None if rounding is None else rounding[number]
         for begin, end in pieces(grad.numel(), grad):
-            _update_piece(grad[begin:end], state.part(begin, end), step, None if drawn is None else drawn.at(begin))
+            _update_piece(grad[begin:end], state.part(begin, end), step, rounding_at(drawn, begin))
+
+
+def rounding_at(rounding: StochasticRounding | None, begin: int) -> StochasticRounding | None:
+    """Return the rounding of the elements from `begin` on; None where nothing is rounded at random."""
+    return None if rounding is None else rounding.at(begin)
 
 
 def _update_parts(parts: Sequence[tuple[Tensor, AdamState, StochasticRounding | None]], step: AdamStep) -> None:
     """Update all at once: a launch on a GPU takes longer than the update of a small weight."""
     if parts:
-        rounding = [drawn for _, _, drawn in parts if drawn is not None]
-        adam_update([grad for grad, _, _ in parts], [state for _, state, _ in parts], step, rounding or None)
+        grads, states, rounding = [], [], []
+        for grad, state, drawn in parts:
+            grads.append(grad)
+            states.append(state)
+            if drawn is not None:
+                rounding.append(drawn)
+        adam_update(grads, states, step, rounding or None)
 
 
 def pieces(numel: int, near: Tensor) -> Iterator[tuple[int, int]]:
@@ -233,7 +243,7 @@ class PrecisionAwareAdam(Adam):
                 continue
             grad, rounding = param.grad.reshape(-1), self._rounding(param, group)
             for begin, end, near in self._near(self._stored(param), param):
-                parts.append((grad[begin:end], near, None if rounding is None else rounding.at(begin)))
+                parts.append((grad[begin:end], near, rounding_at(rounding, begin)))
                 if self._on_host:  # it is taken back before the next
                     _update_parts(parts, step)
                     parts.clear()
@@ -257,17 +267,16 @@ class PrecisionAwareAdam(Adam):
         return self._places[param]._replace(seeds=seeds_of(self._seed, group["step"] + 1))
 
     def _stored(self, param: Tensor) -> AdamState:
-        state = self.state[param]
+        main: Tensor | None = None
         weight = self._weights.get(param)
+        if weight is None:
+            main = param.detach().view(-1)
+        else:
+            weight = weight.detach().view(-1)
+        state = self.state[param]
         first, second = (state[name] if name in state else self._no_moment(param) for name in MOMENTS)
-        return AdamState(
-            param.detach().view(-1) if weight is None else None,
-            None if weight is None else weight.detach().view(-1),
-            state.get("low_bits"),
-            state.get("carry_bits"),
-            (first, second),
-            (state.get(f"{MOMENTS[0]}_exponents"), state.get(f"{MOMENTS[1]}_exponents")),
-        )
+        exponents = (state.get("exp_avg_exponents"), state.get("exp_avg_sq_exponents"))
+        return AdamState(main, weight, state.get("low_bits"), state.get("carry_bits"), (first, second), exponents)
 
     @staticmethod
     def _no_moment(param: Tensor) -> Tensor:
@@ -320,12 +329,13 @@ class PrecisionAwareAdam(Adam):
         stored = {param: self.state[param] for param in self._params()}
         for param in stored:
             device = param.device if keep else torch.device("cpu")
-            kinds = (*self.moments_of(param), *(("param",) if param in self._weights else ()))
-            near = {kind: self.values_of(param, kind).to(device).view(param.shape) for kind in kinds}
             none = torch.zeros(param.shape if keep else (), device=device).expand(param.shape)
-            self.state[param] = {name: near.get(name, none) for name in MOMENTS}
+            moments = dict.fromkeys(MOMENTS, none)
+            for name in self.moments_of(param):
+                moments[name] = self.values_of(param, name).to(device).view(param.shape)
             if param in self._weights:
-                param.data = near["param"]
+                param.data = self.main_param(param).to(device)
+            self.state[param] = moments
         try:
             yield
             if keep:
@@ -338,7 +348,7 @@ class PrecisionAwareAdam(Adam):
                     self._put_away(param)
 
     def _pack(self, param: Tensor, kept: dict[str, Any]) -> None:
-        moments = {name: self.state[param][name].reshape(-1) for name in self.moments_of(param)}
+        moments = [self.state[param][name].reshape(-1) for name in self.moments_of(param)]
         self.state[param] = kept
         group = next(group for group in self.param_groups if any(param is one for one in group["params"]))
         rounding = self._rounding(param, group)
@@ -349,10 +359,8 @@ class PrecisionAwareAdam(Adam):
             drawn = None if rounding is None else random_bits(rounding.at(begin), end - begin)
             if near.main is None:
                 pack_main(main[begin:end], near)
-            for number, name in enumerate(moments):
-                pack_moment(
-                    moments[name][begin:end], near.moments[number], near.exponents[number], drawn, second=number == 1
-                )
+            for number, moment in enumerate(moments):
+                pack_moment(moment[begin:end], near.moments[number], near.exponents[number], drawn, second=number == 1)
             part.copy_(near)
 
     def _params(self) -> list[Tensor]:

@@ -10,8 +10,9 @@ have about as much to compute, and rounds so that a rank has about `ROUND_NUMEL`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ class Owner(NamedTuple):
     tp: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class MatrixExchange:
     """The blocks of weights that are spread over the same groups; built alike on all their ranks.
 
@@ -71,34 +72,34 @@ class MatrixExchange:
     dp: ProcessGroup
     tp: ProcessGroup
     dtype: torch.dtype
-    rounds: list[list[tuple[MatrixBlock, Owner]]] = field(init=False)
+    rounds: list[list[tuple[MatrixBlock, Owner]]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rounds", list(self._make_rounds()))
-
-    def _make_rounds(self) -> Iterator[list[tuple[MatrixBlock, Owner]]]:
         most = ROUND_NUMEL * self.dp.size() * self.tp.size()
         chosen: list[MatrixBlock] = []
         numel = 0
         for block in self.blocks:
             size = math.prod(whole_shape(block.shape, block.split, self.tp.size()))
             if chosen and numel + size > most:
-                yield self._with_owners(chosen)
+                self.rounds.append(self._with_owners(chosen))
                 chosen, numel = [], 0
             chosen.append(block)
             numel += size
         if chosen:
-            yield self._with_owners(chosen)
+            self.rounds.append(self._with_owners(chosen))
 
     def _with_owners(self, blocks: list[MatrixBlock]) -> list[tuple[MatrixBlock, Owner]]:
         """Give each block to the rank that has least to do so far, the most expensive ones first."""
-        load = {Owner(dp, tp): 0.0 for dp in range(self.dp.size()) for tp in range(self.tp.size())}
-        owners: dict[int, Owner] = {}
-        for index in sorted(range(len(blocks)), key=lambda index: -blocks[index].cost):
+        load: dict[Owner, float] = {}
+        for dp in range(self.dp.size()):
+            for tp in range(self.tp.size()):
+                load[Owner(dp, tp)] = 0.0
+        owners: dict[MatrixBlock, Owner] = {}
+        for block in sorted(blocks, key=lambda block: -block.cost):
             owner = min(load, key=lambda owner: (load[owner], owner))
-            load[owner] += blocks[index].cost
-            owners[index] = owner
-        return [(block, owners[index]) for index, block in enumerate(blocks)]
+            load[owner] += block.cost
+            owners[block] = owner
+        return [(block, owners[block]) for block in blocks]
 
     def run(
         self,
@@ -114,97 +115,77 @@ class MatrixExchange:
             place: returns where to put what this rank updates of a block's results.
         """
         for blocks in self.rounds:
-            at_this_dp = [(block, owner) for block, owner in blocks if owner.dp == self.dp.rank()]
-            own = [(block, owner) for block, owner in at_this_dp if owner.tp == self.tp.rank()]
-            parts = self._collect_over_dp(blocks, at_this_dp, value)
-            wholes = self._collect_over_tp(at_this_dp, own, parts)
+            at_this_dp, own = [], []
+            for block, owner in blocks:
+                if owner.dp == self.dp.rank():
+                    at_this_dp.append((block, owner))
+                    if owner.tp == self.tp.rank():
+                        own.append((block, owner))
+            parts = [self._empty(block.shape) for block, _ in at_this_dp]
+            self._over_dp(blocks, at_this_dp, parts, value, back=False)
+            wholes = [self._empty(whole_shape(block.shape, block.split, self.tp.size())) for block, _ in own]
+            self._over_tp(at_this_dp, own, parts, wholes, back=False)
             compute([(block, whole) for (block, _), whole in zip(own, wholes)])
-            parts = self._return_over_tp(at_this_dp, own, wholes)
+            self._over_tp(at_this_dp, own, parts, wholes, back=True)
             del wholes
-            self._return_over_dp(blocks, at_this_dp, parts, place)
+            self._over_dp(blocks, at_this_dp, parts, place, back=True)
 
-    def _collect_over_dp(
-        self,
-        blocks: list[tuple[MatrixBlock, Owner]],
-        at_this_dp: list[tuple[MatrixBlock, Owner]],
-        value: Callable[[MatrixBlock], Tensor],
-    ) -> list[Tensor]:
-        """Return the blocks of this data-parallel rank as this tensor-parallel rank has them."""
-        me = self.dp.rank()
-        parcels: list[list[Tensor]] = [[] for _ in range(self.dp.size())]
-        for block, owner in blocks:
-            if block.shares[me] is not None and (not block.replicated or owner.dp == me):
-                parcels[owner.dp].append(value(block))
-        parts = [self._empty(block.shape) for block, _ in at_this_dp]
-        places: list[list[Tensor]] = []
-        for rank in range(self.dp.size()):
-            shares = [
-                (block.shares[rank], part)
-                for (block, owner), part in zip(at_this_dp, parts)
-                if not block.replicated or rank == owner.dp
-            ]
-            places.append([share(part) for share, part in shares if share is not None])
-        self._exchange(self.dp, parcels, places)
-        return parts
-
-    def _collect_over_tp(
-        self, at_this_dp: list[tuple[MatrixBlock, Owner]], own: list[tuple[MatrixBlock, Owner]], parts: list[Tensor]
-    ) -> list[Tensor]:
-        """Return the whole blocks that this rank computes."""
-        ranks, me = self.tp.size(), self.tp.rank()
-        parcels: list[list[Tensor]] = [[] for _ in range(ranks)]
-        for (block, owner), part in zip(at_this_dp, parts):
-            if block.split.axis is not None or owner.tp == me:
-                parcels[owner.tp] += _pieces(part, block.split)
-        wholes = [self._empty(whole_shape(block.shape, block.split, ranks)) for block, _ in own]
-        places = [
-            [
-                piece
-                for (block, _), whole in zip(own, wholes)
-                if block.split.axis is not None or rank == me
-                for piece in _pieces_of_rank(whole, block.split, rank, ranks)
-            ]
-            for rank in range(ranks)
-        ]
-        self._exchange(self.tp, parcels, places)
-        return wholes
-
-    def _return_over_tp(
-        self, at_this_dp: list[tuple[MatrixBlock, Owner]], own: list[tuple[MatrixBlock, Owner]], wholes: list[Tensor]
-    ) -> list[Tensor]:
-        """Return the results of all blocks of this data-parallel rank, as this tensor-parallel rank has them."""
-        ranks = self.tp.size()
-        parcels = [
-            [
-                piece
-                for (block, _), whole in zip(own, wholes)
-                for piece in _pieces_of_rank(whole, block.split, rank, ranks)
-            ]
-            for rank in range(ranks)
-        ]
-        parts = [self._empty(block.shape) for block, _ in at_this_dp]
-        places: list[list[Tensor]] = [[] for _ in range(ranks)]
-        for (block, owner), part in zip(at_this_dp, parts):
-            places[owner.tp] += _pieces(part, block.split)
-        self._exchange(self.tp, parcels, places)
-        return parts
-
-    def _return_over_dp(
+    def _over_dp(
         self,
         blocks: list[tuple[MatrixBlock, Owner]],
         at_this_dp: list[tuple[MatrixBlock, Owner]],
         parts: list[Tensor],
-        place: Callable[[MatrixBlock], Tensor],
+        mine: Callable[[MatrixBlock], Tensor],
+        *,
+        back: bool,
     ) -> None:
-        parcels = [
-            [share(part) for (block, _), part in zip(at_this_dp, parts) if (share := block.shares[rank]) is not None]
-            for rank in range(self.dp.size())
-        ]
-        places: list[list[Tensor]] = [[] for _ in range(self.dp.size())]
+        """Bring what the data-parallel ranks have of blocks to the owners, or results `back` to all that update them.
+
+        Args:
+            parts: the blocks of this data-parallel rank as this tensor-parallel rank has them.
+            mine: returns what this rank has of a block.
+        """
+        me = self.dp.rank()
+        at_owners: list[list[Tensor]] = [[] for _ in range(self.dp.size())]
+        at_sharers: list[list[Tensor]] = [[] for _ in range(self.dp.size())]
+        # Of a block that each rank has whole, the owner's copy is enough.
         for block, owner in blocks:
-            if block.shares[self.dp.rank()] is not None:
-                places[owner.dp].append(place(block))
-        self._exchange(self.dp, parcels, places)
+            if block.shares[me] is not None and (back or not block.replicated or owner.dp == me):
+                at_owners[owner.dp].append(mine(block))
+        for (block, owner), part in zip(at_this_dp, parts):
+            for rank, share in enumerate(block.shares):
+                if share is not None and (back or not block.replicated or owner.dp == rank):
+                    at_sharers[rank].append(share(part))
+        if back:
+            self._exchange(self.dp, at_sharers, at_owners)
+        else:
+            self._exchange(self.dp, at_owners, at_sharers)
+
+    def _over_tp(
+        self,
+        at_this_dp: list[tuple[MatrixBlock, Owner]],
+        own: list[tuple[MatrixBlock, Owner]],
+        parts: list[Tensor],
+        wholes: list[Tensor],
+        *,
+        back: bool,
+    ) -> None:
+        """Bring tensor-parallel ranks' parts together in `wholes`, which this rank computes, or results `back`."""
+        me, ranks = self.tp.rank(), self.tp.size()
+        of_parts: list[list[Tensor]] = [[] for _ in range(ranks)]
+        of_wholes: list[list[Tensor]] = [[] for _ in range(ranks)]
+        # Of a block that is not split, the owner's copy is enough.
+        for (block, owner), part in zip(at_this_dp, parts):
+            if back or block.split.axis is not None or owner.tp == me:
+                of_parts[owner.tp] += _pieces(part, block.split)
+        for (block, _), whole in zip(own, wholes):
+            for rank in range(ranks):
+                if back or block.split.axis is not None or rank == me:
+                    of_wholes[rank] += _pieces_of_rank(whole, block.split, rank, ranks)
+        if back:
+            self._exchange(self.tp, of_wholes, of_parts)
+        else:
+            self._exchange(self.tp, of_parts, of_wholes)
 
     def _empty(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=platform.device())
@@ -215,23 +196,25 @@ class MatrixExchange:
             for piece, place in zip(parcels[0], places[0], strict=True):
                 place.copy_(piece.reshape(place.shape))
             return
-        sent = [piece.to(platform.device(), self.dtype).reshape(-1) for pieces in parcels for piece in pieces]
-        flat = torch.cat(sent) if sent else self._empty((0,))
+        sent = [piece.to(platform.device(), self.dtype).reshape(-1) for piece in chain.from_iterable(parcels)]
+        flat = torch.cat([self._empty((0,)), *sent])
         received = all_to_all_rows(flat, _numels(parcels), _numels(places), group)
         begin = 0
-        for place in (place for pieces in places for place in pieces):
+        for place in chain.from_iterable(places):
             place.copy_(received[begin : begin + place.numel()].view(place.shape))
             begin += place.numel()
 
 
 def _numels(tensors: list[list[Tensor]]) -> list[int]:
     """Return how many elements are for, or from, each rank."""
-    return [sum(tensor.numel() for tensor in of_rank) for of_rank in tensors]
+    return [sum(map(Tensor.numel, of_rank)) for of_rank in tensors]
 
 
 def _pieces(part: Tensor, split: Split) -> Sequence[Tensor]:
     """Return the pieces of a rank's part that are apart in the whole."""
-    return [part] if split.axis is None else part.chunk(split.stride, split.axis)
+    if split.axis is None:
+        return [part]
+    return part.chunk(split.stride, split.axis)
 
 
 def _pieces_of_rank(whole: Tensor, split: Split, rank: int, ranks: int) -> Sequence[Tensor]:

@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_moe.config.run_flags import OptimizerConfig
 from megatron_moe.engine.adam import Adam
 from megatron_moe.model.matrices import MatrixLayout, flops_of_block, sizes_of
-from megatron_moe.optim.adam import MOMENTS, PrecisionAwareAdam, adam_update, pieces
+from megatron_moe.optim.adam import MOMENTS, PrecisionAwareAdam, adam_update, pieces, rounding_at
 from megatron_moe.optim.matrix_exchange import MatrixBlock, MatrixExchange, Part
 from megatron_moe.platform.cpu_half_gemm import multiply_in_fp32
 from megatron_moe.platform.protocols import ProcessGroups
@@ -139,10 +138,12 @@ class Muon(Adam):
     @torch.no_grad()
     def add_gradients(self, beta: float, *, nesterov: bool) -> None:
         """Add the gradients of matrices to their momenta, and put what is orthogonalized in the gradients' places."""
-        matrices = [param for group in self.param_groups for param in self._matrices_in(group)]
-        if matrices:
-            grads = [param.grad for param in matrices]
-            momenta = [self.state[param]["exp_avg"] for param in matrices]
+        grads, momenta = [], []
+        for group in self.param_groups:
+            for param in self._matrices_in(group):
+                grads.append(param.grad)
+                momenta.append(self.state[param]["exp_avg"])
+        if grads:
             torch._foreach_lerp_(momenta, grads, 1 - beta)
             if nesterov:
                 torch._foreach_lerp_(grads, momenta, beta)
@@ -214,7 +215,7 @@ class PackedMuon(Muon, PrecisionAwareAdam):
                 grad, rounding = param.grad.view(-1), self._rounding(param, group)
                 momentum = self._stored(param)._replace(weight=None, low_bits=None, carry_bits=None)
                 for begin, end, near in self._near(momentum, param):
-                    _add_packed(grad[begin:end], near, beta, nesterov, None if rounding is None else rounding.at(begin))
+                    _add_packed(grad[begin:end], near, beta, nesterov, rounding_at(rounding, begin))
 
     def _update_matrices(self, updated: list[Any], keep: float, rate: float) -> None:
         for param in updated:
@@ -255,7 +256,8 @@ def _add_packed(
                 weights, second = torch.zeros_like(piece), torch.zeros_like(piece)
             moments = stored, second[: end - begin]
             still = AdamState(weights[: end - begin], None, None, None, moments, (exponents, None))
-            adam_update([piece], [still], step, None if rounding is None else [rounding.at(begin)])
+            drawn = rounding_at(rounding, begin)
+            adam_update([piece], [still], step, None if drawn is None else [drawn])
         if nesterov:
             piece.lerp_(momentum, beta)
         else:
@@ -312,13 +314,15 @@ class Orthogonalizer:
         self._adams = {id(one.adam): one.adam for one in weights if one.adam is not None}
         for adam in self._adams.values():
             adam.momentum = self.momentum
-        self._exchanges = [
-            MatrixExchange(_blocks_of_all(some, dp, tp.size()), dp, tp, DTYPES[options.muon_fp32_matmul_prec])
-            for some, dp, tp in (
-                ([one for one in weights if not one.layout.stacked], pg.dp_cp, pg.tp),
-                ([one for one in weights if one.layout.stacked], pg.expt_dp, pg.expt_tp),
-            )
-        ]
+        dtype, self._exchanges = DTYPES[options.muon_fp32_matmul_prec], []
+        for stacked, dp, tp in ((False, pg.dp_cp, pg.tp), (True, pg.expt_dp, pg.expt_tp)):
+            some = [one for one in weights if one.layout.stacked == stacked]
+            of_ranks: list[Any] = [None] * dp.size()
+            dist.all_gather_object(of_ranks, [tuple(one.own) for one in some], group=dp)
+            blocks: list[MatrixBlock] = []
+            for one, parts in zip(some, zip(*of_ranks), strict=True):
+                blocks += _blocks(one, parts, dp.rank(), tp.size())
+            self._exchanges.append(MatrixExchange(blocks, dp, tp, dtype))
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -358,17 +362,6 @@ def scale(rows: int, columns: int, *, mode: str, extra: float) -> float:
 # Blocks of weights.
 
 
-def _blocks_of_all(weights: Sequence[MatrixWeight], dp: ProcessGroup, tp_size: int) -> list[MatrixBlock]:
-    """Return the blocks of weights that are spread over a data-parallel group. Collective over it."""
-    own = [tuple(one.own) for one in weights]
-    everywhere: list[Any] = [None] * dp.size()
-    dist.all_gather_object(everywhere, own, group=dp)
-    blocks: list[MatrixBlock] = []
-    for number, one in enumerate(weights):
-        blocks += _blocks(one, [ranks[number] for ranks in everywhere], dp.rank(), tp_size)
-    return blocks
-
-
 def _blocks(one: MatrixWeight, own: Sequence[Any], dp_rank: int, tp_size: int) -> Iterator[MatrixBlock]:
     """Yield the blocks of a weight, of which each data-parallel rank updates the part in `own`."""
     shape, layout = tuple(one.weight.shape), one.layout
@@ -377,10 +370,13 @@ def _blocks(one: MatrixWeight, own: Sequence[Any], dp_rank: int, tp_size: int) -
     replicated = sum(end - begin for axis, begin, end in own if axis is None) > math.prod(shape)
     cost = flops_of_block(layout, inner, tp_size)
     for index in range(shape[0]) if layout.stacked else (None,):
-        shares = [_share(shape, axis, begin, end, index) for axis, begin, end in own]
-        here = shares[dp_rank]
-        of_blocks = [None if share is None else share.of_block for share in shares]
-        of_main = _all if here is None else here.of_main
+        of_blocks: list[Part | None] = []
+        of_main: Part = _all  # of which nothing is asked where this rank has nothing of the block
+        for rank, (axis, begin, end) in enumerate(own):
+            share = _share(shape, axis, begin, end, index)
+            of_blocks.append(None if share is None else share.of_block)
+            if share is not None and rank == dp_rank:
+                of_main = share.of_main
         yield MatrixBlock(inner, layout.split, layout.matrices, cost, of_blocks, replicated, one.main, of_main)
 
 
@@ -399,8 +395,10 @@ def _share(shape: tuple[int, ...], axis: int | None, begin: int, end: int, index
         index: of the block along the first axis; None: the weight is one block.
     """
     if axis is None:
-        numel = math.prod(shape if index is None else shape[1:])
-        first = 0 if index is None else index * numel
+        numel, first = math.prod(shape), 0
+        if index is not None:
+            numel = math.prod(shape[1:])
+            first = index * numel
         low, high = max(begin, first), min(end, first + numel)
         if low >= high:
             return None

@@ -62,9 +62,14 @@ def build_optimizer(run: Run, model: Sequence[torch.nn.Module], pg_collection: P
     Moments exist from the start, so a checkpoint can be written before the first step was committed.
     """
     fully_sharded = run.derived.zero_stage >= 2
-    chunks: Any = [_Shards(chunk) for chunk in model] if fully_sharded else list(model)
-    shards = [shard for chunk in chunks for _, shard in chunk.named_parameters()] if fully_sharded else []
-    offloaded = [shard for shard in shards if shard.device.type != platform.device().type]
+    chunks: Any = list(model)
+    offloaded: list[torch.nn.Parameter] = []
+    if fully_sharded:
+        chunks = [_Shards(chunk) for chunk in model]
+        for chunk in chunks:
+            for _, shard in chunk.named_parameters():
+                if shard.device.type != platform.device().type:
+                    offloaded.append(shard)
     with engine.adam_class(_adam_of(run)), engine.cpu_shards_accepted(offloaded):
         optimizer = engine.get_megatron_optimizer(
             optimizer_config(run),
@@ -73,11 +78,12 @@ def build_optimizer(run: Run, model: Sequence[torch.nn.Module], pg_collection: P
             use_gloo_process_groups=False,
             pg_collection=pg_collection,
         )
-    _ADDITIONS[optimizer] = Additions(
-        _orthogonalizer(run, model, optimizer, pg_collection) if run.optimizer.optimizer == "muon" else None,
-        _qk_clip(run, model, optimizer, pg_collection) if run.optimizer.qk_clip else None,
-    )
-    scale = None
+    orthogonalizer, qk_clip, scale = None, None, None
+    if run.optimizer.optimizer == "muon":
+        orthogonalizer = _orthogonalizer(run, model, optimizer, pg_collection)
+    if run.optimizer.qk_clip:
+        qk_clip = _qk_clip(run, model, optimizer, pg_collection)
+    _ADDITIONS[optimizer] = Additions(orthogonalizer, qk_clip)
     for part in engine.parts(optimizer):
         if fully_sharded:
             engine.adapt_to_fully_sharded(part)
@@ -150,8 +156,11 @@ def _qk_clip(run: Run, model: Sequence[torch.nn.Module], optimizer: EngineOptimi
 
 def _adams(optimizer: EngineOptimizer) -> dict[int, Any]:
     """Return the id of each main param of this rank -> the optimizer that updates it."""
-    every = (part for part in engine.parts(optimizer) if not part.is_stub_optimizer)
-    return {id(main): part.optimizer for part in every for main in part.get_parameters()}
+    adams: dict[int, Any] = {}
+    for part in engine.parts(optimizer):
+        if not part.is_stub_optimizer:
+            adams.update(dict.fromkeys(map(id, part.get_parameters()), part.optimizer))
+    return adams
 
 
 def _pack(part: Any) -> None:
@@ -172,11 +181,10 @@ def _place(model: Sequence[torch.nn.Module], optimizer: EngineOptimizer, pg: Pro
     adams = [part.optimizer for part in engine.parts(optimizer) if isinstance(part.optimizer, PrecisionAwareAdam)]
     if not any(adam.uses_stochastic_rounding for adam in adams):
         return
-    places = {
-        id(parameter): (rows, column)
-        for chunk in model
-        for parameter, rows, column in sharded.places(unwrapped(chunk), metadata(pg))
-    }
+    places = {}
+    for chunk in model:
+        for parameter, rows, column in sharded.places(unwrapped(chunk), metadata(pg)):
+            places[id(parameter)] = rows, column
     for parameter, main in named_main_params(model, optimizer):
         (rows, column), width = places[id(parameter)], parameter.shape[-1]
         axis, begin, _ = owned_part(optimizer, parameter)
@@ -220,8 +228,9 @@ class OwnedPart(NamedTuple):
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the part of a contiguous tensor of the weight's shape, in the same memory."""
-        along = tensor.view(-1) if self.axis is None else tensor
-        return along.narrow(self.axis or 0, self.begin, self.end - self.begin)
+        if self.axis is None:
+            return tensor.view(-1)[self.begin : self.end]
+        return tensor.narrow(self.axis, self.begin, self.end - self.begin)
 
 
 def owned_part(optimizer: EngineOptimizer, parameter: torch.nn.Parameter) -> OwnedPart:
@@ -280,8 +289,11 @@ class SharedLossScale:
 
 def shared_loss_scale(optimizer: EngineOptimizer) -> SharedLossScale | None:
     """Return the fp16 loss scale, or None where there is none."""
-    scales = (getattr(part, "grad_scaler", None) for part in engine.parts(optimizer))
-    return next((scale for scale in scales if isinstance(scale, SharedLossScale)), None)
+    for part in engine.parts(optimizer):
+        scale = getattr(part, "grad_scaler", None)
+        if isinstance(scale, SharedLossScale):
+            return scale
+    return None
 
 
 def optimizer_tensors(optimizer: EngineOptimizer) -> Iterator[Tensor]:
@@ -297,8 +309,9 @@ def optimizer_tensors(optimizer: EngineOptimizer) -> Iterator[Tensor]:
             continue
         for master in part.get_parameters():
             yield master
-            state = part.optimizer.state[master].values()
-            yield from (value for value in state if isinstance(value, Tensor) and value.dim() > 0)
+            for value in part.optimizer.state[master].values():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    yield value
 
 
 def packing_adam(optimizer: EngineOptimizer, main: Tensor) -> PrecisionAwareAdam | None:

@@ -129,8 +129,10 @@ def attention_figures(clip: QKClip | None, logits: Tensor | None) -> Tensor:
     """
     if logits is None:
         return torch.empty(0, dtype=torch.float64, device=platform.device())
-    figures = [logits.max()] if clip is None else [logits.max(), (logits > clip.threshold).sum()]
-    return torch.stack([figure.double() for figure in figures])
+    figures = [logits.max().double()]
+    if clip is not None:
+        figures.append((logits > clip.threshold).sum().double())
+    return torch.stack(figures)
 
 
 def _multiply_rows(main: Tensor, factors: Tensor, width: int, axis: int | None, begin: int, end: int) -> None:
@@ -141,7 +143,8 @@ def _multiply_rows(main: Tensor, factors: Tensor, width: int, axis: int | None, 
         axis, begin, end: which part it is, see `OwnedPart`.
     """
     if axis is not None:
-        factors = factors[begin:end] if axis == 0 else factors
+        if axis == 0:
+            factors = factors[begin:end]
         main.mul_(factors.view(-1, *[1] * (main.dim() - 1)))
         return
     flat = main.view(-1)

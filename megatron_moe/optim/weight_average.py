@@ -47,22 +47,18 @@ class WeightAverage:
 
     def __init__(self, decay: float, model: Sequence[torch.nn.Module], optimizer: EngineOptimizer) -> None:
         self.decay = decay
-        moments = {
-            main: state["exp_avg"]
-            for part in parts(optimizer)
-            if not part.is_stub_optimizer
-            for main, state in part.optimizer.state.items()
-        }
-        self.weights = [
-            AveragedWeight(
-                parameter,
-                owned_part(optimizer, parameter),
-                main,
-                packing_adam(optimizer, main),
-                _like(main, moments[main]),
-            )
-            for parameter, main in named_main_params(model, optimizer)
-        ]
+        state: dict[Tensor, dict[str, Tensor]] = {}
+        for part in parts(optimizer):
+            if not part.is_stub_optimizer:
+                state.update(part.optimizer.state)
+        self.weights: list[AveragedWeight] = []
+        for parameter, main in named_main_params(model, optimizer):
+            if state[main]["exp_avg"].device == main.device:
+                values = torch.empty(main.shape, dtype=torch.float32, device=main.device)
+            else:
+                values = host_memory(tuple(main.shape), torch.float32, pinned=True)
+            adam = packing_adam(optimizer, main)
+            self.weights.append(AveragedWeight(parameter, owned_part(optimizer, parameter), main, adam, values))
         self.restart()
 
     @torch.no_grad()
@@ -90,12 +86,6 @@ def build_average(run: Run, model: Sequence[torch.nn.Module], optimizer: EngineO
     return None if decay is None else WeightAverage(decay, model, optimizer)
 
 
-def _like(main: Tensor, moment: Tensor) -> Tensor:
-    if moment.device == main.device:
-        return torch.empty(main.shape, dtype=torch.float32, device=main.device)
-    return host_memory(tuple(main.shape), torch.float32, pinned=True)
-
-
 def _pieces(weight: AveragedWeight) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield parts of the average with the weight's fp32 values, where the average is."""
     values, adam = weight.values.view(-1), weight.packed_by
@@ -104,9 +94,8 @@ def _pieces(weight: AveragedWeight) -> Iterator[tuple[Tensor, Tensor]]:
         return
     for begin in range(0, values.numel(), _PIECE):
         end = min(begin + _PIECE, values.numel())
-        near = (
-            weight.main.detach().view(-1)[begin:end]
-            if adam is None
-            else adam.values_of(weight.main, "param", begin, end)
-        )
+        if adam is None:
+            near = weight.main.detach().view(-1)[begin:end]
+        else:
+            near = adam.values_of(weight.main, "param", begin, end)
         yield values[begin:end], near.to(values.device)

@@ -1,20 +1,23 @@
-"""Callbacks: what accompanies a run is called by the training loop at fixed points, in the order of one list."""
+"""Callbacks: what accompanies a run is called by the training loop at fixed points, in the order of one list.
+
+A program may hand in its own: `OwnCallbacks` makes one rank's error or wish to stop that of all ranks.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.data.batches import Batch
 from megatron_moe.report.metric import StepRecord
+from megatron_moe.training.metrics import raise_together
 from megatron_moe.training.replay import StepReplay
 from megatron_moe.training.step import StepProbe, StepResult
-
-if TYPE_CHECKING:
-    from megatron_moe.training.trainer import Trainer
+from megatron_moe.training.step_sums import max_over_ranks
+from megatron_moe.training.trainer import Trainer
 
 
 @dataclass
@@ -87,3 +90,90 @@ class Callback:
 
     def close(self) -> None:
         """Release what the callback holds; called in any case, in the reverse order."""
+
+
+class CallbackError(Exception):
+    """A program's own callback raised an error, which is its cause."""
+
+
+class OwnCallbacks(Callback):
+    """Calls the callbacks that a program handed to `pretrain`; ranks agree after each call.
+
+    Every rank may have other callbacks, or none. Without any on any rank nothing is exchanged.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = callbacks
+        self._on_some_rank = False
+
+    def attach(self, trainer: Trainer) -> None:
+        """Attach all callbacks. Collective over all ranks."""
+        super().attach(trainer)
+        self._on_some_rank = bool(max_over_ranks(len(self._callbacks))[0])
+        self._call("attach", lambda callback: callback.attach(trainer))
+
+    def notes(self) -> Sequence[str]:
+        """Return the callbacks' notes."""
+        return [note for callback in self._callbacks for note in callback.notes()]
+
+    def before_training(self) -> None:
+        """Call the callbacks, see `Callback`."""
+        self._call("before_training", lambda callback: callback.before_training())
+
+    def before_step(self, step: Step) -> None:
+        """Call the callbacks, see `Callback`."""
+        self._call("before_step", lambda callback: callback.before_step(step))
+
+    def before_update(self, step: Step) -> None:
+        """Call the callbacks, see `Callback`."""
+        self._call("before_update", lambda callback: callback.before_update(step))
+
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """Call the callbacks, and end the run on all ranks where it is to end on one."""
+        self._call("after_step", lambda callback: callback.after_step(step, result))
+        if self._on_some_rank:
+            reasons = [reason for reason in all_gather_object(self.trainer.stop_reason) if reason is not None]
+            if reasons:
+                self.trainer.stop_reason = reasons[0]
+
+    def after_training(self) -> None:
+        """Call the callbacks, see `Callback`."""
+        self._call("after_training", lambda callback: callback.after_training())
+
+    def on_error(self, error: BaseException) -> None:
+        """Call the callbacks; what they raise themselves is reported beside the error."""
+        for callback in self._callbacks:
+            try:
+                callback.on_error(error)
+            except Exception as another:
+                self.trainer.reporter.event("warning", str(_failure(callback, "on_error", another)))
+
+    def close(self) -> None:
+        """Close all callbacks; what one raises is reported."""
+        for callback in self._callbacks:
+            try:
+                callback.close()
+            except Exception as error:
+                self.trainer.reporter.event("warning", str(_failure(callback, "close", error)))
+
+    def _call(self, hook: str, call: Callable[[Callback], None]) -> None:
+        """Call the method `hook` of all callbacks. Collective over all ranks where one of them has callbacks.
+
+        Raises:
+            RunFault: on all ranks, naming the callback that failed.
+        """
+        failure: CallbackError | None = None
+        for callback in self._callbacks:
+            try:
+                call(callback)
+            except Exception as error:
+                failure = _failure(callback, hook, error)
+                break
+        if self._on_some_rank:
+            raise_together(failure)
+
+
+def _failure(callback: Callback, hook: str, error: Exception) -> CallbackError:
+    failure = CallbackError(f"the callback's {type(callback).__name__}.{hook} failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -47,9 +47,13 @@ def evaluate(
             model as it was. None: the micro-batches run as one schedule.
     """
     begin = time.perf_counter()
-    compute = fp32_compute(model) if in_fp32 else contextlib.nullcontext()
     losses: list[dict[str, torch.Tensor]] = []
-    with evaluation_mode(model), compute, without_autocast(platform.device().type):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(evaluation_mode(model))  # first: fp32 copies are made of the gathered parameters
+        if in_fp32:
+            stack.enter_context(configured_in_fp32(model))
+            stack.enter_context(fp32_weights(model))
+        stack.enter_context(without_autocast(platform.device().type))
         for size in _rounds(num_micro_batches, pg_collection.pp.size(), between):
             losses += get_forward_backward_func()(
                 forward_step_func=forward_step,
@@ -99,16 +103,6 @@ def evaluation_mode(model: Model) -> Iterator[None]:
         finally:
             for chunk in model:
                 chunk.train()
-
-
-@contextlib.contextmanager
-def fp32_compute(model: Model) -> Iterator[None]:
-    """Compute in fp32 in the block, between pipeline stages too; restore the model afterwards.
-
-    Enter it when all parameters are gathered: the copies are made of the values that the ranks have now.
-    """
-    with configured_in_fp32(model), fp32_weights(model):
-        yield
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_moe.engine import schedules
 from megatron_moe.moe.load_balance import TokenCountError, updated_expert_bias
 from megatron_moe.moe.router import TopKRouter, routers
+from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.precision.contract import PrecisionError
 
 
@@ -36,7 +37,7 @@ class RouterUpdate:
 def finalize_model_grads(
     model: list[torch.nn.Module],
     num_tokens: Tensor | None = None,
-    pg_collection: Any = None,
+    pg_collection: ProcessGroups | None = None,
     force_all_reduce: bool = False,
     **engine_options: Any,
 ) -> RouterUpdate:

@@ -27,12 +27,6 @@ from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.training.timers import untimed
 
 
-def counts_ahead(options: MoEOptions, num_micro_batches: int) -> bool:
-    """Return whether a step first runs its micro-batches forward once, to count what their tokens choose."""
-    wanted = "global_aux_loss" in dict(options.aux_losses) and options.global_counts == "batch"
-    return wanted and num_micro_batches > 1
-
-
 def prepare_global_batch(
     model: Sequence[torch.nn.Module],
     batches: Sequence[Iterator[Batch]],
@@ -57,31 +51,26 @@ def prepare_global_batch(
     num_tokens = num_micro_batches * micro_batch_size * seq_length * pg_collection.dp.size()
     weight: float | Tensor = num_micro_batches * pg_collection.dp.size() / num_tokens
     weighs_by_mask = options.per_token_loss and bool(options.aux_losses or options.z_loss_coeff)
-    ahead, counted = counts_ahead(options, num_micro_batches), None
-    if weighs_by_mask or ahead:
+    # What all tokens of the step choose is counted by running its micro-batches forward once.
+    is_global = "global_aux_loss" in dict(options.aux_losses) and options.global_counts == "batch"
+    counts_ahead, counted = is_global and num_micro_batches > 1, None
+    if weighs_by_mask or counts_ahead:
         read = [list(itertools.islice(chunk, num_micro_batches)) for chunk in batches]
         if weighs_by_mask:
-            weight = _loss_tokens(read[0], pg_collection) / num_tokens
-        if ahead:
+            # Counted by one TP rank of the first stage; stages in between have no loss masks.
+            tokens = torch.zeros((), dtype=torch.float64, device=platform.device())
+            if pg_collection.pp.rank() == 0 and pg_collection.tp.rank() == 0:
+                for batch in read[0]:
+                    mask = batch["loss_mask"]
+                    assert mask is not None, "the first stage has batches"
+                    tokens += mask.double().sum()
+            torch.distributed.all_reduce(tokens)
+            weight = tokens / num_tokens
+        if counts_ahead:
             counted = _count(model, read, forward_step, micro_batch_size, seq_length)
         batches = [iter(chunk) for chunk in read]
     announce_global_batch(model, GlobalBatch(num_tokens, weight), counted)
     return batches
-
-
-def _loss_tokens(read: list[Batch], pg_collection: ProcessGroups) -> Tensor:
-    """Return how many tokens of the global batch have a loss, fp64, on every rank.
-
-    They are counted by one TP rank of the first stage; stages in between have no loss masks.
-    """
-    tokens = torch.zeros((), dtype=torch.float64, device=platform.device())
-    if pg_collection.pp.rank() == 0 and pg_collection.tp.rank() == 0:
-        for batch in read:
-            mask = batch["loss_mask"]
-            assert mask is not None, "the first stage has batches"
-            tokens += mask.double().sum()
-    torch.distributed.all_reduce(tokens)
-    return tokens
 
 
 def _count(

@@ -26,8 +26,13 @@ def main_gradients(optimizer: EngineOptimizer) -> Iterator[Tensor]:
     Their norm is no substitute: of a weight that tensor parallel ranks replicate it counts the first rank's gradient.
     """
     for part in parts(optimizer):
-        if not part.is_stub_optimizer:
-            yield from (master.grad for master in part.get_parameters() if master.grad is not None)
+        yield from _gradients_of(part)
+
+
+def _gradients_of(part: EngineOptimizer) -> list[Tensor]:
+    if part.is_stub_optimizer:
+        return []
+    return [main.grad for main in part.get_parameters() if main.grad is not None]
 
 
 @torch.no_grad()
@@ -90,15 +95,17 @@ def grad_norm_squares(optimizer: EngineOptimizer) -> Tensor:
     The gradients and groups are those of the engine's `get_grad_norm`, which reads from the device once per gradient
     where neither Transformer Engine nor apex is installed, and once per part where one is.
     """
-    sets = [[part] for part in parts(optimizer)]
+    every = parts(optimizer)
     if isinstance(optimizer, ChainedOptimizer) and optimizer.grads_states_parallel_group_is_shared():
-        sets = [parts(optimizer)]
-    return torch.cat([_norm_square(members) for members in sets])
+        return _norm_square(every)
+    return torch.cat([_norm_square([part]) for part in every])
 
 
 def _norm_square(members: Sequence[Any]) -> Tensor:
     """Return the squared norm of the gradients of parts that share a group, fp32 [1]. Collective over the group."""
-    gradients = [gradient for part in members for gradient in _gradients_of_norm(part)]
+    gradients: list[Tensor] = []
+    for part in members:
+        gradients += _gradients_of_norm(part)
     square = torch.zeros(1, dtype=torch.float32, device=platform.device())
     if gradients:
         square += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) ** 2.0
@@ -115,7 +122,9 @@ def _gradients_of_norm(part: Any) -> list[Tensor]:
 def joint_norm(squares: Sequence[float]) -> float:
     """Return the norm of all gradients from the squares of the parts' norms, rounded as the engine's."""
     norms = [square**0.5 for square in squares]
-    return norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
+    if len(norms) == 1:
+        return norms[0]
+    return math.sqrt(sum(norm**2 for norm in norms))
 
 
 @torch.no_grad()
@@ -140,9 +149,11 @@ def count_zeros(optimizer: EngineOptimizer) -> Tensor:
     The gradients are those of the norm: what several TP ranks have counts once, and so does a table that two stages
     share. Rows that pad the vocabulary are among them.
     """
-    return _over_groups(
-        optimizer, lambda part: [gradient.numel() - gradient.count_nonzero() for gradient in _gradients_of_norm(part)]
-    )
+
+    def zeros(part: EngineOptimizer) -> list[Tensor]:
+        return [gradient.numel() - gradient.count_nonzero() for gradient in _gradients_of_norm(part)]
+
+    return _over_groups(optimizer, zeros)
 
 
 @torch.no_grad()
@@ -151,19 +162,16 @@ def weights_norm(optimizer: EngineOptimizer) -> float:
 
     Call it while the gradients of the last step are there: the weights are those whose gradients are in their norm.
     """
-    squares = _over_groups(
-        optimizer,
-        lambda part: [
-            torch.linalg.vector_norm(main_param(part, one)).double().square() for one in _weights_of_norm(part)
-        ],
-    )
-    return math.sqrt(squares.item())
 
+    def squares(part: EngineOptimizer) -> list[Tensor]:
+        counted = set(map(id, _gradients_of_norm(part)))
+        found = []
+        for main in part.get_parameters():
+            if main.grad is not None and id(main.grad) in counted:
+                found.append(torch.linalg.vector_norm(main_param(part, main)).double().square())
+        return found
 
-def _weights_of_norm(part: Any) -> list[Tensor]:
-    gradients = _gradients_of_norm(part)
-    counted = {id(gradient) for gradient in gradients}
-    return [master for master in part.get_parameters() if master.grad is not None and id(master.grad) in counted]
+    return math.sqrt(_over_groups(optimizer, squares).item())
 
 
 def _over_groups(optimizer: EngineOptimizer, numbers: Callable[[Any], Sequence[Tensor]]) -> Tensor:
@@ -183,7 +191,7 @@ def _over_groups(optimizer: EngineOptimizer, numbers: Callable[[Any], Sequence[T
 def clip_gradients(optimizer: EngineOptimizer, grad_norm: float) -> None:
     """Scale all main gradients in place so that their joint norm is at most `--clip-grad`; 0 leaves them alone."""
     for part in parts(optimizer):
-        gradients = [] if part.is_stub_optimizer else [p.grad for p in part.get_parameters() if p.grad is not None]
+        gradients = _gradients_of(part)
         if not gradients or part.config.clip_grad <= 0.0:
             continue
         share = part.config.clip_grad / (grad_norm + 1e-6)  # the engine's formula

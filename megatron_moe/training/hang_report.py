@@ -1,9 +1,14 @@
-"""The report on a hang: from the status of all ranks to one sentence that names the cause and where the others wait.
+"""The report on a hang: what each rank is doing, and one sentence that names the cause and where the others wait.
+
+What a thread is doing is read from its stack. Under gloo a rank waits in a collective. Under NCCL it goes on while the
+device waits, up to the next line that reads from the device: `x.item()` waits in C, and the thread's stack ends with
+the frame of the line that calls it. A line may have several calls; the frame's instruction says which of them is
+running.
 
 `diagnose` puts the `RankStatus` of all ranks together, which the watchdog collects. Under NCCL all ranks look alike
 while they wait for their devices, and differ in what they have begun: torch's flight recorder has every collective of
 every process group, its number in the group, name, shapes, and whether it has ended. `progress` reads one rank's
-record, `_behind` compares those of all ranks. The format is that of torch's JSON dump, whose fields are described in
+record, `behind` compares those of all ranks. The format is that of torch's JSON dump, whose fields are described in
 torch's tutorial on the recorder. Sends and receives between two ranks are not read.
 
 The standard library is enough for all of it: it has to work while everything else hangs.
@@ -11,15 +16,22 @@ The standard library is enough for all of it: it has to work while everything el
 
 from __future__ import annotations
 
+import ast
+import dis
 import faulthandler
 import json
+import linecache
+import re
+import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import FrameType
 from typing import Any
 
-from megatron_moe.training.stack_reading import FOR_DEVICE
+from megatron_moe.io.texts import inwards, place_in
 
 FAILED, DOING = "failed", "doing"
 GONE, STOPPED, SILENT, LEFT = "gone", "stopped", "silent", "left"
@@ -36,6 +48,187 @@ _MISSING_WORDS = {
 # Collectives to which all ranks bring the same shapes; to an all-to-all, for example, they need not.
 _EQUAL_SHAPES = ("all_reduce", "_all_gather_base", "_reduce_scatter_base")
 _RANKS_SHOWN = 8
+
+# What a thread is doing.
+
+Frames = list[tuple[FrameType, int, int]]
+"""Innermost first: frame, line, index of the instruction."""
+
+FOR_DEVICE = ", for the device"
+# Wrappers around a collective, which are no collectives themselves.
+_WRAPPERS = ("wrapper", "_object_to_tensor", "_tensor_to_object")
+_WAIT = "wait"
+_SYNCHRONIZE = ("synchronize", "_cuda_synchronize")
+# Methods and functions that copy from the device to the host, or need a number that is there.
+_READS = (
+    *("item", "tolist", "cpu", "numpy", "to", "nonzero", "is_nonzero", "equal", "allclose", "masked_select"),
+    *("unique", "unique_consecutive", "bincount", "copy_", "_local_scalar_dense"),
+)
+_CONVERSIONS = ("bool", "float", "int", "complex", "str", "repr", "format", "print", "list", "tuple")
+
+
+@dataclass(frozen=True)
+class ThreadActivity:
+    """What a thread is doing."""
+
+    waits_in: str | None
+    """The collective that it waits in."""
+    tensor: str | None
+    """Dtype and shape of what it sends, where that is known."""
+    number: int | None
+    """How many collectives its group has begun on this rank, where that is known."""
+    at: str
+    """file:line in function, of this package where there is any on the stack."""
+
+
+def current_activity(ignored: tuple[int, ...] = (), on_device: bool = False) -> ThreadActivity:
+    """Return what this process is doing: the main thread, unless another thread waits in a collective.
+
+    Backward passes run in threads of their own.
+
+    Args:
+        ignored: identifiers of threads that do not count.
+        on_device: whether tensors are on a CUDA device, so that reading one waits for everything that is queued there.
+    """
+    found = []
+    for _, frame in _threads(ignored):
+        doing = activity_of(outwards(frame), on_device)
+        if doing.waits_in is not None:
+            return doing
+        found.append(doing)
+    return found[0]
+
+
+def of_error(error: BaseException) -> ThreadActivity:
+    """Return what was being done when `error` was raised.
+
+    A line that reads from the device is no wait here: an error of a kernel before it is raised there.
+    """
+    return activity_of(list(reversed(list(inwards(error.__traceback__)))), on_device=False)
+
+
+def stacks(ignored: tuple[int, ...] = ()) -> str:
+    """Return the stacks of all threads of this process, main thread first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    texts = []
+    for ident, frame in _threads(ignored):
+        lines = "".join(traceback.format_stack(frame)).rstrip()
+        texts.append(f"thread {names.get(ident, ident)}:\n{lines}")
+    return "\n".join(texts)
+
+
+def _threads(ignored: tuple[int, ...]) -> list[tuple[int, FrameType]]:
+    """Return (identifier, innermost frame) of this process's threads, the main thread first."""
+    main = threading.main_thread().ident
+    frames = [entry for entry in sys._current_frames().items() if entry[0] not in ignored]
+    return sorted(frames, key=lambda entry: (entry[0] != main, entry[0]))
+
+
+def outwards(frame: FrameType | None) -> Frames:
+    """Return a frame and those that called it."""
+    frames: Frames = []
+    while frame is not None:
+        frames.append((frame, frame.f_lineno, frame.f_lasti))
+        frame = frame.f_back
+    return frames
+
+
+def activity_of(frames: Frames, on_device: bool) -> ThreadActivity:
+    """Return what a thread with this stack is doing."""
+    at = place_in((frame, line) for frame, line, _ in frames)
+    collective = None  # the outermost function of torch.distributed on top of the stack
+    for frame, _, _ in frames:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if "/torch/distributed/" in file and name not in _WRAPPERS:
+            collective = frame
+        elif collective is not None and "/torch/" not in file:
+            break
+    if collective is not None:
+        values = collective.f_locals
+        return ThreadActivity(collective.f_code.co_name, _tensor(values), _number(values), at)
+    call = _waiting_call(*frames[0], on_device) if frames else None
+    if call is None:
+        return ThreadActivity(None, None, None, at)
+    if call == _WAIT:  # for a collective that was started before
+        return ThreadActivity(f"a wait in {frames[0][0].f_code.co_name}", None, None, at)
+    return ThreadActivity(f"{call}{FOR_DEVICE}", None, None, at)
+
+
+def _tensor(values: dict[str, Any]) -> str | None:
+    """Return dtype and shape of the tensor that a collective was given."""
+    for name in ("tensor", "input_tensor", "input", "output", "object_list", "obj"):
+        value = values.get(name)
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return None
+
+
+def _number(values: dict[str, Any]) -> int | None:
+    """Return how many collectives the group has begun, counted by torch."""
+    if "group" not in values or "torch.distributed" not in sys.modules:
+        return None
+    try:
+        return (values["group"] or sys.modules["torch.distributed"].group.WORLD)._get_sequence_number_for_group()
+    except (AttributeError, RuntimeError):  # a group of another kind, or one that is being taken down
+        return None
+
+
+def _waiting_call(frame: FrameType, line: int, instruction: int, on_device: bool) -> str | None:
+    """Return the call in which the innermost frame waits: wait, synchronize, item and so on; None for others.
+
+    With `on_device`, calls that read from a CUDA device count, and so does a condition on a tensor.
+    """
+    if "threading" in frame.f_code.co_filename:
+        return None
+    text = linecache.getline(frame.f_code.co_filename, line)
+    reads_tensor = False
+    if on_device:
+        for name in re.findall(r"[^\W\d]\w*", text):
+            value = frame.f_locals.get(name, frame.f_globals.get(name))
+            reads_tensor = reads_tensor or (hasattr(value, "shape") and hasattr(value, "dtype"))
+    if instruction >= 0:
+        name = dis.opname[frame.f_code.co_code[instruction]]
+        if ("JUMP" in name and "_IF_" in name) or name in ("UNARY_NOT", "TO_BOOL"):
+            return "a condition" if reads_tensor else None
+    waits: tuple[str, ...] = (_WAIT, *_SYNCHRONIZE)
+    if on_device:
+        waits += _READS
+    call = _call(frame, instruction)
+    if isinstance(call, ast.Name):
+        return call.id if reads_tensor and call.id in _CONVERSIONS else None
+    if isinstance(call, ast.Attribute) and call.attr in waits:
+        return _shown(call.attr)
+    if call is None:
+        for name in waits:
+            if f".{name}(" in text:
+                return _shown(name)
+    return None
+
+
+def _shown(name: str) -> str:
+    return "synchronize" if name in _SYNCHRONIZE else name
+
+
+def _call(frame: FrameType, instruction: int) -> ast.expr | None:
+    """Return what is being called, by the instruction, a constant for what is no call.
+
+    None where the source is not there, or spread over lines.
+    """
+    positions = getattr(frame.f_code, "co_positions", None)  # of Python 3.11
+    if instruction < 0 or positions is None:
+        return None
+    places = list(positions())
+    if instruction // 2 >= len(places):
+        return None
+    line, last_line, first, last = places[instruction // 2]
+    if line is None or line != last_line:
+        return None
+    text = linecache.getline(frame.f_code.co_filename, line).encode()[first:last].decode(errors="replace")
+    try:
+        expression = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+    return expression.func if isinstance(expression, ast.Call) else ast.Constant(None)
 
 
 # NCCL's flight recorder.
@@ -108,7 +301,9 @@ def progress(dump: Mapping[str, Any]) -> tuple[GroupProgress, ...]:
     for name, description, entry in recorded:
         if about[name] == description:
             entries.setdefault(name, {})[int(entry["collective_seq_id"])] = entry
-    status = {name_of_number.get(str(number), str(number)): value for number, value in dump["pg_status"].items()}
+    status = {}
+    for number, value in dump["pg_status"].items():
+        status[name_of_number.get(str(number), str(number))] = value
     found = []
     for name in sorted(entries.keys() | status.keys()):
         own, state = entries.get(name, {}), status.get(name, {})
@@ -118,24 +313,17 @@ def progress(dump: Mapping[str, Any]) -> tuple[GroupProgress, ...]:
         begun = max([int(state.get("last_enqueued_collective", 0)), *own])
         if begun <= 0 or len(ranks) == 1:
             continue
-        ended = _last_ended(own, state.get("last_completed_collective"))
-        is_open = ended is not None and ended < begun and ended + 1 in own
-        opened = _collective_text(own[ended + 1]) if is_open and ended is not None else None
+        # By the group's own number, and by what the entries say: torch's threads may write the number out of order.
+        completed = [number for number, entry in own.items() if entry["state"] == "completed"]
+        last, ended, opened = state.get("last_completed_collective"), None, None
+        if last is not None:
+            ended = max([int(last), 0, *completed])
+        elif own:
+            ended = max(completed, default=min(own) - 1)
+        if ended is not None and ended < begun and ended + 1 in own:
+            opened = _collective_text(own[ended + 1])
         found.append(GroupProgress(name, about.get(name, ""), tuple(map(int, ranks)), begun, ended, opened))
     return tuple(found)
-
-
-def _last_ended(entries: Mapping[int, Mapping[str, Any]], last: str | int | None) -> int | None:
-    """Return the last collective that has ended: by the group's own number, and by what the entries say.
-
-    torch's threads may write the number out of order. None where neither is known.
-    """
-    completed = [number for number, entry in entries.items() if entry["state"] == "completed"]
-    if last is not None:
-        return max([int(last), 0, *completed])
-    if not entries:
-        return None
-    return max(completed, default=min(entries) - 1)
 
 
 def _collective_text(entry: Mapping[str, Any]) -> str:
@@ -158,8 +346,10 @@ class _Wait:
 
     @property
     def place(self) -> str:
-        about = f" ({self.group.about})" if self.group.about not in ("", "undefined") else ""
-        return f"number {self.number} of process group {self.group.name}{about}"
+        place = f"number {self.number} of process group {self.group.name}"
+        if self.group.about in ("", "undefined"):
+            return place
+        return f"{place} ({self.group.about})"
 
     @property
     def collective(self) -> str:
@@ -191,15 +381,22 @@ def behind(of_ranks: Mapping[int, Sequence[GroupProgress]]) -> tuple[tuple[int, 
     if absent:
         blamed = sorted(absent - kept_waiting) or sorted(absent)
         wait = next(wait for wait in waits if blamed[0] in wait.absent)
-        others = [str(other.rank) for other in waits if other.is_same(wait) and other.absent == wait.absent]
+        others = []
+        for other in waits:
+            if other.is_same(wait) and other.absent == wait.absent:
+                others.append(str(other.rank))
         named = tuple(rank for rank in blamed if rank in wait.absent)
         ranks = "rank" if len(others) == 1 else "ranks"
         return named, f"did not join {wait.collective}, in which {ranks} {', '.join(others)} wait"
     for wait in waits:
-        joined = [other for other in waits if other.is_same(wait)]
-        if len({other.kind for other in joined}) > 1:
-            brought = "; ".join(f"rank {other.rank}: {other.group.open}" for other in joined)
-            return (), f"the ranks brought different collectives as {wait.place}: {brought}"
+        kinds: set[str | None] = set()
+        brought: list[str] = []
+        for other in waits:
+            if other.is_same(wait):
+                kinds.add(other.kind)
+                brought.append(f"rank {other.rank}: {other.group.open}")
+        if len(kinds) > 1:
+            return (), f"the ranks brought different collectives as {wait.place}: {'; '.join(brought)}"
     if waits:
         stands_still = "which does not end: a link, or a device, stands still"
         return (), f"all ranks have joined {waits[0].collective}, {stands_still}"
@@ -211,25 +408,21 @@ def _waits(of_ranks: Mapping[int, Sequence[GroupProgress]]) -> list[_Wait]:
     waits = []
     for rank, groups in sorted(of_ranks.items()):
         for group in groups:
-            begun = _begun_by_rank(group, of_ranks)
-            last_of_all = min(begun.values()) if group.ended is None else group.ended
-            number = last_of_all + 1
+            begun: dict[int, int] = {}  # the last collective that each rank with a record has begun
+            for other, theirs in of_ranks.items():
+                if theirs and other in group.ranks:
+                    begun[other] = 0
+                for one in theirs:
+                    if one.name == group.name:
+                        begun[other] = one.begun
+            number = group.ended
+            if number is None:
+                number = min(begun.values())
+            number += 1
             if number <= group.begun:
                 absent = tuple(sorted(other for other, last in begun.items() if last < number))
                 waits.append(_Wait(rank, group, number, absent))
     return waits
-
-
-def _begun_by_rank(group: GroupProgress, of_ranks: Mapping[int, Sequence[GroupProgress]]) -> dict[int, int]:
-    """Return the last collective of the group that each of its ranks with a record has begun."""
-    begun: dict[int, int] = {}
-    for other, theirs in of_ranks.items():
-        if theirs and other in group.ranks:
-            begun[other] = 0
-        for one in theirs:
-            if one.name == group.name:
-                begun[other] = one.begun
-    return begun
 
 
 # The conclusion.
@@ -261,11 +454,6 @@ class RankStatus:
     """Why that is not known."""
 
     @property
-    def waits_for_device(self) -> bool:
-        """Whether it waits for the device, which works off what was queued, or waits for other ranks itself."""
-        return self.waits_in is not None and self.waits_in.endswith(FOR_DEVICE)
-
-    @property
     def failed_by_itself(self) -> bool:
         """Whether its error is its own: a collective that fails is the fault of another rank."""
         return self.state == FAILED and not self.waits_in
@@ -286,9 +474,12 @@ class RankStatus:
     def __str__(self) -> str:
         if not self.waits_in:
             return f"at {self.at} ({self.mark})"
-        tensor = f" of {self.tensor}" if self.tensor else ""
-        number = f", the {self.number}. of its group" if self.number else ""
-        return f"waiting in {self.waits_in}{tensor}{number}, at {self.at} ({self.mark})"
+        text = f"waiting in {self.waits_in}"
+        if self.tensor:
+            text += f" of {self.tensor}"
+        if self.number:
+            text += f", the {self.number}. of its group"
+        return f"{text}, at {self.at} ({self.mark})"
 
 
 # The part of a status that is the same on all ranks of a sound run, by what is said where it differs.
@@ -309,7 +500,9 @@ def diagnose(answers: Mapping[int, RankStatus], missing: Mapping[int, str], mark
     """
     places: dict[str, list[int]] = {}
     for rank, status in sorted(answers.items()):
-        text = f"failed at {status.at}, {status.text}" if status.failed_by_itself else str(status)
+        text = str(status)
+        if status.failed_by_itself:
+            text = f"failed at {status.at}, {status.text}"
         places.setdefault(text, []).append(rank)
     where = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in places.items())
     return f"{_cause(answers, missing, marks)}. {where}".strip()
@@ -329,33 +522,43 @@ def _cause(answers: Mapping[int, RankStatus], missing: Mapping[int, str], marks:
     late = behind({rank: status.groups for rank, status in answers.items()})
     if late is not None:
         blamed, text = late
-        return f"{_ranks(blamed)} {text}: {answers[blamed[0]]}" if blamed else text
-    waiting = [status for status in answers.values() if status.waits_in]
-    working = [status for status in answers.values() if not status.waits_in]
+        if not blamed:
+            return text
+        return f"{_ranks(blamed)} {text}: {answers[blamed[0]]}"
+    waiting: list[RankStatus] = []
+    working: list[RankStatus] = []
+    for status in answers.values():
+        if status.waits_in:
+            waiting.append(status)
+        else:
+            working.append(status)
+    # The device works off what was queued, or waits for other ranks itself.
+    device_is_waited_for = [str(status.waits_in).endswith(FOR_DEVICE) for status in waiting]
     if waiting and working:
-        for_device = all(status.waits_for_device for status in waiting)
-        what = "what the others wait for" if for_device else "the collective"
-        return f"{_ranks([status.rank for status in working])} did not come to {what}: {working[0]}"
-    if any(status.waits_for_device for status in waiting):
-        return f"all ranks wait for their devices: {_known_of_devices(waiting)}"
+        what = "the collective"
+        if all(device_is_waited_for):
+            what = "what the others wait for"
+        return f"{_ranks_of(working)} did not come to {what}: {working[0]}"
+    if any(device_is_waited_for):
+        unknown = [status.without_groups for status in waiting if not status.groups]
+        known = "every collective that was begun has ended, and a kernel has not"
+        if unknown:
+            reasons = "; ".join(sorted(set(unknown) - {""}))
+            known = f"which one is behind is not known ({reasons or 'there is no flight recorder'})"
+        return f"all ranks wait for their devices: {known}"
     for what, key in _DIFFERENCES.items():
-        counts = Counter(key(status) for status in answers.values()).most_common()
+        counts = Counter(map(key, answers.values())).most_common()
         if len(counts) == 1:
             continue
         if counts[0][1] == counts[1][1]:
             return f"the ranks {what}, half of them each"
         odd = [status for status in answers.values() if key(status) != counts[0][0]]
-        return f"the ranks {what}: {_ranks([status.rank for status in odd])} {odd[0]}, unlike the others"
+        return f"the ranks {what}: {_ranks_of(odd)} {odd[0]}, unlike the others"
     return "all ranks wait in the same place: what connects them does not, or one of them left a collective out before"
 
 
-def _known_of_devices(waiting: Sequence[RankStatus]) -> str:
-    """Return why no rank can be named, where the ranks wait for their devices."""
-    unknown = [status.without_groups for status in waiting if not status.groups]
-    if not unknown:
-        return "every collective that was begun has ended, and a kernel has not"
-    reasons = "; ".join(sorted(set(unknown) - {""}))
-    return f"which one is behind is not known ({reasons or 'there is no flight recorder'})"
+def _ranks_of(answers: Sequence[RankStatus]) -> str:
+    return _ranks([status.rank for status in answers])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.platform.protocols import ProcessGroups
@@ -21,6 +22,7 @@ from megatron_moe.report.metric import ExpertLoad, MetricError, StepFacts, added
 from megatron_moe.report.records import StepRecord
 from megatron_moe.training.finalize_model_grads import RouterUpdate
 from megatron_moe.training.step import StepResult
+from megatron_moe.training.step_sums import max_over_ranks
 
 NO_EXPERT_LOAD = ExpertLoad({}, None, {})
 
@@ -194,11 +196,8 @@ def raise_together(failure: Exception | None, then: str = "") -> None:
     Raises:
         RunFault: one rank has failed.
     """
-    failed = torch.tensor([failure is not None], dtype=torch.int32, device=platform.device())
-    torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX)
-    if not failed.item():
+    if not max_over_ranks(failure is not None)[0]:
         return
-    reasons: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(reasons, None if failure is None else str(failure))
-    rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
-    raise RunFault(f"{reason} (rank {rank}){then}") from failure
+    for rank, reason in enumerate(all_gather_object(None if failure is None else str(failure))):
+        if reason is not None:
+            raise RunFault(f"{reason} (rank {rank}){then}") from failure

@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -61,16 +60,39 @@ def require_one_view(planned: RunPlan, ranks: RankFacts) -> list[str]:
     here = local_world_size(ranks.world_size) or ranks.world_size
     if here == ranks.world_size:
         return []
-    own = _View(socket.gethostname(), ranks.rank - ranks.local_rank, planned.tokenizer.sha256, _identities(planned))
+    identities: dict[str, tuple[int, ...] | None] = {}
+    for path in _paths(planned):
+        try:
+            about = os.stat(path)
+        except OSError:
+            identities[path] = None
+        else:
+            identities[path] = (about.st_size, about.st_ino, about.st_mtime_ns, about.st_ctime_ns)
+    own = _View(socket.gethostname(), ranks.rank - ranks.local_rank, planned.tokenizer.sha256, identities)
     views = all_gather_object(own)
     for rank, view in enumerate(views):
         if view.tokenizer != views[0].tokenizer:
             raise ConfigError(f"the tokenizer of rank {rank} on {view.host} is not that of rank 0; {_REMEDY}")
         for path in sorted(views[0].identities.keys() | view.identities.keys()):
-            _require_same_size(path, views[0].identities.get(path), view.identities.get(path), rank, view.host)
-    copies = {path: identity[0] for path, identity in own.identities.items() if identity is not None}
-    copies = {path: size for path, size in copies.items() if len({view.identities[path] for view in views}) > 1}
-    notes = _require_same_content(planned, copies, views, ranks.local_rank, here) if copies else []
+            first, other = views[0].identities.get(path), view.identities.get(path)
+            if first is None and other is None:
+                continue
+            if first is None or other is None:
+                where = "rank 0"
+                if other is None:
+                    where = f"rank {rank} on {view.host}"
+                raise ConfigError(f"{path}: is not there for {where}; {_REMEDY}")
+            if first[0] != other[0]:
+                raise ConfigError(
+                    f"{path}: has {other[0]} bytes for rank {rank} on {view.host}, and {first[0]} for rank 0; {_REMEDY}"
+                )
+    copies: dict[str, int] = {}
+    for path, identity in identities.items():
+        if identity is not None and len({view.identities[path] for view in views}) > 1:
+            copies[path] = identity[0]
+    notes = []
+    if copies:
+        notes = _require_same_content(planned, copies, views, ranks.local_rank, here)
     for flag, folder in shared_folders(planned.run):
         if blind := blind_ranks(folder, ranks.rank):
             raise ConfigError(
@@ -78,18 +100,6 @@ def require_one_view(planned: RunPlan, ranks: RankFacts) -> list[str]:
                 "folder that all nodes share"
             )
     return notes
-
-
-def _identities(planned: RunPlan) -> dict[str, tuple[int, ...] | None]:
-    found: dict[str, tuple[int, ...] | None] = {}
-    for path in _paths(planned):
-        try:
-            about = os.stat(path)
-        except OSError:
-            found[path] = None
-        else:
-            found[path] = (about.st_size, about.st_ino, about.st_mtime_ns, about.st_ctime_ns)
-    return found
 
 
 def _paths(planned: RunPlan) -> Iterator[str]:
@@ -100,21 +110,12 @@ def _paths(planned: RunPlan) -> Iterator[str]:
             yield str(sidecar_path(prefix))
     if planned.imported is not None:
         folder = planned.imported.folder
-        yield from (str(folder.path / name) for name in ("config.json", *folder.identities))
+        for name in ("config.json", *folder.identities):
+            yield str(folder.path / name)
     if planned.start_from.source is not None:
-        yield from (str(path) for path in sorted(planned.start_from.source.step.rglob("*")) if path.is_file())
-
-
-def _require_same_size(
-    path: str, first: tuple[int, ...] | None, other: tuple[int, ...] | None, rank: int, host: str
-) -> None:
-    for have, lack, where in ((first, other, f"rank {rank} on {host}"), (other, first, "rank 0")):
-        if have is not None and lack is None:
-            raise ConfigError(f"{path}: is not there for {where}; {_REMEDY}")
-    if first is not None and other is not None and first[0] != other[0]:
-        raise ConfigError(
-            f"{path}: has {other[0]} bytes for rank {rank} on {host}, and {first[0]} for rank 0; {_REMEDY}"
-        )
+        for path in sorted(planned.start_from.source.step.rglob("*")):
+            if path.is_file():
+                yield str(path)
 
 
 def _require_same_content(
@@ -124,9 +125,13 @@ def _require_same_content(
     limit = planned.run.data.data_verify_gb * 10**9
     whole = sum(copies.values()) <= limit
     blocks = [(path, *block) for path, size in copies.items() for block in _blocks(size, whole)]
-    digests = all_gather_object({(path, at): _digest(path, at, size) for path, at, size in blocks[local_rank::here]})
+    digests = {}
+    for path, at, size in blocks[local_rank::here]:
+        with open(path, "rb") as file:
+            file.seek(at)
+            digests[path, at] = hashlib.sha256(file.read(size)).hexdigest()
     of_node: dict[int, dict[tuple[str, int], str]] = {}
-    for view, found in zip(views, digests):
+    for view, found in zip(views, all_gather_object(digests)):
         of_node.setdefault(view.first_rank, {}).update(found)
     for node, found in of_node.items():
         for place, digest in found.items():
@@ -144,16 +149,11 @@ def _require_same_content(
 def _blocks(size: int, whole: bool) -> Iterator[tuple[int, int]]:
     """Yield start and length of the parts to compare of a file of so many bytes."""
     if whole or size <= _SAMPLE * _SAMPLES:
-        yield from ((at, min(_BLOCK, size - at)) for at in range(0, size, _BLOCK))
+        for at in range(0, size, _BLOCK):
+            yield at, min(_BLOCK, size - at)
         return
     for number in range(_SAMPLES):
         yield (size - _SAMPLE) * number // (_SAMPLES - 1), _SAMPLE
-
-
-def _digest(path: str, at: int, size: int) -> str:
-    with open(path, "rb") as file:
-        file.seek(at)
-        return hashlib.sha256(file.read(size)).hexdigest()
 
 
 def shared_folders(run: Run) -> Iterator[tuple[str, Path]]:
@@ -163,7 +163,7 @@ def shared_folders(run: Run) -> Iterator[tuple[str, Path]]:
     if run.data.data_path is not None or run.data.train_data_path is not None:
         cache = cache_folder(run, read_sources(run.data))
         given = run.data.data_cache_path is not None
-        yield f"--data-cache-path {cache}{'' if given else ', the default'}", Path(cache)
+        yield f"--data-cache-path {cache}" + ("" if given else ", the default"), Path(cache)
 
 
 def blind_ranks(folder: Path, rank: int) -> list[int]:
@@ -171,16 +171,16 @@ def blind_ranks(folder: Path, rank: int) -> list[int]:
 
     Collective over all ranks; nothing is left of it.
     """
-    there: list[Any] = [None]
+    chosen: list[Path] = [folder]
     if rank == 0:
         parent = next(path for path in (folder, *folder.parents) if path.is_dir())
-        there = [parent / f".shared-{uuid.uuid4().hex}"]
-        there[0].touch()
-    dist.broadcast_object_list(there, src=0)
-    deadline = time.monotonic() + _SECONDS_TO_APPEAR
-    while not (seen := there[0].exists()) and time.monotonic() < deadline:
+        chosen = [parent / f".shared-{uuid.uuid4().hex}"]
+        chosen[0].touch()
+    dist.broadcast_object_list(chosen, src=0)
+    file, deadline = chosen[0], time.monotonic() + _SECONDS_TO_APPEAR
+    while not (seen := file.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
     blind = [rank for rank, sees in enumerate(all_gather_object(seen)) if not sees]
     if rank == 0:
-        there[0].unlink()
+        file.unlink()
     return blind

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 from megatron_moe.checkpoint import origin
@@ -54,6 +53,11 @@ class RunPlan:
     missing: list[str]
     """Notes of packages that a dry run did without."""
 
+    def with_start(self, start_from: CheckpointPlan) -> RunPlan:
+        """Return the plan with another start."""
+        run = _to_the_last_sample(self.run, self.schedule, start_from)
+        return replace(self, run=run, start_from=start_from)
+
     @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary, without padding."""
@@ -61,30 +65,25 @@ class RunPlan:
 
     @property
     def notes(self) -> list[str]:
-        """All notes of the plan, in the order to show."""
-        return [
-            *self.run.warnings,
-            *_stage_notes(self.run),
-            *self.start_from.notes,
-            *(self.imported.notes if self.imported else ()),
-            *self.data_notes,
-            *self.missing,
-        ]
-
-
-def _stage_notes(run: Run) -> list[str]:
-    """Return what each pipeline rank has where the stages are given by letters; like neighbours are shown once."""
-    if run.parallel.pipeline_model_parallel_layout is None:
-        return []
-    shown: list[tuple[int, str]] = []
-    for rank in range(run.parallel.pipeline_model_parallel_size):
-        text = " | ".join(stage.letters or "-" for stage in run.derived.chunks_of_pipeline_rank(rank))
-        if not shown or shown[-1][1] != text:
-            shown.append((rank, text))
-    firsts = [rank for rank, _ in shown] + [run.parallel.pipeline_model_parallel_size]
-    spans = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in pairwise(firsts)]
-    ranks = ", ".join(f"{span}: {text}" for span, (_, text) in zip(spans, shown))
-    return [f"stages of the pipeline's ranks: {ranks}"]
+        """All notes of the plan, in the order to show; like neighbours among the pipeline's ranks are shown once."""
+        found = list(self.run.warnings)
+        if self.run.parallel.pipeline_model_parallel_layout is not None:
+            ranks_of: list[tuple[str, list[int]]] = []
+            for rank in range(self.run.parallel.pipeline_model_parallel_size):
+                stages = self.run.derived.chunks_of_pipeline_rank(rank)
+                text = " | ".join(stage.letters or "-" for stage in stages)
+                if not ranks_of or ranks_of[-1][0] != text:
+                    ranks_of.append((text, []))
+                ranks_of[-1][1].append(rank)
+            shown = []
+            for text, ranks in ranks_of:
+                span = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
+                shown.append(f"{span}: {text}")
+            found.append(f"stages of the pipeline's ranks: {', '.join(shown)}")
+        found += self.start_from.notes
+        if self.imported is not None:
+            found += self.imported.notes
+        return [*found, *self.data_notes, *self.missing]
 
 
 def check_start(run: Run, world_size: int, ranks_here: int | None) -> None:
@@ -151,7 +150,13 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
     Raises:
         ConfigError: one of them does not fit the flags.
     """
-    missing = _missing_packages(run, world_size)
+    missing = rules.missing_packages(run, world_size) if run.logging.dry_run else []
+    try:
+        require_trackers(run)
+    except MissingPackage as error:
+        if not run.logging.dry_run:
+            raise
+        missing.append(str(error))
     schedule = batch_schedule(run, world_size)
     start_from = plan_checkpoint(run)
     # A step that training has saved since goes before the folder that the training began with.
@@ -173,26 +178,8 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
         tokenizer=tokenizer,
         data=data,
         data_notes=data_notes,
-        missing=missing,
+        missing=[f"WARNING: not on this machine, and a run needs it: {text}" for text in missing],
     )
-
-
-def _missing_packages(run: Run, world_size: int) -> list[str]:
-    """Return, of a dry run, a note for each package that a run needs and this machine lacks; of a run refuse it."""
-    missing = rules.missing_packages(run, world_size) if run.logging.dry_run else []
-    try:
-        require_trackers(run)
-    except MissingPackage as error:
-        if not run.logging.dry_run:
-            raise
-        missing.append(str(error))
-    return [f"WARNING: not on this machine, and a run needs it: {text}" for text in missing]
-
-
-def restarted(planned: RunPlan, start_from: CheckpointPlan) -> RunPlan:
-    """Return the plan with another start."""
-    run = _to_the_last_sample(planned.run, planned.schedule, start_from)
-    return replace(planned, run=run, start_from=start_from)
 
 
 def _to_the_last_sample(run: Run, schedule: BatchSchedule, start_from: CheckpointPlan) -> Run:
@@ -219,14 +206,11 @@ def same_data_notes(run: Run, data: Fingerprint, start_from: CheckpointPlan) -> 
         return [
             f"{source.step} is Megatron-LM's, whose data are not known: samples go on at number {samples} of this run"
         ]
-    saved = source.state.get("data", {})
-    other = other_source(source.state.get("versions", {})) if run.data.mock_data else None
-    drawn = f"WARNING: --mock-data: {source.step} is of another version, which may draw other tokens: {other}"
-    return [
-        *([drawn] if other else []),
-        *require_same_data(run, data, saved, str(source.step)),
-        *require_same_order(run, data, source.config, saved, str(source.step)),
-    ]
+    saved, notes = source.state.get("data", {}), []
+    if run.data.mock_data and (other := other_source(source.state.get("versions", {}))):
+        notes.append(f"WARNING: --mock-data: {source.step} is of another version, which may draw other tokens: {other}")
+    notes += require_same_data(run, data, saved, str(source.step))
+    return notes + require_same_order(run, data, source.config, saved, str(source.step))
 
 
 def evaluates_test_split(run: Run) -> bool:

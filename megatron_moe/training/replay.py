@@ -6,7 +6,6 @@ Nothing is computed for it: a step's micro-batches are a few integers per token,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -68,16 +67,22 @@ class StepReplay:
         snapshot = RouterSnapshot.capture(model)
         for chunk in model:
             chunk.zero_grad_buffer()
+        # A fully sharded model has no room for its gradients before they are reduced: they are reduced as ever.
+        reducing = [chunk for chunk in model if not isinstance(chunk, FullyShardedDataParallel)]
         try:
             with (
-                configured(model, no_sync_func=None),
+                # Micro-batches one after the other, by calls of whole modules, which hooks can watch.
+                configured(model, no_sync_func=None, overlap_moe_expert_parallel_comm=False),
                 untimed(model),
                 gathered_parameters(model),
-                without_reduction(model),
-                without_overlap(model),
+                gradients_kept_on_their_ranks(reducing),
                 same_random_states(),
             ):
-                set_random_states(self._states)
+                host, device, tracked = self._states
+                torch.set_rng_state(host)
+                if device is not None:
+                    torch.get_device_module(platform.device()).set_rng_state(device)
+                get_cuda_rng_tracker().set_states({name: state.clone() for name, state in tracked.items()})
                 run_micro_batches(
                     model,
                     [iter(kept) for kept in self.micro_batches],
@@ -91,30 +96,8 @@ class StepReplay:
             snapshot.restore()
 
 
-def without_reduction(model: Model) -> AbstractContextManager[None]:
-    """Keep every gradient on its rank in the block, also where its reduction overlaps with the backward pass.
-
-    A fully sharded model has no room for that: its gradients are reduced as ever.
-    """
-    return gradients_kept_on_their_ranks([chunk for chunk in model if not isinstance(chunk, FullyShardedDataParallel)])
-
-
-def without_overlap(model: Model) -> AbstractContextManager[None]:
-    """Run micro-batches one after the other in the block, by calls of whole modules, which hooks can watch."""
-    return configured(model, overlap_moe_expert_parallel_comm=False)
-
-
 def random_states() -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
     """Return the states of torch's generators, the CPU's and the device's, and of the engine's."""
     tracked = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
     device = torch.get_device_module(platform.device()).get_rng_state() if platform.has_cuda() else None
     return torch.get_rng_state(), device, tracked
-
-
-def set_random_states(states: tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]) -> None:
-    """Restore the states that `random_states` returned."""
-    host, device, tracked = states
-    torch.set_rng_state(host)
-    if device is not None:
-        torch.get_device_module(platform.device()).set_rng_state(device)
-    get_cuda_rng_tracker().set_states({name: state.clone() for name, state in tracked.items()})

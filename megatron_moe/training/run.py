@@ -28,20 +28,18 @@ from megatron_moe.report.records import StepRecord, exact
 from megatron_moe.report.reporter import MakePageSink
 from megatron_moe.report.run_info import FINISHED
 from megatron_moe.report.sink import Sink
-from megatron_moe.training.build import build_trainer
-from megatron_moe.training.callback import Callback
+from megatron_moe.training.build import build_trainer, report_start
+from megatron_moe.training.callback import Callback, OwnCallbacks
 from megatron_moe.training.callbacks.checkpointing import Checkpointing
 from megatron_moe.training.callbacks.checks import PrecisionAudit, PrecisionCheck, Replicas, StepAudit
 from megatron_moe.training.callbacks.evaluation import Evaluation, StopAsked, Stopping, evaluate_split, stop_check
 from megatron_moe.training.callbacks.faults import NonFinite, Spikes
-from megatron_moe.training.callbacks.own import OwnCallbacks
 from megatron_moe.training.callbacks.profiler import GarbageCollection, Profiler
 from megatron_moe.training.callbacks.reporting import Reporting
 from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.loop import train
 from megatron_moe.training.plan import evaluates_test_split, plan_run, require_profiler
 from megatron_moe.training.signals import StopSignals, signal_name
-from megatron_moe.training.start_notes import report_start
 from megatron_moe.training.trainer import Trainer
 
 
@@ -114,10 +112,12 @@ def _before_end(trainer: Trainer, number: int) -> None:
     if trainer.watchdog is not None and number == signal.SIGTERM:
         trainer.watchdog.report_before_end()
     trainer.reporter.on_abort(f"stopped by {signal_name(number)}")
-    saved = None if trainer.saver is None else trainer.saver.latest
-    kept = "no checkpoint was saved" if saved is None else f"the last checkpoint is {saved}"
-    works = "" if trainer.run.training.exit_signal_handler else " (--exit-signal-handler saves one first)"
-    _say_end(number, f"after iteration {trainer.progress.iteration}; {kept}{works}")
+    kept = "no checkpoint was saved"
+    if trainer.saver is not None and trainer.saver.latest is not None:
+        kept = f"the last checkpoint is {trainer.saver.latest}"
+    if not trainer.run.training.exit_signal_handler:
+        kept += " (--exit-signal-handler saves one first)"
+    _say_end(number, f"after iteration {trainer.progress.iteration}; {kept}")
 
 
 class _ExactRecords(Sink):
@@ -189,7 +189,16 @@ def _summary(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals) -> dict[
     # Whoever asked for the end waits, a launcher half a minute; the next start makes up for an evaluation.
     if trainer.stop_reason is None or not trainer.stop_reason.urgent:
         try:
-            _judge(trainer, tokenizer, stop, summary)
+            run, check = trainer.run, stop_check(trainer.run, stop)
+            for split in ("valid", "test"):
+                if run.training.eval_iters and (split == "valid" or evaluates_test_split(run)):
+                    summary[f"{split}_loss"] = evaluate_split(trainer, split, check).loss
+            if run.logging.sample_prompt is not None:
+                if check is not None:
+                    check()
+                text = sample_text(trainer, tokenizer, run.logging.sample_prompt, run.logging.sample_tokens)
+                summary["sample"] = text
+                trainer.reporter.message(f"sample: {text}")
         except StopAsked as asked:
             trainer.reporter.message(f"the rest of the summary is left out: {asked}")
     if trainer.precision_warnings:
@@ -200,23 +209,6 @@ def _summary(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals) -> dict[
         summary["cpu_kernels"] = "torch" if choice.why_no_c() else "c"
     summary["checkpoint"] = str(trainer.saved) if trainer.saved is not None else None
     return summary
-
-
-def _judge(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals, summary: dict[str, Any]) -> None:
-    """Evaluate the trained model and have it write a text, into the summary.
-
-    Raises:
-        StopAsked: on all ranks, where one was asked to stop.
-    """
-    run, check = trainer.run, stop_check(trainer.run, stop)
-    for split in ("valid", "test"):
-        if run.training.eval_iters and (split == "valid" or evaluates_test_split(run)):
-            summary[f"{split}_loss"] = evaluate_split(trainer, split, check).loss
-    if run.logging.sample_prompt is not None:
-        if check is not None:
-            check()
-        summary["sample"] = sample_text(trainer, tokenizer, run.logging.sample_prompt, run.logging.sample_tokens)
-        trainer.reporter.message(f"sample: {summary['sample']}")
 
 
 # The likeliest token each time leads a small model into a loop; this keeps to likely ones.

@@ -61,11 +61,6 @@ class StopSignals:
         self._previous_fd = -1
         self._left = threading.Event()
 
-    @property
-    def stop_requested(self) -> bool:
-        """Whether the run is to save and stop."""
-        return self.stop_signal != 0
-
     def wait_for_loop(self) -> None:
         """Leave a signal that saves to the training loop from now on. To be called on all ranks at the same time."""
         self._loop_looks = True
@@ -123,7 +118,11 @@ class StopSignals:
                     continue
                 if not self._save:
                     self._say_why(number)
-                    _end_by(number)
+                    # By the signal's default action; Python's own `signal` works in the main thread only.
+                    set_handler = ctypes.pythonapi.PyOS_setsig
+                    set_handler.restype = ctypes.c_void_p
+                    set_handler(number, ctypes.c_void_p(0))
+                    os.kill(os.getpid(), number)
                 elif not self._left.wait(self._grace_seconds) and not self._loop_looks:
                     self._say_why(number)
                     os._exit(DONE)
@@ -131,14 +130,6 @@ class StopSignals:
     def _say_why(self, number: int) -> None:
         if self.before_end is not None:
             self.before_end(number)
-
-
-def _end_by(number: int) -> None:
-    """End this process by a signal's default action. Python's own `signal` works in the main thread only."""
-    set_handler = ctypes.pythonapi.PyOS_setsig
-    set_handler.restype = ctypes.c_void_p
-    set_handler(number, ctypes.c_void_p(0))
-    os.kill(os.getpid(), number)
 
 
 def die_with_launcher() -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.checkpoint.state import TrainState
 from megatron_moe.config.schema import Run
 from megatron_moe.model.float16_module import model_dtypes, without_wrappers
 from megatron_moe.model.fully_sharded import local
-from megatron_moe.moe.router import routers
+from megatron_moe.moe.router import TopKRouter
 from megatron_moe.optim.optimizer import named_optimizer_state
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.platform.protocols import EngineOptimizer
@@ -37,32 +38,39 @@ def is_finite(tensor: Tensor) -> bool:
 
 def non_finite_text(tensor: Tensor) -> str:
     """Return which elements of a tensor are not finite, such as `NaN in 3 of 4096 elements`."""
-    nan, positive, negative = (
-        int(found.sum()) for found in (tensor.isnan(), tensor == torch.inf, tensor == -torch.inf)
-    )
     if tensor.dtype == torch.int8:
         return f"{int((tensor == NOT_FINITE).sum())} of {tensor.numel()} groups that are not finite"
-    counts = {"NaN": nan, "+Inf": positive, "-Inf": negative}
-    kinds = [kind for kind, count in counts.items() if count]
-    return f"{' and '.join(kinds)} in {sum(counts.values())} of {tensor.numel()} elements"
+    kinds, total = [], 0
+    for kind, found in (("NaN", tensor.isnan()), ("+Inf", tensor == torch.inf), ("-Inf", tensor == -torch.inf)):
+        count = int(found.sum())
+        total += count
+        if count:
+            kinds.append(kind)
+    return f"{' and '.join(kinds)} in {total} of {tensor.numel()} elements"
 
 
 def global_names(chunk: torch.nn.Module) -> dict[str, str]:
     """Map the names of a chunk's modules and parameters to names with layers numbered from 0 over the whole model."""
-    numbers = {
-        name: re.sub(r"\d+$", str(module.layer_number - 1), without_wrappers(name))  # type: ignore[operator]
-        for name, module in chunk.named_modules()
-        if _LAYER.search(name) and isinstance(getattr(module, "layer_number", None), int)
-    }
-
-    def renamed(name: str) -> str:
-        for layer, shown in numbers.items():
+    layers: dict[str, str] = {}
+    for name, module in chunk.named_modules():
+        number = getattr(module, "layer_number", None)
+        if _LAYER.search(name) and isinstance(number, int):
+            layers[name] = re.sub(r"\d+$", str(number - 1), without_wrappers(name))
+    found: dict[str, str] = {}
+    for name, _ in (*chunk.named_modules(), *chunk.named_parameters()):
+        found[name] = without_wrappers(name)
+        for layer, shown in layers.items():
             if name == layer or name.startswith(layer + "."):
-                return shown + name[len(layer) :]
-        return without_wrappers(name)
+                found[name] = shown + name[len(layer) :]
+                break
+    return found
 
-    names = [name for name, _ in (*chunk.named_modules(), *chunk.named_parameters())]
-    return {name: renamed(name) for name in names}
+
+def named_expert_biases(chunk: torch.nn.Module, shown: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the expert_bias of a chunk's routers with the router's global name. shown: of `global_names`."""
+    for name, module in chunk.named_modules():
+        if isinstance(module, TopKRouter) and module.expert_bias is not None:
+            yield shown[name], module.expert_bias
 
 
 def non_finite_state(trained: TrainState) -> Iterator[tuple[str, Tensor]]:
@@ -70,10 +78,9 @@ def non_finite_state(trained: TrainState) -> Iterator[tuple[str, Tensor]]:
     owners: dict[int, str] = {}
     for chunk in trained.model:
         shown = global_names(chunk)
-        modules = {id(module): shown[name] for name, module in chunk.named_modules()}
-        for router in routers([chunk]):
-            if router.expert_bias is not None and not is_finite(router.expert_bias):
-                yield f"expert_bias of {modules[id(router)]}", router.expert_bias
+        for name, bias in named_expert_biases(chunk, shown):
+            if not is_finite(bias):
+                yield f"expert_bias of {name}", bias
         for name, parameter in chunk.named_parameters():
             owners[id(parameter)] = shown[name]
             if not is_finite(local(parameter)):
@@ -82,19 +89,10 @@ def non_finite_state(trained: TrainState) -> Iterator[tuple[str, Tensor]]:
         is_the_weight = kind == "main param" and tensor.dtype == parameter.dtype
         if not is_the_weight and not is_finite(tensor):
             yield f"the {kind} of {owners[id(parameter)]}", tensor
-    for average in () if trained.average is None else trained.average.weights:
-        if not is_finite(average.values):
-            yield f"the average of {owners[id(average.parameter)]}", average.values
-
-
-def non_finite_gradients(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's gradient buffers that are not finite, with their names."""
-    for chunk in model:
-        shown = global_names(chunk)
-        for name, parameter in chunk.named_parameters():
-            gradient = getattr(parameter, "main_grad", None)
-            if gradient is not None and not is_finite(gradient):
-                yield f"the gradient of {shown[name]}", gradient
+    if trained.average is not None:
+        for average in trained.average.weights:
+            if not is_finite(average.values):
+                yield f"the average of {owners[id(average.parameter)]}", average.values
 
 
 def damage_on_ranks(trained: TrainState, place: RankFacts) -> str | None:
@@ -104,23 +102,25 @@ def damage_on_ranks(trained: TrainState, place: RankFacts) -> str | None:
     dist.all_reduce(found)
     if not int(found):
         return None
-    gathered: list[Any] = [None] * place.world_size
-    dist.all_gather_object(gathered, (str(place), own))
-    return damage_text(gathered)
+    return damage_text(all_gather_object((str(place), own)))
 
 
 def damage_text(state_of_ranks: Sequence[tuple[str, list[str]]]) -> str:
     """Return the first of all damaged tensors, how many more there are, and the ranks, as one sentence."""
     damaged = [(rank, names) for rank, names in state_of_ranks if names]
     more = sum(len(names) for _, names in damaged) - 1
-    others = f" (and {more} more)" if more else ""
-    return f"{damaged[0][1][0]}{others}, on {ranks_text([rank for rank, _ in damaged])}"
+    what = damaged[0][1][0]
+    if more:
+        what += f" (and {more} more)"
+    return f"{what}, on {ranks_text([rank for rank, _ in damaged])}"
 
 
 def ranks_text(ranks: Sequence[str]) -> str:
     """Return the first ranks by name, and the number of the others."""
-    more = f" and {len(ranks) - _RANKS_SHOWN} more ranks" if len(ranks) > _RANKS_SHOWN else ""
-    return ", ".join(ranks[:_RANKS_SHOWN]) + more
+    shown = ", ".join(ranks[:_RANKS_SHOWN])
+    if len(ranks) > _RANKS_SHOWN:
+        shown += f" and {len(ranks) - _RANKS_SHOWN} more ranks"
+    return shown
 
 
 def check_precision(guard: PrecisionGuard, boundary: str, run: Run, trained: TrainState) -> int:
@@ -136,12 +136,8 @@ def check_precision(guard: PrecisionGuard, boundary: str, run: Run, trained: Tra
     Raises:
         PrecisionError: see `PrecisionGuard.check`. On this rank only: the launcher ends the others.
     """
-
-    def all_tensors() -> Iterator[TensorDtype]:
-        yield from model_dtypes(run, trained.model)
-        yield from optimizer_dtypes(run, trained.model, trained.optimizer)
-
-    return guard.check(boundary, all_tensors())
+    of_optimizer = optimizer_dtypes(run, trained.model, trained.optimizer)
+    return guard.check(boundary, chain(model_dtypes(run, trained.model), of_optimizer))
 
 
 def optimizer_dtypes(run: Run, model: Sequence[torch.nn.Module], optimizer: EngineOptimizer) -> Iterator[TensorDtype]:

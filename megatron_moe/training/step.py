@@ -125,10 +125,10 @@ class StepProbe(Protocol):
     def watching(self) -> AbstractContextManager[None]:
         """Return the context in which forward and backward of all micro-batches run."""
 
-    def see_gradients(self, optimizer: Any) -> None:
+    def see_gradients(self, optimizer: EngineOptimizer) -> None:
         """Measure the reduced gradients before they are clipped; called on all ranks, not after an overflow."""
 
-    def watching_update(self, optimizer: Any) -> AbstractContextManager[None]:
+    def watching_update(self, optimizer: EngineOptimizer) -> AbstractContextManager[None]:
         """Return the context in which a step that is committed updates the weights, its gradients clipped."""
 
 

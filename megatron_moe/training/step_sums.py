@@ -84,8 +84,10 @@ class StepSums:
     @property
     def mtp_losses(self) -> tuple[float, ...]:
         """The mean loss per target of each depth; NaN without targets."""
-        by_depth = zip(self.mtp_sums[::2], self.mtp_sums[1::2])
-        return tuple(total / count if count else math.nan for total, count in by_depth)
+        found = []
+        for total, count in zip(self.mtp_sums[::2], self.mtp_sums[1::2]):
+            found.append(total / count if count else math.nan)
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -172,9 +174,13 @@ def local_bias_words(update: RouterUpdate, copied: HostCopy | None) -> tuple[flo
     """Return the hash of the `expert_bias` of this stage's layers. copied: of `copied_biases`, which is waited for."""
     if copied is None:
         return NOTHING
-    layers = [(n, len(bias)) for n, bias in zip(update.layer_numbers, update.expert_bias) if bias is not None]
-    on_host = copied.result().split([size for _, size in layers])
-    return added(words_of(number, bias.numpy().tobytes()) for (number, _), bias in zip(layers, on_host))
+    numbers, sizes = [], []
+    for number, bias in zip(update.layer_numbers, update.expert_bias):
+        if bias is not None:
+            numbers.append(number)
+            sizes.append(len(bias))
+    on_host = copied.result().split(sizes)
+    return added(words_of(number, bias.numpy().tobytes()) for number, bias in zip(numbers, on_host))
 
 
 def pop_mtp_losses(model: Model) -> Tensor | None:
@@ -212,4 +218,6 @@ def sum_over_ranks(values: Tensor, shared: Tensor | None = None) -> list[float]:
     """
     total = values.to(torch.float64, copy=True)
     torch.distributed.all_reduce(total)
-    return (total if shared is None else torch.cat([total, shared])).tolist()
+    if shared is not None:
+        total = torch.cat([total, shared])
+    return total.tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -18,20 +18,12 @@ _NAMES = {
 }
 
 
-class _Timers(Timers):
-    """The engine's timers, which also give the numbers that their text shows."""
-
-    def extremes(self, names: Sequence[str], iterations: int) -> dict[str, tuple[float, float]]:
-        """Return the least and most seconds of any rank per iteration since the last call. Collective."""
-        return self._get_global_min_max_time(names, True, False, float(iterations))
-
-
 def start_timing(model: Sequence[torch.nn.Module], level: int) -> None:
     """Have the engine's schedules time themselves from now on: 1 a step's parts, 2 every micro-batch; 0 not at all.
 
     Level 1 and above put a barrier before each part, so that waiting for other ranks is not counted as work.
     """
-    configure(model, timers=_Timers(level, "minmax") if level else None)
+    configure(model, timers=Timers(level, "minmax") if level else None)
 
 
 @contextlib.contextmanager
@@ -61,10 +53,8 @@ def interval_times(
     timers = get_model_config(model[0]).timers
     if timers is None:
         return None
-    return timers.extremes([name for at, group in _NAMES.items() if at <= level for name in group], iterations)
-
-
-def times_text(times: Mapping[str, tuple[float, float]]) -> str:
-    """Return the lines of the log that show the times of a step's parts."""
-    lines = [f"    {f'{name} ':.<48}: ({1e3 * low:.2f}, {1e3 * high:.2f})" for name, (low, high) in times.items()]
-    return "\n".join(["(min, max) time across ranks (ms):", *lines])
+    names: list[str] = []
+    for at, group in _NAMES.items():
+        if at <= level:
+            names += group
+    return timers._get_global_min_max_time(names, True, False, float(iterations))

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from megatron_moe.checkpoint.errors import SharedError
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.io import launched
-from megatron_moe.training import hang_report, stack_reading
+from megatron_moe.training import hang_report
 from megatron_moe.training.hang_report import (
     DOING,
     FAILED,
@@ -74,7 +74,9 @@ class Process:
         """Return GONE, STOPPED, or SILENT for a process that runs and does not answer."""
         if self.is_gone():
             return GONE
-        return STOPPED if _stat(self.pid)[0] in ("T", "t") else SILENT
+        if _stat(self.pid)[0] in ("T", "t"):
+            return STOPPED
+        return SILENT
 
     def send(self, number: int) -> None:
         """Send the process a signal, unless it is gone."""
@@ -171,13 +173,6 @@ class RankBoard:
             return None
         return RankStatus.of_json(self._store.get(f"{self._prefix}/status/{rank}"))
 
-    def missing_state(self, rank: int) -> str:
-        """Return GONE, STOPPED, SILENT or LEFT for a rank that did not answer."""
-        if self.is_done(rank):
-            return LEFT
-        process = self.process_of(rank)
-        return SILENT if process is None else process.state()
-
 
 # The watchdog.
 
@@ -215,7 +210,11 @@ class Watchdog:
         self._tick = max(min(1.0, timeout / 10), world_size / _RANKS_PER_BEAT_SECOND)
         self.folder, self._settle = folder, max(settle, 3 * self._tick)
         self._on_device, self._recorded = on_device, recorded
-        self._here = _ranks_here(rank, world_size)
+        # The ranks on this machine by the launcher's environment variables; all ranks without them.
+        number, first = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), 0
+        if number < world_size:
+            first = rank - int(os.environ.get("LOCAL_RANK", rank))
+        self._here = list(range(first, min(first + number, world_size)))
         self._mark, self._limited, self._since = "start", False, time.monotonic()
         self._stop, self._ending = threading.Event(), threading.Lock()
         # Two: a store whose machine died may never answer, and the clock is watched all the same.
@@ -275,22 +274,23 @@ class Watchdog:
         status = self._status()
         if status.failed_by_itself:
             _print("".join(traceback.format_exception(error)))
-            _report_to_launcher(error)
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            # torchrun names the first rank that failed by this file; without it, it goes by exit times.
+            get_error_handler().record_exception(error)
         self._end(status)
 
     def report_before_end(self) -> None:
         """Report, before a signal ends this rank, if that is because another rank died; end the process then."""
-        if self._board is not None and not self._stop.is_set() and self._something_is_wrong(self._board):
-            self._end(self._status())
-
-    def _something_is_wrong(self, board: RankBoard) -> bool:
-        """Return whether a rank asks for the end, or one on this machine is gone without reporting that it is done."""
+        board = self._board
+        if board is None or self._stop.is_set():
+            return
         try:
-            if board.has("end"):
-                return True
-            return any(board.is_lost(rank, board.process_of(rank)) for rank in self._here)
+            is_over = board.has("end") or any(board.is_lost(rank, board.process_of(rank)) for rank in self._here)
         except Exception:  # a store that is gone, maybe with rank 0: then nobody else can be asked
-            return self._host is not None and self._host.is_gone()
+            is_over = self._host is not None and self._host.is_gone()
+        if is_over:
+            self._end(self._status())
 
     # The threads.
 
@@ -327,12 +327,12 @@ class Watchdog:
         """Return what this rank was doing when its error was raised; without an error, what it is doing now."""
         state, text, cause, failed_at = DOING, "", "", 0.0
         if self._failure is None:
-            doing = stack_reading.current_activity((threading.get_ident(), *self._own_threads()), self._on_device)
+            doing = hang_report.current_activity((threading.get_ident(), *self._own_threads()), self._on_device)
         else:
             error, failed_at = self._failure
             state, text = FAILED, _short(f"{type(error).__name__}: {str(error).strip()}")
             cause = _short(error.cause) if isinstance(error, SharedError) else ""
-            doing = stack_reading.of_error(error)
+            doing = hang_report.of_error(error)
         groups: tuple[GroupProgress, ...] = ()
         why_none = ""
         if self._recorded is not None and (state == DOING or doing.waits_in is not None):
@@ -394,12 +394,24 @@ class Watchdog:
         if self._rank != 0 and 0 not in answers:
             answers = self._answers(board, everyone)
         if self._rank == min(answers):
-            missing = {rank: board.missing_state(rank) for rank in everyone if rank not in answers}
-            marks = {rank: board.beat_of(rank).get("mark", "unknown") for rank in missing}
-            why = f" ({reason})" if reason else ""
-            text = hang_report.diagnose(answers, missing, marks)
-            text = f"the job of {self._world} ranks is ended{why}: {text}"
-            where = f"; stacks and this text are in {self.folder}" if self.folder is not None else ""
+            missing: dict[int, str] = {}
+            marks: dict[int, str] = {}
+            for rank in everyone:
+                if rank in answers:
+                    continue
+                marks[rank] = board.beat_of(rank).get("mark", "unknown")
+                if board.is_done(rank):
+                    missing[rank] = LEFT
+                    continue
+                process = board.process_of(rank)
+                missing[rank] = SILENT if process is None else process.state()
+            text = f"the job of {self._world} ranks is ended"
+            if reason:
+                text += f" ({reason})"
+            text += f": {hang_report.diagnose(answers, missing, marks)}"
+            where = ""
+            if self.folder is not None:
+                where = f"; stacks and this text are in {self.folder}"
             if not launched.leave(launched.CONCLUSION, text + where):
                 _print(f"{launched.name()}: {text}")
             self._write("verdict.txt", text + "\n")
@@ -464,10 +476,12 @@ class Watchdog:
 
     def _end_missing(self, processes: Iterable[Process | None]) -> None:
         """End the processes left on this machine, which the launcher would wait for: a stopped one gets no SIGTERM."""
-        left = [process for process in processes if process is not None and not process.is_gone()]
-        for process in left:
-            process.send(signal.SIGUSR2)  # its stacks, from C, whatever holds its interpreter
-            process.send(signal.SIGCONT)
+        left: list[Process] = []
+        for process in processes:
+            if process is not None and not process.is_gone():
+                left.append(process)
+                process.send(signal.SIGUSR2)  # its stacks, from C, whatever holds its interpreter
+                process.send(signal.SIGCONT)
         deadline = time.monotonic() + self._settle
         while any(not process.is_gone() for process in left) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -477,7 +491,7 @@ class Watchdog:
     def _write_stacks(self, status: RankStatus) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         head = f"{now} rank {self._rank} on {socket.gethostname()}, process {os.getpid()}: {status}\n{status.text}"
-        text = f"==== {head.rstrip()}\n{stack_reading.stacks(self._own_threads())}\n"
+        text = f"==== {head.rstrip()}\n{hang_report.stacks(self._own_threads())}\n"
         if launched.folder() is None:
             _print(text)
         self._write(f"stacks_rank_{self._rank:05d}.txt", text)
@@ -493,25 +507,10 @@ class Watchdog:
             _print(f"rank {self._rank}: cannot write {folder / name}: {error}")
 
 
-def _ranks_here(rank: int, world_size: int) -> list[int]:
-    """Return the ranks on this machine by the launcher's environment variables; all ranks without them."""
-    number = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    first = rank - int(os.environ.get("LOCAL_RANK", rank)) if number < world_size else 0
-    return list(range(first, min(first + number, world_size)))
-
-
 def _ignore_sigterm() -> None:
     """Ignore SIGTERM from now on; callable from any thread, which Python's own `signal` is not."""
     ctypes.pythonapi.PyOS_setsig.restype = ctypes.c_void_p
     ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, ctypes.c_void_p(1))  # SIG_IGN
-
-
-def _report_to_launcher(error: BaseException) -> None:
-    """Write the file by which torchrun names the first rank that failed; without it, torchrun goes by exit times."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    handler = get_error_handler()
-    handler.record_exception(error)
 
 
 def _print(text: str) -> None:

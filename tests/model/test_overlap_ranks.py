@@ -19,10 +19,10 @@ from megatron.core.pipeline_parallel import utils
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.engine.schedules import configured
 from megatron_moe.model import build, engine_config
 from megatron_moe.moe.grouped_gemm import DelayedWgrad
-from megatron_moe.training.replay import without_overlap
-from megatron_moe.training.start_notes import _expert_notes
+from megatron_moe.training.build import _expert_notes
 from tests.helpers.rows import rows
 from tests.model import mtp_cases
 from tests.model.test_build_ranks import EP2, MODELS, SP2, VPP2
@@ -181,7 +181,7 @@ def test_losses_gradients_and_counts_are_those_of_one_micro_batch_after_the_othe
 def test_a_replay_runs_micro_batches_one_after_the_other() -> None:
     configs = [types.SimpleNamespace(overlap_moe_expert_parallel_comm=True) for _ in range(2)]
     chunks: Any = [types.SimpleNamespace(config=config) for config in configs]
-    with without_overlap(chunks):
+    with configured(chunks, overlap_moe_expert_parallel_comm=False):
         assert [config.overlap_moe_expert_parallel_comm for config in configs] == [False, False]
     assert [config.overlap_moe_expert_parallel_comm for config in configs] == [True, True]
 

@@ -16,7 +16,7 @@ from tests.helpers.stepped_trainer import EP2, PP2, TP2
 from tests.launch import broken_jobs
 from tests.soak.conftest import Figure, Scaled
 from tests.training import fault_cases, replica_cases
-from tests.training.test_faults_non_finite_ranks import KINDS, check
+from tests.training.test_faults_ranks import KINDS, check
 
 TIMEOUT = 10.0
 

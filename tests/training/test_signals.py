@@ -23,10 +23,10 @@ def test_the_first_of_several_signals_asks_to_stop_and_does_not_end_the_process(
     before = [signal.getsignal(number) for number in SAVING]
     with StopSignals(save=True) as stop:
         stop.wait_for_loop()
-        assert not stop.stop_requested
+        assert not stop.stop_signal
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):  # a second one is harmless
             os.kill(os.getpid(), number)
-        assert stop.stop_requested and signal_name(stop.stop_signal) == "SIGUSR1"
+        assert stop.stop_signal and signal_name(stop.stop_signal) == "SIGUSR1"
     assert [signal.getsignal(number) for number in SAVING] == [handler or signal.SIG_DFL for handler in before]
 
 
@@ -36,7 +36,7 @@ def test_before_the_first_step_a_signal_that_saves_ends_the_program_at_once_and_
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(60)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert (early.value.code, early.value.signal_name, stop.stop_requested) == (DONE, "SIGUSR1", False)
+    assert (early.value.code, early.value.signal_name, stop.stop_signal) == (DONE, "SIGUSR1", False)
 
 
 def stopped_by(number: int) -> None:

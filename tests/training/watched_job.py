@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_moe.config.errors import RunFault
 from megatron_moe.parallel import groups
-from megatron_moe.training import stack_reading
+from megatron_moe.training import hang_report
 from megatron_moe.training.watchdog import Watchdog
 
 FAULTY_STEP = 3
@@ -86,13 +86,13 @@ def step(fault: str | None) -> None:
 
 def read_errors_slowly(seconds: float) -> None:
     """Let this rank take its time over the report on its error, as on a machine that is busy."""
-    of_error = stack_reading.of_error
+    of_error = hang_report.of_error
 
-    def slow(error: BaseException) -> stack_reading.ThreadActivity:
+    def slow(error: BaseException) -> hang_report.ThreadActivity:
         time.sleep(seconds)
         return of_error(error)
 
-    stack_reading.of_error = slow
+    hang_report.of_error = slow
 
 
 def recorded() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,15 +19,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_moe import platform
+from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.checkpoint.state import TrainState
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.model.fully_sharded import local
-from megatron_moe.moe.router import routers
-from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.training.callback import Callback, Step
-from megatron_moe.training.state_checks import global_names
+from megatron_moe.training.state_checks import global_names, named_expert_biases
 from megatron_moe.training.step import StepResult
+from megatron_moe.training.step_sums import sum_over_ranks
 
 StepAudit = Callable[[Run, list[torch.nn.Module], Callable[[str], None]], AbstractContextManager[None]]
 """What `--audit-precision` puts around a step: from the run, its model and the reporter's message, a context."""
@@ -111,7 +112,9 @@ class ReplicaDifference:
         every = [rank for rank, _ in self.hashes]
         if len(groups) > 1 and len(groups[0]) > len(groups[1]):
             odd = [rank for rank in every if rank not in groups[0]]
-            whose = f"that of rank {odd[0]} differs" if len(odd) == 1 else f"those of ranks {_listed(odd)} differ"
+            whose = f"those of ranks {_listed(odd)} differ"
+            if len(odd) == 1:
+                whose = f"that of rank {odd[0]} differs"
             return f"{self.name}: of {len(every)} copies (ranks {_listed(every)}) {whose} from the others"
         halves = " and ".join(map(_listed, groups))
         return f"{self.name}: the copies of ranks {halves} differ, with no majority"
@@ -124,11 +127,23 @@ class Replicas(Callback):
         """Compare the replicas where that is due. Collective over all ranks.
 
         Raises:
-            RunFault: replicas differ.
+            RunFault: on every rank, naming the first tensors and the ranks whose copy differs from the others'.
         """
         interval = self.trainer.run.faults.check_weight_hash_across_dp_replicas_interval
-        if interval and step.iteration % interval == 0:
-            require_equal_replicas(self.trainer.trained, self.trainer.rank_facts, step.iteration)
+        if not interval or step.iteration % interval:
+            return
+        found = compare_replicas(self.trainer.trained)
+        if not sum_over_ranks(torch.tensor([len(found)], device=platform.device()))[0]:
+            return
+        # Every rank of a group found the same.
+        differences = list(dict.fromkeys(chain.from_iterable(all_gather_object(found))))
+        shown = "; ".join(map(str, differences[:4]))
+        if len(differences) > 4:
+            shown += f"; and {len(differences) - 4} more tensors"
+        raise RunFault(
+            f"iteration {step.iteration}: replicas differ: {shown}. The ranks train different models: continue from a "
+            "checkpoint before the last comparison that was well; a rank that is named again has bad memory"
+        )
 
 
 def compare_replicas(trained: TrainState) -> list[ReplicaDifference]:
@@ -152,29 +167,6 @@ def compare_replicas(trained: TrainState) -> list[ReplicaDifference]:
     return found
 
 
-def require_equal_replicas(trained: TrainState, place: RankFacts, iteration: int) -> None:
-    """Stop the run where replicas differ. Collective over all ranks.
-
-    Raises:
-        RunFault: on every rank, naming the first tensors and the ranks whose copy differs from the others'.
-    """
-    found = compare_replicas(trained)
-    count = torch.tensor(len(found), device=platform.device())
-    dist.all_reduce(count)
-    if not int(count):
-        return
-    gathered: list[Any] = [None] * place.world_size
-    dist.all_gather_object(gathered, found)
-    # Every rank of a group found the same.
-    differences = list(dict.fromkeys(difference for of_rank in gathered for difference in of_rank))
-    shown = "; ".join(map(str, differences[:4]))
-    more = f"; and {len(differences) - 4} more tensors" if len(differences) > 4 else ""
-    raise RunFault(
-        f"iteration {iteration}: replicas differ: {shown}{more}. The ranks train different models: continue from a "
-        "checkpoint before the last comparison that was well; a rank that is named again has bad memory"
-    )
-
-
 def _by_group(trained: TrainState) -> Iterator[tuple[Any, list[tuple[str, Tensor]]]]:
     """Yield each group of ranks that have copies, with the tensors copied, in the same order on all of its ranks."""
     groups = trained.pg_collection
@@ -196,10 +188,8 @@ def _by_group(trained: TrainState) -> Iterator[tuple[Any, list[tuple[str, Tensor
                 whole.append(entry)
             if getattr(parameter, "shared_embedding", False):
                 tied.append(("the tied embedding", local(parameter)))
-        modules = {id(module): shown[name] for name, module in chunk.named_modules()}
-        for router in routers([chunk]):
-            if router.expert_bias is not None:
-                biases.append((f"{modules[id(router)]}.expert_bias", router.expert_bias))
+        for name, bias in named_expert_biases(chunk, shown):
+            biases.append((f"{name}.expert_bias", bias))
     yield groups.dp_cp, split
     yield groups.tp_dp_cp, whole + biases
     yield groups.expt_dp, experts
@@ -210,4 +200,6 @@ def _by_group(trained: TrainState) -> Iterator[tuple[Any, list[tuple[str, Tensor
 
 def _listed(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+    if len(ranks) > 8:
+        shown += f" and {len(ranks) - 8} more"
+    return shown

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megatron_moe import platform
+from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.checkpoint.state import TrainState
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
@@ -42,7 +43,6 @@ from megatron_moe.training.state_checks import (
     damage_text,
     global_names,
     is_finite,
-    non_finite_gradients,
     non_finite_state,
     non_finite_text,
     ranks_text,
@@ -83,7 +83,7 @@ class NonFiniteHooks:
         self._stage, self._stages = pp
         self._order = 0
         self._backward_of = 0
-        self._micro_batches = [-1 for _ in model]
+        self._micro_batches = [-1] * len(model)
         self.seen: list[NonFiniteValue] = []
 
     @contextmanager
@@ -93,32 +93,37 @@ class NonFiniteHooks:
             for index, chunk in enumerate(self._model):
                 names = global_names(chunk)
                 stack.callback(chunk.register_forward_pre_hook(partial(self._begins, index)).remove)
+                known: dict[int, str] = {}
                 for name, module in chunk.named_modules():
+                    known[id(module)] = names[name]
                     hook = partial(self._output, index, names[name])
                     stack.callback(module.register_forward_hook(hook).remove)
                 # Of a fully sharded model: the gathered weights, which stay the same objects.
-                sharded = isinstance(chunk, FullyShardedDataParallel)
-                for name, parameter in chunk.gathered() if sharded else chunk.named_parameters():
+                parameters = chunk.named_parameters()
+                if isinstance(chunk, FullyShardedDataParallel):
+                    parameters = chunk.gathered()
+                for name, parameter in parameters:
                     if parameter.requires_grad:
                         hook = partial(self._gradient, index, None, f"the gradient of {names[name]}")
                         stack.callback(parameter.register_hook(hook).remove)
-                known = {id(module): names[name] for name, module in chunk.named_modules()}
                 for router in routers([chunk]):
                     # The output alone does not show which of these steps went wrong first.
                     stack.enter_context(router.observed_by(partial(self._routed, index, known[id(router)])))
             yield
 
-    def _begins(self, chunk: int, _module: Any, _inputs: Any) -> None:
+    def _begins(self, chunk: int, _module: torch.nn.Module, _inputs: object) -> None:
         # A step that counts ahead passes twice over its micro-batches.
         self._micro_batches[chunk] = (self._micro_batches[chunk] + 1) % self._num_micro_batches
 
-    def _output(self, chunk: int, name: str, _module: Any, _inputs: Any, output: Any) -> None:
+    def _output(self, chunk: int, name: str, _module: torch.nn.Module, _inputs: object, output: object) -> None:
         micro_batch = self._micro_batches[chunk]
         what = f"the output of {name}" if name else "the loss per token, or what this stage sends on"
-        for tensor in _floating(output):
-            self._see_forward(chunk, what, tensor)
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._gradient, chunk, micro_batch, f"the gradient of {what}"))
+        for leaf in pytree.tree_leaves(output):
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                continue
+            self._see_forward(chunk, what, leaf)
+            if leaf.requires_grad:
+                leaf.register_hook(partial(self._gradient, chunk, micro_batch, f"the gradient of {what}"))
 
     def _see_forward(self, chunk: int, what: str, tensor: Tensor) -> None:
         self._order += 1
@@ -141,12 +146,6 @@ class NonFiniteHooks:
             stage = -(chunk * self._stages + self._stage)
             when = (BACKWARD, self._backward_of, stage, self._order)
             self.seen.append(NonFiniteValue(*when, what, non_finite_text(gradient)))
-
-
-def _floating(output: Any) -> Iterator[Tensor]:
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            yield leaf
 
 
 SKIPS_IN_A_ROW = 50
@@ -172,35 +171,28 @@ class NonFinite(Callback):
                 "stay as they were",
             )
         elif not result.committed and not result.overflow:
-            self._handle(step, result)
-        self._skips = 0 if result.committed else self._skips + 1
+            trainer = self.trainer
+            cause, damaged = find_cause(trainer.run, trainer.trained, trainer.rank_facts, step.replay)
+            text = f"iteration {step.iteration}: {cause}"
+            if result.damaged or damaged:
+                raise RunFault(f"{text}; skipping the step does not repair that: continue from the last checkpoint")
+            if trainer.run.faults.on_nan == "stop":
+                raise RunFault(f"{text}; stopped (--on-nan stop), nothing of the step was applied")
+            skipped = trainer.progress.skipped_iterations
+            trainer.reporter.event("fault", f"{text}; the step is left out (--on-nan skip), {skipped} so far")
+        self._skips += 1
+        if result.committed:
+            self._skips = 0
         if self._skips == SKIPS_IN_A_ROW:
-            raise RunFault(_nothing_learnt(step.iteration, result))
-
-    def _handle(self, step: Step, result: StepResult) -> None:
-        """Find out where a step went wrong; stop the run or skip the step, as `--on-nan` says."""
-        trainer = self.trainer
-        cause, damaged = find_cause(trainer.run, trainer.trained, trainer.rank_facts, step.replay)
-        text = f"iteration {step.iteration}: {cause}"
-        if result.damaged or damaged:
-            raise RunFault(f"{text}; skipping the step does not repair that: continue from the last checkpoint")
-        if trainer.run.faults.on_nan == "stop":
-            raise RunFault(f"{text}; stopped (--on-nan stop), nothing of the step was applied")
-        skipped = trainer.progress.skipped_iterations
-        trainer.reporter.event("fault", f"{text}; the step is left out (--on-nan skip), {skipped} so far")
-
-
-def _nothing_learnt(iteration: int, last: StepResult) -> str:
-    """Return why a run ends after `SKIPS_IN_A_ROW` steps without an update, by the last of them."""
-    if last.empty:
-        what = "a global batch without one token that counts for the loss"
-        remedy = "Look at the loss masks of the data (--eod-mask-loss, or labels that are all masked)."
-    else:
-        what = "a loss or gradients that were not finite"
-        remedy = "A smaller --lr, --clip-grad or bf16 instead of fp16 may help."
-    return (
-        f"{SKIPS_IN_A_ROW} steps in a row up to iteration {iteration}, the last with {what}; none was applied. {remedy}"
-    )
+            what = "a loss or gradients that were not finite"
+            remedy = "A smaller --lr, --clip-grad or bf16 instead of fp16 may help."
+            if result.empty:
+                what = "a global batch without one token that counts for the loss"
+                remedy = "Look at the loss masks of the data (--eod-mask-loss, or labels that are all masked)."
+            raise RunFault(
+                f"{SKIPS_IN_A_ROW} steps in a row up to iteration {step.iteration}, the last with {what}; none was "
+                f"applied. {remedy}"
+            )
 
 
 @dataclass(frozen=True)
@@ -224,24 +216,30 @@ def find_cause(run: Run, trained: TrainState, place: RankFacts, replay: StepRepl
         One sentence, the same on every rank, and whether it is the run's state that is damaged.
     """
     state = [f"{what} holds {non_finite_text(tensor)}" for what, tensor in non_finite_state(trained)]
-    gradients = [f"{what} holds {non_finite_text(tensor)}" for what, tensor in non_finite_gradients(trained.model)]
+    gradients = []
+    for chunk in trained.model:
+        names = global_names(chunk)
+        for name, parameter in chunk.named_parameters():
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None and not is_finite(gradient):
+                gradients.append(f"the gradient of {names[name]} holds {non_finite_text(gradient)}")
     hooks = NonFiniteHooks(trained.model, len(replay.micro_batches[0]), (place.pp_rank, place.pp_size))
     with hooks.watching():
         replay.run_again(trained.model, micro_batch_size=run.training.micro_batch_size, seq_length=run.model.seq_length)
-    own = FaultReport(str(place), state, gradients, min(hooks.seen, default=None))
-    reports: list[Any] = [None] * place.world_size
-    dist.all_gather_object(reports, own)
-    return root_cause(reports), any(report.state for report in reports)
-
-
-def root_cause(reports: Sequence[FaultReport]) -> str:
-    """Return the cause that explains the reports of all ranks: damaged state, else activations, else gradients."""
+    reports = all_gather_object(FaultReport(str(place), state, gradients, min(hooks.seen, default=None)))
     if any(report.state for report in reports):
-        return damage_text([(report.place, report.state) for report in reports])
+        return damage_text([(report.place, report.state) for report in reports]), True
+    return _cause_in_the_step(reports), False
+
+
+def _cause_in_the_step(reports: Sequence[FaultReport]) -> str:
+    """Return the cause that explains the reports of all ranks: activations, else gradients."""
     first = min((report.first for report in reports if report.first is not None), default=None)
     if first is not None:
         where = ranks_text([report.place for report in reports if report.first == first])
-        of_pass = "backward" if first.phase == BACKWARD else "forward"
+        of_pass = "forward"
+        if first.phase == BACKWARD:
+            of_pass = "backward"
         place = f"the first in the {of_pass} pass of micro-batch {first.micro_batch}, on {where}"
         return f"{first.value} of {first.what}, {place}"
     again = "the same micro-batches, run once more, are finite on all ranks"
@@ -278,7 +276,9 @@ class SpikeDetector:
             spread = _NORMAL * median(abs(past - middle) for past in self._losses)
             known = middle, max(spread, _FLOOR * abs(middle))
         self._losses.append(loss)
-        return known if known is not None and loss > known[0] + self._factor * known[1] else None
+        if known is None or not loss > known[0] + self._factor * known[1]:
+            return None
+        return known
 
 
 class Spikes(Callback):
@@ -299,7 +299,7 @@ class Spikes(Callback):
         if factor is not None and groups.pp.rank() == groups.pp.size() - 1 and groups.tp.rank() == 0:
             trainer.trained.model[-1].register_forward_hook(self._keep)
 
-    def _keep(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+    def _keep(self, module: torch.nn.Module, _inputs: object, output: Any) -> None:
         if module.training and torch.is_grad_enabled():
             self._per_token.append(output.detach())
 
@@ -339,13 +339,9 @@ class Spikes(Callback):
                 sample = step.first_sample + position
                 # Read again rather than gathered: a sample is the same whoever reads it.
                 ids = self.trainer.splits.train[sample]["tokens"].tolist()
-                mean = total / count if count else math.nan
-                line = {
-                    "sample": sample,
-                    "loss": mean if math.isfinite(mean) else None,
-                    "loss_tokens": int(count),
-                    "tokens": ids,
-                }
+                line = {"sample": sample, "loss": None, "loss_tokens": int(count), "tokens": ids}
+                if count and math.isfinite(total / count):
+                    line["loss"] = total / count
                 file.write(json.dumps(line) + "\n")
         self.trainer.reporter.event(
             "fault",

@@ -110,13 +110,14 @@ class Profiler(Callback):
         folder = Path(options.tensorboard_dir or Path(trainer.run.checkpoint.save or "") / "profile")
         self._trace = folder / f"rank{rank}.steps{self._first}-{self._last}.pt.trace.json"
         self._open: ExitStack | None = None
+        self._recorded: profile | None = None
 
     def before_step(self, step: Step) -> None:
         """Start with the first step to profile."""
         if self._is_profiled and step.iteration == self._first:
             self._open = ExitStack()
             if self.trainer.run.logging.use_pytorch_profiler:
-                self._open.enter_context(self._traced())
+                self._recorded = self._open.enter_context(profile(activities=activities()))
                 self._open.enter_context(profiler_ranges())
             else:
                 self._open.enter_context(platform.cuda_profile())
@@ -131,17 +132,10 @@ class Profiler(Callback):
         if self._open is not None:
             self._open.close()
             self._open = None
-
-    @contextmanager
-    def _traced(self) -> Iterator[None]:
-        recorded = profile(activities=activities())
-        recorded.start()
-        try:
-            yield
-        finally:
-            recorded.stop()
+        if self._recorded is not None:
             self._trace.parent.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(self._trace))
+            self._recorded.export_chrome_trace(str(self._trace))
+            self._recorded = None
             self.trainer.reporter.message(f"wrote {self._trace}")
 
 
@@ -155,7 +149,7 @@ def profiler_ranges() -> Iterator[None]:
     """Put a range around every station within the block."""
     open_ranges: list[tuple[torch.nn.Module, Any]] = []
 
-    def enter(module: torch.nn.Module, _: Any) -> None:
+    def enter(module: torch.nn.Module, _: object) -> None:
         station = next((MODULES[one.__name__] for one in type(module).__mro__ if one.__name__ in MODULES), None)
         if station is not None:
             named = record_function(PREFIX + station)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -22,17 +22,18 @@ from megatron_moe import platform
 from megatron_moe.checkpoint.state import TrainingProgress
 from megatron_moe.engine.optimizer import parts
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
-from megatron_moe.moe.router import TopKRouter, routers
+from megatron_moe.moe.router import routers
 from megatron_moe.moe.routing_probe import MARGIN_BINS, RoutingProbe, margin_percentile
-from megatron_moe.optim.adam import MOMENTS, PrecisionAwareAdam
+from megatron_moe.optim.adam import PrecisionAwareAdam
+from megatron_moe.platform.protocols import EngineOptimizer
 from megatron_moe.precision.packed_state import GROUP, AdamStep
-from megatron_moe.report.health import Health, LayerHealth, load_health
+from megatron_moe.report.health import Health, LayerHealth, LoadHealth, load_health
 from megatron_moe.report.records import exact
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.gradients import part_grad_norms, weights_norm
 from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, expert_load
 from megatron_moe.training.step import StepResult
-from megatron_moe.training.timers import interval_times, start_timing, times_text
+from megatron_moe.training.timers import interval_times, start_timing
 from megatron_moe.training.trainer import Trainer
 
 # Additions that rounding swallows: bf16 keeps 8 bits, so adding less than 1/512 of an element's value to it changes
@@ -63,7 +64,11 @@ class LostUpdates(TorchDispatchMode):
         self._seen: dict[tuple[bool, torch.device], Tensor] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation, and compare before and after where it is one of those watched."""
         kwargs = kwargs or {}
@@ -73,10 +78,12 @@ class LostUpdates(TorchDispatchMode):
             pairs = list(zip(args[0], args[1]))
         else:
             return func(*args, **kwargs)
-        watched = [(to, added) for to, added in pairs if to.dtype in _EXPONENT and to.dim() and kwargs.get("alpha", 1)]
-        before = [to.clone() for to, _ in watched]
+        watched: list[tuple[Tensor, Tensor | float, Tensor]] = []
+        for to, added in pairs:
+            if to.dtype in _EXPONENT and to.dim() and kwargs.get("alpha", 1):
+                watched.append((to, added, to.clone()))
         result = func(*args, **kwargs)
-        for (to, added), old in zip(watched, before):
+        for to, added, old in watched:
             self._count(to, added, old)
         return result
 
@@ -90,12 +97,18 @@ class LostUpdates(TorchDispatchMode):
             something = (torch.as_tensor(added, device=to.device) != 0).expand_as(to)
         numbers = torch.stack([torch.count_nonzero(something), torch.count_nonzero(something & kept)])
         key = (to.untyped_storage().data_ptr() in self._gradients, to.device)
-        self._seen[key] = self._seen[key] + numbers if key in self._seen else numbers
+        if key in self._seen:
+            numbers += self._seen[key]
+        self._seen[key] = numbers
 
     def counted(self, *, gradients: bool) -> tuple[int, int]:
         """(additions, swallowed ones) so far on this rank: into the gradient buffers, or all others."""
-        found = [numbers.tolist() for (kind, _), numbers in self._seen.items() if kind == gradients]
-        return sum(number for number, _ in found), sum(lost for _, lost in found)
+        additions = swallowed = 0
+        for (into_gradients, _), numbers in self._seen.items():
+            if into_gradients == gradients:
+                number, lost = numbers.tolist()
+                additions, swallowed = additions + number, swallowed + lost
+        return additions, swallowed
 
 
 # Moments that are stored in fewer bytes than fp32 are rounded at random, so that they are right on average. What one
@@ -129,20 +142,19 @@ class MomentRounding:
 
     @contextmanager
     @torch.no_grad()
-    def watching(self, optimizer: Any) -> Iterator[None]:
+    def watching(self, optimizer: EngineOptimizer) -> Iterator[None]:
         """Compare what the block's step stores with what it computes of the gradients, which are clipped already."""
         samples = list(_samples(optimizer))
         yield
-        for sample in samples:
-            self._add(sample)
-
-    def _add(self, sample: _Sample) -> None:
-        adam, param, begin, end, computed, step = sample
-        stored = tuple(adam.values_of(param, name, begin, end) for name in adam.moments_of(param))
-        for number, (one, other) in enumerate(zip(stored, computed)):
-            if adam.state[param][MOMENTS[number]].dtype != torch.float32:
-                self._count(number, *(moment.sqrt() if number else moment for moment in (one, other)))
-        if len(computed) == len(MOMENTS):
+        for adam, param, begin, end, computed, step in samples:
+            stored = tuple(adam.values_of(param, name, begin, end) for name in adam.moments_of(param))
+            moments = [adam.state[param][name] for name in adam.moments_of(param)]
+            if moments[0].dtype != torch.float32:
+                self._count(0, stored[0], computed[0])
+            if len(moments) == 1:
+                continue
+            if moments[1].dtype != torch.float32:
+                self._count(1, stored[1].sqrt(), computed[1].sqrt())
             self._count(2, _update(stored, step), _update(computed, step))
 
     def _count(self, row: int, stored: Tensor, computed: Tensor) -> None:
@@ -150,8 +162,8 @@ class MomentRounding:
         self.sums[row] += torch.stack([(stored.double() - exact).square().sum(), exact.square().sum()])
 
 
-def _samples(optimizer: Any) -> Iterator[_Sample]:
-    """Yield the samples of this rank's weights whose moments are rounded."""
+def _samples(optimizer: EngineOptimizer) -> Iterator[_Sample]:
+    """Yield the samples of this rank's weights whose moments are rounded, from the middle of each."""
     for part in parts(optimizer):
         adam = part.optimizer
         if part.is_stub_optimizer or not (isinstance(adam, PrecisionAwareAdam) and adam.uses_stochastic_rounding):
@@ -159,18 +171,16 @@ def _samples(optimizer: Any) -> Iterator[_Sample]:
         for group in adam.param_groups:
             step = AdamStep(group["lr"], group["betas"], group["eps"], group["weight_decay"], group["step"] + 1)
             for param in group["params"]:
-                if param.grad is not None and param.numel():
-                    yield _sample(adam, param, step, adam.first_beta(param, group))
-
-
-def _sample(adam: PrecisionAwareAdam, param: Any, step: AdamStep, first_beta: float) -> _Sample:
-    begin = max(param.numel() - SAMPLE, 0) // 2 // GROUP * GROUP
-    end = min(begin + SAMPLE, param.numel())
-    grad = param.grad.reshape(-1)[begin:end]
-    old = [adam.values_of(param, name, begin, end) for name in adam.moments_of(param)]
-    computed = [old[0].lerp(grad, 1 - first_beta)]
-    computed += [second.lerp(grad.square(), 1 - step.betas[1]) for second in old[1:]]
-    return _Sample(adam, param, begin, end, tuple(computed), step)
+                if param.grad is None or not param.numel():
+                    continue
+                begin = max(param.numel() - SAMPLE, 0) // 2 // GROUP * GROUP
+                end = min(begin + SAMPLE, param.numel())
+                grad = param.grad.reshape(-1)[begin:end]
+                first, *second = (adam.values_of(param, name, begin, end) for name in adam.moments_of(param))
+                computed = [first.lerp(grad, 1 - adam.first_beta(param, group))]
+                if second:
+                    computed.append(second[0].lerp(grad.square(), 1 - step.betas[1]))
+                yield _Sample(adam, param, begin, end, tuple(computed), step)
 
 
 def _update(moments: tuple[Tensor, ...], step: AdamStep) -> Tensor:
@@ -196,10 +206,15 @@ class HealthProbe:
         self._probes = [RoutingProbe(sample_tokens, num_micro_batches) for _ in self._routers]
         self._grad_norms: tuple[float, float] | None = None
         self._moments = MomentRounding()
-        buffers = list(_gradient_buffers(model))
+        buffers: list[Tensor] = []  # in which the engine's DDP wrapper adds up gradients
+        for chunk in model:
+            if not isinstance(chunk, FullyShardedDataParallel):  # which has none in half precision
+                wrapper: Any = chunk  # a DistributedDataParallel, whose `buffers` is a list
+                buffers += (buffer.grad_data for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers))
         # Watching costs time at every operation; where gradients are added up in fp32 there is nothing to find.
-        half = any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in buffers)
-        self._lost = LostUpdates(buffers) if half else None
+        self._lost: LostUpdates | None = None
+        if any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in buffers):
+            self._lost = LostUpdates(buffers)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -211,11 +226,11 @@ class HealthProbe:
                 stack.enter_context(self._lost)
             yield
 
-    def see_gradients(self, optimizer: Any) -> None:
+    def see_gradients(self, optimizer: EngineOptimizer) -> None:
         """Measure the norms of the reduced gradients before they are clipped. Collective over all ranks."""
         self._grad_norms = part_grad_norms(optimizer)
 
-    def watching_update(self, optimizer: Any) -> AbstractContextManager[None]:
+    def watching_update(self, optimizer: EngineOptimizer) -> AbstractContextManager[None]:
         """Return the context in which the rounding of stored moments is measured."""
         return self._moments.watching(optimizer)
 
@@ -234,93 +249,85 @@ class HealthProbe:
             additions = [*self._lost.counted(gradients=True), *self._lost.counted(gradients=False)]
         counted = torch.tensor([*additions, watching], dtype=torch.int64, device=platform.device())
         dist.all_reduce(counted)
-        gradient_additions, gradient_swallowed, other_additions, other_swallowed, watching_ranks = counted.tolist()
+        gradient_additions, gradient_swallowed, *others, watching_ranks = counted.tolist()
+        if not watching_ranks:
+            others = [None, None]
         dist.all_reduce(self._moments.sums)
-        first, second, update = (math.sqrt(lost / of) if of else None for lost, of in self._moments.sums.tolist())
-        dense, experts = (None if n is None or not math.isfinite(n) else n for n in self._grad_norms or (None, None))
+        rounding: list[float | None] = [None, None, None]
+        for row, (lost, of) in enumerate(self._moments.sums.tolist()):
+            if of:
+                rounding[row] = math.sqrt(lost / of)
+        grad_norms: list[float | None] = [None, None]
+        for number, norm in enumerate(self._grad_norms or ()):
+            if math.isfinite(norm):
+                grad_norms[number] = norm
         return Health(
             gradient_additions=gradient_additions,
             gradient_swallowed=gradient_swallowed,
-            other_additions=other_additions if watching_ranks else None,
-            other_swallowed=other_swallowed if watching_ranks else None,
-            dense_grad_norm=dense,
-            expert_grad_norm=experts,
+            other_additions=others[0],
+            other_swallowed=others[1],
+            dense_grad_norm=grad_norms[0],
+            expert_grad_norm=grad_norms[1],
             skipped_iterations=progress.skipped_iterations,
             skip_rate=progress.skipped_iterations / max(progress.iteration, 1),
             loss_scale_raised=progress.loss_scale_raised,
             loss_scale_lowered=progress.loss_scale_lowered,
             layers=self._layers(tokens_per_expert, pp),
-            first_moment_rounding=first,
-            second_moment_rounding=second,
-            update_rounding=update,
+            first_moment_rounding=rounding[0],
+            second_moment_rounding=rounding[1],
+            update_rounding=rounding[2],
         )
 
     def _layers(self, tokens_per_expert: dict[int, list[int]], pp: dist.ProcessGroup) -> dict[int, LayerHealth]:
-        """Return the health of all layers of all pipeline stages, in order."""
-        local = [
-            (router.layer_number or 0, *_figures(sums, max_logit), *_bias_range(router.expert_bias))
-            for router, sums, max_logit in zip(self._routers, *_probe_sums(self._routers, self._probes))
-        ]
-        layers = local
-        if pp.size() > 1:
-            gathered: list[Any] = [None] * pp.size()
-            dist.all_gather_object(gathered, local, group=pp)
-            layers = [layer for stage in gathered for layer in stage]
-        return {
-            number: LayerHealth(load_health(tokens_per_expert.get(number, [])), *figures)
-            for number, *figures in sorted(layers, key=lambda layer: layer[0])
-        }
+        """Return the health of all layers of all pipeline stages, in order. Collective over all ranks.
+
+        A stage adds up per layer what its ranks sampled (sampled, flipped, margin_sum, then the histogram), in fp64,
+        which holds the counts exactly up to 2^53, and takes the largest logit.
+        """
+        local: dict[int, LayerHealth] = {}
+        if self._routers:
+            size = (len(self._routers), 3 + MARGIN_BINS)
+            sums = torch.zeros(size, dtype=torch.float64, device=platform.device())
+            largest = torch.zeros(len(self._routers), dtype=torch.float64, device=platform.device())
+            for row, probe in enumerate(self._probes):
+                if probe.sums is not None and probe.margin_histogram is not None and probe.max_logit is not None:
+                    sums[row] = torch.cat([probe.sums, probe.margin_histogram.double()])
+                    largest[row] = probe.max_logit
+            group = self._routers[0].groups.tp_dp_cp
+            if group.size() > 1:
+                dist.all_reduce(sums, group=group)
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            for router, of_layer, max_logit in zip(self._routers, sums.tolist(), largest.tolist()):
+                number = router.layer_number or 0
+                load = load_health(tokens_per_expert.get(number, []))
+                local[number] = _layer_health(load, of_layer, max_logit, router.expert_bias)
+        if pp.size() == 1:
+            return dict(sorted(local.items()))
+        stages: list[dict[int, LayerHealth]] = [{}] * pp.size()
+        dist.all_gather_object(stages, local, group=pp)
+        every: dict[int, LayerHealth] = {}
+        for stage in stages:
+            every.update(stage)
+        return dict(sorted(every.items()))
 
 
-def _gradient_buffers(model: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
-    """Yield the tensors in which the engine's DDP wrapper adds up gradients; a fully sharded model has none in half."""
-    for chunk in model:
-        if isinstance(chunk, FullyShardedDataParallel):
-            continue
-        wrapper: Any = chunk  # a DistributedDataParallel, whose `buffers` is a list
-        for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
-            yield buffer.grad_data
-
-
-def _probe_sums(found: list[TopKRouter], probes: list[RoutingProbe]) -> tuple[list[list[float]], list[float]]:
-    """Add up per layer (sampled, flipped, margin_sum, then the histogram), and take the largest logit, over all ranks.
-
-    fp64 holds the counts exactly up to 2^53.
-    """
-    if not found:
-        return [], []
-    device = platform.device()
-    sums = torch.zeros(len(found), 3 + MARGIN_BINS, dtype=torch.float64, device=device)
-    largest = torch.zeros(len(found), dtype=torch.float64, device=device)
-    for row, probe in enumerate(probes):
-        if probe.sums is not None and probe.margin_histogram is not None and probe.max_logit is not None:
-            sums[row] = torch.cat([probe.sums, probe.margin_histogram.double()])
-            largest[row] = probe.max_logit
-    group = found[0].groups.tp_dp_cp
-    if group.size() > 1:
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return sums.tolist(), largest.tolist()
-
-
-def _figures(sums: list[float], max_logit: float) -> tuple[int, float | None, float | None, float | None, float | None]:
-    """Return sampled_tokens, margin_mean, margin_p5, flip_rate and max_logit of a `LayerHealth`."""
+def _layer_health(load: LoadHealth | None, sums: list[float], max_logit: float, bias: Tensor | None) -> LayerHealth:
     sampled, flips, margin_sum, *histogram = sums
     counts = [int(number) for number in histogram]
-    return (
-        int(sampled),
-        margin_sum / sum(counts) if sum(counts) else None,
-        margin_percentile(counts, _LOW_PERCENTILE),
-        flips / sampled if sampled else None,
-        max_logit if math.isfinite(max_logit) else None,
-    )
-
-
-def _bias_range(bias: Tensor | None) -> tuple[float | None, float | None, float | None]:
-    """Return minimum, maximum and mean of expert_bias; None where there is none."""
-    if bias is None:
-        return None, None, None
-    return float(bias.min()), float(bias.max()), float(bias.double().mean())
+    margin_mean: float | None = None
+    flip_rate: float | None = None
+    logit: float | None = None
+    of_bias: tuple[float | None, float | None, float | None] = (None, None, None)
+    if sum(counts):
+        margin_mean = margin_sum / sum(counts)
+    if sampled:
+        flip_rate = flips / sampled
+    if math.isfinite(max_logit):
+        logit = max_logit
+    if bias is not None:
+        of_bias = float(bias.min()), float(bias.max()), float(bias.double().mean())
+    margin_p5 = margin_percentile(counts, _LOW_PERCENTILE)
+    return LayerHealth(load, int(sampled), margin_mean, margin_p5, flip_rate, logit, *of_bias)
 
 
 class Reporting(Callback):
@@ -378,7 +385,11 @@ class Reporting(Callback):
         trainer.reporter.step(step.record)
         trainer.require_sinks()
         if times is not None:
-            trainer.reporter.message(times_text(times))
+            lines = ["(min, max) time across ranks (ms):"]
+            for name, (least, most) in times.items():
+                dotted = f"{name} ".ljust(48, ".")
+                lines.append(f"    {dotted}: ({1e3 * least:.2f}, {1e3 * most:.2f})")
+            trainer.reporter.message("\n".join(lines))
 
     def _is_logged(self, step: Step) -> bool:
         return step.iteration % self.trainer.run.logging.log_interval == 0
