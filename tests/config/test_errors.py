@@ -19,6 +19,7 @@ import yaml
 import pretrain_moe
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, flatten, replace
+from megatron_moe_tools.console import COMMANDS
 from megatron_moe_tools.prepare.preprocess import PreprocessOptions, preprocess
 from tests.config.mistakes import LAUNCHER
 from tests.helpers.plain_steps import write_step
@@ -27,17 +28,11 @@ from tests.hf import small_folders
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = yaml.load(Path(__file__).with_name("mistakes.yaml").read_text(), Loader=yaml.CSafeLoader)
-RUN_BY = {
-    "train": "pretrain_moe",
-    "slurm": "megatron_moe_tools.slurm",
-    "merge": "megatron_moe_tools.prepare.merge",
-    **{name: f"megatron_moe_tools.{name}" for name in ("generate", "profile_step", "trace")},
-    **{
-        name: f"megatron_moe_tools.{name}.cli"
-        for name in "audit convert doctor inspect plan preflight prepare report verify_resume".split()
-    },
-    "megatron_flags": "megatron_moe_tools.compat.flags",
-}
+_RENAMED = {"verify_resume": "verify-resume", "profile_step": "profile", "megatron_flags": "flags"}
+_OTHERS = "slurm merge generate profile_step trace audit convert doctor inspect plan preflight prepare report".split()
+RUN_BY = {"train": "pretrain_moe"}
+for _name in (*_OTHERS, "verify_resume", "megatron_flags"):
+    RUN_BY[_name] = COMMANDS[_RENAMED.get(_name, _name)][0].partition(":")[0]
 """Program -> the module whose `main` runs it."""
 SCRIPTS = {"train": ["pretrain_moe.py"], "merge": ["tools/merge_datasets.py"], "plan": ["-m", "megatron_moe", "plan"]}
 LAUNCHED_OF = 20
