@@ -8,10 +8,17 @@ import json
 import pytest
 import torch
 
-from megatron_moe_tools.doctor.assemble import Cut, assemble, full_shape, matching_views
-from megatron_moe_tools.doctor.compare import Tolerances, compare, matching_patterns
+from megatron_moe_tools.doctor.compare import (
+    DoctorReport,
+    LayoutFinding,
+    Tolerances,
+    compare,
+    details,
+    log_line,
+    matching_patterns,
+)
 from megatron_moe_tools.doctor.layouts import Layout
-from megatron_moe_tools.doctor.report import DoctorReport, LayoutFinding, details, log_line
+from megatron_moe_tools.doctor.measure import Cut, assemble, full_shape, matching_views
 
 EXPERTS, DENSE = "decoder.layers.0.mlp.experts.weight1", "decoder.layers.0.mlp.linear_fc1.weight"
 WHOLE, ROUTER = "decoder.layers.0.input_layernorm.weight", "decoder.layers.0.mlp.router.weight"

@@ -9,8 +9,18 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe_tools.doctor.compare import FP32, tolerances_of
-from megatron_moe_tools.doctor.default_layouts import MODELS, default_choice, model
-from megatron_moe_tools.doctor.layouts import EVERY_KIND, FEATURES, Layout, choose, common_to, features, oracle_run
+from megatron_moe_tools.doctor.layouts import (
+    EVERY_KIND,
+    FEATURES,
+    MODELS,
+    Layout,
+    choose,
+    common_to,
+    default_choice,
+    features,
+    model,
+    oracle_run,
+)
 from megatron_moe_tools.doctor.small_copy import AUX_LOSS_COEFF, HEADS, Z_LOSS_COEFF, changed_fields, small_copy
 
 # What a run keeps in its copy, whatever its size.
