@@ -26,7 +26,7 @@ from megatron_moe_tools.doctor.small_copy import PADDED_VOCABULARY, changed_fiel
 from megatron_moe_tools.launch.local_ranks import RankFailure
 
 if TYPE_CHECKING:  # flags are checked before torch is loaded
-    from megatron_moe_tools.doctor.compare import DoctorReport, LayoutFinding
+    from megatron_moe_tools.doctor.compare import DoctorReport
     from megatron_moe_tools.doctor.measure import AssembledModel, MeasuringRanks, Request
 
 NAME = "megatron-moe doctor"
@@ -127,8 +127,15 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
     Raises:
         RankFailure: the oracle itself could not be measured.
     """
-    from megatron_moe_tools.doctor.compare import DoctorReport, log_line
-    from megatron_moe_tools.doctor.measure import MeasuringRanks
+    from megatron_moe_tools.doctor.compare import (
+        DoctorReport,
+        LayoutFinding,
+        compare,
+        log_line,
+        matching_patterns,
+        tolerances_of,
+    )
+    from megatron_moe_tools.doctor.measure import MeasuringRanks, assemble
 
     began, layouts = time.monotonic(), choice.layouts
     given, defaults = flatten(own), flatten(Run())
@@ -160,9 +167,29 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
         for number, layout in enumerate(layouts, start=1):
             key = layout.copy, layout.masked, layout.run.derived.params_dtype_name
             if key not in oracles:
-                oracles[key] = _oracle(pool, layout, steps, log)
-                report.about["oracles"].append(_about_oracle(layout, *oracles[key]))
-            finding = _examine(pool, *oracles[key], layout)
+                oracles[key] = oracle, request = _oracle(pool, layout, steps, log)
+                report.about["oracles"].append(
+                    {
+                        "model": layout.model,
+                        "dtype": request.run.derived.params_dtype_name,
+                        "masked": request.masked,
+                        "data_seed": request.data_seed,
+                        "losses": [step["loss"] for step in oracle.steps],
+                        "gradient_norms": [_finite(step["grad_norm"]) for step in oracle.steps],
+                        "loss_scales": [step["loss_scale"] for step in oracle.steps],
+                        "steps_applied": [step["committed"] for step in oracle.steps],
+                        "smallest_margin": _finite(oracle.smallest_margin),
+                    }
+                )
+            (oracle, request), at = oracles[key], time.monotonic()
+            try:
+                whole = assemble(pool.measure(dataclasses.replace(request, run=layout.run), layout.ranks))
+            except RankFailure as failure:
+                finding = LayoutFinding(layout, time.monotonic() - at, error=str(failure))
+            else:
+                comparison = compare(whole, oracle, tolerances_of(layout.run))
+                fits = matching_patterns(whole, oracle, comparison, one_process=not layout.masked)
+                finding = LayoutFinding(layout, time.monotonic() - at, comparison, fits)
             report.findings.append(finding)
             log(log_line(number, len(layouts), finding))
     for layout, rule in choice.refused:
@@ -215,38 +242,6 @@ def _oracle(pool: MeasuringRanks, layout: Layout, steps: int, log: Log) -> tuple
     return best
 
 
-def _about_oracle(layout: Layout, oracle: AssembledModel, request: Request) -> dict[str, object]:
-    def each(name: str) -> list[float | None]:
-        return [step[name] for step in oracle.steps]
-
-    return {
-        "model": layout.model,
-        "dtype": request.run.derived.params_dtype_name,
-        "masked": request.masked,
-        "data_seed": request.data_seed,
-        "losses": each("loss"),
-        "gradient_norms": list(map(_finite, each("grad_norm"))),
-        "loss_scales": each("loss_scale"),
-        "steps_applied": each("committed"),
-        "smallest_margin": _finite(oracle.smallest_margin),
-    }
-
-
-def _finite(value: float | None) -> float | None:
+def _finite(value: float) -> float | None:
     """Return the value; None where JSON has no number for it."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _examine(pool: MeasuringRanks, oracle: AssembledModel, request: Request, layout: Layout) -> LayoutFinding:
-    from megatron_moe_tools.doctor.compare import LayoutFinding, compare, matching_patterns, tolerances_of
-    from megatron_moe_tools.doctor.measure import assemble
-
-    began = time.monotonic()
-    asked = dataclasses.replace(request, run=layout.run)
-    try:
-        whole = assemble(pool.measure(asked, layout.ranks))
-    except RankFailure as failure:
-        return LayoutFinding(layout, time.monotonic() - began, error=str(failure))
-    comparison = compare(whole, oracle, tolerances_of(layout.run))
-    fits = matching_patterns(whole, oracle, comparison, one_process=not layout.masked)
-    return LayoutFinding(layout, time.monotonic() - began, comparison, fits)
+    return value if math.isfinite(value) else None

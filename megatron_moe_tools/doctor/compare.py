@@ -107,13 +107,6 @@ class LayoutDifference:
     allowed: float
     detail: str = ""
 
-    @property
-    def badness(self) -> float:
-        """The error over what is allowed; infinite for bits that differ and for NaN."""
-        if not self.allowed or math.isnan(self.error):
-            return math.inf
-        return self.error / self.allowed
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -145,7 +138,14 @@ def compare(got: AssembledModel, wanted: AssembledModel, tolerances: Tolerances 
         differences.append(LayoutDifference(quantity, pair.name, pair.step, pair.error, 0.0, detail))
     for quantity, name in got.missing:
         differences.append(_absent(quantity, name, step_of(quantity), "no rank has all of it"))
-    differences.sort(key=lambda one: (one.step, -one.badness, -one.error))
+
+    def rank(one: LayoutDifference) -> tuple[int, float, float]:
+        excess = math.inf  # bits that differ, and NaN
+        if one.allowed and not math.isnan(one.error):
+            excess = one.error / one.allowed
+        return one.step, -excess, -one.error
+
+    differences.sort(key=rank)
     return Comparison(differences, largest)
 
 
@@ -230,7 +230,11 @@ def _tensors(got: AssembledModel, wanted: AssembledModel, tolerances: Tolerances
                 a, b, allowed = a - start[name].double(), b - oracle_start[name].double(), tolerances.update
             error = float((a - b).norm() / b.norm().clamp_min(max(floor, 1e-30)))
             if error > allowed:
-                detail = factor_text(a, b)
+                scale = factor(a, b)
+                if float(a.abs().max()) == 0.0:
+                    detail = "all zeros"
+                elif scale is not None and abs(scale - 1) > 1e-3:
+                    detail = f"{times(scale)} the oracle's"
             yield LayoutDifference(quantity, name, step, error, allowed, detail)
 
 
@@ -242,16 +246,6 @@ def factor(got: Tensor, wanted: Tensor) -> float | None:
     scale = float((got * wanted).sum()) / square
     off = float((got - scale * wanted).norm())
     return scale if off < 0.01 * max(abs(scale), 0.01) * square**0.5 else None
-
-
-def factor_text(got: Tensor, wanted: Tensor) -> str:
-    """Return words for a tensor that is zero or a multiple of the oracle's; otherwise an empty text."""
-    if float(got.abs().max()) == 0.0:
-        return "all zeros"
-    scale = factor(got, wanted)
-    if scale is None or not abs(scale - 1) > 1e-3:
-        return ""
-    return f"{times(scale)} the oracle's"
 
 
 def times(scale: float) -> str:
@@ -341,8 +335,16 @@ def _gradients(here: list[LayoutDifference], got: AssembledModel, wanted: Assemb
             names.add(one.name)
             quantity = quantity or one.quantity
     if not names:
-        if norm_differs:
-            yield from _norm_alone(here[0].step, got, wanted)
+        step = here[0].step
+        gradients = wanted.tensors.get(f"gradient, step {step}")
+        if norm_differs and gradients is not None:
+            squares = {True: 0.0, False: 0.0}
+            for name, tensor in gradients.items():
+                squares[_EXPERT.search(name) is not None] += float(tensor.double().square().sum())
+            yield "every gradient agrees, their norm does not: it counts some parameter twice or not at all"
+            if squares[True]:
+                share = (got.steps[step - 1]["grad_norm"] ** 2 - squares[False]) / squares[True]
+                yield f"with the dense weights counted once, the routed experts' squares are counted {share:.3g} times"
         return
     mine, theirs = got.tensors[quantity], wanted.tensors[quantity]
     experts = set(filter(_EXPERT.search, theirs))
@@ -360,23 +362,6 @@ def _gradients(here: list[LayoutDifference], got: AssembledModel, wanted: Assemb
         yield "only weights that every TP rank holds whole are off: their sum over TP is missing or done twice"
     elif other_loss:
         yield "an auxiliary loss differs as well: its set of tokens, or its scale"
-
-
-def _norm_alone(step: int, got: AssembledModel, wanted: AssembledModel) -> Iterator[str]:
-    dense, experts = 0.0, 0.0
-    gradients = wanted.tensors.get(f"gradient, step {step}")
-    if gradients is None:
-        return
-    for name, tensor in gradients.items():
-        square = float(tensor.double().square().sum())
-        if _EXPERT.search(name):
-            experts += square
-        else:
-            dense += square
-    yield "every gradient agrees, their norm does not: it counts some parameter twice or not at all"
-    if experts:
-        share = (got.steps[step - 1]["grad_norm"] ** 2 - dense) / experts
-        yield f"with the dense weights counted once, the routed experts' squares are counted {share:.3g} times"
 
 
 def _shared(scales: list[float | None]) -> float | None:
@@ -410,6 +395,27 @@ class LayoutFinding:
     def good(self) -> bool:
         """Whether the layout was measured and nothing differs."""
         return self.comparison is not None and self.comparison.agrees
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the finding as plain values for JSON."""
+        result: dict[str, Any] = {
+            "layout": self.layout.name,
+            "ranks": self.layout.ranks,
+            "flags": self.layout.flags,
+            "model": self.layout.model,
+            "features": sorted(self.layout.features),
+            "tolerances": asdict(tolerances_of(self.layout.run)),
+            "agrees": self.good,
+            "seconds": round(self.seconds, 2),
+            "error": self.error,
+        }
+        if self.comparison is not None:
+            differences = self.comparison.differences
+            result["largest_errors"] = {kind: _plain(value) for kind, value in self.comparison.largest.items()}
+            result["fits"] = self.patterns
+            result["number_of_differences"] = len(differences)
+            result["differences"] = [{**asdict(one), "error": _plain(one.error)} for one in differences[:_KEPT]]
+        return result
 
 
 @dataclass
@@ -445,7 +451,7 @@ class DoctorReport:
             "failed": bool(self.failed),
             "common_to_what_failed": self.common,
             **self.about,
-            "layouts": list(map(_as_dict, self.findings)),
+            "layouts": [finding.as_dict() for finding in self.findings],
             "refused": [{"layout": layout.name, "rule": rule} for layout, rule in self.refused],
         }
 
@@ -509,27 +515,6 @@ def details(report: DoctorReport) -> Iterator[str]:
     if len(report.failed) < len(report.findings) and (common := report.common):
         yield f"\nwhat every layout that failed has, and none that agrees: {' or '.join(common)}"
     yield f"\n{report.summary()}"
-
-
-def _as_dict(finding: LayoutFinding) -> dict[str, Any]:
-    result: dict[str, Any] = {
-        "layout": finding.layout.name,
-        "ranks": finding.layout.ranks,
-        "flags": finding.layout.flags,
-        "model": finding.layout.model,
-        "features": sorted(finding.layout.features),
-        "tolerances": asdict(tolerances_of(finding.layout.run)),
-        "agrees": finding.good,
-        "seconds": round(finding.seconds, 2),
-        "error": finding.error,
-    }
-    if finding.comparison is not None:
-        differences = finding.comparison.differences
-        result["largest_errors"] = {kind: _plain(value) for kind, value in finding.comparison.largest.items()}
-        result["fits"] = finding.patterns
-        result["number_of_differences"] = len(differences)
-        result["differences"] = [{**asdict(one), "error": _plain(one.error)} for one in differences[:_KEPT]]
-    return result
 
 
 def _plain(value: float) -> float | str:

@@ -215,52 +215,46 @@ class RouterRecord(RoutingProbe):
         weights = weigh_experts(exact, scores_from_logits(exact, options), decision.expert_ids, options)
         if decision.kept is not None:
             if options.drop_policy == "probs" and not bool(decision.kept.all()):
-                self.drop_margin = min(self.drop_margin, _drop_margin(weights, decision.expert_ids, decision.kept))
+                # Of the expert where they are closest: the least weight kept minus the largest dropped. This rank's
+                # choices are compared, which are all there are in one process.
+                experts, dropped = decision.expert_ids, ~decision.kept
+                lowest = weights.new_full((options.num_experts,), torch.inf)
+                highest = -lowest
+                lowest = lowest.scatter_reduce(0, experts[decision.kept], weights[decision.kept], "amin")
+                highest = highest.scatter_reduce(0, experts[dropped], weights[dropped], "amax")
+                self.drop_margin = min(self.drop_margin, float((lowest - highest).min()))
             weights = weights.masked_fill(~decision.kept, 0.0)
         self.error = max(self.error, _worst(logits, exact), _worst(decision.probs, weights))
         if options.sinkhorn:  # every rank of the micro-batch is here
             ranked = sinkhorn_scores(logits, routed.micro_batch.is_padding, router.groups.tp_cp)
         else:
             ranked = ranked_values(logits, routed.scores, options)
-        self.margins.append(torch.minimum(_choice_margins(ranked, router), _group_margins(ranked, router)))
+        self.margins.append(_margins(ranked, router))
 
 
 def _worst(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact).abs().max() / exact.abs().max())
 
 
-def _choice_margins(ranked: Tensor, router: TopKRouter) -> Tensor:
-    """Return [T] fp64: K-th minus (K+1)-th of what experts are ranked by; infinite where a token has no further one."""
-    options = router.options
-    if options.topk == options.num_experts:
-        return ranked.new_full(ranked.shape[:1], torch.inf, dtype=torch.float64)
-    best = choice_scores(ranked, router.expert_bias, options).double().topk(options.topk + 1, dim=-1).values
-    return best[:, -2] - best[:, -1]
+def _margins(ranked: Tensor, router: TopKRouter) -> Tensor:
+    """Return [T] fp64: K-th minus (K+1)-th of what experts are ranked by, or what groups are told apart by, if less.
 
-
-def _group_margins(ranked: Tensor, router: TopKRouter) -> Tensor:
-    """Return [T] fp64: worst chosen group minus best other group; infinite without groups or where all are chosen."""
-    options = router.options
-    if options.num_groups is None or options.group_topk is None or options.group_topk == options.num_groups:
-        return ranked.new_full(ranked.shape[:1], torch.inf, dtype=torch.float64)
-    ungrouped = ranked if router.expert_bias is None else ranked + router.expert_bias.to(ranked.dtype)
-    best = group_scores(ungrouped.double(), options)
-    chosen = torch.isfinite(choice_scores(ranked, router.expert_bias, options)).unflatten(-1, (options.num_groups, -1))
-    inside = chosen.any(-1)
-    worst_inside = best.masked_fill(~inside, torch.inf).amin(-1)
-    return worst_inside - best.masked_fill(inside, -torch.inf).amax(-1)
-
-
-def _drop_margin(weights: Tensor, expert_ids: Tensor, kept: Tensor) -> float:
-    """Return the least weight kept minus the largest dropped, of the expert where they are closest.
-
-    This rank's choices are compared, which are all there are in one process.
+    For groups that is the worst chosen one minus the best other. Infinite where a token has no other choice.
     """
-    lowest = weights.new_full((int(expert_ids.max()) + 1,), torch.inf)
-    highest = -lowest
-    lowest = lowest.scatter_reduce(0, expert_ids[kept], weights[kept], "amin")
-    highest = highest.scatter_reduce(0, expert_ids[~kept], weights[~kept], "amax")
-    return float((lowest - highest).min())
+    options, bias = router.options, router.expert_bias
+    ranks = choice_scores(ranked, bias, options)
+    margins = ranked.new_full(ranked.shape[:1], torch.inf, dtype=torch.float64)
+    if options.topk < options.num_experts:
+        best = ranks.double().topk(options.topk + 1, dim=-1).values
+        margins = best[:, -2] - best[:, -1]
+    if options.num_groups is None or options.group_topk is None or options.group_topk == options.num_groups:
+        return margins
+    if bias is not None:
+        ranked = ranked + bias.to(ranked.dtype)
+    of_groups = group_scores(ranked.double(), options)
+    inside = torch.isfinite(ranks).unflatten(-1, (options.num_groups, -1)).any(-1)
+    worst_inside = of_groups.masked_fill(~inside, torch.inf).amin(-1)
+    return torch.minimum(margins, worst_inside - of_groups.masked_fill(inside, -torch.inf).amax(-1))
 
 
 # ---- The measurement.

@@ -147,9 +147,13 @@ def _experts(run: Run) -> dict[str, Any]:
         "num_experts": EXPERTS,
         "moe_ffn_hidden_size": WIDTH,
         "moe_router_topk": min(moe.moe_router_topk, 2),
-        "moe_layer_freq": _pattern(run.derived.moe_layer_pattern),
+        "moe_layer_freq": 1,
         "moe_expert_backend": "grouped_mm" if moe.moe_expert_backend == "te" else moe.moe_expert_backend,
     }
+    pattern = run.derived.moe_layer_pattern
+    if not all(pattern):  # consecutive layers of one kind become one layer; the last kind is repeated
+        order = [kind for kind, _ in groupby(pattern)][:LAYERS]
+        sizes["moe_layer_freq"] = str([*order, *order[-1:] * (LAYERS - len(order))])
     kinds = moe.moe_router_load_balancing_type
     if "sinkhorn" not in kinds:
         losses = dict(zip(kinds, moe.moe_aux_loss_coeff))
@@ -165,14 +169,3 @@ def _experts(run: Run) -> dict[str, Any]:
         sizes["moe_router_num_groups"] = 2 if all_chosen else 4
         sizes["moe_router_group_topk"] = min(moe.moe_router_group_topk, 2, sizes["moe_router_topk"])
     return sizes
-
-
-def _pattern(pattern: tuple[int, ...]) -> int | str:
-    """Return --moe-layer-freq of LAYERS layers with the same order of dense and MoE layers.
-
-    Consecutive layers of one kind become one layer; the last kind is repeated.
-    """
-    if all(pattern):
-        return 1
-    runs = [kind for kind, _ in groupby(pattern)][:LAYERS]
-    return str([*runs, *runs[-1:] * (LAYERS - len(runs))])
