@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
@@ -21,7 +21,16 @@ from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import run_program, say
 from megatron_moe.report.run_info import versions
 from megatron_moe_tools import compat
-from megatron_moe_tools.doctor.layouts import MODELS, Layout, LayoutChoice, choose, default_choice, model, oracle_run
+from megatron_moe_tools.doctor.layouts import (
+    MODELS,
+    Layout,
+    LayoutChoice,
+    choose,
+    default_choice,
+    model,
+    names_of,
+    oracle_run,
+)
 from megatron_moe_tools.doctor.small_copy import PADDED_VOCABULARY, changed_fields, small_copy
 from megatron_moe_tools.launch.local_ranks import RankFailure
 
@@ -95,7 +104,7 @@ def _main(argv: list[str]) -> int:
         own, copy = model("demo")
         choice = default_choice(flags.ranks, flags.layouts)
     if flags.list:
-        say("\n".join(layout.name for layout in choice.layouts))
+        say("\n".join(names_of(choice.layouts)))
         return SAME
     # Not before the flags are right: loading torch takes seconds.
     from megatron_moe_tools.doctor.compare import details
@@ -168,19 +177,7 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
             key = layout.copy, layout.masked, layout.run.derived.params_dtype_name
             if key not in oracles:
                 oracles[key] = oracle, request = _oracle(pool, layout, steps, log)
-                report.about["oracles"].append(
-                    {
-                        "model": layout.model,
-                        "dtype": request.run.derived.params_dtype_name,
-                        "masked": request.masked,
-                        "data_seed": request.data_seed,
-                        "losses": [step["loss"] for step in oracle.steps],
-                        "gradient_norms": [_finite(step["grad_norm"]) for step in oracle.steps],
-                        "loss_scales": [step["loss_scale"] for step in oracle.steps],
-                        "steps_applied": [step["committed"] for step in oracle.steps],
-                        "smallest_margin": _finite(oracle.smallest_margin),
-                    }
-                )
+                report.about["oracles"].append(_about_oracle(layout.model, oracle, request))
             (oracle, request), at = oracles[key], time.monotonic()
             try:
                 whole = assemble(pool.measure(dataclasses.replace(request, run=layout.run), layout.ranks))
@@ -240,6 +237,18 @@ def _oracle(pool: MeasuringRanks, layout: Layout, steps: int, log: Log) -> tuple
     if margin < clear:
         log(f"that is less than {clear:.0e}: counts may differ by a choice without any fault of a layout")
     return best
+
+
+def _about_oracle(name: str, oracle: AssembledModel, request: Request) -> dict[str, Any]:
+    dtype = request.run.derived.params_dtype_name
+    about = {"model": name, "dtype": dtype, "masked": request.masked, "data_seed": request.data_seed}
+    columns: dict[str, list[Any]] = {"losses": [], "gradient_norms": [], "loss_scales": [], "steps_applied": []}
+    for step in oracle.steps:
+        columns["losses"].append(step["loss"])
+        columns["gradient_norms"].append(_finite(step["grad_norm"]))
+        columns["loss_scales"].append(step["loss_scale"])
+        columns["steps_applied"].append(step["committed"])
+    return {**about, **columns, "smallest_margin": _finite(oracle.smallest_margin)}
 
 
 def _finite(value: float) -> float | None:

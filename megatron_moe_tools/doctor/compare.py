@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.schema import Run
-from megatron_moe_tools.doctor.layouts import Layout, common_to
+from megatron_moe_tools.doctor.layouts import Layout, common_to, names_of
 from megatron_moe_tools.doctor.measure import AssembledModel, step_of
 
 
@@ -282,12 +282,16 @@ def matching_patterns(
 
 
 def _batches(here: list[LayoutDifference]) -> list[str]:
-    quantities = sorted({one.quantity for one in here})
-    if "loss" in quantities or not any(one.startswith("gradient,") for one in quantities):
+    losses, gradients = set(), False
+    for one in here:
+        gradients = gradients or one.quantity.startswith("gradient,")
+        if one.quantity.endswith("loss"):
+            losses.add(one.quantity)
+    if "loss" in losses or not gradients:
         return []
     shown = "the auxiliary losses as they are logged neither"
-    if logged := [one for one in quantities if one.endswith("loss")]:
-        shown = f"{', '.join(logged)} too"
+    if losses:
+        shown = f"{', '.join(sorted(losses))} too"
     return [
         f"the loss does not differ, gradients do, {shown}: what joins the gradient in addition to the loss, an "
         "auxiliary loss or a further prediction, is not weighed per token of the global batch"
@@ -439,7 +443,7 @@ class DoctorReport:
     def summary(self) -> str:
         """Return the overall result in one line."""
         tried = f"{len(self.findings)} layout{'s' * (len(self.findings) > 1)}"
-        bad = [layout.name for layout in self.failed]
+        bad = names_of(self.failed)
         if not bad:
             return f"no difference in {tried}: the same model is trained"
         return f"{len(bad)} of {tried} do not train the same model: {', '.join(bad)}"

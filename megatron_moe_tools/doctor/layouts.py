@@ -157,6 +157,11 @@ class LayoutChoice:
     """The run's own layout, as the flags give it; empty where they give none."""
 
 
+def names_of(layouts: Sequence[Layout]) -> list[str]:
+    """Return the layouts' names."""
+    return [layout.name for layout in layouts]
+
+
 def oracle_run(run: Run) -> Run:
     """Return the run of the oracle: a small copy on one rank, without fused loss and recomputation."""
     plain = dict.fromkeys(("cross_entropy_chunk_tokens", *_RECOMPUTE))
@@ -197,11 +202,11 @@ def _chosen(layouts: list[Layout], wanted: Sequence[str], reduced_from: str) -> 
     matching: set[str] = set()
     for pattern in wanted:
         found = []
-        for name in (layout.name for layout in layouts):
+        for name in names_of(layouts):
             if fnmatchcase(name, pattern) or fnmatchcase(name.partition("+")[0], pattern):
                 found.append(name)
         if not found:
-            raise ConfigError(f"--layouts {pattern}: none of {', '.join(layout.name for layout in layouts)}")
+            raise ConfigError(f"--layouts {pattern}: none of {', '.join(names_of(layouts))}")
         matching.update(found)
     good, refused = [], []
     for layout in layouts:
@@ -436,8 +441,8 @@ def default_choice(max_ranks: int, wanted: Sequence[str] = ()) -> LayoutChoice:
     """Return the default layouts of at most `max_ranks` ranks; `wanted` has the meaning that it has in `choose`."""
     own, _ = model("demo")
     known = {layout.name: layout for ranks in (4, max_ranks) for layout in combinations_of(own, EVERY_KIND, ranks)}
-    rows = list(DEFAULT_LAYOUTS)
-    rows += [(name, "demo", _PLAIN) for name in known if name not in {row[0] for row in rows}]
+    listed = {name for name, _, _ in DEFAULT_LAYOUTS}
+    rows = DEFAULT_LAYOUTS + [(name, "demo", _PLAIN) for name in known if name not in listed]
     layouts = []
     for name, of, options in rows:
         _, copy = model(of)

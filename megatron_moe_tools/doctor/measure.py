@@ -137,7 +137,10 @@ class StepRecorder:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], gradients: bool) -> None:
         self._chunks, self._wanted = chunks, gradients
-        self.routers = {name: RouterRecord() for chunk in chunks for name, _ in router_names(chunk)}
+        self.routers: dict[str, RouterRecord] = {}
+        for chunk in chunks:
+            for name, _ in router_names(chunk):
+                self.routers[name] = RouterRecord()
         self.gradients: dict[str, Any] = {}
 
     @contextmanager
@@ -171,7 +174,7 @@ def values_of_masters(
         name -> (cuts, fp32 tensor of the parameter's shape, the `OwnedPart` that it holds). The other elements are not
         initialised.
     """
-    masters = {id(parameter): master for parameter, master in named_main_params(chunks, optimizer)}
+    masters = dict(named_main_params(chunks, optimizer))
     values = {}
     for chunk in chunks:
         for shard, parameter in parameter_shards(chunk):
@@ -179,10 +182,10 @@ def values_of_masters(
                 continue
             part = owned_part(optimizer, parameter)
             full = torch.empty(parameter.shape, dtype=torch.float32)
-            if part.begin < part.end and (own := value(masters[id(parameter)])) is not None:
+            if part.begin < part.end and (own := value(masters[parameter])) is not None:
                 there = part.of(full)
                 there.copy_(own.view_as(there))
-            values[shard.name] = (tuple(tuple(cut) for cut in shard.cuts), full, tuple(part))
+            values[shard.name] = (tuple(map(tuple, shard.cuts)), full, tuple(part))
     return values
 
 
@@ -443,7 +446,7 @@ def _weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
                 part.of(weight).copy_(local(parameter))
             else:
                 weight, part = parameter.detach().clone(), OwnedPart(None, 0, parameter.numel())
-            found[shard.name] = (tuple(tuple(cut) for cut in shard.cuts), weight, tuple(part))
+            found[shard.name] = (tuple(map(tuple, shard.cuts)), weight, tuple(part))
     return found
 
 
@@ -581,7 +584,7 @@ def assemble(records: Sequence[dict[str, Any]]) -> AssembledModel:
         owners: dict[str, list[_Owner]] = {}
         for rank, record in enumerate(records):
             for name, (cuts, shard, part) in record["tensors"][quantity].items():
-                owner = _Owner(rank, tuple(Cut(*cut) for cut in cuts), shard, OwnedPart(*part))
+                owner = _Owner(rank, tuple(map(Cut._make, cuts)), shard, OwnedPart(*part))
                 owners.setdefault(name, []).append(owner)
         whole.tensors[quantity] = {}
         for name, found in owners.items():
