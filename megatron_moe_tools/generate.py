@@ -87,7 +87,8 @@ def _main(argv: list[str]) -> int:
     working = working_bytes(source.run, max(map(len, ids)), flags.max_new_tokens, dtype.itemsize)
     with load_model(source, dtype=dtype, working_bytes=working) as found:
         for number, (prompt, prompt_ids) in enumerate(zip(prompts, ids)):
-            sys.stdout.write("\n" if number else "")
+            if number:
+                prompt = f"\n{prompt}"
             _continue(found, tokenizer, prompt, prompt_ids, ends, flags)
     return DONE
 
@@ -123,27 +124,28 @@ def _check(flags: argparse.Namespace) -> None:
         raise ConfigError(f"--top-k {flags.top_k}: has to be 1 or more; without it all tokens may be drawn")
     if flags.top_p is not None and not 0.0 < flags.top_p <= 1.0:
         raise ConfigError(f"--top-p {flags.top_p}: has to be above 0 and at most 1")
-    for name in ("top_k", "top_p"):
-        if flags.temperature == 0.0 and getattr(flags, name) is not None:
+    for flag, value in (("--top-k", flags.top_k), ("--top-p", flags.top_p)):
+        if flags.temperature == 0.0 and value is not None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(flags, name)}: nothing is drawn with --temperature 0, which "
-                "takes the likeliest token; add --temperature 1"
+                f"{flag} {value}: nothing is drawn with --temperature 0, which takes the likeliest token; add "
+                "--temperature 1"
             )
     if not -(2**63) <= flags.seed < 2**63:
         raise ConfigError(f"--seed {flags.seed}: has to fit into 64 bits")
 
 
 def _read(path: str | None, text: str) -> str:
+    where = "--prompt"
     try:
         if path is not None:
-            return Path(path).read_text(encoding="utf-8")
+            where = f"--prompt-file {path}"
+            text = Path(path).read_text(encoding="utf-8")
         text.encode("utf-8")
         return text
     except UnicodeError as error:
-        where = "--prompt" if path is None else f"--prompt-file {path}"
         raise ConfigError(f"{where}: is not UTF-8: {error}") from error
     except OSError as error:
-        raise ConfigError(f"--prompt-file {path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
 
 
 def _tokenizer(source: ModelSource, flags: argparse.Namespace) -> Tokenizer:
@@ -183,14 +185,15 @@ def _begin(source: ModelSource, tokenizer: Tokenizer, wanted: bool | None) -> li
     post-processor of `tokenizer.json`, as in transformers.
     """
     file = _companions(source) / "tokenizer_config.json"
-    if wanted is None:
-        came_along = tokenizer.name in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and file.is_file()
-        wanted = _said(file, "add_bos_token") if came_along else False
+    if wanted and tokenizer.bos is None:
+        raise ConfigError(f"--add-bos: {tokenizer.name} has no begin-of-sequence token; leave the flag out")
+    if wanted is None and tokenizer.name in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and file.is_file():
+        wanted = _said(file, "add_bos_token")
         if not isinstance(wanted, bool):
             wanted = isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.begins_with_bos()
-    elif wanted and tokenizer.bos is None:
-        raise ConfigError(f"--add-bos: {tokenizer.name} has no begin-of-sequence token; leave the flag out")
-    return [tokenizer.bos] if wanted and tokenizer.bos is not None else []
+    if wanted and tokenizer.bos is not None:
+        return [tokenizer.bos]
+    return []
 
 
 def _ends(source: ModelSource, tokenizer: Tokenizer, flags: argparse.Namespace) -> set[int]:
@@ -200,8 +203,9 @@ def _ends(source: ModelSource, tokenizer: Tokenizer, flags: argparse.Namespace) 
     file = source.companions.get("generation_config.json")
     if file is None or _chosen(flags):  # ids of the tokenizer that came along
         return {tokenizer.eod}
-    said = _said(file, "eos_token_id")
-    ids = said if isinstance(said, list) else [said]
+    ids = _said(file, "eos_token_id")
+    if not isinstance(ids, list):
+        ids = [ids]
     return {tokenizer.eod, *(i for i in ids if isinstance(i, int))}
 
 
@@ -221,9 +225,11 @@ def _ids(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, run: Run, new:
             "tokenizer that it was trained with (--tokenizer-type, --tokenizer-model)"
         )
     if len(ids) + new > positions:
+        remedy = "shorten the prompt"
+        if len(ids) < positions:
+            remedy = f"{positions - len(ids)} is the most"
         raise ConfigError(
-            f"--max-new-tokens {new}: the prompt has {len(ids)} tokens and the model {positions} positions; "
-            + (f"{positions - len(ids)} is the most" if len(ids) < positions else "shorten the prompt")
+            f"--max-new-tokens {new}: the prompt has {len(ids)} tokens and the model {positions} positions; {remedy}"
         )
     return ids
 
@@ -244,7 +250,7 @@ def _continue(
         prompt_ids,
         flags.max_new_tokens,
         vocab_size=found.vocab_size,
-        sampling=Sampling(flags.temperature, flags.top_k, 1.0 if flags.top_p is None else flags.top_p),
+        sampling=Sampling(flags.temperature, flags.top_k, flags.top_p or 1.0),
         seed=flags.seed,
         end_ids=ends,
     )
@@ -255,9 +261,10 @@ def _continue(
         _write(stream.add(token))
     _write(stream.rest() + "\n")
     # The time of the first token includes the whole prompt.
-    count, first = len(times) - 1, times[1] - times[0]
-    speed = f"{(count - 1) / (times[-1] - times[1]):.1f} tokens/s" if count > 1 else "one token"
-    note(f"{NAME}: prompt of {len(prompt_ids)} tokens in {first:.2f} s, then {count - 1} tokens: {speed}")
+    more, first, speed = len(times) - 2, times[1] - times[0], "one token"
+    if more:
+        speed = f"{more / (times[-1] - times[1]):.1f} tokens/s"
+    note(f"{NAME}: prompt of {len(prompt_ids)} tokens in {first:.2f} s, then {more} tokens: {speed}")
 
 
 def _write(text: str) -> None:

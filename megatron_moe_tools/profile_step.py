@@ -9,8 +9,9 @@ station whose operation it is the backward of: autograd numbers both alike. The 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
@@ -26,6 +27,10 @@ from megatron_moe.report.records import StepRecord
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.plan import check_start
 from megatron_moe_tools import compat
+
+if TYPE_CHECKING:
+    from torch.autograd.profiler_util import FunctionEvent
+    from torch.profiler import profile
 
 NAME = "megatron-moe profile"
 
@@ -85,6 +90,11 @@ class Share:
     device: float = 0.0
     operations: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def host(self) -> float:
+        """The time on the host, forward and backward."""
+        return self.forward + self.backward
+
 
 class StepProfiler(Sink):
     """A sink that profiles steps of a run on rank 0.
@@ -100,7 +110,7 @@ class StepProfiler(Sink):
         self._steps = 0
         self.shares: dict[str, Share] | None = None
         self.seconds: list[float] = []
-        self.profile: Any = None
+        self.profile: profile | None = None
 
     def step(self, record: StepRecord) -> None:
         from torch.profiler import profile
@@ -113,23 +123,22 @@ class StepProfiler(Sink):
         if self._steps == self._first:
             self.profile = profile(activities=activities())
             self.profile.start()
-        if self._steps == self._last:
+        if self._steps == self._last and self.profile is not None:
             self.profile.stop()
             self.shares = shares(self.profile.events())
 
 
 # What belongs to another profile, or to the run whose flags these are.
-_NO_REPORTS: dict[str, Any] = {
-    name: getattr(Run().logging, name)
-    for flag in ("profile", "tensorboard_dir", "wandb_project", "mlflow_experiment")
-    for name in (flag, *READ_WITH.get(flag, ()))
-}
-_NO_REPORTS |= {name: getattr(Run().logging, name) for name in (*SCALARS, "mlflow_tracking_uri", "mlflow_run_name")}
+_REPORTS = {"profile", "tensorboard_dir", "wandb_project", "mlflow_experiment"}
+_NO_REPORTS = {*_REPORTS, *SCALARS, "mlflow_tracking_uri", "mlflow_run_name"}.union(
+    *(READ_WITH.get(flag, ()) for flag in _REPORTS)
+)
 
 
 def profiled(run: Run, warmup: int, steps: int) -> StepProfiler:
     """Train as `run` says for `warmup` + `steps` steps, and return the profile of the last ones. Saves nothing."""
-    run = replace(run, train_iters=warmup + steps, save=None, eval_iters=0, exit_interval=None, **_NO_REPORTS)
+    silent = {name: getattr(Run().logging, name) for name in _NO_REPORTS}
+    run = replace(run, train_iters=warmup + steps, save=None, eval_iters=0, exit_interval=None, **silent)
     _, world_size = launched_world()
     require_rendezvous(world_size)
     check_start(run, world_size, local_world_size(world_size))
@@ -143,7 +152,7 @@ def profiled(run: Run, warmup: int, steps: int) -> StepProfiler:
     return profiler
 
 
-def shares(events: Any) -> dict[str, Share]:
+def shares(events: Iterable[FunctionEvent]) -> dict[str, Share]:
     """Return each station's share of the time of these events of a profile."""
     import torch
 
@@ -175,11 +184,11 @@ def shares(events: Any) -> dict[str, Share]:
     return found
 
 
-def _station(event: Any) -> str:
+def _station(event: FunctionEvent) -> str:
     """Return the station of the innermost range around an event."""
     from megatron_moe.training.callbacks.profiler import PREFIX
 
-    one = event
+    one: FunctionEvent | None = event
     while one is not None:
         if one.name.startswith(PREFIX):
             return one.name.removeprefix(PREFIX)
@@ -191,9 +200,9 @@ def _station(event: Any) -> str:
     return ELSEWHERE
 
 
-def _in_backward(event: Any) -> Any:
+def _in_backward(event: FunctionEvent) -> FunctionEvent | None:
     """Return the innermost step of autograd around an event; None in the forward pass."""
-    one = event
+    one: FunctionEvent | None = event
     while one is not None and not one.name.startswith(_BACKWARD):
         one = one.cpu_parent
     return one
@@ -201,12 +210,16 @@ def _in_backward(event: Any) -> Any:
 
 def text(found: dict[str, Share], steps: int) -> str:
     """Return the table of the shares, per step, the largest first."""
-    total = sum(one.forward + one.backward for one in found.values())
-    device = sum(one.device for one in found.values())
-    lines = [f"{'station':<16}{'forward ms':>11}{'backward ms':>12}{'share':>7}" + (f"{'GPU ms':>9}" if device else "")]
-    for name, one in sorted(found.items(), key=lambda item: -(item[1].forward + item[1].backward)):
-        line = f"{name:<16}{one.forward / steps:>11.2f}{one.backward / steps:>12.2f}"
-        line += f"{(one.forward + one.backward) / total:>7.1%}" + (f"{one.device / steps:>9.2f}" if device else "")
+    total, device = 0.0, 0.0
+    for one in found.values():
+        total, device = total + one.host, device + one.device
+    lines = [f"{'station':<16}{'forward ms':>11}{'backward ms':>12}{'share':>7}"]
+    if device:
+        lines[0] += f"{'GPU ms':>9}"
+    for name, one in sorted(found.items(), key=lambda item: -item[1].host):
+        line = f"{name:<16}{one.forward / steps:>11.2f}{one.backward / steps:>12.2f}{one.host / total:>7.1%}"
+        if device:
+            line += f"{one.device / steps:>9.2f}"
         most = sorted(one.operations.items(), key=lambda item: -item[1])[:3]
         lines.append(line + "  " + ", ".join(f"{key} {ms / steps:.2f}" for key, ms in most))
     lines.append(f"{'total':<16}{total / steps:>11.2f} ms a step on rank 0, in {steps} steps")

@@ -54,14 +54,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Trace what the flags name and return the exit status."""
-    return run_program(
-        NAME,
-        _main,
-        argv,
-        interrupted="interrupted; nothing was written",
-        errors=(ConfigError, OSError),
-        rank=0,
-    )
+    errors = (ConfigError, OSError)
+    return run_program(NAME, _main, argv, interrupted="interrupted; nothing was written", errors=errors, rank=0)
 
 
 def _main(argv: list[str]) -> int:
@@ -71,8 +65,7 @@ def _main(argv: list[str]) -> int:
     taken: dict[str, str] = {}  # one path for two of the files that are read and written
     for name in ("tokens", "output", "grad_norms"):
         path, flag = getattr(flags, name), f"--{name.replace('_', '-')}"
-        other = flag if path is None else taken.setdefault(os.path.realpath(path), flag)
-        if other != flag:
+        if path is not None and (other := taken.setdefault(os.path.realpath(path), flag)) != flag:
             raise ConfigError(f"{other}, {flag} {path}: one would overwrite the other; give each its own path")
     source = locate(Path(flags.load), flags.ckpt_step, flags.family)
     if not Path(flags.tokens).is_file():
@@ -128,11 +121,12 @@ def read_tokens(path: Path, source: ModelSource) -> Tensor:
     if shape[1] > largest:
         raise ConfigError(f"{where}: sequences of {shape[1]} tokens; {source.path} has positions for {largest}")
     vocab_size = source.run.model.vocab_size or 0
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab_size:
+    token = int(tokens.min())
+    if token >= 0:
+        token = int(tokens.max())
+    if not 0 <= token < vocab_size:
         raise ConfigError(
-            f"{where}: token id {low if low < 0 else high} is outside of the vocabulary; {source.path} has ids from 0 "
-            f"to {vocab_size - 1}"
+            f"{where}: token id {token} is outside of the vocabulary; {source.path} has ids from 0 to {vocab_size - 1}"
         )
     return tokens.long()
 

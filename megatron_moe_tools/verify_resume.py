@@ -445,7 +445,8 @@ def compare(replay: ResumeReplay, replayed: Iterable[dict[str, Any]], difference
             got = record.get(name)
             if name == "iteration" or wanted == got:
                 continue
-            text = f"{_word(name)} {_shown(name, got)}, recorded {_shown(name, wanted)}"
+            word = name.removesuffix("_hex").replace("_", " ")
+            text = f"{word} {_shown(name, got)}, recorded {_shown(name, wanted)}"
             if not excused or name in EXACT:
                 finding.wrong.append(text)
             elif name in tolerances:
@@ -465,10 +466,6 @@ def relative_difference(recorded: str | None, replayed: str | None) -> float:
     if not one or not math.isfinite(one) or not math.isfinite(other):
         return math.inf
     return abs(one - other) / abs(one)
-
-
-def _word(name: str) -> str:
-    return name.removesuffix("_hex").replace("_", " ")
 
 
 def _shown(name: str, value: object) -> str:

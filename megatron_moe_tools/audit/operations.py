@@ -141,29 +141,28 @@ def widest(tensors: Iterable[Tensor]) -> int:
     return max(map(width, dtypes_of(tensors)), default=0)
 
 
-def operand_groups(op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[Tensor]]:
-    """Return the floating-point operands that are combined with each other, without a kernel's own saved statistics."""
+def mixed_operands(op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[Tensor]]:
+    """Return the floating-point operands of different dtypes that are combined with each other.
+
+    The dtype of the result is decided by operands with dimensions; those without count if there are no others. A
+    kernel's own saved statistics do not count.
+    """
+    groups: list[Sequence[Tensor]] = []
     if op.listed:
         members = []
         for value in (*args, *kwargs.values()):
             if isinstance(value, (list, tuple)):
                 members.append(tensors_in(value))
         length = max(map(len, members), default=0)
-        return list(map(floating, zip(*(member for member in members if len(member) == length))))
-    values = [value for i, value in enumerate(args) if i not in op.statistics]
-    for name, value in kwargs.items():
-        if name not in op.statistics_names:
-            values.append(value)
-    return [floating(tensors_in(values))]
-
-
-def mixed_operands(op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[Tensor]]:
-    """Return the operands of different dtypes that are combined with each other.
-
-    The dtype of the result is decided by operands with dimensions; those without count if there are no others.
-    """
+        groups += zip(*(member for member in members if len(member) == length))
+    else:
+        values = [value for position, value in enumerate(args) if position not in op.statistics]
+        for name, value in kwargs.items():
+            if name not in op.statistics_names:
+                values.append(value)
+        groups.append(tensors_in(values))
     mixed = []
-    for operands in operand_groups(op, args, kwargs):
+    for operands in map(floating, groups):
         deciding = [tensor for tensor in operands if tensor.dim() > 0] or operands
         if len(dtypes_of(deciding)) > 1:
             mixed.append(deciding)

@@ -3,27 +3,51 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import with_made_up_data
+from megatron_moe.config.schema import Run, flatten
 from megatron_moe.hf.config import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import run_program, say
+from megatron_moe.report.run_info import versions
 from megatron_moe_tools import compat
-from megatron_moe_tools.doctor.default_layouts import default_choice, model
-from megatron_moe_tools.doctor.layouts import choose
-from megatron_moe_tools.doctor.small_copy import small_copy
+from megatron_moe_tools.doctor.layouts import (
+    MODELS,
+    Layout,
+    LayoutChoice,
+    choose,
+    default_choice,
+    model,
+    names_of,
+    oracle_run,
+)
+from megatron_moe_tools.doctor.small_copy import PADDED_VOCABULARY, changed_fields, small_copy
 from megatron_moe_tools.launch.local_ranks import RankFailure
+
+if TYPE_CHECKING:  # flags are checked before torch is loaded
+    from megatron_moe_tools.doctor.compare import DoctorReport
+    from megatron_moe_tools.doctor.measure import AssembledModel, MeasuringRanks, Request
 
 NAME = "megatron-moe doctor"
 
 SAME, DIFFERENT = 0, 1
 _LARGEST_WORLD = 1 << 20
+# In fp32 scores of two layouts differ by some 1e-7; a choice with a smaller margin than this proves nothing.
+CLEAR_MARGIN = 1e-5
+_SEEDS, _CANDIDATES = 6, 1024
+_SIZES_SHOWN = ("num_layers", "hidden_size", "num_experts", "seq_length", "global_batch_size")
+
+Log = Callable[[str], None]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,11 +104,10 @@ def _main(argv: list[str]) -> int:
         own, copy = model("demo")
         choice = default_choice(flags.ranks, flags.layouts)
     if flags.list:
-        say("\n".join(layout.name for layout in choice.layouts))
+        say("\n".join(names_of(choice.layouts)))
         return SAME
     # Not before the flags are right: loading torch takes seconds.
-    from megatron_moe_tools.doctor.examine import check_layouts
-    from megatron_moe_tools.doctor.report import details
+    from megatron_moe_tools.doctor.compare import details
 
     try:
         report = check_layouts(own, copy, choice, flags.steps, flags.timeout, say)
@@ -97,3 +120,137 @@ def _main(argv: list[str]) -> int:
         replace_json(Path(flags.json), report.as_dict())
         say(f"wrote {flags.json}")
     return DIFFERENT if report.failed else SAME
+
+
+def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds: float, log: Log) -> DoctorReport:
+    """Measure the oracle and every layout, and compare each as soon as it is measured.
+
+    Args:
+        own: the run as the flags give it.
+        copy: its small copy.
+        choice: the layouts.
+        steps: optimizer steps of each layout.
+        seconds: a layout that takes longer has hung.
+        log: called with lines of progress.
+
+    Raises:
+        RankFailure: the oracle itself could not be measured.
+    """
+    from megatron_moe_tools.doctor.compare import (
+        DoctorReport,
+        LayoutFinding,
+        compare,
+        log_line,
+        matching_patterns,
+        tolerances_of,
+    )
+    from megatron_moe_tools.doctor.measure import MeasuringRanks, assemble
+
+    began, layouts = time.monotonic(), choice.layouts
+    given, defaults = flatten(own), flatten(Run())
+    ranks = max(layout.ranks for layout in layouts)
+    sizes = ", ".join(f"{name} {flatten(copy)[name]}" for name in _SIZES_SHOWN)
+    models = list(filter(None, dict.fromkeys(layout.model for layout in layouts)))
+    if models:
+        log(f"small copies of models: {', '.join(models)}; demo: {sizes}")
+    else:
+        log(f"a small copy in fp32: {sizes}")
+    if choice.reduced_from:
+        log(f"the layout in use ({choice.reduced_from}), at size 2 and at most {ranks} ranks")
+    log(f"starting {ranks} processes for {len(layouts)} layouts; nothing leaves this machine, no GPU is used")
+    report = DoctorReport(
+        {
+            "flags": {name: value for name, value in given.items() if value != defaults[name]},
+            "layout_in_use": choice.reduced_from,
+            "shrunk": {name: list(pair) for name, pair in changed_fields(own, copy).items()},
+            "features": sorted(frozenset().union(*(layout.features for layout in layouts))),
+            "models": {name: MODELS[name] for name in models},
+            "steps": steps,
+            "versions": versions(),
+            "oracles": [],
+        },
+        refused=choice.refused,
+    )
+    with MeasuringRanks(ranks, seconds) as pool:
+        oracles: dict[tuple[Run, bool, str], tuple[AssembledModel, Request]] = {}
+        for number, layout in enumerate(layouts, start=1):
+            key = layout.copy, layout.masked, layout.run.derived.params_dtype_name
+            if key not in oracles:
+                oracles[key] = oracle, request = _oracle(pool, layout, steps, log)
+                report.about["oracles"].append(_about_oracle(layout.model, oracle, request))
+            (oracle, request), at = oracles[key], time.monotonic()
+            try:
+                whole = assemble(pool.measure(dataclasses.replace(request, run=layout.run), layout.ranks))
+            except RankFailure as failure:
+                finding = LayoutFinding(layout, time.monotonic() - at, error=str(failure))
+            else:
+                comparison = compare(whole, oracle, tolerances_of(layout.run))
+                fits = matching_patterns(whole, oracle, comparison, one_process=not layout.masked)
+                finding = LayoutFinding(layout, time.monotonic() - at, comparison, fits)
+            report.findings.append(finding)
+            log(log_line(number, len(layouts), finding))
+    for layout, rule in choice.refused:
+        log(f"not tried: {layout.name}: {rule}")
+    log(f"{time.monotonic() - began:.0f} s")
+    return report
+
+
+def _oracle(pool: MeasuringRanks, layout: Layout, steps: int, log: Log) -> tuple[AssembledModel, Request]:
+    """Return the result of one process, on the first samples whose choices of experts all have a clear margin.
+
+    Where the layout is in half precision, each step's samples are picked from many: two runs may differ in a logit by
+    what roundings add up to, in a score by a quarter of that, and two scores decide a choice.
+    """
+    from megatron_moe_tools.doctor.compare import rounding_error
+    from megatron_moe_tools.doctor.measure import Request, assemble
+
+    run, dtype = oracle_run(layout.copy), layout.run.derived.params_dtype_name
+    rules.check(run, 1)
+    candidates, about = 0, ""
+    if layout.model:
+        about += f", {layout.model}"
+    if not layout.masked:
+        about += ", a loss on every token"
+    if dtype != "float32":
+        candidates, own = _CANDIDATES, run.derived.params_dtype_name
+        about += f", in {own}"
+        if own != dtype:
+            about += f" from weights in {dtype}"
+    gradients_at = tuple(range(1, steps + 1))
+    clear = max(CLEAR_MARGIN, rounding_error(layout.run) / 2)
+    best: tuple[AssembledModel, Request] | None = None
+    for seed in range(_SEEDS):
+        request = Request(run, PADDED_VOCABULARY, steps, gradients_at, seed, layout.masked, dtype, candidates)
+        (record,) = pool.measure(request, 1)
+        whole = assemble([record])
+        if best is None or whole.smallest_margin > best[0].smallest_margin:
+            best = whole, dataclasses.replace(request, candidates=0, picked=tuple(record["picked"]))
+        if whole.smallest_margin >= clear:
+            break
+    assert best is not None
+    margin = best[0].smallest_margin
+    closest = ""
+    if not math.isinf(margin):
+        closest = f"; the closest choice of an expert is decided by {margin:.1e}"
+    losses = ", ".join(f"{step['loss']:.5f}" for step in best[0].steps)
+    log(f"the oracle, one process{about}: losses {losses}{closest}")
+    if margin < clear:
+        log(f"that is less than {clear:.0e}: counts may differ by a choice without any fault of a layout")
+    return best
+
+
+def _about_oracle(name: str, oracle: AssembledModel, request: Request) -> dict[str, Any]:
+    dtype = request.run.derived.params_dtype_name
+    about = {"model": name, "dtype": dtype, "masked": request.masked, "data_seed": request.data_seed}
+    columns: dict[str, list[Any]] = {"losses": [], "gradient_norms": [], "loss_scales": [], "steps_applied": []}
+    for step in oracle.steps:
+        columns["losses"].append(step["loss"])
+        columns["gradient_norms"].append(_finite(step["grad_norm"]))
+        columns["loss_scales"].append(step["loss_scale"])
+        columns["steps_applied"].append(step["committed"])
+    return {**about, **columns, "smallest_margin": _finite(oracle.smallest_margin)}
+
+
+def _finite(value: float) -> float | None:
+    """Return the value; None where JSON has no number for it."""
+    return value if math.isfinite(value) else None

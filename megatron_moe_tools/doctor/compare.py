@@ -8,7 +8,8 @@ In half precision every result is rounded, and two layouts round different sums.
 from the format and from the number of roundings on the way (`tolerances_of`). Loss scale, applied steps, counts and
 expert_bias are the same numbers in any format.
 
-`matching_patterns` then says what was seen and which fault such a pattern fits; it does not claim a cause.
+`matching_patterns` then says what was seen and which fault such a pattern fits; it does not claim a cause. The findings
+of all layouts are the doctor's report, shown as lines of text and as JSON.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_moe.config.schema import Run
-from megatron_moe_tools.doctor.assemble import AssembledModel, step_of
+from megatron_moe_tools.doctor.layouts import Layout, common_to, names_of
+from megatron_moe_tools.doctor.measure import AssembledModel, step_of
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,6 @@ class LayoutDifference:
     allowed: float
     detail: str = ""
 
-    @property
-    def badness(self) -> float:
-        """The error over what is allowed; infinite for bits that differ and for NaN."""
-        return self.error / self.allowed if self.allowed and self.error == self.error else float("inf")
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -125,77 +123,88 @@ class Comparison:
 
 def compare(got: AssembledModel, wanted: AssembledModel, tolerances: Tolerances = FP32) -> Comparison:
     """Compare everything that a layout did with what the oracle did."""
-    measured = [*_scalars(got, wanted, tolerances.scalar), *_layers(got, wanted, tolerances)]
-    measured += [*_tensors(got, wanted, tolerances)]
+    measured = [*_steps(got, wanted, tolerances), *_tensors(got, wanted, tolerances)]
     largest: dict[str, float] = {}
+    differences = []
     for one in measured:
         kind = one.quantity.partition(",")[0].partition(" after")[0]
         largest[kind] = max(largest.get(kind, 0.0), one.error)
-    differences = [one for one in measured if not one.error <= one.allowed]
+        if not one.error <= one.allowed:
+            differences.append(one)
     for pair in got.disagreements:
-        along = " and ".join(axis.upper() for axis in pair.axes) or "no axis"
+        along = " and ".join(map(str.upper, pair.axes)) or "no axis"
         detail = f"ranks {pair.ranks[0]} and {pair.ranks[1]}, which differ along {along}, should hold the same bits"
-        differences.append(
-            LayoutDifference(f"copies of {pair.quantity}", pair.name, pair.step, pair.error, 0.0, detail)
-        )
-    differences += [
-        LayoutDifference(quantity, name, step_of(quantity), float("inf"), 0.0, "no rank has all of it")
-        for quantity, name in got.missing
-    ]
-    differences.sort(key=lambda one: (one.step, -one.badness, -one.error))
+        quantity = f"copies of {pair.quantity}"
+        differences.append(LayoutDifference(quantity, pair.name, pair.step, pair.error, 0.0, detail))
+    for quantity, name in got.missing:
+        differences.append(_absent(quantity, name, step_of(quantity), "no rank has all of it"))
+
+    def rank(one: LayoutDifference) -> tuple[int, float, float]:
+        excess = math.inf  # bits that differ, and NaN
+        if one.allowed and not math.isnan(one.error):
+            excess = one.error / one.allowed
+        return one.step, -excess, -one.error
+
+    differences.sort(key=rank)
     return Comparison(differences, largest)
 
 
-def _relative(got: float, wanted: float) -> float:
-    same = got == wanted or (got != got and wanted != wanted)
-    return 0.0 if same else abs(got - wanted) / max(abs(wanted), 1e-30)
+def _absent(quantity: str, name: str, step: int, detail: str) -> LayoutDifference:
+    return LayoutDifference(quantity, name, step, math.inf, 0.0, detail)
 
 
-def _scalars(got: AssembledModel, wanted: AssembledModel, scalar: float) -> Iterator[LayoutDifference]:
-    for number, (mine, theirs) in enumerate(zip(got.steps, wanted.steps, strict=True), start=1):
+def _number(quantity: str, name: str, step: int, got: float, wanted: float, allowed: float) -> LayoutDifference:
+    """Compare two numbers; NaN is equal to itself."""
+    error, detail = 0.0, f"{got:.9g}, the oracle's {wanted:.9g}"
+    if got != wanted and not (math.isnan(got) and math.isnan(wanted)):
+        error = abs(got - wanted) / max(abs(wanted), 1e-30)
+    return LayoutDifference(quantity, name, step, error, allowed, detail)
+
+
+def _steps(got: AssembledModel, wanted: AssembledModel, tolerances: Tolerances) -> Iterator[LayoutDifference]:
+    """Compare what the steps report of the whole model, then what they report of each layer."""
+    pairs = list(enumerate(zip(got.steps, wanted.steps, strict=True), start=1))
+    for step, (mine, theirs) in pairs:
         for key, quantity in (("loss", "loss"), ("grad_norm", "gradient norm")):
-            detail = f"{mine[key]:.9g}, the oracle's {theirs[key]:.9g}"
-            yield LayoutDifference(quantity, "", number, _relative(mine[key], theirs[key]), scalar, detail)
+            yield _number(quantity, "", step, mine[key], theirs[key], tolerances.scalar)
         for depth, (a, b) in enumerate(zip(mine["mtp_losses"], theirs["mtp_losses"], strict=True), start=1):
-            detail = f"{a:.9g}, the oracle's {b:.9g}"
-            yield LayoutDifference(
-                "loss of multi-token prediction", f"depth {depth}", number, _relative(a, b), scalar, detail
-            )
+            yield _number("loss of multi-token prediction", f"depth {depth}", step, a, b, tolerances.scalar)
         exact = {"tokens": "tokens of the batch", "committed": "step applied", "loss_scale": "loss scale"}
         for key, quantity in exact.items():
             if mine[key] is None or theirs[key] is None:
                 continue  # one of the two needs no loss scale
             detail = f"{mine[key]}, the oracle's {theirs[key]}"
-            yield LayoutDifference(quantity, "", number, float(abs(mine[key] - theirs[key])), 0.0, detail)
-
-
-def _layers(got: AssembledModel, wanted: AssembledModel, tolerances: Tolerances) -> Iterator[LayoutDifference]:
-    for number, (mine, theirs) in enumerate(zip(got.steps, wanted.steps, strict=True), start=1):
+            yield LayoutDifference(quantity, "", step, float(abs(mine[key] - theirs[key])), 0.0, detail)
+    for step, (mine, theirs) in pairs:
         for name in sorted({*mine["layers"], *theirs["layers"]}):
             if name not in mine["layers"] or name not in theirs["layers"]:
-                yield LayoutDifference(
-                    "token counts", name, number, float("inf"), 0.0, "one of the two has no such layer"
-                )
+                yield _absent("token counts", name, step, "one of the two has no such layer")
                 continue
-            layer, oracle = mine["layers"][name], theirs["layers"][name]
-            for key, quantity in (("counts", "token counts"), ("dropped", "dropped choices")):
-                off = layer[key] - oracle[key]
-                total, meant = int(layer[key].sum()), int(oracle[key].sum())
-                detail = f"{total} choices in all, the oracle's {meant}; expert by expert off by {off.tolist()}"
-                flips = int(off.abs().sum()) / 2 if total == meant else float("inf")
-                yield LayoutDifference(quantity, name, number, flips, tolerances.flips, detail)
-            if layer["expert_bias"] is not None:
-                moved = (layer["expert_bias"] - oracle["expert_bias"]).double().abs()
-                same = torch.equal(layer["expert_bias"].view(torch.int32), oracle["expert_bias"].view(torch.int32))
-                error = 0.0 if same or tolerances.flips else float(moved.max())
-                detail = f"{int((moved > 0).sum())} of {moved.numel()} experts differ, by at most {error:.3g}"
-                yield LayoutDifference("expert_bias", name, number, error, 0.0, detail)
-            detail = "its logits and weights against fp64, from the same hidden states"
-            yield LayoutDifference("router", name, number, layer["router_error"], tolerances.router, detail)
-            for loss in sorted({*layer["aux_losses"], *oracle["aux_losses"]}):
-                a, b = (side["aux_losses"].get(loss, float("nan")) for side in (layer, oracle))
-                detail = f"{a:.9g}, the oracle's {b:.9g}"
-                yield LayoutDifference(loss.replace("_", " "), name, number, _relative(a, b), tolerances.scalar, detail)
+            yield from _layer(name, step, mine["layers"][name], theirs["layers"][name], tolerances)
+
+
+def _layer(
+    name: str, step: int, layer: dict[str, Any], oracle: dict[str, Any], tolerances: Tolerances
+) -> Iterator[LayoutDifference]:
+    for key, quantity in (("counts", "token counts"), ("dropped", "dropped choices")):
+        off = layer[key] - oracle[key]
+        total, meant, flips = int(layer[key].sum()), int(oracle[key].sum()), math.inf
+        if total == meant:
+            flips = int(off.abs().sum()) / 2
+        detail = f"{total} choices in all, the oracle's {meant}; expert by expert off by {off.tolist()}"
+        yield LayoutDifference(quantity, name, step, flips, tolerances.flips, detail)
+    if layer["expert_bias"] is not None:
+        moved, error = (layer["expert_bias"] - oracle["expert_bias"]).double().abs(), 0.0
+        same = torch.equal(layer["expert_bias"].view(torch.int32), oracle["expert_bias"].view(torch.int32))
+        if not same and not tolerances.flips:
+            error = float(moved.max())
+        detail = f"{int((moved > 0).sum())} of {moved.numel()} experts differ, by at most {error:.3g}"
+        yield LayoutDifference("expert_bias", name, step, error, 0.0, detail)
+    detail = "its logits and weights against fp64, from the same hidden states"
+    yield LayoutDifference("router", name, step, layer["router_error"], tolerances.router, detail)
+    for loss in sorted({*layer["aux_losses"], *oracle["aux_losses"]}):
+        a, b = layer["aux_losses"].get(loss, math.nan), oracle["aux_losses"].get(loss, math.nan)
+        yield _number(loss.replace("_", " "), name, step, a, b, tolerances.scalar)
 
 
 def _tensors(got: AssembledModel, wanted: AssembledModel, tolerances: Tolerances) -> Iterator[LayoutDifference]:
@@ -207,9 +216,9 @@ def _tensors(got: AssembledModel, wanted: AssembledModel, tolerances: Tolerances
         total = float(torch.stack([t.double().norm() for t in theirs.values()]).norm())
         for name in sorted({*mine, *theirs}):
             if name not in mine or name not in theirs:
-                yield LayoutDifference(quantity, name, step, float("inf"), 0.0, "one of the two has no such tensor")
+                yield _absent(quantity, name, step, "one of the two has no such tensor")
                 continue
-            a, b = mine[name].double(), theirs[name].double()
+            a, b, detail = mine[name].double(), theirs[name].double(), ""
             if quantity == "initial weight":
                 error = 0.0 if torch.equal(a, b) else float((a - b).abs().max())
                 yield LayoutDifference(quantity, name, step, error, 0.0, "largest difference of an element")
@@ -220,7 +229,13 @@ def _tensors(got: AssembledModel, wanted: AssembledModel, tolerances: Tolerances
                 floor = float(torch.finfo(theirs[name].dtype).eps * b.norm())
                 a, b, allowed = a - start[name].double(), b - oracle_start[name].double(), tolerances.update
             error = float((a - b).norm() / b.norm().clamp_min(max(floor, 1e-30)))
-            yield LayoutDifference(quantity, name, step, error, allowed, factor_text(a, b) if error > allowed else "")
+            if error > allowed:
+                scale = factor(a, b)
+                if float(a.abs().max()) == 0.0:
+                    detail = "all zeros"
+                elif scale is not None and abs(scale - 1) > 1e-3:
+                    detail = f"{times(scale)} the oracle's"
+            yield LayoutDifference(quantity, name, step, error, allowed, detail)
 
 
 def factor(got: Tensor, wanted: Tensor) -> float | None:
@@ -229,24 +244,21 @@ def factor(got: Tensor, wanted: Tensor) -> float | None:
     if not square:
         return None
     scale = float((got * wanted).sum()) / square
-    return scale if float((got - scale * wanted).norm()) < 0.01 * max(abs(scale), 0.01) * square**0.5 else None
-
-
-def factor_text(got: Tensor, wanted: Tensor) -> str:
-    """Return words for a tensor that is zero or a multiple of the oracle's; otherwise an empty text."""
-    if float(got.abs().max()) == 0.0:
-        return "all zeros"
-    scale = factor(got, wanted)
-    return f"{times(scale)} the oracle's" if scale is not None and abs(scale - 1) > 1e-3 else ""
+    off = float((got - scale * wanted).norm())
+    return scale if off < 0.01 * max(abs(scale), 0.01) * square**0.5 else None
 
 
 def times(scale: float) -> str:
     """Return words for a factor: the power of two that it is to 0.1 per cent, as a loss's scale is, or three digits."""
-    power = math.copysign(2.0 ** round(math.log2(abs(scale))), scale) if scale else scale
-    return f"{power:g} times" if math.isclose(scale, power, rel_tol=1e-3) else f"{scale:.3g} times"
+    power = scale
+    if scale:
+        power = math.copysign(2.0 ** round(math.log2(abs(scale))), scale)
+    if math.isclose(scale, power, rel_tol=1e-3):
+        return f"{power:g} times"
+    return f"{scale:.3g} times"
 
 
-# Patterns in a set of differences.
+# ---- Patterns in a set of differences.
 
 
 def matching_patterns(
@@ -265,95 +277,95 @@ def matching_patterns(
     first = comparison.differences[0].step
     here = [one for one in comparison.differences if one.step == first]
     if one_process:
-        return [*_batches(here)]
-    return [*_starts(here), *_copies(here), *_counts(here, got, wanted), *_gradients(here, got, wanted)]
+        return _batches(here)
+    return [*_weights_and_counts(here, got, wanted), *_gradients(here, got, wanted)]
 
 
-def _batches(here: list[LayoutDifference]) -> Iterator[str]:
-    quantities = {one.quantity for one in here}
-    if "loss" not in quantities and any(one.startswith("gradient,") for one in quantities):
-        logged = sorted(one for one in quantities if one.endswith("loss"))
-        shown = f"{', '.join(logged)} too" if logged else "the auxiliary losses as they are logged neither"
-        yield (
-            "the loss does not differ, gradients do, "
-            f"{shown}: what joins the gradient in addition to the loss, an auxiliary loss or a further prediction, is"
-            " not weighed per token of the global batch"
-        )
-
-
-def _starts(here: list[LayoutDifference]) -> Iterator[str]:
-    wrong = [one.name for one in here if one.quantity == "initial weight"]
-    if wrong:
-        only = " (routed experts only)" if all(_EXPERT.search(name) for name in wrong) else ""
-        yield f"{len(wrong)} weights{only} differ before the first step: how they are initialised depends on the layout"
-
-
-def _copies(here: list[LayoutDifference]) -> Iterator[str]:
-    copies = [one for one in here if one.quantity.startswith("copies of")]
-    if copies:
-        along = sorted({one.detail.partition(" along ")[2].partition(",")[0] for one in copies})
-        yield f"copies differ between ranks along {', '.join(along)}: a reduction or broadcast over that group is amiss"
-
-
-def _counts(here: list[LayoutDifference], got: AssembledModel, wanted: AssembledModel) -> Iterator[str]:
-    wrong = [one for one in here if one.quantity == "token counts"]
-    if not wrong:
-        return
-    step = wrong[0].step - 1
-    sums = [
-        (int(side.steps[step]["layers"][one.name]["counts"].sum()) for side in (got, wanted))
-        for one in wrong
-        if one.name in got.steps[step]["layers"] and one.name in wanted.steps[step]["layers"]
+def _batches(here: list[LayoutDifference]) -> list[str]:
+    losses, gradients = set(), False
+    for one in here:
+        gradients = gradients or one.quantity.startswith("gradient,")
+        if one.quantity.endswith("loss"):
+            losses.add(one.quantity)
+    if "loss" in losses or not gradients:
+        return []
+    shown = "the auxiliary losses as they are logged neither"
+    if losses:
+        shown = f"{', '.join(sorted(losses))} too"
+    return [
+        f"the loss does not differ, gradients do, {shown}: what joins the gradient in addition to the loss, an "
+        "auxiliary loss or a further prediction, is not weighed per token of the global batch"
     ]
-    ratios = {mine / theirs for mine, theirs in sums if theirs}
-    if ratios and ratios != {1.0}:
-        shown = ", ".join(f"{ratio:.3g}" for ratio in sorted(ratios))
-        yield f"the counts sum to {shown} times the batch's choices: they are summed over a wrong group (TP x CP x DP)"
-    elif ratios:
+
+
+def _weights_and_counts(here: list[LayoutDifference], got: AssembledModel, wanted: AssembledModel) -> Iterator[str]:
+    weights, along, counts = [], set(), []
+    for one in here:
+        if one.quantity == "initial weight":
+            weights.append(one.name)
+        elif one.quantity.startswith("copies of"):
+            along.add(one.detail.partition(" along ")[2].partition(",")[0])
+        elif one.quantity == "token counts":
+            counts.append(one.name)
+    if weights:
+        found = f"{len(weights)} weights"
+        if all(map(_EXPERT.search, weights)):
+            found += " (routed experts only)"
+        yield f"{found} differ before the first step: how they are initialised depends on the layout"
+    if along:
+        groups = ", ".join(sorted(along))
+        yield f"copies differ between ranks along {groups}: a reduction or broadcast over that group is amiss"
+    ratios = set()
+    for name in counts:
+        mine, theirs = (side.steps[here[0].step - 1]["layers"].get(name) for side in (got, wanted))
+        if mine is not None and theirs is not None and (meant := int(theirs["counts"].sum())):
+            ratios.add(int(mine["counts"].sum()) / meant)
+    if ratios == {1.0}:
         yield (
             "all choices are counted, some for another expert: the logits differ by more than the closest choice's "
             f"margin, {wanted.smallest_margin:.1e}"
         )
+    elif ratios:
+        shown = ", ".join(f"{ratio:.3g}" for ratio in sorted(ratios))
+        yield f"the counts sum to {shown} times the batch's choices: they are summed over a wrong group (TP x CP x DP)"
 
 
 def _gradients(here: list[LayoutDifference], got: AssembledModel, wanted: AssembledModel) -> Iterator[str]:
-    wrong = [one for one in here if one.quantity.startswith("gradient,")]
-    norm = next((one for one in here if one.quantity == "gradient norm"), None)
-    if not wrong:
-        if norm is not None:
-            yield from _norm_alone(norm, got, wanted)
+    names, quantity, norm_differs, other_loss = set(), "", False, False
+    for one in here:
+        norm_differs = norm_differs or one.quantity == "gradient norm"
+        other_loss = other_loss or (one.quantity.endswith("loss") and one.quantity != "loss")
+        if one.quantity.startswith("gradient,"):
+            names.add(one.name)
+            quantity = quantity or one.quantity
+    if not names:
+        step = here[0].step
+        gradients = wanted.tensors.get(f"gradient, step {step}")
+        if norm_differs and gradients is not None:
+            squares = {True: 0.0, False: 0.0}
+            for name, tensor in gradients.items():
+                squares[_EXPERT.search(name) is not None] += float(tensor.double().square().sum())
+            yield "every gradient agrees, their norm does not: it counts some parameter twice or not at all"
+            if squares[True]:
+                share = (got.steps[step - 1]["grad_norm"] ** 2 - squares[False]) / squares[True]
+                yield f"with the dense weights counted once, the routed experts' squares are counted {share:.3g} times"
         return
-    quantity = wrong[0].quantity
     mine, theirs = got.tensors[quantity], wanted.tensors[quantity]
-    names = {one.name for one in wrong}
-    experts, routers = {n for n in theirs if _EXPERT.search(n)}, {n for n in theirs if n.endswith("router.weight")}
-    scales = {name: factor(mine[name].double(), theirs[name].double()) for name in names if name in mine}
-    shared = _shared(list(scales.values()))
+    experts = set(filter(_EXPERT.search, theirs))
+    shared = _shared([factor(mine[name].double(), theirs[name].double()) for name in names if name in mine])
     if names == set(theirs) and shared is not None:
         yield f"every gradient is {times(shared)} the oracle's: the loss's scale, or what gradients are divided by"
-    elif names == experts and experts:
-        multiple = f" and {times(shared)} the oracle's" if shared is not None else ""
+    elif names == experts:
+        multiple = ""
+        if shared is not None:
+            multiple = f" and {times(shared)} the oracle's"
         yield f"the gradients of all routed experts are off{multiple}, no other: expert data parallelism, or its scale"
-    elif names == routers:
+    elif names == {name for name in theirs if name.endswith("router.weight")}:
         yield "only router weights are off: their sum over TP (the sequence_parallel mark), or an auxiliary loss"
-    elif got.cut_over_tp and not names & got.cut_over_tp and not names & experts:
+    elif got.cut_over_tp and not names & (got.cut_over_tp | experts):
         yield "only weights that every TP rank holds whole are off: their sum over TP is missing or done twice"
-    elif any(one.quantity.endswith("loss") and one.quantity != "loss" for one in here):
+    elif other_loss:
         yield "an auxiliary loss differs as well: its set of tokens, or its scale"
-
-
-def _norm_alone(norm: LayoutDifference, got: AssembledModel, wanted: AssembledModel) -> Iterator[str]:
-    gradients = next((q for q in wanted.tensors if q.startswith("gradient") and step_of(q) == norm.step), None)
-    if gradients is None:
-        return
-    squares = {True: 0.0, False: 0.0}
-    for name, tensor in wanted.tensors[gradients].items():
-        squares[_EXPERT.search(name) is not None] += float(tensor.double().square().sum())
-    found = got.steps[norm.step - 1]["grad_norm"] ** 2
-    yield "every gradient agrees, their norm does not: it counts some parameter twice or not at all"
-    if squares[True]:
-        share = (found - squares[False]) / squares[True]
-        yield f"with the dense weights counted once, the routed experts' squares are counted {share:.3g} times"
 
 
 def _shared(scales: list[float | None]) -> float | None:
@@ -362,4 +374,153 @@ def _shared(scales: list[float | None]) -> float | None:
     if not known or len(known) < len(scales):
         return None
     middle = known[len(known) // 2]
-    return middle if all(math.isclose(scale, middle, rel_tol=0.01) for scale in known) else None
+    if all(math.isclose(scale, middle, rel_tol=0.01) for scale in known):
+        return middle
+    return None
+
+
+# ---- The report.
+
+_SHOWN = 8
+_KEPT = 500
+
+
+@dataclass(frozen=True)
+class LayoutFinding:
+    """The outcome of one layout; `error` is the ranks' report where the layout could not be measured."""
+
+    layout: Layout
+    seconds: float
+    comparison: Comparison | None = None
+    patterns: list[str] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def good(self) -> bool:
+        """Whether the layout was measured and nothing differs."""
+        return self.comparison is not None and self.comparison.agrees
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the finding as plain values for JSON."""
+        result: dict[str, Any] = {
+            "layout": self.layout.name,
+            "ranks": self.layout.ranks,
+            "flags": self.layout.flags,
+            "model": self.layout.model,
+            "features": sorted(self.layout.features),
+            "tolerances": asdict(tolerances_of(self.layout.run)),
+            "agrees": self.good,
+            "seconds": round(self.seconds, 2),
+            "error": self.error,
+        }
+        if self.comparison is not None:
+            differences = self.comparison.differences
+            result["largest_errors"] = {kind: _plain(value) for kind, value in self.comparison.largest.items()}
+            result["fits"] = self.patterns
+            result["number_of_differences"] = len(differences)
+            result["differences"] = [{**asdict(one), "error": _plain(one.error)} for one in differences[:_KEPT]]
+        return result
+
+
+@dataclass
+class DoctorReport:
+    """The findings of all layouts; `about` says what was compared: flags, sizes, versions, the oracles' figures."""
+
+    about: dict[str, Any]
+    findings: list[LayoutFinding] = field(default_factory=list)
+    refused: list[tuple[Layout, str]] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[Layout]:
+        """The layouts that differ or could not be measured."""
+        return [finding.layout for finding in self.findings if not finding.good]
+
+    @property
+    def common(self) -> list[str]:
+        """Kinds of parallelism and features that all layouts that failed have, and no layout that agrees."""
+        return common_to(self.failed, [finding.layout for finding in self.findings if finding.good])
+
+    def summary(self) -> str:
+        """Return the overall result in one line."""
+        tried = f"{len(self.findings)} layout{'s' * (len(self.findings) > 1)}"
+        bad = names_of(self.failed)
+        if not bad:
+            return f"no difference in {tried}: the same model is trained"
+        return f"{len(bad)} of {tried} do not train the same model: {', '.join(bad)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values for JSON, which holds neither NaN nor infinity."""
+        return {
+            "verdict": self.summary(),
+            "failed": bool(self.failed),
+            "common_to_what_failed": self.common,
+            **self.about,
+            "layouts": [finding.as_dict() for finding in self.findings],
+            "refused": [{"layout": layout.name, "rule": rule} for layout, rule in self.refused],
+        }
+
+
+def log_line(number: int, total: int, finding: LayoutFinding) -> str:
+    """Return the log's line about one layout."""
+    head = f"[{number:{len(str(total))}}/{total}] {finding.layout.name:<25} {finding.layout.ranks} ranks "
+    tail = f" ({finding.seconds:.1f} s)"
+    if finding.comparison is None:
+        return f"{head} FAILED{tail}"
+    if finding.good:
+        largest = finding.comparison.largest
+        errors = [f"{kind} {largest.get(kind, 0.0):.1e}" for kind in ("loss", "gradient norm", "gradient", "weight")]
+        return f"{head} agrees: {', '.join(errors)}{tail}"
+    return f"{head} DIFFERS: {describe(finding.comparison.differences[0])}{tail}"
+
+
+def describe(one: LayoutDifference) -> str:
+    """Return a difference in one line."""
+    text = one.quantity
+    if one.name:
+        text += f" of {one.name}"
+    if "step" not in one.quantity and one.step:
+        text += f", step {one.step}"
+    text += f" is off by {one.error:.2e}, "
+    if one.allowed == 0.0:
+        text += "has to be the same bits"
+    else:
+        text += f"at most {one.allowed:.0e} is allowed"
+    if one.detail:
+        text += f"; {one.detail}"
+    return text
+
+
+def details(report: DoctorReport) -> Iterator[str]:
+    """Yield the lines about the layouts that failed, then the overall result."""
+    for finding in report.findings:
+        if finding.good:
+            continue
+        flags = []
+        for name, value in finding.layout.flags.items():
+            if value is True:
+                flags.append(f"--{name.replace('_', '-')}")
+            elif value is not None:
+                flags.append(f"--{name.replace('_', '-')} {value}")
+        shown = " ".join(flags) or "data parallel only"
+        yield f"\n{finding.layout.name} ({finding.layout.ranks} ranks: {shown})"
+        if finding.comparison is None:
+            yield finding.error or ""
+            continue
+        for pattern in finding.patterns:
+            yield f"  it fits: {pattern}"
+        differences = finding.comparison.differences
+        first = [one for one in differences if one.step == differences[0].step]
+        for one in first[:_SHOWN]:
+            yield f"  {describe(one)}"
+        if len(first) > _SHOWN:
+            yield f"  and {len(first) - _SHOWN} more in the same step"
+        if len(differences) > len(first):
+            yield f"  later steps differ in {len(differences) - len(first)} quantities, which may follow from this"
+    if len(report.failed) < len(report.findings) and (common := report.common):
+        yield f"\nwhat every layout that failed has, and none that agrees: {' or '.join(common)}"
+    yield f"\n{report.summary()}"
+
+
+def _plain(value: float) -> float | str:
+    """Return the value, as text where JSON has no number for it: infinity and NaN."""
+    return value if math.isfinite(value) else str(value)

@@ -4,22 +4,33 @@ The layouts are the run's own kinds of parallelism at size two, alone and combin
 extras dropped. Before them come one process with the batch cut into other micro-batches, and with the loss averaged the
 other way. Where every token has a loss both must train the same. Without these two, one process would be compared only
 with code that shares its scaling, and a scale that is wrong everywhere would agree everywhere.
+
+Without a run the doctor tries models and layouts that together have every feature. A model is a line of flags, as one
+would give them to the doctor, and is made small like any run's. A row of `DEFAULT_LAYOUTS` combines a layout that a run
+of the demo's model would be given with a model and with options that train the same: dispatchers, recomputation, the
+fused loss. The oracle trains without these options. Half precision is compared with fp32 once, in one process that
+begins with the same weights: an error that all layouts make would show nowhere else. Its layouts are then compared with
+one process in their own dtype.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import combinations
 from typing import Any
 
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.model_flags import SHARDING_STRATEGIES, ParallelConfig
+from megatron_moe.config.model_flags import SHARDING_STRATEGIES, ParallelConfig, PrecisionConfig
 from megatron_moe.config.schema import Run, replace
-from megatron_moe_tools.doctor.small_copy import DEPTHS, LAYERS
+from megatron_moe.hf.config import filled_in
+from megatron_moe_tools import compat
+from megatron_moe_tools.doctor.small_copy import DEPTHS, LAYERS, small_copy, with_few_choices
 
 # Features: what the default layouts have to cover, and what layouts that fail may have in common.
 
@@ -100,6 +111,7 @@ _SIZES = {
     "CP": "context_parallel_size",
     "EP": "expert_model_parallel_size",
 }
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 
 
 @dataclass(frozen=True)
@@ -145,17 +157,15 @@ class LayoutChoice:
     """The run's own layout, as the flags give it; empty where they give none."""
 
 
+def names_of(layouts: Sequence[Layout]) -> list[str]:
+    """Return the layouts' names."""
+    return [layout.name for layout in layouts]
+
+
 def oracle_run(run: Run) -> Run:
     """Return the run of the oracle: a small copy on one rank, without fused loss and recomputation."""
-    return replace(
-        run,
-        cross_entropy_loss_fusion=False,
-        cross_entropy_chunk_tokens=None,
-        recompute_granularity=None,
-        recompute_method=None,
-        recompute_num_layers=None,
-        recompute_modules=None,
-    )
+    plain = dict.fromkeys(("cross_entropy_chunk_tokens", *_RECOMPUTE))
+    return replace(run, cross_entropy_loss_fusion=False, **plain)
 
 
 def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> LayoutChoice:
@@ -171,41 +181,37 @@ def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> L
     Raises:
         ConfigError: no layout has a wanted name, or every layout is refused.
     """
-    used = {kind for kind, name in _SIZES.items() if getattr(own.parallel, name) > 1}
-    kinds = used | {"DP"} if used else set(EVERY_KIND)
+    in_use = [f"{kind} {size}" for kind, name in _SIZES.items() if (size := getattr(own.parallel, name)) > 1]
+    kinds = set(EVERY_KIND)
+    if in_use:
+        kinds = {"DP", *(words.split()[0] for words in in_use)}
     if copy.moe.num_experts is None:
         kinds.discard("EP")
-    layouts = [*other_batches(copy), *combinations_of(own, kinds, max_ranks)]
-    shown = [f"{kind} {getattr(own.parallel, name)}" for kind, name in _SIZES.items() if kind in used]
-    return apply_rules(
-        select_layouts([dataclasses.replace(layout, copy=copy) for layout in layouts], wanted), ", ".join(shown)
-    )
+    layouts = []
+    for layout in (*other_batches(copy), *combinations_of(own, kinds, max_ranks)):
+        layouts.append(dataclasses.replace(layout, copy=copy))
+    return _chosen(layouts, wanted, ", ".join(in_use))
 
 
-def select_layouts(layouts: list[Layout], wanted: Sequence[str]) -> list[Layout]:
-    """Return the layouts whose name, with or without "+model", matches one of the patterns; all without patterns.
+def _chosen(layouts: list[Layout], wanted: Sequence[str], reduced_from: str) -> LayoutChoice:
+    """Choose the layouts whose name, with or without "+model", matches a wanted pattern and which the rules accept.
 
     Raises:
-        ConfigError: no layout matches a pattern.
+        ConfigError: no layout matches a pattern, or every layout is refused.
     """
+    matching: set[str] = set()
     for pattern in wanted:
-        if not any(_matches(layout, pattern) for layout in layouts):
-            raise ConfigError(f"--layouts {pattern}: none of {', '.join(layout.name for layout in layouts)}")
-    return [layout for layout in layouts if not wanted or any(_matches(layout, pattern) for pattern in wanted)]
-
-
-def _matches(layout: Layout, pattern: str) -> bool:
-    return fnmatchcase(layout.name, pattern) or fnmatchcase(layout.name.partition("+")[0], pattern)
-
-
-def apply_rules(layouts: list[Layout], reduced_from: str) -> LayoutChoice:
-    """Divide layouts into those that the rules of a run accept and those that they refuse.
-
-    Raises:
-        ConfigError: every layout is refused.
-    """
+        found = []
+        for name in names_of(layouts):
+            if fnmatchcase(name, pattern) or fnmatchcase(name.partition("+")[0], pattern):
+                found.append(name)
+        if not found:
+            raise ConfigError(f"--layouts {pattern}: none of {', '.join(names_of(layouts))}")
+        matching.update(found)
     good, refused = [], []
     for layout in layouts:
+        if wanted and layout.name not in matching:
+            continue
         try:
             rules.check(layout.run, layout.ranks)
             good.append(layout)
@@ -232,40 +238,41 @@ def other_batches(copy: Run) -> Iterator[Layout]:
 def combinations_of(own: Run, kinds: set[str], max_ranks: int) -> Iterator[Layout]:
     """Yield single kinds of parallelism, then pairs, then triples on eight ranks; each without and with EP."""
     dense = [kind for kind in DENSE if kind in kinds]
-    most = max_ranks.bit_length() - 1
     fullest: Layout | None = None
-    for number in range(1, most + 1):
+    for number in range(1, max_ranks.bit_length()):
         for chosen in combinations(dense, number):
-            for experts in (False, True) if "EP" in kinds else (False,):
-                for etp in _expert_tensor_sizes(own, chosen, experts, 2**number):
+            for experts in (False, True):
+                if experts and "EP" not in kinds:
+                    continue
+                for etp in _expert_tensor_sizes(own, chosen, experts):
                     fullest = _layout(own, chosen, experts, etp)
                     yield fullest
     if fullest is not None:
         yield from _without_extras(own, fullest)
 
 
-def _expert_tensor_sizes(own: Run, chosen: Sequence[str], experts: bool, ranks: int) -> list[int | None]:
+def _expert_tensor_sizes(own: Run, chosen: Sequence[str], experts: bool) -> list[int | None]:
     """Return the ETP sizes to try: the run's own relation to TP where it fits, both where the run does not say."""
+    ranks_left, rest = divmod(2 ** len(chosen), 2 ** (experts + ("PP" in chosen)))
+    if rest:
+        return []
     if own.moe.num_experts is None or "TP" not in chosen:
-        return [None] if _fits(chosen, experts, 1, ranks) else []
+        return [None]
     given = own.parallel.expert_tensor_parallel_size
-    if given is None:
-        sizes = [2, 1] if experts else [2]
-    else:
-        sizes = [2] if given == own.parallel.tensor_model_parallel_size else [1]
-    fitting: list[int | None] = [etp for etp in sizes if _fits(chosen, experts, etp, ranks)]
-    if fitting:
-        return fitting
-    return [1] if _fits(chosen, experts, 1, ranks) else []
-
-
-def _fits(chosen: Sequence[str], experts: bool, etp: int, ranks: int) -> bool:
-    return ranks % ((2 if experts else 1) * etp * (2 if "PP" in chosen else 1)) == 0
+    if ranks_left < 2 or given not in (None, own.parallel.tensor_model_parallel_size):
+        return [1]
+    return [2, 1] if given is None and experts else [2]
 
 
 def _layout(own: Run, chosen: Sequence[str], experts: bool, etp: int | None) -> Layout:
     p, flags = own.parallel, dict[str, Any]()
-    for kind in (*chosen, *(["EP"] if experts else [])):
+    kinds = list(chosen)
+    if experts:
+        kinds.append("EP")
+    words = [f"{kind.lower()}2" for kind in kinds]
+    if etp is not None and experts:
+        words.append(f"etp{etp}")
+    for kind in kinds:
         if kind in _SIZES:
             flags[_SIZES[kind]] = 2
     if "TP" in chosen:
@@ -276,9 +283,10 @@ def _layout(own: Run, chosen: Sequence[str], experts: bool, etp: int | None) -> 
             flags["pipeline_model_parallel_layout"] = _small_stages(own)
         elif p.num_layers_per_virtual_pipeline_stage is not None or p.num_virtual_stages_per_pipeline_rank is not None:
             flags["num_layers_per_virtual_pipeline_stage"] = 1
-        elif p.decoder_first_pipeline_num_layers is not None or p.decoder_last_pipeline_num_layers is not None:
-            first = p.decoder_first_pipeline_num_layers is not None
-            flags[f"decoder_{'first' if first else 'last'}_pipeline_num_layers"] = 1
+        elif p.decoder_first_pipeline_num_layers is not None:
+            flags["decoder_first_pipeline_num_layers"] = 1
+        elif p.decoder_last_pipeline_num_layers is not None:
+            flags["decoder_last_pipeline_num_layers"] = 1
     # ZeRO++ is left out: what it rounds is meant to differ from one process.
     stage = own.derived.zero_stage
     if stage >= 2 and "PP" not in chosen:
@@ -288,10 +296,7 @@ def _layout(own: Run, chosen: Sequence[str], experts: bool, etp: int | None) -> 
     for name in ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size"):
         if getattr(p, name) != getattr(ParallelConfig(), name):
             flags[name] = getattr(p, name)
-    words = [f"{kind.lower()}2" for kind in chosen] + (["ep2"] if experts else [])
-    if etp is not None and experts:
-        words.append(f"etp{etp}")
-    return Layout("-".join(words), 2 ** len(chosen), flags, frozenset({*chosen, *(["EP"] if experts else [])}))
+    return Layout("-".join(words), 2 ** len(chosen), flags, frozenset(kinds))
 
 
 def _small_stages(own: Run) -> str:
@@ -299,10 +304,10 @@ def _small_stages(own: Run) -> str:
 
     Multi-token prediction is with the loss: a stage of its own takes three ranks.
     """
-    stages = own.derived.pipeline_stages
-    count = 2 if own.derived.virtual_pipeline_size is None else 4
-    first, last = (0 if stages[0].layers else 1), (count - 1 if stages[-1].layers else count - 2)
-    parts = [""] * count
+    stages, parts = own.derived.pipeline_stages, ["", ""]
+    if own.derived.virtual_pipeline_size is not None:
+        parts *= 2
+    first, last = int(not stages[0].layers), len(parts) - 1 - int(not stages[-1].layers)
     for layer in range(LAYERS):
         parts[min(first + layer, max(last, 0))] += "t"
     parts[0] = f"E{parts[0]}"
@@ -321,11 +326,11 @@ def _without_extras(own: Run, fullest: Layout) -> Iterator[Layout]:
         "letters": ("pipeline_model_parallel_layout",),
     }
     for word, names in extras.items():
-        if any(name in fullest.flags for name in names):
-            flags = {name: value for name, value in fullest.flags.items() if name not in names}
+        flags = {name: value for name, value in fullest.flags.items() if name not in names}
+        if flags != fullest.flags:
             yield Layout(f"{fullest.name}-no-{word}", fullest.ranks, flags, fullest.kinds)
     if own.training.recompute_granularity is not None:
-        plain = {f"recompute_{name}": None for name in ("granularity", "method", "num_layers", "modules")}
+        plain = dict.fromkeys(_RECOMPUTE)
         yield Layout(f"{fullest.name}-no-recompute", fullest.ranks, {**fullest.flags, **plain}, fullest.kinds)
 
 
@@ -337,12 +342,119 @@ def common_to(failed: Sequence[Layout], passed: Sequence[Layout]) -> list[str]:
     if not failed:
         return []
     everywhere = frozenset.intersection(*(layout.features for layout in (*failed, *passed)))
-    shared = frozenset.intersection(*(_traits(layout, everywhere) for layout in failed))
-    groups = [frozenset(group) for size in (1, 2) for group in combinations(sorted(shared), size)]
-    distinguishing = [group for group in groups if not any(group <= _traits(layout, everywhere) for layout in passed)]
-    smallest = min((len(group) for group in distinguishing), default=0)
-    return ["+".join(sorted(group)) for group in distinguishing if len(group) == smallest]
+
+    def traits(layout: Layout) -> frozenset[str]:
+        return layout.kinds | (layout.features - everywhere)
+
+    shared, innocent = sorted(frozenset.intersection(*map(traits, failed))), list(map(traits, passed))
+    for size in (1, 2):
+        found = []
+        for group in combinations(shared, size):
+            if not any(map(set(group).issubset, innocent)):
+                found.append("+".join(group))
+        if found:
+            return found
+    return []
 
 
-def _traits(layout: Layout, everywhere: frozenset[str]) -> frozenset[str]:
-    return layout.kinds | (layout.features - everywhere)
+# What is tried without a run.
+
+MODELS = {
+    "demo": "--preset demo",
+    "mtp": "--preset demo --mtp-num-layers 1 --moe-shared-expert-gate --moe-router-bias-center"
+    " --moe-router-group-score megatron --calculate-per-token-loss"
+    " --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.05 0.05",
+    "capacity": "--preset tiny-gqa --moe-expert-capacity-factor 1 --moe-router-pre-softmax --moe-router-num-groups 4"
+    " --moe-router-group-topk 2 --moe-router-group-score max --moe-router-load-balancing-type global_aux_loss aux_loss"
+    " --moe-aux-loss-coeff 0.05 0.05 --moe-layer-freq [0,1] --no-untie-embeddings-and-output-weights",
+    "sinkhorn": "--preset tiny-gqa --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --moe-layer-freq 2",
+    "bf16": "--preset demo --moe-shared-expert-gate --bf16",
+    # Scaled so that the first step overflows and one of the next two does not. The loss is per token because the engine
+    # otherwise divides it by a rank's micro-batches first and averages over ranks last: under data and context
+    # parallelism gradients would overflow at a scale where those of one process do not.
+    "fp16": "--preset tiny-gqa --calculate-per-token-loss --fp16 --initial-loss-scale 16384 --hysteresis 1"
+    " --loss-scale-window 2",
+}
+# The loss scale is one at which nothing overflows: the oracle, in fp32, applies every step.
+_HALF: dict[str, dict[str, Any]] = {"bf16": {"bf16": True}, "fp16": {"fp16": True, "initial_loss_scale": 2048.0}}
+
+_PLAIN: dict[str, Any] = {}
+_ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
+_FUSED = {"cross_entropy_loss_fusion": True}
+_LOOP = {"moe_expert_backend": "loop"}
+_OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+_ZERO2 = {"data_parallel_sharding_strategy": "optim_grads"}
+_ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
+_PADDED = {"moe_pad_expert_input_to_capacity": True}
+_UNEVEN = {"decoder_first_pipeline_num_layers": 1}
+_VIRTUAL = {"num_layers_per_virtual_pipeline_stage": 1}
+_ALL_AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_PARTS_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("moe_act", "layernorm")}
+
+# (layout, model, options); a layout that is not listed gets the demo's model.
+DEFAULT_LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("micro-batches-of-1", "demo", _PLAIN),
+    ("loss-per-token", "demo", _PLAIN),
+    ("loss-per-micro-batch", "mtp", _PLAIN),
+    ("loss-per-token", "capacity", _PLAIN),
+    ("tp2", "mtp", _PLAIN),
+    ("tp2-ep2-etp1", "capacity", _ALLGATHER),
+    ("pp2", "mtp", _FUSED),
+    ("cp2", "capacity", _PLAIN),
+    ("cp2-ep2", "mtp", _PLAIN),
+    ("dp2", "sinkhorn", _PLAIN),
+    ("dp2-ep2", "demo", _LOOP),
+    ("tp2-pp2", "capacity", _PLAIN),
+    ("tp2-pp2-ep2-etp1", "mtp", _PLAIN),
+    ("tp2-cp2", "demo", _PLAIN),
+    ("tp2-cp2-ep2-etp2", "capacity", _PADDED),
+    ("tp2-cp2-ep2-etp1", "sinkhorn", _PLAIN),
+    ("tp2-dp2", "demo", _ALL_AGAIN),
+    ("tp2-dp2-ep2-etp2", "demo", _ZERO3),
+    ("tp2-dp2-ep2-etp1", "mtp", _ZERO2),
+    ("pp2-cp2", "sinkhorn", _UNEVEN),
+    ("pp2-cp2-ep2", "demo", _PARTS_AGAIN),
+    ("pp2-dp2", "demo", _VIRTUAL),
+    ("pp2-dp2-ep2", "capacity", _PLAIN),
+    ("cp2-dp2", "mtp", _OVERLAP),
+    ("cp2-dp2-ep2", "demo", _ZERO2),
+    ("cp2-dp2-ep2-no-distributed-optimizer", "demo", _PLAIN),
+    ("tp2-dp2-ep2-etp1", "bf16", _ZERO3),
+    ("pp2-cp2-ep2", "bf16", _PLAIN),
+    ("dp2-ep2", "fp16", _PLAIN),
+    ("tp2-pp2", "fp16", _PLAIN),
+    ("cp2-dp2-ep2", "fp16", _ZERO3),
+]
+
+
+@cache
+def model(name: str) -> tuple[Run, Run]:
+    """Return a model as its flags give it, and its small copy, in half precision where the flags say so."""
+    own = compat.parse(shlex.split(MODELS[name]), filled_in)
+    copy = small_copy(own)
+    if name in _HALF:
+        copy = dataclasses.replace(with_few_choices(copy), precision=own.precision)
+    return own, copy
+
+
+def default_choice(max_ranks: int, wanted: Sequence[str] = ()) -> LayoutChoice:
+    """Return the default layouts of at most `max_ranks` ranks; `wanted` has the meaning that it has in `choose`."""
+    own, _ = model("demo")
+    known = {layout.name: layout for ranks in (4, max_ranks) for layout in combinations_of(own, EVERY_KIND, ranks)}
+    listed = {name for name, _, _ in DEFAULT_LAYOUTS}
+    rows = DEFAULT_LAYOUTS + [(name, "demo", _PLAIN) for name in known if name not in listed]
+    layouts = []
+    for name, of, options in rows:
+        _, copy = model(of)
+        layout = known.get(name)
+        for other in other_batches(copy):
+            if other.name == name:
+                layout = other
+        assert layout is not None, name
+        flags = {**layout.flags, **options}
+        layouts.append(dataclasses.replace(layout, name=f"{name}+{of}", flags=flags, model=of, copy=copy))
+    for name, flags in _HALF.items():  # one process in half precision, whose oracle is in fp32
+        wide = dataclasses.replace(model(name)[1], precision=PrecisionConfig())
+        layouts.append(Layout(f"{name}-against-fp32", 1, flags, frozenset(), model=name, copy=wide))
+    layouts.sort(key=lambda layout: layout.ranks)
+    return _chosen(layouts, wanted, "")

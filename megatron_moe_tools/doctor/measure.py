@@ -1,16 +1,22 @@
-"""Measure some optimizer steps of a run's model on one rank, on samples that are the same for every layout.
+"""Measure some optimizer steps of a run's model on every rank of a layout, and assemble the whole model from them.
 
-Groups, model, optimizer and steps are made by the functions that a run uses. A record consists of plain values and CPU
-tensors, so that it can be written by torch.save and read without pickled code.
+Groups, model, optimizer and steps are made by the functions that a run uses, on samples that are the same for every
+layout. A rank's record consists of plain values and CPU tensors, so that it can be written by torch.save and read
+without pickled code.
+
+A tensor is assembled from its shards. Where several ranks hold the same elements (data parallel, expert data parallel,
+context parallel, a weight that tensor-parallel ranks hold whole, both ends of tied embeddings) their bits must be the
+same: each rank took the same reduced gradient and the same step.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +30,9 @@ from megatron_moe.data.batches import batch_iterators
 from megatron_moe.engine.fully_shard import gathered_dtype, own_range
 from megatron_moe.model.build import build_model
 from megatron_moe.model.fully_sharded import local
+from megatron_moe.model.initialize import global_name, placement
+from megatron_moe.moe.experts import GroupedExperts
+from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import (
     RoutedTokens,
     choice_scores,
@@ -44,11 +53,75 @@ from megatron_moe.optim.optimizer import (
 )
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
+from megatron_moe.platform.protocols import EngineOptimizer
 from megatron_moe.training.evaluate import gathered_parameters
-from megatron_moe.training.step import connect, forward_step, train_step
+from megatron_moe.training.step import StepResult, connect, forward_step, train_step
 from megatron_moe.training.step_sums import pop_mtp_losses
-from megatron_moe_tools.doctor.assemble import parameter_shards, router_names
 from megatron_moe_tools.launch.local_ranks import LocalRanks
+
+# ---- Shards: which part of which tensor of the whole model a rank holds.
+
+
+class Cut(NamedTuple):
+    """One cut on the way from a full tensor to a rank's shard.
+
+    `axis` is cut into `stride` blocks, each block into `parts` equal parts; the rank has part `part` of every block.
+    """
+
+    axis: int
+    part: int
+    parts: int
+    stride: int
+
+
+class ParameterShard(NamedTuple):
+    """A parameter's name in the whole model, which no layout changes, and its cuts; none if the rank holds it whole."""
+
+    name: str
+    cuts: tuple[Cut, ...]
+
+
+def unwrapped(chunk: torch.nn.Module) -> Any:
+    """Return the model inside its wrappers, each of which holds what it wraps as `module`."""
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    return chunk
+
+
+def parameter_shards(chunk: torch.nn.Module) -> list[tuple[ParameterShard, torch.nn.Parameter]]:
+    """Return every parameter of one model chunk of this rank, wrapped or not, with its shard of the whole model.
+
+    Raises:
+        TypeError: experts' tensors have no known cut (those of a registered backend that is no GroupedExperts).
+    """
+    model = unwrapped(chunk)
+    tp, whole = model.pg_collection.tp, placement(model)
+    found = []
+    for name, parameter in model.named_parameters():
+        cuts: tuple[Cut, ...] = ()
+        if name in whole:
+            full_name, split = whole[name]
+            if split.axis is not None:
+                cuts = (Cut(split.axis, tp.rank(), tp.size(), split.stride),)
+        else:
+            experts = model.get_submodule(name.rpartition(".")[0])
+            if not isinstance(experts, GroupedExperts):
+                raise TypeError(f"{name} of {type(experts).__name__}: cuts are known of GroupedExperts only")
+            groups, full_name = experts.groups, global_name(model, name)
+            cuts = (Cut(0, groups.ep_rank, groups.ep_size, 1), Cut(2, groups.etp_rank, groups.etp_size, 1))
+        found.append((ParameterShard(full_name, cuts), parameter))
+    return found
+
+
+def router_names(chunk: torch.nn.Module) -> list[tuple[str, TopKRouter]]:
+    """Return every router of one chunk and its layer's name in the whole model, in the order of `routers`."""
+    model = unwrapped(chunk)
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, TopKRouter):
+            found.append((global_name(model, name + ".").removesuffix(".mlp.router."), module))
+    return found
+
 
 # ---- What is recorded of a step: gradients, each router's rounding errors and its closest choices.
 
@@ -64,7 +137,10 @@ class StepRecorder:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], gradients: bool) -> None:
         self._chunks, self._wanted = chunks, gradients
-        self.routers = {name: RouterRecord() for chunk in chunks for name, _ in router_names(chunk)}
+        self.routers: dict[str, RouterRecord] = {}
+        for chunk in chunks:
+            for name, _ in router_names(chunk):
+                self.routers[name] = RouterRecord()
         self.gradients: dict[str, Any] = {}
 
     @contextmanager
@@ -76,19 +152,19 @@ class StepRecorder:
                     stack.enter_context(router.observed_by(self.routers[name].see))
             yield
 
-    def see_gradients(self, optimizer: Any) -> None:
+    def see_gradients(self, optimizer: EngineOptimizer) -> None:
         """Keep every gradient; with a distributed optimizer, the part of it that this rank reduces."""
         if self._wanted:
             self.gradients = values_of_masters(self._chunks, optimizer, lambda master: master.grad)
 
-    def watching_update(self, optimizer: Any) -> AbstractContextManager[None]:
+    def watching_update(self, optimizer: EngineOptimizer) -> AbstractContextManager[None]:
         """Watch nothing of the update."""
         return nullcontext()
 
 
 @torch.no_grad()
 def values_of_masters(
-    chunks: Sequence[torch.nn.Module], optimizer: Any, value: Callable[[Tensor], Tensor | None]
+    chunks: Sequence[torch.nn.Module], optimizer: EngineOptimizer, value: Callable[[Tensor], Tensor | None]
 ) -> dict[str, Any]:
     """Return `value` of every main weight, or of this rank's shard of it, under its parameter's name.
 
@@ -98,7 +174,7 @@ def values_of_masters(
         name -> (cuts, fp32 tensor of the parameter's shape, the `OwnedPart` that it holds). The other elements are not
         initialised.
     """
-    masters = {id(parameter): master for parameter, master in named_main_params(chunks, optimizer)}
+    masters = dict(named_main_params(chunks, optimizer))
     values = {}
     for chunk in chunks:
         for shard, parameter in parameter_shards(chunk):
@@ -106,10 +182,10 @@ def values_of_masters(
                 continue
             part = owned_part(optimizer, parameter)
             full = torch.empty(parameter.shape, dtype=torch.float32)
-            if part.begin < part.end and (own := value(masters[id(parameter)])) is not None:
+            if part.begin < part.end and (own := value(masters[parameter])) is not None:
                 there = part.of(full)
                 there.copy_(own.view_as(there))
-            values[shard.name] = (tuple(tuple(cut) for cut in shard.cuts), full, tuple(part))
+            values[shard.name] = (tuple(map(tuple, shard.cuts)), full, tuple(part))
     return values
 
 
@@ -135,62 +211,53 @@ class RouterRecord(RoutingProbe):
         return min([self.drop_margin, *(float(margins.min()) for margins in self.margins)])
 
     @torch.no_grad()
-    def see(self, router: Any, routed: RoutedTokens) -> None:
+    def see(self, router: TopKRouter, routed: RoutedTokens) -> None:
         """Measure one micro-batch."""
         options, decision, logits = router.options, routed.decision, routed.logits
         exact = F.linear(routed.hidden.double(), router.weight.double())
         weights = weigh_experts(exact, scores_from_logits(exact, options), decision.expert_ids, options)
         if decision.kept is not None:
-            self.drop_margin = min(self.drop_margin, _drop_margin(weights, decision, options))
+            if options.drop_policy == "probs" and not bool(decision.kept.all()):
+                # Of the expert where they are closest: the least weight kept minus the largest dropped. This rank's
+                # choices are compared, which are all there are in one process.
+                experts, dropped = decision.expert_ids, ~decision.kept
+                lowest = weights.new_full((options.num_experts,), torch.inf)
+                highest = -lowest
+                lowest = lowest.scatter_reduce(0, experts[decision.kept], weights[decision.kept], "amin")
+                highest = highest.scatter_reduce(0, experts[dropped], weights[dropped], "amax")
+                self.drop_margin = min(self.drop_margin, float((lowest - highest).min()))
             weights = weights.masked_fill(~decision.kept, 0.0)
         self.error = max(self.error, _worst(logits, exact), _worst(decision.probs, weights))
         if options.sinkhorn:  # every rank of the micro-batch is here
             ranked = sinkhorn_scores(logits, routed.micro_batch.is_padding, router.groups.tp_cp)
         else:
             ranked = ranked_values(logits, routed.scores, options)
-        self.margins.append(torch.minimum(_choice_margins(ranked, router), _group_margins(ranked, router)))
+        self.margins.append(_margins(ranked, router))
 
 
 def _worst(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact).abs().max() / exact.abs().max())
 
 
-def _choice_margins(ranked: Tensor, router: Any) -> Tensor:
-    """Return [T] fp64: K-th minus (K+1)-th of what experts are ranked by; infinite where a token has no further one."""
-    options = router.options
-    if options.topk == options.num_experts:
-        return ranked.new_full(ranked.shape[:1], torch.inf, dtype=torch.float64)
-    best = choice_scores(ranked, router.expert_bias, options).double().topk(options.topk + 1, dim=-1).values
-    return best[:, -2] - best[:, -1]
+def _margins(ranked: Tensor, router: TopKRouter) -> Tensor:
+    """Return [T] fp64: K-th minus (K+1)-th of what experts are ranked by, or what groups are told apart by, if less.
 
-
-def _group_margins(ranked: Tensor, router: Any) -> Tensor:
-    """Return [T] fp64: worst chosen group minus best other group; infinite without groups or where all are chosen."""
-    options = router.options
-    if options.num_groups is None or options.group_topk is None or options.group_topk == options.num_groups:
-        return ranked.new_full(ranked.shape[:1], torch.inf, dtype=torch.float64)
-    ungrouped = ranked if router.expert_bias is None else ranked + router.expert_bias.to(ranked.dtype)
-    best = group_scores(ungrouped.double(), options)
-    chosen = torch.isfinite(choice_scores(ranked, router.expert_bias, options)).unflatten(-1, (options.num_groups, -1))
-    inside = chosen.any(-1)
-    worst_inside = best.masked_fill(~inside, torch.inf).amin(-1)
-    return worst_inside - best.masked_fill(inside, -torch.inf).amax(-1)
-
-
-def _drop_margin(weights: Tensor, decision: Any, options: Any) -> float:
-    """Return the least weight kept minus the largest dropped, of the expert where they are closest.
-
-    This rank's choices are compared, which are all there are in one process. Infinite where nothing is dropped, or not
-    by weight.
+    For groups that is the worst chosen one minus the best other. Infinite where a token has no other choice.
     """
-    if options.drop_policy != "probs" or bool(decision.kept.all()):
-        return float("inf")
-    experts, kept = decision.expert_ids.flatten(), decision.kept.flatten()
-    lowest = weights.new_full((options.num_experts,), torch.inf)
-    lowest = lowest.scatter_reduce(0, experts[kept], weights.flatten()[kept], "amin")
-    highest = weights.new_full((options.num_experts,), -torch.inf)
-    highest = highest.scatter_reduce(0, experts[~kept], weights.flatten()[~kept], "amax")
-    return float((lowest - highest).min())
+    options, bias = router.options, router.expert_bias
+    ranks = choice_scores(ranked, bias, options)
+    margins = ranked.new_full(ranked.shape[:1], torch.inf, dtype=torch.float64)
+    if options.topk < options.num_experts:
+        best = ranks.double().topk(options.topk + 1, dim=-1).values
+        margins = best[:, -2] - best[:, -1]
+    if options.num_groups is None or options.group_topk is None or options.group_topk == options.num_groups:
+        return margins
+    if bias is not None:
+        ranked = ranked + bias.to(ranked.dtype)
+    of_groups = group_scores(ranked.double(), options)
+    inside = torch.isfinite(ranks).unflatten(-1, (options.num_groups, -1)).any(-1)
+    worst_inside = of_groups.masked_fill(~inside, torch.inf).amin(-1)
+    return torch.minimum(margins, worst_inside - of_groups.masked_fill(inside, -torch.inf).amax(-1))
 
 
 # ---- The measurement.
@@ -278,7 +345,7 @@ class MeasuringRanks:
     def __enter__(self) -> MeasuringRanks:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.ranks.__exit__()
 
     def measure(self, request: Request, ranks: int) -> list[dict[str, Any]]:
@@ -317,8 +384,9 @@ def measure(request: Request) -> dict[str, Any]:
         seed_everything(run)
         chunks = build_model(run, pg_collection, run.model.vocab_size, padded_vocab_size=request.padded_vocab_size)
         with torch.no_grad():
-            for own in (local(parameter) for chunk in chunks for parameter in chunk.parameters()):
-                own.copy_(own.to(getattr(torch, request.initial_dtype)))
+            for chunk in chunks:
+                for own in map(local, chunk.parameters()):
+                    own.copy_(own.to(getattr(torch, request.initial_dtype)))
         optimizer = build_optimizer(run, chunks, pg_collection)
         scheduler = build_scheduler(run, optimizer)
         connect(chunks, optimizer)
@@ -353,22 +421,17 @@ def measure(request: Request) -> dict[str, Any]:
         if run.derived.params_dtype_name != "float32":
             tensors[after] = values_of_masters(chunks, optimizer, lambda main: main_param(optimizer, main))
             tensors[f"rounded {after}"] = last
+        for named in tensors.values():  # records of many layouts are assembled and compared in the CPU's memory
+            for name, (cuts, tensor, part) in named.items():
+                named[name] = (cuts, tensor.cpu(), part)
         place = asdict(groups.rank_facts())
-        return {"place": place, "steps": steps, "tensors": _on_host(tensors), "picked": samples.picked}
+        return {"place": place, "steps": steps, "tensors": tensors, "picked": samples.picked}
     finally:
         # The engine hooks closures over its wrapper into autograd nodes, a cycle that no collector sees; it would keep
         # the model, the groups and their threads.
         for chunk in chunks:
             vars(chunk).clear()
         groups.destroy()
-
-
-def _on_host(tensors: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the tensors in the CPU's memory, where records of many layouts are put together and compared."""
-    return {
-        quantity: {name: (cuts, tensor.cpu(), part) for name, (cuts, tensor, part) in named.items()}
-        for quantity, named in tensors.items()
-    }
 
 
 @torch.no_grad()
@@ -383,7 +446,7 @@ def _weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
                 part.of(weight).copy_(local(parameter))
             else:
                 weight, part = parameter.detach().clone(), OwnedPart(None, 0, parameter.numel())
-            found[shard.name] = (tuple(tuple(cut) for cut in shard.cuts), weight, tuple(part))
+            found[shard.name] = (tuple(map(tuple, shard.cuts)), weight, tuple(part))
     return found
 
 
@@ -396,7 +459,7 @@ def _clearest(chunk: torch.nn.Module, samples: MadeUpSamples, candidates: Sequen
     for begin in range(0, len(candidates), _AT_ONCE):
         numbers = candidates[begin : begin + _AT_ONCE]
         with recorder.watching():
-            forward_step(iter([default_collate([samples.sample(number) for number in numbers])]), chunk)
+            forward_step(iter([default_collate(list(map(samples.sample, numbers)))]), chunk)
         # each router's last micro-batch, [S x B] in the engine's order
         closest = torch.stack([record.margins[-1] for record in recorder.routers.values()]).amin(dim=0)
         margins.append(closest.view(-1, len(numbers)).amin(dim=0))
@@ -407,7 +470,7 @@ def _clearest(chunk: torch.nn.Module, samples: MadeUpSamples, candidates: Sequen
     return [candidates[index] for index in sorted(best.tolist())]
 
 
-def _step_record(result: Any, probe: StepRecorder, scaled: bool) -> dict[str, Any]:
+def _step_record(result: StepResult, probe: StepRecorder, scaled: bool) -> dict[str, Any]:
     """Return a step's result as plain values, layers by their names."""
     update = result.router_update
     layers = {}
@@ -436,3 +499,161 @@ def _step_record(result: Any, probe: StepRecorder, scaled: bool) -> dict[str, An
         "mtp_losses": list(result.mtp_losses),
         "layers": layers,
     }
+
+
+# ---- Assembling: the whole model from the ranks' records.
+
+_QUANTITIES = {
+    "grad_norm": "gradient norm",
+    "loss_scale": "loss scale",
+    "counts": "token counts",
+    "dropped": "dropped choices",
+}
+Places = list[dict[str, int]]
+"""Every rank's coordinates."""
+AXES = ("tp", "pp", "cp", "dp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A quantity that two ranks should hold with the same bits and do not."""
+
+    quantity: str
+    name: str
+    step: int
+    error: float
+    ranks: tuple[int, int]
+    axes: tuple[str, ...]
+    """Axes of the layout along which the two ranks differ."""
+
+
+@dataclass
+class AssembledModel:
+    """The result of one layout: tensors by quantity and name, steps as one process would report them, disagreements."""
+
+    tensors: dict[str, dict[str, Tensor]]
+    steps: list[dict[str, Any]]
+    cut_over_tp: set[str] = field(default_factory=set)
+    disagreements: list[Disagreement] = field(default_factory=list)
+    missing: list[tuple[str, str]] = field(default_factory=list)
+    """(quantity, name) of tensors of which no rank had some element."""
+
+    @property
+    def smallest_margin(self) -> float:
+        """The smallest distance of any choice of an expert from its alternative."""
+        smallest = math.inf
+        for step in self.steps:
+            for layer in step["layers"].values():
+                smallest = min(smallest, layer["margin"])
+        return smallest
+
+    def disagree(
+        self, quantity: str, name: str, step: int, error: float, ranks: tuple[int, int], places: Places
+    ) -> None:
+        """Record that two ranks hold a quantity with other bits."""
+        one, other = places[ranks[0]], places[ranks[1]]
+        axes = tuple(axis for axis in AXES if one[f"{axis}_rank"] != other[f"{axis}_rank"])
+        self.disagreements.append(Disagreement(quantity, name, step, error, ranks, axes))
+
+
+def matching_views(full: Tensor, local: Tensor, cuts: tuple[Cut, ...]) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of views, of a full tensor and of a rank's tensor, that hold the same elements."""
+    views = [(full, local)]
+    for axis, index, count, stride in cuts:
+        cut = []
+        for whole, mine in views:
+            for block, own in zip(whole.chunk(stride, axis), mine.chunk(stride, axis)):
+                cut.append((block.chunk(count, axis)[index], own))
+        views = cut
+    return views
+
+
+def full_shape(local: Tensor, cuts: tuple[Cut, ...]) -> list[int]:
+    """Return the shape of the tensor that `local` was cut out of."""
+    shape = list(local.shape)
+    for cut in cuts:
+        shape[cut.axis] *= cut.parts
+    return shape
+
+
+def assemble(records: Sequence[dict[str, Any]]) -> AssembledModel:
+    """Assemble the ranks' records of one layout."""
+    places = [record["place"] for record in records]
+    whole = AssembledModel({}, [])
+    for quantity in records[0]["tensors"]:
+        owners: dict[str, list[_Owner]] = {}
+        for rank, record in enumerate(records):
+            for name, (cuts, shard, part) in record["tensors"][quantity].items():
+                owner = _Owner(rank, tuple(map(Cut._make, cuts)), shard, OwnedPart(*part))
+                owners.setdefault(name, []).append(owner)
+        whole.tensors[quantity] = {}
+        for name, found in owners.items():
+            whole.tensors[quantity][name] = _assemble_tensor(whole, quantity, name, found, places)
+    for number, steps in enumerate(zip(*(record["steps"] for record in records)), start=1):
+        whole.steps.append(_merge_step(whole, number, steps, places))
+    return whole
+
+
+def step_of(quantity: str) -> int:
+    """Return the step that a tensor quantity belongs to; 0 for what there was before the first."""
+    last = quantity.rpartition(" ")[2]
+    return int(last) if last.isdigit() else 0
+
+
+class _Owner(NamedTuple):
+    """A rank that holds some of a tensor: the cuts of its shard, the shard, and the part of it that the rank knows."""
+
+    rank: int
+    cuts: tuple[Cut, ...]
+    local: Tensor
+    part: OwnedPart
+
+
+def _assemble_tensor(whole: AssembledModel, quantity: str, name: str, owners: list[_Owner], places: Places) -> Tensor:
+    by_cut: dict[tuple[Cut, ...], list[_Owner]] = {}
+    for owner in owners:
+        by_cut.setdefault(owner.cuts, []).append(owner)
+    shape = full_shape(owners[0].local, owners[0].cuts)
+    full = torch.full(shape, torch.nan, dtype=owners[0].local.dtype)
+    for cuts, holders in by_cut.items():
+        if len(cuts) == 1 and cuts[0].parts > 1:
+            whole.cut_over_tp.add(name)
+        local = torch.full_like(holders[0].local, torch.nan)
+        source = torch.full(local.shape, -1, dtype=torch.int16)
+        for rank, _, tensor, part in holders:
+            mine, other, known = part.of(tensor), part.of(local), part.of(source)
+            twice = known >= 0
+            unlike = twice & (mine != other) & ~(mine.isnan() & other.isnan())
+            if bool(unlike.any()):
+                difference = (mine.double() - other.double()) * unlike
+                error = float(difference.norm() / other.double().norm().clamp_min(1e-30))
+                ranks = (int(known[unlike][0]), rank)
+                whole.disagree(quantity, name, step_of(quantity), error, ranks, places)
+            other.copy_(torch.where(twice, other, mine))
+            known.copy_(torch.where(twice, known, rank))
+        if bool((source < 0).any()):
+            whole.missing.append((quantity, name))
+        for target, own in matching_views(full, local, cuts):
+            target.copy_(own)
+    return full
+
+
+def _merge_step(whole: AssembledModel, number: int, steps: Sequence[dict[str, Any]], places: Places) -> dict[str, Any]:
+    """Return one step as rank 0 reports it, with the layers of all ranks; what several ranks report must be equal."""
+    joined = {**steps[0], "layers": {}}
+    first_rank: dict[str, int] = {}
+    for rank, step in enumerate(steps):
+        for key in ("loss", "tokens", "grad_norm", "committed", "loss_scale", "mtp_losses"):
+            if step[key] != joined[key] and step[key] == step[key]:
+                whole.disagree(_QUANTITIES.get(key, key), "", number, math.inf, (0, rank), places)
+        for name, layer in step["layers"].items():
+            if name not in joined["layers"]:
+                joined["layers"][name], first_rank[name] = dict(layer), rank
+                continue
+            known, ranks = joined["layers"][name], (first_rank[name], rank)
+            known["margin"] = min(known["margin"], layer["margin"])
+            known["router_error"] = max(known["router_error"], layer["router_error"])
+            for key in ("counts", "dropped", "expert_bias"):
+                if known[key] is not None and not torch.equal(known[key], layer[key]):
+                    whole.disagree(_QUANTITIES.get(key, key), name, number, math.inf, ranks, places)
+    return joined

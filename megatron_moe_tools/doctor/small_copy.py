@@ -102,7 +102,7 @@ def with_few_choices(copy: Run) -> Run:
 def changed_fields(run: Run, copy: Run) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which the small copy differs, with both values."""
     before, after = flatten(run), flatten(copy)
-    return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    return {name: (value, after[name]) for name, value in before.items() if value != after[name]}
 
 
 def _sizes(run: Run) -> dict[str, Any]:
@@ -119,22 +119,23 @@ def _sizes(run: Run) -> dict[str, Any]:
         "padded_vocab_size": None,
         # At the usual 0.02 such a small model is almost linear, and its logits are all alike.
         "init_method_std": 0.1,
-        "mtp_num_layers": None if m.mtp_num_layers is None else min(m.mtp_num_layers, DEPTHS),
     }
+    if m.mtp_num_layers is not None:
+        sizes["mtp_num_layers"] = min(m.mtp_num_layers, DEPTHS)
     if run.training.recompute_num_layers is not None:
         sizes["recompute_num_layers"] = 1
     if m.cross_entropy_chunk_tokens is not None:
         sizes["cross_entropy_chunk_tokens"] = 16
     if m.multi_latent_attention:
-        sizes |= {**_LATENT, "q_lora_rank": None if m.q_lora_rank is None else _LATENT["q_lora_rank"]}
-    else:
-        sizes["kv_channels"] = None if m.kv_channels is None else 16
-        if m.group_query_attention:
-            groups = run.derived.num_query_groups
-            if groups == 1:
-                sizes["num_query_groups"] = 1
-            else:
-                sizes["num_query_groups"] = HEADS if groups == m.num_attention_heads else 2
+        sizes |= _LATENT
+        if m.q_lora_rank is None:
+            sizes["q_lora_rank"] = None
+        return sizes
+    if m.kv_channels is not None:
+        sizes["kv_channels"] = 16
+    if m.group_query_attention:
+        same = {m.num_attention_heads: HEADS, 1: 1}
+        sizes["num_query_groups"] = same.get(run.derived.num_query_groups, 2)
     return sizes
 
 
@@ -146,13 +147,18 @@ def _experts(run: Run) -> dict[str, Any]:
         "num_experts": EXPERTS,
         "moe_ffn_hidden_size": WIDTH,
         "moe_router_topk": min(moe.moe_router_topk, 2),
-        "moe_layer_freq": _pattern(run.derived.moe_layer_pattern),
+        "moe_layer_freq": 1,
         "moe_expert_backend": "grouped_mm" if moe.moe_expert_backend == "te" else moe.moe_expert_backend,
     }
+    pattern = run.derived.moe_layer_pattern
+    if not all(pattern):  # consecutive layers of one kind become one layer; the last kind is repeated
+        order = [kind for kind, _ in groupby(pattern)][:LAYERS]
+        sizes["moe_layer_freq"] = str([*order, *order[-1:] * (LAYERS - len(order))])
     kinds = moe.moe_router_load_balancing_type
     if "sinkhorn" not in kinds:
-        own = {} if "none" in kinds else dict(zip(kinds, moe.moe_aux_loss_coeff))
-        losses = own or {"seq_aux_loss": AUX_LOSS_COEFF}
+        losses = dict(zip(kinds, moe.moe_aux_loss_coeff))
+        if "none" in kinds or not losses:
+            losses = {"seq_aux_loss": AUX_LOSS_COEFF}
         sizes["moe_router_load_balancing_type"] = tuple(losses)
         sizes["moe_aux_loss_coeff"] = tuple(max(coeff, AUX_LOSS_COEFF) for coeff in losses.values())
         sizes["moe_z_loss_coeff"] = max(moe.moe_z_loss_coeff or 0.0, Z_LOSS_COEFF)
@@ -163,14 +169,3 @@ def _experts(run: Run) -> dict[str, Any]:
         sizes["moe_router_num_groups"] = 2 if all_chosen else 4
         sizes["moe_router_group_topk"] = min(moe.moe_router_group_topk, 2, sizes["moe_router_topk"])
     return sizes
-
-
-def _pattern(pattern: tuple[int, ...]) -> int | str:
-    """Return --moe-layer-freq of LAYERS layers with the same order of dense and MoE layers.
-
-    Consecutive layers of one kind become one layer; the last kind is repeated.
-    """
-    if len(set(pattern)) == 1:
-        return 1 if pattern[0] else str([0] * LAYERS)
-    runs = [kind for kind, _ in groupby(pattern)][:LAYERS]
-    return str([*runs, *runs[-1:] * (LAYERS - len(runs))])

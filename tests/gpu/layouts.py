@@ -22,10 +22,9 @@ from megatron_moe.moe.load_balance import updated_expert_bias
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import MicroBatch, build_choice, route, scores_from_logits
 from megatron_moe.parallel import groups
-from megatron_moe_tools.doctor.assemble import assemble
 from megatron_moe_tools.doctor.compare import FP32, compare, rounding_error, tolerances_of
-from megatron_moe_tools.doctor.default_layouts import EVERY_KIND, combinations_of, model
-from megatron_moe_tools.doctor.measure import MeasuringRanks, Request, measure
+from megatron_moe_tools.doctor.layouts import EVERY_KIND, combinations_of, model
+from megatron_moe_tools.doctor.measure import MeasuringRanks, Request, assemble, measure
 from megatron_moe_tools.doctor.small_copy import PADDED_VOCABULARY
 from tests.gpu.operators import one_rank
 from tests.gpu.processes import RanksFailed, run_ranks

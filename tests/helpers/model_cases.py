@@ -124,7 +124,7 @@ def forward_backward(
 
 def tensors_of(chunks: list[torch.nn.Module]) -> dict[str, Any]:
     """By its name in the whole model, each tensor's cut, weight and gradient; see `one_step`."""
-    from megatron_moe_tools.doctor.assemble import parameter_shards
+    from megatron_moe_tools.doctor.measure import parameter_shards
 
     return {
         place.name: (place.cuts, parameter.detach().clone(), parameter.main_grad.detach().clone())

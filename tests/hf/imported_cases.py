@@ -63,7 +63,7 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.groups import seed_everything
     from megatron_moe.training.evaluate import gathered_parameters
-    from megatron_moe_tools.doctor.assemble import router_names
+    from megatron_moe_tools.doctor.measure import router_names
 
     seed_everything(run)
     chunks = build_model(run, pg_collection, run.model.vocab_size)
@@ -103,7 +103,7 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
 
 
 def places(chunks: Any) -> Any:
-    from megatron_moe_tools.doctor.assemble import parameter_shards
+    from megatron_moe_tools.doctor.measure import parameter_shards
 
     return [found for chunk in chunks for found in parameter_shards(chunk)]
 
@@ -123,7 +123,7 @@ class _Seen:
     """Logits and chosen experts of the forward passes that are watched."""
 
     def __init__(self, chunks: Any) -> None:
-        from megatron_moe_tools.doctor.assemble import router_names, unwrapped
+        from megatron_moe_tools.doctor.measure import router_names, unwrapped
 
         self.routers = [found for chunk in chunks for found in router_names(chunk)]
         self.models = [unwrapped(chunk) for chunk in chunks]

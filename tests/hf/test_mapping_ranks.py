@@ -103,7 +103,7 @@ def test_a_table_has_the_models_parameters_and_copies_of_what_it_has(tied: bool)
 
 def assembled(ranks: list[dict[str, Any]], quantity: str) -> dict[str, torch.Tensor]:
     """Whole tensors by key, out of all ranks' parts; ranks that hold the same elements agree to the bit."""
-    from megatron_moe_tools.doctor.assemble import assemble
+    from megatron_moe_tools.doctor.measure import assemble
 
     records = [{"place": rank["place"], "tensors": {quantity: rank[quantity]}, "steps": []} for rank in ranks]
     whole = assemble(records)

@@ -24,10 +24,8 @@ import torch.distributed as dist
 from megatron_moe.config import rules
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
-from megatron_moe_tools.doctor.assemble import AssembledModel, assemble
-from megatron_moe_tools.doctor.compare import FP32, compare, tolerances_of
-from megatron_moe_tools.doctor.measure import Request, measure
-from megatron_moe_tools.doctor.report import describe
+from megatron_moe_tools.doctor.compare import FP32, compare, describe, tolerances_of
+from megatron_moe_tools.doctor.measure import AssembledModel, Request, assemble, measure
 from megatron_moe_tools.launch.local_ranks import join_group
 
 STEPS, CLEAR = 2, 2e-5

@@ -8,9 +8,18 @@ from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, flatten, replace
+from megatron_moe_tools.doctor import layouts
 from megatron_moe_tools.doctor.compare import FP32, tolerances_of
-from megatron_moe_tools.doctor.default_layouts import MODELS, default_choice, model
-from megatron_moe_tools.doctor.layouts import EVERY_KIND, FEATURES, Layout, choose, common_to, features, oracle_run
+from megatron_moe_tools.doctor.layouts import (
+    EVERY_KIND,
+    FEATURES,
+    Layout,
+    choose,
+    common_to,
+    features,
+    model,
+    oracle_run,
+)
 from megatron_moe_tools.doctor.small_copy import AUX_LOSS_COEFF, HEADS, Z_LOSS_COEFF, changed_fields, small_copy
 
 # What a run keeps in its copy, whatever its size.
@@ -154,25 +163,25 @@ def test_one_process_is_held_against_itself_with_the_batch_cut_otherwise(changes
 def test_eight_ranks_try_triples():
     assert "tp2-pp2-dp2" in names(TINY, 8)
     assert "tp2-pp2-dp2" not in names(TINY)
-    assert "tp2-pp2-dp2+demo" in [layout.name for layout in default_choice(8).layouts]
+    assert "tp2-pp2-dp2+demo" in [layout.name for layout in layouts.default_choice(8).layouts]
 
 
 def test_the_default_layouts_have_every_feature_and_kind_of_parallelism_and_refuse_nothing():
-    choice = default_choice(4)
+    choice = layouts.default_choice(4)
     assert choice.refused == []
     covered = {feature for layout in choice.layouts for feature in layout.features}
-    assert covered == set(FEATURES), "put what is missing into MODELS or DEFAULT_LAYOUTS of default_layouts.py"
+    assert covered == set(FEATURES), "put what is missing into MODELS or DEFAULT_LAYOUTS"
     assert len({layout.name for layout in choice.layouts}) == len(choice.layouts)
-    for name in MODELS:
+    for name in layouts.MODELS:
         assert {kind for one in choice.layouts if one.model == name for kind in one.kinds} == EVERY_KIND, name
     # a layout is found with its model's name and without
-    assert [one.name for one in default_choice(4, ["tp2"]).layouts] == ["tp2+mtp"]
-    assert {one.model for one in default_choice(4, ["*+fp16"]).layouts} == {"fp16"}
+    assert [one.name for one in layouts.default_choice(4, ["tp2"]).layouts] == ["tp2+mtp"]
+    assert {one.model for one in layouts.default_choice(4, ["*+fp16"]).layouts} == {"fp16"}
 
 
 def test_half_precision_is_held_against_fp32_on_one_process_and_then_against_itself():
     for name in ("bf16", "fp16"):
-        first, *others = (layout for layout in default_choice(4).layouts if layout.model == name)
+        first, *others = (layout for layout in layouts.default_choice(4).layouts if layout.model == name)
         assert (first.name, first.ranks) == (f"{name}-against-fp32", 1)
         assert first.copy.derived.params_dtype_name == "float32"
         assert {"bf16": "bfloat16", "fp16": "float16"}[name] == first.run.derived.params_dtype_name

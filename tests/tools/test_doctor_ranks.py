@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_moe_tools.doctor import cli, examine, measure
+from megatron_moe_tools.doctor import cli, measure
 from megatron_moe_tools.doctor.compare import rounding_error
-from megatron_moe_tools.doctor.default_layouts import model
+from megatron_moe_tools.doctor.layouts import model
 from tests.helpers.ranks import ROOT
 from tests.tools.forked_doctor import KEPT, ForkedRanks
 
@@ -49,7 +49,7 @@ def test_layouts_that_agree_are_told_one_by_one_and_end_in_zero(tmp_path, capsys
 def test_an_overflow_of_fp16_is_skipped_as_the_oracle_skips_it_and_samples_are_picked_clear(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(examine, "_CANDIDATES", 128)
+    monkeypatch.setattr(cli, "_CANDIDATES", 128)
     code = cli.main(["--layouts", "dp2-ep2+fp16", "--steps", "3", "--json", str(tmp_path / "report.json")])
     assert code == 0, capsys.readouterr()
     report = json.loads((tmp_path / "report.json").read_text())

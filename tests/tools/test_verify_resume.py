@@ -16,13 +16,7 @@ from megatron_moe.io.files import write_json
 from megatron_moe.io.program import USER_ERROR
 from megatron_moe.io.source_version import source_version
 from megatron_moe_tools import verify_resume as tool
-from megatron_moe_tools.verify_resume import (
-    arithmetic_differences,
-    compare,
-    plan_replay,
-    report_lines,
-    version_differences,
-)
+from megatron_moe_tools.verify_resume import compare, plan_replay, report_lines
 from tests.checkpoint import reshard_cases as cases
 
 RUN = replace(Run(), mock_data=True, vocab_size=99, train_iters=9, micro_batch_size=2, save="x", metrics_file="m.jsonl")
@@ -153,17 +147,19 @@ def test_not_a_number_is_equal_to_itself(tmp_path):
 def test_on_cuda_bits_are_compared_with_the_deterministic_mode_alone_and_other_versions_excuse_other_bits():
     state = {"versions": {"torch": "2.1", "numpy": "2.0"}}
     now = {"torch": "2.2", "numpy": "2.0", "python": "3.11"}
-    assert version_differences({"versions": {**state["versions"], **source_version()}}, now) == ["torch 2.1 -> 2.2"]
-    (ours, _) = version_differences(state, now)  # of a version that did not record itself
+    assert tool.version_differences({"versions": {**state["versions"], **source_version()}}, now) == [
+        "torch 2.1 -> 2.2"
+    ]
+    (ours, _) = tool.version_differences(state, now)  # of a version that did not record itself
     assert ours.startswith("another version: megatron-moe unknown (no commit on record) -> ")
     settings = {"device": "H100", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     recorded = {"arithmetic": settings}
-    assert arithmetic_differences(recorded, settings, deterministic=True) == []
-    assert arithmetic_differences(recorded, settings, deterministic=False) == ["CUDA without --deterministic-mode"]
+    assert tool.arithmetic_differences(recorded, settings, deterministic=True) == []
+    assert tool.arithmetic_differences(recorded, settings, deterministic=False) == ["CUDA without --deterministic-mode"]
     other = {**settings, "device": "H200", "NCCL_ALGO": "Tree"}
     told = ["device: H100 -> H200", "NCCL_ALGO: Ring -> Tree"]
-    assert arithmetic_differences(recorded, other, deterministic=True) == told
-    assert arithmetic_differences({}, settings, deterministic=True)[0] == "device: unknown -> H100"
+    assert tool.arithmetic_differences(recorded, other, deterministic=True) == told
+    assert tool.arithmetic_differences({}, settings, deterministic=True)[0] == "device: unknown -> H100"
 
 
 @pytest.mark.engine
