@@ -8,10 +8,9 @@ model; importing, exporting, training from a folder and naming gradients all use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Mapping as Named
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.schema import Run
@@ -66,6 +65,16 @@ class Mapping:
     pieces: tuple[MappedBlock, ...]
     shapes: dict[str, Shape]
     copies: dict[str, str]
+
+    @property
+    def by_place(self) -> dict[tuple[str, Shape], MappedBlock]:
+        """The pieces by our tensor and their first element in it."""
+        return {(piece.key, piece.start): piece for piece in self.pieces}
+
+    @property
+    def hf_shapes(self) -> dict[str, Shape]:
+        """The shapes of the folder's tensors, by name."""
+        return {name: shape for piece in self.pieces for name, shape in zip(piece.hf, piece.transform.hf_shapes)}
 
 
 @dataclass(frozen=True)
@@ -312,7 +321,12 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
         pieces += _layer(run, names, bool(pattern[-1]), f"{here}transformer_layer.", there)
         copies[f"{there}embed_tokens.weight"] = _EMBEDDING
         copies[f"{there}shared_head.head.weight"] = _OUTPUT if model.untie_embeddings_and_output_weights else _EMBEDDING
-    return Mapping(tuple(pieces), _shapes(run, pieces), copies)
+    shapes: dict[str, Shape] = {}
+    for piece in pieces:
+        shapes[piece.key] = piece.transform.native_shape
+        if piece.key.endswith(("experts.weight1", "experts.weight2")):
+            shapes[piece.key] = (run.moe.num_experts or 0, *piece.transform.native_shape[1:])
+    return Mapping(tuple(pieces), shapes, copies)
 
 
 def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) -> Iterator[MappedBlock]:
@@ -330,21 +344,12 @@ def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) ->
             )
 
 
-def _pieces(run: Run, rows: Any, here: str, there: str) -> Iterator[MappedBlock]:
+def _pieces(run: Run, rows: Iterable[MappingRule], here: str, there: str) -> Iterator[MappedBlock]:
     for row in rows:
         if row.when(run):
             transform = row.make(run)
             start = (0,) * len(transform.native_shape)
             yield MappedBlock(here + row.native, start, tuple(there + name for name in row.hf), transform, row.fp32)
-
-
-def _shapes(run: Run, pieces: list[MappedBlock]) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {}
-    for piece in pieces:
-        block = piece.transform.native_shape
-        experts = piece.key.endswith(("experts.weight1", "experts.weight2"))
-        shapes[piece.key] = (run.moe.num_experts or 0, *block[1:]) if experts else block
-    return shapes
 
 
 _RECOMPUTED = ".rotary_emb.inv_freq"
@@ -367,7 +372,7 @@ def require_tensors(table: Mapping, found: Named[str, Shape], where: str) -> tup
             "folders have a matrix for each expert here; save the model with save_pretrained(PATH, "
             "save_original_format=True)"
         )
-    wanted = {name: shape for piece in table.pieces for name, shape in zip(piece.hf, piece.transform.hf_shapes)}
+    wanted = table.hf_shapes
     copies = [name for name in table.copies if name in found]
     dropped = sorted(name for name in found if name.endswith(_RECOMPUTED))
     unknown = sorted(found.keys() - wanted.keys() - set(copies) - set(dropped))

@@ -231,8 +231,10 @@ def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
 
 def _tokenizer(args: argparse.Namespace) -> ExportedTokenizer | None:
     """Return the tokenizer that an export gets, or None; a mistake about it is found before torch is loaded."""
-    found = folder.step_of(Path(args.load), args.ckpt_step) if (args.origin, args.target) == ("native", "hf") else None
-    if found is None or args.verify_only:
+    if (args.origin, args.target) != ("native", "hf") or args.verify_only:
+        return None
+    found = folder.step_of(Path(args.load), args.ckpt_step)
+    if found is None:
         return None
     from megatron_moe_tools.convert.exported_files import exported_tokenizer
 
@@ -242,7 +244,9 @@ def _tokenizer(args: argparse.Namespace) -> ExportedTokenizer | None:
 
 def _size(text: str) -> int:
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*(KB|MB|GB|TB|)", text.strip().upper())
-    number = int(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0
+    number = 0
+    if found:
+        number = int(float(found.group(1)) * _UNITS[found.group(2)])
     if found and not found.group(2) and 0 < number < 1000:
         raise ConfigError(f"--max-shard-size {text}: is {number} bytes without a unit; write {text.strip()}GB")
     if number < 1:

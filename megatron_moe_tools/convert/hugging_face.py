@@ -39,7 +39,7 @@ from megatron_moe_tools.convert.exported_files import (
     generation_ids,
     model_card,
 )
-from megatron_moe_tools.convert.native import PRECISION_FLAGS, NativeSource, copy_file, native_state
+from megatron_moe_tools.convert.native import NativeSource, copy_file, native_state
 from megatron_moe_tools.convert.pipeline import (
     Advance,
     Block,
@@ -50,7 +50,7 @@ from megatron_moe_tools.convert.pipeline import (
     Record,
     model_words,
 )
-from megatron_moe_tools.models.source import ModelSource
+from megatron_moe_tools.models.source import PRECISION_FLAGS, ModelSource
 
 _TIED = "lm_head.weight"
 _PER_TENSOR = 256
@@ -87,7 +87,7 @@ class HuggingFaceSource(ConversionSource):
             self._drop(mapping(build(flat), self.family.names), stored)
         wide: list[str] = []
         self.dtype = options.dtype or self._narrowest_dtype(where, wide)
-        self.run = build({**flat, **PRECISION_FLAGS[self.dtype]})
+        self.run = build({**flat, **PRECISION_FLAGS[dtype_name(self.dtype)]})
         if wide:
             patterns = patterns_of(self.run, wide)
             self.run = replace(self.run, keep_fp32=patterns)
@@ -104,7 +104,7 @@ class HuggingFaceSource(ConversionSource):
 
     def _drop(self, kept: Mapping, stored: dict[str, Shape]) -> None:
         """Leave out what a table without multi-token prediction does not have."""
-        gone = (_names(self.table) | self.table.copies.keys()) - _names(kept) - kept.copies.keys()
+        gone = (self.table.hf_shapes.keys() | self.table.copies.keys()) - kept.hf_shapes.keys() - kept.copies.keys()
         self.dropped = [name for name in sorted(gone) if name in stored]
         self.copies = [name for name in self.copies if name in kept.copies]
         self.notes.append(f"--drop-mtp: {len(self.dropped)} tensors of multi-token prediction are left out")
@@ -118,7 +118,7 @@ class HuggingFaceSource(ConversionSource):
                 if not piece.fp32:
                     dtypes.setdefault(self.reader.dtype(name), []).append(piece)
         narrow = [dtype for dtype in dtypes if dtype != torch.float32]
-        if len(narrow) > 1 or not dtypes.keys() <= PRECISION_FLAGS.keys():
+        if len(narrow) > 1 or not {*map(dtype_name, dtypes)} <= PRECISION_FLAGS.keys():
             examples = "; ".join(f"{dtype_name(dtype)}: {len(of)}, {of[0].hf[0]}" for dtype, of in dtypes.items())
             raise ConfigError(
                 f"{where}: its weights are of {len(dtypes)} dtypes ({examples}), and a model here has bf16 or fp16, "
@@ -189,7 +189,7 @@ class HuggingFaceSource(ConversionSource):
     # A step made of it.
 
     def step_blocks(self) -> list[Block]:
-        self._pieces = {(piece.key, piece.start): piece for piece in self.table.pieces}
+        self._pieces = self.table.by_place
         in_fp32, blocks = kept_in_fp32(self.run), []
         for piece in self.table.pieces:
             dtype = torch.float32 if piece.fp32 or is_inside(piece.key, in_fp32) else self.dtype
@@ -226,10 +226,6 @@ class HuggingFaceSource(ConversionSource):
         }
 
 
-def _names(table: Mapping) -> set[str]:
-    return {name for piece in table.pieces for name in piece.hf}
-
-
 # ---- The sink.
 
 
@@ -258,8 +254,8 @@ class HuggingFaceSink(ConversionSink):
         if self.options.drop_mtp and self.run.model.mtp_num_layers:
             self.run = replace(self.run, mtp_num_layers=None)
         self.table = mapping(self.run, self.family.names)
-        self.names = _names(self.table)
-        self._pieces = {(piece.key, piece.start): piece for piece in self.table.pieces}
+        self.names = set(self.table.hf_shapes)
+        self._pieces = self.table.by_place
         if self.options.fp8:
             self.notes += uneven_blocks(self.table.pieces)
         self.dropped = sorted(key for key in source.weights if self.options.drop_mtp and key.startswith("mtp."))
@@ -310,7 +306,9 @@ class HuggingFaceSink(ConversionSink):
     # Configuration.
 
     def _dtype(self, piece: MappedBlock) -> torch.dtype:
-        return torch.float32 if piece.fp32 else self.options.dtype or self.source.reader.dtype(piece.key)
+        if piece.fp32:
+            return torch.float32
+        return self.options.dtype or self.source.reader.dtype(piece.key)
 
     def _dtypes(self) -> list[torch.dtype]:
         """Return the dtypes of the weights as they are written, the narrowest first."""
@@ -318,8 +316,10 @@ class HuggingFaceSink(ConversionSink):
         return sorted(found, key=lambda dtype: (dtype.itemsize, str(dtype)))
 
     def _dtype_words(self) -> str:
-        first = f"{dtype_name(FP8)} in blocks of 128 x 128 and " if self.options.fp8 else ""
-        return first + " and ".join(dtype_name(dtype) for dtype in self._dtypes())
+        words = [dtype_name(dtype) for dtype in self._dtypes()]
+        if self.options.fp8:
+            words.insert(0, f"{dtype_name(FP8)} in blocks of 128 x 128")
+        return " and ".join(words)
 
     def _config(self, companions: dict[str, Path]) -> bytes:
         """Return config.json: the source's own, byte for byte where nothing in it changes, or a new one."""
@@ -329,7 +329,19 @@ class HuggingFaceSink(ConversionSink):
             self.notes.append(f"weights stay in {self._dtype_words()}, as the run kept them; --dtype writes all in one")
         added: dict[str, Any] = dict(self.tokenizer.ids or {})
         if self.options.fp8:
-            added["quantization_config"] = self._quantization()
+            added["quantization_config"] = quantization = {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": list(BLOCK),
+            }
+            if self.family.names is not DEEPSEEK:  # whose code knows which matrices stay as they are
+                names: list[str] = []
+                for piece in self.table.pieces:
+                    if not piece.is_linear and len(piece.transform.hf_shapes[0]) == 2:
+                        names += [name.removesuffix(".weight") for name in piece.hf]
+                names.remove("model.embed_tokens")
+                quantization["modules_to_not_convert"] = names
         path = companions.get(hf_folder.CONFIG)
         if path is None or self.options.family is not None:
             return json_bytes({**config_of(self.run, self.family, dtype), **added})
@@ -363,20 +375,6 @@ class HuggingFaceSink(ConversionSink):
                     self.notes.append(f"config.json: {key} is 0 now: these layers were dropped")
                     changed[key] = 0
         return changed
-
-    def _quantization(self) -> dict[str, Any]:
-        """Return `quantization_config`. DeepSeek's code knows which matrices stay as they are; others are named."""
-        config: dict[str, Any] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": list(BLOCK),
-        }
-        if self.family.names is not DEEPSEEK:
-            matrices = [p for p in self.table.pieces if not p.is_linear and len(p.transform.hf_shapes[0]) == 2]
-            names = [name.removesuffix(".weight") for piece in matrices for name in piece.hf]
-            config["modules_to_not_convert"] = [name for name in names if name != "model.embed_tokens"]
-        return config
 
     # Files.
 
@@ -441,44 +439,33 @@ class HuggingFaceSink(ConversionSink):
             for block in file.content:
                 assert isinstance(block, Block)
                 values, row = self.source.read(block)
-                piece = self._pieces[block.place]
-                if self._in_fp8(piece):
-                    entries = self._write_rounded(piece, values, row, opened)
+                piece, entries, rounded_values = self._pieces[block.place], [], []
+                transform, native = piece.transform, row["native"]
+                if self._in_fp8(piece):  # each weight followed by its scales
+                    for name, tensor in zip(piece.hf, transform.to_hf(values), strict=True):
+                        weight = rounded(tensor)
+                        digest = write_tensor(opened, name, weight.numbers)
+                        scale = {"name": name + hf_folder.SCALE}
+                        scale["sha256"] = write_tensor(opened, scale["name"], weight.scales)
+                        entry = certificate.hf_entry(name, tuple(tensor.shape), FP8, digest)
+                        entries.append({**entry, "scale": scale, "rounding": weight.error})
+                        rounded_values.append(weight.values)
+                    native["sha256_as_written"] = sha256(transform.to_native(rounded_values))
+                    row["cast"] = certificate.cast_name(native["dtype"], dtype_name(FP8))
                 else:
-                    entries = self._write_exact(block, values, row, opened)
+                    if isinstance(transform, Vocabulary):
+                        values[transform.size :] = 0  # rows of no token; reading back pads with zeros
+                        native["sha256_as_written"] = sha256(values)
+                    names = piece.hf if block.copy is None else (block.copy,)
+                    for name, tensor in zip(names, transform.to_hf(values)):
+                        digest = write_tensor(opened, name, tensor)
+                        entries.append(certificate.hf_entry(name, tuple(tensor.shape), tensor.dtype, digest))
                 if block.copy is None:
                     certified = {"native": row["native"], "transform": piece.transform.name}
                     rows.append({**certified, "cast": row["cast"], "hf": entries})
                 advance(self._bytes(block) + _PER_TENSOR)
         path = output / file.name
         return {"entry": FileEntry(bytes=path.stat().st_size, sha256=sha256_of_file(path)), "rows": rows}
-
-    def _write_exact(self, block: Block, values: Tensor, row: Row, file: StreamedFile) -> list[Row]:
-        """Write the tensors that a block is made of, and return their entries of its row."""
-        piece, entries = self._pieces[block.place], []
-        if isinstance(piece.transform, Vocabulary):
-            values[piece.transform.size :] = 0  # rows of no token; reading back pads with zeros
-            row["native"]["sha256_as_written"] = sha256(values)
-        names = piece.hf if block.copy is None else (block.copy,)
-        for name, tensor in zip(names, piece.transform.to_hf(values)):
-            digest = write_tensor(file, name, tensor)
-            entries.append(certificate.hf_entry(name, tuple(tensor.shape), tensor.dtype, digest))
-        return entries
-
-    def _write_rounded(self, piece: MappedBlock, values: Tensor, row: Row, file: StreamedFile) -> list[Row]:
-        """Write the weights of a block in FP8, each followed by its scales, and return their entries of its row."""
-        entries, written = [], []
-        for name, tensor in zip(piece.hf, piece.transform.to_hf(values), strict=True):
-            weight = rounded(tensor)
-            digest = write_tensor(file, name, weight.numbers)
-            scale = {"name": name + hf_folder.SCALE}
-            scale["sha256"] = write_tensor(file, scale["name"], weight.scales)
-            entry = certificate.hf_entry(name, tuple(tensor.shape), FP8, digest)
-            entries.append({**entry, "scale": scale, "rounding": weight.error})
-            written.append(weight.values)
-        row["native"]["sha256_as_written"] = sha256(piece.transform.to_native(written))
-        row["cast"] = certificate.cast_name(row["native"]["dtype"], dtype_name(FP8))
-        return entries
 
     def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
         files: dict[str, FileEntry] = {record["name"]: record["entry"] for record in records}

@@ -23,7 +23,7 @@ from megatron_moe.io.files import write_bytes
 from megatron_moe.io.hashing import FileEntry, sha256_of_file
 from megatron_moe_tools.convert import certificate
 from megatron_moe_tools.convert.certificate import Row, expected, require_same
-from megatron_moe_tools.convert.native import PRECISION_FLAGS, NativeSource, TorchDistSink, native_state
+from megatron_moe_tools.convert.native import NativeSource, TorchDistSink, native_state
 from megatron_moe_tools.convert.pipeline import (
     OPTIMIZER,
     Block,
@@ -33,17 +33,17 @@ from megatron_moe_tools.convert.pipeline import (
     blocks_of,
     model_words,
 )
-from megatron_moe_tools.megatron_lm import names, settings
+from megatron_moe_tools.megatron_lm import dialect
 from megatron_moe_tools.megatron_lm.checkpoint import (
     LegacyTorch,
     MegatronCheckpoint,
     Part,
-    Progress,
     TorchDist,
     require_complete,
     tensors_of,
 )
-from megatron_moe_tools.models.source import ModelSource
+from megatron_moe_tools.megatron_lm.dialect import Progress
+from megatron_moe_tools.models.source import PRECISION_FLAGS, ModelSource
 
 _EXPERTS = (".experts.weight1", ".experts.weight2")
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}
@@ -122,22 +122,34 @@ class MegatronSource(ConversionSource):
         super().__init__(checkpoint.path, options)
         self.checkpoint, self.given = checkpoint, given
         where = f"--load {checkpoint.path}"
-        self.run, notes = settings.run_of(checkpoint.args, given, checkpoint.vocabulary_rows(), where)
+        self.run, notes = dialect.run_of(checkpoint.args, given, checkpoint.vocabulary_rows(), where)
         self.notes += [*notes, *checkpoint.notes]
         self._doubt(checkpoint.doubts)
         weights, self.fp32 = tensors_of(self.run)
         self.contents = checkpoint.contents(weights)
-        self.dtype = options.dtype or self._one_dtype(weights, where)
+        if options.dtype is None:
+            stored: dict[str, list[str]] = {}
+            for key in weights:
+                if key not in self.fp32:
+                    for part in self.contents.parts.get(key, ()):
+                        stored.setdefault(part.dtype, []).append(part.name)
+            if len(stored) != 1 or not stored.keys() <= PRECISION_FLAGS.keys():
+                examples = "; ".join(f"{name}: {len(parts)}, {parts[0]}" for name, parts in stored.items()) or "none"
+                raise ConfigError(
+                    f"{where}: its weights are of {len(stored)} dtypes, and a model here has one ({examples}); give "
+                    "the one that all are to have: --dtype {bf16,fp16,fp32}"
+                )
+        self.dtype: torch.dtype = options.dtype or getattr(torch, next(iter(stored)))
         self.updates = self._updates(where)
         self.shapes = dict(weights)
         if self.updates is not None:
             half = self.dtype != torch.float32
-            self.shapes |= settings.optimizer_keys(weights, self.fp32, half=half)
+            self.shapes |= dialect.optimizer_keys(weights, self.fp32, half=half)
             self.iteration = checkpoint.progress.iteration
         require_complete(self.contents, self.shapes, where, with_optimizer=self.updates is not None)
-        self.run = replace(self.run, **PRECISION_FLAGS[self.dtype])
+        self.run = replace(self.run, **PRECISION_FLAGS[dtype_name(self.dtype)])
         if self.updates is not None:
-            self.run = replace(self.run, **settings.optimizer_settings(checkpoint.args))
+            self.run = replace(self.run, **dialect.optimizer_settings(checkpoint.args))
         self.inputs = dict(checkpoint.files)
         self.identity = {"given": {name: str(value) for name, value in given.items()}}
         if (self.path.parent / CERTIFICATE).is_file():  # a conversion wrote the step
@@ -160,21 +172,6 @@ class MegatronSource(ConversionSource):
                     f"with {ALLOW}"
                 )
             self.warnings.append(f"WARNING: {words}: taken as it is")
-
-    def _one_dtype(self, weights: dict[str, Shape], where: str) -> torch.dtype:
-        found: dict[str, list[str]] = {}
-        for key in weights:
-            for part in () if key in self.fp32 else self.contents.parts.get(key, ()):
-                found.setdefault(part.dtype, []).append(part.name)
-        dtypes = [getattr(torch, name) for name in found]
-        if len(dtypes) != 1 or dtypes[0] not in PRECISION_FLAGS:
-            examples = "; ".join(f"{name}: {len(names)}, {names[0]}" for name, names in found.items()) or "none"
-            raise ConfigError(
-                f"{where}: its weights are of {len(found)} dtypes, and a model here has one ({examples}); give the one "
-                "that all are to have: --dtype {bf16,fp16,fp32}"
-            )
-        only: torch.dtype = dtypes[0]
-        return only
 
     def _updates(self, where: str) -> int | None:
         """Return the number of the optimizer's updates, and None where it is left out or not there."""
@@ -202,12 +199,12 @@ class MegatronSource(ConversionSource):
                 f"{where}: has the optimizer of an fp16 run, whose loss scale is not converted; {without}"
             )
         if self.dtype == torch.float32:  # the main weights of an fp32 run are its weights, which it may store once more
-            mains = f"{settings.STATE}{settings.MAIN}."
+            mains = f"{dialect.STATE}{dialect.MAIN}."
             for key in keys:
                 if key.startswith(mains):
                     again = self.contents.copies.setdefault(key.removeprefix(mains), [])
                     again.extend(self.contents.parts.pop(key))
-        return settings.updates_of(self.checkpoint.common, where)
+        return dialect.updates_of(self.checkpoint.common, where)
 
     def read(self, block: Block) -> tuple[Tensor, Row]:
         parts, copies = self._parts[block.place], self._copies.get(block.place, ())
@@ -270,7 +267,7 @@ class MegatronSource(ConversionSource):
                     self.warnings.append(certificate.rounded_before(part.name, dtype, self.path, kept))
         blocks = []
         for key, shape in self.shapes.items():
-            in_fp32 = key in self.fp32 or key.startswith(settings.STATE)
+            in_fp32 = key in self.fp32 or key.startswith(dialect.STATE)
             blocks += blocks_of(key, shape, torch.float32 if in_fp32 else self.dtype)
         self._parts = self._by_block(self.contents.parts)
         self._copies = self._by_block(self.contents.copies)
@@ -292,7 +289,7 @@ class MegatronSource(ConversionSource):
         known = {name for name, field in all_fields().items() if field.section in ("model", "moe")}
         known |= {"bf16", "fp16"}
         if self.updates is not None:
-            known |= settings.optimizer_settings(self.checkpoint.args).keys()
+            known |= dialect.optimizer_settings(self.checkpoint.args).keys()
         return {name: value for name, value in flatten(self.run).items() if name in known}
 
     def step_state(self) -> dict[str, Any]:
@@ -302,12 +299,12 @@ class MegatronSource(ConversionSource):
         if self.updates is None:
             return state
         moved = {"iteration": self.iteration, "consumed_samples": progress.consumed_samples, "has_optimizer": True}
-        return {**state, **moved, "scheduler": settings.schedule_after(self.run, self.iteration)}
+        return {**state, **moved, "scheduler": dialect.schedule_after(self.run, self.iteration)}
 
     def step_common(self) -> dict[Any, Any]:
         if self.updates is None:
             return {}
-        return {"optimizer": settings.plain_values(self.run, self.updates)}
+        return {"optimizer": dialect.plain_values(self.run, self.updates)}
 
     def facts(self) -> dict[str, Any]:
         dropped = dict(self.contents.dropped)
@@ -364,32 +361,7 @@ class MegatronSink(TorchDistSink):
         self.weights, self.fp32 = tensors_of(self.run)
         head = f"--load {source.path}: its tensors are not those of its configuration:"
         certificate.require_shapes(source.weights, self.weights, head, "no tensor of its configuration")
-        self._require_known_there()
-        found = {self._dtype(key) for key in self.weights if key not in self.fp32}
-        if len(found) != 1:
-            raise ConfigError(
-                f"--load {source.path}: its weights are of {len(found)} dtypes, and Megatron-LM has one for all; give "
-                "it: --dtype {bf16,fp16,fp32}"
-            )
-        self.dtype = found.pop()
-        self.continued, self.name = None, settings.RELEASE
-        if source.keeps_optimizer:
-            self.continued, self.name = self._continued(), source.path.name
-        empty = io.BytesIO()
-        torch.save([None], empty)  # what a layer's extra state is without FP8, as the engine stores it
-        states = dict.fromkeys(names.extra_states(self.weights, self.run), empty.getvalue())
-        self.files = self.planned(self._blocks(), states)
-        kept = "weights alone: Megatron-LM starts at iteration 0"
-        if self.continued is not None:
-            kept = f"with the optimizer of iteration {source.iteration}, for --use-distributed-optimizer"
-            if expert_ranks is not None:
-                kept += f" and --expert-model-parallel-size {'above 1' if expert_ranks > 1 else '1'}"
-        self.notes.append(f"for --transformer-impl {transformer_impl} there; {kept}")
-        self.summary = model_words(self.run, "--ckpt-format torch_dist", dtype_name(self.dtype))
-
-    def _require_known_there(self) -> None:
-        """Refuse settings that Megatron-LM would compute otherwise, since it has no argument for them."""
-        run, wrong = self.run, []
+        run, wrong = self.run, []  # settings that Megatron-LM computes otherwise and has no argument for
         if run.moe.moe_router_num_groups is not None and run.moe.moe_router_group_score != "megatron":
             best = run.moe.moe_router_topk // (run.moe.moe_router_group_topk or 1)
             softmax_after = run.moe.moe_router_score_function == "softmax" and not run.moe.moe_router_pre_softmax
@@ -401,10 +373,30 @@ class MegatronSink(TorchDistSink):
                 f"--moe-router-norm-topk-prob {run.derived.norm_topk_prob}: it takes {default} for this router"
             )
         if wrong:
-            head = f"--load {self.source.path}: is a model that Megatron-LM does not have:"
-            raise ConfigError(listing(head, wrong))
+            raise ConfigError(listing(f"--load {source.path}: is a model that Megatron-LM does not have:", wrong))
+        found = {self._dtype(key) for key in self.weights if key not in self.fp32}
+        if len(found) != 1:
+            raise ConfigError(
+                f"--load {source.path}: its weights are of {len(found)} dtypes, and Megatron-LM has one for all; give "
+                "it: --dtype {bf16,fp16,fp32}"
+            )
+        self.dtype = found.pop()
+        self.continued, self.name = None, dialect.RELEASE
+        if source.keeps_optimizer:
+            self.continued, self.name = self._continued(), source.path.name
+        empty = io.BytesIO()
+        torch.save([None], empty)  # what a layer's extra state is without FP8, as the engine stores it
+        states = dict.fromkeys(dialect.extra_states(self.weights, self.run), empty.getvalue())
+        self.files = self.planned(self._blocks(), states)
+        kept = "weights alone: Megatron-LM starts at iteration 0"
+        if self.continued is not None:
+            kept = f"with the optimizer of iteration {source.iteration}, for --use-distributed-optimizer"
+            if expert_ranks is not None:
+                kept += f" and --expert-model-parallel-size {'above 1' if expert_ranks > 1 else '1'}"
+        self.notes.append(f"for --transformer-impl {transformer_impl} there; {kept}")
+        self.summary = model_words(self.run, "--ckpt-format torch_dist", dtype_name(self.dtype))
 
-    def _continued(self) -> settings.Continued:
+    def _continued(self) -> dialect.Continued:
         """Return what a run goes on from there besides the weights; the run takes the optimizer's settings."""
         source, config, state = self.source, self.source.config, self.source.state
         where, without = f"--load {source.path}", "add --no-optim to convert the weights alone"
@@ -427,8 +419,8 @@ class MegatronSink(TorchDistSink):
             )
         if ranks < 1:
             raise ConfigError(f"--expert-model-parallel-size {ranks}: must be at least 1")
-        found = settings.optimizer_settings(config)
-        if missing := [name for name in settings.SETTINGS if name not in found]:
+        found = dialect.optimizer_settings(config)
+        if missing := [name for name in dialect.SETTINGS if name not in found]:
             raise ConfigError(
                 f"{where}: its {folder.CONFIG} has no {' and no '.join(missing)}, which Megatron-LM takes from a "
                 f"checkpoint; {without}"
@@ -438,15 +430,15 @@ class MegatronSink(TorchDistSink):
         for key, one in source.reader.index.tensors.items():
             if key.startswith(OPTIMIZER) and not key.startswith(AVERAGE):
                 stored[key] = one.shape
-        wanted = settings.optimizer_keys(self.weights, self.fp32, half=self.dtype != torch.float32)
+        wanted = dialect.optimizer_keys(self.weights, self.fp32, half=self.dtype != torch.float32)
         head = f"{where}: its tensors are not those of its configuration:"
         certificate.require_shapes(stored, wanted, head, "no tensor of its configuration")
         if state.get(folder.HAS_AVERAGE):
             self.notes.append("the average of the weights is left out: Megatron-LM has none")
         progress = Progress(source.iteration, int(state["consumed_samples"]))
         batch = config.get("global_batch_size") or progress.consumed_samples // max(progress.iteration, 1)
-        updates = settings.updates_of(step_reader.read_file(source.path, step_reader.COMMON), where)
-        return settings.Continued(progress, updates, state["scheduler"], max(int(batch), 1), ranks > 1)
+        updates = dialect.updates_of(step_reader.read_file(source.path, step_reader.COMMON), where)
+        return dialect.Continued(progress, updates, state["scheduler"], max(int(batch), 1), ranks > 1)
 
     def _dtype(self, key: str) -> torch.dtype:
         if key in self.fp32 or key.startswith(OPTIMIZER):
@@ -457,24 +449,24 @@ class MegatronSink(TorchDistSink):
         shapes = dict(self.weights)
         if self.continued is not None:
             # Megatron-LM's distributed optimizer has main weights of fp32 weights too, and asks for them.
-            shapes |= settings.optimizer_keys(self.weights, self.fp32, half=True)
+            shapes |= dialect.optimizer_keys(self.weights, self.fp32, half=True)
         blocks, self.source.shapes = [], {}
         for key, shape in shapes.items():
-            if self.dtype == torch.float32 and key.startswith(f"{settings.STATE}{settings.MAIN}."):
-                blocks += blocks_of(names.weight_of(key), shape, torch.float32, copy=key)
+            if self.dtype == torch.float32 and key.startswith(f"{dialect.STATE}{dialect.MAIN}."):
+                blocks += blocks_of(dialect.weight_of(key), shape, torch.float32, copy=key)
             else:
                 blocks += blocks_of(key, shape, self._dtype(key))
                 self.source.shapes[key] = shape
-        self._copied = {names.weight_of(block.copy): shapes[block.copy] for block in blocks if block.copy is not None}
+        self._copied = {dialect.weight_of(block.copy): shapes[block.copy] for block in blocks if block.copy is not None}
         return blocks
 
     def tensor_of(self, block: Block) -> tuple[str, Shape]:
-        name = names.name_there(block.copy or block.key, self.run, self.impl)
-        return name, names.shape_there(block.key, self.weights[names.weight_of(block.key)])
+        name = dialect.name_there(block.copy or block.key, self.run, self.impl)
+        return name, dialect.shape_there(block.key, self.weights[dialect.weight_of(block.key)])
 
     def box_of(self, block: Block) -> tuple[Shape, Shape]:
         start = (block.start[0], 0, 0) if block.key.endswith(_EXPERTS) else block.start
-        return start, names.shape_there(block.key, block.shape)
+        return start, dialect.shape_there(block.key, block.shape)
 
     def completed(self, row: Row, block: Block, tensor: Tensor) -> Row:
         (name, _), (start, shape) = self.tensor_of(block), self.box_of(block)
@@ -491,10 +483,10 @@ class MegatronSink(TorchDistSink):
 
     def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
         half, continued = _HALF[self.dtype], self.continued
-        common = settings.common(self.run, transformer_impl=self.impl, half=half, continued=continued)
+        common = dialect.common(self.run, transformer_impl=self.impl, half=half, continued=continued)
         files = self.write_format(output / self.name, records, common)
         result = {f"{self.name}/{name}": entry for name, entry in files.items()}
-        latest = settings.RELEASE
+        latest = dialect.RELEASE
         if continued is not None:
             latest = str(self.source.iteration)
         result[folder.LATEST] = write_bytes(output / folder.LATEST, latest.encode())

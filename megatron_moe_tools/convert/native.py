@@ -57,12 +57,6 @@ _LAYOUT = ("world_size", "tp_size", "cp_size", "pp_size", "dp_size", "ep_size", 
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.")
 _PARTS = ("", "decoder", "mtp")
 EMBEDDING = "embedding.word_embeddings.weight"
-PRECISION_FLAGS: dict[torch.dtype, dict[str, bool]] = {
-    torch.bfloat16: {"bf16": True},
-    torch.float16: {"fp16": True},
-    torch.float32: {},
-}
-"""The flags that a run has whose weights are of a dtype."""
 _BIAS = ".expert_bias"
 _MAIN = "optimizer.state.param."
 _REWRITTEN = (".metadata", "metadata.json", step_reader.COMMON, folder.CONFIG, folder.STATE)

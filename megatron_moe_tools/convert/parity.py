@@ -463,10 +463,23 @@ def compare_with(
     with force_routing_on_ties(found.chunk, reference.experts, tokens.shape[0]) as margins:
         ours = trace(found, tokens, routing=True, gradients=gradients)
     layers, loss = found.run.model.num_layers, float(ours.loss)
-    choices = {}
+    choices, failures = {}, []
+    mine, theirs = sorted(layer for layer in ours.routing if layer < layers), sorted(reference.experts)
+    if theirs and mine != theirs:
+        failures.append(f"layers with experts are {mine} here, {theirs} there")
     for layer in sorted(ours.routing.keys() & reference.experts.keys()):
-        choices[layer] = _choices(ours.routing[layer], reference, layer, margins[layer])
-    failures = list(_routing_failures(choices, ours.routing, reference, layers))
+        one = choices[layer] = _choices(ours.routing[layer], reference, layer, margins[layer])
+        shape_here, shape_there = ours.routing[layer].topk_idx.shape, reference.experts[layer].shape
+        if shape_here != shape_there:
+            failures.append(f"layer {layer}: {shape_here[-1]} experts per token here, {shape_there[-1]} there")
+        elif one.equal + one.ties < one.tokens:
+            failures.append(
+                f"layer {layer}: {one.tokens - one.equal - one.ties} of {one.tokens} tokens go to other experts, by "
+                f"margins up to {one.largest_margin:.2e}; a tie is {TIE:.0e}"
+            )
+        elif one.weight_difference > WEIGHT_TOLERANCE:
+            apart = f"{one.weight_difference:.2e} of their size"
+            failures.append(f"layer {layer}: weights of the same experts differ by {apart}")
 
     vocab_size = min(ours.logits.shape[-1], reference.logits.shape[-1])
     difference = _largest(ours.logits[..., :vocab_size] - reference.logits[..., :vocab_size])
@@ -488,9 +501,9 @@ def compare_with(
         constants = native_constants(found.chunk, found.mapping)
         depths = {name for name in constants.epsilons if _layer_of(name, 0) >= layers}
         failures += differences(constants, reference.constants, depths)
-    apart = None
+    gradient_difference = None
     if ours.grad_norms is not None and reference.grad_norms is not None:
-        apart, words = _gradients(ours.grad_norms, reference.grad_norms, layers)
+        gradient_difference, words = _gradients(ours.grad_norms, reference.grad_norms, layers)
         failures += words
     whole, not_covered = found.source.run.model, []
     if whole.mtp_num_layers:
@@ -513,7 +526,7 @@ def compare_with(
         reference_loss=reference.loss,
         choices=choices,
         failures=tuple(failures),
-        gradient_difference=apart,
+        gradient_difference=gradient_difference,
         not_covered=tuple(not_covered),
     )
 
@@ -535,25 +548,6 @@ def _choices(ours: Routing, reference: ReferenceResult, layer: int, margins: lis
         difference = _largest((mine - theirs).abs() / theirs.abs().clamp(min=float(theirs.abs().max()) * 1e-2))
     ties = sum(margin <= TIE for margin in margins)
     return LayerChoices(tokens, int(same.sum()) - ties, ties, max(margins, default=0.0), difference)
-
-
-def _routing_failures(
-    choices: dict[int, LayerChoices], ours: dict[int, Routing], reference: ReferenceResult, num_layers: int
-) -> Iterator[str]:
-    mine = sorted(layer for layer in ours if layer < num_layers)
-    if reference.experts and mine != sorted(reference.experts):
-        yield f"layers with experts are {mine} here, {sorted(reference.experts)} there"
-    for layer, one in choices.items():
-        if ours[layer].topk_idx.shape != reference.experts[layer].shape:
-            there = reference.experts[layer].shape[-1]
-            yield f"layer {layer}: {ours[layer].topk_idx.shape[-1]} experts per token here, {there} there"
-        elif one.equal + one.ties < one.tokens:
-            yield (
-                f"layer {layer}: {one.tokens - one.equal - one.ties} of {one.tokens} tokens go to other experts, by "
-                f"margins up to {one.largest_margin:.2e}; a tie is {TIE:.0e}"
-            )
-        elif one.weight_difference > WEIGHT_TOLERANCE:
-            yield f"layer {layer}: weights of the same experts differ by {one.weight_difference:.2e} of their size"
 
 
 def _gradients(ours: dict[str, float], theirs: dict[str, float], layers: int) -> tuple[float, list[str]]:

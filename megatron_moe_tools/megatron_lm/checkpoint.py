@@ -32,7 +32,8 @@ from megatron_moe.hf.mapping import mapping
 from megatron_moe.hf.tensors import dtype_name
 from megatron_moe.hf.transforms import Shape
 from megatron_moe.io.hashing import FileEntry
-from megatron_moe_tools.megatron_lm import names
+from megatron_moe_tools.megatron_lm import dialect
+from megatron_moe_tools.megatron_lm.dialect import Progress
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _COMMON_VALUE = "common_state/shard_0_1"
@@ -81,14 +82,6 @@ class Contents:
     def add(self, key: str, part: Part) -> None:
         """Add a part of one of our tensors."""
         self.parts.setdefault(key, []).append(part)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far the run had come that wrote a checkpoint: steps, and sequences consumed."""
-
-    iteration: int
-    consumed_samples: int
 
 
 class MegatronCheckpoint(ABC):
@@ -149,8 +142,8 @@ def require_complete(
     wanted = dict(shapes)
     if with_optimizer:
         for key in sorted(contents.parts):
-            if names.weight_of(key) in shapes:
-                wanted[key] = shapes[names.weight_of(key)]
+            if dialect.weight_of(key) in shapes:
+                wanted[key] = shapes[dialect.weight_of(key)]
     wrong = [*contents.wrong]
     wrong += [f"missing: {key}" for key in wanted if key not in contents.parts]
     for key in sorted(contents.parts.keys() - wanted.keys()):
@@ -328,9 +321,9 @@ class TorchDist(MegatronCheckpoint):
     def contents(self, shapes: Mapping[str, Shape]) -> Contents:
         result = Contents()
         for stored in (*self._index.tensors, *self._index.values):
-            if (reason := names.dropped(stored)) is not None:
+            if (reason := dialect.dropped(stored)) is not None:
                 result.dropped[stored] = reason
-            elif stored.startswith("optimizer.") and names.ours(stored).state is None:
+            elif stored.startswith("optimizer.") and dialect.ours(stored).state is None:
                 result.unmapped.append(stored)
             elif stored in self._index.values:
                 result.wrong.append(f"{stored}: a value that is no tensor, of which nothing is known here")
@@ -339,7 +332,7 @@ class TorchDist(MegatronCheckpoint):
         return result
 
     def _add(self, result: Contents, stored: str, shapes: Mapping[str, Shape]) -> None:
-        name, tensor = names.ours(stored), self._index.tensors[stored]
+        name, tensor = dialect.ours(stored), self._index.tensors[stored]
         places: list[Shape] = [()]
         if name.stacked and tensor.shape:
             places = [(layer,) for layer in range(tensor.shape[0])]
@@ -392,7 +385,7 @@ class TorchDist(MegatronCheckpoint):
         return Part(shown, start or (0,) * len(shape), shape, tensor.dtype, read)
 
 
-def _fits(name: names.Name, box: Shape, whole: Shape) -> bool:
+def _fits(name: dialect.Name, box: Shape, whole: Shape) -> bool:
     """Return whether a stored tensor, without its axis of layers, has the elements that our tensor wants of it."""
     count = math.prod(whole)
     if name.expert is not None:
@@ -407,7 +400,7 @@ def _fits(name: names.Name, box: Shape, whole: Shape) -> bool:
     return math.prod(box) == count and box[-1:] == whole[-1:] and same_first
 
 
-def _boxes(name: names.Name, box: Shape, whole: Shape) -> Iterator[tuple[Shape, Shape, Shape]]:
+def _boxes(name: dialect.Name, box: Shape, whole: Shape) -> Iterator[tuple[Shape, Shape, Shape]]:
     """Yield where in the stored tensor, from where on in ours, and of which shape: experts one by one."""
     zeros = (0,) * (len(whole) - 1)
     if name.key.endswith(_EXPERTS):
@@ -580,14 +573,24 @@ class LegacyTorch(MegatronCheckpoint):
 
     def contents(self, shapes: Mapping[str, Shape]) -> Contents:
         result = Contents(unmapped=list(self._optimizers))
-        offsets = self._first_layers()
+        # The number of the first layer of each (pipeline rank, chunk): virtual stages go around the ranks.
+        of_rank = {one.pipeline: one for one in self._ranks}
+        chunks = {len(one.chunks) for one in self._ranks}
+        if len(chunks) != 1:
+            raise ConfigError(f"--load {self.path}: its files have different numbers of virtual stages")
+        first, offsets = 0, {}
+        for number in range(chunks.pop()):
+            for rank in range(self._pp):
+                offsets[rank, number] = first
+                found = (_LAYER.match(name) for name in of_rank[rank].chunks[number])
+                first += len({match[1] for match in found if match})
         seen: set[tuple[str, Shape]] = set()
         for one in sorted(self._ranks, key=lambda one: (one.pipeline, one.expert, one.tensor)):
             for number, chunk in enumerate(one.chunks):
                 for name, value in chunk.items():
                     stored = str(name)
                     where = f"{one.name}: {stored}"
-                    if (reason := names.dropped(stored)) is not None:
+                    if (reason := dialect.dropped(stored)) is not None:
                         result.dropped[where] = reason
                     elif isinstance(value, Tensor):
                         if layer := _LAYER.match(stored):
@@ -596,20 +599,6 @@ class LegacyTorch(MegatronCheckpoint):
                         self._add(result, seen, one, stored, where, value, shapes)
                     elif value is not None:
                         result.wrong.append(f"{where}: {type(value).__name__}, of which nothing is known here")
-        return result
-
-    def _first_layers(self) -> dict[tuple[int, int], int]:
-        """Return the number of the first layer of each (pipeline rank, chunk): virtual stages go around the ranks."""
-        of_rank = {one.pipeline: one for one in self._ranks}
-        chunks = {len(one.chunks) for one in self._ranks}
-        if len(chunks) != 1:
-            raise ConfigError(f"--load {self.path}: its files have different numbers of virtual stages")
-        first, result = 0, {}
-        for chunk in range(chunks.pop()):
-            for rank in range(self._pp):
-                result[rank, chunk] = first
-                found = (_LAYER.match(name) for name in of_rank[rank].chunks[chunk])
-                first += len({match[1] for match in found if match})
         return result
 
     def _add(
@@ -622,7 +611,7 @@ class LegacyTorch(MegatronCheckpoint):
         value: Tensor,
         shapes: Mapping[str, Shape],
     ) -> None:
-        key, shape = names.ours(stored).key, shapes.get(names.ours(stored).key)
+        key, shape = dialect.ours(stored).key, shapes.get(dialect.ours(stored).key)
         if shape is None and key == OUTPUT and shapes:  # the last stage's copy of a tied table
             key, shape = EMBEDDING, shapes[EMBEDDING]
         if shape is None:
@@ -643,7 +632,7 @@ class LegacyTorch(MegatronCheckpoint):
         if tuple(value.shape) == shape:
             yield tuple(start), shape, value
             return
-        key = names.ours(stored).key
+        key = dialect.ours(stored).key
         axis = int(key.endswith(_BY_COLUMNS) and len(shape) == 2)
         extent[axis] //= self._tp
         if list(value.shape) != extent or extent[axis] * self._tp != shape[axis]:
@@ -663,7 +652,7 @@ class LegacyTorch(MegatronCheckpoint):
         experts, width, hidden = shape[0] // self._ep, shape[2], shape[1]
         if up:
             width, hidden = 2 * shape[2], shape[3]
-        number = names.ours(stored).expert
+        number = dialect.ours(stored).expert
         matrices = {number or 0: value}
         if number is None:  # matrices that multiply rows from the right: [e, in, out]
             inputs = hidden if up else value.shape[0] // experts

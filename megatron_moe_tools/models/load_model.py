@@ -25,18 +25,14 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import launched_world
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.mapping import Mapping, mapping
+from megatron_moe.hf.tensors import dtype_name
 from megatron_moe.io.texts import size_text
 from megatron_moe.model.build import build_model
 from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.model.float16_module import Float16Module
 from megatron_moe.parallel import groups
-from megatron_moe_tools.models.source import BlockValues, ModelSource
+from megatron_moe_tools.models.source import PRECISION_FLAGS, BlockValues, ModelSource
 
-_FLAGS: dict[torch.dtype, dict[str, bool]] = {
-    torch.float32: {},
-    torch.bfloat16: {"bf16": True},
-    torch.float16: {"fp16": True},
-}
 _RESERVE = 256 * 2**20
 """Bytes for buffers of the libraries, in addition to weights and what the caller names."""
 _PADDING = ("make_vocab_size_divisible_by", "padded_vocab_size")
@@ -106,13 +102,27 @@ def load_model(
     if launched_world()[1] != 1:
         raise ConfigError(f"WORLD_SIZE {os.environ['WORLD_SIZE']}: this needs one process; start it without torchrun")
     run = one_process(source.run, dtype, layers)
-    _require_memory(source, run, gradients, working_bytes)
+    parameters = run.derived.parameter_count(run.derived.padded_vocab_size(_vocab_size(run)))
+    what = f"{parameters:,} parameters in {run.derived.params_dtype_name}"
+    weights = parameters * dtype.itemsize
+    if gradients:
+        what += " with gradients"
+        weights *= 2
+    needed, available = weights + working_bytes + _RESERVE, platform.available_memory_bytes()
+    if needed > available:
+        raise ConfigError(
+            f"{source.path}: {what} take {size_text(weights)}, {size_text(needed)} with what is computed; "
+            f"{size_text(available)} are free on this machine ({platform.device().type}): free some, use a larger "
+            "machine, or fewer and shorter sequences where those are what takes it"
+        )
     try:
         pg_collection = groups.initialize(run)
         (chunk,) = build_model(run, pg_collection, _vocab_size(run), wrap=False, draw=False)
         chunk.to(platform.device())
-        half = run.precision.bf16 or run.precision.fp16
-        model = (Float16Module(transformer_config(run), chunk) if half else chunk).eval()
+        model: torch.nn.Module = chunk
+        if run.precision.bf16 or run.precision.fp16:
+            model = Float16Module(transformer_config(run), chunk)
+        model.eval()
         fill(saved_tensors(chunk), source.blocks(run), str(source.path), {key: _vocab_size(run) for key in _TABLES})
         yield LoadedCheckpoint(source, run, model, chunk)
     finally:
@@ -128,16 +138,19 @@ def one_process(run: Run, dtype: torch.dtype = torch.float32, layers: int | None
     flat = schema.flatten(run)
     kept = {name: flat[name] for name in (*architecture_keys(), "moe_router_dtype", *_PADDING)}
     kept["max_position_embeddings"] = kept["seq_length"] = run.derived.max_position_embeddings
-    kept |= {"cross_entropy_loss_fusion": False, "cross_entropy_chunk_tokens": None, **_FLAGS[dtype]}
+    kept |= {
+        "cross_entropy_loss_fusion": False,
+        "cross_entropy_chunk_tokens": None,
+        **PRECISION_FLAGS[dtype_name(dtype)],
+    }
     if layers is not None:
         kept |= {"num_layers": layers, "mtp_num_layers": None}
         if run.moe.num_experts is not None:
             kept["moe_layer_freq"] = str(list(run.derived.moe_layer_pattern[:layers]))
     result = schema.build(kept)
     if result.moe.num_experts is not None and (result.model.hidden_size % 8 or result.derived.moe_ffn_hidden_size % 8):
-        result = schema.replace(
-            result, moe_expert_backend="loop"
-        )  # torch's grouped product needs rows of whole 16 bytes
+        # torch's grouped product needs rows of whole 16 bytes
+        result = schema.replace(result, moe_expert_backend="loop")
     rules.check_model(result, 1)
     return result
 
@@ -151,21 +164,6 @@ def saved_tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _vocab_size(run: Run) -> int:
     assert run.model.vocab_size is not None, "a source knows its vocabulary"
     return run.model.vocab_size
-
-
-def _require_memory(source: ModelSource, run: Run, gradients: bool, working_bytes: int) -> None:
-    parameters = run.derived.parameter_count(run.derived.padded_vocab_size(_vocab_size(run)))
-    width = 4 if run.derived.params_dtype_name == "float32" else 2
-    weights = parameters * width * (2 if gradients else 1)
-    needed, available = weights + working_bytes + _RESERVE, platform.available_memory_bytes()
-    if needed <= available:
-        return
-    what = f"{parameters:,} parameters in {run.derived.params_dtype_name}{' with gradients' if gradients else ''}"
-    raise ConfigError(
-        f"{source.path}: {what} take {size_text(weights)}, {size_text(needed)} with what is computed; "
-        f"{size_text(available)} are free on this machine ({platform.device().type}): free some, use a larger "
-        "machine, or fewer and shorter sequences where those are what takes it"
-    )
 
 
 @torch.no_grad()

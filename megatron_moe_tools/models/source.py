@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # what a folder is, is found out before torch is loaded
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _OPTIMIZER = "optimizer."
 _COMPANIONS = f"{origin.FOLDER}/"
+PRECISION_FLAGS: dict[str, dict[str, bool]] = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
+"""The flags that a run has whose weights are of a dtype."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,7 @@ def locate(path: Path, ckpt_step: int | None = None, family: str | None = None, 
     """
     found = folder.step_of(path, ckpt_step, flag)
     if found is not None:
-        step, notes = found
-        return _native(step, family, tuple(notes))
+        return _native(*found, family)
     if not (path / "config.json").exists():
         raise ConfigError(
             f"{flag} {path}: is no checkpoint: it has neither steps (iter_*) nor the config.json of a Hugging Face "
@@ -104,23 +105,35 @@ def locate(path: Path, ckpt_step: int | None = None, family: str | None = None, 
         raise ConfigError(f"--ckpt-step {ckpt_step}: {flag} {path} is a Hugging Face folder, which has no steps")
     if family is not None:
         raise ConfigError(f"--family {family}: {flag} {path} is a Hugging Face folder, whose config.json says which")
-    return _hugging_face(HFFolder.open(path, flag), f"{flag} {path}")
+    opened, where = HFFolder.open(path, flag), f"{flag} {path}"
+    hf_family = family_of(opened.config, where)
+    architecture = settings_of(opened, where)
+    run = schema.build(architecture.flat)
+    notes, scales, dtypes = (*opened.notes, *architecture.notes), set(opened.scales.values()), set[str]()
+    for name, stored in opened.tensors.items():
+        if name in opened.scales:
+            dtypes.add("bfloat16")
+        elif name not in scales and not name.endswith(".e_score_correction_bias"):
+            dtypes.add(stored.dtype)
+    dtype = min(dtypes)
+    if "float32" in dtypes:
+        dtype = "float32"
+    return ModelSource(
+        opened.path, run, hf_family, opened.companions, notes, lambda cut: _pieces(opened, hf_family, run, cut), dtype
+    )
 
 
-def _native(step: Path, family: str | None, notes: tuple[str, ...]) -> ModelSource:
+def _native(step: Path, notes: list[str], family: str | None) -> ModelSource:
     config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
     fields = all_fields()
     wanted = (*architecture_keys(), "seq_length", "max_position_embeddings", "moe_router_dtype")
     flat = {name: from_file(fields[name], config[name], f"{step}: {name}") for name in wanted if name in config}
     if flat.get("vocab_size") is None:
         # A run that takes its tokenizer's vocabulary; without that count, padding and tokens cannot be distinguished.
-        known = state.get("vocab_size")
-        flat["vocab_size"] = known if isinstance(known, int) else state.get("padded_vocab_size")
-        if not isinstance(known, int):
-            notes = (
-                *notes,
-                f"{step}: does not say how many of its {flat['vocab_size']} rows are tokens: all are used",
-            )
+        flat["vocab_size"] = state.get("vocab_size")
+        if not isinstance(flat["vocab_size"], int):
+            rows = flat["vocab_size"] = state.get("padded_vocab_size")
+            notes.append(f"{step}: does not say how many of its {rows} rows are tokens: all are used")
     if not isinstance(flat["vocab_size"], int):
         raise ConfigError(f"{step / folder.STATE}: padded_vocab_size {flat['vocab_size']!r} is no count")
     run = schema.build(flat)
@@ -129,13 +142,15 @@ def _native(step: Path, family: str | None, notes: tuple[str, ...]) -> ModelSour
         raise ConfigError(f"--family {name}: is none of {', '.join(FAMILIES)}")
     content = manifest.read(step)
     companions = {file[len(_COMPANIONS) :]: step / file for file in content.files if file.startswith(_COMPANIONS)}
-    known_family = FAMILIES[name] if name is not None else family_of_run(run)
+    known_family = family_of_run(run)
+    if name is not None:
+        known_family = FAMILIES[name]
     dtype = "float32"
     if config.get("bf16") and not config.get("keep_fp32"):
         dtype = "bfloat16"
     elif config.get("fp16") and not config.get("keep_fp32"):
         dtype = "float16"
-    return ModelSource(step, run, known_family, companions, notes, lambda cut: _parts(step, run, cut), dtype)
+    return ModelSource(step, run, known_family, companions, tuple(notes), lambda cut: _parts(step, run, cut), dtype)
 
 
 def _parts(step: Path, whole: Run, run: Run) -> Iterator[BlockValues]:
@@ -156,22 +171,6 @@ def _parts(step: Path, whole: Run, run: Run) -> Iterator[BlockValues]:
     for key, tensor in tensors.items():
         for part in tensor.parts:
             yield BlockValues(key, part.start, reader.read(key, part.start, part.shape), key)
-
-
-def _hugging_face(found: HFFolder, where: str) -> ModelSource:
-    family = family_of(found.config, where)
-    architecture = settings_of(found, where)
-    run = schema.build(architecture.flat)
-    notes, scales = (*found.notes, *architecture.notes), set(found.scales.values())
-    dtypes = {
-        "bfloat16" if name in found.scales else stored.dtype
-        for name, stored in found.tensors.items()
-        if name not in scales and not name.endswith(".e_score_correction_bias")
-    }
-    dtype = "float32" if "float32" in dtypes else min(dtypes)
-    return ModelSource(
-        found.path, run, family, found.companions, notes, lambda cut: _pieces(found, family, run, cut), dtype
-    )
 
 
 def _pieces(found: HFFolder, family: Family, whole: Run, run: Run) -> Iterator[BlockValues]:

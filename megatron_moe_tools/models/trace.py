@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,7 +79,9 @@ def trace(found: LoadedCheckpoint, input_ids: Tensor, *, routing: bool = False, 
     Raises:
         ConfigError: gradients are requested, and the model belongs to no family that has names for them.
     """
-    table = found.mapping if gradients else None
+    table, grad_norms = None, None
+    if gradients:
+        table = found.mapping
     batch, length = input_ids.shape
     logits = torch.empty(batch, length, found.vocab_size)
     mtp_logits: list[Tensor] = []
@@ -103,15 +105,14 @@ def trace(found: LoadedCheckpoint, input_ids: Tensor, *, routing: bool = False, 
             logits[first : first + at_once] = output.detach().cpu()
     routings = {}
     for layer, parts in sorted(chosen.items()):
-        topk_idx, probs = (torch.cat(values) for values in zip(*((part.topk_idx, part.probs) for part in parts)))
+        topk_idx, probs = torch.cat([part.topk_idx for part in parts]), torch.cat([part.probs for part in parts])
         routings[layer] = Routing(topk_idx, probs)
-    return Trace(
-        logits,
-        (loss / (batch * (length - 1))).float(),
-        routings,
-        torch.cat(mtp_logits, dim=1) if mtp_logits else None,
-        None if table is None else _grad_norms(found, table),
-    )
+    if table is not None:
+        grad_norms = _grad_norms(found, table)
+    result = Trace(logits, (loss / (batch * (length - 1))).float(), routings, None, grad_norms)
+    if mtp_logits:
+        result = replace(result, mtp_logits=torch.cat(mtp_logits, dim=1))
+    return result
 
 
 def working_bytes(run: Run, batch: int, length: int, gradients: bool) -> int:
@@ -121,8 +122,10 @@ def working_bytes(run: Run, batch: int, length: int, gradients: bool) -> int:
     tokens = min(batch, max(_TOKENS_AT_ONCE // length, 1)) * length
     kept = 4 * batch * length * vocab_size * (1 + (model.mtp_num_layers or 0))
     # logits, their softmax and its gradient; activations of one layer, or of all of them
-    width = max(model.hidden_size, 1) * 40
-    return kept + 4 * tokens * (4 * vocab_size + width * (model.num_layers if gradients else 1))
+    activations = max(model.hidden_size, 1) * 40
+    if gradients:
+        activations *= model.num_layers
+    return kept + 4 * tokens * (4 * vocab_size + activations)
 
 
 @contextmanager

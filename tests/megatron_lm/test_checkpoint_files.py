@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_moe.checkpoint.folder import find_step
 from megatron_moe.config.errors import ConfigError
 from megatron_moe_tools.convert.cli import main
-from megatron_moe_tools.megatron_lm import names, settings
+from megatron_moe_tools.megatron_lm import dialect
 from tests.checkpoint.payloads import Bomb
 from tests.helpers.conversions import unequal, words
 from tests.helpers.trained_steps import tensors
@@ -117,9 +117,9 @@ def test_defaults_that_stand_in_for_missing_arguments_are_said() -> None:
     latent = {"multi_latent_attention": True, "rope_type": "yarn", "rotary_scaling_factor": 4.0, "qk_layernorm": True}
     widths = {"kv_lora_rank": 8, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4, "v_head_dim": 4, "beta_fast": 32}
     scales = {"beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
-    (note,) = (one for one in settings.run_of(ARGS | latent | widths | scales, {}, 16, "x")[1] if "DEFAULTS" in one)
+    (note,) = (one for one in dialect.run_of(ARGS | latent | widths | scales, {}, 16, "x")[1] if "DEFAULTS" in one)
     assert note.startswith("x: its arguments do not have --original-max-position-embeddings 4096: ")
-    assert not [one for one in settings.run_of(ARGS, {}, 16, "x")[1] if "DEFAULTS" in one]
+    assert not [one for one in dialect.run_of(ARGS, {}, 16, "x")[1] if "DEFAULTS" in one]
 
 
 # ---- the optimizer, there and back
@@ -197,12 +197,12 @@ LATENT = {
 @pytest.mark.parametrize("prefix", ["decoder.layers.7.", "mtp.layers.0.transformer_layer."])
 def test_names_of_latent_attention_and_of_predictions_go_both_ways(prefix: str) -> None:
     for there, here in LATENT.items():
-        assert names.ours(prefix + there).key == prefix + here
-        assert names.theirs(prefix + here, transformer_engine=True, latent=True, moe=True) == prefix + there
+        assert dialect.ours(prefix + there).key == prefix + here
+        assert dialect.theirs(prefix + here, transformer_engine=True, latent=True, moe=True) == prefix + there
     newer = prefix.replace("transformer_layer", "mtp_model_layer")
-    assert names.ours(f"{newer}mlp.linear_fc1.weight").key == f"{prefix}mlp.linear_fc1.weight"
-    assert names.ours("mtp.layers.0.eh_proj.weight").key == "mtp.layers.0.eh_proj.weight"
-    assert names.ours("optimizer.state.fp32_param.decoder.layers.self_attention.linear_proj.weight") == names.Name(
+    assert dialect.ours(f"{newer}mlp.linear_fc1.weight").key == f"{prefix}mlp.linear_fc1.weight"
+    assert dialect.ours("mtp.layers.0.eh_proj.weight").key == "mtp.layers.0.eh_proj.weight"
+    assert dialect.ours("optimizer.state.fp32_param.decoder.layers.self_attention.linear_proj.weight") == dialect.Name(
         "decoder.layers.{}.self_attention.linear_proj.weight", stacked=True, state="param"
     )
 
