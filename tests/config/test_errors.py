@@ -30,11 +30,12 @@ TABLE = yaml.load(Path(__file__).with_name("mistakes.yaml").read_text(), Loader=
 RUN_BY = {
     "train": "pretrain_moe",
     "slurm": "megatron_moe_tools.slurm",
+    "prepare": "megatron_moe_tools.prepare.preprocess",
     "merge": "megatron_moe_tools.prepare.merge",
     **{name: f"megatron_moe_tools.{name}" for name in ("generate", "profile_step", "trace")},
     **{
         name: f"megatron_moe_tools.{name}.cli"
-        for name in "audit convert doctor inspect plan preflight prepare report verify_resume".split()
+        for name in "audit convert doctor inspect plan preflight report verify_resume".split()
     },
     "megatron_flags": "megatron_moe_tools.compat.flags",
 }
