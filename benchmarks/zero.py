@@ -81,7 +81,7 @@ def _measured(args: argparse.Namespace, ranks: LocalRanks, number: int, flags: d
 
 def _memory(args: argparse.Namespace, ranks: LocalRanks) -> list[dict[str, Any]]:
     from megatron_moe.config.schema import build
-    from megatron_moe_tools.plan.rank_costs import rank_memory
+    from megatron_moe_tools.plan.plan import rank_memory
     from megatron_moe_tools.plan.tracing import trace_ranks
 
     rows: list[dict[str, Any]] = []

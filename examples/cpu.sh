@@ -9,7 +9,7 @@ TEXT=${TEXT:-}        # a folder of text files, or .jsonl files; default: a part
 
 if [[ ! -e $RUN/data/text_text_document.idx ]]; then
   if [[ -z $TEXT ]]; then
-    python -c "from megatron_moe_tools.prepare.corpus import write_corpus; write_corpus('$RUN/corpus')"
+    python tools/corpus.py "$RUN/corpus"
     TEXT=$RUN/corpus/test.jsonl  # a twentieth, enough for bytes as tokens
   fi
   python -m megatron_moe prepare --input "$TEXT" --output-prefix "$RUN/data/text" --append-eod \

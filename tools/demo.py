@@ -77,12 +77,11 @@ def stages(folder: Path, extra: Sequence[str]) -> list[Stage]:
     text = {split: str(corpus / f"{split}.jsonl") for split in ("train", "valid", "test")}
     preprocess = (sys.executable, "tools/preprocess_data.py", "--append-eod", "--overwrite")
     trained = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model))
-    write = "import sys; from megatron_moe_tools.prepare.corpus import write_corpus; write_corpus(sys.argv[1])"
     result = [
         Stage(
             "corpus",
             "text: the source files of Python's standard library",
-            (sys.executable, "-c", write, str(corpus)),
+            (sys.executable, "tools/corpus.py", str(corpus)),
             (corpus / "corpus.json",),
         ),
         Stage(

@@ -213,8 +213,10 @@ def _collect(processes: list[_RankProcess], key: str, seconds: float) -> dict[in
             selector.register(process.process.stdout, selectors.EVENT_READ, process)
         while waiting and (left := deadline - time.monotonic()) > 0:
             heard = [event.data for event, _ in selector.select(min(left, _POLL_SECONDS))]
-            # The pipe of a dead rank does not end while a process that the rank has started holds it open.
-            for process in heard or [one for one in waiting.values() if one.process.poll() is not None]:
+            if not heard:
+                # The pipe of a dead rank does not end while a process that the rank has started holds it open.
+                heard = [one for one in waiting.values() if one.process.poll() is not None]
+            for process in heard:
                 answer = process.take()
                 if answer is None:
                     status = process.process.wait()
@@ -230,8 +232,9 @@ def _collect(processes: list[_RankProcess], key: str, seconds: float) -> dict[in
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     if waiting or failures:
         why = "" if failures else f"{len(waiting)} of {len(processes)} ranks did not end within {seconds:g} s\n"
-        refusals = (answer["refusal"] for _, answer in sorted(answers.items()) if answer.get("refusal") is not None)
-        raise RankFailure(why + _report(failures, _stacks(list(waiting.values()))), next(refusals, None))
+        refusals = [answers[rank].get("refusal") for rank in sorted(answers)]
+        refusal = next(filter(None, refusals), None)
+        raise RankFailure(why + _report(failures | _stacks(list(waiting.values()))), refusal)
     return answers
 
 
@@ -246,15 +249,16 @@ def _stacks(hanging: list[_RankProcess]) -> dict[int, str]:
     return {process.rank: f"did not end; it is at\n{process.last_output(sizes[process.rank])}" for process in hanging}
 
 
-def _report(*found: dict[int, str]) -> str:
+def _report(texts: dict[int, str]) -> str:
     """Return the ranks' reports, first the ones that failed for a reason of their own: the others lost their peer."""
-    texts = {rank: text for texts in found for rank, text in texts.items()}
-
-    def consequence(text: str) -> bool:
-        return "Connection closed by peer" in text or "Connection reset by peer" in text or text.startswith("did not")
-
-    order = sorted(texts, key=lambda rank: (consequence(texts[rank]), rank))
-    return "\n".join(f"--- rank {rank} {texts[rank]}" for rank in order)
+    own, consequences = [], []
+    for rank, text in sorted(texts.items()):
+        shown = f"--- rank {rank} {text}"
+        if "Connection closed by peer" in text or "Connection reset by peer" in text or text.startswith("did not"):
+            consequences.append(shown)
+        else:
+            own.append(shown)
+    return "\n".join(own + consequences)
 
 
 # Functions that run in a rank's process.

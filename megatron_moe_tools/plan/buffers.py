@@ -14,9 +14,8 @@ unit of `FullyShardedDataParallel` is gathered, freed and reduced, tensors as la
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -60,7 +59,7 @@ class Buffer:
         return sum(self.rates.values())
 
 
-def rates_of(weights: Iterable[tuple[Any, int]]) -> Rates:
+def rates_of(weights: Iterable[tuple[Tensor, int]]) -> Rates:
     """Return the rates of what Muon updates, of weights that `mark_matrices` has seen, each with its elements."""
     found: Counter[float] = Counter()
     for weight, numel in weights:
@@ -69,10 +68,13 @@ def rates_of(weights: Iterable[tuple[Any, int]]) -> Rates:
     return found
 
 
-def largest_block(weights: Iterable[Any]) -> int:
+def largest_block(weights: Iterable[Tensor]) -> int:
     """Return the elements of the largest block that Muon brings together; 0 without one."""
-    costs = (matrix_cost(weight) for weight in weights)
-    return max((cost.block_numel for cost in costs if cost is not None), default=0)
+    most = 0
+    for weight in weights:
+        if (cost := matrix_cost(weight)) is not None:
+            most = max(most, cost.block_numel)
+    return most
 
 
 def buffers_of(chunks: Sequence[Any]) -> Iterator[Buffer]:
@@ -191,27 +193,23 @@ def planned_units(found: Iterator[Unit], machine: int) -> list[PlannedUnit]:
     planned: list[PlannedUnit] = []
     seen: set[int] = set()
     for unit in found:
-        own = {
-            id(weight): (part, weight)
-            for part in unit.module.modules()
-            for weight in part.parameters(recurse=False)
-            if id(weight) not in seen
-        }
-        seen.update(own)
+        weights: list[torch.nn.Parameter] = []
+        shares: list[int] = []
+        quantized: list[bool] = []
         ranks = unit.group.size()
-        segments = Segments(
-            tuple(largest_share(weight.shape, ranks) for _, weight in own.values()),
-            tuple(is_quantized(part, weight.shape) and not unit.is_island for part, weight in own.values()),
-        )
+        for part in unit.module.modules():
+            for weight in part.parameters(recurse=False):
+                if id(weight) in seen:
+                    continue
+                seen.add(id(weight))
+                weights.append(weight)
+                # Every rank has memory for as many elements as the first one's shard has.
+                length = weight.shape[shard_axis(tuple(weight.shape), ranks)]
+                shares.append(weight.numel() // length * -(-length // ranks))
+                quantized.append(is_quantized(part, weight.shape) and not unit.is_island)
         together = neighbours(torch.distributed.get_process_group_ranks(unit.group), machine)
-        planned.append(PlannedUnit(unit, [weight for _, weight in own.values()], segments, ranks, together))
+        planned.append(PlannedUnit(unit, weights, Segments(tuple(shares), tuple(quantized)), ranks, together))
     return planned
-
-
-def largest_share(shape: torch.Size, ranks: int) -> int:
-    """Return the elements of a weight's shard on the first rank; every rank has memory for as many."""
-    length = shape[shard_axis(tuple(shape), ranks)]
-    return math.prod(shape) // length * -(-length // ranks)
 
 
 class Gathering:
@@ -225,7 +223,7 @@ class Gathering:
 
     def __init__(self, units: list[PlannedUnit], sharding: Sharding, copies: bool) -> None:
         self._units, self._sharding, self._copies = units, sharding, copies
-        self._handles: list[Any] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._order: list[PlannedUnit] = []
         self._last_output: Tensor | None = None
         self._sent: Tensor | None = None
@@ -242,11 +240,6 @@ class Gathering:
         for handle in self._handles:
             handle.remove()
         self._last_output = self._sent = None
-
-    def forget_gradients(self) -> None:
-        """Forget the gradients of the shards, as at the start of a step."""
-        for unit in self._units:
-            unit.shards = None
 
     def end_backward(self) -> None:
         """Do what torch does at the end of a backward pass: reduce what is not reduced yet, the root last of all."""
@@ -276,18 +269,16 @@ class Gathering:
             self._last_output = unit.output
         unit.output = unit.secondary = None
 
-    def _before_forward(self, unit: PlannedUnit, _: Any, inputs: Any, named: Any) -> Any:
+    def _before_forward(self, unit: PlannedUnit, _: torch.nn.Module, inputs: tuple, named: dict) -> tuple[tuple, dict]:
         self._start(unit)
         self._finish(unit, in_forward=not _in_backward())
-        if not torch.is_grad_enabled():
-            return inputs, named
         leaves = [leaf for leaf in _tensors((inputs, named)) if leaf.requires_grad]
-        if not leaves:
-            return inputs, named
-        passed = dict(zip(map(id, leaves), _Passed.apply(partial(self._after_backward, unit), *leaves)))
-        return _replaced((inputs, named), passed)
+        if leaves and torch.is_grad_enabled():
+            passed = _Passed.apply(partial(self._after_backward, unit), *leaves)
+            return _replaced((inputs, named), dict(zip(map(id, leaves), passed)))
+        return inputs, named
 
-    def _after_forward(self, unit: PlannedUnit, _: Any, __: Any, output: Any) -> None:
+    def _after_forward(self, unit: PlannedUnit, _: torch.nn.Module, inputs: tuple, output: object) -> None:
         if not _in_backward():
             if not unit.unit.is_root and not self._sharding.keep_gathered:
                 self._free(unit)
@@ -326,24 +317,17 @@ class Gathering:
         for weight in unit.weights:
             weight.grad = None
         reduced = torch.empty(unit.share, dtype=torch.float32, device=platform.device())
-        self._reduce(unit, reduced)
+        bits = self._sharding.gradient_bits
+        if unit.ranks > 1 and bits is not None and not unit.unit.is_island:
+            parts = (_ranks(unit.neighbours), _ranks(unit.ranks // unit.neighbours))
+            inside, across = parts if 1 < unit.neighbours < unit.ranks else (None, None)
+            reduction = _Reduction(lambda: unit.segments, bits, inside, across)
+            reduction(reduced, self._sent, _ranks(unit.ranks), torch.distributed.ReduceOp.SUM)
+        elif unit.ranks > 1 and self._copies:
+            torch.empty_like(self._sent)  # gloo adds up in a copy of what is sent
         del last
         if unit.shards is None and not self._sharding.offload:
             unit.shards = reduced
-
-    def _reduce(self, unit: PlannedUnit, reduced: Tensor) -> None:
-        assert self._sent is not None
-        bits = self._sharding.gradient_bits
-        if unit.ranks == 1:
-            return
-        if bits is None or unit.unit.is_island:
-            if self._copies:
-                torch.empty_like(self._sent)  # gloo adds up in a copy of what is sent
-            return
-        parts = (_ranks(unit.neighbours), _ranks(unit.ranks // unit.neighbours))
-        inside, across = parts if 1 < unit.neighbours < unit.ranks else (None, None)
-        reduction = _Reduction(lambda: unit.segments, bits, inside, across)
-        reduction(reduced, self._sent, _ranks(unit.ranks), torch.distributed.ReduceOp.SUM)
 
 
 def _ranks(count: int) -> Any:
@@ -352,12 +336,12 @@ def _ranks(count: int) -> Any:
 
 
 class _Gather(QuantizedAllGather):
-    def send(self, received: Tensor, packed: Tensor, group: Any) -> None:
+    def send(self, received: Tensor, packed: Tensor, group: object) -> None:
         """Send nothing."""
 
 
 class _Reduction(QuantizedReduceScatter):
-    def send(self, received: Tensor, packed: Tensor, group: Any) -> None:
+    def send(self, received: Tensor, packed: Tensor, group: object) -> None:
         """Send nothing."""
 
 
@@ -365,7 +349,7 @@ class _Passed(torch.autograd.Function):
     """The identity, whose backward calls a function when the gradients of all its inputs are there."""
 
     @staticmethod
-    def forward(ctx: AutogradContext, then: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: AutogradContext, then: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.then = then
         return tensors
 
@@ -375,12 +359,14 @@ class _Passed(torch.autograd.Function):
         return None, *gradients
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     """Yield the tensors in nested containers and dataclasses."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for part in value:
             yield from _tensors(part)
     elif is_dataclass(value):
         yield from _tensors(vars(value))

@@ -1,15 +1,15 @@
-"""The command line of megatron-moe plan: plan a run, print and write the plan."""
+"""The command line of megatron-moe plan: plan a run, print the plan as aligned text, and write it as JSON."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
@@ -21,8 +21,10 @@ from megatron_moe.io.program import DONE, FAILED, run_program, say
 from megatron_moe.platform import host
 from megatron_moe_tools import compat
 from megatron_moe_tools.plan.layouts import (
+    GIB,
     RECOMPUTATION,
     Machine,
+    brief,
     legal,
     nearest_legal,
     quoted,
@@ -32,9 +34,12 @@ from megatron_moe_tools.plan.layouts import (
     vocabulary,
     with_batch,
 )
-from megatron_moe_tools.plan.report import comparison_report, fit_report, text_report
+
+if TYPE_CHECKING:
+    from megatron_moe_tools.plan.tracing import RankTrace
 
 NAME = "megatron-moe plan"
+T = TypeVar("T", int, float)
 
 _OF_SEARCH = {
     "node_bandwidth": "GB/s that a rank sends to its machine",
@@ -118,7 +123,18 @@ def _main(argv: list[str]) -> int:
         raise ConfigError(f"--imbalance {flags.imbalance:g}: is the most over the mean; use 1 or more")
     if flags.alternatives < 0:
         raise ConfigError(f"--alternatives {flags.alternatives}: is a number of layouts; 0 shows none")
-    _require_one_size(flags)
+    if flags.fit is not None and flags.device_memory_gib is not None:
+        raise ConfigError(
+            f"--fit {flags.fit:g}, --device-memory-gib {flags.device_memory_gib:g}: both are the memory of a device; "
+            "keep --fit to look for a layout, or the other to plan the one that is given"
+        )
+    for name in _OF_SEARCH:
+        value = getattr(flags, name)
+        if flags.fit is None and value is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value:g}: is read where layouts are compared by their time; add --fit "
+                f"{Machine.memory_gib:g}, or drop it"
+            )
     given = compat.parse(rest, _architecture, flags.world_size)
     run = _traceable(given)
     for note in run.warnings:
@@ -133,23 +149,9 @@ def _main(argv: list[str]) -> int:
     if flags.json is not None:
         replace_json(Path(flags.json), plan)
         say(f"wrote {flags.json}")
-    return DONE if flags.fit is None or plan["fit"]["fits"] else FAILED
-
-
-def _require_one_size(flags: argparse.Namespace) -> None:
-    """Refuse a second size of the device, and what is read by the search alone without one."""
-    if flags.fit is not None and flags.device_memory_gib is not None:
-        raise ConfigError(
-            f"--fit {flags.fit:g}, --device-memory-gib {flags.device_memory_gib:g}: both are the memory of a device; "
-            "keep --fit to look for a layout, or the other to plan the one that is given"
-        )
-    for name in _OF_SEARCH:
-        value = getattr(flags, name)
-        if flags.fit is None and value is not None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {value:g}: is read where layouts are compared by their time; add --fit "
-                f"{Machine.memory_gib:g}, or drop it"
-            )
+    if flags.fit is not None and not plan["fit"]["fits"]:
+        return FAILED
+    return DONE
 
 
 def _fit(run: Run, rest: list[str], flags: argparse.Namespace) -> dict[str, Any]:
@@ -192,8 +194,11 @@ def _traceable(run: Run) -> Run:
     if run.precision.fp8_format is not None:
         say(f"--fp8-format {run.precision.fp8_format}: is planned as emulated, with its buffers; speed is that of bf16")
     if changes:
-        words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items() if value is not True)
-        say(f"planned with {words}: parameters and traffic are the same, memory and speed of other kernels are not")
+        words = ""
+        for name, value in changes.items():
+            if value is not True:
+                words += f" --{name.replace('_', '-')} {value}"
+        say(f"planned with{words}: parameters and traffic are the same, memory and speed of other kernels are not")
     return replace(run, **changes)
 
 
@@ -202,11 +207,13 @@ def _check(run: Run, world_size: int) -> None:
     try:
         rules.check_layout(run, world_size)
     except ConfigError as error:
+        text = str(error)
         near = nearest_legal(run, world_size, 5)
-        shown = "".join(f"\n  {words}" for words, _ in near)
-        raise ConfigError(
-            f"{error}" + (f"\nnearest legal layouts, each by what changes:{shown}" if near else "")
-        ) from None
+        if near:
+            text += "\nnearest legal layouts, each by what changes:"
+        for words, _ in near:
+            text += f"\n  {words}"
+        raise ConfigError(text) from None
 
 
 def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
@@ -215,22 +222,22 @@ def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
     from megatron_moe_tools.plan.plan import make_plan, peak_gib, ranked, recommended_stage
 
     machine = _machine(run, flags)
-    known: dict[Any, Any] = {}
+    known: dict[Hashable, RankTrace] = {}
     plan = make_plan(run, flags.world_size, machine, known)
     print(text_report(plan), end="", flush=True)
     _logger.info("comparing recomputation, routing and layouts nearby")
-    plan["recomputation"] = {
-        kind: peak_gib(other, flags.world_size, machine, known)
-        for kind in RECOMPUTATION
-        if legal(other := recomputed(run, kind), flags.world_size)
-    }
+    plan["recomputation"] = {}
+    for kind in RECOMPUTATION:
+        other = recomputed(run, kind)
+        if legal(other, flags.world_size):
+            plan["recomputation"][kind] = peak_gib(other, flags.world_size, machine, known)
     plan["imbalances"] = {}
     if run.moe.num_experts is not None and run.parallel.expert_model_parallel_size > 1:
         for imbalance in (flags.imbalance, 2 * flags.imbalance):
             plan["imbalances"][f"{imbalance:g}"] = peak_gib(run, flags.world_size, machine, known, imbalance)
-    plan["alternatives"] = (
-        ranked(run, flags.world_size, machine, flags.alternatives, known) if flags.alternatives > 0 else []
-    )
+    plan["alternatives"] = []
+    if flags.alternatives > 0:
+        plan["alternatives"] = ranked(run, flags.world_size, machine, flags.alternatives, known)
     plan["zero"] = recommended_stage(run, flags.world_size, machine, known)
     print(comparison_report(plan), end="", flush=True)
     return plan
@@ -252,8 +259,10 @@ def _progress() -> Iterator[None]:
         package.setLevel(level)
 
 
-def _positive(kind: type) -> Any:
-    def convert(text: str) -> Any:
+def _positive(kind: type[T]) -> Callable[[str], T]:
+    """Return what converts a word to a number above 0, for a parser, which names the kind in its messages."""
+
+    def convert(text: str) -> T:
         number = kind(text)
         if not 0 < number < float("inf"):
             raise argparse.ArgumentTypeError(f"{text}: must be above 0")
@@ -261,3 +270,189 @@ def _positive(kind: type) -> Any:
 
     convert.__name__ = kind.__name__
     return convert
+
+
+# ---- the plan as aligned text, for a terminal of 120 columns
+
+_STEP = {
+    "compute": "products of the model",
+    "recomputed": "recomputation",
+    "tensor": "collectives of TP and CP",
+    "expert": "exchanges of EP",
+    "pipeline": "messages of PP",
+    "bubble": "waiting at both ends of the pipeline",
+    "data": "data parallelism",
+    "muon": "Muon's exchange and iteration",
+    "host": "to host memory and back",
+}
+"""The parts of `StepTime` in words."""
+
+
+def text_report(plan: dict[str, Any]) -> str:
+    """Return the text about the layout itself, for a terminal of 120 columns."""
+    return "\n\n".join((_head(plan), _memory(plan), _traffic(plan), _speed(plan))) + "\n"
+
+
+def comparison_report(plan: dict[str, Any]) -> str:
+    """Return the text about other recomputation, other routing, neighbouring layouts and ZeRO's stages."""
+    rows = [["recomputation", "largest rank, GiB"]]
+    for kind, gib in plan["recomputation"].items():
+        rows.append([kind, brief(gib)])
+    for imbalance, gib in plan["imbalances"].items():
+        rows.append([f"imbalance {imbalance}", brief(gib)])
+    text = f"\n{_table(rows)}\n"
+    if plan["alternatives"]:
+        rows = [["nearest legal layouts, best first", "largest rank, GiB", "fits", "relative time"]]
+        for row in plan["alternatives"]:
+            fits = "yes" if row["fits"] else "no"
+            rows.append([row["change"], brief(row["max_memory_gib"]), fits, f"{row['relative_time']:.3f}"])
+        text += f"\n{_table(rows)}\n"
+    return f"{text}\n{_recommended(plan['zero'])}\n"
+
+
+def fit_report(plan: dict[str, Any], flags: str) -> str:
+    """Return the text about a layout that was looked for: its flags, plan and time, and how others lose against it."""
+    found = plan["fit"]
+    looked = f"{found['layouts']:,} layouts, {found['looked_at']:,} in detail, {found['planned']:,} planned as a whole"
+    if found["fits"]:
+        title = f"the fastest layout that fits, of {looked}:"
+    else:
+        much = plan["max_memory_gib"] - found["limit_gib"]
+        title = f"NOTHING FITS, of {looked}; the least is {much:,.2f} GiB too much:"
+    blocks = [f"{title}\n\n  {flags}", _head(plan), _memory(plan), _traffic(plan), _step(found)]
+    rows = [["other layouts", "largest rank, GiB", "s a step", "loses by"]]
+    for one in found["others"]:
+        gib = brief(one["max_memory_gib"])
+        if not one["planned"]:
+            gib = f"about {gib}"
+        rows.append([one["layout"], gib, brief(one["seconds"]), one["loses"]])
+    if found["others"]:
+        blocks.append(_table(rows))
+    if found["advice"]:
+        blocks.append("\n".join(found["advice"]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _step(found: dict[str, Any]) -> str:
+    seconds, on = found["seconds"], found["assumed"]
+    rows = [["estimated time of a step", "s", "share"]]
+    for name, one in seconds.items():
+        if one and name != "step":
+            rows.append([_STEP[name], brief(one), f"{one / seconds['step']:.1%}"])
+    return (
+        f"{_table(rows)}\n"
+        f"together {brief(seconds['step'])} s, {found['tokens_per_second']:,.0f} tokens/s, assumed, not measured:\n"
+        f"products at {on['mfu']:.0%} of {on['peak_tflops']:,g} TFLOP/s; GB/s of a rank: {on['node_bandwidth']:,g} "
+        f"to its machine, {on['network_bandwidth']:,g} to others, {on['host_bandwidth']:,g} to host memory;\n"
+        f"what is recomputed is written and read at {on['memory_bandwidth']:,g} GB/s; {found['hidden']}"
+    )
+
+
+def _head(plan: dict[str, Any]) -> str:
+    words = ", ".join(f"{name} {value}" for name, value in plan["layout"].items())
+    limit, room = plan["device_memory_gib"], f"{plan['device_memory_gib']:g}"
+    if "fit" in plan:
+        limit, room = plan["fit"]["limit_gib"], f"{plan['fit']['limit_gib']:g}, {room} less a tenth"
+    fits = "fits" if plan["max_memory_gib"] <= limit else "DOES NOT FIT"
+    saving = plan["saving"]
+    how = "kept and page-locked (--async-save)" if saving["kept"] else "until the step is written"
+    return (
+        f"{brief(plan['total_params'] / 1e9)} B parameters ({plan['total_params']:,}), of which a token meets "
+        f"{brief(plan['active_params'] / 1e9)} B\n"
+        f"{plan['world_size']:,} ranks: {words.replace('_', ' ')}\n"
+        f"{plan['micro_batches']} micro-batches a step, {plan['global_batch_size']:,} sequences in all\n"
+        f"largest rank {brief(plan['max_memory_gib'])} GiB of {room}: {fits}\n"
+        f"a save takes up to {_gib(saving['host_rank'])} GiB of host memory in a rank, {_gib(saving['host_node'])} on "
+        f"a machine, {how}"
+    )
+
+
+def _memory(plan: dict[str, Any]) -> str:
+    parts = ("weights", "gradients", "optimizer", "activations", "peak")
+    rows = [["stage", "ranks", "layers", "dense", "expert", *parts, "in flight", "logits", "dispatch"]]
+    for entry in _distinct(plan["ranks"]):
+        memory = entry["memory"]
+        row = [entry["stages"], f"{entry['ranks'][0]}-{entry['ranks'][1]}", str(len(entry["layers"]))]
+        row += [f"{entry['dense_params'] / 1e6:,.1f} M", f"{entry['expert_params'] / 1e6:,.1f} M"]
+        row += [_gib(memory[part]) for part in parts]
+        rows.append([*row, str(memory["in_flight"]), _gib(memory["logits"]), _gib(memory["dispatch"])])
+    host = max(entry["memory"]["host"] + entry["memory"]["host_activations"] for entry in plan["ranks"])
+    told = f"\nwhat is offloaded takes {_gib(host)} GiB of a rank's host memory" if host else ""
+    title = "Memory of a rank, in GiB; parameters of one rank; logits and dispatch are within the activations"
+    return f"{title} (imbalance {plan['imbalance']:g})\n{_table(rows)}{told}"
+
+
+def _distinct(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the ranks' entries with neighbouring stages of equal figures as one."""
+    rows: list[dict[str, Any]] = []
+    for rank in ranks:
+        same = ("dense_params", "expert_params", "memory")
+        last = rows[-1] if rows else {}
+        if [last.get(key) for key in same] == [rank[key] for key in same]:
+            last["ranks"] = [last["ranks"][0], rank["ranks"][1]]
+            last["stages"] = f"{last['stage']}-{rank['stage']}"
+        else:
+            rows.append({**rank, "stages": str(rank["stage"])})
+    return rows
+
+
+def _traffic(plan: dict[str, Any]) -> str:
+    worst: dict[str, dict[str, float]] = {}
+    for rank in plan["ranks"]:
+        for name, one in rank["traffic"].items():
+            if one["sent"] > worst.get(name, {"sent": -1})["sent"]:
+                worst[name] = one
+    if not worst:
+        return "Nothing is sent between ranks"
+    rows = [["sent by a rank per step", "GiB", "of it to other machines, GiB"]]
+    rows += [[name, _gib(one["sent"]), _gib(one["between_nodes"])] for name, one in worst.items()]
+    return _table(rows)
+
+
+def _speed(plan: dict[str, Any]) -> str:
+    lines = [
+        f"{brief(plan['model_flops_per_token'] / 1e9)} GFLOP a token (model), "
+        f"{brief(plan['computed_flops_per_token'] / 1e9)} with what is recomputed",
+        f"pipeline bubble {plan['bubble_share']:.1%} of a step",
+    ]
+    seconds, muon = plan["seconds_per_step"], plan["muon_share"]
+    if seconds is None:
+        lines.append("no speed of a CPU without --peak-tflops")
+    else:
+        speed = f"{plan['tokens_per_second']:,.0f} tokens/s, {brief(seconds)} s a step"
+        if muon:
+            speed += f", of it Muon's iteration {muon:.1%}"
+        lines.append(f"at {plan['mfu']:.0%} of {plan['peak_tflops']:,g} TFLOP/s: {speed}")
+    return "\n".join(lines)
+
+
+def _recommended(found: dict[str, Any]) -> str:
+    """Return which ZeRO stage to take, and what ZeRO++ saves between machines with it."""
+    chosen = f"--data-parallel-sharding-strategy {found['strategy']} ({brief(found['max_memory_gib'])} GiB)"
+    if not found["fits"]:
+        return (
+            f"no ZeRO stage leaves a tenth of the device free; least takes {chosen}:\n"
+            "more ranks, TP, EP, PP or recomputation are needed"
+        )
+    lines = [f"lowest ZeRO stage with a tenth of the device free: {chosen}"]
+    if found["switches"]:
+        with_switches = brief(found["max_memory_gib_with_switches"])
+        lines.append(
+            f"a rank sends {_gib(found['between_nodes'])} GiB to other machines in a step with it, and "
+            f"{_gib(found['between_nodes_with_switches'])} ({with_switches} GiB) with\n  " + " ".join(found["switches"])
+        )
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as text, the first column aligned to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
+    return "\n".join(lines)
+
+
+def _gib(size: float) -> str:
+    return brief(size / GIB)

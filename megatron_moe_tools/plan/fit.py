@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from megatron_moe_tools.plan.layouts import (
     Machine,
     Modules,
     SearchedLayout,
+    brief,
     divided,
     fixed_fields,
     layouts,
@@ -39,9 +40,15 @@ from megatron_moe_tools.plan.layouts import (
     recompute_is_fixed,
     single_modules,
 )
-from megatron_moe_tools.plan.plan import FILLED, make_plan, peak_gib
-from megatron_moe_tools.plan.rank_costs import PlannedMemory, muon_flops, rank_memory, rank_traffic
-from megatron_moe_tools.plan.report import brief
+from megatron_moe_tools.plan.plan import (
+    FILLED,
+    PlannedMemory,
+    make_plan,
+    muon_flops,
+    peak_gib,
+    rank_memory,
+    rank_traffic,
+)
 from megatron_moe_tools.plan.tracing import RankTrace
 
 
@@ -247,29 +254,26 @@ class _Saved(NamedTuple):
 class Search:
     """The search for one run, whose batch is set, on some machines."""
 
-    def __init__(self, run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace]) -> None:
+    def __init__(self, run: Run, world_size: int, machine: Machine, known: dict[Hashable, RankTrace]) -> None:
         self.run, self.world_size, self.machine, self.known = run, world_size, machine, known
         self.limit = FILLED * machine.memory_gib
         self.costs = LayerCosts(run, world_size, machine)
         self.times = StepTimes(run, world_size, machine, self.costs)
-        self._sets: dict[Any, list[Modules]] = {}
+        self._sets: dict[LayerSharding, list[Modules]] = {}
         self._all_sets: list[tuple[str, ...]] = []
         self._learned: dict[SearchedLayout, float] = {}
         self._said = time.monotonic()
 
     def layouts(self) -> list[SearchedLayout]:
         """Return all layouts; the layers of the last stage are as many as its loss leaves time for."""
-        return list(layouts(self.run, self.world_size, self.machine, self.costs.shardings, self._head()))
-
-    def _head(self) -> float:
-        """Return the time of the output layer and of multi-token prediction over that of a layer."""
         if not self.costs.shardings:
-            return 0.0
+            return []
         sharding = self.costs.shardings[0]
         head = self.costs.plain(sharding, (), LOSS).flops
         if self.run.model.mtp_num_layers:
             head += self.costs.plain(sharding, (), PREDICTION).flops
-        return head / self.costs.plain(sharding, (), self.costs.kinds[0]).flops
+        head /= self.costs.plain(sharding, (), self.costs.kinds[0]).flops
+        return list(layouts(self.run, self.world_size, self.machine, self.costs.shardings, head))
 
     def sets(self, layout: SearchedLayout) -> list[Modules]:
         """Return the sets of modules by the time that they add; each keeps less on the device than those before it."""
@@ -296,7 +300,8 @@ class Search:
         rows = []
         for modules in self._all_sets:
             seconds = size = moved = 0.0
-            for part in [FULL] if modules == FULL else [(name,) for name in modules]:
+            singly = [FULL] if modules == FULL else [(name,) for name in modules]
+            for part in singly:
                 seconds += saved[part].seconds
                 size += saved[part].size
                 moved += saved[part].moved
@@ -326,8 +331,8 @@ class Search:
 
     def estimated_gib(self, layout: SearchedLayout, modules: Modules) -> float:
         """Return the GiB of the largest rank, put together from parts; see `layer_costs`."""
-        peaks = [memory.peak for memory in self._memories(layout, modules)]
-        return max(peaks) / GIB * self._learned.get(layout, 1.0)
+        most = max(memory.peak for memory in self._memories(layout, modules))
+        return most / GIB * self._learned.get(layout, 1.0)
 
     def _memories(self, layout: SearchedLayout, modules: Modules) -> Iterator[PlannedMemory]:
         """Yield the memory of each pipeline rank that differs from those before it."""
@@ -379,7 +384,8 @@ class Search:
                     continue
                 outcome.looked_at += 1
                 if outcome.unlimited is None:
-                    outcome.unlimited = self._candidate(layout, sets[0])
+                    gib, seconds_of = self.estimated_gib(layout, sets[0]), self.times.of(layout, sets[0])
+                    outcome.unlimited = Candidate(layout, sets[0], gib, seconds_of, exact=False)
             elif self._fits(layout, sets[index], outcome):
                 continue
             following = self._next_set(layout, index + 1)
@@ -410,8 +416,8 @@ class Search:
         if not self.allowed(layout, modules):
             return False
         _logger.info("planning as a whole: %s", format_layout(layout, modules))
-        gib, time_of_step = self.planned_gib(layout, modules), self.times.of(layout, modules)
-        candidate = Candidate(layout, modules, gib, time_of_step, exact=True)
+        gib = self.planned_gib(layout, modules)
+        candidate = Candidate(layout, modules, gib, self.times.of(layout, modules), exact=True)
         outcome.planned += 1
         if candidate.gib > self.limit:
             # What was estimated to fit and does not: the next estimates of this layout are as far off.
@@ -426,10 +432,6 @@ class Search:
             outcome.next_best.append(candidate)
         return True
 
-    def _candidate(self, layout: SearchedLayout, modules: Modules) -> Candidate:
-        gib = self.estimated_gib(layout, modules)
-        return Candidate(layout, modules, gib, self.times.of(layout, modules), False)
-
     def _progress(self, text: str) -> None:
         if time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
             self._said = time.monotonic()
@@ -437,7 +439,7 @@ class Search:
 
 
 def fitted_plan(
-    run: Run, world_size: int, machine: Machine, others: int, known: dict[Any, RankTrace]
+    run: Run, world_size: int, machine: Machine, others: int, known: dict[Hashable, RankTrace]
 ) -> tuple[Run, dict[str, Any]]:
     """Return the fastest layout that fits, or else the one that takes least, and its plan with an entry `fit`.
 
@@ -469,6 +471,9 @@ def fitted_plan(
     if others > 1:
         shown += [one for one in found.too_large if one is not chosen][-(others // 2) :]
     shown += found.next_best
+    advice: list[str] = []
+    if found.best is None:
+        advice = _advice(run, plan["total_params"], search.limit)
     plan["fit"] = {
         "fits": found.best is not None,
         "limit_gib": search.limit,
@@ -480,7 +485,7 @@ def fitted_plan(
         "looked_at": found.looked_at,
         "planned": found.planned,
         "others": [_row(one, chosen, search.limit) for one in shown[:others]],
-        "advice": [] if found.best is not None else _advice(run, plan["total_params"], search.limit),
+        "advice": advice,
     }
     return fitted, plan
 
@@ -499,13 +504,15 @@ def _hidden_words(run: Run) -> str:
 
 def _row(one: Candidate, chosen: Candidate, limit: float) -> dict[str, Any]:
     """Return a layout as plain data, with what it lacks."""
-    slower = one.time.seconds - chosen.time.seconds
+    loses = f"{brief(one.time.seconds - chosen.time.seconds)} s"
+    if one.gib > limit:
+        loses = f"{one.gib - limit:,.2f} GiB too much"
     return {
         "layout": format_layout(one.layout, one.modules),
         "max_memory_gib": one.gib,
         "planned": one.exact,
         "seconds": one.time.seconds,
-        "loses": f"{one.gib - limit:,.2f} GiB too much" if one.gib > limit else f"{brief(slower)} s",
+        "loses": loses,
     }
 
 
@@ -518,9 +525,8 @@ def _advice(run: Run, parameters: int, limit: float) -> list[str]:
     ]
     fixed = fixed_fields(run)
     if fixed:
-        lines.append(
-            f"kept as given, and not searched: {', '.join(spelled_field(run, name) for name in sorted(fixed))}"
-        )
+        flags = [spelled_field(run, name) for name in sorted(fixed)]
+        lines.append(f"kept as given, and not searched: {', '.join(flags)}")
     unused = [words for words, used in _OPTIONS.items() if not used(run)]
     lines.append("not searched, and take less: more ranks; " + "; ".join(unused))
     return lines

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from megatron_moe.config.pipeline_layout import Stage
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.parallel.quantized_collectives import Segments
-from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit
+from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit, Rates
 from megatron_moe_tools.plan.layouts import (
     SEPARATE,
     TO_HOST,
@@ -38,7 +38,7 @@ from megatron_moe_tools.plan.layouts import (
     recomputing,
     vocabulary,
 )
-from megatron_moe_tools.plan.rank_costs import purpose, sent_by_a_rank
+from megatron_moe_tools.plan.plan import purpose, sent_by_a_rank
 from megatron_moe_tools.plan.tracing import ChunkTrace, RankTrace, trace_stage
 
 
@@ -134,7 +134,7 @@ class LayerCosts:
         self.parts = functools.cache(self._parts)
         self.ranks_that_differ = functools.cache(self._ranks_that_differ)
         self._chunk = functools.cache(self._put_together)
-        self._layers = [(DENSE, MOE)[has_experts] for has_experts in run.derived.moe_layer_pattern]
+        self._layers = [MOE if has_experts else DENSE for has_experts in run.derived.moe_layer_pattern]
         self.shardings = layer_shardings(run, world_size, machine)
         # The more EP, the less of a peak is the gradient of the experts' weights.
         by_size = sorted(self.shardings, key=lambda one: (one.ep, -one.etp))
@@ -143,7 +143,7 @@ class LayerCosts:
         for sharding in by_size:
             self._of_experts[sharding.tp, sharding.etp] = self._of_the_rest[sharding.tp] = sharding
 
-    @property
+    @functools.cached_property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of the model's layers, the last layer's first."""
         return tuple(dict.fromkeys(reversed(self._layers)))
@@ -246,7 +246,8 @@ class LayerCosts:
 
     def plain(self, sharding: LayerSharding, modules: Modules, part: str) -> TracedPart:
         """Return a part as it is traced: without recomputation, or with the user's, where `modules` is None."""
-        modules = None if modules is None else ()
+        if modules is not None:
+            modules = ()
         if part == MOE:
             return self._stage(sharding, modules, part, 1)
         kind = self.kinds[0]
@@ -258,11 +259,11 @@ class LayerCosts:
         if part == PREDICTION:
             return self._stage(sharding, modules, kind, 3).beyond(self._stage(sharding, modules, kind, 2))
         layer = self._stage(sharding, modules, kind, 1)
-        found = self._stage(sharding, modules, kind, 0 if part == EMBEDDING else 2).beyond(layer)
-        if part == EMBEDDING:
-            # It comes before the layer, not after it: of its own it has the gradient of the table.
-            found = dataclasses.replace(found, forward=found.kept, backward=found.kept + found.gathered_bytes)
-        return found
+        if part == LOSS:
+            return self._stage(sharding, modules, kind, 2).beyond(layer)
+        found = self._stage(sharding, modules, kind, 0).beyond(layer)
+        # The embedding comes before the layer, not after it: of its own it has the gradient of the table.
+        return dataclasses.replace(found, forward=found.kept, backward=found.kept + found.gathered_bytes)
 
     def _part(self, sharding: LayerSharding, modules: Modules, part: str) -> TracedPart:
         """Return a part with a set of modules recomputed: without them, and what they change at another EP."""
@@ -287,7 +288,7 @@ class LayerCosts:
 
     def _ranks_that_differ(self, layout: SearchedLayout) -> list[int]:
         """Return the first pipeline rank of each kind, by its parts: it has the most micro-batches in flight."""
-        seen: dict[Any, int] = {}
+        seen: dict[tuple, int] = {}
         for rank in range(layout.pp):
             seen.setdefault(tuple(map(self.parts, layout.stages[rank :: layout.pp])), rank)
         return list(seen.values())
@@ -309,7 +310,9 @@ class LayerCosts:
         before = 0.0  # what is offloaded of the layer before, which comes back while this one is in its backward pass
         leaving = 0.0  # of the last layer that offloads
         for part in parts:
-            own = part.gathered_bytes if zero >= 2 and part.is_layer else 0
+            own = 0
+            if zero >= 2 and part.is_layer:
+                own = part.gathered_bytes
             forward = max(forward, below + part.forward + own)
             backward = max(backward, below + part.backward + 2 * own + before)
             below += part.kept
@@ -340,13 +343,20 @@ class LayerCosts:
             chunks.append(self._chunk(layout.sharding, modules, layout.zero, self.parts(stage)))
             elements.update(chunks[-1].elements)
         weights = sum(chunk.weights for chunk in chunks)
-        shared = self._shared_table(layout, kinds)
-        if shared:
+        model = self._run.model
+        last = PREDICTION in kinds or (LOSS in kinds and not model.untie_embeddings_and_output_weights)
+        if EMBEDDING in kinds and last:  # one rank has both ends of the model, which share the table
+            shared = vocabulary(self._run) // layout.sharding.tp * model.hidden_size
             of_table = max((one for one in elements if not (one.expert or one.rate)), key=elements.__getitem__)
             elements[of_table] -= shared
             weights -= shared * of_table.parameter_bytes
         per_stage = self._world_size // layout.pp
-        sharded = layout.zero >= 2
+        buffers: tuple[Buffer, ...] = ()
+        units: tuple[GatheredUnit, ...] = ()
+        if layout.zero >= 2:
+            units = tuple(self._units(layout, elements))
+        else:
+            buffers = tuple(self._buffers(layout, elements))
         return RankTrace(
             stage=rank,
             ranks=range(rank * per_stage, (rank + 1) * per_stage),
@@ -356,21 +366,13 @@ class LayerCosts:
             whole={},
             groups={},
             weights=weights,
-            buffers=() if sharded else tuple(self._buffers(layout, elements)),
-            units=tuple(self._units(layout, elements)) if sharded else (),
+            buffers=buffers,
+            units=units,
             offloaded=layout.offload and self._machine.device != "cpu",
             products_in_fp32=False,  # it is about the update, whose peak is rarely a rank's
             chunks=tuple(chunk.trace if passes else _NOTHING for chunk in chunks),
             boundary=chunks[0].boundary,
         )
-
-    def _shared_table(self, layout: SearchedLayout, parts: set[str]) -> int:
-        """Return the elements of a table that two parts share where one rank has both."""
-        model = self._run.model
-        last = PREDICTION in parts or (LOSS in parts and not model.untie_embeddings_and_output_weights)
-        if EMBEDDING not in parts or not last:
-            return 0
-        return vocabulary(self._run) // layout.sharding.tp * model.hidden_size
 
     def _groups(self, layout: SearchedLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the first stage's ranks that share the first rank's dense weights, and those with its experts."""
@@ -383,8 +385,8 @@ class LayerCosts:
             yield Buffer(
                 numel=count,
                 used=count,
-                rates={kind.rate: count} if kind.rate else {},
-                fewest_matrices=count // len(ranks) if kind.rate else 0,
+                rates=_rates(kind, count),
+                fewest_matrices=sum(_rates(kind, count // len(ranks)).values()),
                 largest_block=0,
                 parameter_bytes=kind.parameter_bytes,
                 gradient_bytes=kind.gradient_bytes,
@@ -407,9 +409,14 @@ class LayerCosts:
                 expert=kind.expert,
                 is_island=False,
                 is_root=False,
-                rates={kind.rate: share} if kind.rate else {},
+                rates=_rates(kind, share),
                 largest_block=0,
             )
+
+
+def _rates(kind: BufferKind, count: int) -> Rates:
+    """Return the rates of so many elements of a kind."""
+    return {kind.rate: count} if kind.rate else {}
 
 
 _NOTHING = ChunkTrace(0, 0, 0, 0, 0, 0, (), ())

@@ -109,14 +109,15 @@ def nearby_layouts(run: Run) -> Iterator[tuple[str, Run]]:
         size = sections[name]
         for other in (size // 2, size * 2):
             if other:
-                yield f"{_flag(name)} {other}", with_sizes(run, **{name: other})
-    of_first = run.derived.pipeline_stages[0].layers
-    virtual = None if run.derived.virtual_pipeline_size is None else len(of_first)
+                yield f"--{name.replace('_', '-')} {other}", with_sizes(run, **{name: other})
+    virtual = None
+    if run.derived.virtual_pipeline_size is not None:
+        virtual = len(run.derived.pipeline_stages[0].layers)
     stages = run.parallel.pipeline_model_parallel_size
     by_letters = run.parallel.pipeline_model_parallel_layout is not None
     for layers in (None, 1, 2, 4):
         if stages > 1 and layers != virtual and not by_letters:
-            words = f"--num-layers-per-virtual-pipeline-stage {'none' if layers is None else layers}"
+            words = f"--num-layers-per-virtual-pipeline-stage {layers or 'none'}"
             yield words, replace(run, **{**_UNDIVIDED, "num_layers_per_virtual_pipeline_stage": layers})
     for stage, strategy in enumerate(SHARDING_STRATEGIES):
         if stage != run.derived.zero_stage:
@@ -158,7 +159,8 @@ def relative_time(run: Run, world_size: int) -> float:
     """
     stages, chunks = run.parallel.pipeline_model_parallel_size, run.derived.virtual_pipeline_size or 1
     bubble = (stages - 1) / (chunks * run.derived.num_microbatches(world_size))
-    return (1 + bubble) * (4 / 3 if run.training.recompute_granularity == "full" else 1.0)
+    passes = 4 / 3 if run.training.recompute_granularity == "full" else 1.0
+    return (1 + bubble) * passes
 
 
 def with_sizes(run: Run, **sizes: int) -> Run:
@@ -194,10 +196,6 @@ def with_stage(run: Run, strategy: str) -> Run:
         changes |= {"overlap_grad_reduce": False, "ddp_bucket_size": None}
     changes |= {"zero_quantized_weights": False, "zero_quantized_gradients": None, "zero_hpz_partition_size": None}
     return replace(run, **changes)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 _SPLIT = (
@@ -244,7 +242,12 @@ Modules = tuple[str, ...] | None
 FULL = ("full",)
 """What stands for the recomputation of whole layers among the sets of modules."""
 TO_HOST = "offload:"
-_RUNGS = (("core_attn", "attn_proj"), ("moe_act",), ("expert_fc1",), ("qkv_linear", "attn_norm", "mlp_norm"))
+_RUNGS = (
+    (f"{TO_HOST}core_attn", f"{TO_HOST}attn_proj"),
+    (f"{TO_HOST}moe_act",),
+    (f"{TO_HOST}expert_fc1",),
+    (f"{TO_HOST}qkv_linear", f"{TO_HOST}attn_norm", f"{TO_HOST}mlp_norm"),
+)
 """Offloaded modules, in the order in which they are added: what a byte takes is the same for all."""
 
 
@@ -296,7 +299,9 @@ class SearchedLayout:
 
     def run(self, base: Run, modules: Modules) -> Run:
         """Return `base` in this layout, with other recomputed and offloaded modules; None: with its own."""
-        return replace(base, **self.changes, **({} if modules is None else recomputing(modules)))
+        if modules is None:
+            return replace(base, **self.changes)
+        return replace(base, **self.changes, **recomputing(modules))
 
 
 def recomputing(modules: tuple[str, ...]) -> dict[str, Any]:
@@ -314,8 +319,13 @@ def recomputing(modules: tuple[str, ...]) -> dict[str, Any]:
 
 def divided(modules: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the recomputed and the offloaded ones of some modules, by their names."""
-    recomputed = tuple(name for name in modules if not name.startswith(TO_HOST))
-    return recomputed, tuple(name.removeprefix(TO_HOST) for name in modules if name.startswith(TO_HOST))
+    recomputed, offloaded = [], []
+    for name in modules:
+        if name.startswith(TO_HOST):
+            offloaded.append(name.removeprefix(TO_HOST))
+        else:
+            recomputed.append(name)
+    return tuple(recomputed), tuple(offloaded)
 
 
 def single_modules(run: Run) -> list[str]:
@@ -327,8 +337,7 @@ def offloadable(run: Run, machine: Machine) -> list[tuple[str, ...]]:
     """Return modules that may be offloaded, some at a time; none on a CPU, and where the user has said which are."""
     if machine.device == "cpu" or fixed_fields(run) & set(_OFFLOAD) or run.moe.overlap_moe_expert_parallel_comm:
         return []
-    rungs = [tuple(TO_HOST + name for name in rung) for rung in _RUNGS]
-    return [rung for rung in rungs if _exists(run, rung)]
+    return [rung for rung in _RUNGS if _exists(run, rung)]
 
 
 def _exists(run: Run, modules: tuple[str, ...]) -> bool:
@@ -390,11 +399,10 @@ def layer_shardings(run: Run, world_size: int, machine: Machine) -> list[LayerSh
     for tp in sizes:
         for etp, ep in _expert_shardings(run, fixed, world_size, tp):
             changes: dict[str, Any] = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep}
-            changes["expert_tensor_parallel_size"] = None if etp == tp else etp
+            if "expert_tensor_parallel_size" not in fixed:
+                changes["expert_tensor_parallel_size"] = etp if etp != tp else None
             if "sequence_parallel" not in fixed:
                 changes["sequence_parallel"] = tp > 1
-            if "expert_tensor_parallel_size" in fixed:
-                del changes["expert_tensor_parallel_size"]
             if legal(replace(run, **changes, **_ALONE), math.lcm(tp * p.context_parallel_size, etp * ep)):
                 found.append(LayerSharding(tp, etp, ep, changes))
     return found
@@ -409,7 +417,7 @@ def _expert_shardings(run: Run, fixed: set[str], world_size: int, tp: int) -> It
     elif experts is None:
         etps = [tp]
     for etp in etps:
-        eps = [1] if experts is None else _divisors(experts)
+        eps = _divisors(experts or 1)
         if "expert_model_parallel_size" in fixed:
             eps = [p.expert_model_parallel_size]
         for ep in eps:
@@ -474,7 +482,10 @@ def _zero_stages(run: Run, fixed: set[str], pp: int, copies: int) -> Iterator[tu
     if copies > 1 and not fixed & set(_ZERO):
         stages = [1, 2, 3] if pp == 1 else [1]
     for stage in stages:
-        yield stage, {} if stage == given else {"data_parallel_sharding_strategy": SHARDING_STRATEGIES[stage]}
+        changes: dict[str, Any] = {}
+        if stage != given:
+            changes["data_parallel_sharding_strategy"] = SHARDING_STRATEGIES[stage]
+        yield stage, changes
 
 
 def _splits(
@@ -486,7 +497,8 @@ def _splits(
     if "pipeline_model_parallel_size" not in fixed:
         sizes = [pp for pp in _divisors(world_size) if pp <= layers]
     for pp in sizes:
-        for chunks in (1,) if of_user or pp == 1 else _VIRTUAL_SIZES:
+        virtual_sizes = (1,) if of_user or pp == 1 else _VIRTUAL_SIZES
+        for chunks in virtual_sizes:
             if pp * chunks > layers:
                 continue
             changes: dict[str, Any] = {"pipeline_model_parallel_size": pp}
@@ -519,15 +531,16 @@ def balanced(layers: int, stages: int, head: float) -> list[int]:
 
 def _spelled_split(run: Run, pp: int, counts: list[int]) -> dict[str, Any]:
     """Return the fields that give the stages so many layers: by numbers where these can say it, else by letters."""
+    changes: dict[str, Any] = {}
     if len(set(counts)) == 1:
-        chunks = len(counts) // pp
-        return {"num_layers_per_virtual_pipeline_stage": counts[0]} if chunks > 1 else {}
+        if len(counts) > pp:
+            changes["num_layers_per_virtual_pipeline_stage"] = counts[0]
+        return changes
     if len(counts) == pp and len(set(counts[1:-1])) <= 1 and min(counts) > 0:
-        changes: dict[str, Any] = {}
-        middle = counts[1] if pp > 2 else None
-        if counts[0] != middle:
+        middle = counts[1:-1][:1]
+        if counts[:1] != middle:
             changes["decoder_first_pipeline_num_layers"] = counts[0]
-        if counts[-1] != middle:
+        if counts[-1:] != middle:
             changes["decoder_last_pipeline_num_layers"] = counts[-1]
         return changes
     predicted = "m" * (run.model.mtp_num_layers or 0)
@@ -536,7 +549,7 @@ def _spelled_split(run: Run, pp: int, counts: list[int]) -> dict[str, Any]:
     text = ""
     for word, alike in itertools.groupby(words[:-1]):
         count = len(list(alike))
-        text += f"{word}|" if count == 1 else f"({word}|)*{count}"
+        text += f"({word}|)*{count}" if count > 1 else f"{word}|"
     return {"pipeline_model_parallel_layout": text + words[-1]}
 
 
@@ -549,14 +562,16 @@ def spelled(base: Run, chosen: Run) -> list[str]:
     words: list[str] = []
     for name in ("global_batch_size", *_SEARCHED):
         known = all_fields()[name]
-        before, after = (getattr(getattr(run, known.section), name) for run in (base, chosen))
+        before = getattr(getattr(base, known.section), name)
+        after = getattr(getattr(chosen, known.section), name)
         if before == after:
             continue
         if known.is_bool:
             words.append(known.flag if after else known.negative_flag)
+        elif isinstance(after, tuple):
+            words += [known.flag, *map(str, after)]
         else:
-            value = after if isinstance(after, tuple) else ("none" if after is None else after,)
-            words += [known.flag, *map(str, value)]
+            words += [known.flag, "none" if after is None else str(after)]
     return words
 
 
@@ -570,7 +585,15 @@ def quoted(words: Sequence[str], width: int = 112) -> str:
             groups[-1] += f" {shlex.quote(word)}"
     lines = [""]
     for group in groups:
-        if lines[-1] and len(lines[-1]) + len(group) > width:
-            lines.append("")
-        lines[-1] += f" {group}" if lines[-1] else group
+        if not lines[-1]:
+            lines[-1] = group
+        elif len(lines[-1]) + len(group) > width:
+            lines.append(group)
+        else:
+            lines[-1] += f" {group}"
     return " \\\n  ".join(lines)
+
+
+def brief(number: float) -> str:
+    """Return a number with two decimals, or with two digits where these would say nothing."""
+    return f"{number:,.2f}" if number >= 0.1 or not number else f"{number:.2g}"

@@ -12,7 +12,7 @@ import functools
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -62,14 +63,14 @@ class LiveBytes(TorchDispatchMode):
         self._label: str | None = None
         self._storages: dict[int, tuple[int, str | None, weakref.ref]] = {}
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> LiveBytes:
         """Start counting; storages that are resized without an operation are counted too.
 
         Recomputation frees and refills an output by `UntypedStorage.resize_`, which no dispatch mode sees.
         """
         resize = torch.UntypedStorage.resize_
 
-        def counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
+        def counted_resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result = resize(storage, size)
             known = self._storages.get(storage._cdata)
             if known is not None:
@@ -86,15 +87,18 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*error)
         self._patched_resize.__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         result = self.run(func, args, dict(kwargs or {}))
-        for leaf in (result,) if isinstance(result, Tensor) else tree_iter(result):
+        leaves = (result,) if isinstance(result, Tensor) else tree_iter(result)
+        for leaf in leaves:
             # A DTensor has no memory but its shard's, and the zeros of an added gradient have none.
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.layout == torch.strided:
                 self._see(leaf)
         return result
 
-    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def run(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call the operation; a subclass may do it in another way."""
         return func(*args, **kwargs)
 
@@ -129,22 +133,26 @@ class LiveBytes(TorchDispatchMode):
     def _remember(self, storage: torch.UntypedStorage, size: int, label: str | None) -> None:
         key = storage._cdata
         self._storages[key] = (size, label, weakref.ref(storage, lambda _: self._forget(key)))
-        self.live += size if label != HOST else 0
-        self.peak = max(self.peak, self.live)
+        if label != HOST:
+            self.live += size
+            self.peak = max(self.peak, self.live)
         if label is not None:
             self._label_live[label] += size
             self.label_peaks[label] = max(self.label_peaks[label], self._label_live[label])
 
     def _forget(self, key: int) -> None:
         size, label, _ = self._storages.pop(key, (0, None, None))
-        self.live -= size if label != HOST else 0
+        if label != HOST:
+            self.live -= size
         if label is not None:
             self._label_live[label] -= size
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages of some tensors."""
-    sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
     return sum(sizes.values())
 
 
@@ -163,7 +171,9 @@ def attention_flops(query: Shape, key: Shape, value: Shape, causal: bool) -> int
     There are two products per query and key. Causal queries are the last S of T, and see half of their own square.
     """
     batch, heads, queries, width = query
-    keys = key[2] - queries // 2 if causal else key[2]
+    keys = key[2]
+    if causal:
+        keys -= queries // 2
     return 2 * batch * heads * queries * keys * (width + value[-1])
 
 
@@ -194,19 +204,6 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _flash,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
 }
-
-
-def operation_flops(operation: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
-    """Return the FLOPs of one call of an overload, from `FORMULAS` or torch's own; 0 for what is no product."""
-    packet = operation._overloadpacket
-    if packet in FORMULAS:
-        return FORMULAS[packet](*map(_shape, args), **kwargs)
-    formula = flop_registry.get(packet)
-    return 0 if formula is None else formula(*args, **kwargs, out_val=result)
-
-
-def _shape(argument: Any) -> Any:
-    return argument.shape if isinstance(argument, torch.Tensor) else argument
 
 
 # The tracer.
@@ -259,7 +256,7 @@ class MetaTracer(LiveBytes):
         self.flops = 0
         self._logits_shape = logits_shape
 
-    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def run(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the operation's result on meta tensors; a collective is recorded instead of called."""
         if func.namespace == "c10d":
             return self._record_collective(func, args)
@@ -291,7 +288,7 @@ class MetaTracer(LiveBytes):
             return "logits"
         return super().label_of(tensor)
 
-    def _record_collective(self, func: Any, args: tuple) -> Any:
+    def _record_collective(self, func: OpOverload, args: tuple) -> Any:
         name = func._schema.name.split("::")[1]
         if name in _COLLECTIVES:
             kind, tensors, group = _COLLECTIVES[name]
@@ -312,12 +309,12 @@ def meta_device(device: str, logits_shape: tuple[int, int]) -> Iterator[MetaTrac
     tracer = MetaTracer(logits_shape)
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, is_causal: bool = False, **_: Any
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, **_: Any
     ) -> Tensor:
         # A mask comes from a context-parallel rank: its queries are the last of these keys, causal among themselves.
         return _Attend.apply(query, key, value, is_causal or attn_mask is not None, tracer)
 
-    def normalise(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+    def normalise(x: Tensor, shape: Shape, weight: Tensor, eps: float) -> Tensor:
         return _Normalise.apply(x, weight)
 
     def host_memory(shape: Shape, dtype: torch.dtype, *, pinned: bool) -> Tensor:
@@ -372,7 +369,9 @@ class _Normalise(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _grouped_product(left: Tensor, right: Tensor, offs: Tensor, bias: Any = None, out_dtype: Any = None) -> Tensor:
+def _grouped_product(
+    left: Tensor, right: Tensor, offs: Tensor, bias: None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """Return the result of [R, k] [e, k, n] -> [R, n], or [m, R] [R, n] -> [e, m, n]; torch's own accepts bf16 only."""
     groups = () if right.dim() == 3 else offs.shape
     return left.new_empty((*groups, left.shape[0], right.shape[-1]), dtype=out_dtype)
@@ -388,52 +387,54 @@ class _Result(NamedTuple):
 
 
 # Cache of this process, by function and arguments; a result on the meta device depends on nothing else.
-_results: dict[Any, _Result] = {}
+_results: dict[Hashable, _Result] = {}
 
 
-def _compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """Return the result of an operation on meta tensors, and its FLOPs."""
+def _compute(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
+    """Return the result of an operation on meta tensors, and its FLOPs; 0 of what is no product."""
     if func is torch.ops.aten._grouped_mm.default:
-        return _grouped_product(*args, **kwargs), grouped_flops(*(one.shape for one in args[:2]))
+        return _grouped_product(*args, **kwargs), grouped_flops(args[0].shape, args[1].shape)
     result = func(*args, **kwargs)
-    return result, operation_flops(func, args, kwargs, result)
+    packet = func._overloadpacket
+    if packet in FORMULAS:
+        shapes = [one.shape if isinstance(one, Tensor) else one for one in args]
+        return result, FORMULAS[packet](*shapes, **kwargs)
+    if packet in flop_registry:
+        return result, flop_registry[packet](*args, **kwargs, out_val=result)
+    return result, 0
 
 
-def _key_of(argument: Any) -> Any:
+def _key_of(argument: object) -> Hashable:
     """Return a key with all that the result of an operation on meta tensors depends on."""
     kind = type(argument)
-    if kind is Tensor or isinstance(argument, Tensor):
+    if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.device
-    if kind is tuple or kind is list:
+    if isinstance(argument, (tuple, list)) and kind in (tuple, list):
         return tuple(map(_key_of, argument))
     return kind, argument  # 1, 1.0 and True are equal, and promote differently
 
 
 @functools.cache
-def _makes_a_tensor(func: Any) -> bool:
+def _makes_a_tensor(func: OpOverload) -> bool:
     """Return whether an operation returns one tensor with a storage of its own, and writes to none."""
     returns, arguments = func._schema.returns, func._schema.arguments
     if func is torch.ops.aten._unsafe_view.default:  # a view, and its schema does not say so
         return False
-    if [str(one.type) for one in returns] != ["Tensor"]:
+    if len(returns) != 1 or str(returns[0].type) != "Tensor":
         return False
-    return not any(one.alias_info is not None for one in (*returns, *arguments))
+    return all(one.alias_info is None for one in (*returns, *arguments))
 
 
 @functools.cache
-def _only_changes_values(func: Any) -> bool:
+def _only_changes_values(func: OpOverload) -> bool:
     """Return whether an operation writes numbers into its first argument, one by one, and returns it."""
-    returned = [one.alias_info for one in func._schema.returns]
-    return (
-        torch.Tag.pointwise in func.tags
-        and func._schema.name.endswith("_")
-        and len(returned) == 1
-        and returned[0] is not None
-        and returned[0].is_write
-    )
+    returns = func._schema.returns
+    if torch.Tag.pointwise not in func.tags or not func._schema.name.endswith("_") or len(returns) != 1:
+        return False
+    alias = returns[0].alias_info
+    return alias is not None and alias.is_write
 
 
-def _bytes(argument: Any) -> int:
-    if isinstance(argument, Tensor):
-        return argument.numel() * argument.element_size()
-    return sum(map(_bytes, argument))
+def _bytes(argument: Tensor | Sequence) -> int:
+    """Return the bytes of a tensor, or of all in nested lists."""
+    return argument.nbytes if isinstance(argument, Tensor) else sum(map(_bytes, argument))

@@ -1,13 +1,24 @@
-"""Plan a run without its ranks: parameters, memory, traffic, FLOPs and speed of every rank, and layouts nearby."""
+"""The plan of a layout, without its ranks: what each needs and sends, FLOPs and speed, and layouts nearby.
+
+First what one traced rank needs: memory of a step and of a save, Muon's share of both, and traffic.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from megatron_moe.checkpoint.optimizer import piece_numel
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.model.fully_sharded import Sharding
+from megatron_moe.optim.matrix_exchange import ROUND_NUMEL
+from megatron_moe.optim.muon import DTYPES
+from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit
 from megatron_moe_tools.plan.layouts import (
     GIB,
     Machine,
@@ -17,21 +28,453 @@ from megatron_moe_tools.plan.layouts import (
     vocabulary,
     with_stage,
 )
-from megatron_moe_tools.plan.rank_costs import (
-    bubble_share,
-    muon_flops,
-    rank_memory,
-    rank_traffic,
-    saving_memory,
-)
 from megatron_moe_tools.plan.tracing import RankTrace, trace_ranks
+
+# ---- memory
+
+
+@dataclass(frozen=True)
+class PlannedMemory:
+    """The memory of a rank, in bytes.
+
+    Attributes:
+        weights: the engine's parameter buffers, padding included; the fp32 shards of a fully sharded model, which are
+            its masters too.
+        gradients: the engine's gradient buffers, padding included.
+        optimizer: masters and moments.
+        activations: peak above these three during the forward and backward passes of a step, with the weights that a
+            fully sharded model gathers.
+        in_flight: micro-batches (of one chunk each) that wait for their backward pass at once.
+        logits: peak of the logits in one micro-batch, part of the activations.
+        dispatch: peak of the dispatch buffers in one micro-batch, part of the activations.
+        update: peak above weights, gradients and optimizer during the update, when the activations are freed.
+        saving: what `--save` takes on the device, between steps.
+        host: moments in a device's host memory, with `--optimizer-cpu-offload`; from ZeRO's stage 2 on main weights
+            and gradients, too.
+        host_activations: activations there, of all micro-batches in flight.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    in_flight: int
+    logits: int
+    dispatch: int
+    update: int
+    saving: int
+    host: int = 0
+    host_activations: int = 0
+
+    @property
+    def peak(self) -> int:
+        """The peak of all parts together."""
+        return self.weights + self.gradients + self.optimizer + max(self.activations, self.update, self.saving)
+
+
+def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
+    """Return the memory of a rank, for the data-parallel rank that holds most of the optimizer."""
+    micro_batches = run.derived.num_microbatches(world_size)
+    flight = _in_flight(run, trace, micro_batches)
+    weights, activations = trace.weights, flight.peak
+    gradients = optimizer = host = 0
+    update = muon_bytes(run, trace)
+    if trace.units:  # what a fully sharded model gathers and reduces is among the activations
+        shards = sum(unit.share for unit in trace.units)
+        moments = run.derived.moment_bytes(shards, sum(unit.matrices for unit in trace.units))
+        moments += run.derived.average_bytes(shards)
+        if trace.offloaded:
+            weights = 0
+            host = 8 * shards + moments
+        else:
+            weights = gradients = 4 * shards
+            optimizer = moments
+            if micro_batches == 1:  # the gradients come about during its backward pass
+                activations = max(activations - gradients, 0)
+    for buffer in trace.buffers:
+        gradients += buffer.numel * buffer.gradient_bytes
+        share, matrices = buffer.used, buffer.matrices
+        if run.derived.zero_stage == 1:
+            share, matrices = buffer.numel // len(buffer.ranks), buffer.fewest_matrices
+        main_params = run.derived.main_weight_bytes(share, buffer.parameter_bytes)
+        moments = run.derived.moment_bytes(share, matrices) + run.derived.average_bytes(share)
+        if not trace.offloaded:
+            optimizer += main_params + moments
+        elif run.derived.packs_main_weights:  # the low bits are with the moments
+            host += main_params + moments
+        else:
+            optimizer += main_params
+            host += moments
+        if buffer.gradient_bytes < 4:
+            update += 4 * share  # gradients are widened for the update
+    return PlannedMemory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        in_flight=flight.most_waiting,
+        logits=max(chunk.logits for chunk in trace.chunks),
+        dispatch=max(chunk.dispatch for chunk in trace.chunks),
+        update=update,
+        saving=gathering_bytes(run, trace),
+        host=host,
+        host_activations=flight.host,
+    )
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """The peak bytes of activations on the device and in host memory, and the most passes that wait at a time."""
+
+    peak: int
+    host: int
+    most_waiting: int
+
+
+ROUNDS = 3
+"""Rounds of `stages` micro-batches after which nothing new waits: fewer than (chunks + 1) x stages forward passes go
+ahead, then the passes repeat themselves every chunks x stages."""
+
+
+def _in_flight(run: Run, trace: RankTrace, micro_batches: int) -> _InFlight:
+    """Follow the schedule's passes, each of which keeps something until its backward pass."""
+    stages = run.parallel.pipeline_model_parallel_size
+    live = peak = host = most_host = most_waiting = 0
+    ahead = run.moe.overlap_moe_expert_parallel_comm
+    waiting: list[int] = []  # the chunks of the passes, in their order; of a chunk, the first comes back first
+    leaving = 0  # what the last forward pass has not yet freed, while it waits
+    passes = schedule(len(trace.chunks), stages, trace.stage, min(micro_batches, ROUNDS * stages), ahead)
+    for is_forward, number in passes:
+        chunk = trace.chunks[number]
+        if is_forward:
+            peak = max(peak, live + chunk.forward_peak)
+            live, host, leaving = live + chunk.kept, host + chunk.moved, chunk.leaving
+            waiting.append(number)
+        else:
+            place = waiting.index(number)
+            if place == len(waiting) - 1:
+                leaving = 0  # its own, which is in its peak
+            del waiting[place]
+            live -= chunk.kept
+            peak = max(peak, live + leaving + chunk.backward_peak)
+            host -= chunk.moved
+        most_host, most_waiting = max(most_host, host), max(most_waiting, len(waiting))
+    return _InFlight(peak, most_host, most_waiting)
+
+
+def schedule(
+    chunks: int, stages: int, stage: int, micro_batches: int, ahead: bool = False
+) -> Iterator[tuple[bool, int]]:
+    """Yield the passes of one stage in the engine's order: (is it a forward pass, of which chunk).
+
+    With one chunk per stage there are as many forward passes as stages follow, then one forward and one backward pass
+    in turn. With several, `stages` micro-batches at a time go through the chunks. With `ahead` there is one more
+    forward pass first, so that a forward and a backward pass that run at a time do not wait for one another.
+    """
+    total = chunks * micro_batches
+    warm_up = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    warm_up = min(warm_up + ahead, total)
+
+    def chunk(index: int) -> int:
+        return index % (stages * chunks) // stages
+
+    for index in range(total + warm_up):
+        if index < total:
+            yield True, chunk(index)
+        if index >= warm_up:
+            yield False, chunks - 1 - chunk(index - warm_up)
+
+
+def bubble_share(chunks: int, stages: int, micro_batches: int) -> float:
+    """Return the share of a step in which a stage waits, (PP - 1) / (VPP x micro-batches + PP - 1).
+
+    All passes are assumed to take equally long.
+    """
+    return (stages - 1) / (chunks * micro_batches + stages - 1)
+
+
+# ---- a save (`checkpoint/optimizer.py`, `checkpoint/writer.py`)
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class SavingMemory:
+    """The memory that a save takes, in bytes; small state such as expert_bias is left out.
+
+    Attributes:
+        host_rank: host memory of the rank that takes most.
+        host_node: host memory of the machine that takes most.
+        kept: whether it is kept from save to save, page-locked on a GPU's machine; otherwise it is pageable and is
+            freed when the step is written.
+    """
+
+    host_rank: int
+    host_node: int
+    kept: bool
+
+
+def saving_memory(run: Run, traces: Sequence[RankTrace], gpus_per_node: int) -> SavingMemory:
+    """Return the memory that a save of the whole job takes; traces of all its stages."""
+    by_rank: Counter[int] = Counter()
+    for trace in traces:
+        of_shards = 0
+        for unit in trace.units:  # shards are written where they are; packed moments are unpacked there
+            if run.checkpoint.async_save:
+                per_element = unit.parameter_bytes + _optimizer_bytes(run, unit.parameter_bytes)
+                of_shards += unit.share * per_element + _average_bytes(run, unit.share)
+            elif _unpacks(run) and not run.checkpoint.no_save_optim:
+                of_shards += unit.share * 2 * _FP32
+        for buffer in trace.buffers:
+            # Data parallelism is the slowest dimension of a stage: the first ranks are the first of the groups.
+            for rank in trace.ranks[: len(trace.ranks) // len(buffer.ranks)]:
+                by_rank[rank] += _host_bytes(run, buffer)
+            if run.derived.zero_stage == 1:
+                of_shards += _average_bytes(run, buffer.used // len(buffer.ranks))
+        for rank in trace.ranks:
+            by_rank[rank] += of_shards
+    by_node: Counter[int] = Counter()
+    for rank, size in by_rank.items():
+        by_node[rank // gpus_per_node] += size
+    return SavingMemory(max(by_rank.values()), max(by_node.values()), run.checkpoint.async_save)
+
+
+def _host_bytes(run: Run, buffer: Buffer) -> int:
+    """Return what the first rank of a buffer's group holds in host memory for a save."""
+    per_element = average = 0
+    if run.derived.zero_stage != 1:
+        average = _average_bytes(run, buffer.used)
+        if run.checkpoint.async_save or _unpacks(run):
+            per_element = _optimizer_bytes(run, buffer.parameter_bytes)
+    elif not run.checkpoint.no_save_optim:  # main params and moments are gathered there
+        only_matrices = run.optimizer.optimizer == "muon" and buffer.matrices == buffer.used
+        per_element = 2 * _FP32 if only_matrices else 3 * _FP32
+    if run.checkpoint.async_save:
+        per_element += buffer.parameter_bytes
+    return buffer.used * per_element + average
+
+
+def _optimizer_bytes(run: Run, parameter_bytes: int) -> int:
+    """Return the bytes that a save has of an element's optimizer state: two moments, and a main param if any."""
+    if run.checkpoint.no_save_optim:
+        return 0
+    return 3 * _FP32 if parameter_bytes < _FP32 else 2 * _FP32
+
+
+def _unpacks(run: Run) -> bool:
+    """Return whether moments are made fp32 tensors in host memory to be written: `optim/adam.py`."""
+    options = run.optimizer
+    offloaded_muon = options.optimizer == "muon" and options.optimizer_cpu_offload and run.derived.zero_stage < 2
+    return options.use_precision_aware_optimizer or offloaded_muon
+
+
+def _average_bytes(run: Run, numel: int) -> int:
+    """Return what a rank copies of the average of so many weights; a save that is waited for writes it as it is."""
+    copied = run.checkpoint.async_save and not run.checkpoint.no_save_optim
+    return run.derived.average_bytes(numel) if copied else 0
+
+
+def gathering_bytes(run: Run, trace: RankTrace) -> int:
+    """Return what a save takes on the device of the rank that gathers: two pieces received and two sent."""
+    if run.checkpoint.save is None or run.checkpoint.no_save_optim or run.derived.zero_stage != 1:
+        return 0
+    most = 0
+    for buffer in trace.buffers:
+        size = len(buffer.ranks)
+        if size > 1:
+            most = max(most, 2 * _FP32 * (size + 1) * piece_numel(buffer.numel // size, size))
+    return most
+
+
+# ---- Muon: its exchange of matrices, its iteration, and the memory of both
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """The matrices of the dense weights or of the experts that data-parallel `ranks` orthogonalize together.
+
+    tp_ranks: those with the other parts. elements: on a tensor-parallel rank. flops: of a step of the iteration, of a
+    rank. largest: elements of the largest block, whole.
+    """
+
+    ranks: tuple[int, ...]
+    tp_ranks: tuple[int, ...]
+    elements: int
+    flops: float
+    largest: int
+
+
+def _matrices(run: Run, trace: RankTrace) -> Iterator[_Matrices]:
+    if run.optimizer.optimizer != "muon":
+        return
+    parts: tuple[Buffer | GatheredUnit, ...] = (*trace.buffers, *trace.units)
+    for expert, tp in (
+        (False, run.parallel.tensor_model_parallel_size),
+        (True, run.derived.expert_tensor_parallel_size),
+    ):
+        ranks: tuple[int, ...] = ()
+        elements = largest = 0
+        flops = 0.0
+        for part in parts:
+            if part.expert == expert and part.matrices:
+                ranks = ranks or part.ranks
+                elements += part.matrices
+                largest = max(largest, part.largest_block)
+                for rate, count in part.rates.items():
+                    flops += rate * count
+        if ranks:
+            shards = len(ranks) if trace.units else 1
+            flops = flops * shards / len(ranks)
+            yield _Matrices(ranks, tuple(trace.ranks[:tp]), elements * shards, flops, largest * tp)
+
+
+def muon_bytes(run: Run, trace: RankTrace) -> int:
+    """Return about what Muon allocates during the update, as it was measured.
+
+    The dense weights come first, then the experts. Where each data-parallel rank updates all, results come back to it.
+    """
+    size = DTYPES[run.optimizer.muon_fp32_matmul_prec].itemsize
+    most = 0
+    for one in _matrices(run, trace):
+        dp = len(one.ranks)
+        at_once = max(min(one.elements // dp, ROUND_NUMEL), one.largest)
+        each = 6.0 * size if len(one.tp_ranks) > 1 else 5.0 * size
+        if trace.products_in_fp32:
+            each = max(each, 17.5)
+        most = max(most, round(each * at_once))
+        if run.derived.zero_stage == 0 and dp > 1:
+            most = max(most, size * (at_once + 2 * min(one.elements, at_once * dp)))
+    return most
+
+
+def muon_flops(run: Run, trace: RankTrace) -> float:
+    """Return the FLOPs of Muon's iteration on a rank in a step of the training; ranks have about as much to do."""
+    return run.optimizer.muon_num_ns_steps * sum(one.flops for one in _matrices(run, trace))
+
+
+# ---- traffic
+
+_DATA_PARALLELISM = {False: "DP", True: "expert DP"}
+# Bytes that a rank sends over those of the whole tensor, without the factor (n - 1) / n of n ranks.
+_SENT_MULTIPLES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "broadcast": 1}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The bytes that a rank sends per step, and those of them that go to another machine."""
+
+    sent: float
+    between_nodes: float
+
+
+def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int) -> dict[str, Traffic]:
+    """Return the traffic of the stage's first rank: TP, CP, EP (its all-to-all), PP, DP, expert DP and Muon, if any.
+
+    A ring is assumed for reductions and gathers: a rank sends (n - 1) / n of the tensor to its neighbour, twice for an
+    all-reduce, and a link leaves the machine where two neighbours are on different ones. An all-to-all sends each of
+    the others an equal share.
+    """
+    totals: dict[str, Traffic] = {}
+
+    def add(name: str, kind: str, ranks: tuple[int, ...], size: float) -> None:
+        if len(ranks) > 1:
+            before, one = totals.get(name, Traffic(0.0, 0.0)), sent_by_a_rank(kind, ranks, size, gpus_per_node)
+            totals[name] = Traffic(before.sent + one.sent, before.between_nodes + one.between_nodes)
+
+    micro_batches = run.derived.num_microbatches(world_size)
+    for chunk in trace.chunks:
+        for call in chunk.forward + chunk.backward:
+            if call.kind != "broadcast":
+                add(purpose(call.kind, call.ranks, trace), call.kind, call.ranks, call.bytes * micro_batches)
+    for unit in trace.units:
+        for kind, ranks, size in _of_unit(run, unit, micro_batches):
+            add(_DATA_PARALLELISM[unit.expert], kind, ranks, size)
+    for buffer in trace.buffers:
+        name, size = _DATA_PARALLELISM[buffer.expert], buffer.numel
+        if run.derived.zero_stage == 1:
+            add(name, "reduce-scatter", buffer.ranks, size * buffer.gradient_bytes)
+            add(name, "all-gather", buffer.ranks, size * buffer.parameter_bytes)
+        else:
+            add(name, "all-reduce", buffer.ranks, size * buffer.gradient_bytes)
+    element = DTYPES[run.optimizer.muon_fp32_matmul_prec].itemsize
+    for one in _matrices(run, trace):
+        # What a rank updates goes to the matrices' owners, and their results come back, over the data-parallel ranks
+        # and then over the tensor-parallel ones. Where each data-parallel rank updates all, only results are sent.
+        exchanged = element * 2 * one.elements / len(one.ranks)
+        add("Muon", "all-to-all", one.ranks, element * one.elements if run.derived.zero_stage == 0 else exchanged)
+        add("Muon", "all-to-all", one.tp_ranks, exchanged)
+    stages = run.parallel.pipeline_model_parallel_size
+    if stages > 1:
+        # A stage sends gradients of what it receives, and what the next stage receives.
+        arriving = [stage.receives for stage in run.derived.pipeline_stages]
+        messages = sum(arriving[trace.stage :: stages]) + sum((arriving[1:] + [0])[trace.stage :: stages])
+        sent = trace.boundary * micro_batches * messages
+        leaves = trace.ranks[0] // gpus_per_node != (trace.ranks[0] + len(trace.ranks)) // gpus_per_node
+        totals["PP"] = Traffic(sent, sent * leaves)
+    return dict(sorted(totals.items()))
+
+
+def sent_by_a_rank(kind: str, ranks: tuple[int, ...], size: float, gpus_per_node: int) -> Traffic:
+    """Return what one of `ranks` sends in a collective over `size` bytes."""
+    if len(ranks) < 2:
+        return Traffic(0.0, 0.0)
+    sent = _SENT_MULTIPLES[kind] * size * (len(ranks) - 1) / len(ranks)
+    return Traffic(sent, sent * _share_between_nodes(kind, ranks, gpus_per_node))
+
+
+def _of_unit(run: Run, unit: GatheredUnit, micro_batches: int) -> Iterator[tuple[str, tuple[int, ...], float]]:
+    """Yield what a fully sharded model sends of a unit in a step: kind, ranks, bytes of all ranks' parts together."""
+    sharding, ranks, count = Sharding.from_run(run), unit.ranks, len(unit.ranks)
+    plain = unit.share * unit.parameter_bytes
+    rounds = sharding.quantized_weights and not unit.is_island
+    row = sum(unit.segments.sizes(unit.parameter_bytes, 8)) if rounds else plain
+    # Stage 2 keeps gathered weights for all micro-batches; the root's stay for the backward pass at stage 3 too.
+    if sharding.keep_gathered:
+        yield "all-gather", ranks, count * row
+    else:
+        yield "all-gather", ranks, count * row * micro_batches
+        if not unit.is_root and (sharding.machine is None or unit.neighbours == count):
+            yield "all-gather", ranks, count * row * micro_batches
+        elif not unit.is_root:
+            yield "all-gather", ranks[: unit.neighbours], count * plain * micro_batches
+    if sharding.gradient_bits is None or unit.is_island:
+        yield "reduce-scatter", ranks, count * unit.share * 4 * micro_batches
+        return
+    row = sum(unit.segments.sizes(4, sharding.gradient_bits)) * micro_batches
+    if not 1 < unit.neighbours < count:
+        yield "all-to-all", ranks, count * row
+        return
+    yield "all-to-all", ranks[: unit.neighbours], count * row
+    across = ranks[:: unit.neighbours]
+    yield "all-to-all", across, len(across) * row
+
+
+def purpose(kind: str, ranks: tuple[int, ...], trace: RankTrace) -> str:
+    """Return what a collective of a pass is for: EP, TP, CP, or TP x CP."""
+    if kind == "all-to-all":
+        return "EP"
+    for name, group in trace.groups.items():
+        if group == ranks:
+            return name
+    return "TP x CP"
+
+
+@functools.cache
+def _share_between_nodes(kind: str, ranks: tuple[int, ...], gpus_per_node: int) -> float:
+    nodes = [rank // gpus_per_node for rank in ranks]
+    if kind == "all-to-all":
+        return sum(node != nodes[0] for node in nodes) / (len(nodes) - 1)
+    return sum(one != other for one, other in zip(nodes, nodes[1:] + nodes[:1])) / len(nodes)
+
+
+# ---- the plan
 
 
 def traced(
     run: Run,
     world_size: int,
     machine: Machine,
-    known: dict[Any, RankTrace] | None = None,
+    known: dict[Hashable, RankTrace] | None = None,
     stages: Sequence[int] | None = None,
 ) -> list[RankTrace]:
     """Return the traces of a layout on such machines. `known` and `stages`: see `trace_ranks`."""
@@ -47,7 +490,9 @@ def traced(
     )
 
 
-def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace] | None = None) -> dict[str, Any]:
+def make_plan(
+    run: Run, world_size: int, machine: Machine, known: dict[Hashable, RankTrace] | None = None
+) -> dict[str, Any]:
     """Return the plan of a layout as plain data (bytes, unless a key says otherwise).
 
     Args:
@@ -59,16 +504,18 @@ def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, Rank
     size = vocabulary(run)
     traces = traced(run, world_size, machine, known)
     whole: dict[str, int] = {}
+    ranks = []
+    computed, of_muon = 0, 0.0
     for trace in traces:
         whole |= trace.whole
+        ranks.append(_rank(run, trace, world_size, machine))
+        computed += ranks[-1]["flops_per_micro_batch"]
+        of_muon = max(of_muon, muon_flops(run, trace))
     micro_batches, stages = run.derived.num_microbatches(world_size), len(traces)
     per_token = run.derived.flops_per_token(size)
-    ranks = [_rank(run, trace, world_size, machine) for trace in traces]
-    computed = sum(sum(chunk.flops for chunk in trace.chunks) for trace in traces)
-    per_stage = world_size // stages
-    in_job = computed * micro_batches * per_stage
-    tokens = run.derived.global_batch_size(world_size) * run.model.seq_length
-    of_muon = max(muon_flops(run, trace) for trace in traces)
+    in_job = computed * micro_batches * (world_size // stages)
+    batch = run.derived.global_batch_size(world_size)
+    tokens = batch * run.model.seq_length
     return {
         "world_size": world_size,
         "layout": layout(run, world_size),
@@ -83,26 +530,30 @@ def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, Rank
         "computed_flops_per_token": in_job / tokens,
         "bubble_share": bubble_share(len(traces[0].chunks), stages, micro_batches),
         "micro_batches": micro_batches,
-        "global_batch_size": run.derived.global_batch_size(world_size),
+        "global_batch_size": batch,
         **_speed(run, machine, tokens, tokens * per_token / world_size, of_muon),
     }
 
 
 def _speed(run: Run, machine: Machine, tokens: int, of_model: float, of_muon: float) -> dict[str, float | None]:
     """Return the speed of steps of `tokens` by a rank's FLOPs, the model's and Muon's; None for an unknown peak."""
-    known = machine.device != "cpu" or run.logging.peak_tflops is not None
-    seconds = (of_model + of_muon) / (machine.mfu * machine.peak_tflops * 1e12)
-    return {
-        "mfu": machine.mfu,
-        "peak_tflops": machine.peak_tflops if known else None,
-        "tokens_per_second": tokens / seconds if known else None,
-        "seconds_per_step": seconds if known else None,
-        "muon_share": of_muon / (of_model + of_muon),
-    }
+    found: dict[str, float | None] = {"mfu": machine.mfu}
+    if machine.device != "cpu" or run.logging.peak_tflops is not None:
+        seconds = (of_model + of_muon) / (machine.mfu * machine.peak_tflops * 1e12)
+        found |= {
+            "peak_tflops": machine.peak_tflops,
+            "tokens_per_second": tokens / seconds,
+            "seconds_per_step": seconds,
+        }
+    else:
+        found |= dict.fromkeys(("peak_tflops", "tokens_per_second", "seconds_per_step"))
+    return {**found, "muon_share": of_muon / (of_model + of_muon)}
 
 
 def _rank(run: Run, trace: RankTrace, world_size: int, machine: Machine) -> dict[str, Any]:
-    memory = rank_memory(run, trace, world_size)
+    memory, traffic = rank_memory(run, trace, world_size), {}
+    for name, one in rank_traffic(run, trace, world_size, machine.gpus_per_node).items():
+        traffic[name] = vars(one)
     return {
         "stage": trace.stage,
         "ranks": [trace.ranks[0], trace.ranks[-1]],
@@ -111,9 +562,7 @@ def _rank(run: Run, trace: RankTrace, world_size: int, machine: Machine) -> dict
         "expert_params": trace.expert,
         "params": trace.dense + trace.expert,
         "memory": {**vars(memory), "peak": memory.peak},
-        "traffic": {
-            name: vars(one) for name, one in rank_traffic(run, trace, world_size, machine.gpus_per_node).items()
-        },
+        "traffic": traffic,
         "flops_per_micro_batch": sum(chunk.flops for chunk in trace.chunks),
     }
 
@@ -122,7 +571,7 @@ def peak_gib(
     run: Run,
     world_size: int,
     machine: Machine,
-    known: dict[Any, RankTrace],
+    known: dict[Hashable, RankTrace],
     imbalance: float | None = None,
 ) -> float:
     """Return the largest peak memory of a rank, in GiB.
@@ -134,19 +583,19 @@ def peak_gib(
     some = sorted({0, min(1, stages - 1), stages - 1})
     if run.parallel.pipeline_model_parallel_layout is not None:
         some = list(range(stages))
-    on = machine if imbalance is None else dataclasses.replace(machine, imbalance=imbalance)
-    traces = traced(run, world_size, on, known, some)
+    if imbalance is not None:
+        machine = dataclasses.replace(machine, imbalance=imbalance)
+    traces = traced(run, world_size, machine, known, some)
     return max(rank_memory(run, trace, world_size).peak for trace in traces) / GIB
 
 
 def layout(run: Run, world_size: int) -> dict[str, Any]:
     """Return the sizes of the layout, micro-batch size and recomputation."""
     p = run.parallel
-    offloaded = run.training.offload_modules if run.training.fine_grained_activation_offloading else None
     recompute = run.training.recompute_granularity or "none"
     if recompute == "selective":
         recompute += ": " + " ".join(run.training.recompute_modules or ("core_attn",))
-    return {
+    sizes = {
         "TP": p.tensor_model_parallel_size,
         "PP": p.pipeline_model_parallel_size,
         "VPP": run.derived.virtual_pipeline_size or 1,
@@ -157,8 +606,10 @@ def layout(run: Run, world_size: int) -> dict[str, Any]:
         "EDP": run.derived.expert_data_parallel_size(world_size),
         "micro_batch_size": run.training.micro_batch_size,
         "recompute": recompute,
-        **({"offload": " ".join(offloaded)} if offloaded else {}),
     }
+    if run.training.fine_grained_activation_offloading and run.training.offload_modules:
+        sizes["offload"] = " ".join(run.training.offload_modules)
+    return sizes
 
 
 # Of a device's memory, by the tensors of a run: the rest is the allocator's and the communication libraries'.
@@ -166,7 +617,7 @@ FILLED = 0.9
 
 
 def ranked(
-    run: Run, world_size: int, machine: Machine, count: int, known: dict[Any, RankTrace]
+    run: Run, world_size: int, machine: Machine, count: int, known: dict[Hashable, RankTrace]
 ) -> list[dict[str, Any]]:
     """Return up to `count` legal layouts one change away, the most promising first. `known`: see `trace_ranks`.
 
@@ -185,7 +636,7 @@ def ranked(
     return rows[:count]
 
 
-def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace]) -> dict[str, Any]:
+def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[Hashable, RankTrace]) -> dict[str, Any]:
     """Return the lowest ZeRO stage whose peak leaves a tenth of the device free, or the one that takes least.
 
     The allocator and the communication libraries need the tenth. A higher stage sends more. Stage 0 is looked at where
@@ -213,12 +664,13 @@ def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[A
     }
 
 
-def _with_switches(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace]) -> dict[str, Any]:
+def _with_switches(run: Run, world_size: int, machine: Machine, known: dict[Hashable, RankTrace]) -> dict[str, Any]:
     """Return the flags of ZeRO++ that fit, and what they leave of the traffic; none if it stays on one machine."""
     if run.derived.zero_stage < 2 or not _between_nodes(run, world_size, machine, known):
         return {"switches": []}
     size = machine.gpus_per_node // run.parallel.tensor_model_parallel_size
-    for partition in (size, None) if size > 1 else (None,):
+    partitions = (size, None) if size > 1 else (None,)
+    for partition in partitions:
         other = replace(
             run, zero_quantized_weights=True, zero_quantized_gradients="int8", zero_hpz_partition_size=partition
         )
@@ -237,8 +689,10 @@ def _with_switches(run: Run, world_size: int, machine: Machine, known: dict[Any,
     return {"switches": []}
 
 
-def _between_nodes(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace]) -> float:
+def _between_nodes(run: Run, world_size: int, machine: Machine, known: dict[Hashable, RankTrace]) -> float:
     """Return the most bytes that a rank sends to other machines in a step for data parallelism."""
-    traces = traced(run, world_size, machine, known)
-    sent = (rank_traffic(run, trace, world_size, machine.gpus_per_node) for trace in traces)
-    return max(sum(one[name].between_nodes for name in ("DP", "expert DP") if name in one) for one in sent)
+    most = 0.0
+    for trace in traced(run, world_size, machine, known):
+        sent = rank_traffic(run, trace, world_size, machine.gpus_per_node)
+        most = max(most, sum(sent[name].between_nodes for name in _DATA_PARALLELISM.values() if name in sent))
+    return most

@@ -5,14 +5,13 @@ No other rank exists. Parameters, bytes, FLOPs and collectives are counted from 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +34,8 @@ from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit, Gathering, buf
 from megatron_moe_tools.plan.meta_tracer import Collective, MetaTracer, meta_device, storage_bytes
 
 _logger = logging.getLogger(__name__)
+T = TypeVar("T", Buffer, Collective)
+Result = TypeVar("Result")
 _GROUPS = {"TP": "tp", "CP": "cp", "EP": "tp_ep"}
 
 
@@ -114,7 +115,7 @@ def trace_ranks(
     imbalance: float,
     gpus_per_node: int = 8,
     stages: Sequence[int] | None = None,
-    known: dict[Any, RankTrace] | None = None,
+    known: dict[Hashable, RankTrace] | None = None,
 ) -> list[RankTrace]:
     """Return one trace per pipeline stage. Stages that are alike are built and run once.
 
@@ -131,22 +132,22 @@ def trace_ranks(
     known = {} if known is None else known
     traces = []
     last = run.parallel.pipeline_model_parallel_size - 1
-    for stage in range(last + 1) if stages is None else stages:
+    if stages is None:
+        stages = range(last + 1)
+    for stage in stages:
         kind = (device, imbalance, gpus_per_node)
         key = (run, world_size, vocabulary, *kind, _kind(run, stage))
         if key not in known:
             _logger.info("tracing stage %d of %d", stage + 1, last + 1)
             known[key] = trace_stage(run, world_size, vocabulary, stage, *kind)
-        traces.append(_as_stage(known[key], stage, _layers(run, stage)))
+        layers: list[int] = []
+        for chunk in run.derived.chunks_of_pipeline_rank(stage):
+            layers += chunk.layers
+        traces.append(_as_stage(known[key], stage, layers))
     return traces
 
 
-def _layers(run: Run, stage: int) -> list[list[int]]:
-    """Return the global numbers, from 0, of the layers of each of a stage's chunks."""
-    return [list(chunk.layers) for chunk in run.derived.chunks_of_pipeline_rank(stage)]
-
-
-def _kind(run: Run, stage: int) -> Any:
+def _kind(run: Run, stage: int) -> Hashable:
     """Return a key that is equal for stages whose traces differ in nothing but the numbers of ranks and layers.
 
     It says which layers have experts, and which other parts of the model it has. Modules that are kept in fp32, and
@@ -154,43 +155,48 @@ def _kind(run: Run, stage: int) -> Any:
     """
     if run.precision.keep_fp32 is not None or run.optimizer.freeze is not None:
         return stage
-    pattern = run.derived.moe_layer_pattern if run.moe.num_experts is not None else (0,) * run.model.num_layers
-    kinds = tuple(tuple(pattern[layer] for layer in chunk) for chunk in _layers(run, stage))
-    chunks = run.derived.chunks_of_pipeline_rank(stage)
-    return kinds, tuple((chunk.embedding, chunk.predictions, chunk.loss, chunk.receives) for chunk in chunks)
+    pattern = (0,) * run.model.num_layers
+    if run.moe.num_experts is not None:
+        pattern = run.derived.moe_layer_pattern
+    kinds = []
+    for chunk in run.derived.chunks_of_pipeline_rank(stage):
+        layers = tuple(pattern[layer] for layer in chunk.layers)
+        kinds.append((layers, chunk.embedding, chunk.predictions, chunk.loss, chunk.receives))
+    return tuple(kinds)
 
 
-def _as_stage(trace: RankTrace, stage: int, layers: list[list[int]]) -> RankTrace:
-    """Return a stage's trace renumbered as that of another stage that is like it: other ranks and layers, same counts.
+def _as_stage(trace: RankTrace, stage: int, layers: list[int]) -> RankTrace:
+    """Return a stage's trace renumbered as that of another stage that is like it: other ranks and `layers`.
 
     The stages of a pipeline are consecutive ranks, so every group of the one is a group of the other, shifted.
     """
     if stage == trace.stage:
         return trace
     offset = (stage - trace.stage) * len(trace.ranks)
-    numbers = dict(zip(trace.layers, itertools.chain(*layers)))
+    numbers = dict(zip(trace.layers, layers))
 
     def shifted(ranks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(rank + offset for rank in ranks)
 
-    def all_shifted(calls: tuple[Collective, ...]) -> tuple[Collective, ...]:
-        return tuple(replace(call, ranks=shifted(call.ranks)) for call in calls)
+    def all_shifted(items: tuple[T, ...]) -> tuple[T, ...]:
+        return tuple(replace(one, ranks=shifted(one.ranks)) for one in items)
 
-    def renamed(name: str) -> str:
-        return re.sub(r"^(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{numbers[int(match[2])]}", name)
-
+    whole: dict[str, int] = {}
+    for name, size in trace.whole.items():
+        renamed = re.sub(r"^(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{numbers[int(match[2])]}", name)
+        whole[renamed] = size
+    chunks = []
+    for chunk in trace.chunks:
+        chunks.append(replace(chunk, forward=all_shifted(chunk.forward), backward=all_shifted(chunk.backward)))
     return replace(
         trace,
         stage=stage,
         ranks=range(trace.ranks.start + offset, trace.ranks.stop + offset),
         layers=tuple(numbers.values()),
-        whole={renamed(name): size for name, size in trace.whole.items()},
+        whole=whole,
         groups={name: shifted(ranks) for name, ranks in trace.groups.items()},
-        buffers=tuple(replace(buffer, ranks=shifted(buffer.ranks)) for buffer in trace.buffers),
-        chunks=tuple(
-            replace(chunk, forward=all_shifted(chunk.forward), backward=all_shifted(chunk.backward))
-            for chunk in trace.chunks
-        ),
+        buffers=all_shifted(trace.buffers),
+        chunks=tuple(chunks),
     )
 
 
@@ -221,33 +227,38 @@ def trace_stage(
         sharded = []
         if run.derived.zero_stage >= 2:
             sharded = planned_units(units(bare[0], pg_collection), sharding.machine or gpus_per_node)
-        traces: dict[Any, ChunkTrace] = {}
-        keys = []
+        traces: dict[Hashable, ChunkTrace] = {}
+        keys: list[Hashable] = []
         for chunk, inner, part in zip(chunks, bare, run.derived.chunks_of_pipeline_rank(stage)):
-            key = (
-                part.embedding,
-                part.loss,
-                part.receives,
-                *((n, p.shape, p.dtype, p.requires_grad) for n, p in chunk.named_parameters()),
-            )
+            weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in chunk.named_parameters())
+            key = (part.embedding, part.loss, part.receives, weights)
             keys.append(key)
             if key not in traces:
                 # A first pass allocates what stays: rotary tables, sums of auxiliary losses.
                 with Gathering(sharded, sharding, copies=device == "cpu") as gathering:
                     _trace_chunk(run, tracer, chunk, inner, part.receives, gathering, offload)
-                    if run.derived.num_microbatches(world_size) == 1:
-                        gathering.forget_gradients()
+                    if run.derived.num_microbatches(world_size) == 1:  # the shards have no gradients yet
+                        for unit in sharded:
+                            unit.shards = None
                     traces[key] = _trace_chunk(run, tracer, chunk, inner, part.receives, gathering, offload)
-        parameters = list(itertools.chain(*(chunk.parameters() for chunk in bare)))
+        parameters: list[torch.nn.Parameter] = []
+        layers: list[int] = []
+        for inner in bare:
+            parameters += inner.parameters()
+            layers += [layer.layer_number - 1 for layer in inner.decoder.layers]
         expert = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
+        groups_of_rank: dict[str, tuple[int, ...]] = {}
+        for name, attribute in _GROUPS.items():
+            group = getattr(pg_collection, attribute)
+            groups_of_rank[name] = tuple(torch.distributed.get_process_group_ranks(group))
         return RankTrace(
             stage=stage,
             ranks=ranks,
-            layers=tuple(layer.layer_number - 1 for chunk in bare for layer in chunk.decoder.layers),
+            layers=tuple(layers),
             dense=sum(p.numel() for p in parameters) - expert,
             expert=expert,
             whole=_whole(bare, pg_collection),
-            groups={name: _ranks(getattr(pg_collection, group)) for name, group in _GROUPS.items()},
+            groups=groups_of_rank,
             weights=storage_bytes(parameters),
             buffers=() if sharded else tuple(buffers_of(chunks)),
             units=tuple(one.described() for one in sharded),
@@ -267,8 +278,10 @@ def _whole(chunks: Sequence[torch.nn.Module], pg_collection: Any) -> dict[str, i
         for name, parameter in chunk.named_parameters():
             full_name, split = placed.get(name, (global_name(chunk, name), None))
             copies = expert_copies
-            if split is not None:
-                copies = 1 if split.axis is None else tp
+            if split is not None and split.axis is not None:
+                copies = tp
+            elif split is not None:
+                copies = 1
             found[full_name] = parameter.numel() * copies
     return found
 
@@ -314,7 +327,9 @@ def _trace_chunk(
     freed = 0
     if not inner.post_process and inner.config.deallocate_pipeline_outputs:
         freed = output.untyped_storage().nbytes()
-    leaving, moved = (offload.leaving_bytes, offload.host_bytes) if offload else (0, 0)
+    leaving = moved = 0
+    if offload is not None:
+        leaving, moved = offload.leaving_bytes, offload.host_bytes
     kept, calls = tracer.live - start - freed - leaving, len(tracer.collectives)
     tracer.peak = tracer.live
     output.backward(None if inner.post_process else torch.empty_like(output))
@@ -342,7 +357,9 @@ def _trace_chunk(
 def _hidden_states(run: Run) -> torch.Tensor:
     """Return an empty tensor like this rank's part [S, B, H] of the hidden states between two stages."""
     layout = run.parallel
-    split = layout.context_parallel_size * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+    split = layout.context_parallel_size
+    if layout.sequence_parallel:
+        split *= layout.tensor_model_parallel_size
     dtype = residual_dtype(run.precision.fp32_residual_connection, getattr(torch, run.derived.params_dtype_name))
     shape = (run.model.seq_length // split, run.training.micro_batch_size, run.model.hidden_size)
     return torch.empty(shape, dtype=dtype, device=platform.device())
@@ -370,9 +387,9 @@ def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbala
         total = round(choices * min(1.0, factor))
         sent = [total // ep + (index < total % ep) for index in range(ep)]
         rows = min(round(choices / ep * min(imbalance, factor)), choices)
-        instead: dict[str, Any] = {
-            name: _labelled(tracer, getattr(dispatcher, name)) for name in ("dispatch", "combine")
-        }
+        instead: dict[str, Callable] = {}
+        for name in ("dispatch", "combine"):
+            instead[name] = _labelled(tracer, getattr(dispatcher, name))
         if isinstance(dispatcher, AllToAllDispatcher):
             instead["splits"] = lambda *_, sent=sent, rows=rows, ranks=ranks: (sent, [rows] * ranks)
         else:
@@ -381,13 +398,9 @@ def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbala
         vars(dispatcher).update(instead)
 
 
-def _labelled(tracer: MetaTracer, function: Any) -> Any:
-    def call(*args: Any) -> Any:
+def _labelled(tracer: MetaTracer, function: Callable[..., Result]) -> Callable[..., Result]:
+    def call(*args: object) -> Result:
         with tracer.labelled("dispatch"):
             return function(*args)
 
     return call
-
-
-def _ranks(group: Any) -> tuple[int, ...]:
-    return tuple(torch.distributed.get_process_group_ranks(group))

@@ -100,7 +100,10 @@ def tokenizer_of(options: PreprocessOptions) -> Tokenizer:
     Raises:
         ConfigError: a flag is missing, or a file is missing or malformed.
     """
-    named = {name: getattr(options, name) for name in TOKENIZER_FIELDS if getattr(options, name) is not None}
+    named = {}
+    for name in TOKENIZER_FIELDS:
+        if (value := getattr(options, name)) is not None:
+            named[name] = value
     if options.train_tokenizer:
         named["tokenizer_type"] = "SentencePieceTokenizer"
     tokenizer = build_tokenizer(schema.build(named).data, options.vocab_size)
@@ -170,10 +173,9 @@ class Encoder:
             for key in range(len(self.options.json_keys)):
                 pieces.append([])
                 for number in range(self.options.num_pieces):
-                    tokens, lengths, counts = (
-                        stack.enter_context(new_file(folder / f"{key}.{number}.{kind}"))
-                        for kind in ("bin", "lengths", "counts")
-                    )
+                    tokens = stack.enter_context(new_file(folder / f"{key}.{number}.bin"))
+                    lengths = stack.enter_context(new_file(folder / f"{key}.{number}.lengths"))
+                    counts = stack.enter_context(new_file(folder / f"{key}.{number}.counts"))
                     pieces[-1].append(DocumentPiece(tokens, lengths, counts))
             rejects = stack.enter_context(new_file(folder / PART_REJECTS))
             for number, span in enumerate(shard):
@@ -186,7 +188,15 @@ class Encoder:
                         if self.options.on_bad_line == STOP:
                             raise stopped_at(span, record, bad) from None
                         rejected[bad.reason] += 1
-                        rejects.write(_reject(number, record, bad))
+                        reject = {
+                            "span": number,
+                            "line": record.number + bad.lines_before,  # in the span
+                            "offset": record.offset,
+                            "reason": bad.reason,
+                            "problem": bad.problem,
+                            "excerpt": record.excerpt(),
+                        }
+                        rejects.write((json.dumps(reject) + "\n").encode())
                         continue
                     for row, document in zip(pieces, documents):
                         row[written % len(row)].add(document, self.dtype)
@@ -229,24 +239,8 @@ class Encoder:
 
 def stopped_at(span: Span, record: InputRecord, bad: BadRecord) -> ConfigError:
     """Return the error that ends the work at a record which is no document."""
-    if record.offset is None:
-        place = f"row {record.number}"
-    else:
-        place = f"line {line_number(span, record)}"
+    place = f"row {record.number}" if record.offset is None else f"line {line_number(span, record)}"
     return ConfigError(f"{span.path}, {place}: {bad.problem} (--on-bad-line skip leaves it out)")
-
-
-def _reject(span_number: int, record: InputRecord, bad: BadRecord) -> bytes:
-    """Return the line of a record in the part's rejects: its line is counted in the span."""
-    facts = {
-        "span": span_number,
-        "line": record.number + bad.lines_before,
-        "offset": record.offset,
-        "reason": bad.reason,
-        "problem": bad.problem,
-        "excerpt": record.excerpt(),
-    }
-    return (json.dumps(facts) + "\n").encode()
 
 
 Task = tuple[Shard, Path]

@@ -20,12 +20,16 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.paths import require_readable
 from megatron_moe.io.program import note
 from megatron_moe.io.texts import hub_hint
+
+if TYPE_CHECKING:
+    import pyarrow
 
 SMALLEST_SHARD, LARGEST_SHARD = 1 << 20, 1 << 28
 _SHARDS = 256
@@ -141,7 +145,16 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
                 f"--input {path}: is a table that is not read, and would be one document; make JSON lines of it: "
                 f"pandas.read_{read % path}.to_json({lines!r}, orient='records', lines=True)"
             )
-    _require_libraries(found)
+    missing: dict[str, str] = {}  # library -> the first file that needs it
+    for path in found:
+        library = _LIBRARIES.get(_suffix(path))
+        if library is not None and importlib.util.find_spec(library) is None:
+            missing.setdefault(library, path)
+    if missing:
+        raise ConfigError(
+            f"--input {next(iter(missing.values()))}: reading it needs {' and '.join(missing)}; pip install "
+            f"{' '.join(missing)} (the extra `data` of this package)"
+        )
     return found
 
 
@@ -168,7 +181,7 @@ def _regular(paths: list[str], refuse: bool) -> list[str]:
             continue
         if not os.path.lexists(path):
             raise ConfigError(f"--input {path} does not exist, which the dataset's description names")
-        what = "a link that leads nowhere" if os.path.islink(path) and not os.path.exists(path) else "no regular file"
+        what = "no regular file" if os.path.exists(path) else "a link that leads nowhere"
         if refuse:
             raise ConfigError(f"--input {path} is {what}; take it out, or add --on-bad-line skip")
         note(f"{path} is {what}, and is left out")
@@ -176,6 +189,7 @@ def _regular(paths: list[str], refuse: bool) -> list[str]:
 
 
 def _files_of_folder(folder: str) -> list[str]:
+    """Return the files of a folder, sorted; of one of Hugging Face's its data files."""
     if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
         splits = _described(folder, "dataset_dict.json", "splits")
         if len(splits) != 1:
@@ -186,7 +200,21 @@ def _files_of_folder(folder: str) -> list[str]:
     inside = sorted(_walk(folder, ()))
     if not inside:
         raise ConfigError(f"--input {folder} is a folder without files")
-    return _data_files(folder, inside) if _is_from_hub(folder) else inside
+    if not _is_from_hub(Path(folder)):
+        return inside
+    data = [path for path in inside if kind_of(path) != TEXT and os.path.basename(path) not in _DESCRIPTIONS]
+    if not data:
+        raise ConfigError(f"--input {folder}: a dataset of the hub without .parquet, .jsonl, .json or .arrow files")
+    first_of_split: dict[str, str] = {}
+    for path in data:
+        words = re.split(r"[^a-z]+", os.path.relpath(path, folder).lower())
+        names = [_SPLIT_NAMES[word] for word in words if word in _SPLIT_NAMES]
+        first_of_split.setdefault(names[0] if names else "", path)
+    if len(first_of_split) > 1:
+        _refuse_splits(folder, [f"{name or 'others'}: {path}" for name, path in sorted(first_of_split.items())])
+    if len(data) < len(inside):
+        note(f"{folder}: {len(data)} data files are read, {len(inside) - len(data)} others are not")
+    return data
 
 
 def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
@@ -218,48 +246,16 @@ def _described(folder: str, name: str, key: str) -> list[Any]:
     return found
 
 
-def _is_from_hub(folder: str) -> bool:
+def _is_from_hub(folder: Path) -> bool:
     """Return whether a folder is a download of a dataset: it has the hub's attributes, or a card with a header."""
-    if os.path.isfile(os.path.join(folder, ".gitattributes")) and not os.path.isdir(os.path.join(folder, ".git")):
+    if (folder / ".gitattributes").is_file() and not (folder / ".git").is_dir():
         return True
-    card = os.path.join(folder, "README.md")
-    if not os.path.isfile(card):
-        return False
-    with open(card, "rb") as file:
-        return file.readline().strip() == b"---"
-
-
-def _data_files(folder: str, inside: list[str]) -> list[str]:
-    data = [path for path in inside if kind_of(path) != TEXT and os.path.basename(path) not in _DESCRIPTIONS]
-    if not data:
-        raise ConfigError(f"--input {folder}: a dataset of the hub without .parquet, .jsonl, .json or .arrow files")
-    first_of_split: dict[str, str] = {}
-    for path in data:
-        words = re.split(r"[^a-z]+", os.path.relpath(path, folder).lower())
-        name = next((_SPLIT_NAMES[word] for word in words if word in _SPLIT_NAMES), "")
-        first_of_split.setdefault(name, path)
-    if len(first_of_split) > 1:
-        _refuse_splits(folder, [f"{name or 'others'}: {path}" for name, path in sorted(first_of_split.items())])
-    if len(data) < len(inside):
-        note(f"{folder}: {len(data)} data files are read, {len(inside) - len(data)} others are not")
-    return data
+    card = folder / "README.md"
+    return card.is_file() and card.read_bytes().partition(b"\n")[0].strip() == b"---"
 
 
 def _refuse_splits(folder: str, lines: list[str]) -> None:
     raise ConfigError(listing(f"--input {folder} has {len(lines)} splits; name the files or the folder of one", lines))
-
-
-def _require_libraries(files: list[str]) -> None:
-    missing: dict[str, str] = {}  # library -> the first file that needs it
-    for path in files:
-        library = _LIBRARIES.get(_suffix(path))
-        if library is not None and importlib.util.find_spec(library) is None:
-            missing.setdefault(library, path)
-    if missing:
-        raise ConfigError(
-            f"--input {next(iter(missing.values()))}: reading it needs {' and '.join(missing)}; pip install "
-            f"{' '.join(missing)} (the extra `data` of this package)"
-        )
 
 
 # ---- dividing
@@ -446,7 +442,9 @@ def read_span(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
 
 def line_number(span: Span, record: InputRecord) -> int:
     """Return the number of a record's line in its file, from 1, where the record knows it in its span."""
-    number = record.number + (record.bad.lines_before if record.bad is not None else 0)
+    number = record.number
+    if record.bad is not None:
+        number += record.bad.lines_before
     left = span.start
     if left > 0:
         with open(span.path, "rb") as file:
@@ -477,9 +475,11 @@ def _other_format(path: str, kind: str) -> BadRecord | None:
     for begin, (name, suffix) in _FORMATS.items():
         # A text may begin with letters.
         if first.startswith(begin) and (kind == LINES or not begin.isalnum()):
-            advice = f"unpack it, or let its name end in {suffix}" if suffix else "unpack it"
+            advice = "unpack it"
             if is_compressed(path):
                 advice = "it was packed twice; unpack it"
+            elif suffix:
+                advice += f", or let its name end in {suffix}"
             return BadRecord("other format", f"the content is {name}; {advice}")
     if first in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") or first.count(0) == 3:
         name = "UTF-32"
@@ -641,7 +641,7 @@ def _rows(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
         yield InputRecord(1, None, b"", [], BadRecord("empty file", "the table has no rows"))
 
 
-def _batches(path: str, keys: tuple[str, ...]) -> Generator[tuple[Any, list[str]], None, None]:
+def _batches(path: str, keys: tuple[str, ...]) -> Generator[tuple[pyarrow.RecordBatch, list[str]], None, None]:
     """Yield the rows of a table, a batch after the other, with the columns that are needed; and the names of all."""
     import pyarrow
 
@@ -667,7 +667,7 @@ def _batches(path: str, keys: tuple[str, ...]) -> Generator[tuple[Any, list[str]
             yield batch, names
 
 
-def _column(batch: Any, key: str) -> list[Any]:
+def _column(batch: pyarrow.RecordBatch, key: str) -> list[Any]:
     """Return the values of a column; one that Python has not, such as a text that is no UTF-8, is the error instead."""
     if batch.schema.names.count(key) > 1:
         return [ValueError("there are several columns of that name")] * batch.num_rows
@@ -675,14 +675,13 @@ def _column(batch: Any, key: str) -> list[Any]:
     try:
         return column.to_pylist()
     except (ValueError, OverflowError):
-        return [_cell(value) for value in column]
-
-
-def _cell(value: Any) -> Any:
-    try:
-        return value.as_py()
-    except (ValueError, OverflowError) as error:  # UnicodeDecodeError, and times that Python's cannot be
-        return error
+        values: list[Any] = []
+        for value in column:
+            try:
+                values.append(value.as_py())
+            except (ValueError, OverflowError) as error:  # UnicodeDecodeError, and times that Python's cannot be
+                values.append(error)
+        return values
 
 
 def _record_of_row(row: dict[str, Any], there: list[str], number: int, keys: tuple[str, ...]) -> InputRecord:

@@ -114,7 +114,7 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
                 sha256=sidecars[number].bin_sha256 if sidecars else None,
                 num_sequences=len(index.lengths),
                 num_documents=index.num_documents,
-                lengths=partial(_lengths, index),
+                lengths=partial(getattr, index, "lengths"),
                 counts=partial(_counts, index),
             )
         )
@@ -123,7 +123,8 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
         work.begin(command, discard=overwrite)
         aside = work.whole / "0"
         if not work.publishing:
-            write_dataset(aside, sources, indices[0].dtype, _about(sidecars) if sidecars else None)
+            about = _about(sidecars) if sidecars else None
+            write_dataset(aside, sources, indices[0].dtype, about)
         older = [Path(output_prefix + suffix).absolute() for suffix in (".idx", ".json")]
         work.publish(renames(aside, os.path.abspath(output_prefix)), older)
     return open_index(output_prefix)
@@ -166,11 +167,17 @@ def _check_output(prefixes: list[str], output_prefix: str, overwrite: bool) -> N
 
 def _agreeing_sidecars(prefixes: list[str]) -> list[Sidecar]:
     """Return the sidecars of all datasets, or an empty list where none has one."""
-    sidecars = [read_sidecar(prefix) for prefix in prefixes]
-    found = [sidecar for sidecar in sidecars if sidecar is not None]
-    if found and len(found) < len(prefixes):
+    found: list[Sidecar] = []
+    without: list[str] = []
+    for prefix in prefixes:
+        sidecar = read_sidecar(prefix)
+        if sidecar is None:
+            without.append(prefix)
+        else:
+            found.append(sidecar)
+    if found and without:
         raise ConfigError(
-            f"{sidecar_path(prefixes[sidecars.index(None)])} is missing, while others have a sidecar: whether the "
+            f"{sidecar_path(without[0])} is missing, while others have a sidecar: whether the "
             "tokenizer is the same is not known; write the dataset again, or move the other sidecars away"
         )
     for prefix, sidecar in zip(prefixes, found):
@@ -198,10 +205,6 @@ def _state(prefix: str) -> list[str | int]:
     except OSError:
         return [os.path.abspath(prefix)]  # which is refused when it is opened
     return [os.path.abspath(prefix), about.st_size, about.st_mtime_ns]
-
-
-def _lengths(index: TokenIndex) -> numpy.ndarray:
-    return index.lengths
 
 
 def _counts(index: TokenIndex) -> numpy.ndarray:

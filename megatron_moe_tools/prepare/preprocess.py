@@ -9,6 +9,7 @@ are finished, when it is run again (`work_folder`).
 
 from __future__ import annotations
 
+import argparse
 import errno
 import hashlib
 import heapq
@@ -31,13 +32,17 @@ import numpy
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_moe.config.errors import ConfigError, RunFault
+from megatron_moe.config.cli import add_flags
+from megatron_moe.config.command_line import Parser, groups, parts
+from megatron_moe.config.errors import ConfigError, RunFault, listing
 from megatron_moe.config.paths import require_writable_file
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.data.index_file import Sidecar, read_sidecar, token_dtype
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.files import canonical_json, new_file, replacing
 from megatron_moe.io.hashing import sha256_of_file
+from megatron_moe.io.program import DONE, note, run_program
+from megatron_moe_tools.compat.megatron_flags import table, translate
 from megatron_moe_tools.prepare.encoding import SKIP, STOP, PreprocessOptions, stopped_at, tokenizer_of, write_parts
 from megatron_moe_tools.prepare.inputs import TEXT, Shard, as_texts, find_inputs, kind_of, plan_shards, read_span
 from megatron_moe_tools.prepare.output import (
@@ -49,8 +54,6 @@ from megatron_moe_tools.prepare.output import (
     renames,
     write_dataset,
 )
-
-__all__ = ["PreprocessOptions", "preprocess"]
 
 _FEW_RECORDS = 1000
 """Records from which on the share of bad ones ends the work before all is read."""
@@ -71,7 +74,16 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
     files = find_inputs(options.input, refuse_empty=options.on_bad_line == STOP)
     if not files:
         raise ConfigError("--input names no files")
-    _check_files(options, files)
+    written = set(map(os.path.realpath, options.outputs))
+    for path in files:
+        if os.path.realpath(path) in written:
+            raise ConfigError(f"--input: {path} is what this command writes; put --output-prefix into another folder")
+    for path in files:
+        if options.json_keys != ("text",) and kind_of(path) == TEXT:
+            raise ConfigError(
+                f"{path} is a text file, whose only key is text; --json-keys {' '.join(options.json_keys)} needs JSON "
+                "lines or tables"
+            )
     work = ResumeDir(options.output_prefix)
     command = _command(options, files)
     work.sweep()
@@ -104,8 +116,7 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
         ) from error
     sidecars = {}
     for prefix in options.prefixes:
-        sidecar = read_sidecar(prefix)
-        if sidecar is not None:
+        if (sidecar := read_sidecar(prefix)) is not None:
             sidecars[prefix] = sidecar
     if show_progress:
         _print_summary(options, sidecars, total_bytes, time.monotonic() - started)
@@ -153,32 +164,26 @@ def _check_options(options: PreprocessOptions) -> None:
         )
 
 
-def _check_files(options: PreprocessOptions, files: list[str]) -> None:
-    written = set(map(os.path.realpath, options.outputs))
-    for path in files:
-        if os.path.realpath(path) in written:
-            raise ConfigError(f"--input: {path} is what this command writes; put --output-prefix into another folder")
-    for path in files:
-        if options.json_keys != ("text",) and kind_of(path) == TEXT:
-            raise ConfigError(
-                f"{path} is a text file, whose only key is text; --json-keys {' '.join(options.json_keys)} needs JSON "
-                "lines or tables"
-            )
-
-
 def _command(options: PreprocessOptions, files: list[str]) -> dict[str, Any]:
     """Return what decides the content of a part in addition to its input: options, and the tokenizer's hash.
 
     A tokenizer that is trained on the input depends on the state of all its files.
     """
-    command = {name: value for name, value in vars(options).items() if name not in _OF_RUNNING}
+    command = {**vars(options)}
+    for name in _OF_RUNNING:
+        del command[name]
     command["json_keys"] = list(options.json_keys)
     command["tiktoken_special_tokens"] = list(options.tiktoken_special_tokens or ())
     if not options.train_tokenizer:
         tokenizer = tokenizer_of(options)
         command["tokenizer"] = [tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod]
-        return {name: value for name, value in command.items() if name not in TOKENIZER_FIELDS}
-    states = [[os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns] for path in files]
+        for name in TOKENIZER_FIELDS:
+            command.pop(name, None)
+        return command
+    states = []
+    for path in files:
+        about = os.stat(path)
+        states.append([os.path.abspath(path), about.st_size, about.st_mtime_ns])
     command["trained on"] = hashlib.sha256(canonical_json(states)).hexdigest()
     return command
 
@@ -525,3 +530,153 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
         for line in text.split("\n"):
             for start in range(0, len(line), _LONGEST_LINE):
                 yield line[start : start + _LONGEST_LINE]
+
+
+# ---- the command line; flags that Megatron-LM has too have its names
+
+NAME = "megatron-moe prepare"
+
+_SENTENCES = (
+    "sentences are for BERT and T5; where a document needs several sequences, write its text as a list of texts under "
+    "the key, and each becomes one"
+)
+_WORKERS = "measures the speed for several numbers of workers; each run prints its own, and --workers sets the number"
+_REFUSED = {
+    "--split-sentences": _SENTENCES,
+    "--find-optimal-num-workers": _WORKERS,
+    "--workers-to-check": _WORKERS,
+    "--max-documents": _WORKERS,
+    "--performance-dir": _WORKERS,
+    "--tokenizer-sentencepiece-legacy": "a SentencePiece model is read as it is; drop it",
+}
+"""Flags of Megatron-LM's preprocess_data.py that are not here -> why, and what to do."""
+_IGNORED = {
+    "--lang": "read with --split-sentences alone",
+    "--keep-newlines": "read with --split-sentences alone",
+    "--dataset-impl": "there is one format, Megatron-LM's mmap",
+}
+_INTERRUPTED = "interrupted; the parts that are finished are kept, and the same command goes on with them"
+_ANSWERED = frozenset(
+    """--chat-template --legacy-tokenizer --null-tokenizer-eod-id --null-tokenizer-pad-id --tokenizer-hf-no-use-fast
+    --tokenizer-hf-no-include-special-tokens --tokenizer-hf-use-fast --tokenizer-metadata --tokenizer-special-tokens
+    --trust-remote-code --use-gigatoken --vocab-extra-ids""".split()
+)
+"""Flags of its tokenizers whose answer in the table of training holds here too."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser, with one flag per field of `PreprocessOptions`."""
+    p = Parser(
+        prog=NAME,
+        description="Tokenize text into indexed datasets: PREFIX_KEY_document.bin, .idx and a .json sidecar.",
+        allow_abbrev=False,
+    )
+    data = p.add_argument_group("input and output")
+    data.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        help="JSON lines (.jsonl, .json), tables (.parquet, .arrow), texts (other files), .gz and .zst of lines and "
+        "texts, folders of them or of a Hugging Face dataset, or patterns such as 'a/*.jsonl'",
+    )
+    data.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="keys of the JSON objects; one dataset each (default: text). Of a list of texts each is a sequence",
+    )
+    data.add_argument("--output-prefix", required=True, help="path and beginning of the names of the files to write")
+    data.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
+    data.add_argument(
+        "--workers", type=int, default=None, help="processes that tokenize (default: one per available core)"
+    )
+    data.add_argument(
+        "--partitions",
+        type=int,
+        default=1,
+        help="write first the documents 0, N, 2 N, ..., then 1, N + 1, ...: Megatron-LM's order (default: 1)",
+    )
+    data.add_argument(
+        "--keep-sequential-samples", action="store_true", help="the order of the input, whatever --partitions says"
+    )
+    data.add_argument("--log-interval", type=int, help="documents between lines of progress, instead of a bar")
+    data.add_argument(
+        "--on-bad-line",
+        choices=(STOP, SKIP),
+        default=STOP,
+        help="what is no document ends the work, or is counted and listed in PREFIX_rejects.jsonl (default: stop)",
+    )
+    data.add_argument(
+        "--max-bad-lines", type=float, help="with skip: the share of bad lines, from 0 to 1, beyond which it stops"
+    )
+    data.add_argument(
+        "--overwrite", action="store_true", help="replace files that exist, and drop parts of another command"
+    )
+    tokenizer = p.add_argument_group("tokenizer")
+    add_flags(tokenizer, TOKENIZER_FIELDS)
+    tokenizer.add_argument(
+        "--tokenizer-hf-include-special-tokens",
+        action="store_true",
+        help="HuggingFaceTokenizer: add what tokenizer.json adds to a text, such as a token that begins it",
+    )
+    tokenizer.add_argument("--vocab-size", type=int, help="NullTokenizer: ids, with the end-of-document id")
+    training = p.add_argument_group("training a SentencePiece tokenizer on the input first")
+    training.add_argument(
+        "--train-tokenizer", action="store_true", help="train and write the file --tokenizer-model, then use it"
+    )
+    training.add_argument(
+        "--tokenizer-vocab-size", type=int, default=4096, help="pieces of the new model (default: 4096)"
+    )
+    training.add_argument("--tokenizer-model-type", choices=MODEL_TYPES, default="bpe", help="algorithm (default: bpe)")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Preprocess as the flags say.
+
+    Args:
+        argv: the command line without the program's name.
+
+    Returns:
+        The exit status: 0, 1 for a full disk, 2 for a wrong flag or input (one line on stderr), or 130 after Ctrl-C.
+    """
+    errors = (ConfigError, OSError)
+    return run_program(NAME, _main, argv, interrupted=_INTERRUPTED, errors=errors, rank=0)
+
+
+def _main(argv: list[str]) -> int:
+    flags: dict[str, Any] = vars(parser().parse_args(_own_flags(argv)))
+    options = PreprocessOptions(**{**flags, "input": tuple(flags["input"]), "json_keys": tuple(flags["json_keys"])})
+    preprocess(options)
+    return DONE
+
+
+def _own_flags(argv: list[str]) -> list[str]:
+    """Return the command line in this program's flags, and print what became of Megatron-LM's.
+
+    Raises:
+        ConfigError: for flags that are unknown or not here, all in one message.
+    """
+    own = [option for action in parser()._actions for option in action.option_strings]
+    kept: list[str] = []
+    others: list[str] = []
+    problems: list[str] = []
+    for group in groups(argv):
+        flag, given = parts(group)
+        if flag in _REFUSED:
+            problems.append(f"{flag}: {_REFUSED[flag]}")
+        elif flag in _IGNORED:
+            note(f"{NAME}: ignored: {' '.join([flag, *given])}: {_IGNORED[flag]}")
+        elif flag in own and flag != "--tokenizer-type":
+            kept += group
+        elif flag in table() and flag not in (*own, *_ANSWERED) and table()[flag][0].target not in own:
+            problems.append(f"{flag}: is a flag of training and says nothing here; drop it")
+        else:
+            others += group
+    found = translate(others, own)
+    problems += found.problems
+    if problems:
+        raise ConfigError(problems[0] if len(problems) == 1 else listing(f"{len(problems)} flags", problems))
+    for text in found.notes:
+        note(f"{NAME}: {text}")
+    return kept + found.argv

@@ -1,4 +1,4 @@
-"""The page itself: the states of runs as JSON in one HTML file, with its program and style, and nothing from a network.
+"""The page of runs: their states as JSON in one HTML file, with its program and style, and nothing from a network.
 
 The data is in an element that no browser runs, with every `<` escaped, and the page's policy lets only the scripts and
 styles run whose hash it names: nothing in a run's names, flags or messages can become code.
@@ -15,18 +15,229 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_moe.io.files import finite, replace_text
+from megatron_moe.io.texts import duration_text
 from megatron_moe.report.metric import metrics
 from megatron_moe.report.records import EvalRecord, StepRecord
 from megatron_moe.report.sink import Sink
-from megatron_moe_tools.report.findings import findings, status_of
-from megatron_moe_tools.report.run_state import RunState
+from megatron_moe_tools.report.run_state import RunState, seconds_of
+
+# ---- what a reader has to know first: how a run ended, what is good in it, and what needs attention
+
+_SILENT_SECONDS, _SILENT_STEPS = 300.0, 20.0
+_EVEN, _UNEVEN, _COLLAPSED = 1.5, 2.5, 0.25
+_MANY_SKIPPED, _MUCH_LOST, _ENOUGH_STEPS = 0.01, 0.05, 100
+_SKIPPED_IN_A_ROW, _SKIPPED_IN_A_ROW_FP16 = 3, 40  # fp16's loss scale falls from 2^32 to 1 in that many
+_MOST_TEXT = 200
+_LEVELS = ("bad", "attention", "good")
+
+
+@dataclass(frozen=True)
+class RunFinding:
+    """Something to know about a run, of a level of `_LEVELS`.
+
+    chart: which chart shows it. do: what helps. page: where the documentation describes it.
+    """
+
+    level: str
+    text: str
+    chart: str
+    do: str = ""
+    page: str = ""
+
+
+def status_of(state: RunState) -> dict[str, str]:
+    """Return `state` (finished, running, stopped, killed, failed, empty or unknown) and `text` for people.
+
+    A run whose last attempt has no ending is running until its files have been silent for five minutes, and for twenty
+    of its steps.
+    """
+    attempts = state.info.get("attempts") or []
+    if not state.count and not attempts:
+        return {"state": "empty", "text": "no step yet"}
+    at = _at(state) or "before its first step"
+    if not attempts:
+        return {"state": "unknown", "text": f"{at}; it has no metrics.run.json, which says how a run ended"}
+    ending = attempts[-1].get("ending")
+    if ending is None:
+        silent = _silent_seconds(state)
+        step_seconds = state.seconds / max(state.count, 1)
+        silence = duration_text(silent)
+        if silent > max(_SILENT_SECONDS, _SILENT_STEPS * step_seconds):
+            return {"state": "killed", "text": f"{at}: no ending was written, and nothing for {silence}"}
+        return {"state": "running", "text": f"{at}, last heard of {silence} ago"}
+    for word in ("finished", "stopped", "failed"):
+        if str(ending).startswith(word):
+            return {"state": word, "text": f"{at}{str(ending)[len(word) :]}"}
+    return {"state": "stopped", "text": f"{at}: {ending}"}
+
+
+def _silent_seconds(state: RunState) -> float:
+    """Return the seconds since anything was written about the run."""
+    try:
+        latest = state.metrics_file.stat().st_mtime
+    except OSError:
+        latest = 0.0
+    latest = max(latest, seconds_of(state.last.get("time")) or 0.0)
+    for attempt in state.info.get("attempts") or []:
+        latest = max(latest, seconds_of(attempt.get("start_time")) or 0.0)
+    return max(0.0, time.time() - latest) if latest else math.inf
+
+
+def findings(state: RunState, status: dict[str, str]) -> list[RunFinding]:
+    """Return what is good in a run and what needs attention, the worst first."""
+    found = [*_of_steps(state), *_of_loss(state, status), *_of_experts(state), *_of_attempts(state, status)]
+    return sorted(found, key=lambda finding: _LEVELS.index(finding.level))
+
+
+def _at(state: RunState) -> str:
+    return f"at iteration {state.last['iteration']:,}" if state.last else ""
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}{'s' * (number != 1)}"
+
+
+def _of_steps(state: RunState) -> list[RunFinding]:
+    watch, found = state.watch, []
+    if watch.not_finite:
+        count = _count(watch.not_finite, "step")
+        text = f"{count} had a loss that is NaN or infinite, the first at {watch.first_not_finite:,}"
+        do = "see which batch, and whether --on-nan skips it"
+        found.append(RunFinding("bad", text, "loss", do, "reliability.md#r7-nan-and-inf"))
+    if watch.skipped:
+        found.append(_of_skipped(state))
+    if state.count and not watch.not_finite and not watch.skipped:
+        found.append(RunFinding("good", "every step was finite and applied", "loss"))
+    if watch.spike_count:
+        places = ", ".join(f"{iteration:,}" for iteration, _ in list(watch.spikes)[-5:])
+        text = f"the loss jumped {_count(watch.spike_count, 'time')}, last at {places}"
+        do = "--loss-spike-factor keeps the batch of such a step; a lower --lr or more warm-up helps"
+        found.append(RunFinding("attention", text, "loss", do, "reliability.md#what-happens-and-the-flag-for-it"))
+    if watch.norm_spikes:
+        text = f"the gradient norm was over 8 times its median at {_count(watch.norm_spikes, 'step')}"
+        found.append(RunFinding("attention", text, "grad_norm", "look at the loss at the same steps"))
+    if state.seconds and watch.seconds_lost > _MUCH_LOST * state.seconds:
+        lost = f"{duration_text(watch.seconds_lost)} of {duration_text(state.seconds)}"
+        text = f"{_count(watch.slow, 'slow step')} cost {lost}"
+        do = "--timing-log-level 1 says which part of a step is slow"
+        found.append(RunFinding("attention", text, "seconds", do, "gpu.md#host-synchronisation"))
+    if state.bad_lines:
+        found.append(
+            RunFinding("attention", f"{_count(state.bad_lines, 'line')} of its files could not be read", "loss")
+        )
+    return found
+
+
+def _of_skipped(state: RunState) -> RunFinding:
+    """Return what the skipped steps mean: fp16 begins with some while its loss scale falls, others are faults."""
+    watch, page = state.watch, "precision.md#a-step-is-a-transaction"
+    text = f"{_count(watch.skipped, 'step')} of {state.count:,} skipped, the last at {watch.last_skipped or 0:,}"
+    fp16 = (state.info.get("all_flags") or {}).get("fp16") or state.last.get("loss_scale", 1.0) != 1.0
+    usual = _SKIPPED_IN_A_ROW_FP16 if fp16 else _SKIPPED_IN_A_ROW
+    if watch.skipped_in_a_row > usual:
+        last = _count(watch.skipped_in_a_row, "step")
+        text = f"the last {last} were all skipped: nothing is learnt any more ({text})"
+        return RunFinding("bad", text, "grad_norm", "go back to a checkpoint before them, with a lower --lr", page)
+    often = watch.skipped > _MANY_SKIPPED * state.count
+    if fp16:
+        do = "fp16 skips a few while it looks for its loss scale; many later mean overflow: try bf16 or a lower --lr"
+        return RunFinding("attention" if often else "good", text, "loss_scale", do, page)
+    do = "their loss or gradient was not finite: the events say where; a lower --lr helps if it is not the data"
+    return RunFinding("bad" if often else "attention", text, "grad_norm", do, page)
+
+
+def _of_loss(state: RunState, status: dict[str, str]) -> list[RunFinding]:
+    losses = [loss for loss in state.series.rows().get("loss", {}).get("mean", []) if loss is not None]
+    if not losses:
+        return []
+    which, now = "the validation loss", state.last_evaluation.get("valid", {}).get("loss")
+    if now is None:
+        which, now = "the loss", losses[-1]
+    found = []
+    entropy = (state.info.get("facts") or {}).get("unigram_entropy")
+    if isinstance(entropy, (int, float)):
+        if now < entropy:
+            found.append(RunFinding("good", f"{which} is {entropy - now:.3f} below the unigram entropy", "loss"))
+        else:
+            text = f"{which}, {now:.3f}, is {now - entropy:.3f} above the unigram entropy: no context is used yet"
+            late = state.count > _ENOUGH_STEPS and status["state"] == "finished"
+            do = "normal in the first steps; later, check data, tokenizer and --lr"
+            found.append(RunFinding("bad" if late else "attention", text, "loss", do))
+    if losses[-1] > losses[0] and len(losses) > 1:
+        text = f"the loss rose from {losses[0]:.3f} to {losses[-1]:.3f}"
+        found.append(RunFinding("bad", text, "loss", "a lower --lr, more warm-up, or a check of the data"))
+    elif len(losses) > 1:
+        found.append(RunFinding("good", f"the loss fell from {losses[0]:.3f} to {losses[-1]:.3f}", "loss"))
+    return found
+
+
+def _of_experts(state: RunState) -> list[RunFinding]:
+    load = state.experts.load()
+    if load is None:
+        return []
+    page, layers, found = "balancing.md", state.loads.layers, []
+    dead = state.experts.dead().sum(axis=1)
+    if dead.any():
+        worst = int(dead.argmax())
+        count = _count(int(dead.sum()), "expert")
+        text = f"{count} got no token lately, {int(dead[worst])} of them in layer {layers[worst]}"
+        do = "raise --moe-router-bias-update-rate or the coefficient of an auxiliary loss"
+        found.append(RunFinding("bad", text, "experts", do, page))
+    shares = load / np.maximum(load.sum(axis=1, keepdims=True), 1e-9)
+    logs = np.log(np.where(shares > 0, shares, 1.0))
+    effective = np.exp(-(shares * logs).sum(axis=1)) / load.shape[1]
+    peak = load.max(axis=1)
+    worst = int(peak.argmax())
+    if effective.min() < _COLLAPSED:
+        lowest = int(effective.argmin())
+        text = f"layer {layers[lowest]} uses {100 * effective[lowest]:.0f} % of its experts: its load has collapsed"
+        do = "go back to a checkpoint before it, with stronger balancing"
+        found.append(RunFinding("bad", text, "experts", do, page))
+    elif peak[worst] > _UNEVEN:
+        text = f"the fullest expert of layer {layers[worst]} gets {peak[worst]:.2f} times the mean"
+        found.append(
+            RunFinding("attention", text, "loads", "normal in the first steps; later, stronger balancing", page)
+        )
+    elif peak[worst] < _EVEN and not dead.any():
+        text = f"experts are evenly loaded: at most {peak[worst]:.2f} times the mean (layer {layers[worst]})"
+        found.append(RunFinding("good", text, "loads"))
+    return found
+
+
+def _of_attempts(state: RunState, status: dict[str, str]) -> list[RunFinding]:
+    attempts, found = state.info.get("attempts") or [], []
+    if len(attempts) > 1:
+        killed = sum(attempt.get("ending") is None for attempt in attempts[:-1])
+        text = f"{len(attempts)} attempts, {killed} of them killed"
+        found.append(RunFinding("attention" if killed else "good", text, "attempts", "", "reliability.md"))
+    faults = state.event_counts["fault"]
+    if faults:
+        last = ""
+        for event in state.events:
+            if event["kind"] == "fault":
+                last = event["text"]
+        if len(last) > _MOST_TEXT:
+            last = f"{last[:_MOST_TEXT]}..."
+        text = f"{_count(faults, 'fault')} recorded, the last: {last}"
+        found.append(RunFinding("attention", text, "events", "the table of events has each", "reliability.md"))
+    if status["state"] in ("failed", "killed"):
+        how = {"failed": "failed", "killed": "was killed"}[status["state"]]
+        do = "the same command goes on from the last checkpoint, where --save and --load are given"
+        text = f"the last attempt {how} {_at(state)}".rstrip()
+        found.append(RunFinding("bad", text, "attempts", do, "reliability.md"))
+    return found
+
+
+# ---- the page
 
 _LEAST_SECONDS, _TIMES_ITS_COST = 30.0, 50.0
 _MOST_SECONDS_TO_READ = 1.0

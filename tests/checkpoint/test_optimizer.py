@@ -16,7 +16,7 @@ from megatron_moe.checkpoint import optimizer as optimizer_state
 from megatron_moe.checkpoint.optimizer import GATHERED_BYTES
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.platform import pinned_memory
-from megatron_moe_tools.plan.rank_costs import gathering_bytes, saving_memory
+from megatron_moe_tools.plan.plan import gathering_bytes, saving_memory
 from megatron_moe_tools.plan.tracing import trace_ranks
 from tests.helpers.rows import rows
 from tests.helpers.trained_steps import OPTIMIZERS, SMALL, TINY

@@ -25,7 +25,7 @@ BACKGROUND = ("--async-save", "--keep-last-k", "2", "--save-retain-interval", "6
 
 @pytest.mark.parametrize(
     ("layout", "saving", "lines"),
-    # a killed EP2 job that saves at once goes on in launch/test_start_ending_jobs.py too
+    # a killed EP2 job that saves at once goes on in launch/test_train_ending_jobs.py too
     rows([("EP2", (), (4,)), ("TP2", BACKGROUND, (2, 5))], test=[("TP2", BACKGROUND, (2, 5))]),
 )
 def test_a_run_that_is_killed_equals_one_that_is_not(

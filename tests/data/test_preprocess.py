@@ -16,9 +16,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.index_file import open_index, read_sidecar
 from megatron_moe.data.tokenizers import SentencePieceTokenizer
-from megatron_moe_tools.prepare.cli import main
 from megatron_moe_tools.prepare.inputs import find_inputs, plan_shards, read_span
-from megatron_moe_tools.prepare.preprocess import PreprocessOptions, preprocess
+from megatron_moe_tools.prepare.preprocess import PreprocessOptions, main, preprocess
 from tests.data.prepared import dataset_bytes, run
 
 TEXTS = [f"document {i}: " + "päyload \n" * (i % 17) for i in range(200)]

@@ -11,7 +11,7 @@ import tokenizers
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.index_file import read_sidecar
-from megatron_moe_tools.prepare.cli import main
+from megatron_moe_tools.prepare.preprocess import main
 from tests.data.odd_texts import BAD_LINES, line, write_odd_texts
 from tests.data.prepared import dataset_bytes, run
 

@@ -20,9 +20,9 @@ from megatron_moe.data.tokenizers import (
     NullTokenizer,
     SentencePieceTokenizer,
 )
-from megatron_moe_tools.prepare.corpus import source_files
 from megatron_moe_tools.prepare.preprocess import sample_texts, train_sentencepiece
 from tests.data.prepared import byte_level_bpe
+from tools.corpus import source_files
 
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 AWKWARD = [

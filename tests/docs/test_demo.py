@@ -11,7 +11,7 @@ import pytest
 
 from megatron_moe.config import rules
 from megatron_moe_tools import compat
-from megatron_moe_tools.prepare import cli as prepare
+from megatron_moe_tools.prepare import preprocess as prepare
 from tests.helpers.ranks import ROOT, alive
 from tools import demo
 

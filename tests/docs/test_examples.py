@@ -15,11 +15,11 @@ from megatron_moe import pretrain
 from megatron_moe.config import rules
 from megatron_moe.config.presets import PRESETS
 from megatron_moe_tools import compat, slurm
+from megatron_moe_tools import train as launch_options
 from megatron_moe_tools.doctor import cli as doctor_cli
-from megatron_moe_tools.launch import options as launch_options
 from megatron_moe_tools.plan import cli as planning_cli
 from megatron_moe_tools.preflight import cli as preflight_cli
-from megatron_moe_tools.prepare import cli as prepare_cli
+from megatron_moe_tools.prepare import preprocess as prepare_cli
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(REPO.glob("examples/*.sh"))

@@ -15,7 +15,7 @@ from megatron_moe.engine.fully_shard import gathered_dtype
 from megatron_moe.model.float16_module import without_wrappers
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel, Sharding
 from megatron_moe.moe.router import routers
-from megatron_moe_tools.plan.rank_costs import rank_traffic
+from megatron_moe_tools.plan.plan import rank_traffic
 from megatron_moe_tools.plan.tracing import trace_ranks
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import TINY, Trainer

@@ -171,7 +171,7 @@ PLANNED = {
 @pytest.mark.parametrize("layout", rows(PLANNED, test=["TP2 x DP2, distributed optimizer"]))
 def test_a_plan_has_what_muon_computes_and_sends(gloo: Any, layout: str) -> None:
     from megatron_moe.config.schema import build
-    from megatron_moe_tools.plan.rank_costs import muon_flops, rank_traffic
+    from megatron_moe_tools.plan.plan import muon_flops, rank_traffic
     from megatron_moe_tools.plan.tracing import trace_ranks
 
     ranks, changes = PLANNED[layout]

@@ -161,7 +161,7 @@ def test_an_expert_that_died_lately_is_dead_although_it_got_tokens_before(tmp_pa
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time of pages, which passes where a test says so."""
     shown = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(report_page, "time", SimpleNamespace(monotonic=lambda: shown.now))
+    monkeypatch.setattr(report_page, "time", SimpleNamespace(monotonic=lambda: shown.now, time=run_state.time.time))
     return shown
 
 

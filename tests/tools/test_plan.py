@@ -13,8 +13,7 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe_tools.plan import tracing
 from megatron_moe_tools.plan.layouts import Machine, legal, nearby_layouts, nearest_legal
-from megatron_moe_tools.plan.plan import make_plan
-from megatron_moe_tools.plan.rank_costs import ROUNDS, bubble_share, rank_traffic, schedule
+from megatron_moe_tools.plan.plan import ROUNDS, bubble_share, make_plan, rank_traffic, schedule
 from megatron_moe_tools.plan.tracing import trace_ranks
 from tests.helpers.rows import rows
 

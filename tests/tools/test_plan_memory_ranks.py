@@ -24,7 +24,7 @@ from megatron_moe.optim.weight_average import build_average
 from megatron_moe.parallel import groups
 from megatron_moe.platform import env_vars
 from megatron_moe_tools.plan.meta_tracer import HOST, LiveBytes, storage_bytes
-from megatron_moe_tools.plan.rank_costs import rank_memory
+from megatron_moe_tools.plan.plan import rank_memory
 from megatron_moe_tools.plan.tracing import trace_ranks
 from tests.helpers.model_cases import Trainer
 from tests.helpers.rows import rows

@@ -8,9 +8,9 @@ import pytest
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
+from megatron_moe_tools.plan.cli import comparison_report, text_report
 from megatron_moe_tools.plan.layouts import GIB, Machine
 from megatron_moe_tools.plan.plan import make_plan, peak_gib, recommended_stage
-from megatron_moe_tools.plan.report import comparison_report, text_report
 
 STATE = {
     **PRESETS["tiny"], "num_layers": 4, "moe_layer_freq": 1, "hidden_size": 256, "moe_ffn_hidden_size": 256,

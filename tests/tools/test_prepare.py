@@ -11,7 +11,7 @@ import tokenizers
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
 from megatron_moe.data.index_file import open_index, read_sidecar
-from megatron_moe_tools.prepare.cli import main
+from megatron_moe_tools.prepare.preprocess import main
 
 LINES: list[dict] = [
     {"text": f"text {i} " * (i % 5 + 1), "n": i, "more": [f"one {i}", "", "two", "three"][: i % 4 + 1]}

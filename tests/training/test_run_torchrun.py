@@ -54,7 +54,7 @@ class Torchrun:
             time.sleep(0.05)
 
 
-# A run that Ctrl-C ends leaves what a killed one does; launch/test_start.py has the signal's way to the ranks.
+# A run that Ctrl-C ends leaves what a killed one does; launch/test_train.py has the signal's way to the ranks.
 @pytest.mark.parametrize("ways", rows(["TERM INT KILL", "TERM KILL"], test=["TERM KILL"]))
 def test_a_run_that_is_stopped_in_several_ways_repeats_every_bit_of_an_undisturbed_one(rank_parent, tmp_path, ways):
     folder, whole = tmp_path / "parts", tmp_path / "whole"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe_tools.prepare import corpus as corpus_module
-from megatron_moe_tools.prepare.corpus import split_of, write_corpus
+from tools import corpus as corpus_module
+from tools.corpus import split_of, write_corpus
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def read(folder: Path) -> dict[str, list[dict[str, str]]]:
 
 
 def test_every_source_is_in_one_split_exactly_and_nothing_else_is(library, tmp_path):
-    corpus = write_corpus(tmp_path / "out", source=library, show_progress=False)
+    write_corpus(tmp_path / "out", source=library)
     splits = read(tmp_path / "out")
     paths, texts = ([record[key] for records in splits.values() for record in records] for key in ("path", "text"))
     assert len(paths) == 121  # 120 modules and one of 40 copies
@@ -48,17 +48,17 @@ def test_every_source_is_in_one_split_exactly_and_nothing_else_is(library, tmp_p
     assert texts[paths.index("package/m7.py")] == "value = 7\n\tx\r\n"
     unwanted = {"latin.py", "empty.py", "notes.txt", "package/tests/test_m.py", "site-packages/other.py", "link.py"}
     assert not unwanted & set(paths)
-    assert corpus.documents == tuple(len(records) for records in splits.values())
-    assert corpus.text_bytes == tuple(sum(len(r["text"].encode()) for r in records) for records in splits.values())
     facts = json.loads((tmp_path / "out" / "corpus.json").read_text())
-    assert list(facts["documents"].values()) == list(corpus.documents)
+    assert facts["documents"] == {name: len(records) for name, records in splits.items()}
+    sizes = {name: sum(len(r["text"].encode()) for r in records) for name, records in splits.items()}
+    assert facts["text_bytes"] == sizes
 
 
 def test_a_file_stays_in_its_split_when_others_come_and_go(library, tmp_path):
-    write_corpus(tmp_path / "a", source=library, show_progress=False)
+    write_corpus(tmp_path / "a", source=library)
     (library / "package" / "m0.py").unlink()
     (library / "package" / "new.py").write_text("new = 1\n")
-    write_corpus(tmp_path / "b", source=library, show_progress=False)
+    write_corpus(tmp_path / "b", source=library)
     before, after = (
         {record["path"]: name for name, records in read(tmp_path / out).items() for record in records} for out in "ab"
     )
@@ -67,7 +67,7 @@ def test_a_file_stays_in_its_split_when_others_come_and_go(library, tmp_path):
 
 
 def test_an_interrupted_write_leaves_the_old_corpus(library, tmp_path, monkeypatch):
-    write_corpus(tmp_path / "out", source=library, show_progress=False)
+    write_corpus(tmp_path / "out", source=library)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     calls = iter(range(50))
 
@@ -78,14 +78,14 @@ def test_an_interrupted_write_leaves_the_old_corpus(library, tmp_path, monkeypat
 
     monkeypatch.setattr(corpus_module, "split_of", fail)
     with pytest.raises(KeyboardInterrupt):
-        write_corpus(tmp_path / "out", source=library, show_progress=False)
+        write_corpus(tmp_path / "out", source=library)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
 def test_a_folder_without_sources_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="no Python source files"):
-        write_corpus(tmp_path / "out", source=tmp_path / "empty", show_progress=False)
+        write_corpus(tmp_path / "out", source=tmp_path / "empty")
 
 
 def test_shares_of_files_are_as_asked():

@@ -17,7 +17,6 @@ import pytest
 
 from megatron_moe.io import launched
 from megatron_moe_tools import train
-from megatron_moe_tools.launch import start
 from tests.helpers.ranks import ROOT, Child, RankParent
 
 PATIENCE = 600.0
@@ -35,7 +34,7 @@ while os.getppid() == launcher:
 
 
 def with_light_ranks(argv: list[str]) -> int:
-    start._RANK = LIGHT_RANK
+    train._RANK = LIGHT_RANK
     launched.FIRST_NOTE_SECONDS = 0.0
     tempfile.tempdir = None  # as TMPDIR says
     return train.main(argv)
@@ -81,7 +80,7 @@ def of_training(parent: RankParent, folder: Path) -> tuple[Launch, list[psutil.P
 
 
 def of_light_ranks(parent: RankParent, folder: Path, **ends_with: int) -> tuple[Launch, list[psutil.Process]]:
-    target = "tests.launch.test_start:with_light_ranks"
+    target = "tests.launch.test_train:with_light_ranks"
     launch = Launch(parent, folder, target=target, ENDS_WITH=json.dumps(ends_with))
     launch.until(lambda: all((folder / f"ready{rank}").exists() for rank in (0, 1)))
     return launch, launch.ranks()
@@ -118,7 +117,7 @@ def test_a_signal_reaches_all_ranks_whose_end_is_the_launchers(
 
 def test_a_launcher_that_waits_for_other_nodes_ends_at_a_signal(rank_parent, tmp_path):
     flags = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --rdzv-conf is_host=true".split()
-    launch = Launch(rank_parent, tmp_path, *flags, target="tests.launch.test_start:with_light_ranks")
+    launch = Launch(rank_parent, tmp_path, *flags, target="tests.launch.test_train:with_light_ranks")
     launch.until(lambda: "waiting for the other nodes of --nnodes 2" in launch.said())
     os.kill(launch.pid, signal.SIGTERM)
     assert launch.ends([]) == 143
@@ -126,12 +125,12 @@ def test_a_launcher_that_waits_for_other_nodes_ends_at_a_signal(rank_parent, tmp
 
 
 def test_a_rank_is_a_process_that_trains():
-    program = [sys.executable, "-c", start._RANK, str(ROOT), "--help"]
+    program = [sys.executable, "-c", train._RANK, str(ROOT), "--help"]
     shown = subprocess.run(program, cwd="/", capture_output=True, text=True, check=True).stdout
     assert shown.startswith("usage: pretrain_moe.py")
 
 
-@pytest.mark.test_all(instead="tests/launch/test_start.py::test_a_signal_reaches_all_ranks_whose_end_is_the_launchers")
+@pytest.mark.test_all(instead="tests/launch/test_train.py::test_a_signal_reaches_all_ranks_whose_end_is_the_launchers")
 def test_ctrl_c_ends_a_training_with_a_word_however_slow_rank_0_is(rank_parent, tmp_path):
     launch, ranks = of_training(rank_parent, tmp_path)
     ranks[0].suspend()

@@ -1,4 +1,7 @@
-"""A corpus of real text that every machine has: the source files of Python's own standard library.
+#!/usr/bin/env python3
+"""Write a corpus of real text that every machine has: the source files of Python's own standard library.
+
+    python tools/corpus.py FOLDER
 
 Files go to train, valid or test by the hash of their relative path, so that no file is in two splits and the same
 interpreter always gives the same corpus. Of files with the same content only the first is taken. Left out: installed
@@ -13,14 +16,14 @@ import json
 import os
 import platform as python_platform
 import shutil
+import sys
 import sysconfig
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+# Import the package of this checkout, even if another one is installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import publish_files
@@ -32,22 +35,12 @@ LEFT_OUT = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """A corpus on disk: its `files`, and `documents` and `text_bytes` (UTF-8) per split, in the order of `SPLITS`."""
-
-    files: tuple[Path, ...]
-    documents: tuple[int, ...]
-    text_bytes: tuple[int, ...]
-
-
 def write_corpus(
     folder: str | Path,
     *,
     source: str | Path | None = None,
     shares: tuple[float, float, float] = SHARES,
-    show_progress: bool = True,
-) -> Corpus:
+) -> None:
     """Write `train.jsonl`, `valid.jsonl`, `test.jsonl` and the counts, `corpus.json`.
 
     A line is {"text": ..., "path": ...}. All files are written to a temporary folder and renamed when they are
@@ -71,19 +64,18 @@ def write_corpus(
     target.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".corpus-", dir=target))
     try:
-        corpus = _write_splits(library, paths, aside, target, shares, show_progress)
+        documents, text_bytes = _write_splits(library, paths, aside, shares)
         facts = {
             "python": python_platform.python_version(),
-            "documents": dict(zip(SPLITS, corpus.documents)),
-            "text_bytes": dict(zip(SPLITS, corpus.text_bytes)),
+            "documents": dict(zip(SPLITS, documents)),
+            "text_bytes": dict(zip(SPLITS, text_bytes)),
         }
         (aside / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         # corpus.json is the mark of a whole corpus: an older one goes first, the new one comes last.
-        names = [*(file.name for file in corpus.files), "corpus.json"]
+        names = [*(f"{split}.jsonl" for split in SPLITS), "corpus.json"]
         publish_files([(aside / name, target / name) for name in names], [target / "corpus.json"])
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return corpus
 
 
 def source_files(library: Path) -> list[Path]:
@@ -107,16 +99,17 @@ def split_of(relative_path: str, shares: tuple[float, float, float] = SHARES) ->
 
 
 def _write_splits(
-    library: Path, paths: list[Path], aside: Path, target: Path, shares: tuple[float, float, float], show_progress: bool
-) -> Corpus:
+    library: Path, paths: list[Path], aside: Path, shares: tuple[float, float, float]
+) -> tuple[list[int], list[int]]:
+    """Write the files of the splits, and return the documents and the bytes of text of each."""
     documents, text_bytes = [0, 0, 0], [0, 0, 0]
     seen: set[bytes] = set()
     with ExitStack() as stack:
-        outputs = [
-            stack.enter_context(open(aside / f"{name}.jsonl", "w", encoding="utf-8", newline="\n")) for name in SPLITS
-        ]
-        progress = stack.enter_context(_progress(show_progress))
-        for path in progress.track(paths, description="corpus"):
+        outputs = []
+        for name in SPLITS:
+            file = open(aside / f"{name}.jsonl", "w", encoding="utf-8", newline="\n")  # noqa: SIM115
+            outputs.append(stack.enter_context(file))
+        for path in paths:
             content = (library / path).read_bytes()
             digest = hashlib.sha256(content).digest()
             if not content or digest in seen:
@@ -133,16 +126,8 @@ def _write_splits(
     for name, count, share in zip(SPLITS, documents, shares):
         if count == 0 and share > 0:
             raise ConfigError(f"{library} has too few source files: none is in the split {name}")
-    return Corpus(tuple(target / f"{name}.jsonl" for name in SPLITS), tuple(documents), tuple(text_bytes))
+    return documents, text_bytes
 
 
-def _progress(show: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("files"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not show,
-    )
+if __name__ == "__main__":
+    write_corpus(sys.argv[1])

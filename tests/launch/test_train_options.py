@@ -10,7 +10,7 @@ import pytest
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.platform import host
-from megatron_moe_tools.launch import options
+from megatron_moe_tools import train
 
 
 def test_every_option_of_torchrun_is_taken_or_refused_with_a_reason():
@@ -21,10 +21,10 @@ def test_every_option_of_torchrun_is_taken_or_refused_with_a_reason():
         for action in get_args_parser()._actions
         if action.option_strings and action.dest != "help"
     }
-    assert takes_value.keys() <= options.TAKEN.keys() | set(options.REFUSED)
-    assert not options.TAKEN.keys() & set(options.REFUSED)
-    for name in takes_value.keys() & options.TAKEN.keys():
-        assert (options.TAKEN[name] != options.SWITCH) == takes_value[name], name
+    assert takes_value.keys() <= train.TAKEN.keys() | set(train.REFUSED)
+    assert not train.TAKEN.keys() & set(train.REFUSED)
+    for name in takes_value.keys() & train.TAKEN.keys():
+        assert (train.TAKEN[name] != train.SWITCH) == takes_value[name], name
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_every_option_of_torchrun_is_taken_or_refused_with_a_reason():
     ],
 )
 def test_the_ranks_are_counted_and_the_flags_left(words, environment, world_size):
-    launch, flags = options.split(words.split(), environment)
+    launch, flags = train.split(words.split(), environment)
     assert (launch and launch.world_size, flags) == (world_size, ["--preset", "tiny"])
 
 
@@ -49,7 +49,7 @@ def test_the_ranks_are_counted_and_the_flags_left(words, environment, world_size
 )
 def test_gpu_and_cpu_are_counted_here(monkeypatch, word, devices, ranks):
     monkeypatch.setattr(host, "visible_devices", lambda: devices)
-    launch, _ = options.split(["--nproc-per-node", word], {})
+    launch, _ = train.split(["--nproc-per-node", word], {})
     assert launch is not None and launch.world_size == ranks and f"--nproc-per-node={ranks}" in launch.words
 
 
@@ -73,17 +73,17 @@ def test_gpu_and_cpu_are_counted_here(monkeypatch, word, devices, ranks):
 )
 def test_a_mistake_is_named(words, names):
     with pytest.raises(ConfigError, match=names):
-        options.split(words.split(), {})
+        train.split(words.split(), {})
 
 
 def test_a_rank_does_not_launch():
     with pytest.raises(ConfigError, match="RANK=1"):
-        options.split(["--nproc-per-node", "2"], {"RANK": "1"})
+        train.split(["--nproc-per-node", "2"], {"RANK": "1"})
 
 
 def test_the_options_are_read_without_torch():
     code = (
-        "import sys; from megatron_moe_tools.launch.options import split; split(['--nproc-per-node', 'auto'], {}); "
+        "import sys; from megatron_moe_tools.train import split; split(['--nproc-per-node', 'auto'], {}); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

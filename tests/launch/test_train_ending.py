@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_moe.io import launched
-from megatron_moe_tools.launch.start import Ending, RankEnd, of_failures
+from megatron_moe_tools.train import Ending, RankEnd, of_failures
 
 
 def failure(status: int, timestamp: int = 0) -> SimpleNamespace:
