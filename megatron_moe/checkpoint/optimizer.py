@@ -44,7 +44,7 @@ State = dict[Any, Any]
 """A nested optimizer state: of one optimizer, or of several by their numbers."""
 
 
-class OptimizerPart(EngineOptimizer, Protocol):
+class CheckpointedOptimizer(EngineOptimizer, Protocol):
     """One of the engine's optimizers, or their chain; the last attributes are a distributed optimizer's."""
 
     param_groups: list[dict[str, Any]]
@@ -63,7 +63,7 @@ class OptimizerPart(EngineOptimizer, Protocol):
 
 
 def sharded_state(
-    optimizer: OptimizerPart, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool
+    optimizer: CheckpointedOptimizer, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool
 ) -> Any:
     """Return the optimizer's sharded state dict. Collective: a distributed optimizer gathers its shards."""
     with compact_buckets(optimizer), every_main_param(optimizer), _unpacked(optimizer, of_distributed=loading):
@@ -95,7 +95,7 @@ def _leave_empty_groups_out(state: object) -> None:
 
 
 @torch.no_grad()
-def load(optimizer: OptimizerPart, state: State, run: Run) -> None:
+def load(optimizer: CheckpointedOptimizer, state: State, run: Run) -> None:
     """Load a state into the optimizer: main weights, moments, step count, loss scale.
 
     Which parameters form a group, its learning rate and decay, betas and epsilon are settings, not state: those of the
@@ -122,7 +122,7 @@ def parts_with_state(optimizer: EngineOptimizer, state: State) -> list[tuple[Any
     return [(part, own) for part, own in zip(chain, states) if own]
 
 
-def _to_common(part: OptimizerPart, own: dict[str, Any]) -> None:
+def _to_common(part: CheckpointedOptimizer, own: dict[str, Any]) -> None:
     """Change an optimizer's sharded state into the common form; nothing is copied."""
     if part.config.use_distributed_optimizer:
         del own[_SHARDING]
@@ -150,7 +150,7 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), device=like.device).expand(like.shape)
 
 
-def _from_common(part: OptimizerPart, common: dict[str, Any]) -> None:
+def _from_common(part: CheckpointedOptimizer, common: dict[str, Any]) -> None:
     """Undo `_to_common` on what was loaded."""
     if part.config.use_distributed_optimizer:
         common[_SHARDING] = FORMAT["distrib_optim_sharding_type"]
@@ -259,7 +259,7 @@ def gathered_into(optimizer: EngineOptimizer, buffers: Buffers, *, later: bool) 
 
 
 def _gathering(
-    part: OptimizerPart, number: int, buffers: Buffers, gathered: Gathered, later: bool
+    part: CheckpointedOptimizer, number: int, buffers: Buffers, gathered: Gathered, later: bool
 ) -> Callable[..., dict[Any, Any]]:
     """Return a replacement of the engine's `DistributedOptimizer.get_parameter_state_dp_zero` with the same result."""
 
@@ -276,7 +276,7 @@ def _gathering(
 
 @torch.no_grad()
 def _whole_buffer(
-    part: OptimizerPart,
+    part: CheckpointedOptimizer,
     name: tuple[int, int],
     bucket_ranges: list[dict[str, Any]],
     buffers: Buffers,
@@ -322,7 +322,7 @@ def _whole_buffer(
 class _Shard:
     """A rank's shard of one bucket: the parameters, or parts of them, whose state it holds, by their places."""
 
-    def __init__(self, part: OptimizerPart, param_map: dict[torch.Tensor, Any], numel: int) -> None:
+    def __init__(self, part: CheckpointedOptimizer, param_map: dict[torch.Tensor, Any], numel: int) -> None:
         self._part, self.numel = part, numel
         places = [(where["gbuf_local"].start, where["gbuf_local"].end, weight) for weight, where in param_map.items()]
         self._places = sorted(places, key=lambda place: place[0])
