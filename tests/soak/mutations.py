@@ -34,7 +34,7 @@ SECONDS = 900
 
 DRAWN_FROM = {
     "moe": ["moe/*.py"],
-    "training": [f"training/{name}.py" for name in ("step", "optimizer", "finalize_model_grads", "muon")],
+    "training": ["training/step.py", "training/finalize_model_grads.py", "optim/optimizer.py", "optim/muon.py"],
     "precision": ["precision/*.py"],
     "checkpoint": [f"checkpoint/{name}.py" for name in ("save", "load", "optimizer")],
     "hf": ["hf/mapping.py", "hf/transforms.py"],
