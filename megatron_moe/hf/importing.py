@@ -212,26 +212,27 @@ class _Filling:
         self.flags = united.cpu()
         keys = {key: number for number, key in enumerate(self.table.shapes)}
         counts = torch.zeros(len(keys), dtype=torch.int64)
-        wrong = [
-            f"{shard.key} of shape {list(shard.whole)} is not in the table"
-            for shard in shards
-            if self.table.shapes.get(shard.key) != shard.whole
-        ]
+        wrong, unfilled = [], []
         for shard in shards:
+            if self.table.shapes.get(shard.key) != shard.whole:
+                wrong.append(f"{shard.key} of shape {list(shard.whole)} is not in the table")
+            if bool(shard.values.isnan().any()):
+                unfilled.append(f"{shard.key} was not filled")
             if shard.is_main and shard.key in keys:
                 counts[keys[shard.key]] += shard.values.numel()
         total = counts.to(device)
         torch.distributed.all_reduce(total)
-        wrong += [
-            f"the ranks have {count} elements of {key}, which has {elements(self.table.shapes[key])}"
-            for key, count in zip(keys, total.tolist())
-            if count != elements(self.table.shapes[key])
-        ]
+        for key, count in zip(keys, total.tolist()):
+            wanted = elements(self.table.shapes[key])
+            if count != wanted:
+                wrong.append(f"the ranks have {count} elements of {key}, which has {wanted}")
         used = set(self.flagged("used"))
         wrong += [f"{name} was not used" for name in self.names if name not in used]
-        wrong += [f"{shard.key} was not filled" for shard in shards if bool(shard.values.isnan().any())]
-        parameters = ((name, value) for chunk in trained.model for name, value in chunk.named_parameters())
-        wrong += [f"{name} was not filled" for name, value in parameters if bool(local(value).isnan().any())]
+        for chunk in trained.model:
+            for name, value in chunk.named_parameters():
+                if bool(local(value).isnan().any()):
+                    unfilled.append(f"{name} was not filled")
+        wrong += unfilled
         everywhere = sorted({line for lines in all_gather_object(wrong[:10]) for line in lines})
         if everywhere:
             raise ConfigError(f"{path}: not all was converted: {'; '.join(everywhere[:10])}")
@@ -284,8 +285,10 @@ def _tasks(table: Mapping, shards: Sequence[dist.Shard]) -> list[_Task]:
         of_key.setdefault(shard.key, []).append(shard)
     tasks = []
     for piece in table.pieces:
-        found = [_overlap(piece, shard) for shard in of_key.get(piece.key, ())]
-        overlaps = [overlap for overlap in found if overlap is not None]
+        overlaps = []
+        for shard in of_key.get(piece.key, ()):
+            if (overlap := _overlap(piece, shard)) is not None:
+                overlaps.append(overlap)
         if overlaps:
             tasks.append(_Task(piece, overlaps))
     return tasks

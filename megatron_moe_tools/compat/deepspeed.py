@@ -180,10 +180,11 @@ def _document(path: str) -> dict[str, Any]:
         return match[0] if match[0].startswith('"') else " "
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ConfigError(f"--deepspeed-config {path}: key {twice[0]} is given twice; keep one")
+        found: dict[str, Any] = {}
+        for name, value in sorted(pairs, key=lambda pair: pair[0]):
+            if name in found:
+                raise ConfigError(f"--deepspeed-config {path}: key {name} is given twice; keep one")
+            found[name] = value
         return dict(pairs)
 
     try:
@@ -337,8 +338,8 @@ def settings_of(
     for key, settings in {**found, **_optimizer_settings(file), **schedule}.items():
         merge.take(key, settings)
     merge.notes += notes
-    offload = {name: values.get(f"zero_optimization.offload_{name}.device") for name in ("param", "optimizer")}
-    if offload["param"] == "cpu" and offload["optimizer"] != "cpu":
+    of_optimizer = values.get("zero_optimization.offload_optimizer.device")
+    if values.get("zero_optimization.offload_param.device") == "cpu" and of_optimizer != "cpu":
         merge.note("zero_optimization.offload_param: the optimizer's state goes to host memory with the weights")
     if values.get("tensorboard.enabled"):
         folder = values.get("tensorboard.output_path")

@@ -75,7 +75,7 @@ def _main(argv: list[str]) -> int:
         read.conditions.update(found.conditions)
         read.launcher = found.launcher or read.launcher
         read.sourced += found.sourced
-    asked = [ask(flag, values, [read.resolved(value) for value in values]) for flag, values in read.flags]
+    asked = [ask(flag, values, list(map(read.resolved, values))) for flag, values in read.flags]
     if "--json" in switches:
         say(json.dumps({one.flag: {"answer": one.answer, "reason": one.reason} for one in asked}, indent=2))
     elif "--rewrite" in switches:
@@ -347,7 +347,10 @@ def _with_arrays(word: str, held: dict[str, list[str]]) -> list[str]:
     named = _REFERENCE.search(word)
     if named is None or named[1] not in held or unquoted(word).strip("${}[@]*!") != named[1]:
         return [word]
-    return [put for inner in held[named[1]] for put in _with_arrays(inner, held)]
+    words = []
+    for inner in held[named[1]]:
+        words += _with_arrays(inner, held)
+    return words
 
 
 def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
@@ -379,12 +382,12 @@ def _take_assignments(command: list[Word], script: Script, held: dict[str, list[
 def _references(words: list[str], held: dict[str, list[str]]) -> set[str]:
     """Return the names of the lists that words name, and that those name in turn."""
     found: set[str] = set()
-    waiting = [name for word in words for name in _REFERENCE.findall(word)]
+    waiting = list(words)
     while waiting:
-        name = waiting.pop()
-        if name in held and name not in found:
-            found.add(name)
-            waiting += [other for word in held[name] for other in _REFERENCE.findall(word)]
+        for name in _REFERENCE.findall(waiting.pop()):
+            if name in held and name not in found:
+                found.add(name)
+                waiting += held[name]
     return found
 
 

@@ -366,11 +366,9 @@ def losses_without_weight(run: Run, given: Given) -> Change | None:
     idle = [kind for kind, coeff in zip(kinds, coeffs) if kind not in ("none", "sinkhorn") and not coeff]
     if not idle or len(kinds) != len(coeffs) or run.moe.num_experts is None:
         return None
-    rest = [(kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind not in idle] or [("none", 0.0)]
-    return {
-        "moe_router_load_balancing_type": tuple(kind for kind, _ in rest),
-        "moe_aux_loss_coeff": tuple(coeff for _, coeff in rest),
-    }, (
+    rest = [pair for pair in zip(kinds, coeffs) if pair[0] not in idle] or [("none", 0.0)]
+    left_kinds, left_coeffs = zip(*rest)
+    return {"moe_router_load_balancing_type": left_kinds, "moe_aux_loss_coeff": left_coeffs}, (
         f"--moe-router-load-balancing-type {' '.join(idle)}: NOT ADDED, its coefficient is 0, Megatron-LM's default;"
         " --moe-aux-loss-coeff 0.01 adds it"
     )

@@ -95,7 +95,8 @@ class HuggingFaceSource(ConversionSource):
         self.shapes = self.table.shapes
         self.names = set(stored) - {*self.copies, *self.ignored, *self.dropped}
         self.weights = WeightCheck(self.reader, self.table)
-        self.inputs = {name: found.path / name for name in {tensor.file for tensor in found.tensors.values()}}
+        for tensor in found.tensors.values():
+            self.inputs[tensor.file] = found.path / tensor.file
         self.companions = {name: path for name, path in found.companions.items() if name != hf_folder.CERTIFICATE}
         self.inputs |= self.companions
         if (found.path / hf_folder.INDEX).exists():
@@ -294,14 +295,12 @@ class HuggingFaceSink(ConversionSink):
         kept = self.state.get("hf") or {}
         needed = [name for name in self.table.copies if name != _TIED or self.family.served_untied]
         wanted = kept.get("copies", needed)
-        if self.options.drop_mtp:
-            wanted = [name for name in wanted if name in self.table.copies]
         unknown = [name for name in wanted if name not in self.table.copies]
-        if unknown:
+        if unknown and not self.options.drop_mtp:
             raise ConfigError(
                 f"--load {self.source.path}: state.json names copies that the model has not: {unknown[:5]}"
             )
-        return list(wanted)
+        return [name for name in wanted if name not in unknown]
 
     # Configuration.
 
@@ -514,10 +513,13 @@ class HuggingFaceSink(ConversionSink):
     def facts(self, rows: list[Row]) -> dict[str, Any]:
         rounding: dict[str, Any] | None = None
         if self.options.fp8:
-            errors = [entry["rounding"] for row in rows for entry in row["hf"] if "rounding" in entry]
-            rounding = {"weights": len(errors)}
-            for name in ("largest", "relative_rms"):
-                rounding[name] = max((error[name] for error in errors), default=0.0)
+            rounding = {"weights": 0, "largest": 0.0, "relative_rms": 0.0}
+            for row in rows:
+                for entry in row["hf"]:
+                    if error := entry.get("rounding"):
+                        rounding["weights"] += 1
+                        rounding["largest"] = max(rounding["largest"], error["largest"])
+                        rounding["relative_rms"] = max(rounding["relative_rms"], error["relative_rms"])
             rounding |= {"block": list(BLOCK), "dtype": "float8_e4m3fn"}
         return {
             "family": self.family.name,

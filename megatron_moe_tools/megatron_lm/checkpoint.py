@@ -286,9 +286,11 @@ class TorchDist(MegatronCheckpoint):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        found = {file.name: file for file in sorted(path.iterdir()) if file.is_file()}
         self._intact: set[StoredBytes] = set()
-        self.files = {name: file for name, file in found.items() if name in _SMALL or name.endswith(".distcp")}
+        self.files = {}
+        for file in sorted(path.iterdir()):
+            if file.is_file() and (file.name in _SMALL or file.name.endswith(".distcp")):
+                self.files[file.name] = file
         try:
             sizes = {name: FileEntry(bytes=file.stat().st_size, sha256="") for name, file in self.files.items()}
             self._index = index.read(path, sizes, listed_in=str(path), with_plans=True)
@@ -459,9 +461,13 @@ class LegacyTorch(MegatronCheckpoint):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        folders = {entry.name: found for entry in sorted(path.iterdir()) if (found := _FOLDER.fullmatch(entry.name))}
-        self.files = {f"{name}/{_FILE}": path / name / _FILE for name in folders}
-        content = {name: self._read(file) for name, file in zip(folders, self.files)}
+        folders, content, self.files = {}, {}, {}
+        for entry in sorted(path.iterdir()):
+            if found := _FOLDER.fullmatch(entry.name):
+                folders[entry.name] = found
+                self.files[f"{entry.name}/{_FILE}"] = entry / _FILE
+        for name, file in zip(folders, self.files):
+            content[name] = self._read(file)
         self.common = next(iter(content.values()))
         self.args = arguments(self.common, path)
         version = self.common.get("checkpoint_version", 0)
@@ -471,7 +477,7 @@ class LegacyTorch(MegatronCheckpoint):
                 "read: load it with Megatron-LM and save it again"
             )
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-        self._tp, self._pp, self._ep = (self._size(name) for name in sizes)
+        self._tp, self._pp, self._ep = map(self._size, sizes)
         self._ranks = [self._rank(name, found, content[name]) for name, found in folders.items()]
         tensors = {(one.tensor, one.pipeline) for one in self._ranks}
         experts = {(one.expert, one.pipeline) for one in self._ranks}
@@ -539,8 +545,10 @@ class LegacyTorch(MegatronCheckpoint):
                 )
         if len(self._ranks) == 1:
             return
-        args = {name: vars(one.get("args", argparse.Namespace())) for name, one in content.items()}
-        ranks = {name: one.get("rank") for name, one in args.items()}
+        args, ranks = {}, {}
+        for name, file in content.items():
+            args[name] = vars(file.get("args", argparse.Namespace()))
+            ranks[name] = args[name].get("rank")
         if len(set(ranks.values())) == 1 or not all(type(rank) is int for rank in ranks.values()):
             self.notes.append(
                 "its files do not say which rank wrote each: the names mp_rank_* alone put them in order, and exchanged"
@@ -582,8 +590,11 @@ class LegacyTorch(MegatronCheckpoint):
         for number in range(chunks.pop()):
             for rank in range(self._pp):
                 offsets[rank, number] = first
-                found = (_LAYER.match(name) for name in of_rank[rank].chunks[number])
-                first += len({match[1] for match in found if match})
+                layers = set()
+                for name in of_rank[rank].chunks[number]:
+                    if layer := _LAYER.match(name):
+                        layers.add(layer[1])
+                first += len(layers)
         seen: set[tuple[str, Shape]] = set()
         for one in sorted(self._ranks, key=lambda one: (one.pipeline, one.expert, one.tensor)):
             for number, chunk in enumerate(one.chunks):

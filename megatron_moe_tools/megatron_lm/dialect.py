@@ -386,8 +386,11 @@ def optimizer_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: one is no number.
     """
     fields = all_fields()
-    found = {name: values[name] for name in SETTINGS if values.get(name) is not None}
-    return {name: from_file(fields[name], value, fields[name].flag) for name, value in found.items()}
+    found = {}
+    for name in SETTINGS:
+        if values.get(name) is not None:
+            found[name] = from_file(fields[name], values[name], fields[name].flag)
+    return found
 
 
 def updates_of(common: Mapping[str, Any], where: str) -> int:
