@@ -177,10 +177,10 @@ def _seconds(limit: str) -> float:
     if limit.upper() in ("UNLIMITED", "INFINITE", "-1", "0"):
         return math.inf
     if found := _DAYS.fullmatch(limit):
-        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        days, hours, minutes, seconds = map(int, found.groups("0"))
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if found := _HOURS.fullmatch(limit):
-        hours, minutes, seconds, alone = (int(part or 0) for part in found.groups())
+        hours, minutes, seconds, alone = map(int, found.groups("0"))
         return (hours * 60 + minutes + alone) * 60 + seconds
     raise ConfigError(
         f"--time {limit}: is no limit as sbatch takes it; e.g. 24:00:00, 90 (minutes), 2-12 (days-hours), UNLIMITED"
@@ -224,7 +224,9 @@ def _job(own: argparse.Namespace, argv: list[str], flags: list[str], folder: Pat
         options["gpus-per-node"] = str(own.gpus_per_node)
     if own.cpus_per_task:
         options["cpus-per-task"] = str(own.cpus_per_task)
-    options |= {name: getattr(own, name) for name in _PASSED if getattr(own, name) is not None}
+    for name in _PASSED:
+        if (value := getattr(own, name)) is not None:
+            options[name] = value
     if own.exclusive:
         options["exclusive"] = ""
     log = own.output or f"{folder}/%x-%j.log".replace("%", "%%").replace("%%x-%%j", "%x-%j")
@@ -285,9 +287,15 @@ def script_text(job: Job) -> str:
     """
     # No word has a line break: the command line's parser refuses it.
     lines = ["#!/usr/bin/env bash", f"# Written by: megatron-moe slurm {shlex.join(job.command)}"]
-    lines += [_option(name, value) for name, value in job.options.items()]
+    for name, value in job.options.items():
+        if "\\" in value:
+            raise ConfigError(
+                f"--{name} {value}: has a backslash, which sbatch reads in its own way; use a name without one"
+            )
+        lines.append(f"#SBATCH --{name}={shlex.quote(value)}" if value else f"#SBATCH --{name}")
     lines.append("set -uo pipefail")
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.settings.items()]
+    for name, value in job.settings.items():
+        lines.append(f"export {name}={shlex.quote(value)}")
     values = {
         "RUN": job.run,
         "SAVE": job.save,
@@ -296,20 +304,13 @@ def script_text(job: Job) -> str:
         "SAVE_SECONDS": str(job.save_seconds),
         "CPU_BIND": job.cpu_bind,
         "NUMA_BINDING": job.numa_binding,
-        "PREFLIGHT": "yes" if job.preflight is not None else "",
+        "PREFLIGHT": "" if job.preflight is None else "yes",
         "CONTAINER": job.container,
         "IMAGE": job.image,
         "MOUNTS": ",".join(job.mounts),
         "EXCLUDE": job.options.get("exclude", ""),
     }
-    lines += [f"{name}={shlex.quote(value)}" for name, value in values.items()]
+    for name, value in values.items():
+        lines.append(f"{name}={shlex.quote(value)}")
     lines += [f"PREFLIGHT_FLAGS=({shlex.join(job.preflight or ())})", f"FLAGS=({shlex.join(job.flags)})", ""]
     return "\n".join(lines) + "\n" + LOGIC.read_text(encoding="utf-8")
-
-
-def _option(name: str, value: str) -> str:
-    if "\\" in value:
-        raise ConfigError(
-            f"--{name} {value}: has a backslash, which sbatch reads in its own way; use a name without one"
-        )
-    return f"#SBATCH --{name}{'=' + shlex.quote(value) if value else ''}"

@@ -231,7 +231,9 @@ def _collect(processes: list[_RankProcess], key: str, seconds: float) -> dict[in
                 if failures:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     if waiting or failures:
-        why = "" if failures else f"{len(waiting)} of {len(processes)} ranks did not end within {seconds:g} s\n"
+        why = ""
+        if not failures:
+            why = f"{len(waiting)} of {len(processes)} ranks did not end within {seconds:g} s\n"
         refusals = [answers[rank].get("refusal") for rank in sorted(answers)]
         refusal = next(filter(None, refusals), None)
         raise RankFailure(why + _report(failures | _stacks(list(waiting.values()))), refusal)
@@ -240,13 +242,16 @@ def _collect(processes: list[_RankProcess], key: str, seconds: float) -> dict[in
 
 def _stacks(hanging: list[_RankProcess]) -> dict[int, str]:
     """Return where each of these processes is, from its faulthandler."""
-    sizes = {process.rank: process.log.stat().st_size for process in hanging}
+    sizes, found = [], {}
     for process in hanging:
+        sizes.append(process.log.stat().st_size)
         if process.process.poll() is None:
             process.process.send_signal(signal.SIGUSR1)
     if hanging:
         time.sleep(STACK_SECONDS)
-    return {process.rank: f"did not end; it is at\n{process.last_output(sizes[process.rank])}" for process in hanging}
+    for process, size in zip(hanging, sizes):
+        found[process.rank] = f"did not end; it is at\n{process.last_output(size)}"
+    return found
 
 
 def _report(texts: dict[int, str]) -> str:
@@ -292,21 +297,17 @@ def serve(target: str) -> None:
         request = json.loads(line)
         answer: dict[str, Any] = {"number": request["number"], "value": None, "error": None, "refusal": None}
         try:
-            answer["value"] = _called(function, request)
+            import torch.distributed as dist
+
+            join_group(request["store"], int(os.environ["RANK"]), request["ranks"], request["seconds"])
+            answer["value"] = function(request["argument"])
+            if dist.is_initialized():
+                dist.destroy_process_group()
         except Exception as error:
-            answer["error"] = traceback.format_exc()
-            answer["refusal"] = str(error) if isinstance(error, ConfigError) else None
+            answer |= {"value": None, "error": traceback.format_exc()}
+            if isinstance(error, ConfigError):
+                answer["refusal"] = str(error)
         _answer(answers, answer)
-
-
-def _called(function: Callable[[Any], Any], request: dict[str, Any]) -> Any:
-    import torch.distributed as dist
-
-    join_group(request["store"], int(os.environ["RANK"]), request["ranks"], request["seconds"])
-    value = function(request["argument"])
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return value
 
 
 def _answer(answers: TextIO, answer: dict[str, Any]) -> None:

@@ -146,12 +146,8 @@ class PlannedUnit:
     """A unit of a fully sharded model: its own weights, and what of it is allocated at the moment."""
 
     unit: Unit
+    facts: GatheredUnit
     weights: list[torch.nn.Parameter]
-    segments: Segments
-    """The shards of one rank, padding included."""
-    ranks: int
-    neighbours: int
-    """Ranks of a secondary partition, or else of a machine."""
     output: Tensor | None = None
     gathered: Tensor | None = None
     secondary: Tensor | None = None
@@ -160,28 +156,14 @@ class PlannedUnit:
     uses: list[int] = field(default_factory=list)
 
     @property
-    def share(self) -> int:
-        """Elements of one rank's shards, padding included."""
-        return sum(self.segments.lengths)
+    def ranks(self) -> int:
+        """Ranks that share it."""
+        return len(self.facts.ranks)
 
     @property
     def whole(self) -> int:
         """Elements of the gathered weights, padding included."""
-        return self.share * self.ranks
-
-    def described(self) -> GatheredUnit:
-        """Return what of it does not change."""
-        return GatheredUnit(
-            segments=self.segments,
-            parameter_bytes=self.unit.dtype.itemsize,
-            ranks=tuple(torch.distributed.get_process_group_ranks(self.unit.group)),
-            neighbours=self.neighbours,
-            expert=any(not getattr(weight, "allreduce", True) for weight in self.weights),
-            is_island=self.unit.is_island,
-            is_root=self.unit.is_root,
-            rates=rates_of(zip(self.weights, self.segments.lengths)),
-            largest_block=largest_block(self.weights),
-        )
+        return self.facts.share * self.ranks
 
 
 def planned_units(found: Iterator[Unit], machine: int) -> list[PlannedUnit]:
@@ -196,7 +178,7 @@ def planned_units(found: Iterator[Unit], machine: int) -> list[PlannedUnit]:
         weights: list[torch.nn.Parameter] = []
         shares: list[int] = []
         quantized: list[bool] = []
-        ranks = unit.group.size()
+        ranks = tuple(torch.distributed.get_process_group_ranks(unit.group))
         for part in unit.module.modules():
             for weight in part.parameters(recurse=False):
                 if id(weight) in seen:
@@ -204,11 +186,21 @@ def planned_units(found: Iterator[Unit], machine: int) -> list[PlannedUnit]:
                 seen.add(id(weight))
                 weights.append(weight)
                 # Every rank has memory for as many elements as the first one's shard has.
-                length = weight.shape[shard_axis(tuple(weight.shape), ranks)]
-                shares.append(weight.numel() // length * -(-length // ranks))
+                length = weight.shape[shard_axis(tuple(weight.shape), len(ranks))]
+                shares.append(weight.numel() // length * -(-length // len(ranks)))
                 quantized.append(is_quantized(part, weight.shape) and not unit.is_island)
-        together = neighbours(torch.distributed.get_process_group_ranks(unit.group), machine)
-        planned.append(PlannedUnit(unit, weights, Segments(tuple(shares), tuple(quantized)), ranks, together))
+        facts = GatheredUnit(
+            segments=Segments(tuple(shares), tuple(quantized)),
+            parameter_bytes=unit.dtype.itemsize,
+            ranks=ranks,
+            neighbours=neighbours(ranks, machine),
+            expert=any(not getattr(weight, "allreduce", True) for weight in weights),
+            is_island=unit.is_island,
+            is_root=unit.is_root,
+            rates=rates_of(zip(weights, shares)),
+            largest_block=largest_block(weights),
+        )
+        planned.append(PlannedUnit(unit, facts, weights))
     return planned
 
 
@@ -255,8 +247,10 @@ class Gathering:
         if unit.output is not None or unit.gathered is not None:
             return
         unit.output = torch.empty(unit.whole, dtype=unit.unit.dtype, device=platform.device())
-        if self._sharding.quantized_weights and unit.secondary is None and unit.ranks > 1 and not unit.unit.is_island:
-            _Gather(lambda: unit.segments, unit.ranks)(unit.output, unit.output[: unit.share], _ranks(unit.ranks))
+        if self._sharding.quantized_weights and unit.secondary is None and unit.ranks > 1 and not unit.facts.is_island:
+            _Gather(lambda: unit.facts.segments, unit.ranks)(
+                unit.output, unit.output[: unit.facts.share], _ranks(unit.ranks)
+            )
 
     def _finish(self, unit: PlannedUnit, in_forward: bool) -> None:
         """Copy the weights out of the flat output."""
@@ -280,11 +274,11 @@ class Gathering:
 
     def _after_forward(self, unit: PlannedUnit, _: torch.nn.Module, inputs: tuple, output: object) -> None:
         if not _in_backward():
-            if not unit.unit.is_root and not self._sharding.keep_gathered:
+            if not unit.facts.is_root and not self._sharding.keep_gathered:
                 self._free(unit)
             unit.uses.append(len(self._order))
             self._order.append(unit)
-        if unit.unit.is_root:
+        if unit.facts.is_root:
             self._last_output = None
         for leaf in _tensors(output):
             if leaf.requires_grad:
@@ -292,11 +286,13 @@ class Gathering:
 
     def _free(self, unit: PlannedUnit) -> None:
         """Free the gathered weights after a forward pass, but for what a secondary partition keeps of them."""
-        partition = self._sharding.machine is not None and unit.neighbours < unit.ranks
-        if partition and unit.neighbours == 1:
+        partition = self._sharding.machine is not None and unit.facts.neighbours < unit.ranks
+        if partition and unit.facts.neighbours == 1:
             return
         if partition:
-            unit.secondary = torch.empty(unit.whole // unit.neighbours, dtype=unit.unit.dtype, device=platform.device())
+            unit.secondary = torch.empty(
+                unit.whole // unit.facts.neighbours, dtype=unit.unit.dtype, device=platform.device()
+            )
         unit.gathered = None
 
     def _before_backward(self, unit: PlannedUnit, gradient: Tensor) -> Tensor:
@@ -316,12 +312,12 @@ class Gathering:
         last = unit.weights[-1].grad  # torch's loop variable holds on to it
         for weight in unit.weights:
             weight.grad = None
-        reduced = torch.empty(unit.share, dtype=torch.float32, device=platform.device())
+        reduced = torch.empty(unit.facts.share, dtype=torch.float32, device=platform.device())
         bits = self._sharding.gradient_bits
-        if unit.ranks > 1 and bits is not None and not unit.unit.is_island:
-            parts = (_ranks(unit.neighbours), _ranks(unit.ranks // unit.neighbours))
-            inside, across = parts if 1 < unit.neighbours < unit.ranks else (None, None)
-            reduction = _Reduction(lambda: unit.segments, bits, inside, across)
+        if unit.ranks > 1 and bits is not None and not unit.facts.is_island:
+            parts = (_ranks(unit.facts.neighbours), _ranks(unit.ranks // unit.facts.neighbours))
+            inside, across = parts if 1 < unit.facts.neighbours < unit.ranks else (None, None)
+            reduction = _Reduction(lambda: unit.facts.segments, bits, inside, across)
             reduction(reduced, self._sent, _ranks(unit.ranks), torch.distributed.ReduceOp.SUM)
         elif unit.ranks > 1 and self._copies:
             torch.empty_like(self._sent)  # gloo adds up in a copy of what is sent

@@ -286,6 +286,7 @@ _STEP = {
     "host": "to host memory and back",
 }
 """The parts of `StepTime` in words."""
+_OF_A_STAGE = ("dense_params", "expert_params", "memory")
 
 
 def text_report(plan: dict[str, Any]) -> str:
@@ -370,7 +371,15 @@ def _head(plan: dict[str, Any]) -> str:
 def _memory(plan: dict[str, Any]) -> str:
     parts = ("weights", "gradients", "optimizer", "activations", "peak")
     rows = [["stage", "ranks", "layers", "dense", "expert", *parts, "in flight", "logits", "dispatch"]]
-    for entry in _distinct(plan["ranks"]):
+    entries: list[dict[str, Any]] = []  # neighbouring stages of equal figures as one
+    for rank in plan["ranks"]:
+        last = entries[-1] if entries else {}
+        if [last.get(key) for key in _OF_A_STAGE] == [rank[key] for key in _OF_A_STAGE]:
+            last["ranks"] = [last["ranks"][0], rank["ranks"][1]]
+            last["stages"] = f"{last['stage']}-{rank['stage']}"
+        else:
+            entries.append({**rank, "stages": str(rank["stage"])})
+    for entry in entries:
         memory = entry["memory"]
         row = [entry["stages"], f"{entry['ranks'][0]}-{entry['ranks'][1]}", str(len(entry["layers"]))]
         row += [f"{entry['dense_params'] / 1e6:,.1f} M", f"{entry['expert_params'] / 1e6:,.1f} M"]
@@ -382,20 +391,6 @@ def _memory(plan: dict[str, Any]) -> str:
     return f"{title} (imbalance {plan['imbalance']:g})\n{_table(rows)}{told}"
 
 
-def _distinct(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the ranks' entries with neighbouring stages of equal figures as one."""
-    rows: list[dict[str, Any]] = []
-    for rank in ranks:
-        same = ("dense_params", "expert_params", "memory")
-        last = rows[-1] if rows else {}
-        if [last.get(key) for key in same] == [rank[key] for key in same]:
-            last["ranks"] = [last["ranks"][0], rank["ranks"][1]]
-            last["stages"] = f"{last['stage']}-{rank['stage']}"
-        else:
-            rows.append({**rank, "stages": str(rank["stage"])})
-    return rows
-
-
 def _traffic(plan: dict[str, Any]) -> str:
     worst: dict[str, dict[str, float]] = {}
     for rank in plan["ranks"]:
@@ -405,7 +400,8 @@ def _traffic(plan: dict[str, Any]) -> str:
     if not worst:
         return "Nothing is sent between ranks"
     rows = [["sent by a rank per step", "GiB", "of it to other machines, GiB"]]
-    rows += [[name, _gib(one["sent"]), _gib(one["between_nodes"])] for name, one in worst.items()]
+    for name, one in worst.items():
+        rows.append([name, _gib(one["sent"]), _gib(one["between_nodes"])])
     return _table(rows)
 
 
@@ -446,7 +442,7 @@ def _recommended(found: dict[str, Any]) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows as text, the first column aligned to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row, widths)]

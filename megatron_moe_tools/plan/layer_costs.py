@@ -196,9 +196,6 @@ class LayerCosts:
         run, on = replace(base, **changes), self._machine
         at = min(at, stages - 1)
         trace = trace_stage(run, stages * ranks, vocabulary(run), at, on.device, on.imbalance, on.gpus_per_node)
-        return self._traced_part(trace)
-
-    def _traced_part(self, trace: RankTrace) -> TracedPart:
         (chunk,) = trace.chunks
         elements: Counter[BufferKind] = Counter()
         for buffer in trace.buffers:
@@ -212,8 +209,8 @@ class LayerCosts:
         for call in chunk.forward + chunk.backward:
             if call.kind == "broadcast":
                 continue
-            ranks = tuple(rank - trace.ranks.start for rank in call.ranks)
-            seconds = self.seconds(call.kind, ranks, call.bytes)
+            members = tuple(rank - trace.ranks.start for rank in call.ranks)
+            seconds = self.seconds(call.kind, members, call.bytes)
             if purpose(call.kind, call.ranks, trace) == "EP":
                 expert_seconds += seconds
             else:
@@ -301,9 +298,15 @@ class LayerCosts:
         """
         parts = [self.part(sharding, modules, kind) for kind in kinds]
         elements: Counter[BufferKind] = Counter()
-        root = 0
+        root = logits = dispatch = weights = 0
+        flops: float = 0
+        moved: float = 0
         for part in parts:
             elements.update(part.elements)
+            logits, dispatch = max(logits, part.logits), max(dispatch, part.dispatch)
+            flops += part.flops
+            moved += part.moved
+            weights += part.weights
             if zero >= 2 and not part.is_layer:
                 root += part.gathered_bytes
         below, forward, backward = float(root), float(2 * root), float(3 * root)
@@ -323,15 +326,15 @@ class LayerCosts:
             kept=round(max(below, 0)),
             forward_peak=round(max(forward, below)),
             backward_peak=round(max(backward, below)),
-            logits=max(part.logits for part in parts),
-            dispatch=max(part.dispatch for part in parts),
-            flops=round(sum(part.flops for part in parts)),
+            logits=logits,
+            dispatch=dispatch,
+            flops=round(flops),
             forward=(),
             backward=(),
             leaving=round(leaving),
-            moved=round(sum(part.moved for part in parts)),
+            moved=round(moved),
         )
-        return _Chunk(trace, elements, sum(part.weights for part in parts), parts[0].boundary)
+        return _Chunk(trace, elements, weights, parts[0].boundary)
 
     def rank_trace(self, layout: SearchedLayout, modules: Modules, rank: int, passes: bool = True) -> RankTrace:
         """Return the trace of a pipeline rank, put together; without the passes, only what it holds and sends."""

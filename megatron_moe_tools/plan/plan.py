@@ -172,7 +172,9 @@ def schedule(
     forward pass first, so that a forward and a backward pass that run at a time do not wait for one another.
     """
     total = chunks * micro_batches
-    warm_up = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    warm_up = stages - stage - 1
+    if chunks > 1:
+        warm_up = 2 * warm_up + (chunks - 1) * stages
     warm_up = min(warm_up + ahead, total)
 
     def chunk(index: int) -> int:
@@ -226,9 +228,21 @@ def saving_memory(run: Run, traces: Sequence[RankTrace], gpus_per_node: int) -> 
             elif _unpacks(run) and not run.checkpoint.no_save_optim:
                 of_shards += unit.share * 2 * _FP32
         for buffer in trace.buffers:
+            # What the first rank of the buffer's group holds; main params and moments are gathered there at stage 1.
+            per_element = average = 0
+            if run.derived.zero_stage != 1:
+                average = _average_bytes(run, buffer.used)
+                if run.checkpoint.async_save or _unpacks(run):
+                    per_element = _optimizer_bytes(run, buffer.parameter_bytes)
+            elif not run.checkpoint.no_save_optim:
+                only_matrices = run.optimizer.optimizer == "muon" and buffer.matrices == buffer.used
+                per_element = 2 * _FP32 if only_matrices else 3 * _FP32
+            if run.checkpoint.async_save:
+                per_element += buffer.parameter_bytes
+            of_first = buffer.used * per_element + average
             # Data parallelism is the slowest dimension of a stage: the first ranks are the first of the groups.
             for rank in trace.ranks[: len(trace.ranks) // len(buffer.ranks)]:
-                by_rank[rank] += _host_bytes(run, buffer)
+                by_rank[rank] += of_first
             if run.derived.zero_stage == 1:
                 of_shards += _average_bytes(run, buffer.used // len(buffer.ranks))
         for rank in trace.ranks:
@@ -237,21 +251,6 @@ def saving_memory(run: Run, traces: Sequence[RankTrace], gpus_per_node: int) -> 
     for rank, size in by_rank.items():
         by_node[rank // gpus_per_node] += size
     return SavingMemory(max(by_rank.values()), max(by_node.values()), run.checkpoint.async_save)
-
-
-def _host_bytes(run: Run, buffer: Buffer) -> int:
-    """Return what the first rank of a buffer's group holds in host memory for a save."""
-    per_element = average = 0
-    if run.derived.zero_stage != 1:
-        average = _average_bytes(run, buffer.used)
-        if run.checkpoint.async_save or _unpacks(run):
-            per_element = _optimizer_bytes(run, buffer.parameter_bytes)
-    elif not run.checkpoint.no_save_optim:  # main params and moments are gathered there
-        only_matrices = run.optimizer.optimizer == "muon" and buffer.matrices == buffer.used
-        per_element = 2 * _FP32 if only_matrices else 3 * _FP32
-    if run.checkpoint.async_save:
-        per_element += buffer.parameter_bytes
-    return buffer.used * per_element + average
 
 
 def _optimizer_bytes(run: Run, parameter_bytes: int) -> int:
@@ -270,8 +269,9 @@ def _unpacks(run: Run) -> bool:
 
 def _average_bytes(run: Run, numel: int) -> int:
     """Return what a rank copies of the average of so many weights; a save that is waited for writes it as it is."""
-    copied = run.checkpoint.async_save and not run.checkpoint.no_save_optim
-    return run.derived.average_bytes(numel) if copied else 0
+    if run.checkpoint.async_save and not run.checkpoint.no_save_optim:
+        return run.derived.average_bytes(numel)
+    return 0
 
 
 def gathering_bytes(run: Run, trace: RankTrace) -> int:
@@ -425,9 +425,9 @@ def sent_by_a_rank(kind: str, ranks: tuple[int, ...], size: float, gpus_per_node
 def _of_unit(run: Run, unit: GatheredUnit, micro_batches: int) -> Iterator[tuple[str, tuple[int, ...], float]]:
     """Yield what a fully sharded model sends of a unit in a step: kind, ranks, bytes of all ranks' parts together."""
     sharding, ranks, count = Sharding.from_run(run), unit.ranks, len(unit.ranks)
-    plain = unit.share * unit.parameter_bytes
-    rounds = sharding.quantized_weights and not unit.is_island
-    row = sum(unit.segments.sizes(unit.parameter_bytes, 8)) if rounds else plain
+    plain = row = unit.share * unit.parameter_bytes
+    if sharding.quantized_weights and not unit.is_island:
+        row = sum(unit.segments.sizes(unit.parameter_bytes, 8))
     # Stage 2 keeps gathered weights for all micro-batches; the root's stay for the backward pass at stage 3 too.
     if sharding.keep_gathered:
         yield "all-gather", ranks, count * row

@@ -129,7 +129,8 @@ def trace_ranks(
         stages: the stages to trace; None: all.
         known: cache of earlier traces, also of runs with other flags; new traces are added.
     """
-    known = {} if known is None else known
+    if known is None:
+        known = {}
     traces = []
     last = run.parallel.pipeline_model_parallel_size - 1
     if stages is None:
@@ -218,7 +219,12 @@ def trace_stage(
         assert pg_collection.pp.rank() == stage
         offload = ActivationOffload.from_run(run)
         chunks = build_model(run, pg_collection, vocabulary, draw=False, offload=offload)
-        bare = [_bare(chunk) for chunk in chunks]
+        bare: list[Any] = []  # the language models inside their wrappers
+        for chunk in chunks:
+            model: Any = chunk
+            while not hasattr(model, "pre_process") or not hasattr(model, "decoder"):
+                model = model.module
+            bare.append(model)
         mark_matrices(run, bare)
         for inner in bare:
             _set_row_counts(run, inner, tracer, imbalance)
@@ -261,7 +267,7 @@ def trace_stage(
             groups=groups_of_rank,
             weights=storage_bytes(parameters),
             buffers=() if sharded else tuple(buffers_of(chunks)),
-            units=tuple(one.described() for one in sharded),
+            units=tuple(one.facts for one in sharded),
             offloaded=sharding.offload,
             products_in_fp32=multiply_in_fp32(torch.empty(0, dtype=torch.bfloat16)),
             chunks=tuple(traces[key] for key in keys),
@@ -363,13 +369,6 @@ def _hidden_states(run: Run) -> torch.Tensor:
     dtype = residual_dtype(run.precision.fp32_residual_connection, getattr(torch, run.derived.params_dtype_name))
     shape = (run.model.seq_length // split, run.training.micro_batch_size, run.model.hidden_size)
     return torch.empty(shape, dtype=dtype, device=platform.device())
-
-
-def _bare(chunk: Any) -> Any:
-    """Return the language model inside its wrappers."""
-    while not hasattr(chunk, "pre_process") or not hasattr(chunk, "decoder"):
-        chunk = chunk.module
-    return chunk
 
 
 def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbalance: float) -> None:

@@ -276,7 +276,9 @@ def _hosts(place: Place) -> list[str] | Finding:
 def _judged_groups(place: Place, groups: list[list[int]], hosts: list[str], given: float | None, kind: int) -> Finding:
     """Measure all groups at once and judge the slowest, by what was given or by the table's figure of that kind."""
     everything = _of_all_ranks(_measured(groups))
-    expected = given if given is not None else expected_bandwidth(node.device_name(), kind)
+    expected = given
+    if expected is None:
+        expected = expected_bandwidth(node.device_name(), kind)
     dist.broadcast_object_list(shared := [expected])
     return judged_bandwidth(everything, groups, hosts, shared[0], place.thresholds.least_share)
 
@@ -293,20 +295,20 @@ def _measured(groups: list[list[int]]) -> dict[str, float] | None:
     """Return the bus bandwidth of the collectives in this rank's group in GB/s, as nccl-tests define it."""
     backend = platform.backend()
     node.bind()
-    made = [dist.new_group(ranks, backend=backend, timeout=_TIMEOUT) for ranks in groups]
-    mine = next((group for group, ranks in zip(made, groups) if dist.get_rank() in ranks), None)
-    size = 1 if mine is None else mine.size()
+    made = []
+    mine, size = None, 1
+    for ranks in groups:
+        made.append(dist.new_group(ranks, backend=backend, timeout=_TIMEOUT))
+        if dist.get_rank() in ranks:
+            mine, size = made[-1], len(ranks)
     figures = None
     if size > 1:
         given = torch.zeros(_ELEMENTS[backend] // size * size, device=platform.device())
         taken = torch.empty_like(given)
-        share = {"all_reduce": 2 * (size - 1) / size, "all_to_all": (size - 1) / size}
-        work = {
-            "all_reduce": lambda: dist.all_reduce(given, group=mine),
-            "all_to_all": lambda: dist.all_to_all_single(taken, given, group=mine),
-        }
-        num_bytes = given.numel() * given.element_size()
-        figures = {name: share[name] * num_bytes / _seconds_together(work[name], mine) / 1e9 for name in work}
+        once = (size - 1) / size * given.nbytes / 1e9
+        reducing = _seconds_together(lambda: dist.all_reduce(given, group=mine), mine)
+        exchanging = _seconds_together(lambda: dist.all_to_all_single(taken, given, group=mine), mine)
+        figures = {"all_reduce": 2 * once / reducing, "all_to_all": once / exchanging}
     dist.barrier()
     for group in made:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -345,18 +347,19 @@ def judged_bandwidth(
         expected: GB/s per rank; None where nobody knows it.
         least: the share of it below which a collective fails.
     """
-    slowest = {}
-    for name in ("all_reduce", "all_to_all"):
-        slowest[name] = min((figures[name], rank) for rank, figures in enumerate(measured) if figures is not None)
     texts, failed = [], False
-    for name, (rate, rank) in slowest.items():
+    figures: dict[str, float] = {}
+    for name in ("all_reduce", "all_to_all"):
+        rate, rank = min((found[name], rank) for rank, found in enumerate(measured) if found is not None)
+        figures[f"{name}_gb_per_s"] = round(rate, 3)
         text = f"{name.replace('_', '-')} {rate:.3g} GB/s"
         if expected is not None and rate < least * expected:
             failed = True
-            group = next(ranks for ranks in groups if rank in ranks)
-            text += f" among ranks {shortened(group)} on {', '.join(dict.fromkeys(hosts[one] for one in group))}"
+            for group in groups:
+                if rank in group:
+                    its_hosts = dict.fromkeys(hosts[one] for one in group)
+                    text += f" among ranks {shortened(group)} on {', '.join(its_hosts)}"
         texts.append(text)
-    figures = {f"{name}_gb_per_s": round(rate, 3) for name, (rate, _) in slowest.items()}
     if expected is None:
         found = f"{', '.join(texts)}; what to expect of this device is not known"
         return Finding(IMPOSSIBLE, found, "give --inside or --across to have it judged", figures)
@@ -406,7 +409,9 @@ def run_checks(
     chosen = _chosen(only)
     own_group, why_not = _meet()
     place = _place(run, thresholds, connected=dist.is_initialized())
-    found = [] if why_not is None else [_named(Finding(FAIL, why_not, _MEETING_ADVICE), "ranks_meet", place)]
+    found = []
+    if why_not is not None:
+        found.append(_named(Finding(FAIL, why_not, _MEETING_ADVICE), "ranks_meet", place))
     try:
         for one in chosen:
             started(one.name)

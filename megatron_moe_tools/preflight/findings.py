@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -116,9 +117,10 @@ def merged(found: list[list[Finding]]) -> list[Finding]:
         found: the findings of each rank, all ranks having run the checks in the same order.
     """
     together: dict[tuple[str, str, str, str], Finding] = {}
-    order = list(dict.fromkeys(finding.check for findings in found for finding in findings))
+    order: dict[str, int] = {}
     for findings in found:
         for finding in findings:
+            order.setdefault(finding.check, len(order))
             key = finding.check, finding.status, finding.found, finding.advice
             earlier = together.get(key)
             if earlier is not None:
@@ -128,13 +130,15 @@ def merged(found: list[list[Finding]]) -> list[Finding]:
                     hosts=tuple(dict.fromkeys(earlier.hosts + finding.hosts)),
                 )
             together[key] = finding
-    return sorted(together.values(), key=lambda finding: order.index(finding.check))
+    return sorted(together.values(), key=lambda finding: order[finding.check])
 
 
 def worst(findings: list[Finding]) -> str:
     """Return "fail", "warn" or "pass": the worst status of a report; what is not possible here is no fault."""
     statuses = {finding.status for finding in findings}
-    return next((status for status in (FAIL, WARN) if status in statuses), PASS)
+    if FAIL in statuses:
+        return FAIL
+    return WARN if WARN in statuses else PASS
 
 
 def as_dict(findings: list[Finding], world_size: int, versions: dict[str, str], seconds: float) -> dict[str, Any]:
@@ -163,10 +167,11 @@ def table(findings: list[Finding], world_size: int) -> list[str]:
             text += f" [{ranks} {shortened(finding.ranks)} on {shortened(finding.hosts, 4)}]"
         first, *rest = _wrapped(text)
         lines.append(f"{finding.status:<{len(IMPOSSIBLE)}}  {finding.check:<{width}}  {first}")
-        lines += [f"{indent}{line}" for line in rest]
         if finding.advice:
-            lines += [f"{indent}{line}" for line in _wrapped(f"-> {finding.advice}")]
-    counts = ", ".join(f"{sum(f.status == status for f in findings)} {status}" for status in STATUSES)
+            rest += _wrapped(f"-> {finding.advice}")
+        lines += [f"{indent}{line}" for line in rest]
+    counted = Counter(finding.status for finding in findings)
+    counts = ", ".join(f"{counted[status]} {status}" for status in STATUSES)
     return [*lines, "", f"{worst(findings).upper()}: {counts}"]
 
 

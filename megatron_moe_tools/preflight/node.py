@@ -59,8 +59,9 @@ class TorchBuild(NamedTuple):
 
 def installed_torch() -> TorchBuild:
     """Return the versions of torch and of the libraries that it was built with."""
-    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    nccl = None
+    cudnn = nccl = None
+    if torch.backends.cudnn.is_available():
+        cudnn = torch.backends.cudnn.version()
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return TorchBuild(torch.__version__, torch.version.cuda, cudnn_version(cudnn), nccl, hasattr(F, "grouped_mm"))
@@ -104,7 +105,8 @@ def driver(place: Place) -> Finding:
 def torch_build(place: Place) -> Finding:
     """Check that torch has the grouped product, and report what it was built with."""
     build = installed_torch()
-    found = f"torch {build.torch}, " + (f"CUDA {build.toolkit}" if build.toolkit else "built without CUDA")
+    found = f"torch {build.torch}, "
+    found += f"CUDA {build.toolkit}" if build.toolkit else "built without CUDA"
     if build.cudnn:
         found += f", cuDNN {dotted(build.cudnn)}"
     if build.nccl:
@@ -304,7 +306,7 @@ def judged_attention(run: Run, kernel: str, cudnn: tuple[int, int, int] | None) 
             "flash has one width and the mask is not cuDNN's: count on this, or do without --context-parallel-size",
         )
     if keys != values and (cudnn is None or cudnn < _CUDNN_WITH_TWO_WIDTHS):
-        have = "no cuDNN" if cudnn is None else f"cuDNN {dotted(cudnn)}"
+        have = f"cuDNN {dotted(cudnn)}" if cudnn else "no cuDNN"
         return Finding(
             WARN, f"{found}; {have}", "install a torch with cuDNN 9.11 or later, which is fast at two widths"
         )
@@ -357,7 +359,9 @@ def dtype_of(run: Run) -> torch.dtype:
 def _why_not(place: Place) -> Finding | None:
     if not platform.has_cuda():
         return Finding(IMPOSSIBLE, NO_DEVICE)
-    return None if place.has_model else Finding(IMPOSSIBLE, NO_MODEL)
+    if not place.has_model:
+        return Finding(IMPOSSIBLE, NO_MODEL)
+    return None
 
 
 _SMI_SECONDS = 20
@@ -489,10 +493,15 @@ def gpu_memory_errors(found: list[Gpu]) -> Finding:
 @_gpu_check
 def gpu_in_use(found: list[Gpu]) -> Finding:
     """Check that no other process has memory of the GPUs; what this tool's own ranks took is little."""
-    used = [f"GPU {gpu.number}: {gpu.used_mib} MiB" for gpu in found if (gpu.used_mib or 0) > _USED_MIB]
+    used, most = [], 0
+    for gpu in found:
+        mib = gpu.used_mib or 0
+        most = max(most, mib)
+        if mib > _USED_MIB:
+            used.append(f"GPU {gpu.number}: {mib} MiB")
     if used:
         return Finding(WARN, f"memory is in use: {', '.join(used)}", "end what runs there: see nvidia-smi")
-    return Finding(PASS, f"at most {max((gpu.used_mib or 0 for gpu in found), default=0)} MiB in use on a GPU")
+    return Finding(PASS, f"at most {most} MiB in use on a GPU")
 
 
 @check(RANK)
@@ -554,7 +563,9 @@ def disk_space(place: Place) -> Finding:
         return Finding(WARN, f"the file system of {folder} does not say how much room it has", "look at it by hand")
     found = f"{size_text(room)} free in {folder}"
     if not place.has_model:
-        return Finding(PASS, found) if room else Finding(FAIL, found, "free some of it")
+        if not room:
+            return Finding(FAIL, found, "free some of it")
+        return Finding(PASS, found)
     needed = 2 * checkpoint_bytes(place.run)
     found += f", two checkpoints take about {size_text(needed)}"
     if room < needed:

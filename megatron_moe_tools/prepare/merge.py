@@ -139,11 +139,14 @@ def find_datasets(inputs: Sequence[str]) -> list[str]:
     found: list[str] = []
     for item in inputs:
         if os.path.isdir(item):
-            names = {os.path.splitext(name) for name in os.listdir(item) if not name.startswith(".")}
-            stems = sorted({stem for stem, suffix in names if suffix in (".bin", ".idx")})
+            stems = set()
+            for name in os.listdir(item):
+                stem, suffix = os.path.splitext(name)
+                if suffix in (".bin", ".idx") and not name.startswith("."):
+                    stems.add(os.path.join(item, stem))
             if not stems:
                 raise ConfigError(f"--input {item} is a folder without .bin and .idx files")
-            found += [os.path.join(item, stem) for stem in stems]
+            found += sorted(stems)
         elif glob.has_magic(item) and not os.path.exists(f"{item}.idx"):
             matched = matches(f"{item.removesuffix('.idx')}.idx")
             if not matched:
@@ -192,9 +195,11 @@ def _agreeing_sidecars(prefixes: list[str]) -> list[Sidecar]:
 
 def _about(sidecars: list[Sidecar]) -> tuple[TokenizerFacts, TokenContents]:
     rejected: Counter[str] = Counter()
+    least, most = sidecars[0].min_id, sidecars[0].max_id
     for sidecar in sidecars:
         rejected.update(sidecar.rejected)
-    contents = TokenContents(min(s.min_id for s in sidecars), max(s.max_id for s in sidecars), rejected)
+        least, most = min(least, sidecar.min_id), max(most, sidecar.max_id)
+    contents = TokenContents(least, most, rejected)
     return TokenizerFacts(**{name: getattr(sidecars[0], name) for name in _SAME}), contents
 
 

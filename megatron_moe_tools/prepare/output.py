@@ -202,10 +202,10 @@ class ResumeDir:
             older: files of the outputs of an earlier command, which are removed first.
         """
         if not self.publishing:
-            record = {"renames": [[str(a), str(b)] for a, b in renames], "older": [str(path) for path in older]}
+            record = {"renames": [list(map(str, pair)) for pair in renames], "older": list(map(str, older))}
             replace_json(self._publish, record, sole_writer=True)
         found = _read(self._publish)
-        left, older = [], [Path(path) for path in found["older"]]
+        left, older = [], list(map(Path, found["older"]))
         for source, target in found["renames"]:
             if os.path.exists(source):
                 left.append((Path(source), Path(target)))
@@ -313,7 +313,8 @@ def write_dataset(
         ConfigError: there are no documents, or the disk has no room.
         RunFault: a source is not what its hash says.
     """
-    if not sum(source.num_documents for source in sources):
+    documents = sum(source.num_documents for source in sources)
+    if not documents:
         raise ConfigError("no document was found in the input, and a dataset has at least one")
     _require_room(aside.parent, sources, consume)
     bin_entry = _append(Path(f"{aside}.bin"), sources, consume)
@@ -324,7 +325,7 @@ def write_dataset(
     sidecar = Sidecar(
         format=FORMAT,
         tokens=bin_entry["bytes"] // dtype.itemsize,
-        documents=sum(source.num_documents for source in sources),
+        documents=documents,
         min_id=contents.min_id,
         max_id=contents.max_id,
         dtype=str(dtype),
@@ -340,8 +341,12 @@ def write_dataset(
 
 def renames(aside: Path, prefix: str) -> list[tuple[Path, Path]]:
     """Return each file with its place; the index is last, for a dataset without one does not open."""
-    pairs = [(Path(f"{aside}{suffix}"), Path(prefix + suffix)) for suffix in (".bin", ".json", ".idx")]
-    return [(source, place) for source, place in pairs if source.exists()]
+    found = []
+    for suffix in (".bin", ".json", ".idx"):
+        source = Path(f"{aside}{suffix}")
+        if source.exists():
+            found.append((source, Path(prefix + suffix)))
+    return found
 
 
 def _require_room(folder: Path, sources: Sequence[TokenSource], consume: bool) -> None:
@@ -424,11 +429,13 @@ def _hash(source: TokenSource, path: Path, blocks: Iterable[bytes | memoryview],
 
 def _write_index(path: Path, sources: Sequence[TokenSource], dtype: numpy.dtype) -> FileEntry:
     """Write the `.idx` of the format, of which `index_file` has the layout."""
-    code = next(code for code, known in DTYPES.items() if known == dtype)
-    sequences = sum(source.num_sequences for source in sources)
-    documents = sum(source.num_documents for source in sources)
+    codes = {known: code for code, known in DTYPES.items()}
+    sequences = documents = 0
+    for source in sources:
+        sequences += source.num_sequences
+        documents += source.num_documents
     with new_file(path) as file:
-        file.write(MAGIC + struct.pack("<QBQQ", 1, code, sequences, documents + 1))
+        file.write(MAGIC + struct.pack("<QBQQ", 1, codes[dtype], sequences, documents + 1))
         for source in sources:
             if source.num_sequences:
                 file.write(source.lengths())

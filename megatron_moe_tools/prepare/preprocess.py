@@ -330,9 +330,12 @@ def _join(options: PreprocessOptions, work: ResumeDir, parts: list[FinishedPart]
     work.begin_assembling([part.place for part in parts])
     pairs = []
     for key, prefix in enumerate(options.prefixes):
-        pieces = [piece for part in parts for piece in part.facts["pieces"][key]]
+        bounds = []
+        for part in parts:
+            for piece in part.facts["pieces"][key]:
+                bounds.append((piece["min_id"], piece["max_id"]))
         # A piece without documents has bounds that no id has.
-        least, most = min(piece["min_id"] for piece in pieces), max(piece["max_id"] for piece in pieces)
+        least, most = min(low for low, _ in bounds), max(high for _, high in bounds)
         contents = TokenContents(least, most, rejected)
         aside = work.whole / str(key)
         sources = _in_order(parts, key, options.num_pieces, dtype.itemsize)
@@ -657,7 +660,9 @@ def _own_flags(argv: list[str]) -> list[str]:
     Raises:
         ConfigError: for flags that are unknown or not here, all in one message.
     """
-    own = [option for action in parser()._actions for option in action.option_strings]
+    own: list[str] = []
+    for action in parser()._actions:
+        own += action.option_strings
     kept: list[str] = []
     others: list[str] = []
     problems: list[str] = []
