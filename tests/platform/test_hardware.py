@@ -132,14 +132,9 @@ def test_the_first_rank_of_a_refused_machine_prints_why(machine, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.fixture(params=[True, False], ids=["cuda", "no cuda"])
-def cuda(request, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8 * request.param)
-    return request.param
-
-
-def test_a_backend_that_cannot_work_here_is_refused_and_a_working_setting_named(cuda):
+@pytest.mark.parametrize("cuda", [True, False])
+def test_a_backend_that_cannot_work_here_is_refused_and_a_working_setting_named(machine, cuda):
+    machine(reason=None if cuda else TOO_OLD)
     assert platform.backend("nccl" if cuda else "gloo") == platform.backend()
     with pytest.raises(ConfigError, match="--distributed-backend .* leave the flag out"):
         platform.backend("gloo" if cuda else "nccl")

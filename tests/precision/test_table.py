@@ -62,11 +62,11 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
     layer = next(m for name, m in model.named_modules() if name.endswith("decoder.layers.1"))
     real_route = router_file.route
 
-    def route(logits: torch.Tensor, *args: Any) -> Any:
-        decision, scores = real_route(logits, *args)
+    def route(logits: torch.Tensor, scores: torch.Tensor, *args: Any) -> Any:
+        decision = real_route(logits, scores, *args)
         for name, tensor in (("router logits", logits), ("router scores", scores), ("router probs", decision.probs)):
             note(f"{name} stored", tensor)
-        return decision, scores
+        return decision
 
     layer.register_forward_hook(lambda _m, _i, output: note("residual stream stored", output[0]))
     model.register_forward_hook(lambda _m, _i, output: note("loss stored", output))
