@@ -66,7 +66,7 @@ BOUNDS = {
     "files that patch the engine": 18,
     "lines a setting": 25.0,
     "files on a token's trip": 16,
-    "files a flag passes": 10,
+    "files a flag passes": 9,
     "climbs from pretrain on": 46,
 }
 
