@@ -117,7 +117,9 @@ def acquire(root: Path) -> tuple[WriterLock, list[str]]:
     path, me, notes = root / NAME, _me(), []
     while True:
         with _written(path, me) as aside:
-            if _link(aside, path):
+            with suppress(FileExistsError, FileNotFoundError):  # not found: who got the lock has removed our file
+                os.link(aside, path)  # which is atomic on network file systems too
+                sync(path.parent)
                 break
             owner = _read(path)
             why = _why_dead(path, owner, me, aside)
@@ -161,16 +163,6 @@ def _written(path: Path, me: LockOwner) -> Iterator[Path]:
         yield aside
     finally:
         aside.unlink(missing_ok=True)
-
-
-def _link(aside: Path, path: Path) -> bool:
-    """Put our lock there unless there is one; a link is atomic on network file systems too."""
-    try:
-        os.link(aside, path)
-    except (FileExistsError, FileNotFoundError):  # not found: who got the lock has removed our file
-        return False
-    sync(path.parent)
-    return True
 
 
 def _take_over(aside: Path, path: Path, owner: LockOwner | None, me: LockOwner) -> bool:

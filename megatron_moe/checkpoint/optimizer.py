@@ -28,7 +28,7 @@ from megatron_moe.checkpoint.dist import not_saved, sharded_parts
 from megatron_moe.config.schema import Run
 from megatron_moe.engine.optimizer import compact_buckets, every_main_param, gathered_by, parts
 from megatron_moe.model.matrices import is_matrix
-from megatron_moe.platform.protocols import EngineOptimizer
+from megatron_moe.platform.protocols import EngineOptimizer, OptimizerPart
 
 _MAIN_WEIGHTS = "fp32_from_fp16_params"
 _SHARDING = "param_state_sharding_type"
@@ -44,7 +44,7 @@ State = dict[Any, Any]
 """A nested optimizer state: of one optimizer, or of several by their numbers."""
 
 
-class CheckpointedOptimizer(EngineOptimizer, Protocol):
+class SavedOptimizer(OptimizerPart, Protocol):
     """One of the engine's optimizers, or their chain; the last attributes are a distributed optimizer's."""
 
     param_groups: list[dict[str, Any]]
@@ -53,7 +53,6 @@ class CheckpointedOptimizer(EngineOptimizer, Protocol):
     buffers: list[Any]
     data_parallel_group: torch.distributed.ProcessGroup
     gbuf_ranges: list[dict[Any, list[dict[str, Any]]]]
-    model_param_group_index_map: dict[torch.Tensor, tuple[int, int]]
 
     def sharded_state_dict(self, model_state: State, *, is_loading: bool, metadata: State) -> Any: ...
 
@@ -63,7 +62,7 @@ class CheckpointedOptimizer(EngineOptimizer, Protocol):
 
 
 def sharded_state(
-    optimizer: CheckpointedOptimizer, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool
+    optimizer: SavedOptimizer, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool
 ) -> Any:
     """Return the optimizer's sharded state dict. Collective: a distributed optimizer gathers its shards."""
     with compact_buckets(optimizer), every_main_param(optimizer), _unpacked(optimizer, of_distributed=loading):
@@ -95,7 +94,7 @@ def _leave_empty_groups_out(state: object) -> None:
 
 
 @torch.no_grad()
-def load(optimizer: CheckpointedOptimizer, state: State, run: Run) -> None:
+def load(optimizer: SavedOptimizer, state: State, run: Run) -> None:
     """Load a state into the optimizer: main weights, moments, step count, loss scale.
 
     Which parameters form a group, its learning rate and decay, betas and epsilon are settings, not state: those of the
@@ -122,7 +121,7 @@ def parts_with_state(optimizer: EngineOptimizer, state: State) -> list[tuple[Any
     return [(part, own) for part, own in zip(chain, states) if own]
 
 
-def _to_common(part: CheckpointedOptimizer, own: dict[str, Any]) -> None:
+def _to_common(part: SavedOptimizer, own: dict[str, Any]) -> None:
     """Change an optimizer's sharded state into the common form; nothing is copied."""
     if part.config.use_distributed_optimizer:
         del own[_SHARDING]
@@ -150,7 +149,7 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), device=like.device).expand(like.shape)
 
 
-def _from_common(part: CheckpointedOptimizer, common: dict[str, Any]) -> None:
+def _from_common(part: SavedOptimizer, common: dict[str, Any]) -> None:
     """Undo `_to_common` on what was loaded."""
     if part.config.use_distributed_optimizer:
         common[_SHARDING] = FORMAT["distrib_optim_sharding_type"]
@@ -259,7 +258,7 @@ def gathered_into(optimizer: EngineOptimizer, buffers: Buffers, *, later: bool) 
 
 
 def _gathering(
-    part: CheckpointedOptimizer, number: int, buffers: Buffers, gathered: Gathered, later: bool
+    part: SavedOptimizer, number: int, buffers: Buffers, gathered: Gathered, later: bool
 ) -> Callable[..., dict[Any, Any]]:
     """Return a replacement of the engine's `DistributedOptimizer.get_parameter_state_dp_zero` with the same result."""
 
@@ -276,7 +275,7 @@ def _gathering(
 
 @torch.no_grad()
 def _whole_buffer(
-    part: CheckpointedOptimizer,
+    part: SavedOptimizer,
     name: tuple[int, int],
     bucket_ranges: list[dict[str, Any]],
     buffers: Buffers,
@@ -322,13 +321,13 @@ def _whole_buffer(
 class _Shard:
     """A rank's shard of one bucket: the parameters, or parts of them, whose state it holds, by their places."""
 
-    def __init__(self, part: CheckpointedOptimizer, param_map: dict[torch.Tensor, Any], numel: int) -> None:
+    def __init__(self, part: SavedOptimizer, param_map: dict[torch.nn.Parameter, Any], numel: int) -> None:
         self._part, self.numel = part, numel
         places = [(where["gbuf_local"].start, where["gbuf_local"].end, weight) for weight, where in param_map.items()]
         self._places = sorted(places, key=lambda place: place[0])
         self._ends = [end for _, end, _ in self._places]
 
-    def _state(self, weight: torch.Tensor, key: str, begin: int, end: int) -> torch.Tensor:
+    def _state(self, weight: torch.nn.Parameter, key: str, begin: int, end: int) -> torch.Tensor:
         adam = self._part.optimizer
         if hasattr(adam, "values_of"):  # packed: optim/adam.py
             group, order = self._part.model_param_group_index_map[weight]

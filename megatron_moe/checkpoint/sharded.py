@@ -20,13 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_moe.checkpoint import dist
 from megatron_moe.checkpoint.dist import Box
-from megatron_moe.checkpoint.optimizer import (
-    CheckpointedOptimizer,
-    State,
-    has_main_weights,
-    parts_with_state,
-    saved_step,
-)
+from megatron_moe.checkpoint.optimizer import SavedOptimizer, State, has_main_weights, parts_with_state, saved_step
 from megatron_moe.checkpoint.step_reader import AVERAGE
 from megatron_moe.engine.fully_shard import gathered_dtype, own_range
 from megatron_moe.engine.optimizer import parts
@@ -80,9 +74,7 @@ def optimizer_state(
     return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
-def _part_state(
-    model: torch.nn.Module, part: CheckpointedOptimizer, options: dict[str, Any], loading: bool
-) -> dict[str, Any]:
+def _part_state(model: torch.nn.Module, part: SavedOptimizer, options: dict[str, Any], loading: bool) -> dict[str, Any]:
     groups = [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
     state: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state": {}}
     if getattr(part, "grad_scaler", None) is not None:
@@ -104,7 +96,7 @@ def _part_state(
     return state
 
 
-def _moments_of(part: CheckpointedOptimizer, master: Tensor) -> tuple[str, ...]:
+def _moments_of(part: SavedOptimizer, master: Tensor) -> tuple[str, ...]:
     """Return the moments that a weight has: a momentum alone where Muon updates it."""
     return _MOMENTS[:1] if master in getattr(part.optimizer, "matrices", ()) else _MOMENTS
 
@@ -134,7 +126,7 @@ def put_optimizer_state(
 
 
 def _of_part(
-    model: torch.nn.Module, part: CheckpointedOptimizer, options: dict[str, Any]
+    model: torch.nn.Module, part: SavedOptimizer, options: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor, list[Box]]]:
     """Yield name, shard and boxes of each weight that this optimizer updates."""
     masters = {id(master) for master in part.get_parameters()}

@@ -119,18 +119,16 @@ def parse(argv: Sequence[str], filled_in: FillIn | None = None) -> Run:
     """
     command_line.answer_help(argv, parser())
     parser().require_sound(argv)
-    wrong = [command_line.unknown_flag(flag, parser().fields_by_flag()) for flag in _unknown_flags(argv)]
+    own, wrong = parser().fields_by_flag(), []
+    for group in command_line.groups(argv):
+        flag, _ = command_line.parts(group)
+        if command_line.is_flag(group[0]) and flag not in own:
+            wrong.append(command_line.unknown_flag(flag, own))
     if wrong:
         raise ConfigError(*(f"{text}; {SCRIPT} reads Megatron-LM's flags, too" for text in wrong))
     command = read(argv, parser())
     sources = [Source(command.preset), Source(command.file), Source(command.flags, explicit=True)]
     return merged(sources, command, filled_in).run()
-
-
-def _unknown_flags(argv: Sequence[str]) -> list[str]:
-    own = parser().fields_by_flag()
-    flags = [command_line.parts(group)[0] for group in command_line.groups(argv) if command_line.is_flag(group[0])]
-    return [flag for flag in flags if flag not in own]
 
 
 def read(argv: Sequence[str], parser: Parser) -> CommandLine:

@@ -83,7 +83,8 @@ def all_fields() -> dict[str, Field]:
 
 def _read(section: str, f: dataclasses.Field, annotation: Any) -> Field:
     """Read the field's type from its annotation: X, X | None, X | Y, tuple[X, ...] or tuple[X, ...] | None."""
-    members = list(typing.get_args(annotation)) if _is_union(annotation) else [annotation]
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = list(typing.get_args(annotation)) if is_union else [annotation]
     optional = type(None) in members
     members = [member for member in members if member is not type(None)]
     repeated = typing.get_origin(members[0]) is tuple
@@ -100,10 +101,6 @@ def _read(section: str, f: dataclasses.Field, annotation: Any) -> Field:
         allowed=meta["choices"],
         **{key: meta[key] for key in ("within", "help", "unit", "spelling")},
     )
-
-
-def _is_union(annotation: object) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
 def from_text(field: Field, text: str) -> Any:
@@ -197,7 +194,9 @@ def _scalar_from_file(field: Field, value: object, where: str) -> Any:
             except ValueError:
                 break
     quotes = "; write it in quotes" if str in field.kinds else ""
-    raise ConfigError(f"{where}: {value!r} is {_type_name(value)}, not {_nouns(field)}{quotes}{_example(field)}")
+    nouns: dict[type, str] = {list: "a list", dict: "a mapping", **_NOUN}
+    given = nouns.get(type(value), type(value).__name__)
+    raise ConfigError(f"{where}: {value!r} is {given}, not {_nouns(field)}{quotes}{_example(field)}")
 
 
 def _chosen(field: Field, value: object, where: str) -> Any:
@@ -270,11 +269,6 @@ def _edits(word: str, other: str) -> int:
 
 def _nouns(field: Field) -> str:
     return " or ".join(_NOUN[kind] for kind in field.kinds)
-
-
-def _type_name(value: object) -> str:
-    nouns: dict[type, str] = {list: "a list", dict: "a mapping", **_NOUN}
-    return nouns.get(type(value), type(value).__name__)
 
 
 def _example(field: Field) -> str:

@@ -90,7 +90,8 @@ def require_writable_file(flag: str, given: str, *, in_new_folder: bool = False)
         raise ConfigError(f"{flag} {given}: is no ordinary file, and cannot be replaced by one; name another one")
     if mode is not None and not os.access(path, os.W_OK):
         raise ConfigError(f"{flag} {given}: is there and may not be written to; name another file")
-    if not in_new_folder and not _is_folder(flag, given, path.parent):
+    parent_mode = None if in_new_folder else _mode(flag, given, path.parent)
+    if not in_new_folder and (parent_mode is None or not stat.S_ISDIR(parent_mode)):
         raise ConfigError(f"{flag} {given}: its folder does not exist; create it, or name a folder that exists")
     _require_room_for(flag, given, path.parent)
 
@@ -135,11 +136,6 @@ def _mode(flag: str, given: str, path: Path) -> int | None:
         raise ConfigError(f"{flag} {given}: {existing} is a file; name a folder") from None
     except OSError as error:
         raise ConfigError(f"{flag} {given}: cannot be used ({error.strerror}); name another path") from None
-
-
-def _is_folder(flag: str, given: str, path: Path) -> bool:
-    mode = _mode(flag, given, path)
-    return mode is not None and stat.S_ISDIR(mode)
 
 
 def _require_room_for(flag: str, given: str, folder: Path) -> None:

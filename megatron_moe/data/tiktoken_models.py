@@ -211,20 +211,18 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
     a token is enough; a list of all pairs would also have to break ties as tiktoken does. A token that the bytes alone
     do not arrive at has no pair: it is taken as a whole piece or not at all.
     """
-    pairs = (_last_pair(token, ranks) for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1)
-    return [pair for pair in pairs if pair is not None]
-
-
-def _last_pair(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
-    """Return the two tokens that are left before the last join of the bytes of `token`; None where more are left."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        joined = (ranks.get(left + right, math.inf) for left, right in itertools.pairwise(parts))
-        rank, at = min((rank, i) for i, rank in enumerate(joined))
-        if rank == math.inf:
-            return None
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts[0], parts[1]
+    pairs: list[tuple[bytes, bytes]] = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            joined = (ranks.get(left + right, math.inf) for left, right in itertools.pairwise(parts))
+            rank, at = min((rank, i) for i, rank in enumerate(joined))
+            if rank == math.inf:
+                break
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        if len(parts) == 2:  # what is left before the last join
+            pairs.append((parts[0], parts[1]))
+    return pairs
 
 
 def byte_letters() -> list[str]:

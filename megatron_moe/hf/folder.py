@@ -173,7 +173,14 @@ def _listing(path: Path) -> tuple[dict[str, Path], list[str]]:
         if entry.name.startswith("."):
             continue
         if entry.is_symlink():
-            _check_link(Path(entry.path), allowed)
+            target = Path(os.path.realpath(entry.path))
+            if target.parent not in allowed:
+                raise FormatError(
+                    f"{shortened(entry.name)} is a link to {target}, outside of the folder; copy the file, or name a "
+                    "snapshot of the hub's cache, whose links lead to the blobs of the same cache"
+                )
+            if not target.exists():
+                raise FormatError(f"{shortened(entry.name)} is a link to {target}, which is not there")
         mode = entry.stat().st_mode
         if stat.S_ISREG(mode):
             files[entry.name] = Path(entry.path)
@@ -182,17 +189,6 @@ def _listing(path: Path) -> tuple[dict[str, Path], list[str]]:
         else:
             raise FormatError(f"{shortened(entry.name)} is not a regular file")
     return files, [f"folders that are left behind: {', '.join(folders)}"] if folders else []
-
-
-def _check_link(link: Path, allowed: list[Path]) -> None:
-    target = Path(os.path.realpath(link))
-    if target.parent not in allowed:
-        raise FormatError(
-            f"{shortened(link.name)} is a link to {target}, outside of the folder; copy the file, "
-            "or name a snapshot of the hub's cache, whose links lead to the blobs of the same cache"
-        )
-    if not target.exists():
-        raise FormatError(f"{shortened(link.name)} is a link to {target}, which is not there")
 
 
 def _companions(files: dict[str, Path], notes: list[str]) -> dict[str, Path]:
