@@ -28,7 +28,7 @@ from megatron_moe.report.records import StepRecord, exact
 from megatron_moe.report.reporter import MakePageSink
 from megatron_moe.report.run_info import FINISHED
 from megatron_moe.report.sink import Sink
-from megatron_moe.training.build import build_trainer, report_start
+from megatron_moe.training.build import build_trainer
 from megatron_moe.training.callback import Callback, OwnCallbacks
 from megatron_moe.training.callbacks.checkpointing import Checkpointing
 from megatron_moe.training.callbacks.checks import PrecisionAudit, PrecisionCheck, Replicas, StepAudit
@@ -40,6 +40,7 @@ from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.loop import train
 from megatron_moe.training.plan import evaluates_test_split, plan_run, require_profiler
 from megatron_moe.training.signals import StopSignals, signal_name
+from megatron_moe.training.start_notes import report_start
 from megatron_moe.training.trainer import Trainer
 
 

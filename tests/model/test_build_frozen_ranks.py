@@ -14,7 +14,7 @@ from megatron_moe.checkpoint.plan import check_frozen
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.module_names import frozen, modules
 from megatron_moe.config.schema import build
-from megatron_moe.training.build import _frozen_notes
+from megatron_moe.training.start_notes import _frozen_notes
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import Trainer
 from tests.helpers.trained_steps import SMALL, TINY, differing, refusal, tensors, trained

@@ -22,7 +22,7 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.engine.schedules import configured
 from megatron_moe.model import build, engine_config
 from megatron_moe.moe.grouped_gemm import DelayedWgrad
-from megatron_moe.training.build import _expert_notes
+from megatron_moe.training.start_notes import _expert_notes
 from tests.helpers.rows import rows
 from tests.model import mtp_cases
 from tests.model.test_build_ranks import EP2, MODELS, SP2, VPP2

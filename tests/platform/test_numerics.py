@@ -16,7 +16,7 @@ from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.parallel import groups
 from megatron_moe.platform import env_vars, numerics
 from megatron_moe.precision.table import contract
-from megatron_moe.training.build import _precision_notes
+from megatron_moe.training.start_notes import _precision_notes
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
 MATMUL: Any = torch.backends.cuda.matmul

@@ -97,7 +97,7 @@ class Stream:
 
 
 def test_a_run_without_a_device_says_that_nothing_is_offloaded(monkeypatch):
-    from megatron_moe.training.build import _offload_notes
+    from megatron_moe.training.start_notes import _offload_notes
 
     run = replace(Run(), fine_grained_activation_offloading=True, offload_modules=("core_attn",))
     assert ActivationOffload.from_run(run) is None

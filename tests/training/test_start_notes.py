@@ -11,8 +11,8 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.platform import env_vars
 from megatron_moe.report import Sink
-from megatron_moe.training.build import _precision_notes, _sharding_notes
 from megatron_moe.training.run import pretrain
+from megatron_moe.training.start_notes import _precision_notes, _sharding_notes
 from megatron_moe_tools import compat
 
 TINY = "--preset tiny --mock-data --vocab-size 256 --train-iters 1 --eval-iters 0".split()

@@ -1,0 +1,189 @@
+"""The start of a run's log: what is trained, and what its settings cost or leave out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from megatron_moe import platform
+from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
+from megatron_moe.config.schema import Run
+from megatron_moe.engine import defects
+from megatron_moe.kernels import choice
+from megatron_moe.model.build import count_frozen
+from megatron_moe.moe.grouped_gemm_fp8 import fp8_form
+from megatron_moe.platform import env_vars
+from megatron_moe.platform.protocols import ProcessGroups
+from megatron_moe.training.trainer import Trainer
+
+
+def report_start(trainer: Trainer) -> None:
+    """Report the run's facts and notes. Collective over all ranks."""
+    run = trainer.run
+    trainer.reporter.start(_facts(trainer))
+    if trainer.started_from is not None:
+        trainer.reporter.event("loaded", f"read {trainer.started_from}", shown=False, path=str(trainer.started_from))
+    kernels = []
+    if not platform.has_cuda():
+        kernels.append("CPU kernels: C")
+        if (reason := choice.why_no_c()) is not None:
+            kernels = [f"CPU kernels: torch's operations, not C ({reason})"]
+    warnings = {*trainer.precision_warnings, *trainer.checkpoint_warnings}
+    for note in (
+        *run.warnings,
+        *platform.unusable_libraries(),
+        *trainer.build_notes,
+        *_precision_notes(run),
+        *_frozen_notes(trainer, trainer.trained.pg_collection),
+        *_sharding_notes(run, trainer.rank_facts.world_size),
+        *_offload_notes(run),
+        *_expert_notes(trainer),
+        *kernels,
+        *defects.start_lines(defects.engine_version()),
+    ):
+        trainer.reporter.event("warning" if note in warnings else "message", note)
+
+
+def _facts(trainer: Trainer) -> dict[str, Any]:
+    """Return what is worth knowing at the start, in the order to show."""
+    run, ranks = trainer.run, trainer.rank_facts
+    parameters = run.derived.parameter_count(trainer.padded_vocab_size)
+    facts: dict[str, Any] = {
+        "device": str(platform.device()),
+        "ranks": ranks.world_size,
+        "layout": (
+            f"TP {ranks.tp_size}, CP {ranks.cp_size}, PP {ranks.pp_size}, DP {ranks.dp_size}, EP {ranks.ep_size}, "
+            f"ETP {ranks.etp_size}"
+        ),
+        "dtype": run.derived.params_dtype_name,
+        "parameters": parameters,
+        "active_parameters": run.derived.active_parameter_count(trainer.padded_vocab_size),
+        "vocabulary": trainer.padded_vocab_size,
+        "global_batch_size": trainer.schedule.final,
+        "tokens_per_step": trainer.schedule.final * run.model.seq_length,
+        "start_iteration": trainer.progress.iteration,
+        "train_iters": run.training.train_iters,
+    }
+    if trainer.unigram_entropy is not None:
+        facts["unigram_entropy"] = trainer.unigram_entropy
+    return facts
+
+
+def _precision_notes(run: Run) -> list[str]:
+    """Say how this run adds where it is not the default, and where it departs from the model's dtype, a line each."""
+    notes = []
+    if run.training.deterministic_mode:
+        settings = ", ".join(f"{name}={value}" for name, value in env_vars.deterministic_environment().items())
+        notes.append(f"deterministic mode: the same ranks, devices and versions give the same bits again ({settings})")
+    if run.precision.allow_tf32 and platform.has_cuda():
+        notes.append("TF32: products of fp32 numbers multiply ten bits of mantissa, but for those of routers")
+    elif run.precision.allow_tf32:
+        notes.append("--allow-tf32 has no effect here: without a CUDA device fp32 numbers are multiplied as they are")
+    if run.derived.params_dtype_name != "float32" and not run.derived.grads_in_fp32:
+        short = "bf16" if run.precision.bf16 else "fp16"
+        notes.append(
+            f"gradients are accumulated over micro-batches and reduced over ranks in {short}: each sum is rounded"
+        )
+    counts: Counter[str] = Counter()
+    for name in multiplied_in_fp8(run):
+        form = fp8_form()
+        if name.endswith(".experts"):
+            if run.moe.moe_expert_backend == "te":
+                form = "te"
+        elif run.model.transformer_impl != "local" and not name.endswith("_down_proj"):
+            form = "te"  # the down projections of latent attention are our own modules under either implementation
+        counts[form] += 1
+    if counts:
+        p = run.precision
+        forms = "; ".join(f"{counts[form]} modules {words}" for form, words in _FP8_FORMS.items() if form in counts)
+        notes.append(
+            f"--fp8-format {p.fp8_format}, --fp8-recipe {p.fp8_recipe}, --fp8-modules {' '.join(p.fp8_modules)}: "
+            f"products in FP8 of {forms}. This was not verified on hardware that has FP8"
+        )
+    if kept := kept_in_fp32(run):
+        shown = ", ".join(kept[:4])
+        if len(kept) > 4:
+            shown += f" and {len(kept) - 4} more"
+        notes.append(f"in fp32 by --keep-fp32: {shown}")
+    return notes
+
+
+_FP8_FORMS = {
+    "emulated": "emulated: operands are rounded to FP8 and multiplied in fp32, which shows what FP8 does to the loss "
+    "and is slower than bf16",
+    "scaled": "by torch's scaled product",
+    "te": "by Transformer Engine",
+}
+
+
+def _frozen_notes(trainer: Trainer, groups_of_ranks: ProcessGroups) -> list[str]:
+    """Say how many parameters of the whole model are frozen. Collective over all ranks where there are any."""
+    patterns = trainer.run.optimizer.freeze
+    if not patterns:
+        return []
+    number = count_frozen(trainer.trained.model, groups_of_ranks)
+    every = trainer.run.derived.parameter_count(trainer.padded_vocab_size)
+    return [
+        f"--freeze {' '.join(patterns)}: {number:,} of {every:,} parameters are frozen: no gradient, no "
+        "moments, no weight decay, and no share of the gradient's norm; the expert bias of a frozen router stays too"
+    ]
+
+
+def _sharding_notes(run: Run, world_size: int) -> list[str]:
+    """Say where the layout leaves a sharding flag without an effect, a line each."""
+    notes: list[str] = []
+    if run.derived.zero_stage < 2:
+        return notes
+    if run.moe.num_experts is not None and run.derived.expert_data_parallel_size(world_size) == 1:
+        notes.append(
+            f"ZeRO stage {run.derived.zero_stage}: there is one copy of each expert (expert-DP 1), and so nothing of "
+            "the experts to share; the other weights are sharded"
+        )
+    size = run.parallel.zero_hpz_partition_size
+    if size == run.derived.data_parallel_size(world_size) * run.parallel.context_parallel_size:
+        notes.append(
+            f"--zero-hpz-partition-size {size}: these are all ranks that share weights, as without the flag; with the "
+            "ranks of one machine, the backward pass gathers within it"
+        )
+    return notes
+
+
+def _offload_notes(run: Run) -> list[str]:
+    """Say where no activation is offloaded."""
+    if not run.training.fine_grained_activation_offloading or platform.has_cuda():
+        return []
+    return ["--fine-grained-activation-offloading has no effect here: without a CUDA device, memory is the host's"]
+
+
+def _expert_notes(trainer: Trainer) -> list[str]:
+    """Say what settings of the experts cost or leave out, a line each."""
+    moe = trainer.run.moe
+    notes: list[str] = []
+    if moe.num_experts is None:
+        return notes
+    if moe.moe_router_force_load_balancing:
+        notes.append(
+            "WARNING: --moe-router-force-load-balancing sends tokens to experts ROUND ROBIN: times are worth "
+            "something, losses are not, and no model is trained"
+        )
+    if moe.moe_shared_expert_overlap and not platform.has_cuda():
+        notes.append("--moe-shared-expert-overlap has no effect here: without a CUDA device there are no streams")
+    if moe.overlap_moe_expert_parallel_comm and not platform.has_cuda():
+        notes.append(
+            "--overlap-moe-expert-parallel-comm has no effect here: without a CUDA device there are no streams, and "
+            "micro-batches run one after the other"
+        )
+    if "global_aux_loss" in moe.moe_router_load_balancing_type and trainer.schedule.final_micro_batches > 1:
+        if moe.moe_global_aux_loss_counts == "batch":
+            notes.append(
+                "global_aux_loss counts the whole global batch before each step, which costs one more forward pass: a "
+                "third more than forward and backward alone; --moe-global-aux-loss-counts running does without"
+            )
+        else:
+            notes.append(
+                "global_aux_loss goes by the micro-batches so far in a step (--moe-global-aux-loss-counts running): "
+                "its gradient depends on the micro-batch size and the number of ranks"
+            )
+    if moe.moe_input_jitter_eps is not None:
+        notes.append("--moe-input-jitter-eps draws other noise on another layout, as dropout does")
+    return notes
