@@ -67,7 +67,7 @@ BOUNDS = {
     "lines a setting": 23.5,
     "files on a token's trip": 16,
     "files a flag passes": 9,
-    "climbs from pretrain on": 41,
+    "climbs from pretrain on": 42,
 }
 
 
