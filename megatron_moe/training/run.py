@@ -47,19 +47,20 @@ from megatron_moe.training.trainer import Trainer
 def pretrain(
     run: Run,
     also: Sequence[Sink] = (),
-    callbacks: Sequence[Callback] = (),
     audit: StepAudit | None = None,
     stage: Callable[[str], None] = lambda text: None,
+    *,
+    callbacks: Sequence[Callback] = (),
     page_sink: MakePageSink | None = None,
 ) -> dict[str, Any]:
     """Train as `run` says and return the summary; rank 0's is also written to `--summary-file`.
 
     Args:
         also: sinks that get every event of the run, on rank 0, in addition to those that the flags ask for.
-        callbacks: a program's own callbacks on this rank (`training/callback.py`).
         audit: what traces the second step where `--audit-precision` asks for it; pretrain_moe.py hands in
             `megatron_moe_tools.audit.step.auditing`.
         stage: called with what begins before the first line of the log, as "building the model".
+        callbacks: a program's own callbacks on this rank (`training/callback.py`).
         page_sink: makes the sink of `--report-file`; pretrain_moe.py hands in `megatron_moe_tools.pretrain.page_sink`.
 
     Raises:
