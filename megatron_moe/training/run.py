@@ -142,7 +142,8 @@ def recorded(run: Run) -> list[dict[str, Any]]:
 
 
 def _check(run: Run, audit: StepAudit | None) -> None:
-    """Refuse what cannot work, by the flags alone."""
+    """Refuse what cannot work, by the flags and the environment alone."""
+    env_vars.check()  # once more: a program may have set one since it imported the package
     rules.check(run, launched_world()[1])
     if run.precision.audit_precision and audit is None:
         raise ConfigError(
