@@ -138,13 +138,13 @@ def test_every_part_of_a_blend_is_checked(prefix, write_ids):
 def test_checking_and_the_tools_load_no_torch(prefix, tmp_path):
     code = f"""
 import contextlib, sys
-from megatron_moe_tools.prepare import cli, merge
+from megatron_moe_tools.prepare import merge, preprocess
 from megatron_moe.config.schema import build
 from megatron_moe_tools.prepare import encoding  # which a process imports that encodes
 from megatron_moe.data.checks import check_data
 from megatron_moe.data.tokenizers import NullTokenizer
 check_data(build({{"data_path": [{prefix!r}], "split": "80,20,0", "seq_length": 16}}), NullTokenizer({VOCABULARY}))
-for main in (cli.main, merge.main):
+for main in (preprocess.main, merge.main):
     assert main(["--input", "nowhere", "--output-prefix", "out"]) == 2
     with contextlib.suppress(SystemExit):
         main(["--help"])

@@ -17,7 +17,7 @@ from megatron_moe.config.rules import check_model
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.hf import config as hf_config
 from megatron_moe.hf.families import FAMILIES, family_of_run
-from megatron_moe.model import rotary
+from megatron_moe.model import mla
 from tests.helpers import tiny_models
 
 SAVED = {}
@@ -167,8 +167,8 @@ SCALES = [
 def rotation(run: Run) -> tuple[torch.Tensor, float, float]:
     """Frequencies, amplitude of cosine and sine, and scale of the softmax, of our latent attention."""
     config = SimpleNamespace(**{name: getattr(run.model, name) for name in run.model.__dataclass_fields__})
-    ours = rotary.Rotary(config)
-    return ours.frequencies, ours.amplitude, rotary.softmax_scale(config)
+    ours = mla.Rotary(config)
+    return ours.frequencies, ours.amplitude, mla.softmax_scale(config)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.model import cross_entropy, rotary
+from megatron_moe.model import cross_entropy, mla
 from megatron_moe.moe import dispatch, experts, grouped_gemm, load_balance, routing
 from tests.kernels.compiled_kernels import all_kernels
 
@@ -169,7 +169,7 @@ def test_what_is_not_finite_passes_where_torchs_passes(fused: Any, value: float)
     same(dispatch.gather_rows, same(dispatch.sum_rows, copies, slots, False), slots.flatten() // 2, slots)
     rest, positional, tables = torch.ones(2, 1, 1, 4), torch.ones(2, 1, 1, 4), (torch.ones(2, 1, 1, 2),) * 2
     rest[0, 0, 0, 1] = positional[1, 0, 0, 2] = value
-    same(rotary.join_positions, rest, positional, *tables)
+    same(mla.join_positions, rest, positional, *tables)
 
     tile, columns = torch.ones(3, 8), torch.tensor([0, 1, 2])
     tile[1, 3] = value
@@ -220,11 +220,11 @@ def test_heads_are_joined_and_rotated(fused: Any, heads: int, shared: bool, sequ
     angles = torch.rand(5, 1, 1, 3, generator=generator) * 6
     tables = (angles.cos(), angles.sin())
     found = fused.join_positions(rest, positional, *tables)
-    wanted = eager(rotary.join_positions)(rest, positional, *tables)
+    wanted = eager(mla.join_positions)(rest, positional, *tables)
     assert torch.equal(found[..., :10], rest) and steps_apart(found, wanted.double()) <= 2.01
     grad = torch.randn(found.shape, generator=generator).to(dtype)
     turned = fused.join_positions_backward(grad, *tables, 10, shared)
-    exact = eager(rotary.join_positions_backward)(grad, *tables, 10, shared)
+    exact = eager(mla.join_positions_backward)(grad, *tables, 10, shared)
     assert turned.shape == positional.shape
     assert steps_apart(turned, exact.double()) <= (8 if dtype == torch.float32 else 2.01)
 
