@@ -142,8 +142,7 @@ def recorded(run: Run) -> list[dict[str, Any]]:
 
 
 def _check(run: Run, audit: StepAudit | None) -> None:
-    """Refuse what cannot work, by the flags and the environment alone."""
-    env_vars.check()  # once more: a program may have set one since it imported the package
+    """Refuse what cannot work, by the flags alone."""
     rules.check(run, launched_world()[1])
     if run.precision.audit_precision and audit is None:
         raise ConfigError(
