@@ -248,6 +248,9 @@ class Watchdog:
             self._stop.set()
             if self._board is not None:
                 self._board.beat(self._rank, "done", self._mark)
+        for thread in self._threads:
+            # One that comes back from the store's C++ when the interpreter has ended would abort the process.
+            thread.join(self._settle)
 
     def at(self, mark: str, limited: bool = True) -> None:
         """Record that the run has come to `mark`. Not limited: what begins may take longer than the timeout."""
