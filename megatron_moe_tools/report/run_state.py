@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ Numbers = dict[str, float]
 Cell = TypeVar("Cell")
 
 
-class _Bins(Generic[Cell]):
+class _Bins(ABC, Generic[Cell]):
     """Cells of `width` iterations each, of which neighbours join where there are more than twice `room`."""
 
     def __init__(self, room: int) -> None:
@@ -74,8 +75,9 @@ class _Bins(Generic[Cell]):
         else:
             self._cells[number] = cell
 
+    @abstractmethod
     def _merge(self, into: Cell, cell: Cell) -> None:
-        raise NotImplementedError
+        """Add a bin's content to that of another."""
 
     def _in_order(self) -> list[Cell]:
         return [self._cells[number] for number in sorted(self._cells)]

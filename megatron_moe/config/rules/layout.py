@@ -366,7 +366,7 @@ def sharding_flags_agree(run: Run) -> None:
         )
 
 
-def _stage_flags(run: Run) -> tuple[str, ...]:
+def stage_flags(run: Run) -> tuple[str, ...]:
     """Return the flags that made the ZeRO stage what it is."""
     if run.parallel.use_torch_fsdp2:
         return ("use_torch_fsdp2",)
@@ -389,7 +389,7 @@ def zero_flags_fit_the_stage(run: Run) -> None:
         if stage < lowest:
             works = " or ".join(SHARDING_STRATEGIES[lowest:])
             raise Refusal(
-                (name, *_stage_flags(run)),
+                (name, *stage_flags(run)),
                 f"needs ZeRO stage {' or '.join(map(str, range(lowest, 4)))}, where {why}, and this is stage {stage};"
                 f" use --data-parallel-sharding-strategy {works}, or drop it",
             )
@@ -400,7 +400,7 @@ def sharded_gradients_need_one_stage(run: Run) -> None:
     """Refuse sharded gradients with pipeline parallelism."""
     if run.derived.zero_stage >= 2 and run.parallel.pipeline_model_parallel_size > 1:
         raise Refusal(
-            (*_stage_flags(run), "pipeline_model_parallel_size"),
+            (*stage_flags(run), "pipeline_model_parallel_size"),
             "a pipeline's schedule has several micro-batches in flight, and each would gather and reduce every layer"
             " again; use --data-parallel-sharding-strategy optim, or --pipeline-model-parallel-size 1",
         )
@@ -412,7 +412,7 @@ def sharded_gradients_overlap_by_themselves(run: Run) -> None:
     stray = set_among(run, ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size"))
     if stray and run.derived.zero_stage >= 2:
         raise Refusal(
-            (*stray, *_stage_flags(run)),
+            (*stray, *stage_flags(run)),
             "from ZeRO stage 2 on each layer is gathered and reduced behind the computation of the next, without"
             " buckets; drop it",
         )

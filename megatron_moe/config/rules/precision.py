@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from megatron_moe.config import module_names
 from megatron_moe.config.fields import all_fields, number_meant
 from megatron_moe.config.module_names import frozen, kept_in_fp32, modules
+from megatron_moe.config.rules.layout import stage_flags
 from megatron_moe.config.rules.rule import LAYOUT, Refusal, nearest_multiples, rule, set_among, unread
 from megatron_moe.config.schema import Run
 
@@ -93,15 +94,6 @@ def fused_gradients_have_fp32_sums(run: Run) -> None:
         )
 
 
-def _stage_flags(run: Run) -> tuple[str, ...]:
-    """Return the flags that made the ZeRO stage what it is."""
-    if run.parallel.use_torch_fsdp2:
-        return ("use_torch_fsdp2",)
-    if run.parallel.data_parallel_sharding_strategy is None and run.optimizer.use_distributed_optimizer:
-        return ("use_distributed_optimizer",)
-    return ("data_parallel_sharding_strategy",)
-
-
 @rule(needs=LAYOUT)
 def sharded_gradients_are_reduced_in_fp32(run: Run) -> None:
     """Refuse gradients in half precision where they are sharded: shards are fp32."""
@@ -110,7 +102,7 @@ def sharded_gradients_are_reduced_in_fp32(run: Run) -> None:
         raise Refusal(
             (
                 *set_among(run, ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32")),
-                *_stage_flags(run),
+                *stage_flags(run),
             ),
             "from ZeRO stage 2 on gradients are reduced in fp32; drop it, and use --zero-quantized-gradients int8 to"
             " send fewer bytes",
@@ -123,7 +115,7 @@ def fp32_evaluation_needs_whole_weights(run: Run) -> None:
     half = run.precision.bf16 or run.precision.fp16
     if run.derived.zero_stage >= 2 and half and run.precision.eval_in_fp32:
         raise Refusal(
-            ("eval_in_fp32", *_stage_flags(run)),
+            ("eval_in_fp32", *stage_flags(run)),
             "from ZeRO stage 2 on weights are gathered in the model's dtype; drop it, or use"
             " --data-parallel-sharding-strategy optim",
         )
@@ -135,7 +127,7 @@ def offloaded_gradients_are_whole(run: Run) -> None:
     offloads = run.optimizer.optimizer_cpu_offload and run.derived.zero_stage >= 2
     if offloads and run.parallel.tensor_model_parallel_size > 1:
         raise Refusal(
-            ("optimizer_cpu_offload", "tensor_model_parallel_size", *_stage_flags(run)),
+            ("optimizer_cpu_offload", "tensor_model_parallel_size", *stage_flags(run)),
             "gradients in host memory cannot be added up over a GPU's tensor-parallel ranks; use"
             " --data-parallel-sharding-strategy optim, which offloads the moments alone, or drop the offload",
         )
