@@ -15,7 +15,7 @@ from megatron_moe.platform import env_vars
 env_vars.check()
 import_hook.install()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from megatron_moe.model.float16_module import Float16Module

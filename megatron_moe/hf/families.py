@@ -59,7 +59,7 @@ FAMILIES: dict[str, Family] = {
 
 _DENSE = "it is a dense model, and mixtures of experts are converted"
 _SEVERAL = "it is a model of several modalities, and the text model is not converted alone"
-_REFUSED: dict[str, str] = {
+REFUSED: dict[str, str] = {
     "deepseek": "the first DeepSeek-MoE has no latent attention and a format of its own",
     "deepseek_v32": "its attention reads a selection of the keys, which the attention here does not",
     "glm_moe_dsa": "its attention reads a selection of the keys, which the attention here does not",
@@ -115,7 +115,7 @@ def family_of(config: dict[str, Any], where: str) -> Family:
                     f'model of this type is ["{family.architecture}"]; other classes are not converted'
                 )
             return family
-    reason = _REFUSED.get(model_type, "it is not one of the families checked here")
+    reason = REFUSED.get(model_type, "it is not one of the families checked here")
     raise ConfigError(
         f"{where}: config.json: model_type {model_type!r} is not converted: {reason}; these are: {supported}"
     )

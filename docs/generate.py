@@ -1,0 +1,242 @@
+"""Write the pages of the site that are made from the code: python docs/generate.py [--check].
+
+Flags, presets, families and the precision contract are described where they are declared; figures are in
+`docs/reference/figures/*.yaml`. `--check` writes nothing, and fails where a page is
+not current.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import yaml
+
+from megatron_moe.config.command_line import help_page
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, build
+from megatron_moe.hf.families import FAMILIES, REFUSED, Family, family_of_run
+from megatron_moe.precision import table as contract
+from megatron_moe_tools import compat
+
+DOCS = Path(__file__).resolve().parent
+RECIPES = DOCS.parent / "examples" / "recipes"
+NOTE = "<!-- written by `python docs/generate.py` -->"
+
+
+def pages() -> dict[Path, str]:
+    """Return every generated page: its path and its text."""
+    reference = DOCS / "reference"
+    found = {reference / "flags.md": help_page(compat.parser())}
+    published = sorted(name for name in PRESETS if (RECIPES / f"{name}.yaml").exists())
+    for name in published:
+        found[reference / "presets" / f"{name}.md"] = preset_page(name)
+    found[reference / "presets" / "index.md"] = presets_page(published)
+    for family in FAMILIES.values():
+        found[reference / "families" / f"{family.name}.md"] = family_page(family, published)
+    found[reference / "families" / "index.md"] = families_page(published)
+    found[reference / "precision.md"] = precision_page()
+    topics = sorted((reference / "figures").glob("*.yaml"))
+    for topic in topics:
+        found[topic.with_suffix(".md")] = figures_page(topic)
+    found[reference / "figures" / "index.md"] = figures_index(topics)
+    return {path: text.rstrip() + "\n" for path, text in found.items()}
+
+
+def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Return a table in Markdown."""
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def size(parameters: int) -> str:
+    """Return a number of parameters as people say it."""
+    return f"{parameters / 1e9:.1f} B"
+
+
+def sizes(run: Run) -> tuple[str, str]:
+    """Return all parameters of a published model, and those that a token meets."""
+    vocabulary = run.derived.padded_vocab_size(run.model.vocab_size or 0)
+    return size(run.derived.parameter_count(vocabulary)), size(run.derived.active_parameter_count(vocabulary))
+
+
+def family_name(run: Run) -> str:
+    """Return the family of a preset."""
+    family = family_of_run(run)
+    assert family is not None, "presets are mixtures of experts"
+    return family.name
+
+
+def preset_page(name: str) -> str:
+    """Return the page of a preset: the model, and how its recipe trains it."""
+    run, path = build(PRESETS[name]), RECIPES / f"{name}.yaml"
+    total, active = sizes(run)
+    moe = run.moe
+    attention = f"{run.model.num_attention_heads} heads, {run.derived.num_query_groups} groups of keys and values"
+    if run.model.multi_latent_attention:
+        attention = f"{run.model.num_attention_heads} heads of latent attention (rank {run.model.kv_lora_rank})"
+    experts = f"{moe.num_experts} of width {run.derived.moe_ffn_hidden_size}, {moe.moe_router_topk} for each token"
+    if moe.moe_shared_expert_intermediate_size is not None:
+        experts += f", shared experts of width {moe.moe_shared_expert_intermediate_size}"
+    router = moe.moe_router_score_function
+    if moe.moe_router_enable_expert_bias:
+        router += " with expert bias"
+    if moe.moe_router_num_groups:
+        router += f", {moe.moe_router_group_topk} of {moe.moe_router_num_groups} groups"
+    dense = run.derived.moe_layer_pattern.count(0)
+    layers = f"{run.model.num_layers}" + (f", the first {dense} dense" if dense else "")
+    rows = [
+        ("parameters", f"{total}, {active} for each token"),
+        ("layers, width", f"{layers}; {run.model.hidden_size}"),
+        ("attention", attention),
+        ("experts", experts),
+        ("router", router),
+        ("vocabulary", f"{run.model.vocab_size:,}"),
+        ("positions", f"{run.derived.max_position_embeddings:,}"),
+    ]
+    comment = [line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# ")]
+    facts = dict(line.split(": ", 1) for line in comment if ": " in line)
+    rows += [(key, facts[key]) for key in ("layout", "memory", "rates")]
+    recipe, family = path.relative_to(DOCS.parent), family_name(run)
+    return f"""# {name}
+
+{NOTE}
+
+`--preset {name}`, family [{family}](../families/{family}.md). The last three rows are those of its recipe,
+`{recipe}`:
+
+{table(("", ""), rows)}
+
+```bash
+megatron-moe plan --config {recipe} --world-size {facts["layout"].split(" ")[0]}
+```
+"""
+
+
+def presets_page(published: list[str]) -> str:
+    """Return the list of the presets that have a recipe."""
+    rows = []
+    for name in published:
+        run = build(PRESETS[name])
+        rows.append((f"[{name}]({name}.md)", *sizes(run), family_name(run)))
+    return f"""# Presets and recipes
+
+{NOTE}
+
+A preset is a model (`--preset NAME`); its recipe in `examples/recipes/` adds a layout that fits on 80 GB devices,
+batch sizes and learning rates. Parameters are counted without multi-token prediction.
+
+{table(("preset", "parameters", "for each token", "family"), rows)}
+"""
+
+
+def family_page(family: Family, published: list[str]) -> str:
+    """Return the page of a family: what is read, and what is refused."""
+    facts = yaml.safe_load((DOCS / "families.yaml").read_text())[family.name]
+    presets = [f"[{name}](../presets/{name}.md)" for name in published if family_name(build(PRESETS[name])) == family.name]
+    rows = [
+        ("class", f"`{family.architecture}`"),
+        ("`model_type`", ", ".join(f"`{kind}`" for kind in family.model_types)),
+        ("models", facts["models"]),
+        ("presets", ", ".join(presets)),
+        ("read", facts["read"]),
+        ("refused", facts["refused"]),
+    ]
+    return f"""# {family.name}
+
+{NOTE}
+
+{table(("", ""), rows)}
+
+Both directions, every layout, and training go on from such a folder:
+[continue a model](../../start/continue_a_model.md), [conversion](../../guides/conversion.md).
+"""
+
+
+def families_page(published: list[str]) -> str:
+    """Return the list of the families, and of what is refused."""
+    rows = [(f"[{family.name}]({family.name}.md)", f"`{family.architecture}`") for family in FAMILIES.values()]
+    reasons: dict[str, list[str]] = {}
+    for kind, reason in REFUSED.items():
+        reasons.setdefault(reason, []).append(f"`{kind}`")
+    refused = [(", ".join(kinds), reason) for reason, kinds in reasons.items()]
+    return f"""# Families of models at Hugging Face
+
+{NOTE}
+
+{table(("family", "class"), rows)}
+
+Other values of `model_type` are refused, these with a reason:
+
+{table(("`model_type`", "because"), refused)}
+"""
+
+
+def precision_page() -> str:
+    """Return the precision contract of a bf16 run."""
+    run = build({**PRESETS["deepseek-v3"], "bf16": True})
+    return f"""# The precision table
+
+{NOTE}
+
+The dtype of every kind of tensor in a bf16 run, checked while it trains ([precision](../guides/precision.md)).
+`--print-precision` prints it for any flags.
+
+{contract.markdown(run)}
+"""
+
+
+def figures_page(topic: Path) -> str:
+    """Return the measurements of a topic, each with the command that repeats it."""
+    facts = yaml.safe_load(topic.read_text(encoding="utf-8"))
+    rows = []
+    for row in facts["rows"]:
+        what = f"{row['what']} ({row['note']})" if "note" in row else row["what"]
+        rows.append((what, str(row["value"]), row["where"], f"`{row['command']}`"))
+    return f"""# {facts["title"]}
+
+{NOTE}
+
+{facts["about"]}
+
+{table(("what", "measured", "on", "repeat it with"), rows)}
+"""
+
+
+def figures_index(topics: list[Path]) -> str:
+    """Return the list of the pages of measurements."""
+    lines = []
+    for topic in topics:
+        facts = yaml.safe_load(topic.read_text(encoding="utf-8"))
+        lines.append(f"- [{facts['title']}]({topic.stem}.md): {len(facts['rows'])} figures")
+    listed = "\n".join(lines)
+    return f"""# Figures
+
+{NOTE}
+
+What was measured, on which machine, and the command that repeats it.
+
+{listed}
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Write the pages, or compare them; return 0, 1 where one is not current, 2 for a wrong argument."""
+    if arguments not in ([], ["--check"]):
+        print("usage: python docs/generate.py [--check]", file=sys.stderr)
+        return 2
+    stale = []
+    for path, text in pages().items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(str(path.relative_to(DOCS.parent)))
+            if not arguments:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+    if arguments and stale:
+        print(f"not current: {', '.join(stale)}; run: python docs/generate.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
