@@ -18,19 +18,33 @@ import_hook.install()
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from megatron_moe.config.errors import ConfigError, RunFault
+    from megatron_moe.engine.adam import Adam
     from megatron_moe.model.float16_module import Float16Module
     from megatron_moe.moe.layer import MoELayer
     from megatron_moe.moe.router import TopKRouter
+    from megatron_moe.training.callback import Callback
     from megatron_moe.training.finalize_model_grads import finalize_model_grads
 
 _PUBLIC = {
+    # The Python interface (docs/guides/python.md). It has the audit, the page and other programs' flags, as the command
+    # line has them, and so is the workshop's; nothing else of the trainer names the workshop.
+    "Settings": "megatron_moe_tools.api",
+    "load_model": "megatron_moe_tools.api",
+    "save_hf": "megatron_moe_tools.api",
+    "train": "megatron_moe_tools.api",
+    "Adam": "megatron_moe.engine.adam",
+    "Callback": "megatron_moe.training.callback",
+    "ConfigError": "megatron_moe.config.errors",
+    "RunFault": "megatron_moe.config.errors",
+    # Parts for a megatron-core program
     "Float16Module": "megatron_moe.model.float16_module",
     "MoELayer": "megatron_moe.moe.layer",
     "TopKRouter": "megatron_moe.moe.router",
     "finalize_model_grads": "megatron_moe.training.finalize_model_grads",
 }
 
-__all__ = ["Float16Module", "MoELayer", "TopKRouter", "__version__", "finalize_model_grads"]
+__all__ = [*_PUBLIC, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.config import command_line
+from megatron_moe.config import command_line, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.launch import launched_world, local_world_size
+from megatron_moe.config.launch import launched_world, local_world_size, require_rendezvous
 from megatron_moe.config.schema import Run, flatten
+from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.model.generate import Sampling, continuation
 from megatron_moe.parallel import groups
@@ -36,6 +37,7 @@ from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.callback import Callback
+from megatron_moe.training.plan import check_start
 from megatron_moe.training.program import Data, ProgramParts, TokenLoss
 from megatron_moe.training.run import pretrain
 from megatron_moe.training.trainer import Trainer
@@ -120,12 +122,21 @@ class Model(torch.nn.Module):
         tokenizer: the one that came with it; None where there is none.
     """
 
-    def __init__(self, chunk: torch.nn.Module, settings: Run, vocab_size: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, chunk: torch.nn.Module, settings: Run, tokenizer: Tokenizer | None) -> None:
         super().__init__()
         self.chunk = chunk
         self.settings = settings
-        self.vocab_size = vocab_size
         self.tokenizer = tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, without padding."""
+        return self.chunk_without_wrapper.output_layer.vocab_size
+
+    @property
+    def chunk_without_wrapper(self) -> torch.nn.Module:
+        """The model without what runs it in half precision."""
+        return getattr(self.chunk, "module", self.chunk)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits [B, S, V] in the model's dtype, without padding, for token ids [B, S]; it can be trained."""
@@ -199,8 +210,7 @@ class RunResult:
     Attributes:
         settings: what it was started with.
         summary: as in `--summary-file`.
-        steps: the metrics of each step of this process, on rank 0.
-        evaluations: likewise.
+        steps, evaluations: the metrics of this process's steps and evaluations, on rank 0.
         checkpoint: the step that has the last weights; None without `save`.
     """
 
@@ -209,17 +219,23 @@ class RunResult:
     steps: list[StepRecord]
     evaluations: list[EvalRecord]
     checkpoint: Path | None
-    _trainer: Trainer | None = field(repr=False)
-    _tokenizer: Tokenizer | None = field(repr=False)
+    _chunk: torch.nn.Module | None = field(repr=False)
 
     @property
     def model(self) -> Model:
-        """The trained model, for a run of one process that shards nothing.
+        """The trained model, of a run of one process.
 
         Raises:
-            ConfigError: the model is split over ranks.
+            ConfigError: ranks share the model, or there is none.
         """
-        ...
+        if self._chunk is None:
+            raise ConfigError(
+                "the model is spread over ranks or sharded (or this was a dry run): save it, and load_model(result."
+                "checkpoint) in one process; a callback has its parts while it trains"
+            )
+        run = self.settings.run
+        tokenizer = build_tokenizer(run.data, run.model.vocab_size)
+        return Model(self._chunk, run, tokenizer if tokenizer.name != "NullTokenizer" else None)
 
 
 class _Records(Sink):
@@ -234,3 +250,77 @@ class _Records(Sink):
 
     def evaluation(self, record: EvalRecord) -> None:
         self.evaluations.append(record)
+
+
+class _KeepsModel(Callback):
+    """Keeps the model of a run of one process, without the wrapper for data parallelism."""
+
+    chunk: torch.nn.Module | None = None
+
+    def attach(self, trainer: Trainer) -> None:
+        (chunk,) = trainer.trained.model
+        if trainer.run.derived.zero_stage < 2:
+            self.chunk = chunk.module
+
+
+def train(
+    settings: Settings,
+    *,
+    data: Data | None = None,
+    valid_data: Data | None = None,
+    loss: TokenLoss | None = None,
+    optimizer: type[Adam] | None = None,
+    callbacks: Sequence[Callback] = (),
+    sinks: Sequence[Sink] = (),
+) -> RunResult:
+    """Train as the settings say. Under torchrun every rank calls this with the same arguments.
+
+    Args:
+        data: samples of your own in place of files: anything with a length and numbered samples, or a stream. A sample
+            is seq_length + 1 token ids, or a dict of `tokens` and `labels` with, where wanted, `loss_mask` and
+            `position_ids`, each of seq_length whole numbers. Sample i of a global batch is the same on every layout.
+        valid_data: the same, for evaluations.
+        loss: logits [B, S, V] fp32 and labels [B, S] -> a loss for each token [B, S], in place of cross entropy.
+        optimizer: a subclass of `Adam` that overrides `update`.
+        callbacks: see `Callback`. sinks: see `megatron_moe.report.Sink`.
+
+    Raises:
+        ConfigError: a mistake in settings, data or folders, found before anything is allocated.
+        RunFault: the run cannot go on.
+        KeyboardInterrupt: Ctrl-C.
+    """
+    if data is not None:
+        settings = settings.replace(program_data=True)
+    run, (rank, world_size) = settings.run, launched_world()
+    for name in ("print_precision", "list_advisories", "log_legend"):
+        if settings.flat()[name]:
+            raise ConfigError(f"--{name.replace('_', '-')}: prints a table and trains nothing; use the command line")
+    rules.check(run, world_size)
+    check_start(run, world_size, local_world_size(world_size))
+    require_rendezvous(world_size)
+    if world_size == 1:
+        groups.destroy()  # of a model that was used in this process
+    records, kept = _Records(), _KeepsModel()
+    summary = pretrain(
+        run,
+        also=[records, *sinks],
+        audit=load_audit() if run.precision.audit_precision else None,
+        callbacks=[*callbacks, kept] if world_size == 1 else callbacks,
+        page_sink=page_sink,
+        parts=ProgramParts(data, valid_data, loss, optimizer),
+    )
+    saved = summary.get("checkpoint")
+    return RunResult(
+        settings=settings,
+        summary=summary,
+        steps=records.steps,
+        evaluations=records.evaluations,
+        checkpoint=None if saved is None else Path(saved),
+        _chunk=kept.chunk,
+    )
+
+
+def _join(run: Run) -> None:
+    """Have the process groups of one process, which a forward pass needs; `train` makes them anew."""
+    if not dist.is_initialized():
+        groups.initialize(run)

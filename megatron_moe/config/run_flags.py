@@ -196,6 +196,7 @@ class DataConfig:
     test_data_path: tuple[str, ...] | None = setting(None, "as data-path, for testing only")
     data_cache_path: str | None = setting(None, "folder of the index caches; default: next to the data")
     mock_data: bool = setting(False, "made-up tokens, no files")
+    program_data: bool = setting(False, "samples of the program that calls train(settings, data=...), no files")
     tokenizer_type: str | None = setting(None, "kind of tokenizer", choices=tuple(TOKENIZER_FILES))
     tokenizer_model: str | None = setting(None, "file or folder of the tokenizer")
     vocab_file: str | None = setting(None, "GPT2BPETokenizer: its vocab.json")

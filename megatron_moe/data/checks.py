@@ -83,9 +83,10 @@ def read_sources(data: DataConfig) -> Sources:
     flags = ("train_data_path", "valid_data_path", "test_data_path")
     given = [_flag(name) for name in ("data_path", *flags) if getattr(data, name)]
     per_split_given = [flag for flag in given if flag != "--data-path"]
-    if data.mock_data:
+    if data.mock_data or data.program_data:
         if given:
-            raise ConfigError(f"--mock-data and {given[0]} exclude each other: leave one out")
+            flag = "--mock-data" if data.mock_data else "--program-data"
+            raise ConfigError(f"{flag} and {given[0]} exclude each other: leave one out")
         return Sources(mock=True)
     if not given:
         raise ConfigError("no data: give --data-path PREFIX, or --train-data-path PREFIX, or --mock-data")
@@ -203,7 +204,7 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
     sources = read_sources(run.data)
     limit = vocabulary_limit(run, tokenizer)
     if sources.mock:
-        return ["data: made up (--mock-data)"]
+        return ["data: the program's own" if run.data.program_data else "data: made up (--mock-data)"]
     needed = [0] if run.training.eval_iters == 0 else [0, 1]
     if 1 in needed and sources.per_split is not None and sources.per_split[1] is None:
         raise ConfigError(
@@ -511,10 +512,10 @@ def require_same_order(run: Run, now: Fingerprint, config: dict[str, Any], saved
     before = build({name: value for name, value in config.items() if name in known})
     lines = [
         f"--{name.replace('_', '-')}: checkpoint {flatten(before)[name]}, this run {flatten(run)[name]}"
-        for name in ("mock_data", "seed", "seq_length")  # which decide, next to the sources, which sample is number n
+        for name in ("mock_data", "program_data", "seed", "seq_length")  # which decide, next to the sources, which sample is number n
         if flatten(before)[name] != flatten(run)[name]
     ]
-    if not (run.data.mock_data or before.data.mock_data):
+    if not any(data.mock_data or data.program_data for data in (run.data, before.data)):
         lines += _other_sources(run, now, before, saved)
     if not lines:
         return []

@@ -39,7 +39,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
         ConfigError: a flag is missing, or a file is missing or malformed.
     """
     kind = data.tokenizer_type
-    if kind is None and data.mock_data:
+    if kind is None and (data.mock_data or data.program_data):
         kind = "NullTokenizer"
     if kind is None:
         raise ConfigError(
@@ -85,7 +85,8 @@ def tokenizer_of_step(
         ConfigError: a file is not where it was, or is not what it was.
     """
     named = {name: config[name] for name in TOKENIZER_FIELDS if config.get(name) is not None} | dict(given)
-    data = schema.build({**named, "mock_data": bool(config.get("mock_data"))}).data
+    kinds = {name: bool(config.get(name)) for name in ("mock_data", "program_data")}
+    data = schema.build({**named, **kinds}).data
     wanted = trained_with.get("sha256")
     digest = "" if wanted is None else f" (SHA-256 {wanted[:12]}...)"
     fields = TOKENIZER_FILES.get(data.tokenizer_type or "", ())

@@ -66,9 +66,9 @@ class Adam(torch.optim.Optimizer):
     def _step_group(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
         if params:
-            self._update_together(group, params, [p.grad for p in params], [self._state_of(p) for p in params])
+            self.update(group, params, [p.grad for p in params], [self._state_of(p) for p in params])
 
-    def _update_together(
+    def update(
         self,
         group: dict[str, Any],
         params: Sequence[Tensor],

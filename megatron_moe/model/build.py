@@ -15,6 +15,7 @@ from megatron_moe import platform
 from megatron_moe.config.module_names import frozen
 from megatron_moe.config.schema import Run
 from megatron_moe.engine.layers import (
+    gather_from_tensor_model_parallel_region,
     DistributedDataParallel,
     VocabParallelEmbedding,
     reduce_from_tensor_model_parallel_region,
@@ -28,7 +29,7 @@ from megatron_moe.model.float16_module import Float16Module, keep_in_fp32, model
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel, Sharding
 from megatron_moe.model.initialize import global_name, initialize_weights
 from megatron_moe.model.linear_fp8 import multiply_in_fp8
-from megatron_moe.model.loss import FusedLoss, OutputLayer, OutputLayerWithLoss
+from megatron_moe.model.loss import FusedLoss, OutputLayer, OutputLayerWithLoss, TokenLoss
 from megatron_moe.model.mla import ReplicatedLinear
 from megatron_moe.model.mtp import MultiTokenPrediction, without_second_table
 from megatron_moe.model.overlap import ChunkPlan
@@ -102,9 +103,11 @@ class LanguageModel(MultiTokenPrediction, DeepcopyKeepsGroups, GPTModel):
     Attributes:
         moe_options: the options of the model's MoE layers, also on a pipeline stage that has none of them; None for a
             dense model.
+        token_loss: a program's own loss; None: cross entropy.
     """
 
     moe_options: MoEOptions | None = None
+    token_loss: TokenLoss | None = None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -114,6 +117,12 @@ class LanguageModel(MultiTokenPrediction, DeepcopyKeepsGroups, GPTModel):
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Return the losses [B, S] fp32 of logits [S, B, V / TP], which the backward pass overwrites; labels [B, S]."""
+        if self.token_loss is not None:
+            whole = gather_from_tensor_model_parallel_region(logits, group=self.pg_collection.tp)
+            losses = self.token_loss(whole.transpose(0, 1)[..., : self.output_layer.vocab_size].float(), labels)
+            if losses.shape != labels.shape:
+                raise ValueError(f"the loss has the shape {list(losses.shape)}; it has to be [B, S] {list(labels.shape)}")
+            return losses.float()
         losses = cross_entropy(logits.flatten(0, 1), labels.transpose(0, 1).reshape(-1), self.pg_collection.tp)
         return losses.view(logits.shape[:2]).transpose(0, 1).contiguous()
 
@@ -160,6 +169,7 @@ def build_model(
     draw: bool = True,
     padded_vocab_size: int | None = None,
     offload: ActivationOffload | None = None,
+    token_loss: TokenLoss | None = None,
 ) -> list[torch.nn.Module]:
     """Build this rank's part of the model, one chunk per virtual pipeline stage.
 
@@ -178,6 +188,7 @@ def build_model(
             ranks: such a model has no wrapper for data parallelism from ZeRO's stage 2 on.
         padded_vocab_size: rows of the tables, a multiple of TP; default: `derived.padded_vocab_size`.
         offload: moves activations to host memory; default: what the run's flags say.
+        token_loss: a program's own loss of logits [B, S, V] fp32 and labels [B, S], for each token [B, S].
 
     Returns:
         The chunks, in training mode and on this machine's device, weights drawn from the run's seed.
@@ -192,6 +203,8 @@ def build_model(
     chunks: list[torch.nn.Module] = [
         _chunk(run, config, settings, pg_collection, vocabulary, stage, draw) for stage in stages
     ]
+    for chunk in chunks:
+        chunk.token_loss = token_loss
     if offload := offload or ActivationOffload.from_run(run):
         for chunk in chunks:
             offload.attach(chunk)

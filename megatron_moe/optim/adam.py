@@ -82,7 +82,7 @@ class AdamWithMomentsOnHost(Adam):
             pieces = zip(*(tensor.split(self.piece_numel) for tensor in (param.grad.reshape(-1), *updated)))
             for grad, weight, *moments in pieces:
                 near = [moment.to(param.device, non_blocking=True) for moment in moments]
-                self._update_together(group, [weight], [grad], [dict(zip(("exp_avg", "exp_avg_sq"), near))])
+                self.update(group, [weight], [grad], [dict(zip(("exp_avg", "exp_avg_sq"), near))])
                 for moment, result in zip(moments, near):
                     if result is not moment:
                         moment.copy_(result, non_blocking=True)

@@ -56,10 +56,18 @@ def additions(optimizer: EngineOptimizer) -> Additions:
     return _ADDITIONS.get(optimizer, Additions())
 
 
-def build_optimizer(run: Run, model: Sequence[torch.nn.Module], pg_collection: ProcessGroups) -> EngineOptimizer:
+def build_optimizer(
+    run: Run,
+    model: Sequence[torch.nn.Module],
+    pg_collection: ProcessGroups,
+    adam: type[Adam] | None = None,
+) -> EngineOptimizer:
     """Return the optimizer of the wrapped model chunks, its moments allocated as zeros (fp32).
 
     Moments exist from the start, so a checkpoint can be written before the first step was committed.
+
+    Args:
+        adam: what updates the fp32 main params; default: what the run's flags say.
     """
     fully_sharded = run.derived.zero_stage >= 2
     chunks: Any = list(model)
@@ -70,7 +78,7 @@ def build_optimizer(run: Run, model: Sequence[torch.nn.Module], pg_collection: P
             for _, shard in chunk.named_parameters():
                 if shard.device.type != platform.device().type:
                     offloaded.append(shard)
-    with engine.adam_class(_adam_of(run)), engine.cpu_shards_accepted(offloaded):
+    with engine.adam_class(adam or _adam_of(run)), engine.cpu_shards_accepted(offloaded):
         optimizer = engine.get_megatron_optimizer(
             optimizer_config(run),
             chunks,

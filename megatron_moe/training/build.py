@@ -34,6 +34,7 @@ from megatron_moe.precision.contract import PrecisionGuard
 from megatron_moe.report.reporter import MakePageSink, Reporter
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.node_files import require_one_view
+from megatron_moe.training.program import ProgramParts, ProgramSamples
 from megatron_moe.training.plan import RunPlan, evaluates_test_split, same_data_notes
 from megatron_moe.training.state_checks import check_precision, damage_on_ranks
 from megatron_moe.training.step_sums import max_over_ranks
@@ -72,11 +73,13 @@ def build_trainer(
     also: Sequence[Sink],
     stage: Callable[[str], None],
     page_sink: MakePageSink | None = None,
+    parts: ProgramParts | None = None,
 ) -> Trainer:
     """Build everything a run needs and load what it starts from.
 
     Collective over all ranks. `resources` is what is given back when the run ends.
     """
+    parts = parts or ProgramParts()
     ranks = _meet(planned.run, resources)
     # A checkpoint whose content was verified; it may be an earlier step than was planned.
     start_from = verified_checkpoint(planned.run, planned.start_from, _say)
@@ -87,7 +90,7 @@ def build_trainer(
     planned = replace(planned, data_notes=[*planned.data_notes, *require_one_view(planned, ranks.facts)])
     run = planned.run
     stage("building the model")
-    built = _build_and_load(planned, ranks)
+    built = _build_and_load(planned, ranks, parts)
     stage("building the datasets")
     progress, source = built.loaded.progress, planned.start_from.source
     # Each split with as many samples as the run will read.
@@ -96,9 +99,15 @@ def build_trainer(
     evaluated, tested = run.training.eval_iters * planned.schedule.final, 0
     if evaluates_test_split(run):
         tested = evaluated
-    splits = Splits(
-        *build_datasets(run, planned.tokenizer, trained_on, evaluated, tested, pg_collection=ranks.pg_collection)
-    )
+    if parts.data is not None:
+        valid = None
+        if parts.valid_data is not None and evaluated:
+            valid = ProgramSamples(parts.valid_data, "valid_data", run, evaluated)
+        splits = Splits(ProgramSamples(parts.data, "data", run, trained_on), valid, None)
+    else:
+        splits = Splits(
+            *build_datasets(run, planned.tokenizer, trained_on, evaluated, tested, pg_collection=ranks.pg_collection)
+        )
     is_writer = ranks.facts.rank == 0
     reporter = Reporter(run, is_writer=is_writer, start_iteration=progress.iteration, also=also, page_sink=page_sink)
     resources.enter_context(reporter)
@@ -191,13 +200,13 @@ def _meet(run: Run, resources: ExitStack) -> RunRanks:
     return RunRanks(pg_collection, facts, watchdog, lock, lock_notes)
 
 
-def _build_and_load(planned: RunPlan, ranks: RunRanks) -> LoadedModel:
+def _build_and_load(planned: RunPlan, ranks: RunRanks, parts: ProgramParts) -> LoadedModel:
     """Build model, optimizer and schedule, and load or import the state that they start from."""
     run, source = planned.run, planned.start_from.source
     seed_everything(run)
     guard = PrecisionGuard()
-    model = build_model(run, ranks.pg_collection, planned.vocab_size, guard=guard)
-    optimizer = build_optimizer(run, model, ranks.pg_collection)
+    model = build_model(run, ranks.pg_collection, planned.vocab_size, guard=guard, token_loss=parts.loss)
+    optimizer = build_optimizer(run, model, ranks.pg_collection, parts.optimizer)
     scheduler, average = build_scheduler(run, optimizer), build_average(run, model, optimizer)
     trained = TrainState(model, optimizer, scheduler, ranks.pg_collection, average)
     check_precision(guard, "building the optimizer", run, trained)
@@ -232,7 +241,7 @@ def _unigram_entropy(planned: RunPlan, ranks: RunRanks, splits: Splits) -> float
     Computed where rank 0 reads; None where there is no validation, and on the other ranks.
     """
     evaluations = planned.run.training.eval_iters
-    if ranks.facts.rank != 0 or not evaluations or splits.valid is None:
+    if ranks.facts.rank != 0 or not evaluations or splits.valid is None or planned.run.data.program_data:
         return None
     return label_entropy(splits.valid, evaluations * planned.schedule.final)
 

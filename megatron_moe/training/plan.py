@@ -215,7 +215,7 @@ def same_data_notes(run: Run, data: Fingerprint, start_from: CheckpointPlan) -> 
 
 def evaluates_test_split(run: Run) -> bool:
     """Return whether the run evaluates a test split: it was named, or `--split` gives it a share."""
-    if run.training.eval_iters == 0 or run.data.mock_data:
+    if run.training.eval_iters == 0 or run.data.mock_data or run.data.program_data:
         return False
     shares = [float(share) for share in (run.data.split or "").split(",") if share]
     return run.data.test_data_path is not None or (len(shares) > 2 and shares[2] > 0)

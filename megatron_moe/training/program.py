@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
+from megatron_moe.model.loss import TokenLoss
 
 if TYPE_CHECKING:
     from megatron_moe.engine.adam import Adam
@@ -28,9 +29,6 @@ class Samples(Protocol):
 Data = Samples | Iterable[Any]
 """Where samples come from. One sample is S + 1 token ids, or a dict of `tokens` and `labels` [S] with, where wanted,
 `loss_mask` and `position_ids` [S]. What has no length is read from its beginning on, again for each evaluation."""
-TokenLoss = Callable[[Tensor, Tensor], Tensor]
-"""Logits [B, S, V] fp32 without padding and labels [B, S] int64 -> the loss [B, S] of each token. The run multiplies by
-the loss mask and averages over the global batch, on every layout alike. S is a rank's part under context parallelism."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from megatron_moe.training.callbacks.reporting import Reporting
 from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.loop import train
 from megatron_moe.training.plan import evaluates_test_split, plan_run, require_profiler
+from megatron_moe.training.program import ProgramParts
 from megatron_moe.training.signals import StopSignals, signal_name
 from megatron_moe.training.start_notes import report_start
 from megatron_moe.training.trainer import Trainer
@@ -52,6 +53,7 @@ def pretrain(
     *,
     callbacks: Sequence[Callback] = (),
     page_sink: MakePageSink | None = None,
+    parts: ProgramParts | None = None,
 ) -> dict[str, Any]:
     """Train as `run` says and return the summary; rank 0's is also written to `--summary-file`.
 
@@ -62,6 +64,7 @@ def pretrain(
         stage: called with what begins before the first line of the log, as "building the model".
         callbacks: a program's own callbacks on this rank (`training/callback.py`).
         page_sink: makes the sink of `--report-file`; pretrain_moe.py hands in `megatron_moe_tools.pretrain.page_sink`.
+        parts: what a program puts in the place of the run's own.
 
     Raises:
         ConfigError: a mistake in flags, data or folders, found before anything is allocated and equal on all ranks.
@@ -69,7 +72,9 @@ def pretrain(
         KeyboardInterrupt: Ctrl-C.
         StoppedEarly: with `--exit-signal-handler`, SIGTERM or SIGUSR1 before the first step.
     """
+    parts = parts or ProgramParts()
     _check(run, audit)
+    parts.check(run)
     planned = plan_run(run, launched_world()[1])
     if run.logging.dry_run:
         _say("\n".join([*planned.notes, "dry run: the configuration is sound"]))
@@ -80,7 +85,7 @@ def pretrain(
         stop.before_end = _say_end
         try:
             with ExitStack() as resources:
-                trainer = build_trainer(planned, resources, also, stage, page_sink)
+                trainer = build_trainer(planned, resources, also, stage, page_sink, parts)
                 report_start(trainer)
                 stop.before_end = partial(_before_end, trainer)
                 _train(trainer, stop, audit, callbacks)

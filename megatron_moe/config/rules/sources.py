@@ -21,7 +21,7 @@ _SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 def one_data_source(run: Run) -> None:
     """Require one source of tokens: made up, one blend that is split, or one blend per split."""
     per_split = set_among(run, _SPLIT_PATHS)
-    sources = set_among(run, ("mock_data", "data_path")) + per_split[:1]
+    sources = set_among(run, ("mock_data", "program_data", "data_path")) + per_split[:1]
     if not sources:
         raise Refusal(
             ("data_path", "train_data_path", "mock_data"),
@@ -71,17 +71,18 @@ def split_is_three_shares(run: Run) -> None:
 @rule(needs=FILES)
 def tokenizer_is_given(run: Run) -> None:
     """Require a tokenizer, which has the vocabulary; made-up tokens need its size alone."""
-    if run.data.tokenizer_type is not None or not set_among(run, ("mock_data", "data_path", *_SPLIT_PATHS)):
+    made = set_among(run, ("mock_data", "program_data"))
+    if run.data.tokenizer_type is not None or not (made or set_among(run, ("data_path", *_SPLIT_PATHS))):
         return
-    if not run.data.mock_data:
+    if not made:
         raise Refusal(
             ("tokenizer_type",),
             "data needs the tokenizer that made it; e.g. --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH",
         )
     if run.model.vocab_size is None:
         raise Refusal(
-            ("vocab_size", "tokenizer_type", "mock_data"),
-            "made-up tokens need a range; add --vocab-size, e.g. 8192, or a tokenizer",
+            ("vocab_size", "tokenizer_type", *made),
+            "tokens without files need a range; add --vocab-size, e.g. 8192, or a tokenizer",
         )
 
 
