@@ -4,13 +4,12 @@ torchrun --nproc-per-node 2 examples/python/on_two_ranks.py
 """
 
 import os
-import tempfile
 
 import megatron_moe as mm
 
-save = os.environ.get("SAVE", os.path.join(tempfile.gettempdir(), "on_two_ranks"))
 settings = mm.Settings.from_preset(
-    "tiny", mock_data=True, vocab_size=256, seq_length=64, train_iters=5, eval_iters=0, global_batch_size=4, save=save
+    "tiny", mock_data=True, vocab_size=256, seq_length=64, train_iters=5, eval_iters=0, global_batch_size=4,
+    save="on_two_ranks",
 )
 ranks = int(os.environ.get("WORLD_SIZE", 1))
 if ranks > 1:

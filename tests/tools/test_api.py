@@ -1,0 +1,184 @@
+"""The Python interface: the command line's numbers and errors, a program's own parts on every layout, models to use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_moe as mm
+from megatron_moe.data.tokenizers import NullTokenizer
+from tests.helpers.trained_steps import SMALL
+
+FLAGS: dict[str, Any] = {**SMALL, "vocab_size": 64, "train_iters": 2, "eval_iters": 0, "lr": 1e-2}
+SAMPLES = [[(start + step * place) % 64 for place in range(17)] for start in range(5) for step in (1, 3)]
+
+
+def settings(**changes: Any) -> Any:
+    made_up = {} if changes.pop("own", False) else {"mock_data": True}
+    return mm.Settings.from_preset("tiny", **{**FLAGS, **made_up, **changes})
+
+
+def losses(result: Any) -> list[float]:
+    return [step.loss for step in result.steps]
+
+
+class Stream:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for ids in SAMPLES:
+            yield {"tokens": ids[:-1], "labels": torch.tensor(ids[1:])}
+
+
+def plain(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+
+
+def halved(logits: Tensor, labels: Tensor) -> Tensor:
+    return plain(logits, labels) / 2
+
+
+def on_ranks(parts: dict[str, Any], flags: dict[str, Any]) -> tuple[list[float], list[float], str]:
+    """Losses and gradient norms of a run with a program's parts, and why its model cannot be had."""
+    result = mm.train(settings(own="data" in parts, **flags), **parts)
+    try:
+        why = f"{type(result.model).__name__}"
+    except mm.ConfigError as error:
+        why = str(error)
+    return losses(result), [step.grad_norm for step in result.steps], why
+
+
+# ---- settings
+
+
+def test_settings_are_the_command_lines_and_changes_win(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("preset: tiny\nlr: 0.5\nmock_data: true\nvocab_size: 64\n")
+    of_file = mm.Settings.from_yaml(tmp_path / "run.yaml", lr=0.25, keep_fp32=["router"], bf16=True)
+    text = "--preset tiny --lr 0.25 --mock-data --vocab-size 64 --keep-fp32 router --bf16"
+    assert of_file.flat() == mm.Settings.from_flags(text).flat()
+    changed = of_file.replace(bf16=False, lr=None, keep_fp32=None, moe_layer_freq="[0]+[1]*3")
+    assert changed.flat() == mm.Settings.from_flags(changed.command).flat()
+    assert (changed.run.precision.bf16, changed.run.optimizer.lr) == (False, None)
+    assert mm.Settings.from_flags("--preset tiny --topk 4").run.moe.moe_router_topk == 4  # not ours: Megatron-LM's
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"moe_router_topkk": 4}, "--moe-router-topk"),
+        ({"moe_router_topk": "many"}, "--moe-router-topk"),
+        ({"expert_model_parallel_size": 3}, "--expert-model-parallel-size 3"),
+        ({"program_data": True, "mock_data": None}, "--program-data"),
+        ({"print_precision": True}, "use the command line"),
+    ],
+)
+def test_a_mistake_is_the_command_lines_error(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(mm.ConfigError, match=said):
+        mm.train(settings(**changes))
+
+
+@pytest.mark.parametrize(
+    ("parts", "changes", "said"),
+    [
+        ({"data": []}, {}, "data: has no samples"),
+        ({"data": SAMPLES}, {"eval_iters": 1}, "hand in valid_data"),
+        ({"valid_data": SAMPLES}, {}, "needs data, too"),
+        ({"loss": plain}, {"cross_entropy_loss_fusion": True}, "--cross-entropy-loss-fusion"),
+        ({"optimizer": mm.Adam}, {"optimizer": "muon"}, "--optimizer muon"),
+    ],
+)
+def test_parts_that_do_not_go_with_the_settings_are_refused(parts, changes, said) -> None:
+    with pytest.raises(mm.ConfigError, match=said):
+        mm.train(settings(own="data" in parts, **changes), **parts)
+
+
+# ---- runs
+
+
+def test_data_loss_and_optimizer_of_a_program_give_the_same_numbers_on_every_layout(gloo: Any) -> None:
+    parts = {"data": SAMPLES, "loss": halved, "optimizer": mm.Adam}
+    flags = {"global_batch_size": 4, "use_distributed_optimizer": False}
+    whole = gloo.run(1, on_ranks, parts=parts, flags=flags)[0]
+    assert whole[2] == "Model"
+    layouts: tuple[dict[str, Any], ...] = (
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"context_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+        {"expert_model_parallel_size": 2, "use_distributed_optimizer": True},
+    )
+    for layout in layouts:
+        first, second = gloo.run(2, on_ranks, parts=parts, flags={**flags, **layout})
+        torch.testing.assert_close(first[:2], whole[:2], rtol=2e-6, atol=0)
+        assert second[0] == [] and "load_model" in first[2] and "load_model" in second[2]
+    unscaled = gloo.run(1, on_ranks, parts={"data": SAMPLES}, flags=flags)[0]
+    torch.testing.assert_close(unscaled[0][0], 2 * whole[0][0], rtol=1e-6, atol=0)
+
+
+def test_a_stream_is_the_list_of_its_samples_and_begins_anew(one_process: Any) -> None:
+    flags = {"own": True, "eval_iters": 1, "eval_interval": 1}
+    of_list = mm.train(settings(**flags), data=SAMPLES, valid_data=SAMPLES)
+    of_stream = mm.train(settings(**flags), data=Stream(), valid_data=Stream())
+    assert losses(of_stream) == losses(of_list) and len(set(losses(of_list))) == 2
+    assert [one.loss for one in of_stream.evaluations] == [one.loss for one in of_list.evaluations]
+    with pytest.raises(ValueError, match="is an iterator"):
+        mm.train(settings(**flags), data=Stream(), valid_data=iter(Stream()))
+    with pytest.raises(ValueError, match="ended after 10 samples"):
+        mm.train(settings(own=True, train_iters=6), data=Stream())
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [
+        (list(range(16)), r"ids of sample 0 are torch.int64 \[16\]"),
+        ({"tokens": list(range(16))}, "has no labels"),
+        ({"tokens": list(range(16)), "labels": list(range(16)), "loss_mask": [0.5] * 16}, "whole numbers"),
+        ([64] * 17, "outside the vocabulary"),
+    ],
+)
+def test_a_sample_of_another_form_is_named(one_process: Any, sample: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        mm.train(settings(own=True), data=[sample])
+
+
+# ---- models
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run that saves a step of a model with ByteTokenizer."""
+    folder = tmp_path_factory.mktemp("api")
+    tokens = {"vocab_size": None, "tokenizer_type": "ByteTokenizer", "bf16": True}
+    return mm.train(settings(save=str(folder / "steps"), max_position_embeddings=64, **tokens))
+
+
+def test_the_trained_model_is_the_saved_one_and_can_be_exported(run: Any, tmp_path: Path, one_process: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trained, loaded = run.model, mm.load_model(run.checkpoint, dtype="bfloat16")
+    expected = trained.logits("ab")
+    assert expected.dtype == torch.float32 and expected.shape == (2, 257)
+    assert torch.equal(loaded.logits("ab"), expected)
+    text = trained.generate("ab", max_new_tokens=5)
+    assert text == loaded.generate("ab", max_new_tokens=5)
+    assert trained.generate([97, 98], max_new_tokens=2) == trained.tokenizer.tokenize(text)[:2]
+    for number, model in enumerate((trained, run.checkpoint)):
+        folder = mm.save_hf(model, tmp_path / str(number))
+        again = mm.load_model(folder, dtype="bfloat16")
+        assert torch.equal(again.logits([97, 98]), expected)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ours = mm.load_model(folder).logits([97, 98, 99])
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(torch.tensor([[97, 98, 99]])).logits[0], ours, rtol=1e-4, atol=1e-4)
+
+
+def test_a_loaded_model_is_a_torch_module_that_trains(run: Any, one_process: Any) -> None:
+    model = mm.load_model(run.checkpoint)
+    tokens = torch.arange(32).view(2, 16)
+    plain(model(tokens)[:, :-1].float(), tokens[:, 1:]).mean().backward()
+    with_gradient = [name for name, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()]
+    assert {"embedding", "decoder", "output_layer"} <= {name.split(".")[1] for name in with_gradient}
+    assert mm.train(settings()).model.tokenizer is None and NullTokenizer(64).name == "NullTokenizer"
+    assert torch.isfinite(model.logits("ab")).all()  # after another run in this process
