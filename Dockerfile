@@ -11,7 +11,7 @@
 # On Slurm with enroot and pyxis, which share both with the host:
 #
 #   enroot import --output megatron_moe.sqsh dockerd://megatron_moe
-#   megatron-moe slurm --container pyxis --image megatron_moe.sqsh --mounts /data /checkpoints ...    # docs/slurm.md
+#   megatron-moe slurm --container pyxis --image megatron_moe.sqsh --mounts /data /checkpoints ...    # docs/guides/slurm_jobs.md
 FROM nvcr.io/nvidia/pytorch:26.05-py3
 
 WORKDIR /opt/megatron_moe

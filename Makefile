@@ -50,14 +50,14 @@ test-all: $(STAMP) ## run every row of every matrix, with both ways in which a C
 	MEGATRON_MOE_CPU_HALF_PRODUCTS=native $(PYTEST) --all $(ARGS)
 	MEGATRON_MOE_CPU_HALF_PRODUCTS=fp32 $(PYTEST) --all --engine $(ARGS)
 
-soak: $(STAMP) ## the long runs of docs/reliability.md: kills, faults, corruption (ARGS="tests/soak/test_kills.py --soak-scale 0.1")
+soak: $(STAMP) ## the long runs of docs/internals/reliability.md: kills, faults, corruption (ARGS="tests/soak/test_kills.py --soak-scale 0.1")
 	$(QUIET_THREADS) $(RUN) -m pytest -q --durations=0 $(if $(filter tests/%,$(ARGS)),,tests/soak) $(ARGS)
 
-check: $(STAMP) ## style, format, types, the page of flags
+check: $(STAMP) ## style, format, types, the generated pages
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -m tests.docs.flags_page --check
+	PYTHONPATH=. $(RUN) docs/generate.py --check
 
 BENCH ?= moe_layer
 bench: $(STAMP) ## compare our MoE layer with others' on this machine (BENCH=whole_step: a training step with transformers')

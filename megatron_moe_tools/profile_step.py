@@ -1,6 +1,6 @@
 """megatron-moe profile: run some steps of a run, print where their time goes by station, write a Chrome trace.
 
-The stations are those of docs/journey.md. In the forward pass a station is a range around a function or a module of
+The stations are those of docs/internals/journey.md. In the forward pass a station is a range around a function or a module of
 the run; an operation belongs to the innermost range that it is in. In the backward pass an operation belongs to the
 station whose operation it is the backward of: autograd numbers both alike. The ranges are those of
 `training/profiler.py`.
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog=NAME,
         usage="%(prog)s [--profile-steps N] [--trace FILE] [the run's flags]",
-        description="Run some training steps and print where rank 0's time goes, by station of docs/journey.md.",
+        description="Run some training steps and print where rank 0's time goes, by station of docs/internals/journey.md.",
         epilog="Other flags, such as --preset tiny --bf16, are those of megatron-moe train; without data, tokens are "
         "made up. The run ends after the profiled steps. Several ranks: torchrun ... -m megatron_moe profile. Exit "
         "status: 0 done; 1 a fault of the run; 2 a mistake in the flags.",

@@ -350,7 +350,7 @@ def short_help(parser: argparse.ArgumentParser, of_others: str) -> str:
         f"--help GROUP for all flags of {groups};",
         f"--help FLAG for one{of_others}; --help all;",
     ]
-    return "\n".join([*lines, "docs/flags.md has the same as a page."])
+    return "\n".join([*lines, "docs/reference/flags.md has the same as a page."])
 
 
 def help_about(topic: str, parser: argparse.ArgumentParser, foreign: Mapping[str, str]) -> str:
@@ -400,13 +400,13 @@ def _width() -> int:
 
 
 def help_page(parser: argparse.ArgumentParser) -> str:
-    """Return docs/flags.md: every flag with its values, default and meaning."""
+    """Return docs/reference/flags.md: every flag with its values, default and meaning."""
     every = entries(parser)
     lines = [
         "# Flags",
         "",
         "Every flag of `pretrain_moe.py`, and so each key of a `--config` file (without the dashes). Written by",
-        "`python -m tests.docs.flags_page` from the schema in `megatron_moe/config/`; `make check` compares.",
+        "`python docs/generate.py` from the schema in `megatron_moe/config/`; `make check` compares.",
         "Megatron-LM's other flags: `megatron-moe flags FLAG`, or `megatron-moe train --help FLAG`.",
     ]
     for group in dict.fromkeys(entry.group for entry in every):

@@ -77,7 +77,7 @@ class Metric:
     name: str
     """Its key in metrics.jsonl and its attribute in a `StepRecord`: a Python identifier."""
     unit: str = ""
-    """For people: the table in docs/metrics.md and the axis of the plot."""
+    """For people: the table in docs/reference/metrics.md and the axis of the plot."""
     compute: Callable[[StepFacts], Any] | None = None
     """Return the value from what is known about the step: a number, a string, a list or dict of such, or None where
     there is none. It is called at every step on every rank, with the same facts but for `seconds` and `memory_bytes`.

@@ -12,7 +12,7 @@ from megatron_moe.report.health import Health
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """The metrics of one optimizer step, in the order of the keys in metrics.jsonl; docs/metrics.md describes each.
+    """The metrics of one optimizer step, in the order of the keys in metrics.jsonl; docs/reference/metrics.md describes each.
 
     Metrics that a program registered, and keys of lines that another program wrote, are in `extra`; they can be read as
     attributes, too.
@@ -93,7 +93,7 @@ class EvalRecord:
 
 
 EVENTS = ("start", "loaded", "saved", "fault", "warning", "stop", "end", "message")
-"""The kinds of events; docs/metrics.md says what happened, and which facts each has."""
+"""The kinds of events; docs/reference/metrics.md says what happened, and which facts each has."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ _PACKAGES = ("megatron-core", "torch", "transformer-engine", "numpy", "sentencep
 _GIT_SECONDS = 5.0
 
 FINISHED = "finished"
-"""The ending of an attempt that has done its work; docs/metrics.md has others."""
+"""The ending of an attempt that has done its work; docs/reference/metrics.md has others."""
 
 
 def versions() -> dict[str, str]:
@@ -73,7 +73,7 @@ def read_info(metrics_file: Path) -> dict[str, Any]:
 
 
 class RunInfo:
-    """What a run is, by the keys of docs/metrics.md, from start to end; `pretrain` makes one on rank 0.
+    """What a run is, by the keys of docs/reference/metrics.md, from start to end; `pretrain` makes one on rank 0.
 
     Args:
         start_iteration: the iteration that this attempt continues from; 0 for a new run.

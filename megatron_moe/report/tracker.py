@@ -3,7 +3,7 @@
 The process, `python -m megatron_moe.report.tracker`, imports the service's package, which may raise, wait for a server,
 or crash there: the training waits for nothing. It reads lines of JSON from its standard input and answers with lines of
 `kind` and `text`, events for the run's log. The last line has `ending`; the input of a trainer that was killed ends
-without it. docs/decisions.md says why this is no thread.
+without it. docs/internals/decisions.md says why this is no thread.
 
 A run that goes back to a checkpoint repeats iterations, and neither service takes values back. What came out the same
 to the bit, and is there already, is not written again; other values are, and `attempt` says which came later.

@@ -142,7 +142,7 @@ def worst(findings: list[Finding]) -> str:
 
 
 def as_dict(findings: list[Finding], world_size: int, versions: dict[str, str], seconds: float) -> dict[str, Any]:
-    """Return the report of `--json`; docs/gpu.md describes its keys."""
+    """Return the report of `--json`; docs/guides/gpu.md describes its keys."""
     return {
         "schema": SCHEMA_VERSION,
         "status": worst(findings),

@@ -347,7 +347,7 @@ def reductions(place: Place) -> Finding:
     finally:
         numerics.restore()
     if departing:
-        return Finding(FAIL, "; ".join(departing), "use a torch whose switches can be set; see docs/precision.md")
+        return Finding(FAIL, "; ".join(departing), "use a torch whose switches can be set; see docs/guides/precision.md")
     return Finding(PASS, "a run adds half-precision products in fp32, and multiplies by TF32 with --allow-tf32 alone")
 
 

@@ -1,4 +1,4 @@
-"""A few kills (R1 of docs/reliability.md): nothing of the run may depend on them.
+"""A few kills (R1 of docs/internals/reliability.md): nothing of the run may depend on them.
 
 Ranks are forked from one warm process, so that a start costs seconds; `make soak` kills hundreds of times in seven
 layouts, and some under torchrun.

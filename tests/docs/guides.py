@@ -20,8 +20,8 @@ from pathlib import Path
 
 from tests.helpers.ranks import ROOT, Child, RankParent, rank_environment
 
-GUIDES = ROOT / "docs" / "guides"
-BLOCK = re.compile(r"^```(\w+)( not-verified)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 ASK = """#!{python} -SE
 import os, sys
@@ -46,9 +46,9 @@ class Step:
 def steps(text: str) -> list[Step]:
     """Return the ```bash blocks of a page in order, each with the ```text block that follows it."""
     found: list[Step] = []
-    for language, unverified, body in BLOCK.findall(text):
+    for reason, language, body in BLOCK.findall(text):
         if language == "bash":
-            found.append(Step(body, not unverified, ""))
+            found.append(Step(body, not reason, ""))
         elif language == "text" and found:
             found[-1].shown = body
     return found
@@ -62,7 +62,7 @@ def substituted(text: str, replacements: Mapping[str, str]) -> str:
 
     def made_small(block: re.Match[str]) -> str:
         lines = block[0]
-        for old, new in replacements.items() if block[1] == "bash" else ():
+        for old, new in replacements.items() if block[2] == "bash" else ():
             lines = lines.replace(old, new)
         return lines
 

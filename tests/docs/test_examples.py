@@ -24,7 +24,7 @@ from megatron_moe_tools.prepare import preprocess as prepare_cli
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(REPO.glob("examples/*.sh"))
 JOBS = sorted(REPO.glob("examples/slurm/*.sbatch"))
-PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md")])
+PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/**/*.md")])
 TOOLS = ("prepare", "plan", "doctor", "preflight", "slurm")
 PROGRAMS = ("pretrain_moe.py", *(f"{name} {tool} " for name in ("megatron-moe", "megatron_moe") for tool in TOOLS))
 

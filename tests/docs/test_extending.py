@@ -1,4 +1,4 @@
-"""docs/extending.md: its program runs, and its lines do what it says."""
+"""docs/internals/extending.md: its program runs, and its lines do what it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the table of docs/engine_defects.md from megatron_moe/engine/engine_defects.yaml:
+"""Writes the table of docs/internals/engine_defects.md from megatron_moe/engine/engine_defects.yaml:
 
 python -m tests.engine.defects_page
 """

@@ -1,1 +1,1 @@
-"""`make gpu`: what can be verified on a GPU, in ten stages; see `__main__` and docs/gpu.md."""
+"""`make gpu`: what can be verified on a GPU, in ten stages; see `__main__` and docs/guides/gpu.md."""

@@ -1,7 +1,7 @@
 """Runs that are killed with SIGKILL at random times and started again until they are done. Nothing else may change.
 
 `killed_job` is the trial: it starts a job, kills all of its ranks or one of them at a uniformly random time, starts it
-again with the same flags, and so on. `undisturbed_job` and `differences` are oracle E of docs/reliability.md.
+again with the same flags, and so on. `undisturbed_job` and `differences` are oracle E of docs/internals/reliability.md.
 
 `launchers.py` starts the ranks.
 """

@@ -251,7 +251,7 @@ def typed_in(cluster: Cluster, folder: Path, commands: str, shell: dict[str, str
 @by_test_all
 def test_the_guide_as_written(cluster, tmp_path):
     page = guides.substituted(
-        (guides.GUIDES / "on_slurm.md").read_text(),
+        (guides.DOCS / "start" / "slurm.md").read_text(),
         {
             "--script job.sbatch": "--cpu-bind none --no-preflight --script job.sbatch",
             # All nodes are one machine here: the rank is named by the test, and no other run's.

@@ -59,7 +59,7 @@ def test_the_size_of_a_matrix_is_of_no_account(size: float) -> None:
     torch.testing.assert_close(orthogonalized(matrix * size, steps_of("quintic", 5), torch.float32), wanted)
 
 
-# Least singular value over the Frobenius norm -> where the results are, as in docs/optimizers.md.
+# Least singular value over the Frobenius norm -> where the results are, as in docs/guides/optimizers.md.
 RANGES = {
     "quintic": [(1e-3, 0.47, 1.15), (3e-3, 0.97, 1.15), (1e-2, 0.97, 1.04)],
     "simple": [(1e-3, 0.47, 1.21), (3e-3, 0.68, 1.21), (1e-2, 0.68, 1.14)],

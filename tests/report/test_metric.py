@@ -33,7 +33,7 @@ def registered(name: str = "top_share", **options: Any) -> Iterator[Metric]:
 
 
 def table_row(metric: Metric) -> str:
-    """The row of docs/metrics.md about a metric."""
+    """The row of docs/reference/metrics.md about a metric."""
     shown = "" if metric.console is None else "yes"
     tag = f"`{metric.tensorboard}`" if isinstance(metric.tensorboard, str) else "several" * bool(metric.tensorboard)
     return f"| `{metric.name}` | {metric.unit} | {shown} | {tag} |"

@@ -2,7 +2,7 @@
 
 pytest does not descend into this folder by itself; the same functions run with small numbers in the test suite.
 
-    make soak                                            every file, with the numbers of docs/reliability.md
+    make soak                                            every file, with the numbers of docs/internals/reliability.md
     make soak ARGS="tests/soak/test_kills.py --soak-scale 0.05"
 """
 
@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--soak-scale",
         type=float,
         default=1.0,
-        help="multiplies every number of trials; 1.0 is what docs/reliability.md reports",
+        help="multiplies every number of trials; 1.0 is what docs/internals/reliability.md reports",
     )
 
 

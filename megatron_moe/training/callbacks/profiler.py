@@ -3,7 +3,7 @@
 `--manual-gc`: by itself Python collects when enough objects were made, on each rank at another time, and each time all
 ranks wait for one. By hand all ranks collect between the same steps.
 
-`--profile`: each station of docs/journey.md is a range in the profile, around a function or a module of the run,
+`--profile`: each station of docs/internals/journey.md is a range in the profile, around a function or a module of the run,
 entered within the profiled steps alone.
 """
 
