@@ -4,7 +4,7 @@ The steps: find the inputs; refuse existing outputs; train a tokenizer where tha
 shards; workers turn each shard into a part, a folder of files; when all parts are there, this process joins them in the
 order of the inputs, and publishes each dataset by renaming its files. The `.idx` is renamed last: a dataset without it
 does not open, so a half-published one is not taken for complete. A command that is killed goes on from the parts that
-are finished, when it is run again (`work_folder`).
+are finished, when it is run again (`output.ResumeDir`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +45,28 @@ from megatron_moe.io.files import canonical_json, new_file, replacing
 from megatron_moe.io.hashing import sha256_of_file
 from megatron_moe.io.program import DONE, note, run_program
 from megatron_moe_tools.compat.megatron_flags import table, translate
-from megatron_moe_tools.prepare.encoding import SKIP, STOP, PreprocessOptions, stopped_at, tokenizer_of, write_parts
-from megatron_moe_tools.prepare.inputs import TEXT, Shard, as_texts, find_inputs, kind_of, plan_shards, read_span
+from megatron_moe_tools.prepare.inputs import (
+    TEXT,
+    Shard,
+    as_texts,
+    find_inputs,
+    kind_of,
+    plan_shards,
+    read_span,
+    stopped_at,
+)
 from megatron_moe_tools.prepare.output import (
     PART_REJECTS,
+    SKIP,
+    STOP,
+    PreprocessOptions,
     ResumeDir,
-    TokenContents,
-    TokenizerFacts,
+    Task,
     TokenSource,
     renames,
+    tokenizer_of,
     write_dataset,
+    write_parts,
 )
 
 _FEW_RECORDS = 1000
@@ -78,7 +92,6 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
     for path in files:
         if os.path.realpath(path) in written:
             raise ConfigError(f"--input: {path} is what this command writes; put --output-prefix into another folder")
-    for path in files:
         if options.json_keys != ("text",) and kind_of(path) == TEXT:
             raise ConfigError(
                 f"{path} is a text file, whose only key is text; --json-keys {' '.join(options.json_keys)} needs JSON "
@@ -86,7 +99,6 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
             )
     work = ResumeDir(options.output_prefix)
     command = _command(options, files)
-    work.sweep()
     if not (work.holds(command) and work.publishing):
         for path in options.outputs:
             if os.path.isdir(path):
@@ -102,9 +114,9 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
             shards = plan_shards(files)
             places = work.places(command, shards)
             if not work.publishing:
-                progress = _Progress(options, total_bytes, show_progress)
-                parts = _finished_parts(options, work, list(zip(shards, places)), tokenizer, progress)
-                _join(options, work, parts, tokenizer)
+                parts = _finished_parts(options, work, list(zip(shards, places)), tokenizer)
+                found = _counted(options, parts, len(places), total_bytes, show_progress)
+                _join(options, work, [found[place] for place in places], tokenizer)
             else:
                 work.publish()
     except OSError as error:
@@ -119,8 +131,26 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
         if (sidecar := read_sidecar(prefix)) is not None:
             sidecars[prefix] = sidecar
     if show_progress:
-        _print_summary(options, sidecars, total_bytes, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        for prefix, sidecar in sidecars.items():
+            print(
+                f"{prefix}: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens ({sidecar.dtype}, ids "
+                f"{sidecar.min_id} to {sidecar.max_id}), "
+                f"{total_bytes / max(sidecar.tokens, 1):.2f} bytes of input per token; {seconds:.1f} s, "
+                f"{total_bytes / 1e6 / seconds:.2f} MB/s"
+            )
+        first = next(iter(sidecars.values()))
+        if first.rejected:
+            bad = Counter(first.rejected)
+            print(
+                f"{first.documents + bad.total():,} records = {first.documents:,} documents + {bad.total():,} rejected "
+                f"({_by_reason(bad)}), listed in {options.rejects}"
+            )
     return sidecars
+
+
+def _by_reason(rejected: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in rejected.most_common())
 
 
 # ---- before the work
@@ -232,81 +262,69 @@ class FinishedPart:
     facts: dict[str, Any]
 
 
-class _Progress:
-    """Counts what is finished: a bar or lines for the person who waits, and the share of bad records."""
-
-    def __init__(self, options: PreprocessOptions, total_bytes: int, show: bool) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:3.0f} %  {task.fields[rates]}"),
-            TimeRemainingColumn(),
-        )
-        self._options = options
-        self.bar = Progress(
-            *columns, console=Console(stderr=True), disable=not show or options.log_interval is not None
-        )
-        self._task = self.bar.add_task("tokenize", total=total_bytes, rates="")
-        self._started = time.monotonic()
-        self._documents = self._logged = self._bytes = 0
-        self._rejected: Counter[str] = Counter()
-
-    def add(self, shard: Shard, facts: dict[str, Any]) -> None:
-        """Count a part that is finished.
-
-        Raises:
-            ConfigError: too many of the records until here are bad.
-        """
-        done = sum(span.end - span.start for span in shard)
-        self._documents += facts["documents"]
-        self._bytes += done
-        self._rejected.update(facts["rejected"])
-        self.check(_FEW_RECORDS)
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        rates = f"{self._documents / seconds:,.0f} docs/s  {self._bytes / 1e6 / seconds:.2f} MB/s"
-        self.bar.update(self._task, advance=done, rates=rates)
-        interval = self._options.log_interval
-        if interval is not None and self._documents // interval > self._logged:
-            self._logged = self._documents // interval
-            print(f"{self._documents} documents, {rates}", file=sys.stderr, flush=True)
-
-    def check(self, at_least: int = 1) -> None:
-        """Refuse too large a share of bad records, of `at_least` that many records."""
-        bad, limit = self._rejected.total(), self._options.max_bad_lines
-        records = self._documents + bad
-        if limit is not None and records >= at_least and bad > limit * records:
-            raise ConfigError(
-                f"--max-bad-lines {limit}: {bad} of {records} records are no documents ({_by_reason(self._rejected)}); "
-                "look at the input and at --json-keys, or allow more"
-            )
-
-
 def _finished_parts(
-    options: PreprocessOptions,
-    work: ResumeDir,
-    planned: Sequence[tuple[Shard, Path]],
-    tokenizer: Tokenizer,
-    progress: _Progress,
-) -> list[FinishedPart]:
-    """Return the parts of all shards, after writing those that are not there yet."""
+    options: PreprocessOptions, work: ResumeDir, planned: Sequence[Task], tokenizer: Tokenizer
+) -> Generator[FinishedPart, None, None]:
+    """Yield the parts of all shards: the ones that are there, then the others, which are written now."""
     read = partial(work.facts, itemsize=token_dtype(tokenizer.vocab_size).itemsize)
     todo = []
-    with progress.bar:
-        for shard, place in planned:
-            facts = read(place)
-            if facts is not None and not (facts["rejected"] and options.on_bad_line == STOP):
-                progress.add(shard, facts)
-                continue
-            todo.append((shard, place))
-            if facts is None and place.exists():
-                if work.assembling:
-                    raise RunFault(f"{place} is damaged; remove {work.path} and start over")
-                shutil.rmtree(place)
-        with closing(write_parts(options, tokenizer, todo, work.workers_lock)) as written:
-            for shard, place in written:
-                progress.add(shard, read(place) or {})
-    progress.check()
-    return [FinishedPart(shard, place, read(place) or {}) for shard, place in planned]
+    for shard, place in planned:
+        facts = read(place)
+        if facts is not None and not (facts["rejected"] and options.on_bad_line == STOP):
+            yield FinishedPart(shard, place, facts)
+            continue
+        todo.append((shard, place))
+        if facts is None and place.exists():
+            if work.assembling:
+                raise RunFault(f"{place} is damaged; remove {work.path} and start over")
+            shutil.rmtree(place)
+    with closing(write_parts(options, tokenizer, todo, work.workers_lock)) as written:
+        for shard, place in written:
+            yield FinishedPart(shard, place, read(place) or {})
+
+
+def _counted(
+    options: PreprocessOptions, parts: Generator[FinishedPart, None, None], number: int, total_bytes: int, show: bool
+) -> dict[Path, FinishedPart]:
+    """Return place -> part of `number` parts, with a bar or lines for the person who waits for them.
+
+    Raises:
+        ConfigError: too many records are bad: of all, or of so many until here that their share says something.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %  {task.fields[rates]}"),
+        TimeRemainingColumn(),
+    )
+    interval, limit = options.log_interval, options.max_bad_lines
+    bar = Progress(*columns, console=Console(stderr=True), disable=not show or interval is not None)
+    task = bar.add_task("tokenize", total=total_bytes, rates="")
+    started = time.monotonic()
+    documents = logged = num_bytes = 0
+    rejected: Counter[str] = Counter()
+    found: dict[Path, FinishedPart] = {}
+    with bar, closing(parts):
+        for part in parts:
+            found[part.place] = part
+            done = sum(span.end - span.start for span in part.shard)
+            num_bytes += done
+            documents += part.facts["documents"]
+            rejected.update(part.facts["rejected"])
+            bad = rejected.total()
+            records = documents + bad
+            if limit is not None and bad > limit * records and (records >= _FEW_RECORDS or len(found) == number):
+                raise ConfigError(
+                    f"--max-bad-lines {limit}: {bad} of {records} records are no documents ({_by_reason(rejected)}); "
+                    "look at the input and at --json-keys, or allow more"
+                )
+            seconds = max(time.monotonic() - started, 1e-9)
+            rates = f"{documents / seconds:,.0f} docs/s  {num_bytes / 1e6 / seconds:.2f} MB/s"
+            bar.update(task, advance=done, rates=rates)
+            if interval is not None and documents // interval > logged:
+                logged = documents // interval
+                print(f"{documents} documents, {rates}", file=sys.stderr, flush=True)
+    return found
 
 
 # ---- from parts to datasets
@@ -315,7 +333,13 @@ def _finished_parts(
 def _join(options: PreprocessOptions, work: ResumeDir, parts: list[FinishedPart], tokenizer: Tokenizer) -> None:
     """Put the datasets and the list of rejects together, and rename them to their places."""
     dtype = token_dtype(tokenizer.vocab_size)
-    about = TokenizerFacts(tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod, options.append_eod)
+    about = {
+        "tokenizer_type": tokenizer.name,
+        "tokenizer_sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+        "append_eod": options.append_eod,
+    }
     rejected: Counter[str] = Counter()
     documents = 0
     for part in parts:
@@ -330,19 +354,30 @@ def _join(options: PreprocessOptions, work: ResumeDir, parts: list[FinishedPart]
     work.begin_assembling([part.place for part in parts])
     pairs = []
     for key, prefix in enumerate(options.prefixes):
-        bounds = []
-        for part in parts:
-            for piece in part.facts["pieces"][key]:
-                bounds.append((piece["min_id"], piece["max_id"]))
+        pieces = list(chain.from_iterable(part.facts["pieces"][key] for part in parts))
         # A piece without documents has bounds that no id has.
-        least, most = min(low for low, _ in bounds), max(high for _, high in bounds)
-        contents = TokenContents(least, most, rejected)
+        bounds = {"min_id": min(map(itemgetter("min_id"), pieces)), "max_id": max(map(itemgetter("max_id"), pieces))}
         aside = work.whole / str(key)
         sources = _in_order(parts, key, options.num_pieces, dtype.itemsize)
-        write_dataset(aside, sources, dtype, (about, contents), consume=True)
+        about |= {**bounds, "rejected": dict(sorted(rejected.items()))}
+        write_dataset(aside, sources, dtype, about, consume=True)
         pairs += renames(aside, prefix)
     if rejected:
-        _write_rejects(parts, work.whole / PART_REJECTS)
+        # All rejects together, with the file of each and the line in the file.
+        before = 0
+        with new_file(work.whole / PART_REJECTS) as out:
+            for part in parts:
+                first_lines = []
+                for span, records in zip(part.shard, part.facts["records"]):
+                    before = before if span.start else 0
+                    first_lines.append(before)
+                    before += records
+                with open(part.place / PART_REJECTS, encoding="utf-8") as file:
+                    for line in file:
+                        reject = json.loads(line)
+                        number = reject.pop("span")
+                        reject["line"] += first_lines[number]
+                        out.write((json.dumps({"file": part.shard[number].path, **reject}) + "\n").encode())
         pairs.insert(0, (work.whole / PART_REJECTS, Path(options.rejects).absolute()))
     older = [Path(prefix + suffix).absolute() for prefix in options.prefixes for suffix in (".idx", ".json")]
     older.append(Path(options.rejects).absolute())
@@ -381,47 +416,7 @@ def _numbers(path: str, total: int) -> numpy.ndarray:
     return numbers
 
 
-def _write_rejects(parts: list[FinishedPart], target: Path) -> None:
-    """Join the rejects of all parts, with the file of each and the line in the file."""
-    before = 0
-    with new_file(target) as out:
-        for part in parts:
-            first_lines = []
-            for span, records in zip(part.shard, part.facts["records"]):
-                before = before if span.start else 0
-                first_lines.append(before)
-                before += records
-            with open(part.place / PART_REJECTS, encoding="utf-8") as file:
-                for line in file:
-                    reject = json.loads(line)
-                    span_number = reject.pop("span")
-                    reject["line"] += first_lines[span_number]
-                    out.write((json.dumps({"file": part.shard[span_number].path, **reject}) + "\n").encode())
-
-
-# ---- what is printed
-
-
-def _by_reason(rejected: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(rejected.items(), key=lambda item: -item[1]))
-
-
-def _print_summary(options: PreprocessOptions, sidecars: dict[str, Sidecar], total_bytes: int, seconds: float) -> None:
-    for prefix, facts in sidecars.items():
-        print(
-            f"{prefix}: {facts.documents:,} documents, {facts.tokens:,} tokens ({facts.dtype}, ids "
-            f"{facts.min_id} to {facts.max_id}), "
-            f"{total_bytes / max(facts.tokens, 1):.2f} bytes of input per token; {seconds:.1f} s, "
-            f"{total_bytes / 1e6 / seconds:.2f} MB/s"
-        )
-    facts = next(iter(sidecars.values()))
-    if facts.rejected:
-        bad = Counter(facts.rejected)
-        print(
-            f"{facts.documents + bad.total():,} records = {facts.documents:,} documents + {bad.total():,} rejected "
-            f"({_by_reason(bad)}), listed in {options.rejects}"
-        )
-
+# ---- training a tokenizer
 
 MODEL_TYPES = ("bpe", "unigram")
 SAMPLE_BYTES = 4_000_000
