@@ -28,7 +28,7 @@ from megatron_moe.config.errors import ConfigError, MachineError
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.training.node_files import blind_ranks, shared_folders
 from megatron_moe_tools.preflight import node
-from megatron_moe_tools.preflight.findings import (
+from megatron_moe_tools.preflight.cli import (
     CHECKS,
     DEFAULTS,
     FAIL,
@@ -36,7 +36,6 @@ from megatron_moe_tools.preflight.findings import (
     NODE,
     PASS,
     WORLD,
-    Check,
     Finding,
     Place,
     Thresholds,
@@ -149,11 +148,7 @@ def _of_all_ranks(value: T) -> list[T]:
 def clock_skew(place: Place) -> Finding:
     """Check that the nodes' clocks agree, by which locks of checkpoints and logs are ordered."""
     dist.barrier()
-    return judged_clocks(_of_all_ranks((place.host, time.time())))
-
-
-def judged_clocks(times: list[tuple[str, float]]) -> Finding:
-    """Return the finding for each rank's host and time, which were read at the same moment but for the network."""
+    times = _of_all_ranks((place.host, time.time()))  # read at the same moment, but for the network
     middle = statistics.median(moment for _, moment in times)
     host, moment = max(times, key=lambda one: abs(one[1] - middle))
     apart = abs(moment - middle)
@@ -186,30 +181,10 @@ def gpu_speed(place: Place) -> Finding:
     speed = 0.0
     if platform.has_cuda():
         left = torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, device=platform.device()).to(torch.bfloat16)
-        speed = 2 * _MATMUL_SIZE**3 / _seconds_of(lambda: torch.mm(left, left), _MATMUL_SECONDS) / 1e12
+        speed = 2 * _MATMUL_SIZE**3 / _seconds_of(lambda: torch.mm(left, left), _MATMUL_SECONDS, 10_000) / 1e12
     speeds = _of_all_ranks((place.host, speed))
     if not all(one for _, one in speeds):
         return Finding(IMPOSSIBLE, "not every rank has a CUDA device")
-    return judged_speeds(speeds)
-
-
-def _seconds_of(work: Callable[[], object], at_least: float) -> float:
-    """Return the mean seconds of a call, over as many calls as take `at_least` seconds after two that do not count."""
-    for _ in range(2):
-        work()
-    platform.synchronize()
-    began, calls, elapsed = time.perf_counter(), 0, 0.0
-    while elapsed < at_least:
-        for _ in range(8):
-            work()
-        platform.synchronize()
-        calls += 8
-        elapsed = time.perf_counter() - began
-    return elapsed / calls
-
-
-def judged_speeds(speeds: list[tuple[str, float]]) -> Finding:
-    """Return the finding for each rank's host and TFLOP/s."""
     usual = statistics.median(speed for _, speed in speeds)
     slow = []
     for rank, (host, speed) in enumerate(speeds):
@@ -275,78 +250,12 @@ def _hosts(place: Place) -> list[str] | Finding:
 
 def _judged_groups(place: Place, groups: list[list[int]], hosts: list[str], given: float | None, kind: int) -> Finding:
     """Measure all groups at once and judge the slowest, by what was given or by the table's figure of that kind."""
-    everything = _of_all_ranks(_measured(groups))
+    measured = _of_all_ranks(_measured(groups))
     expected = given
     if expected is None:
         expected = expected_bandwidth(node.device_name(), kind)
-    dist.broadcast_object_list(shared := [expected])
-    return judged_bandwidth(everything, groups, hosts, shared[0], place.thresholds.least_share)
-
-
-def expected_bandwidth(device: str | None, kind: int) -> float | None:
-    """Return the table's GB/s of a device, INSIDE a node or ACROSS nodes; None for a device that is not in it."""
-    for name, links in LINKS.items():
-        if device is not None and name in device:
-            return links[kind]
-    return None
-
-
-def _measured(groups: list[list[int]]) -> dict[str, float] | None:
-    """Return the bus bandwidth of the collectives in this rank's group in GB/s, as nccl-tests define it."""
-    backend = platform.backend()
-    node.bind()
-    made = []
-    mine, size = None, 1
-    for ranks in groups:
-        made.append(dist.new_group(ranks, backend=backend, timeout=_TIMEOUT))
-        if dist.get_rank() in ranks:
-            mine, size = made[-1], len(ranks)
-    figures = None
-    if size > 1:
-        given = torch.zeros(_ELEMENTS[backend] // size * size, device=platform.device())
-        taken = torch.empty_like(given)
-        once = (size - 1) / size * given.nbytes / 1e9
-        reducing = _seconds_together(lambda: dist.all_reduce(given, group=mine), mine)
-        exchanging = _seconds_together(lambda: dist.all_to_all_single(taken, given, group=mine), mine)
-        figures = {"all_reduce": 2 * once / reducing, "all_to_all": once / exchanging}
-    dist.barrier()
-    for group in made:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
-    return figures
-
-
-def _seconds_together(work: Callable[[], object], group: dist.ProcessGroup | None) -> float:
-    """Return the mean seconds of a collective. All ranks of the group make as many calls: a clock cannot decide."""
-    work()
-    platform.synchronize()
-    began = time.perf_counter()
-    work()
-    platform.synchronize()
-    calls = torch.tensor([max(2.0, min(50.0, _MEASURED_SECONDS / (time.perf_counter() - began)))])
-    calls = calls.to(platform.device())
-    dist.all_reduce(calls, dist.ReduceOp.MIN, group=group)
-    count = int(calls.item())
-    began = time.perf_counter()
-    for _ in range(count):
-        work()
-    platform.synchronize()
-    return (time.perf_counter() - began) / count
-
-
-def judged_bandwidth(
-    measured: list[dict[str, float] | None],
-    groups: list[list[int]],
-    hosts: list[str],
-    expected: float | None,
-    least: float,
-) -> Finding:
-    """Return the finding for each rank's figures: of each collective the slowest group decides.
-
-    Args:
-        expected: GB/s per rank; None where nobody knows it.
-        least: the share of it below which a collective fails.
-    """
+    dist.broadcast_object_list(of_rank_zero := [expected])
+    (expected,), least = of_rank_zero, place.thresholds.least_share
     texts, failed = [], False
     figures: dict[str, float] = {}
     for name in ("all_reduce", "all_to_all"):
@@ -365,17 +274,74 @@ def judged_bandwidth(
         return Finding(IMPOSSIBLE, found, "give --inside or --across to have it judged", figures)
     found = f"{', '.join(texts)}; expected {expected:g}, at least {least:.0%} of it"
     if failed:
-        return Finding(
-            FAIL,
-            found,
+        advice = (
             "look for a link that is down (nvidia-smi nvlink --status, ibstat), NCCL_DEBUG=INFO shows which network "
-            "NCCL takes; --least-share and --inside or --across change what is expected",
-            figures,
+            "NCCL takes; --least-share and --inside or --across change what is expected"
         )
+        return Finding(FAIL, found, advice, figures)
     return Finding(PASS, found, figures=figures)
 
 
+def expected_bandwidth(device: str | None, kind: int) -> float | None:
+    """Return the table's GB/s of a device, INSIDE a node or ACROSS nodes; None for a device that is not in it."""
+    for name, links in LINKS.items():
+        if device is not None and name in device:
+            return links[kind]
+    return None
+
+
+def _measured(groups: list[list[int]]) -> dict[str, float] | None:
+    """Return the bus bandwidth of the collectives in this rank's group in GB/s, as nccl-tests define it."""
+    backend = platform.backend()
+    if platform.has_cuda():
+        torch.cuda.set_device(platform.device())
+    made = []
+    mine, size = None, 1
+    for ranks in groups:
+        made.append(dist.new_group(ranks, backend=backend, timeout=_TIMEOUT))
+        if dist.get_rank() in ranks:
+            mine, size = made[-1], len(ranks)
+    figures = None
+    if size > 1:
+        given = torch.zeros(_ELEMENTS[backend] // size * size, device=platform.device())
+        taken = torch.empty_like(given)
+        once = (size - 1) / size * given.nbytes / 1e9
+        reducing = _seconds_of(lambda: dist.all_reduce(given, group=mine), _MEASURED_SECONDS, 50, mine)
+        exchanging = _seconds_of(lambda: dist.all_to_all_single(taken, given, group=mine), _MEASURED_SECONDS, 50, mine)
+        figures = {"all_reduce": 2 * once / reducing, "all_to_all": once / exchanging}
+    dist.barrier()
+    for group in made:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return figures
+
+
+def _seconds_of(work: Callable[[], object], seconds: float, most: int, group: dist.ProcessGroup | None = None) -> float:
+    """Return the mean seconds of a call, over those of so many seconds but two that do not count.
+
+    All ranks of a group make as many calls, `most` at most: a clock cannot decide.
+    """
+    work()
+    platform.synchronize()
+    began = time.perf_counter()
+    work()
+    platform.synchronize()
+    calls = torch.tensor([max(2.0, min(most, seconds / (time.perf_counter() - began)))], device=platform.device())
+    if group is not None:
+        dist.all_reduce(calls, dist.ReduceOp.MIN, group=group)
+    count = int(calls.item())
+    began = time.perf_counter()
+    for _ in range(count):
+        work()
+    platform.synchronize()
+    return (time.perf_counter() - began) / count
+
+
 _MEETING = timedelta(seconds=60)
+_MEETING_ADVICE = (
+    "open the port of torchrun's --rdzv-endpoint (MASTER_ADDR, MASTER_PORT) between all nodes, name the interface in "
+    "GLOO_SOCKET_IFNAME, and start the same command on every node"
+)
 
 
 def run_checks(
@@ -406,17 +372,39 @@ def run_checks(
     Raises:
         ConfigError: `only` names no check.
     """
-    chosen = _chosen(only)
-    own_group, why_not = _meet()
+    names = [one.name for one in CHECKS]
+    unknown = sorted(set(only).difference(names))
+    if unknown:
+        raise ConfigError(f"--only {' '.join(unknown)}: no such check; there are {', '.join(names)}")
+    own_group, why_not = False, ""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        try:
+            dist.init_process_group("gloo", timeout=_MEETING)
+            own_group = True
+        except Exception as error:  # the store's or gloo's own
+            why_not = f"the ranks did not meet within {_MEETING.seconds} s: {_one_line(error)}"
     place = _place(run, thresholds, connected=dist.is_initialized())
     found = []
-    if why_not is not None:
+    if why_not:
         found.append(_named(Finding(FAIL, why_not, _MEETING_ADVICE), "ranks_meet", place))
     try:
-        for one in chosen:
+        for one in CHECKS:
+            if only and one.name not in only:
+                continue
             started(one.name)
-            if one.where != NODE or place.local_rank == 0:
-                found.append(_named(_looked(one, place), one.name, place))
+            if one.where == NODE and place.local_rank != 0:
+                continue
+            if one.where != WORLD or place.connected:
+                try:
+                    finding = one.look(place)
+                except Exception as error:  # a finding, so that one broken part does not hide the others
+                    why_not = f"the check itself failed: {_one_line(error)}"
+                    finding = Finding(FAIL, why_not, "repair what the message names")
+            elif place.world_size == 1:
+                finding = Finding(IMPOSSIBLE, "one process alone: start this under torchrun or Slurm to compare ranks")
+            else:
+                finding = Finding(IMPOSSIBLE, "the ranks did not meet")
+            found.append(_named(finding, one.name, place))
         findings = merged(_of_all_ranks(found) if place.connected else [found])
         finished(findings)
         if own_group:
@@ -426,31 +414,6 @@ def run_checks(
     finally:
         if own_group:
             dist.destroy_process_group()
-
-
-_MEETING_ADVICE = (
-    "open the port of torchrun's --rdzv-endpoint (MASTER_ADDR, MASTER_PORT) between all nodes, name the interface in "
-    "GLOO_SOCKET_IFNAME, and start the same command on every node"
-)
-
-
-def _chosen(only: Collection[str]) -> list[Check]:
-    names = [one.name for one in CHECKS]
-    unknown = sorted(set(only).difference(names))
-    if unknown:
-        raise ConfigError(f"--only {' '.join(unknown)}: no such check; there are {', '.join(names)}")
-    return [one for one in CHECKS if not only or one.name in only]
-
-
-def _meet() -> tuple[bool, str | None]:
-    """Join the launched ranks over gloo; returns whether a group was made here, and why not all ranks could meet."""
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return False, None
-    try:
-        dist.init_process_group("gloo", timeout=_MEETING)
-    except Exception as error:  # the store's or gloo's own
-        return False, f"the ranks did not meet within {_MEETING.seconds} s: {_one_line(error)}"
-    return True, None
 
 
 def _place(run: Run, thresholds: Thresholds, *, connected: bool) -> Place:
@@ -466,18 +429,6 @@ def _place(run: Run, thresholds: Thresholds, *, connected: bool) -> Place:
         host=socket.gethostname(),
         connected=connected,
     )
-
-
-def _looked(one: Check, place: Place) -> Finding:
-    """Run a check. What it raises is a finding, so that one broken part does not hide the others."""
-    if one.where == WORLD and not place.connected:
-        if place.world_size == 1:
-            return Finding(IMPOSSIBLE, "one process alone: start this under torchrun or Slurm to compare ranks")
-        return Finding(IMPOSSIBLE, "the ranks did not meet")
-    try:
-        return one.look(place)
-    except Exception as error:
-        return Finding(FAIL, f"the check itself failed: {_one_line(error)}", "repair what the message names")
 
 
 def _named(finding: Finding, name: str, place: Place) -> Finding:

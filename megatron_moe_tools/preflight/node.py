@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import os
@@ -14,14 +13,12 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from packaging.requirements import Requirement
-from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.errors import MachineError
@@ -31,7 +28,7 @@ from megatron_moe.engine.defects import NEWEST, OLDEST, dotted
 from megatron_moe.io.files import free_bytes, new_file
 from megatron_moe.io.texts import duration_text, size_text
 from megatron_moe.platform import hardware, numerics
-from megatron_moe_tools.preflight.findings import (
+from megatron_moe_tools.preflight.cli import (
     FAIL,
     IMPOSSIBLE,
     NODE,
@@ -47,28 +44,9 @@ _COMPILE_SECONDS = 30
 _PROGRAM = "#include <Python.h>\nint main(void) { return PY_MAJOR_VERSION == 3 ? 0 : 1; }\n"
 
 
-class TorchBuild(NamedTuple):
-    """What torch was built with; None for what is not in the build. toolkit: the version of CUDA."""
-
-    torch: str
-    toolkit: str | None
-    cudnn: tuple[int, int, int] | None
-    nccl: str | None
-    grouped_product: bool
-
-
-def installed_torch() -> TorchBuild:
-    """Return the versions of torch and of the libraries that it was built with."""
-    cudnn = nccl = None
-    if torch.backends.cudnn.is_available():
-        cudnn = torch.backends.cudnn.version()
-    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return TorchBuild(torch.__version__, torch.version.cuda, cudnn_version(cudnn), nccl, hasattr(F, "grouped_mm"))
-
-
-def cudnn_version(number: int | None) -> tuple[int, int, int] | None:
-    """Return (9, 11, 0) for 91100, and (8, 9, 2) for 8902: cuDNN 9 made room for larger numbers."""
+def cudnn_version() -> tuple[int, int, int] | None:
+    """Return torch's cuDNN: (9, 11, 0) for 91100, and (8, 9, 2) for 8902, as cuDNN 9 made room for larger ones."""
+    number = torch.backends.cudnn.version()
     if number is None:
         return None
     unit = 10000 if number >= 90000 else 1000
@@ -78,12 +56,6 @@ def cudnn_version(number: int | None) -> tuple[int, int, int] | None:
 def device_name() -> str | None:
     """Return the name of this process's CUDA device, None without one."""
     return torch.cuda.get_device_name(hardware.device()) if hardware.has_cuda() else None
-
-
-def bind() -> None:
-    """Make this process's CUDA device the current one; do nothing without CUDA."""
-    if hardware.has_cuda():
-        torch.cuda.set_device(hardware.device())
 
 
 @check(RANK)
@@ -104,14 +76,13 @@ def driver(place: Place) -> Finding:
 @check(NODE, "torch")
 def torch_build(place: Place) -> Finding:
     """Check that torch has the grouped product, and report what it was built with."""
-    build = installed_torch()
-    found = f"torch {build.torch}, "
-    found += f"CUDA {build.toolkit}" if build.toolkit else "built without CUDA"
-    if build.cudnn:
-        found += f", cuDNN {dotted(build.cudnn)}"
-    if build.nccl:
-        found += f", NCCL {build.nccl}"
-    if not build.grouped_product:
+    found = f"torch {torch.__version__}, "
+    found += f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    if (cudnn := cudnn_version()) is not None:
+        found += f", cuDNN {dotted(cudnn)}"
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        found += f", NCCL {dotted(torch.cuda.nccl.version())}"
+    if not hasattr(F, "grouped_mm"):
         return Finding(FAIL, f"{found}: has no torch.nn.functional.grouped_mm", f"install {_requirement('torch')}")
     return Finding(PASS, found)
 
@@ -237,8 +208,6 @@ _FAST = ("flash", "cudnn")
 _ATTENTION_LENGTH = 512
 _GROUPED_MAJORS = (9, 10)
 """Architectures on which torch's grouped product in bf16 is one kernel; others get a product for each group."""
-NO_DEVICE = "torch sees no CUDA device"
-NO_MODEL = "no flags of a model were given; add them, for example --preset deepseek-v3"
 
 
 @check(RANK)
@@ -253,13 +222,12 @@ def attention(place: Place) -> Finding:
         return Finding(PASS, "Transformer Engine's attention, which chooses its kernel itself (NVTE_DEBUG=1 shows it)")
     heads, groups, (key_width, value_width) = attention_sizes(run)
 
-    def empty(count: int, width: int) -> Tensor:
-        """Return an operand of a short sequence; kernels without a backward pass want none that need gradients."""
+    operands = []  # of a short sequence, with gradients, since a kernel without a backward pass refuses them
+    for count, width in ((heads, key_width), (groups, key_width), (groups, value_width)):
         shape, device = (1, count, _ATTENTION_LENGTH, width), hardware.device()
-        return torch.empty(shape, dtype=dtype_of(run), device=device, requires_grad=True)
-
-    query = empty(heads, key_width)
-    key, value, grouped = for_kernels(query, empty(groups, key_width), empty(groups, value_width))
+        operands.append(torch.empty(shape, dtype=dtype_of(run), device=device, requires_grad=True))
+    query = operands[0]
+    key, value, grouped = for_kernels(*operands)
     if run.parallel.context_parallel_size == 1:
         choice = torch._fused_sdp_choice(query, key, value, None, 0.0, True, enable_gqa=grouped)
         kernel = torch.nn.attention.SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
@@ -273,7 +241,7 @@ def attention(place: Place) -> Finding:
             kernel = "flash"
         elif torch.backends.cuda.can_use_efficient_attention(params):
             kernel = "efficient"
-    return judged_attention(run, kernel, installed_torch().cudnn)
+    return judged_attention(run, kernel, cudnn_version())
 
 
 def attention_sizes(run: Run) -> tuple[int, int, tuple[int, int]]:
@@ -358,9 +326,9 @@ def dtype_of(run: Run) -> torch.dtype:
 
 def _why_not(place: Place) -> Finding | None:
     if not platform.has_cuda():
-        return Finding(IMPOSSIBLE, NO_DEVICE)
+        return Finding(IMPOSSIBLE, "torch sees no CUDA device")
     if not place.has_model:
-        return Finding(IMPOSSIBLE, NO_MODEL)
+        return Finding(IMPOSSIBLE, "no flags of a model were given; add them, for example --preset deepseek-v3")
     return None
 
 
@@ -434,21 +402,11 @@ def _number(cell: str) -> int | None:
         return None
 
 
-def _gpu_check(judge: Callable[[list[Gpu]], Finding]) -> Callable[[Place], Finding]:
-    """Make a check of what judges the node's GPUs; where nvidia-smi reports none, its finding says why."""
-
-    @check(NODE)
-    @functools.wraps(judge)
-    def look(place: Place) -> Finding:
-        found = gpus()
-        return found if isinstance(found, Finding) else judge(found)
-
-    return look
-
-
-@_gpu_check
-def gpu_clocks(found: list[Gpu]) -> Finding:
+@check(NODE)
+def gpu_clocks(place: Place) -> Finding:
     """Check that no GPU is slowed down, and that all may reach the same clock."""
+    if isinstance(found := gpus(), Finding):
+        return found
     slowed = []
     for gpu in found:
         words = [word for bit, word in _SLOWED.items() if (gpu.throttled or 0) & bit]
@@ -465,9 +423,11 @@ def gpu_clocks(found: list[Gpu]) -> Finding:
     return Finding(PASS, f"{len(found)} GPUs, none slowed down, up to {max(clocks, default=0)} MHz")
 
 
-@_gpu_check
-def gpu_temperature(found: list[Gpu]) -> Finding:
+@check(NODE)
+def gpu_temperature(place: Place) -> Finding:
     """Check that the GPUs are cool enough before the work begins."""
+    if isinstance(found := gpus(), Finding):
+        return found
     known = [(gpu.temperature, gpu.number) for gpu in found if gpu.temperature is not None]
     if not known:
         return Finding(IMPOSSIBLE, "nvidia-smi reports no temperature")
@@ -479,9 +439,11 @@ def gpu_temperature(found: list[Gpu]) -> Finding:
     return Finding(PASS, text, figures=figures)
 
 
-@_gpu_check
-def gpu_memory_errors(found: list[Gpu]) -> Finding:
+@check(NODE)
+def gpu_memory_errors(place: Place) -> Finding:
     """Check that no GPU has had an uncorrected memory error since the driver was loaded."""
+    if isinstance(found := gpus(), Finding):
+        return found
     wrong = [f"GPU {gpu.number}: {gpu.uncorrected}" for gpu in found if gpu.uncorrected]
     if wrong:
         return Finding(FAIL, f"uncorrected memory errors: {', '.join(wrong)}", "reset these GPUs, or replace them")
@@ -490,9 +452,11 @@ def gpu_memory_errors(found: list[Gpu]) -> Finding:
     return Finding(PASS, "no uncorrected memory error")
 
 
-@_gpu_check
-def gpu_in_use(found: list[Gpu]) -> Finding:
+@check(NODE)
+def gpu_in_use(place: Place) -> Finding:
     """Check that no other process has memory of the GPUs; what this tool's own ranks took is little."""
+    if isinstance(found := gpus(), Finding):
+        return found
     used, most = [], 0
     for gpu in found:
         mib = gpu.used_mib or 0
@@ -555,8 +519,7 @@ def shared_memory(place: Place) -> Finding:
 @check(NODE)
 def disk_space(place: Place) -> Finding:
     """Check that --save's folder has room for a step of the checkpoint, and for the next one next to it."""
-    folder = _save_folder(place.run)
-    if isinstance(folder, Finding):
+    if isinstance(folder := _save_folder(place.run), Finding):
         return folder
     room = free_bytes(folder)
     if room is None:
@@ -576,8 +539,7 @@ def disk_space(place: Place) -> Finding:
 @check(NODE)
 def disk_speed(place: Place) -> Finding:
     """Write a file into --save's folder, onto the disk, and check how fast that was."""
-    folder = _save_folder(place.run)
-    if isinstance(folder, Finding):
+    if isinstance(folder := _save_folder(place.run), Finding):
         return folder
     path, piece, written = folder / f".preflight-{place.host}-{os.getpid()}", os.urandom(_PIECE), 0
     began = time.perf_counter()
