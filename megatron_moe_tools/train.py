@@ -170,9 +170,38 @@ def split(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> t
 
 
 def _options(given: Mapping[str, str], all_of_them: Mapping[str, str]) -> LaunchOptions:
+    """Check the values and count the ranks. `--nnodes` may be a range of one number."""
     for name, value in all_of_them.items():
-        _check(name, value)
-    nproc_per_node = _nproc_per_node(all_of_them.get("--nproc-per-node", "1"))
+        kind, text = TAKEN[name], value
+        if kind == SWITCH:
+            if value:
+                raise ConfigError(f"{name} {value}: takes no value; leave {value!r} out")
+            continue
+        if not value:
+            raise ConfigError(f"{name}: its value is empty; write {name} {_example(name)}, or leave it out")
+        if name == "--nnodes" and ":" in value:
+            least, _, most = value.partition(":")
+            if least != most:
+                raise ConfigError(
+                    f"--nnodes {value}: layout and batch need the number of ranks before they start; give one number"
+                )
+            text = least
+        if kind == NUMBER and not (text.isdecimal() and (int(text) > 0 or name != "--nnodes")):
+            raise ConfigError(f"{name} {value}: is no number of this kind; e.g. {name} {_example(name)}")
+        if kind == SECONDS and not text.replace(".", "", 1).isdecimal():
+            raise ConfigError(f"{name} {value}: is no number of seconds; e.g. {name} 0.1")
+    # A word asks for as many ranks on each node as this one has devices, or else processors.
+    typed = all_of_them.get("--nproc-per-node", "1")
+    if typed in ("gpu", "auto") and host.visible_devices():
+        nproc_per_node = host.visible_devices()
+    elif typed in ("cpu", "auto"):
+        nproc_per_node = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    elif typed == "gpu":
+        raise ConfigError("--nproc-per-node gpu: there is no NVIDIA device here; give a number, or cpu")
+    elif not typed.isdecimal() or int(typed) < 1:
+        raise ConfigError(f"--nproc-per-node {typed}: is neither a number above 0 nor gpu, cpu or auto")
+    else:
+        nproc_per_node = int(typed)
     words = []
     for name, value in given.items():
         if name != "--nproc-per-node":
@@ -184,41 +213,6 @@ def _options(given: Mapping[str, str], all_of_them: Mapping[str, str]) -> Launch
         nproc_per_node,
         all_of_them.get("--rdzv-endpoint") or master or "this machine",
     )
-
-
-def _check(name: str, value: str) -> None:
-    """Refuse a value that is not of the option's kind; `--nnodes` may be a range of one number."""
-    kind, text = TAKEN[name], value
-    if kind == SWITCH:
-        if value:
-            raise ConfigError(f"{name} {value}: takes no value; leave {value!r} out")
-        return
-    if not value:
-        raise ConfigError(f"{name}: its value is empty; write {name} {_example(name)}, or leave it out")
-    if name == "--nnodes" and ":" in value:
-        least, _, most = value.partition(":")
-        if least != most:
-            raise ConfigError(
-                f"--nnodes {value}: layout and batch need the number of ranks before they start; give one number"
-            )
-        text = least
-    if kind == NUMBER and not (text.isdecimal() and (int(text) > 0 or name != "--nnodes")):
-        raise ConfigError(f"{name} {value}: is no number of this kind; e.g. {name} {_example(name)}")
-    if kind == SECONDS and not text.replace(".", "", 1).isdecimal():
-        raise ConfigError(f"{name} {value}: is no number of seconds; e.g. {name} 0.1")
-
-
-def _nproc_per_node(value: str) -> int:
-    """Return the ranks on each node: the number, or the devices or processors that a word asks for."""
-    if value in ("gpu", "auto") and host.visible_devices():
-        return host.visible_devices()
-    if value in ("cpu", "auto"):
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if value == "gpu":
-        raise ConfigError("--nproc-per-node gpu: there is no NVIDIA device here; give a number, or cpu")
-    if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"--nproc-per-node {value}: is neither a number above 0 nor gpu, cpu or auto")
-    return int(value)
 
 
 def _example(name: str) -> str:
@@ -405,9 +399,7 @@ class RankEnd:
         if self.status >= 0:
             return f"ended with status {self.status}"
         name = signal_name(-self.status)
-        if name in _OFTEN:
-            return f"was killed by {name} ({_OFTEN[name]})"
-        return f"was killed by {name}"
+        return f"was killed by {name} ({_OFTEN[name]})" if name in _OFTEN else f"was killed by {name}"
 
 
 @dataclass(frozen=True)
@@ -461,13 +453,17 @@ class Ending:
         elif first.status >= 0:
             parts.append("its last lines above say why, or those of a rank on another node")
         if others:
-            parts.append("then " + _listed(others))
+            alike: dict[str, list[int]] = {}
+            for end in others:
+                alike.setdefault(str(end), []).append(end.rank)
+            texts = []
+            for how, numbers in alike.items():
+                who = "rank" if len(numbers) == 1 else "ranks"
+                texts.append(f"{who} {', '.join(map(str, sorted(numbers)))} {how}")
+            parts.append("then " + "; ".join(texts))
         if any(folder.glob("stacks_*")):
             parts.append(f"where the others were is in {folder}")
-        text = parts[0]
-        for part in parts[1:]:
-            text += f". {part[0].upper()}{part[1:]}"
-        return f"{text}."
+        return ". ".join([parts[0], *(f"{part[0].upper()}{part[1:]}" for part in parts[1:])]) + "."
 
 
 def of_failures(failures: Mapping[int, Any]) -> Ending:
@@ -478,15 +474,3 @@ def of_failures(failures: Mapping[int, Any]) -> Ending:
     """
     ordered = sorted(failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
     return Ending(tuple(RankEnd(rank, failure.pid, failure.exitcode) for rank, failure in ordered))
-
-
-def _listed(ends: list[RankEnd]) -> str:
-    """Return how ranks ended, those that ended alike together."""
-    alike: dict[str, list[int]] = {}
-    for end in ends:
-        alike.setdefault(str(end), []).append(end.rank)
-    texts = []
-    for how, numbers in alike.items():
-        who = "rank" if len(numbers) == 1 else "ranks"
-        texts.append(f"{who} {', '.join(map(str, sorted(numbers)))} {how}")
-    return "; ".join(texts)
