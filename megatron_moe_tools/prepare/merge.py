@@ -96,7 +96,7 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
     if os.path.realpath(output_prefix) in map(os.path.realpath, prefixes):
         raise ConfigError(f"--output-prefix {output_prefix} is one of the datasets of --input; name another place")
     require_writable_file("--output-prefix", f"{output_prefix}.bin", in_new_folder=True)
-    may_replace = overwrite or (work.publishing and work.holds(command))
+    may_replace = overwrite or (work.publishing and work.recorded("command") == command)
     for suffix in (".bin", ".idx", ".json"):
         if os.path.exists(output_prefix + suffix) and not may_replace:
             raise ConfigError(f"{output_prefix}{suffix} exists; choose another --output-prefix or add --overwrite")

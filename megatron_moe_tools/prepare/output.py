@@ -1,9 +1,9 @@
 """What `megatron-moe prepare` writes: its options, the folder of finished parts, how a part is made, and the datasets.
 
-`.NAME.parts` for the output prefix NAME has `command.json` (what the work is), `parts/KEY` (one folder per shard,
-renamed to its name when it is complete), `plan.json` (all parts are there), `whole/` (the datasets while they are put
-together) and `publish.json` (these are complete, and are being renamed). Whatever the moment at which a process is
-killed, the same command goes on.
+`.NAME.parts` for the output prefix NAME has `parts/KEY` (a folder per shard, which gets its name when it is complete),
+`whole/` (the datasets while they are put together) and `state.json`: `command` is what the work is, with `plan` all
+parts are there, with `publish` the datasets are complete, and are being renamed. The same command goes on, whatever the
+moment at which a process was killed.
 
 A part's documents are dealt out over as many pieces as `--partitions` says, document i to piece i modulo that number:
 which partition a piece belongs to depends on the number of documents before the shard, which is known when all shards
@@ -155,8 +155,7 @@ class ResumeDir:
         self.path = prefix.with_name(f".{prefix.name}.parts")
         self.parts, self.whole = self.path / "parts", self.path / "whole"
         self.workers_lock = self.path / "workers"
-        self._command, self._plan = self.path / "command.json", self.path / "plan.json"
-        self._publish = self.path / "publish.json"
+        self._state = self.path / "state.json"
         self._lock: IO[str] | None = None
         self._done = self.path.with_suffix(".done")
         shutil.rmtree(self._done, ignore_errors=True)  # of a command that was killed when its last file was in place
@@ -183,11 +182,23 @@ class ResumeDir:
         publish_files([(self.path, self._done)])
         shutil.rmtree(self._done)
 
-    # ---- what the work is
+    def recorded(self, name: str) -> Any:
+        """Return what was recorded under a name; None where nothing was."""
+        return (_read(self._state) or {}).get(name)
 
-    def holds(self, command: dict[str, Any]) -> bool:
-        """Return whether the folder has work of this command."""
-        return _read(self._command) == command
+    def record(self, **values: Any) -> None:
+        """Keep values under their names until the work is done."""
+        replace_json(self._state, {**(_read(self._state) or {}), **values}, sole_writer=True)
+
+    @property
+    def assembling(self) -> bool:
+        """Whether all parts were done, so that their tokens may have been moved into the datasets."""
+        return self.recorded("plan") is not None
+
+    @property
+    def publishing(self) -> bool:
+        """Whether the datasets were complete, so that files of them may be in their places."""
+        return self.recorded("publish") is not None
 
     def begin(self, command: dict[str, Any], *, discard: bool) -> None:
         """Make the folder one of this command.
@@ -195,7 +206,7 @@ class ResumeDir:
         Raises:
             ConfigError: it has parts of another command, and not `discard`.
         """
-        before = _read(self._command)
+        before = self.recorded("command")
         if before == command:
             return
         if before is not None and any(self.parts.iterdir()) and not discard:
@@ -206,27 +217,14 @@ class ResumeDir:
             head = f"{self.path} has parts of another command: run that one, or add --overwrite to drop them"
             raise ConfigError(listing(head, lines))
         self.restart()
-        self.record("training", None)
-        self.record("tokenizer", None)
-        replace_json(self._command, command, sole_writer=True)
-
-    def recorded(self, name: str) -> Any:
-        """Return what was recorded under a name; None where nothing was."""
-        return _read(self.path / f"{name}.json")
-
-    def record(self, name: str, value: Any) -> None:
-        """Keep a value until the work is done."""
-        replace_json(self.path / f"{name}.json", value, sole_writer=True)
+        replace_json(self._state, {"command": command}, sole_writer=True)
 
     def restart(self) -> None:
         """Remove all parts and everything that was made of them."""
-        for path in (self._publish, self._plan):
-            path.unlink(missing_ok=True)
+        self.record(publish=None, plan=None)
         for folder in (self.whole, self.parts):
             shutil.rmtree(folder)
             folder.mkdir()
-
-    # ---- parts
 
     def places(self, command: dict[str, Any], shards: Sequence[Shard]) -> list[Path]:
         """Return the place of each shard's part: its name is a hash of the command and of the state of its files.
@@ -240,7 +238,7 @@ class ResumeDir:
             key = hashlib.sha256(canonical_json([command, spans])).hexdigest()[:24]
             seen[key] += 1
             places.append(self.parts / f"{key}-{seen[key]}")
-        if self._plan.exists() and _read(self._plan) != [place.name for place in places]:
+        if self.assembling and self.recorded("plan") != [place.name for place in places]:
             note(f"the input has changed: what {self.path} has of it is done again")
             self.restart()
         stale = 0
@@ -264,28 +262,12 @@ class ResumeDir:
             for number, piece in enumerate(row):
                 sizes[f"{key}.{number}.lengths"] = 4 * piece["num_sequences"]
                 sizes[f"{key}.{number}.counts"] = 4 * piece["num_documents"]
-                if not self.assembling or (place / f"{key}.{number}.bin").exists():
+                if (place / f"{key}.{number}.bin").exists() or not self.assembling:
                     sizes[f"{key}.{number}.bin"] = itemsize * piece["num_tokens"]
         for name, size in sizes.items():
             if not (place / name).is_file() or (place / name).stat().st_size != size:
                 return None
         return found
-
-    # ---- from parts to datasets
-
-    @property
-    def assembling(self) -> bool:
-        """Whether all parts were done, so that their tokens may have been moved into the datasets."""
-        return self._plan.exists()
-
-    def begin_assembling(self, places: Sequence[Path]) -> None:
-        """Say that all parts are done."""
-        replace_json(self._plan, [place.name for place in places], sole_writer=True)
-
-    @property
-    def publishing(self) -> bool:
-        """Whether the datasets were complete, so that files of them may be in their places."""
-        return self._publish.exists()
 
     def publish(self, renames: Sequence[tuple[Path, Path]] = (), older: Sequence[Path] = ()) -> None:
         """Rename the files to their places, in this order, and remove this folder; or go on with that after a kill.
@@ -295,9 +277,9 @@ class ResumeDir:
             older: files of the outputs of an earlier command, which are removed first.
         """
         if not self.publishing:
-            record = {"renames": [list(map(str, pair)) for pair in renames], "older": list(map(str, older))}
-            replace_json(self._publish, record, sole_writer=True)
-        found = _read(self._publish)
+            pairs = [list(map(str, pair)) for pair in renames]
+            self.record(publish={"renames": pairs, "older": list(map(str, older))})
+        found = self.recorded("publish")
         left, older = [], list(map(Path, found["older"]))
         for source, target in found["renames"]:
             if os.path.exists(source):

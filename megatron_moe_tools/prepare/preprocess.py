@@ -99,7 +99,7 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
             )
     work = ResumeDir(options.output_prefix)
     command = _command(options, files)
-    if not (work.holds(command) and work.publishing):
+    if not (work.recorded("command") == command and work.publishing):
         for path in options.outputs:
             if os.path.isdir(path):
                 raise ConfigError(f"{path} is a folder; choose another --output-prefix")
@@ -225,17 +225,14 @@ def _tokenizer(options: PreprocessOptions, files: list[str], work: ResumeDir) ->
         trained = work.recorded("tokenizer")
         if trained is None or not os.path.isfile(model) or sha256_of_file(model) != trained:
             # Once training has begun, a model in this place is the one of this command.
-            overwrite = options.overwrite or work.recorded("training") is not None
-            if not overwrite and os.path.exists(model):
+            if os.path.exists(model) and not options.overwrite and work.recorded("training") is None:
                 raise ConfigError(
                     f"--tokenizer-model {model} exists: use it without --train-tokenizer, or add --overwrite"
                 )
-            work.record("training", model)
-            train_sentencepiece(
-                _texts(options, files), model, options.tokenizer_vocab_size,
-                model_type=options.tokenizer_model_type, overwrite=overwrite,
-            )  # fmt: skip
-            work.record("tokenizer", sha256_of_file(model))
+            work.record(training=model)
+            size, kind = options.tokenizer_vocab_size, options.tokenizer_model_type
+            train_sentencepiece(_texts(options, files), model, size, model_type=kind)
+            work.record(tokenizer=sha256_of_file(model))
     return tokenizer_of(options)
 
 
@@ -351,7 +348,7 @@ def _join(options: PreprocessOptions, work: ResumeDir, parts: list[FinishedPart]
             f"no document was found in the input, and a dataset has at least one ({_by_reason(rejected)}); look at the "
             "input and at --json-keys"
         )
-    work.begin_assembling([part.place for part in parts])
+    work.record(plan=[part.place.name for part in parts])
     pairs = []
     for key, prefix in enumerate(options.prefixes):
         pieces = list(chain.from_iterable(part.facts["pieces"][key] for part in parts))
@@ -419,7 +416,6 @@ def _numbers(path: str, total: int) -> numpy.ndarray:
 # ---- training a tokenizer
 
 MODEL_TYPES = ("bpe", "unigram")
-SAMPLE_BYTES = 4_000_000
 _LONGEST_LINE = 4096  # characters; longer lines are cut, or the trainer would leave them out
 # Sums of the unigram trainer depend on the number of threads, which is therefore fixed and not the machine's.
 _THREADS = 2
@@ -455,13 +451,7 @@ def sample_texts(texts: Iterable[str], limit_bytes: int) -> list[str]:
 
 
 def train_sentencepiece(
-    texts: Iterable[str],
-    model_file: str | Path,
-    vocab_size: int,
-    *,
-    model_type: str = "bpe",
-    limit_bytes: int = SAMPLE_BYTES,
-    overwrite: bool = False,
+    texts: Iterable[str], model_file: str | Path, size: int, *, model_type: str = "bpe", limit_bytes: int = 4_000_000
 ) -> None:
     """Train on a sample of `texts` and write `model_file`, which is renamed into place when it is complete.
 
@@ -469,23 +459,15 @@ def train_sentencepiece(
     takes 16 s, with as many bytes per token.
 
     Args:
-        texts: documents; read once.
-        vocab_size: number of pieces, including the 256 byte pieces and 4 fixed ones.
-        model_type: "bpe" or "unigram".
+        size: number of pieces, including the 256 byte pieces and 4 fixed ones.
+        model_type: one of MODEL_TYPES.
         limit_bytes: size of the sample.
 
     Raises:
-        ConfigError: there is no text, the sample cannot fill the vocabulary, or the file exists and `overwrite` is off.
+        ConfigError: there is no text, or the sample cannot fill the vocabulary.
     """
-    target = Path(model_file)
-    if target.exists() and not overwrite:
-        raise ConfigError(f"--tokenizer-model {target} exists: use it without --train-tokenizer, or add --overwrite")
-    if model_type not in MODEL_TYPES:
-        raise ConfigError(f"--tokenizer-model-type {model_type}: choose one of {', '.join(MODEL_TYPES)}")
-    if vocab_size <= _FIXED_PIECES:
-        raise ConfigError(
-            f"--tokenizer-vocab-size {vocab_size} must exceed {_FIXED_PIECES} (bytes and fixed pieces), e.g. 2048"
-        )
+    if size <= _FIXED_PIECES:
+        raise ConfigError(f"--tokenizer-vocab-size {size} must exceed {_FIXED_PIECES} (bytes, fixed pieces), e.g. 2048")
     sample = sample_texts(texts, limit_bytes)
     if not sample:
         raise ConfigError("--train-tokenizer: the input contains no text to train on")
@@ -497,7 +479,7 @@ def train_sentencepiece(
             sentence_iterator=_lines(sample),
             model_writer=content,
             model_type=model_type,
-            vocab_size=vocab_size,
+            vocab_size=size,
             character_coverage=0.9999,
             byte_fallback=True,
             normalization_rule_name="identity",
@@ -516,7 +498,8 @@ def train_sentencepiece(
             advice = f"it allows at most {largest[1]}"
         elif smallest := re.search(r"required_chars\. \d+ vs (\d+)", advice):
             advice = f"its characters need at least {smallest[1]}"
-        raise ConfigError(f"--tokenizer-vocab-size {vocab_size} does not fit the text: {advice}") from error
+        raise ConfigError(f"--tokenizer-vocab-size {size} does not fit the text: {advice}") from error
+    target = Path(model_file)
     target.parent.mkdir(parents=True, exist_ok=True)
     with replacing(target, "wb") as file:  # never half written
         file.write(content.getvalue())
@@ -569,63 +552,52 @@ def parser() -> argparse.ArgumentParser:
         description="Tokenize text into indexed datasets: PREFIX_KEY_document.bin, .idx and a .json sidecar.",
         allow_abbrev=False,
     )
-    data = p.add_argument_group("input and output")
-    data.add_argument(
+    add = p.add_argument_group("input and output").add_argument
+    add(
         "--input",
         nargs="+",
         required=True,
         help="JSON lines (.jsonl, .json), tables (.parquet, .arrow), texts (other files), .gz and .zst of lines and "
         "texts, folders of them or of a Hugging Face dataset, or patterns such as 'a/*.jsonl'",
     )
-    data.add_argument(
+    add(
         "--json-keys",
         nargs="+",
         default=["text"],
         help="keys of the JSON objects; one dataset each (default: text). Of a list of texts each is a sequence",
     )
-    data.add_argument("--output-prefix", required=True, help="path and beginning of the names of the files to write")
-    data.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
-    data.add_argument(
-        "--workers", type=int, default=None, help="processes that tokenize (default: one per available core)"
-    )
-    data.add_argument(
+    add("--output-prefix", required=True, help="path and beginning of the names of the files to write")
+    add("--append-eod", action="store_true", help="end every document with the end-of-document id")
+    add("--workers", type=int, help="processes that tokenize (default: one per available core)")
+    add(
         "--partitions",
         type=int,
         default=1,
         help="write first the documents 0, N, 2 N, ..., then 1, N + 1, ...: Megatron-LM's order (default: 1)",
     )
-    data.add_argument(
-        "--keep-sequential-samples", action="store_true", help="the order of the input, whatever --partitions says"
-    )
-    data.add_argument("--log-interval", type=int, help="documents between lines of progress, instead of a bar")
-    data.add_argument(
+    add("--keep-sequential-samples", action="store_true", help="the order of the input, whatever --partitions says")
+    add("--log-interval", type=int, help="documents between lines of progress, instead of a bar")
+    add(
         "--on-bad-line",
         choices=(STOP, SKIP),
         default=STOP,
         help="what is no document ends the work, or is counted and listed in PREFIX_rejects.jsonl (default: stop)",
     )
-    data.add_argument(
-        "--max-bad-lines", type=float, help="with skip: the share of bad lines, from 0 to 1, beyond which it stops"
-    )
-    data.add_argument(
-        "--overwrite", action="store_true", help="replace files that exist, and drop parts of another command"
-    )
+    add("--max-bad-lines", type=float, help="with skip: the share of bad lines, from 0 to 1, beyond which it stops")
+    add("--overwrite", action="store_true", help="replace files that exist, and drop parts of another command")
     tokenizer = p.add_argument_group("tokenizer")
     add_flags(tokenizer, TOKENIZER_FIELDS)
-    tokenizer.add_argument(
+    add = tokenizer.add_argument
+    add(
         "--tokenizer-hf-include-special-tokens",
         action="store_true",
         help="HuggingFaceTokenizer: add what tokenizer.json adds to a text, such as a token that begins it",
     )
-    tokenizer.add_argument("--vocab-size", type=int, help="NullTokenizer: ids, with the end-of-document id")
-    training = p.add_argument_group("training a SentencePiece tokenizer on the input first")
-    training.add_argument(
-        "--train-tokenizer", action="store_true", help="train and write the file --tokenizer-model, then use it"
-    )
-    training.add_argument(
-        "--tokenizer-vocab-size", type=int, default=4096, help="pieces of the new model (default: 4096)"
-    )
-    training.add_argument("--tokenizer-model-type", choices=MODEL_TYPES, default="bpe", help="algorithm (default: bpe)")
+    add("--vocab-size", type=int, help="NullTokenizer: ids, with the end-of-document id")
+    add = p.add_argument_group("training a SentencePiece tokenizer on the input first").add_argument
+    add("--train-tokenizer", action="store_true", help="train and write the file --tokenizer-model, then use it")
+    add("--tokenizer-vocab-size", type=int, default=4096, help="pieces of the new model (default: 4096)")
+    add("--tokenizer-model-type", choices=MODEL_TYPES, default="bpe", help="algorithm (default: bpe)")
     return p
 
 
@@ -643,21 +615,9 @@ def main(argv: list[str]) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    flags: dict[str, Any] = vars(parser().parse_args(_own_flags(argv)))
-    options = PreprocessOptions(**{**flags, "input": tuple(flags["input"]), "json_keys": tuple(flags["json_keys"])})
-    preprocess(options)
-    return DONE
-
-
-def _own_flags(argv: list[str]) -> list[str]:
-    """Return the command line in this program's flags, and print what became of Megatron-LM's.
-
-    Raises:
-        ConfigError: for flags that are unknown or not here, all in one message.
-    """
-    own: list[str] = []
-    for action in parser()._actions:
-        own += action.option_strings
+    p = parser()
+    own = [name for action in p._actions for name in action.option_strings]
+    # Of Megatron-LM's flags some become this program's; what is wrong with others is told in one message.
     kept: list[str] = []
     others: list[str] = []
     problems: list[str] = []
@@ -679,4 +639,6 @@ def _own_flags(argv: list[str]) -> list[str]:
         raise ConfigError(problems[0] if len(problems) == 1 else listing(f"{len(problems)} flags", problems))
     for text in found.notes:
         note(f"{NAME}: {text}")
-    return kept + found.argv
+    flags: dict[str, Any] = vars(p.parse_args(kept + found.argv))
+    preprocess(PreprocessOptions(**{**flags, "input": tuple(flags["input"]), "json_keys": tuple(flags["json_keys"])}))
+    return DONE
