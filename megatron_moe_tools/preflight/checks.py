@@ -251,11 +251,9 @@ def _hosts(place: Place) -> list[str] | Finding:
 def _judged_groups(place: Place, groups: list[list[int]], hosts: list[str], given: float | None, kind: int) -> Finding:
     """Measure all groups at once and judge the slowest, by what was given or by the table's figure of that kind."""
     measured = _of_all_ranks(_measured(groups))
-    expected = given
-    if expected is None:
-        expected = expected_bandwidth(node.device_name(), kind)
-    dist.broadcast_object_list(of_rank_zero := [expected])
-    (expected,), least = of_rank_zero, place.thresholds.least_share
+    of_rank_zero = [expected_bandwidth(node.device_name(), kind) if given is None else given]
+    dist.broadcast_object_list(of_rank_zero)
+    expected, least = of_rank_zero[0], place.thresholds.least_share
     texts, failed = [], False
     figures: dict[str, float] = {}
     for name in ("all_reduce", "all_to_all"):

@@ -201,18 +201,19 @@ def parser() -> argparse.ArgumentParser:
         "checkpoints are checked too.",
         allow_abbrev=False,
     )
-    p.add_argument("--json", metavar="FILE", help="write the findings as JSON")
-    p.add_argument("--only", nargs="+", default=[], metavar="CHECK", help="run only these checks")
-    p.add_argument("--inside", type=_positive, metavar="GB/S", help="expected bus bandwidth per GPU inside a node")
-    p.add_argument("--across", type=_positive, metavar="GB/S", help="expected bus bandwidth per GPU between nodes")
-    p.add_argument(
+    add = p.add_argument
+    add("--json", metavar="FILE", help="write the findings as JSON")
+    add("--only", nargs="+", default=[], metavar="CHECK", help="run only these checks")
+    add("--inside", type=_positive, metavar="GB/S", help="expected bus bandwidth per GPU inside a node")
+    add("--across", type=_positive, metavar="GB/S", help="expected bus bandwidth per GPU between nodes")
+    add(
         "--least-share",
         type=_positive,
         default=DEFAULTS.least_share,
         metavar="X",
         help=f"share of the expected bandwidth below which a check fails (default: {DEFAULTS.least_share:g})",
     )
-    p.add_argument(
+    add(
         "--least-write",
         type=_positive,
         default=DEFAULTS.least_write,
