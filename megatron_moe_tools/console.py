@@ -39,14 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names, and return its exit status.
-
-    Args:
-        argv: the command line without the program's name, that of this process by default.
-
-    Returns:
-        The command's status; 0 for `--help` and `--version`; 2 for no command, or one that there is not.
-    """
+    """Run the command that the first argument, by default of this process, names, and return its exit status."""
     return run_program(NAME, _main, list(sys.argv[1:] if argv is None else argv))
 
 

@@ -181,7 +181,7 @@ def _options(given: Mapping[str, str], all_of_them: Mapping[str, str]) -> Launch
     if typed in ("gpu", "auto") and host.visible_devices():
         nproc_per_node = host.visible_devices()
     elif typed in ("cpu", "auto"):
-        nproc_per_node = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        nproc_per_node = len(os.sched_getaffinity(0))
     elif typed == "gpu":
         raise ConfigError("--nproc-per-node gpu: there is no NVIDIA device here; give a number, or cpu")
     elif not typed.isdecimal() or int(typed) < 1:
@@ -214,9 +214,7 @@ _RANK = (
     "import sys; sys.path[0] = sys.argv.pop(1); "
     "from megatron_moe_tools.pretrain import main; sys.exit(main(sys.argv[1:]))"
 )
-PASSED_ON = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)
-)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _POLL_SECONDS = 0.2
 
 

@@ -148,14 +148,15 @@ def _of_all_ranks(value: T) -> list[T]:
 def clock_skew(place: Place) -> Finding:
     """Check that the nodes' clocks agree, by which locks of checkpoints and logs are ordered."""
     dist.barrier()
-    times = _of_all_ranks((place.host, time.time()))  # read at the same moment, but for the network
-    middle = statistics.median(moment for _, moment in times)
-    host, moment = max(times, key=lambda one: abs(one[1] - middle))
-    apart = abs(moment - middle)
+    hosts, moments = zip(*_of_all_ranks((place.host, time.time())))  # at the same moment, but for the network
+    middle = statistics.median(moments)
+    aparts = [abs(moment - middle) for moment in moments]
+    apart = max(aparts)
     figures = {"seconds": round(apart, 3)}
     if apart > _LARGEST_SKEW:
-        where = "ahead of" if moment > middle else "behind"
-        found = f"the clock of {host} is {apart:.1f} s {where} the others'"
+        rank = aparts.index(apart)
+        where = "ahead of" if moments[rank] > middle else "behind"
+        found = f"the clock of {hosts[rank]} is {apart:.1f} s {where} the others'"
         return Finding(FAIL, found, "let chronyd or ntpd set the clocks of all nodes", figures)
     return Finding(PASS, f"clocks are within {_LARGEST_SKEW:g} s of one another", figures=figures)
 
@@ -182,21 +183,20 @@ def gpu_speed(place: Place) -> Finding:
     if platform.has_cuda():
         left = torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, device=platform.device()).to(torch.bfloat16)
         speed = 2 * _MATMUL_SIZE**3 / _seconds_of(lambda: torch.mm(left, left), _MATMUL_SECONDS, 10_000) / 1e12
-    speeds = _of_all_ranks((place.host, speed))
-    if not all(one for _, one in speeds):
+    hosts, speeds = zip(*_of_all_ranks((place.host, speed)))
+    if not all(speeds):
         return Finding(IMPOSSIBLE, "not every rank has a CUDA device")
-    usual = statistics.median(speed for _, speed in speeds)
+    usual = statistics.median(speeds)
     slow = []
-    for rank, (host, speed) in enumerate(speeds):
+    for rank, speed in enumerate(speeds):
         if speed < _SLOWEST_SHARE * usual:
-            slow.append(f"rank {rank} on {host}: {speed:.0f}")
-    figures = {"least_tflops": round(min(speed for _, speed in speeds), 1), "median_tflops": round(usual, 1)}
+            slow.append(f"rank {rank} on {hosts[rank]}: {speed:.0f}")
+    figures = {"least_tflops": round(min(speeds), 1), "median_tflops": round(usual, 1)}
     if slow:
         found = f"slow in a bf16 product of 4096 x 4096, TFLOP/s: {', '.join(slow[:8])}; the median is {usual:.0f}"
         return Finding(FAIL, found, f"drain nodes with less than {_SLOWEST_SHARE:.0%} of the median", figures)
-    return Finding(
-        PASS, f"all ranks reach {_SLOWEST_SHARE:.0%} of the median, {usual:.0f} TFLOP/s in bf16", figures=figures
-    )
+    found = f"all ranks reach {_SLOWEST_SHARE:.0%} of the median, {usual:.0f} TFLOP/s in bf16"
+    return Finding(PASS, found, figures=figures)
 
 
 # ---- bandwidth

@@ -136,11 +136,10 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
         elif os.path.isfile(item):
             found.append(item)
         elif os.path.exists(item):
-            raise ConfigError(
-                f"--input {item} is no regular file: texts are read from files, not from pipes or devices"
-            )
+            raise ConfigError(f"--input {item} is no regular file: texts are read from files, not pipes or devices")
         else:
             raise ConfigError(f"--input {item} does not exist{hub_hint(item, 'dataset')}")
+    missing: dict[str, str] = {}  # library -> the first file that needs it
     for path in found:
         require_readable("--input", path)
         if refuse_empty and os.path.getsize(path) == 0:
@@ -154,8 +153,6 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
                 f"--input {path}: is a table that is not read, and would be one document; make JSON lines of it: "
                 f"pandas.read_{read % path}.to_json({lines!r}, orient='records', lines=True)"
             )
-    missing: dict[str, str] = {}  # library -> the first file that needs it
-    for path in found:
         library = _LIBRARIES.get(_suffix(path))
         if library is not None and importlib.util.find_spec(library) is None:
             missing.setdefault(library, path)

@@ -45,15 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Merge as the flags say.
-
-    Args:
-        argv: the command line without the program's name.
-
-    Returns:
-        The exit status: 0, 1 for data that changed after it was written, 2 for a wrong flag or input (one line on
-        stderr), or 130 after Ctrl-C.
-    """
+    """Merge as the flags say, and return the exit status: also 1 for data that changed after it was written."""
     errors = (ConfigError, OSError)
     return run_program(NAME, _main, argv, interrupted="interrupted; nothing was written", errors=errors, rank=0)
 
@@ -91,15 +83,11 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
             status = os.stat(f"{prefix}.bin")
             state[-1] += [status.st_size, status.st_mtime_ns]
     command = {"merge": state}
-    if not os.path.basename(output_prefix):
-        raise ConfigError(f"--output-prefix {output_prefix} is a folder; give a name in it, e.g. {output_prefix}merged")
     if os.path.realpath(output_prefix) in map(os.path.realpath, prefixes):
         raise ConfigError(f"--output-prefix {output_prefix} is one of the datasets of --input; name another place")
     require_writable_file("--output-prefix", f"{output_prefix}.bin", in_new_folder=True)
-    may_replace = overwrite or (work.publishing and work.recorded("command") == command)
-    for suffix in (".bin", ".idx", ".json"):
-        if os.path.exists(output_prefix + suffix) and not may_replace:
-            raise ConfigError(f"{output_prefix}{suffix} exists; choose another --output-prefix or add --overwrite")
+    outputs = [output_prefix + suffix for suffix in (".bin", ".idx", ".json")]
+    work.require_free(outputs, command, overwrite=overwrite)
     indices = []
     for prefix in prefixes:
         index = open_index(prefix, "--input")

@@ -147,6 +147,9 @@ class ResumeDir:
     """
 
     def __init__(self, output_prefix: str) -> None:
+        if not os.path.basename(output_prefix):
+            head = f"--output-prefix {output_prefix} is a folder"
+            raise ConfigError(f"{head}; give a name in it, e.g. {output_prefix}train")
         try:
             output_prefix.encode()
         except UnicodeEncodeError as error:
@@ -199,6 +202,20 @@ class ResumeDir:
     def publishing(self) -> bool:
         """Whether the datasets were complete, so that files of them may be in their places."""
         return self.recorded("publish") is not None
+
+    def require_free(self, outputs: Iterable[str], command: dict[str, Any], *, overwrite: bool) -> None:
+        """Refuse outputs that exist, unless they may be replaced, or this command has put them there.
+
+        Raises:
+            ConfigError: an output exists, or is a folder.
+        """
+        if self.publishing and self.recorded("command") == command:
+            return
+        for path in outputs:
+            if os.path.isdir(path):
+                raise ConfigError(f"{path} is a folder; choose another --output-prefix")
+            if os.path.exists(path) and not overwrite:
+                raise ConfigError(f"{path} exists; choose another --output-prefix or add --overwrite")
 
     def begin(self, command: dict[str, Any], *, discard: bool) -> None:
         """Make the folder one of this command.
@@ -345,8 +362,9 @@ class DocumentPiece:
 
     def facts(self) -> dict[str, Any]:
         """Return what part.json says of the piece: the hash of its tokens, and the numbers."""
-        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int)}
-        return {"sha256": self.tokens.entry()["sha256"], **numbers}
+        facts = dict(vars(self), sha256=self.tokens.entry()["sha256"])
+        del facts["tokens"], facts["lengths"], facts["counts"]
+        return facts
 
 
 Task = tuple[Shard, Path]
@@ -405,7 +423,7 @@ def write_part(options: PreprocessOptions, tokenizer: Tokenizer, task: Task) -> 
             "records": records,
             "rejected": rejected,
             "rejects": rejects.entry(),
-            "pieces": [[piece.facts() for piece in row] for row in pieces],
+            "pieces": [list(map(DocumentPiece.facts, row)) for row in pieces],
         }
         write_json(aside / PART_FACTS, facts)
         publish_files([(aside, place)])
@@ -466,9 +484,8 @@ def write_parts(
         for task, _ in zip(tasks, executor.map(_write_part_in_worker, tasks)):
             yield task
     except BrokenProcessPool as error:
-        raise RunFault(
-            "a worker process died (out of memory?); run the same command again with fewer --workers"
-        ) from error
+        advice = "run the same command again with fewer --workers"
+        raise RunFault(f"a worker process died (out of memory?); {advice}") from error
     finally:
         # What the workers are doing after an error or Ctrl-C is not needed any more.
         processes = set(multiprocessing.active_children()) - others
@@ -571,12 +588,21 @@ def write_dataset(
     codes = {known: code for code, known in DTYPES.items()}
     with new_file(Path(f"{aside}.idx")) as file:
         file.write(MAGIC + struct.pack("<QBQQ", 1, codes[dtype], sequences, documents + 1))
-        for source in sources:
-            if source.num_sequences:
-                file.write(source.lengths())
-        _write_sums(file, (source.lengths() for source in sources), dtype.itemsize, is_ends=False)
+        with_tokens = [source for source in sources if source.num_sequences]
+        for source in with_tokens:
+            file.write(source.lengths())
+        total = 0  # where each sequence begins, in bytes
+        for source in with_tokens:
+            sizes = source.lengths().astype(numpy.int64) * dtype.itemsize
+            file.write(numpy.cumsum(sizes) - sizes + total)
+            total += int(sizes.sum())
         file.write(numpy.zeros(1, numpy.int64))
-        _write_sums(file, (source.counts() for source in sources), 1, is_ends=True)
+        total = 0  # the sequences up to each document's end
+        for source in sources:
+            if source.num_documents:
+                counts = source.counts()
+                file.write(numpy.cumsum(counts, dtype=numpy.int64) + total)
+                total += int(counts.sum())
     if about is None:
         return
     index = file.entry()
@@ -646,16 +672,3 @@ def _blocks(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
     while block := file.read(min(num_bytes, _BLOCK)):
         yield block
         num_bytes -= len(block)
-
-
-def _write_sums(file: HashingFile, parts: Iterable[numpy.ndarray], factor: int, *, is_ends: bool) -> None:
-    """Write the running sum of int32 numbers times `factor` as int64: behind each number, or before it."""
-    total = 0
-    for part in parts:
-        sums = numpy.cumsum(part, dtype=numpy.int64) * factor + total
-        if not len(sums):
-            continue
-        total = int(sums[-1])
-        if not is_ends:
-            sums -= part.astype(numpy.int64) * factor
-        file.write(sums)

@@ -99,12 +99,7 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
             )
     work = ResumeDir(options.output_prefix)
     command = _command(options, files)
-    if not (work.recorded("command") == command and work.publishing):
-        for path in options.outputs:
-            if os.path.isdir(path):
-                raise ConfigError(f"{path} is a folder; choose another --output-prefix")
-            if os.path.exists(path) and not options.overwrite:
-                raise ConfigError(f"{path} exists; choose another --output-prefix or add --overwrite")
+    work.require_free(options.outputs, command, overwrite=options.overwrite)
     work.path.parent.mkdir(parents=True, exist_ok=True)
     started, total_bytes = time.monotonic(), sum(map(os.path.getsize, files))
     try:
@@ -170,16 +165,11 @@ def _check_options(options: PreprocessOptions) -> None:
         raise ConfigError(f"--max-bad-lines {options.max_bad_lines} is a share, from 0 to 1, e.g. 0.01")
     if options.max_bad_lines is not None and options.on_bad_line != SKIP:
         raise ConfigError(f"--max-bad-lines {options.max_bad_lines} goes with --on-bad-line skip; add that, or drop it")
-    if options.train_tokenizer and options.tokenizer_type not in (None, "SentencePieceTokenizer"):
-        raise ConfigError(
-            f"--train-tokenizer trains a SentencePieceTokenizer, not --tokenizer-type {options.tokenizer_type}"
-        )
+    kind = options.tokenizer_type
+    if options.train_tokenizer and kind not in (None, "SentencePieceTokenizer"):
+        raise ConfigError(f"--train-tokenizer trains a SentencePieceTokenizer, not --tokenizer-type {kind}")
     if options.train_tokenizer and options.tokenizer_model is None:
         raise ConfigError("--train-tokenizer needs --tokenizer-model FILE: where to write the model")
-    if not os.path.basename(options.output_prefix):
-        raise ConfigError(
-            f"--output-prefix {options.output_prefix} is a folder; give a name in it, e.g. {options.output_prefix}train"
-        )
     for prefix in options.prefixes:
         require_writable_file("--output-prefix", f"{prefix}.bin", in_new_folder=True)
     if options.tokenizer_vocab_size != PreprocessOptions.tokenizer_vocab_size and not options.train_tokenizer:
@@ -226,9 +216,8 @@ def _tokenizer(options: PreprocessOptions, files: list[str], work: ResumeDir) ->
         if trained is None or not os.path.isfile(model) or sha256_of_file(model) != trained:
             # Once training has begun, a model in this place is the one of this command.
             if os.path.exists(model) and not options.overwrite and work.recorded("training") is None:
-                raise ConfigError(
-                    f"--tokenizer-model {model} exists: use it without --train-tokenizer, or add --overwrite"
-                )
+                advice = "use it without --train-tokenizer, or add --overwrite"
+                raise ConfigError(f"--tokenizer-model {model} exists: {advice}")
             work.record(training=model)
             size, kind = options.tokenizer_vocab_size, options.tokenizer_model_type
             train_sentencepiece(_texts(options, files), model, size, model_type=kind)
@@ -602,14 +591,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Preprocess as the flags say.
-
-    Args:
-        argv: the command line without the program's name.
-
-    Returns:
-        The exit status: 0, 1 for a full disk, 2 for a wrong flag or input (one line on stderr), or 130 after Ctrl-C.
-    """
+    """Preprocess as the flags say, and return the exit status: also 1 for a full disk."""
     errors = (ConfigError, OSError)
     return run_program(NAME, _main, argv, interrupted=_INTERRUPTED, errors=errors, rank=0)
 

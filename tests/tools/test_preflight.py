@@ -228,8 +228,9 @@ def test_a_disk_without_room_or_speed_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(node, "_WRITTEN", 1 << 20)
     assert node.disk_speed(dataclasses.replace(here, has_model=False)).found.endswith(str(tmp_path))
     assert list(tmp_path.iterdir()) == []  # nothing is left there, and no folder was made
-    assert node.judged_speed(here, tmp_path, 50e6).status == WARN
-    assert node.judged_speed(here, tmp_path, 500e6).status == PASS
+    for least, status in ((1e9, WARN), (1e-9, PASS)):
+        thresholds = dataclasses.replace(DEFAULTS, least_write=least)
+        assert node.disk_speed(dataclasses.replace(here, thresholds=thresholds)).status == status
 
     full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr("megatron_moe.io.hashing.HashingFile.write", full)
