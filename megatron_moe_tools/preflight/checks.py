@@ -291,8 +291,7 @@ def expected_bandwidth(device: str | None, kind: int) -> float | None:
 def _measured(groups: list[list[int]]) -> dict[str, float] | None:
     """Return the bus bandwidth of the collectives in this rank's group in GB/s, as nccl-tests define it."""
     backend = platform.backend()
-    if platform.has_cuda():
-        torch.cuda.set_device(platform.device())
+    node.bind()
     made = []
     mine, size = None, 1
     for ranks in groups:

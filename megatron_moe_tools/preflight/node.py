@@ -48,6 +48,12 @@ def device_name() -> str | None:
     return torch.cuda.get_device_name(hardware.device()) if hardware.has_cuda() else None
 
 
+def bind() -> None:
+    """Make this process's CUDA device the current one; do nothing without CUDA."""
+    if hardware.has_cuda():
+        torch.cuda.set_device(hardware.device())
+
+
 @check(RANK)
 def driver(place: Place) -> Finding:
     """Check that torch can use the NVIDIA devices that this machine has, and that there is one for every rank."""

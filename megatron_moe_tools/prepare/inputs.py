@@ -351,7 +351,7 @@ _FORMATS = {
     b"ARRO": ("Arrow", ".arrow"),
 }
 """How files begin whose name should say what they are -> format, and the end of a name with which it is read."""
-_EXCERPT = 80
+EXCERPT = 80
 """Characters of a record in a report."""
 _ROWS = 1024
 _ONE_A_LINE = "; one object a line is read: `jq -c '.[]'` makes that of a list, `jq -c .` of objects over many lines"
@@ -392,12 +392,6 @@ class InputRecord:
     content: bytes
     values: list[str | list[str]]
     bad: BadRecord | None = None
-
-    def excerpt(self) -> str:
-        """Return the beginning of the record."""
-        if self.values and not self.content:
-            return as_texts(self.values[0])[0][:_EXCERPT]
-        return self.content[: 4 * _EXCERPT].decode("utf-8", errors="backslashreplace")[:_EXCERPT]
 
 
 def as_texts(value: str | list[str]) -> list[str]:
@@ -612,7 +606,7 @@ def _rows(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
                     try:
                         record = InputRecord(number, None, b"", _values(values, keys, there))
                     except BadRecord as bad:
-                        shown = repr(values)[: 4 * _EXCERPT].encode("utf-8", "backslashreplace")
+                        shown = repr(values)[: 4 * EXCERPT].encode("utf-8", "backslashreplace")
                         record = InputRecord(number, None, shown, [], bad)
                     yield record
     except (pyarrow.ArrowInvalid, OSError) as error:

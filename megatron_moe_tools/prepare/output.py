@@ -54,7 +54,7 @@ from megatron_moe.io.files import (
 from megatron_moe.io.hashing import FileEntry, HashingFile, blocks_of_file
 from megatron_moe.io.program import note
 from megatron_moe.io.texts import size_text
-from megatron_moe_tools.prepare.inputs import BadRecord, InputRecord, Shard, as_texts, read_span, stopped_at
+from megatron_moe_tools.prepare.inputs import EXCERPT, BadRecord, InputRecord, Shard, as_texts, read_span, stopped_at
 
 PART_FACTS, PART_REJECTS = "part.json", "rejects.jsonl"
 STOP, SKIP = "stop", "skip"
@@ -312,7 +312,7 @@ def _read(path: Path) -> Any:
     """Return the content of a JSON file; None where there is none, or not a whole one."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 
 
@@ -403,13 +403,16 @@ def write_part(options: PreprocessOptions, tokenizer: Tokenizer, task: Task) -> 
                         if options.on_bad_line == STOP:
                             raise stopped_at(span, record, bad) from None
                         rejected[bad.reason] += 1
+                        shown = record.content[: 4 * EXCERPT].decode("utf-8", errors="backslashreplace")
+                        if record.values and not record.content:
+                            shown = as_texts(record.values[0])[0]
                         reject = {
                             "span": number,
                             "line": record.number + bad.lines_before,  # in the span
                             "offset": record.offset,
                             "reason": bad.reason,
                             "problem": bad.problem,
-                            "excerpt": record.excerpt(),
+                            "excerpt": shown[:EXCERPT],
                         }
                         rejects.write((json.dumps(reject) + "\n").encode())
                         continue
