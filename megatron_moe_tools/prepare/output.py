@@ -484,7 +484,10 @@ def write_parts(
         initargs=(options, tokenizer, workers_lock),
     )
     try:
-        for task, _ in zip(tasks, executor.map(_write_part_in_worker, tasks)):
+        # Not executor.map: it cancels futures at an error, which a pool whose workers are then ended trips over.
+        futures = [executor.submit(_write_part_in_worker, task) for task in tasks]
+        for task, future in zip(tasks, futures):
+            future.result()
             yield task
     except BrokenProcessPool as error:
         advice = "run the same command again with fewer --workers"
