@@ -12,8 +12,7 @@ The engine names the device in its source: `device="cuda"`, `tensor.type() == "t
 
 With CUDA none of this happens. Independent of the device (`_ALWAYS`), where the engine finds neither Transformer Engine
 nor apex it gets the Adam of `adam.py`, because it cannot resume torch's, its recomputation compiles nothing, and its
-timers load no TensorBoard. A Transformer Engine or apex that cannot be used is hidden from it
-(`hardware.py`).
+timers load no TensorBoard. A Transformer Engine or apex that cannot be used is hidden from it (`hardware.py`).
 
 File names below are relative to `megatron/core/` and are those of megatron-core 0.16.1 and 0.19.2 unless said
 otherwise. A spawned child process needs the hook too: it has it as soon as it unpickles anything of this package.

@@ -90,7 +90,13 @@ def build_optimizer(run: Run, model: Sequence[torch.nn.Module], pg_collection: P
             part.optimizer.allocate()  # the engine would allocate them next to the weights, in fp32
         part.init_state_fn(part.optimizer, part.config)
         if run.optimizer.use_precision_aware_optimizer:
-            _pack(part)
+            # Each fp32 main param, or this rank's shard of it, becomes its bf16 weight plus 16 low bits.
+            packed = [pair for pair in engine.half_precision_pairs(part) if pair[0].dtype == torch.bfloat16]
+            for weight, main in packed:
+                part.optimizer.pack_main_param(main, weight)
+            if packed:
+                # The update writes the weights itself; and what is loaded into them alone leaves no low bits.
+                engine.leave_copies_to(part, part.optimizer.drop_low_bits)
         # An fp32 optimizer has no loss scale at all, a bf16 one has None.
         if getattr(part, "grad_scaler", None) is not None:
             scale = SharedLossScale(part.grad_scaler) if scale is None else scale
@@ -152,16 +158,6 @@ def _build_additions(
                     own = owned_part(optimizer, clipped.weight)
                     adams[id(main)].after_update[main] = partial(clip.scale, clipped, own)
     return Additions(orthogonalizer, clip)
-
-
-def _pack(part: Any) -> None:
-    """Replace each fp32 main param by its bf16 weight plus 16 low bits; a rank may have a shard of it."""
-    pairs = [(main, weight) for weight, main in engine.half_precision_pairs(part) if weight.dtype == torch.bfloat16]
-    for main, weight in pairs:
-        part.optimizer.pack_main_param(main, weight)
-    if pairs:
-        # The update writes the weights itself; and what is loaded into them alone leaves no low bits.
-        engine.leave_copies_to(part, part.optimizer.drop_low_bits)
 
 
 def _place(model: Sequence[torch.nn.Module], optimizer: EngineOptimizer, pg: ProcessGroups) -> None:
