@@ -168,7 +168,7 @@ def train_step(
         snapshot.restore()
     overflow, next_scale = False, sums.loss_scale
     if scale is not None:
-        finite_but_gradients = sums.non_finite_ranks > 0 and sums.damaged_ranks == 0 and math.isfinite(sums.loss_sum)
+        finite_but_gradients = sums.non_finite_ranks > 0 and not sums.damaged and math.isfinite(sums.loss_sum)
         overflow, used = finite_but_gradients and sums.loss_scale > scale.floor, scale.scale
         if not sums.empty:
             scale.commit(found_inf=not sums.committed)

@@ -25,7 +25,7 @@ class StepSums:
 
     loss_sum: float
     """The sum of the losses of all tokens in nats; not finite where that of any rank is not."""
-    tokens: float
+    token_sum: float
     """Tokens that count for the loss."""
     non_finite_ranks: float
     """Ranks whose gradients, or the norm of these, are not finite."""
@@ -53,17 +53,17 @@ class StepSums:
     @property
     def decided(self) -> bool:
         """Whether nothing is in doubt: a sum of finite numbers, by which the first look goes, may overflow."""
-        return self.damaged_ranks == 0 and (self.non_finite_ranks == 0 or self.overflows > 0)
+        return not self.damaged and (self.non_finite_ranks == 0 or self.overflows > 0)
 
     @property
     def sound(self) -> bool:
         """Whether the loss, all gradients and the state before the step are finite."""
-        return self.non_finite_ranks == 0 and self.damaged_ranks == 0 and math.isfinite(self.loss_sum)
+        return self.non_finite_ranks == 0 and not self.damaged and math.isfinite(self.loss_sum)
 
     @property
     def empty(self) -> bool:
         """No token of the global batch counts for the loss: not committed, and fp16's loss scale stays too."""
-        return self.sound and self.tokens == 0
+        return self.sound and self.token_sum == 0
 
     @property
     def committed(self) -> bool:
@@ -71,9 +71,19 @@ class StepSums:
         return self.sound and not self.empty
 
     @property
+    def damaged(self) -> bool:
+        """Whether the state was not finite before the step, which no later step heals: not committed."""
+        return self.damaged_ranks > 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the global batch that count for the loss."""
+        return int(self.token_sum)
+
+    @property
     def loss(self) -> float:
         """The mean loss per token of the global batch, in nats; NaN without tokens."""
-        return self.loss_sum / self.tokens if self.tokens else math.nan
+        return self.loss_sum / self.token_sum if self.token_sum else math.nan
 
     @property
     def data_hash(self) -> str | None:
@@ -131,7 +141,7 @@ class OwnSums:
         squares, zeros, attention = rest[:norms], rest[norms : norms + counts], rest[norms + counts :]
         sums = StepSums(
             loss_sum=loss_sum,
-            tokens=tokens,
+            token_sum=tokens,
             non_finite_ranks=non_finite,
             damaged_ranks=damaged,
             sample_words=(found[0], found[1]),

@@ -493,7 +493,7 @@ def _step_record(result: StepResult, probe: StepRecorder, scaled: bool) -> dict[
     return {
         "committed": result.committed,
         "loss": result.loss,
-        "tokens": int(result.tokens),
+        "tokens": result.tokens,
         "grad_norm": result.grad_norm,
         "loss_scale": result.next_loss_scale if scaled else None,
         "mtp_losses": list(result.mtp_losses),

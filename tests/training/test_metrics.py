@@ -26,7 +26,7 @@ ONE_STAGE = SimpleNamespace(pp=SimpleNamespace(size=lambda: 1))
 RUN = build({**PRESETS["tiny"], "train_iters": 100, "peak_tflops": 2.0})
 
 
-NUMBERS: dict[str, Any] = {"loss_sum": 2.5 * 512, "tokens": 512, "grad_norm": 1.5, "learning_rate": 1e-3}
+NUMBERS: dict[str, Any] = {"loss_sum": 2.5 * 512, "token_sum": 512, "grad_norm": 1.5, "learning_rate": 1e-3}
 NUMBERS |= {"loss_scale": 1.0, "next_loss_scale": 1.0, "overflows": 0, "non_finite_ranks": 0, "damaged_ranks": 0}
 NUMBERS |= {"sample_words": NOTHING, "bias_words": NOTHING, "mtp_sums": ()}
 RESULT = StepResult(router_update=UPDATE, **NUMBERS)

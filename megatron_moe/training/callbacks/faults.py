@@ -171,7 +171,7 @@ class NonFinite(Callback):
             trainer = self.trainer
             cause, damaged = find_cause(trainer.run, trainer.trained, trainer.rank_facts, step.replay)
             text = f"iteration {step.iteration}: {cause}"
-            if result.damaged_ranks or damaged:
+            if result.damaged or damaged:
                 raise RunFault(f"{text}; skipping the step does not repair that: continue from the last checkpoint")
             if trainer.run.faults.on_nan == "stop":
                 raise RunFault(f"{text}; stopped (--on-nan stop), nothing of the step was applied")
