@@ -101,18 +101,10 @@ def adam_update(
         grads: each [n] fp32, contiguous.
         rounding: None where all moments are fp32; their seeds are the same.
     """
-    for index, (grad, state) in enumerate(zip(grads, states, strict=True)):
+    for number, (grad, state) in enumerate(zip(grads, states, strict=True)):
+        drawn = None if rounding is None else rounding[number]
         for begin, end in pieces(grad.numel(), grad):
-            part = state.part(begin, end)
-            main = unpacked_main(part) if part.main is None else part.main
-            moments = [unpacked_moment(*stored) for stored in zip(part.moments, part.exponents)]
-            update_by_torch(main, grad[begin:end], moments, step)
-            if part.main is None:
-                pack_main(main, part)
-            drawn = None if rounding is None else random_bits(rounding[index].at(begin), end - begin)
-            for number, (values, stored) in enumerate(zip(moments, part.moments)):
-                if values is not stored:
-                    pack_moment(values, stored, part.exponents[number], drawn, second=number == 1)
+            _update_piece(grad[begin:end], state.part(begin, end), step, rounding_at(drawn, begin))
 
 
 def rounding_at(rounding: StochasticRounding | None, begin: int) -> StochasticRounding | None:
@@ -132,6 +124,19 @@ def pieces(numel: int, near: Tensor) -> Iterator[tuple[int, int]]:
     piece = _PIECE_ON_CPU if near.device.type == "cpu" else _PIECE
     for begin in range(0, numel, piece):
         yield begin, min(begin + piece, numel)
+
+
+def _update_piece(grad: Tensor, state: AdamState, step: AdamStep, rounding: StochasticRounding | None) -> None:
+    # Its own function, so that nothing of a piece is left in memory when the next is unpacked.
+    main = unpacked_main(state) if state.main is None else state.main
+    moments = [unpacked_moment(*stored) for stored in zip(state.moments, state.exponents)]
+    update_by_torch(main, grad, moments, step)
+    if state.main is None:
+        pack_main(main, state)
+    drawn = None if rounding is None else random_bits(rounding, grad.numel())
+    for number, (values, stored) in enumerate(zip(moments, state.moments)):
+        if values is not stored:
+            pack_moment(values, stored, state.exponents[number], drawn, second=number == 1)
 
 
 class PrecisionAwareAdam(Adam):
