@@ -22,6 +22,13 @@ def size_text(num_bytes: int, *, exact: bool = False) -> str:
     return f"{num_bytes} bytes"
 
 
+def listed(items: Iterable[object], most: int, more: str = "more") -> str:
+    """Return "1, 2 and 3 more": the first items, and the number of the others."""
+    every = list(map(str, items))
+    shown = ", ".join(every[:most])
+    return shown if len(every) <= most else f"{shown} and {len(every) - most} {more}"
+
+
 def duration_text(seconds: float) -> str:
     """Return seconds in at most two units: 42s, 3m12s, 5h07m, 2d03h; '?' where it is not known."""
     if not math.isfinite(seconds) or seconds < 0:

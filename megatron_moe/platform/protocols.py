@@ -86,13 +86,6 @@ class OptimizerPart(EngineOptimizer, Protocol):
     _copy_model_params_to_main_params: Callable[..., None]
 
 
-class GradientBuffer(Protocol):
-    """The engine's buffer of gradients, and where each parameter lies: start, end, number of the bucket."""
-
-    buckets: Sequence[Any]
-    param_index_map: dict[torch.nn.Parameter, tuple[int, int, int]]
-
-
 class EngineConfig(Protocol):
     """The engine's TransformerConfig, or for latent attention its MLATransformerConfig."""
 
