@@ -6,7 +6,6 @@ No other rank exists. Parameters, bytes, FLOPs and collectives are counted from 
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from megatron_moe.engine.schedules import without_loss_scale
 from megatron_moe.model.activation_offload import ActivationOffload
 from megatron_moe.model.build import build_model
 from megatron_moe.model.fully_sharded import Sharding, units
-from megatron_moe.model.initialize import global_name, placement
 from megatron_moe.model.loss import loss_func
 from megatron_moe.model.matrices import mark_matrices
 from megatron_moe.model.norm import residual_dtype
@@ -78,8 +76,6 @@ class RankTrace:
         layers: global numbers of its layers, from 0.
         dense: parameters of one rank outside the routed experts.
         expert: parameters of one rank in routed experts.
-        whole: elements of each of the stage's parameters in the whole model, by its name there; a table that two stages
-            hold has one name.
         groups: ranks of the first rank's groups, for the names of `_GROUPS`.
         weights: bytes of the parameters.
         buffers: the engine's gradient buffers.
@@ -95,7 +91,6 @@ class RankTrace:
     layers: tuple[int, ...]
     dense: int
     expert: int
-    whole: dict[str, int]
     groups: dict[str, tuple[int, ...]]
     weights: int
     buffers: tuple[Buffer, ...]
@@ -174,7 +169,6 @@ def _as_stage(trace: RankTrace, stage: int, layers: list[int]) -> RankTrace:
     if stage == trace.stage:
         return trace
     offset = (stage - trace.stage) * len(trace.ranks)
-    numbers = dict(zip(trace.layers, layers))
 
     def shifted(ranks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(rank + offset for rank in ranks)
@@ -182,10 +176,6 @@ def _as_stage(trace: RankTrace, stage: int, layers: list[int]) -> RankTrace:
     def all_shifted(items: tuple[T, ...]) -> tuple[T, ...]:
         return tuple(replace(one, ranks=shifted(one.ranks)) for one in items)
 
-    whole: dict[str, int] = {}
-    for name, size in trace.whole.items():
-        renamed = re.sub(r"^(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{numbers[int(match[2])]}", name)
-        whole[renamed] = size
     chunks = []
     for chunk in trace.chunks:
         chunks.append(replace(chunk, forward=all_shifted(chunk.forward), backward=all_shifted(chunk.backward)))
@@ -193,8 +183,7 @@ def _as_stage(trace: RankTrace, stage: int, layers: list[int]) -> RankTrace:
         trace,
         stage=stage,
         ranks=range(trace.ranks.start + offset, trace.ranks.stop + offset),
-        layers=tuple(numbers.values()),
-        whole=whole,
+        layers=tuple(layers),
         groups={name: shifted(ranks) for name, ranks in trace.groups.items()},
         buffers=all_shifted(trace.buffers),
         chunks=tuple(chunks),
@@ -263,7 +252,6 @@ def trace_stage(
             layers=tuple(layers),
             dense=sum(p.numel() for p in parameters) - expert,
             expert=expert,
-            whole=_whole(bare, pg_collection),
             groups=groups_of_rank,
             weights=storage_bytes(parameters),
             buffers=() if sharded else tuple(buffers_of(chunks)),
@@ -273,23 +261,6 @@ def trace_stage(
             chunks=tuple(traces[key] for key in keys),
             boundary=_hidden_states(run).nbytes,
         )
-
-
-def _whole(chunks: Sequence[torch.nn.Module], pg_collection: Any) -> dict[str, int]:
-    """Return the elements of each parameter in the whole model, by its name there."""
-    tp, expert_copies = pg_collection.tp.size(), pg_collection.expt_tp.size() * pg_collection.ep.size()
-    found: dict[str, int] = {}
-    for chunk in chunks:
-        placed = placement(chunk)
-        for name, parameter in chunk.named_parameters():
-            full_name, split = placed.get(name, (global_name(chunk, name), None))
-            copies = expert_copies
-            if split is not None and split.axis is not None:
-                copies = tp
-            elif split is not None:
-                copies = 1
-            found[full_name] = parameter.numel() * copies
-    return found
 
 
 @contextmanager
