@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
+import re
+import shlex
+import textwrap
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +30,6 @@ from megatron_moe_tools.plan.layouts import (
     Machine,
     brief,
     legal,
-    quoted,
     recomputed,
     require_legal,
     spelled,
@@ -184,7 +187,7 @@ def _fit(run: Run, machine: Machine, rest: list[str], flags: argparse.Namespace)
     # All layouts train on the same batch, which the run would take as it is.
     batch = run.training.global_batch_size or max(1, run.derived.global_batch_size(flags.world_size))
     run = replace(run, global_batch_size=batch)
-    fitted, plan = fitted_plan(run, flags.world_size, machine, flags.alternatives, {})
+    fitted, plan = fitted_plan(run, flags.world_size, machine, flags.alternatives)
     added = spelled(compat.parse(rest, _architecture, flags.world_size), fitted)
     # What is printed is what was planned: the same parser reads it, and the rules allow it.
     again = compat.parse([*rest, *added], _architecture, flags.world_size)
@@ -197,7 +200,11 @@ def _fit(run: Run, machine: Machine, rest: list[str], flags: argparse.Namespace)
     if not found["fits"]:
         much = plan["max_memory_gib"] - found["limit_gib"]
         title = f"NOTHING FITS, of {looked}; the least is {much:,.2f} GiB too much:"
-    blocks = [f"{title}\n\n  {quoted(found['flags'])}", _head(plan), _memory(plan), _traffic(plan), _step(found)]
+    # As a shell reads them; a flag and its values stay on one line.
+    words = re.sub(" (?!--)", "\N{NO-BREAK SPACE}", shlex.join(found["flags"]))
+    lines = textwrap.wrap(words, 113, break_long_words=False, break_on_hyphens=False)
+    command = " \\\n  ".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+    blocks = [f"{title}\n\n  {command}", _head(plan), _memory(plan), _traffic(plan), _step(found)]
     rows = [["other layouts", "largest rank, GiB", "s a step", "loses by"]]
     for one in found["others"]:
         about = "" if one["planned"] else "about "
@@ -227,7 +234,8 @@ def _plan(run: Run, machine: Machine, flags: argparse.Namespace) -> dict[str, An
     plan["imbalances"] = {}
     if run.moe.num_experts is not None and run.parallel.expert_model_parallel_size > 1:
         for imbalance in (flags.imbalance, 2 * flags.imbalance):
-            plan["imbalances"][f"{imbalance:g}"] = peak_gib(run, flags.world_size, machine, known, imbalance)
+            skewed = dataclasses.replace(machine, imbalance=imbalance)
+            plan["imbalances"][f"{imbalance:g}"] = peak_gib(run, flags.world_size, skewed, known)
     plan["alternatives"] = []
     if flags.alternatives > 0:
         plan["alternatives"] = ranked(run, flags.world_size, machine, flags.alternatives, known)
@@ -283,7 +291,21 @@ _OF_A_STAGE = ("dense_params", "expert_params", "memory")
 
 def text_report(plan: dict[str, Any]) -> str:
     """Return the text about the layout itself, for a terminal of 120 columns."""
-    return "\n\n".join((_head(plan), _memory(plan), _traffic(plan), _speed(plan))) + "\n"
+    speed = (
+        f"{brief(plan['model_flops_per_token'] / 1e9)} GFLOP a token (model), "
+        f"{brief(plan['computed_flops_per_token'] / 1e9)} with what is recomputed\n"
+        f"pipeline bubble {plan['bubble_share']:.1%} of a step\n"
+    )
+    if plan["seconds_per_step"] is None:
+        speed += "no speed of a CPU without --peak-tflops"
+    else:
+        speed += (
+            f"at {plan['mfu']:.0%} of {plan['peak_tflops']:,g} TFLOP/s: {plan['tokens_per_second']:,.0f} tokens/s, "
+            f"{brief(plan['seconds_per_step'])} s a step"
+        )
+        if plan["muon_share"]:
+            speed += f", of it Muon's iteration {plan['muon_share']:.1%}"
+    return "\n\n".join((_head(plan), _memory(plan), _traffic(plan), speed)) + "\n"
 
 
 def comparison_report(plan: dict[str, Any]) -> str:
@@ -357,7 +379,7 @@ def _memory(plan: dict[str, Any]) -> str:
     entries: list[dict[str, Any]] = []  # neighbouring stages of equal figures as one
     for rank in plan["ranks"]:
         last = entries[-1] if entries else {}
-        if [last.get(key) for key in _OF_A_STAGE] == [rank[key] for key in _OF_A_STAGE]:
+        if all(last.get(key) == rank[key] for key in _OF_A_STAGE):
             last["ranks"] = [last["ranks"][0], rank["ranks"][1]]
             last["stages"] = f"{last['stage']}-{rank['stage']}"
         else:
@@ -386,23 +408,6 @@ def _traffic(plan: dict[str, Any]) -> str:
     for name, one in worst.items():
         rows.append([name, _gib(one["sent"]), _gib(one["between_nodes"])])
     return _table(rows)
-
-
-def _speed(plan: dict[str, Any]) -> str:
-    lines = [
-        f"{brief(plan['model_flops_per_token'] / 1e9)} GFLOP a token (model), "
-        f"{brief(plan['computed_flops_per_token'] / 1e9)} with what is recomputed",
-        f"pipeline bubble {plan['bubble_share']:.1%} of a step",
-    ]
-    seconds, muon = plan["seconds_per_step"], plan["muon_share"]
-    if seconds is None:
-        lines.append("no speed of a CPU without --peak-tflops")
-    else:
-        speed = f"{plan['tokens_per_second']:,.0f} tokens/s, {brief(seconds)} s a step"
-        if muon:
-            speed += f", of it Muon's iteration {muon:.1%}"
-        lines.append(f"at {plan['mfu']:.0%} of {plan['peak_tflops']:,g} TFLOP/s: {speed}")
-    return "\n".join(lines)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

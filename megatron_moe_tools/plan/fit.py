@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.rules.rule import spelled as spelled_field
@@ -36,7 +37,6 @@ from megatron_moe_tools.plan.layouts import (
     layouts,
     legal,
     module_sets,
-    no_layout,
     offloadable,
 )
 from megatron_moe_tools.plan.plan import FILLED, PlannedMemory, make_plan, peak_gib, rank_memory
@@ -97,8 +97,9 @@ class Outcome:
 class Search:
     """The search for one run, whose batch is set, on some machines."""
 
-    def __init__(self, run: Run, world_size: int, machine: Machine, known: dict[Hashable, RankTrace]) -> None:
-        self.run, self.world_size, self.machine, self.known = run, world_size, machine, known
+    def __init__(self, run: Run, world_size: int, machine: Machine) -> None:
+        self.run, self.world_size, self.machine = run, world_size, machine
+        self.known: dict[Hashable, RankTrace] = {}
         self.limit = FILLED * machine.memory_gib
         self.costs = LayerCosts(run, world_size, machine)
         self._sets: dict[LayerSharding, list[Modules]] = {}
@@ -110,7 +111,7 @@ class Search:
         if not self.costs.shardings:
             return []
         sharding = self.costs.shardings[0]
-        head = self.costs.plain(sharding, (), LOSS).flops
+        head: float = self.costs.plain(sharding, (), LOSS).flops
         if self.run.model.mtp_num_layers:
             head += self.costs.plain(sharding, (), PREDICTION).flops
         head /= self.costs.plain(sharding, (), self.costs.kinds[0]).flops
@@ -265,9 +266,7 @@ class Search:
         return True
 
 
-def fitted_plan(
-    run: Run, world_size: int, machine: Machine, others: int, known: dict[Hashable, RankTrace]
-) -> tuple[Run, dict[str, Any]]:
+def fitted_plan(run: Run, world_size: int, machine: Machine, others: int) -> tuple[Run, dict[str, Any]]:
     """Return the fastest layout that fits, or else the one that takes least, and its plan with an entry `fit`.
 
     Args:
@@ -275,12 +274,11 @@ def fitted_plan(
         world_size: number of ranks.
         machine: what it is to run on.
         others: how many other layouts to show.
-        known: see `trace_ranks`.
 
     Raises:
         ConfigError: the rules allow no layout with what the user has set.
     """
-    search = Search(run, world_size, machine, known)
+    search = Search(run, world_size, machine)
     found = search.search(others)
     chosen = found.best or found.least
     if chosen is None:
@@ -289,9 +287,13 @@ def fitted_plan(
                 f"--host-memory-gib {machine.host_memory_gib:g}, --optimizer-cpu-offload: is less than offloading takes"
                 " of a machine in any layout; use more ranks, or drop the offload"
             )
-        raise no_layout(run, world_size)
+        rules.check_layout(run, world_size)  # a rule that the flags break as they are says more
+        raise ConfigError(
+            f"--world-size {world_size}, --global-batch-size {run.training.global_batch_size}: the rules allow no "
+            "layout of these ranks with the flags that are given; give fewer of them, or another batch"
+        )
     fitted = chosen.layout.run(run, chosen.modules)
-    plan = make_plan(fitted, world_size, machine, known)
+    plan = make_plan(fitted, world_size, machine, search.known)
 
     candidates = []
     if found.unlimited is not None and found.unlimited.layout != chosen.layout:
@@ -321,11 +323,13 @@ def fitted_plan(
             f"weights, gradients and moments take {state:,.0f} GiB when nothing is held twice: more than "
             f"{math.ceil(state / search.limit):,} such devices are needed"
         )
-        flags = [spelled_field(run, name) for name in sorted(fixed_fields(run))]
-        if flags:
-            advice.append(f"kept as given, and not searched: {', '.join(flags)}")
-        unused = [words for words, used in _OPTIONS.items() if not used(run)]
-        advice.append("not searched, and take less: more ranks; " + "; ".join(unused))
+        if fixed := sorted(fixed_fields(run)):
+            advice.append(f"kept as given, and not searched: {', '.join(spelled_field(run, name) for name in fixed)}")
+        others_take = ["not searched, and take less: more ranks"]
+        for words, used in _OPTIONS.items():
+            if not used(run):
+                others_take.append(words)
+        advice.append("; ".join(others_take))
 
     plan["fit"] = {
         "fits": found.best is not None,

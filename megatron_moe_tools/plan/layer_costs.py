@@ -13,8 +13,10 @@ any case.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -63,7 +65,7 @@ class BufferKind(NamedTuple):
 EMBEDDING, DENSE, MOE, PREDICTION, LOSS = "E", "d", "e", "m", "L"
 """Kinds of parts: of layers the dense and those with experts."""
 
-_CHANGED = ("kept", "forward", "backward", "flops", "leaving", "moved")
+_CHANGED = ("kept", "forward_peak", "backward_peak", "flops", "leaving", "moved")
 """What recomputation and offload change of a layer."""
 _WITHOUT = {
     DENSE: ("moe", "moe_act", "shared_experts", f"{TO_HOST}expert_fc1", f"{TO_HOST}moe_act"),
@@ -72,44 +74,36 @@ _WITHOUT = {
 """The modules that a kind of layer does not have; the other kinds of parts have none."""
 
 
-@dataclass(frozen=True)
-class TracedPart:
-    """One part of a model on one rank over one micro-batch; bytes above what was live before its forward pass.
+@dataclass(frozen=True, kw_only=True)
+class TracedPart(ChunkTrace):
+    """One part of a model on one rank over one micro-batch, without its collectives.
 
-    kept, forward, backward, logits, dispatch, flops, leaving, moved: as in `ChunkTrace`. tensor_seconds,
-    expert_seconds: of collectives of TP and CP, and of EP. elements: of gradient buffers, by kind. weights: bytes.
-    boundary: bytes of the hidden states between stages. is_layer: whether it is a layer of the decoder.
+    tensor_seconds, expert_seconds: of collectives of TP and CP, and of EP. elements: of gradient buffers, by kind.
+    weights: bytes. boundary: bytes of the hidden states between stages. is_layer: whether it is a layer of the decoder.
     """
 
-    kept: float
-    forward: float
-    backward: float
-    logits: int
-    dispatch: int
-    flops: float
     tensor_seconds: float
     expert_seconds: float
     weights: int
     elements: Counter[BufferKind]
     boundary: int
-    leaving: float = 0
-    moved: float = 0
     is_layer: bool = True
 
     def beyond(self, other: TracedPart) -> TracedPart:
         """Return what a stage has more than another one, as a part that follows it."""
-        return TracedPart(
+        return dataclasses.replace(
+            self,
             kept=self.kept - other.kept,
-            forward=self.forward - other.kept,
-            backward=self.backward - other.kept,
-            logits=self.logits,
+            forward_peak=self.forward_peak - other.kept,
+            backward_peak=self.backward_peak - other.kept,
             dispatch=0,
             flops=self.flops - other.flops,
+            leaving=0,
+            moved=0,
             tensor_seconds=max(self.tensor_seconds - other.tensor_seconds, 0.0),
             expert_seconds=max(self.expert_seconds - other.expert_seconds, 0.0),
             weights=self.weights - other.weights,
             elements=self.elements - other.elements,
-            boundary=self.boundary,
             is_layer=False,
         )
 
@@ -153,7 +147,6 @@ class LayerCosts:
         self._run, self._world_size, self._machine = run, world_size, machine
         self._stage = functools.cache(self._trace)
         self.part = functools.cache(self._part)
-        self._parts = functools.cache(self._parts_of)
         self._chunk = functools.cache(self._put_together)
         self.run_of = functools.cache(lambda layout: layout.run(run, None))
         """The run in a layout: what is recomputed makes no difference to what is read of it here."""
@@ -172,7 +165,7 @@ class LayerCosts:
         """Return how many layers of a kind the model has."""
         return self._layers.count(kind)
 
-    def _parts_of(self, stage: Stage) -> tuple[str, ...]:
+    def _parts(self, stage: Stage) -> tuple[str, ...]:
         """Return the kinds of a stage's parts, in their order."""
         parts = self._layers[stage.layers.start : stage.layers.stop]
         if stage.embedding:
@@ -235,19 +228,12 @@ class LayerCosts:
             else:
                 tensor_seconds += seconds
         return TracedPart(
-            kept=chunk.kept,
-            forward=chunk.forward_peak,
-            backward=chunk.backward_peak,
-            logits=chunk.logits,
-            dispatch=chunk.dispatch,
-            flops=chunk.flops,
+            **{**vars(chunk), "forward": (), "backward": ()},
             tensor_seconds=tensor_seconds,
             expert_seconds=expert_seconds,
             weights=trace.weights,
             elements=elements,
             boundary=trace.boundary,
-            leaving=chunk.leaving,
-            moved=chunk.moved,
         )
 
     def plain(self, sharding: LayerSharding, modules: Modules, part: str) -> TracedPart:
@@ -266,7 +252,7 @@ class LayerCosts:
             return self._stage(sharding, modules, kind, 2).beyond(layer)
         found = self._stage(sharding, modules, kind, 0).beyond(layer)
         # The embedding comes before the layer, not after it: of its own it has the gradient of the table.
-        return dataclasses.replace(found, forward=found.kept, backward=found.kept + found.gathered_bytes)
+        return dataclasses.replace(found, forward_peak=found.kept, backward_peak=found.kept + found.gathered_bytes)
 
     def _part(self, sharding: LayerSharding, modules: Modules, part: str) -> TracedPart:
         """Return a part with a set of modules recomputed: without them, and what they change at another EP."""
@@ -327,8 +313,8 @@ class LayerCosts:
             own = 0
             if zero >= 2 and part.is_layer:
                 own = part.gathered_bytes
-            forward = max(forward, below + part.forward + own)
-            backward = max(backward, below + part.backward + 2 * own + before)
+            forward = max(forward, below + part.forward_peak + own)
+            backward = max(backward, below + part.backward_peak + 2 * own + before)
             below += part.kept
             if zero == 2:
                 below += own
@@ -372,26 +358,25 @@ class LayerCosts:
             # The first stage's ranks that share the first rank's dense weights, or its experts.
             ranks = tuple(range(0, per_stage, sharding.etp * sharding.ep if kind.expert else sharding.tp))
             share = -(-count // len(ranks))
+            rates, fewest = {}, 0
+            if kind.rate:
+                rates, fewest = {kind.rate: count}, count // len(ranks)
             if layout.zero >= 2:  # all layers' shards as one unit for each kind
                 unit = GatheredUnit(
                     segments=Segments((share,), (True,)),
                     parameter_bytes=kind.parameter_bytes,
                     ranks=ranks,
-                    neighbours=sum(rank < self._machine.gpus_per_node for rank in ranks),
+                    neighbours=bisect.bisect_left(ranks, self._machine.gpus_per_node),
                     expert=kind.expert,
-                    is_island=False,
-                    is_root=False,
-                    rates={kind.rate: share} if kind.rate else {},
-                    largest_block=0,
+                    rates=dict.fromkeys(rates, share),
                 )
                 units.append(unit)
                 continue
             buffer = Buffer(
                 numel=count,
                 used=count,
-                rates={kind.rate: count} if kind.rate else {},
-                fewest_matrices=count // len(ranks) if kind.rate else 0,
-                largest_block=0,
+                rates=rates,
+                fewest_matrices=fewest,
                 parameter_bytes=kind.parameter_bytes,
                 gradient_bytes=kind.gradient_bytes,
                 ranks=ranks,
@@ -401,15 +386,10 @@ class LayerCosts:
         return RankTrace(
             stage=rank,
             ranks=range(rank * per_stage, (rank + 1) * per_stage),
-            layers=(),
-            dense=0,
-            expert=0,
-            groups={},
             weights=weights,
             buffers=tuple(buffers),
             units=tuple(units),
             offloaded=layout.offload and self._machine.device != "cpu",
-            products_in_fp32=False,  # it is about the update, whose peak is rarely a rank's
             chunks=tuple(chunks),
             boundary=self.part(sharding, modules, kinds[0]).boundary,
         )
@@ -427,8 +407,24 @@ class LayerCosts:
             sending = {}
             for name, sent in rank_traffic(run, trace, self._world_size, on.gpus_per_node).items():
                 sending[name] = self._sending(sent)
-            passes = self._passes(layout, modules, rank)
-            passes["pipeline"] = sending.pop("PP", 0.0) / micro_batches
+            compute = again = tensor = expert = moved = waiting = 0.0
+            for kind in itertools.chain(*map(self._parts, layout.stages[rank :: layout.pp])):
+                part = self.part(layout.sharding, modules, kind)
+                plain = self.plain(layout.sharding, (), kind)
+                compute += self.compute_seconds(plain.flops)
+                again += self.compute_seconds(part.flops - plain.flops)
+                again += self.rewriting(plain.kept - part.kept - part.leaving)
+                tensor += part.tensor_seconds
+                expert += part.expert_seconds
+                moved += part.leaving
+                waiting = max(waiting, part.leaving)
+            if run.moe.overlap_moe_expert_parallel_comm:
+                expert = max(expert - compute - again, 0.0)
+            on_host = self.moving(moved, compute + again)
+            if layout.pp > 1:  # another micro-batch's pass comes between, and hides nothing of the last layer's
+                on_host += waiting / (on.host_bandwidth * 1e9)
+            passes = {"compute": compute, "recomputed": max(again, 0.0), "tensor": tensor, "expert": expert}
+            passes |= {"host": on_host, "pipeline": sending.pop("PP", 0.0) / micro_batches}
             if not slowest or sum(passes.values()) > sum(slowest.values()):
                 slowest = passes
             muon = max(muon, sending.pop("Muon", 0.0) + self.compute_seconds(muon_flops(run, trace)))
@@ -452,27 +448,6 @@ class LayerCosts:
             data=max(sharing - hidden, 0.0),
             muon=muon,
         )
-
-    def _passes(self, layout: SearchedLayout, modules: Modules, rank: int) -> dict[str, float]:
-        """Return the seconds of a micro-batch's passes on a pipeline rank, without messages: see `StepTime`."""
-        compute = again = tensor = expert = moved = waiting = 0.0
-        for stage in layout.stages[rank :: layout.pp]:
-            for kind in self._parts(stage):
-                part = self.part(layout.sharding, modules, kind)
-                plain = self.plain(layout.sharding, (), kind)
-                compute += self.compute_seconds(plain.flops)
-                again += self.compute_seconds(part.flops - plain.flops)
-                again += self.rewriting(plain.kept - part.kept - part.leaving)
-                tensor += part.tensor_seconds
-                expert += part.expert_seconds
-                moved += part.leaving
-                waiting = max(waiting, part.leaving)
-        if self._run.moe.overlap_moe_expert_parallel_comm:
-            expert = max(expert - compute - again, 0.0)
-        host = self.moving(moved, compute + again)
-        if layout.pp > 1:  # where another micro-batch's pass came between, nothing hides the last layer's activations
-            host += waiting / (self._machine.host_bandwidth * 1e9)
-        return {"compute": compute, "recomputed": max(again, 0.0), "tensor": tensor, "expert": expert, "host": host}
 
     def _sending(self, sent: Traffic) -> float:
         """Return the seconds of what goes to the same machine, and of what goes to others after it."""

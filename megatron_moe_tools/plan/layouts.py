@@ -11,9 +11,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import re
-import shlex
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,24 +145,33 @@ def nearby_layouts(run: Run) -> Iterator[tuple[str, Run]]:
     With a size change the flags that the rules require along with it: sequence parallelism is on with TP; uneven ends
     and layouts by letters belong to the old number of stages.
     """
-    sections = {**vars(run.parallel), **vars(run.training)}
+    sections, layers = {**vars(run.parallel), **vars(run.training)}, run.model.num_layers
     for name in (*_SIZES, "micro_batch_size"):
         for size in (sections[name] // 2, sections[name] * 2):
             changes: dict[str, Any] = {name: size}
             if name == "tensor_model_parallel_size":
                 changes["sequence_parallel"] = size > 1
             elif name == "pipeline_model_parallel_size" and size:
-                changes |= _pipelined(run.model.num_layers, size)
+                changes["pipeline_model_parallel_layout"] = None
+                changes |= dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
+                if size == 1:
+                    changes |= _UNDIVIDED
+                elif layers % size and layers > size:
+                    # Full stages, and what is left on the last; where nothing is, fewer and more on the last.
+                    last = layers - -(-layers // size) * (size - 1)
+                    if last < 1:
+                        last = layers - layers // size * (size - 1)
+                    changes |= {**_UNDIVIDED, "decoder_last_pipeline_num_layers": last}
             if size:
                 yield f"--{name.replace('_', '-')} {size}", replace(run, **changes)
     virtual = None
     if run.derived.virtual_pipeline_size is not None:
         virtual = len(run.derived.pipeline_stages[0].layers)
     by_letters = run.parallel.pipeline_model_parallel_layout is not None
-    for layers in (None, 1, 2, 4):
-        if run.parallel.pipeline_model_parallel_size > 1 and layers != virtual and not by_letters:
-            words = f"--num-layers-per-virtual-pipeline-stage {layers or 'none'}"
-            yield words, replace(run, **{**_UNDIVIDED, "num_layers_per_virtual_pipeline_stage": layers})
+    for count in (None, 1, 2, 4):
+        if run.parallel.pipeline_model_parallel_size > 1 and count != virtual and not by_letters:
+            words = f"--num-layers-per-virtual-pipeline-stage {count or 'none'}"
+            yield words, replace(run, **{**_UNDIVIDED, "num_layers_per_virtual_pipeline_stage": count})
     for stage, strategy in enumerate(SHARDING_STRATEGIES):
         if stage != run.derived.zero_stage:
             yield f"--data-parallel-sharding-strategy {strategy}", with_stage(run, strategy)
@@ -174,20 +180,6 @@ def nearby_layouts(run: Run) -> Iterator[tuple[str, Run]]:
         yield words, recomputed(run, FULL)
     if run.training.recompute_granularity is not None:
         yield "--recompute-granularity none", recomputed(run, ())
-
-
-def _pipelined(layers: int, stages: int) -> dict[str, Any]:
-    """Return the fields that go with a number of stages: where layers do not divide, the last stage has the rest."""
-    changes: dict[str, Any] = {"pipeline_model_parallel_layout": None}
-    changes |= dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
-    if stages == 1:
-        changes |= _UNDIVIDED
-    if layers % stages and layers > stages:
-        last = layers - -(-layers // stages) * (stages - 1)
-        if last < 1:
-            last = layers - layers // stages * (stages - 1)
-        changes |= {"decoder_last_pipeline_num_layers": last, **_UNDIVIDED}
-    return changes
 
 
 def require_legal(run: Run, world_size: int) -> None:
@@ -397,15 +389,6 @@ def layer_shardings(run: Run, world_size: int, machine: Machine) -> list[LayerSh
     return found
 
 
-def no_layout(run: Run, world_size: int) -> ConfigError:
-    """Return the error where the rules allow no layout; a rule that the flags break as they are says more."""
-    rules.check_layout(run, world_size)
-    return ConfigError(
-        f"--world-size {world_size}, --global-batch-size {run.training.global_batch_size}: the rules allow no layout of"
-        " these ranks with the flags that are given; give fewer of them, or another batch"
-    )
-
-
 def layouts(
     run: Run, world_size: int, machine: Machine, shardings: Sequence[LayerSharding], head: float
 ) -> Iterator[SearchedLayout]:
@@ -440,7 +423,10 @@ def layouts(
 def _splits(
     run: Run, fixed: set[str], world_size: int, head: float
 ) -> Iterator[tuple[int, tuple[Stage, ...], dict[str, Any]]]:
-    """Yield (PP, stages, fields) of each way to spread the layers over a pipeline."""
+    """Yield (PP, stages, fields) of each way to spread the layers over a pipeline.
+
+    The fields give the stages their layers by numbers where these can say it, else by letters.
+    """
     layers, of_user = run.model.num_layers, bool(fixed & set(_SPLIT))
     sizes = [run.parallel.pipeline_model_parallel_size]
     if "pipeline_model_parallel_size" not in fixed:
@@ -451,7 +437,24 @@ def _splits(
                 continue
             changes: dict[str, Any] = {"pipeline_model_parallel_size": pp}
             if not of_user:
-                changes |= _spelled_split(run, pp, balanced(layers, pp * chunks, head))
+                counts = balanced(layers, pp * chunks, head)
+                middle = counts[1:-1][:1]
+                if len(set(counts)) == 1:
+                    if chunks > 1:
+                        changes["num_layers_per_virtual_pipeline_stage"] = counts[0]
+                elif chunks == 1 and len(set(counts[1:-1])) <= 1 and min(counts) > 0:
+                    if counts[:1] != middle:
+                        changes["decoder_first_pipeline_num_layers"] = counts[0]
+                    if counts[-1:] != middle:
+                        changes["decoder_last_pipeline_num_layers"] = counts[-1]
+                else:
+                    words = ["t" * count if count < 4 else f"t*{count}" for count in counts]
+                    words[0], words[-1] = "E" + words[0], f"{words[-1]}{'m' * (run.model.mtp_num_layers or 0)}L"
+                    letters = ""
+                    for word, alike in itertools.groupby(words[:-1]):
+                        count = len(list(alike))
+                        letters += f"({word}|)*{count}" if count > 1 else f"{word}|"
+                    changes["pipeline_model_parallel_layout"] = letters + words[-1]
             try:
                 stages = replace(run, **changes).derived.pipeline_stages
             except ConfigError:
@@ -477,30 +480,6 @@ def balanced(layers: int, stages: int, head: float) -> list[int]:
     return counts
 
 
-def _spelled_split(run: Run, pp: int, counts: list[int]) -> dict[str, Any]:
-    """Return the fields that give the stages so many layers: by numbers where these can say it, else by letters."""
-    changes: dict[str, Any] = {}
-    if len(set(counts)) == 1:
-        if len(counts) > pp:
-            changes["num_layers_per_virtual_pipeline_stage"] = counts[0]
-        return changes
-    if len(counts) == pp and len(set(counts[1:-1])) <= 1 and min(counts) > 0:
-        middle = counts[1:-1][:1]
-        if counts[:1] != middle:
-            changes["decoder_first_pipeline_num_layers"] = counts[0]
-        if counts[-1:] != middle:
-            changes["decoder_last_pipeline_num_layers"] = counts[-1]
-        return changes
-    predicted = "m" * (run.model.mtp_num_layers or 0)
-    words = ["t" * count if count < 4 else f"t*{count}" for count in counts]
-    words[0], words[-1] = "E" + words[0], f"{words[-1]}{predicted}L"
-    text = ""
-    for word, alike in itertools.groupby(words[:-1]):
-        count = len(list(alike))
-        text += f"({word}|)*{count}" if count > 1 else f"{word}|"
-    return {"pipeline_model_parallel_layout": text + words[-1]}
-
-
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
@@ -521,13 +500,6 @@ def spelled(base: Run, chosen: Run) -> list[str]:
         else:
             words += [known.flag, "none" if after is None else str(after)]
     return words
-
-
-def quoted(words: Sequence[str], width: int = 113) -> str:
-    """Return words as a shell reads them, over several lines; a flag and its values stay on one."""
-    text = re.sub(" (?!--)", "\N{NO-BREAK SPACE}", shlex.join(words))
-    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-    return " \\\n  ".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def brief(number: float) -> str:

@@ -5,8 +5,8 @@ First what one traced rank needs: memory of a step and of a save, Muon's share o
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import operator
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.fully_sharded import Sharding
 from megatron_moe.optim.matrix_exchange import ROUND_NUMEL
 from megatron_moe.optim.muon import DTYPES
-from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit
+from megatron_moe_tools.plan.buffers import GatheredUnit, HeldTogether
 from megatron_moe_tools.plan.layouts import (
     GIB,
     Machine,
@@ -101,9 +101,10 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
     gradients = optimizer = host = 0
     update = _muon_bytes(run, trace)
     if trace.units:  # what a fully sharded model gathers and reduces is among the activations
-        shards = sum(unit.share for unit in trace.units)
-        moments = run.derived.moment_bytes(shards, sum(unit.matrices for unit in trace.units))
-        moments += run.derived.average_bytes(shards)
+        shards = matrices = 0
+        for unit in trace.units:
+            shards, matrices = shards + unit.share, matrices + unit.matrices
+        moments = run.derived.moment_bytes(shards, matrices) + run.derived.average_bytes(shards)
         if trace.offloaded:
             weights = 0
             host = 8 * shards + moments
@@ -262,7 +263,7 @@ class _Matrices:
 def _matrices(run: Run, trace: RankTrace) -> Iterator[_Matrices]:
     if run.optimizer.optimizer != "muon":
         return
-    parts: tuple[Buffer | GatheredUnit, ...] = (*trace.buffers, *trace.units)
+    parts: tuple[HeldTogether, ...] = (*trace.buffers, *trace.units)
     for expert, tp in (
         (False, run.parallel.tensor_model_parallel_size),
         (True, run.derived.expert_tensor_parallel_size),
@@ -418,8 +419,8 @@ def purpose(kind: str, ranks: tuple[int, ...], trace: RankTrace) -> str:
 def _share_between_nodes(kind: str, ranks: tuple[int, ...], gpus_per_node: int) -> float:
     nodes = [rank // gpus_per_node for rank in ranks]
     if kind == "all-to-all":
-        return sum(node != nodes[0] for node in nodes) / (len(nodes) - 1)
-    return sum(one != other for one, other in zip(nodes, nodes[1:] + nodes[:1])) / len(nodes)
+        return (len(nodes) - nodes.count(nodes[0])) / (len(nodes) - 1)
+    return sum(map(operator.ne, nodes, nodes[1:] + nodes[:1])) / len(nodes)
 
 
 # ---- the plan
@@ -513,13 +514,7 @@ def make_plan(
     }
 
 
-def peak_gib(
-    run: Run,
-    world_size: int,
-    machine: Machine,
-    known: dict[Hashable, RankTrace],
-    imbalance: float | None = None,
-) -> float:
+def peak_gib(run: Run, world_size: int, machine: Machine, known: dict[Hashable, RankTrace]) -> float:
     """Return the largest peak memory of a rank, in GiB.
 
     The stages that can be the largest are traced: the first two and the last, all of a layout by letters.
@@ -529,8 +524,6 @@ def peak_gib(
     some = sorted({0, min(1, stages - 1), stages - 1})
     if run.parallel.pipeline_model_parallel_layout is not None:
         some = list(range(stages))
-    if imbalance is not None:
-        machine = dataclasses.replace(machine, imbalance=imbalance)
     traces = traced(run, world_size, machine, known, some)
     return max(rank_memory(run, trace, world_size).peak for trace in traces) / GIB
 

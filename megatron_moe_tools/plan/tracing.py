@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +32,6 @@ from megatron_moe_tools.plan.meta_tracer import Collective, MetaTracer, meta_dev
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T", Buffer, Collective)
-Result = TypeVar("Result")
 _GROUPS = {"TP": "tp", "CP": "cp", "EP": "tp_ep"}
 
 
@@ -66,7 +64,7 @@ class ChunkTrace:
     moved: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankTrace:
     """The counts of the ranks of one pipeline stage.
 
@@ -88,15 +86,15 @@ class RankTrace:
 
     stage: int
     ranks: range
-    layers: tuple[int, ...]
-    dense: int
-    expert: int
-    groups: dict[str, tuple[int, ...]]
+    layers: tuple[int, ...] = ()
+    dense: int = 0
+    expert: int = 0
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     weights: int
     buffers: tuple[Buffer, ...]
     units: tuple[GatheredUnit, ...]
     offloaded: bool
-    products_in_fp32: bool
+    products_in_fp32: bool = False
     chunks: tuple[ChunkTrace, ...]
     boundary: int
 
@@ -204,73 +202,72 @@ def trace_stage(
     ranks = range(stage * per_stage, (stage + 1) * per_stage)
     tokens = run.training.micro_batch_size * run.model.seq_length // run.parallel.context_parallel_size
     shape = (tokens, vocabulary // run.parallel.tensor_model_parallel_size)
-    with _fake_rank(run, ranks[0], world_size) as pg_collection, meta_device(device, shape) as tracer:
-        assert pg_collection.pp.rank() == stage
-        offload = ActivationOffload.from_run(run)
-        chunks = build_model(run, pg_collection, vocabulary, draw=False, offload=offload)
-        bare: list[Any] = []  # the language models inside their wrappers
-        for chunk in chunks:
-            model: Any = chunk
-            while not hasattr(model, "pre_process") or not hasattr(model, "decoder"):
-                model = model.module
-            bare.append(model)
-        mark_matrices(run, bare)
-        for inner in bare:
-            _set_row_counts(run, inner, tracer, imbalance)
-        # The memory of a CPU is the host's.
-        sharding = replace(Sharding.from_run(run), offload=run.optimizer.optimizer_cpu_offload and device != "cpu")
-        sharded = []
-        if run.derived.zero_stage >= 2:
-            sharded = planned_units(units(bare[0], pg_collection), sharding.machine or gpus_per_node)
-        traces: dict[Hashable, ChunkTrace] = {}
-        keys: list[Hashable] = []
-        for chunk, inner, part in zip(chunks, bare, run.derived.chunks_of_pipeline_rank(stage)):
-            weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in chunk.named_parameters())
-            key = (part.embedding, part.loss, part.receives, weights)
-            keys.append(key)
-            if key not in traces:
-                # A first pass allocates what stays: rotary tables, sums of auxiliary losses.
-                with Gathering(sharded, sharding, copies=device == "cpu") as gathering:
-                    _trace_chunk(run, tracer, chunk, inner, part.receives, gathering, offload)
-                    if run.derived.num_microbatches(world_size) == 1:  # the shards have no gradients yet
-                        for unit in sharded:
-                            unit.shards = None
-                    traces[key] = _trace_chunk(run, tracer, chunk, inner, part.receives, gathering, offload)
-        parameters: list[torch.nn.Parameter] = []
-        layers: list[int] = []
-        for inner in bare:
-            parameters += inner.parameters()
-            layers += [layer.layer_number - 1 for layer in inner.decoder.layers]
-        expert = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
-        groups_of_rank: dict[str, tuple[int, ...]] = {}
-        for name, attribute in _GROUPS.items():
-            group = getattr(pg_collection, attribute)
-            groups_of_rank[name] = tuple(torch.distributed.get_process_group_ranks(group))
-        return RankTrace(
-            stage=stage,
-            ranks=ranks,
-            layers=tuple(layers),
-            dense=sum(p.numel() for p in parameters) - expert,
-            expert=expert,
-            groups=groups_of_rank,
-            weights=storage_bytes(parameters),
-            buffers=() if sharded else tuple(buffers_of(chunks)),
-            units=tuple(one.facts for one in sharded),
-            offloaded=sharding.offload,
-            products_in_fp32=multiply_in_fp32(torch.empty(0, dtype=torch.bfloat16)),
-            chunks=tuple(traces[key] for key in keys),
-            boundary=_hidden_states(run).nbytes,
-        )
-
-
-@contextmanager
-def _fake_rank(run: Run, rank: int, world_size: int) -> Iterator[Any]:
     state, hook = torch.get_rng_state(), sys.excepthook  # torch.distributed puts the rank into every traceback
-    pg_collection = groups.fake_world(run, rank, world_size)
+    pg_collection: Any = groups.fake_world(run, ranks[0], world_size)
     try:
         seed_everything(run)
-        with without_loss_scale():
-            yield pg_collection
+        with without_loss_scale(), meta_device(device, shape) as tracer:
+            assert pg_collection.pp.rank() == stage
+            offload = ActivationOffload.from_run(run)
+            chunks = build_model(run, pg_collection, vocabulary, draw=False, offload=offload)
+            bare: list[Any] = []  # the language models inside their wrappers
+            for chunk in chunks:
+                model: Any = chunk
+                while not hasattr(model, "pre_process") or not hasattr(model, "decoder"):
+                    model = model.module
+                bare.append(model)
+            mark_matrices(run, bare)
+            for inner in bare:
+                _set_row_counts(run, inner, tracer, imbalance)
+            # The memory of a CPU is the host's.
+            sharding = replace(Sharding.from_run(run), offload=run.optimizer.optimizer_cpu_offload and device != "cpu")
+            sharded = []
+            if run.derived.zero_stage >= 2:
+                sharded = planned_units(units(bare[0], pg_collection), sharding.machine or gpus_per_node)
+            traces: dict[Hashable, ChunkTrace] = {}
+            counts: list[ChunkTrace] = []
+            for chunk, inner, part in zip(chunks, bare, run.derived.chunks_of_pipeline_rank(stage)):
+                weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in chunk.named_parameters())
+                key = (part.embedding, part.loss, part.receives, weights)
+                if key not in traces:
+                    # A first pass allocates what stays: rotary tables, sums of auxiliary losses.
+                    with Gathering(sharded, sharding, copies=device == "cpu") as gathering:
+                        _trace_chunk(run, tracer, chunk, inner, part.receives, gathering, offload)
+                        if run.derived.num_microbatches(world_size) == 1:  # the shards have no gradients yet
+                            for unit in sharded:
+                                unit.shards = None
+                        traces[key] = _trace_chunk(run, tracer, chunk, inner, part.receives, gathering, offload)
+                counts.append(traces[key])
+            parameters: list[torch.nn.Parameter] = []
+            layers: list[int] = []
+            for inner in bare:
+                parameters += inner.parameters()
+                layers += [layer.layer_number - 1 for layer in inner.decoder.layers]
+            dense = expert = 0
+            for parameter in parameters:
+                if getattr(parameter, "allreduce", True):
+                    dense += parameter.numel()
+                else:
+                    expert += parameter.numel()
+            groups_of_rank: dict[str, tuple[int, ...]] = {}
+            for name, attribute in _GROUPS.items():
+                group = getattr(pg_collection, attribute)
+                groups_of_rank[name] = tuple(torch.distributed.get_process_group_ranks(group))
+            return RankTrace(
+                stage=stage,
+                ranks=ranks,
+                layers=tuple(layers),
+                dense=dense,
+                expert=expert,
+                groups=groups_of_rank,
+                weights=storage_bytes(parameters),
+                buffers=() if sharded else tuple(buffers_of(chunks)),
+                units=tuple(one.facts for one in sharded),
+                offloaded=sharding.offload,
+                products_in_fp32=multiply_in_fp32(torch.empty(0, dtype=torch.bfloat16)),
+                chunks=tuple(counts),
+                boundary=_hidden_states(run).nbytes,
+            )
     finally:
         groups.destroy()
         torch.set_rng_state(state)
@@ -359,18 +356,10 @@ def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbala
         rows = min(round(choices / ep * min(imbalance, factor)), choices)
         instead: dict[str, Callable] = {}
         for name in ("dispatch", "combine"):
-            instead[name] = _labelled(tracer, getattr(dispatcher, name))
+            instead[name] = tracer.labelled("dispatch")(getattr(dispatcher, name))
         if isinstance(dispatcher, AllToAllDispatcher):
             instead["splits"] = lambda *_, sent=sent, rows=rows, ranks=ranks: (sent, [rows] * ranks)
         else:
             here = rows * ranks if isinstance(dispatcher, AllGatherDispatcher) else sum(sent)
             instead["rows_here"] = lambda _, here=here: here
         vars(dispatcher).update(instead)
-
-
-def _labelled(tracer: MetaTracer, function: Callable[..., Result]) -> Callable[..., Result]:
-    def call(*args: object) -> Result:
-        with tracer.labelled("dispatch"):
-            return function(*args)
-
-    return call

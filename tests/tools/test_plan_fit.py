@@ -36,7 +36,7 @@ ALL_TO_HOST = to_host(*all_fields()["offload_modules"].choices)
 
 def search(flat, world_size, typed=(), **machine):
     run = dataclasses.replace(build(flat), explicit=frozenset(typed))
-    return Search(run, world_size, Machine(**machine), {})
+    return Search(run, world_size, Machine(**machine))
 
 
 def planned_gib(looked, layout, modules):
@@ -45,8 +45,8 @@ def planned_gib(looked, layout, modules):
 
 def searched_again(looked, **machine):
     """What is found on another machine; the parts of the model that are traced already are not traced again."""
-    again = Search(looked.run, looked.world_size, dataclasses.replace(looked.machine, **machine), looked.known)
-    again.costs = looked.costs
+    again = Search(looked.run, looked.world_size, dataclasses.replace(looked.machine, **machine))
+    again.costs, again.known = looked.costs, looked.known
     return again.search(0)
 
 
