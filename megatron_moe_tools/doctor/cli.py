@@ -139,15 +139,7 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
     Raises:
         RankFailure: the oracle itself could not be measured.
     """
-    from megatron_moe_tools.doctor.compare import (
-        DoctorReport,
-        LayoutFinding,
-        compare,
-        log_line,
-        matching_patterns,
-        tolerances_of,
-    )
-    from megatron_moe_tools.doctor.measure import MeasuringRanks, assemble
+    from megatron_moe_tools.doctor import compare, measure
 
     began, layouts = time.monotonic(), choice.layouts
     given, defaults = flatten(own), flatten(Run())
@@ -161,7 +153,7 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
     if choice.reduced_from:
         say(f"the layout in use ({choice.reduced_from}), at size 2 and at most {ranks} ranks")
     say(f"starting {ranks} processes for {len(layouts)} layouts; nothing leaves this machine, no GPU is used")
-    report = DoctorReport(
+    report = compare.DoctorReport(
         {
             "flags": {name: value for name, value in given.items() if value != defaults[name]},
             "layout_in_use": choice.reduced_from,
@@ -174,7 +166,7 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
         },
         refused=choice.refused,
     )
-    with MeasuringRanks(ranks, seconds) as pool:
+    with measure.MeasuringRanks(ranks, seconds) as pool:
         oracles: dict[tuple[Run, bool, str], tuple[AssembledModel, Request]] = {}
         for number, layout in enumerate(layouts, start=1):
             key = layout.copy, layout.masked, layout.run.derived.params_dtype_name
@@ -192,15 +184,15 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
                 report.about["oracles"].append(about)
             (oracle, request), at = oracles[key], time.monotonic()
             try:
-                whole = assemble(pool.measure(dataclasses.replace(request, run=layout.run), layout.ranks))
+                whole = measure.assemble(pool.measure(dataclasses.replace(request, run=layout.run), layout.ranks))
             except RankFailure as failure:
-                finding = LayoutFinding(layout, time.monotonic() - at, error=str(failure))
+                finding = compare.LayoutFinding(layout, time.monotonic() - at, error=str(failure))
             else:
-                comparison = compare(whole, oracle, tolerances_of(layout.run))
-                fits = matching_patterns(whole, oracle, comparison, one_process=not layout.masked)
-                finding = LayoutFinding(layout, time.monotonic() - at, comparison, fits)
+                comparison = compare.compare(whole, oracle, compare.tolerances_of(layout.run))
+                fits = compare.matching_patterns(whole, oracle, comparison, one_process=not layout.masked)
+                finding = compare.LayoutFinding(layout, time.monotonic() - at, comparison, fits)
             report.findings.append(finding)
-            say(log_line(number, len(layouts), finding))
+            say(compare.log_line(number, len(layouts), finding))
     for layout, rule in choice.refused:
         say(f"not tried: {layout.name}: {rule}")
     say(f"{time.monotonic() - began:.0f} s")

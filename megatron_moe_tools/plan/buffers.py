@@ -31,6 +31,7 @@ from megatron_moe.model.matrices import is_matrix, matrix_cost
 from megatron_moe.parallel.groups import neighbours
 from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, Segments
 from megatron_moe.platform.protocols import AutogradContext
+from megatron_moe_tools.plan.meta_tracer import ranks_of
 
 Rates = Mapping[float, int]
 """FLOPs of a step of Muon's iteration over the elements of a matrix -> how many elements have as many."""
@@ -40,9 +41,9 @@ Rates = Mapping[float, int]
 class HeldTogether:
     """Weights whose gradients or shards are held together.
 
-    parameter_bytes: of an element. ranks: the world's that share it. expert: whether routed experts. rates: of the
-    elements of a rank that Muon updates. largest_block: of the largest that it updates at once, on a tensor-parallel
-    rank.
+    parameter_bytes: of an element. ranks: those that share it, see `ranks_of`. expert: whether routed experts.
+    rates: of the elements of a rank that Muon updates. largest_block: of the largest that it updates at once, on a
+    tensor-parallel rank.
     """
 
     parameter_bytes: int
@@ -105,7 +106,7 @@ def buffers_of(chunks: Sequence[Any]) -> Iterator[Buffer]:
     """Yield the gradient buffers of wrapped chunks."""
     for chunk, expert in itertools.product(chunks, (False, True)):
         for one in chunk.expert_parallel_buffers if expert else chunk.buffers:
-            ranks = tuple(torch.distributed.get_process_group_ranks(one.data_parallel_group))
+            ranks = ranks_of(one.data_parallel_group)
             matrices = [0] * len(ranks)  # elements that Muon updates on each, where each bucket is cut among the ranks
             for parameter, (start, end, number) in one.param_index_map.items():
                 if not is_matrix(parameter):
@@ -166,7 +167,7 @@ def planned_units(found: Iterator[Unit], machine: int) -> list[PlannedUnit]:
         weights: list[torch.nn.Parameter] = []
         shares: list[int] = []
         quantized: list[bool] = []
-        ranks = tuple(torch.distributed.get_process_group_ranks(unit.group))
+        ranks = ranks_of(unit.group)
         for part in unit.module.modules():
             for weight in part.parameters(recurse=False):
                 if id(weight) in seen:

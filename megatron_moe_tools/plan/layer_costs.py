@@ -218,17 +218,16 @@ class LayerCosts:
             for rate, count in rates.items():
                 elements[BufferKind(buffer.expert, buffer.parameter_bytes, buffer.gradient_bytes, rate)] += count
         tensor_seconds = expert_seconds = 0.0
-        for call in chunk.forward + chunk.backward:
+        for call in chunk.collectives:
             if call.kind == "broadcast":
                 continue
-            members = tuple(rank - trace.ranks.start for rank in call.ranks)
-            seconds = self._sending(sent_by_a_rank(call.kind, members, call.bytes, on.gpus_per_node))
+            seconds = self._sending(sent_by_a_rank(call.kind, call.ranks, call.bytes, on.gpus_per_node))
             if purpose(call.kind, call.ranks, trace) == "EP":
                 expert_seconds += seconds
             else:
                 tensor_seconds += seconds
         return TracedPart(
-            **{**vars(chunk), "forward": (), "backward": ()},
+            **{**vars(chunk), "collectives": ()},
             tensor_seconds=tensor_seconds,
             expert_seconds=expert_seconds,
             weights=trace.weights,
@@ -326,8 +325,7 @@ class LayerCosts:
             logits=logits,
             dispatch=dispatch,
             flops=round(flops),
-            forward=(),
-            backward=(),
+            collectives=(),
             leaving=round(leaving),
             moved=round(moved),
         )
@@ -355,7 +353,7 @@ class LayerCosts:
         per_stage = self._world_size // layout.pp
         buffers, units = [], []
         for kind, count in elements.items():
-            # The first stage's ranks that share the first rank's dense weights, or its experts.
+            # The ranks that share the first rank's dense weights, or its experts, counted from it on.
             ranks = tuple(range(0, per_stage, sharding.etp * sharding.ep if kind.expert else sharding.tp))
             share = -(-count // len(ranks))
             rates, fewest = {}, 0
@@ -472,4 +470,4 @@ class LayerCosts:
         return 2 * max(size, 0.0) / (self._machine.memory_bandwidth * 1e9)
 
 
-_NOTHING = ChunkTrace(0, 0, 0, 0, 0, 0, (), ())
+_NOTHING = ChunkTrace(0, 0, 0, 0, 0, 0, ())

@@ -217,7 +217,7 @@ class Collective:
 
     Attributes:
         kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "broadcast".
-        ranks: the ranks that take part.
+        ranks: the ranks that take part, see `ranks_of`.
         bytes: size of the whole tensor: of what is reduced, of the gathered result, or of what this rank sends (its own
             share included).
     """
@@ -225,6 +225,11 @@ class Collective:
     kind: str
     ranks: tuple[int, ...]
     bytes: int
+
+
+def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
+    """Return a group's ranks, counted from this rank on: so they are those of any stage that is like this one."""
+    return tuple(rank - dist.get_rank() for rank in dist.get_process_group_ranks(group))
 
 
 class MetaTracer(LiveBytes):
@@ -252,7 +257,7 @@ class MetaTracer(LiveBytes):
             name = func._schema.name.split("::")[1]
             if name in _COLLECTIVES:
                 kind, tensors, group = _COLLECTIVES[name]
-                ranks = tuple(dist.get_process_group_ranks(ProcessGroup.unbox(args[group])))
+                ranks = ranks_of(ProcessGroup.unbox(args[group]))
                 self.collectives.append(Collective(kind, ranks, _bytes(args[tensors])))
             work = FakeWork().boxed()
             return work if len(func._schema.returns) == 1 else (args[0], work)

@@ -281,7 +281,7 @@ def _matrices(run: Run, trace: RankTrace) -> Iterator[_Matrices]:
         if ranks:
             shards = len(ranks) if trace.units else 1
             flops = flops * shards / len(ranks)
-            yield _Matrices(ranks, tuple(trace.ranks[:tp]), elements * shards, flops, largest * tp)
+            yield _Matrices(ranks, tuple(range(tp)), elements * shards, flops, largest * tp)
 
 
 def _muon_bytes(run: Run, trace: RankTrace) -> int:
@@ -334,12 +334,13 @@ def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int
 
     def add(name: str, kind: str, ranks: tuple[int, ...], size: float) -> None:
         if len(ranks) > 1:
+            ranks = tuple(rank + trace.ranks[0] for rank in ranks)
             before, one = totals.get(name, Traffic(0.0, 0.0)), sent_by_a_rank(kind, ranks, size, gpus_per_node)
             totals[name] = Traffic(before.sent + one.sent, before.between_nodes + one.between_nodes)
 
     micro_batches = run.derived.num_microbatches(world_size)
     for chunk in trace.chunks:
-        for call in chunk.forward + chunk.backward:
+        for call in chunk.collectives:
             if call.kind != "broadcast":
                 add(purpose(call.kind, call.ranks, trace), call.kind, call.ranks, call.bytes * micro_batches)
     for unit in trace.units:

@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -28,10 +28,9 @@ from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.platform.cpu_half_gemm import multiply_in_fp32
 from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit, Gathering, buffers_of, planned_units
-from megatron_moe_tools.plan.meta_tracer import Collective, MetaTracer, meta_device, storage_bytes
+from megatron_moe_tools.plan.meta_tracer import Collective, MetaTracer, meta_device, ranks_of, storage_bytes
 
 _logger = logging.getLogger(__name__)
-T = TypeVar("T", Buffer, Collective)
 _GROUPS = {"TP": "tp", "CP": "cp", "EP": "tp_ep"}
 
 
@@ -48,8 +47,7 @@ class ChunkTrace:
         logits: peak of the logits.
         dispatch: peak of the dispatch buffers.
         flops: FLOPs of both passes, recomputation included.
-        forward: collectives of the forward pass.
-        backward: collectives of the backward pass.
+        collectives: of both passes.
     """
 
     kept: int
@@ -58,8 +56,7 @@ class ChunkTrace:
     logits: int
     dispatch: int
     flops: int
-    forward: tuple[Collective, ...]
-    backward: tuple[Collective, ...]
+    collectives: tuple[Collective, ...]
     leaving: int = 0
     moved: int = 0
 
@@ -74,7 +71,8 @@ class RankTrace:
         layers: global numbers of its layers, from 0.
         dense: parameters of one rank outside the routed experts.
         expert: parameters of one rank in routed experts.
-        groups: ranks of the first rank's groups, for the names of `_GROUPS`.
+        groups: ranks of the first rank's groups, for the names of `_GROUPS`; these, and those of buffers, units and
+            collectives, are counted from the first rank on.
         weights: bytes of the parameters.
         buffers: the engine's gradient buffers.
         units: what `FullyShardedDataParallel` gathers together, from ZeRO's stage 2 on; there are no buffers then.
@@ -137,7 +135,10 @@ def trace_ranks(
         layers: list[int] = []
         for chunk in run.derived.chunks_of_pipeline_rank(stage):
             layers += chunk.layers
-        traces.append(_as_stage(known[key], stage, layers))
+        # The stages of a pipeline are consecutive ranks.
+        own, count = known[key], world_size // (last + 1)
+        ranks = range(stage * count, (stage + 1) * count)
+        traces.append(replace(own, stage=stage, ranks=ranks, layers=tuple(layers)))
     return traces
 
 
@@ -157,35 +158,6 @@ def _kind(run: Run, stage: int) -> Hashable:
         layers = tuple(pattern[layer] for layer in chunk.layers)
         kinds.append((layers, chunk.embedding, chunk.predictions, chunk.loss, chunk.receives))
     return tuple(kinds)
-
-
-def _as_stage(trace: RankTrace, stage: int, layers: list[int]) -> RankTrace:
-    """Return a stage's trace renumbered as that of another stage that is like it: other ranks and `layers`.
-
-    The stages of a pipeline are consecutive ranks, so every group of the one is a group of the other, shifted.
-    """
-    if stage == trace.stage:
-        return trace
-    offset = (stage - trace.stage) * len(trace.ranks)
-
-    def shifted(ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(rank + offset for rank in ranks)
-
-    def all_shifted(items: tuple[T, ...]) -> tuple[T, ...]:
-        return tuple(replace(one, ranks=shifted(one.ranks)) for one in items)
-
-    chunks = []
-    for chunk in trace.chunks:
-        chunks.append(replace(chunk, forward=all_shifted(chunk.forward), backward=all_shifted(chunk.backward)))
-    return replace(
-        trace,
-        stage=stage,
-        ranks=range(trace.ranks.start + offset, trace.ranks.stop + offset),
-        layers=tuple(layers),
-        groups={name: shifted(ranks) for name, ranks in trace.groups.items()},
-        buffers=all_shifted(trace.buffers),
-        chunks=tuple(chunks),
-    )
 
 
 def trace_stage(
@@ -249,10 +221,7 @@ def trace_stage(
                     dense += parameter.numel()
                 else:
                     expert += parameter.numel()
-            groups_of_rank: dict[str, tuple[int, ...]] = {}
-            for name, attribute in _GROUPS.items():
-                group = getattr(pg_collection, attribute)
-                groups_of_rank[name] = tuple(torch.distributed.get_process_group_ranks(group))
+            groups_of_rank = {name: ranks_of(getattr(pg_collection, attribute)) for name, attribute in _GROUPS.items()}
             return RankTrace(
                 stage=stage,
                 ranks=ranks,
@@ -297,19 +266,18 @@ def _trace_chunk(
         output = loss_func(mask, output)[0]
     inner.set_input_tensor(None)
     del batch, mask
-    forward_peak, forward = tracer.peak - start, tuple(tracer.collectives[calls:])
+    forward_peak = tracer.peak - start
     freed = 0
     if not inner.post_process and inner.config.deallocate_pipeline_outputs:
         freed = output.untyped_storage().nbytes()
     leaving = moved = 0
     if offload is not None:
         leaving, moved = offload.leaving_bytes, offload.host_bytes
-    kept, calls = tracer.live - start - freed - leaving, len(tracer.collectives)
+    kept = tracer.live - start - freed - leaving
     tracer.peak = tracer.live
     output.backward(None if inner.post_process else torch.empty_like(output))
     gathering.end_backward()
     backward_peak = tracer.peak - start - freed
-    backward = tuple(tracer.collectives[calls:])
     peaks = tracer.label_peaks
     del output, given
     for parameter in chunk.parameters():
@@ -321,8 +289,7 @@ def _trace_chunk(
         logits=peaks["logits"],
         dispatch=peaks["dispatch"],
         flops=tracer.flops - flops,
-        forward=forward,
-        backward=backward,
+        collectives=tuple(tracer.collectives[calls:]),
         leaving=leaving,
         moved=moved,
     )
