@@ -145,7 +145,7 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
     given, defaults = flatten(own), flatten(Run())
     ranks = max(layout.ranks for layout in layouts)
     sizes = ", ".join(f"{name} {flatten(copy)[name]}" for name in _SIZES_SHOWN)
-    models = list(filter(None, dict.fromkeys(layout.model for layout in layouts)))
+    models = {layout.model: MODELS[layout.model] for layout in layouts if layout.model}
     if models:
         say(f"small copies of models: {', '.join(models)}; demo: {sizes}")
     else:
@@ -159,7 +159,7 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
             "layout_in_use": choice.reduced_from,
             "shrunk": {name: list(pair) for name, pair in changed_fields(own, copy).items()},
             "features": sorted(frozenset().union(*(layout.features for layout in layouts))),
-            "models": {name: MODELS[name] for name in models},
+            "models": models,
             "steps": steps,
             "versions": versions(),
             "oracles": [],

@@ -150,12 +150,9 @@ def _kind(run: Run, stage: int) -> Hashable:
     """
     if run.precision.keep_fp32 is not None or run.optimizer.freeze is not None:
         return stage
-    pattern = (0,) * run.model.num_layers
-    if run.moe.num_experts is not None:
-        pattern = run.derived.moe_layer_pattern
     kinds = []
     for chunk in run.derived.chunks_of_pipeline_rank(stage):
-        layers = tuple(pattern[layer] for layer in chunk.layers)
+        layers = tuple(run.derived.moe_layer_pattern[chunk.layers.start : chunk.layers.stop])
         kinds.append((layers, chunk.embedding, chunk.predictions, chunk.loss, chunk.receives))
     return tuple(kinds)
 
