@@ -52,9 +52,9 @@ _RESET = (
 def small_copy(run: Run) -> Run:
     """Return the small copy of `run` on one rank; a layout adds its own flags."""
     defaults, flat = flatten(Run()), flatten(run)
-    reset = {name for section in _RESET_SECTIONS for name in vars(getattr(run, section))}
-    for name in reset.union(_RESET):
-        flat[name] = defaults[name]
+    for names in (_RESET, *(vars(getattr(run, section)) for section in _RESET_SECTIONS)):
+        for name in names:
+            flat[name] = defaults[name]
     flat |= {
         **_sizes(run),
         **_experts(run),
@@ -79,24 +79,6 @@ def small_copy(run: Run) -> Run:
         # Five steps make a rounding error in the direction of a small singular value 500 times as large, two 16 times.
         flat |= {"muon_fp32_matmul_prec": "highest", "muon_num_ns_steps": 2}
     return replace(Run(), **flat)
-
-
-def with_few_choices(copy: Run) -> Run:
-    """Return a small copy with few choices of experts: two layers, short sequences, no groups.
-
-    For such a copy samples can be found in which no choice of an expert depends on rounding in half precision. Fewer
-    layers also mean fewer roundings, and so smaller tolerances.
-    """
-    return replace(
-        copy,
-        num_layers=2,
-        moe_layer_freq=1,
-        seq_length=8,
-        moe_router_num_groups=None,
-        moe_router_group_topk=None,
-        moe_router_group_score="top2",
-        mtp_num_layers=None,
-    )
 
 
 def changed_fields(run: Run, copy: Run) -> dict[str, tuple[Any, Any]]:
