@@ -8,6 +8,7 @@ of the folder was used.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -25,7 +26,6 @@ from megatron_moe.hf.folder import ALLOW
 from megatron_moe.hf.import_plan import Import
 from megatron_moe.hf.mapping import MappedBlock, Mapping
 from megatron_moe.hf.tensors import TensorReader
-from megatron_moe.hf.transforms import elements
 from megatron_moe.hf.weight_check import WeightCheck, refusal
 from megatron_moe.model.fully_sharded import local
 
@@ -223,7 +223,7 @@ class _Filling:
         total = counts.to(device)
         torch.distributed.all_reduce(total)
         for key, count in zip(keys, total.tolist()):
-            wanted = elements(self.table.shapes[key])
+            wanted = math.prod(self.table.shapes[key])
             if count != wanted:
                 wrong.append(f"the ranks have {count} elements of {key}, which has {wanted}")
         used = set(self.flagged("used"))
