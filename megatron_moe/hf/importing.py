@@ -51,11 +51,6 @@ class _Overlap(NamedTuple):
     inside_block: tuple[slice, ...]
 
 
-class _Task(NamedTuple):
-    piece: MappedBlock
-    overlaps: list[_Overlap]
-
-
 @torch.no_grad()
 def fill(run: Run, source: Import, trained: TrainState, report: Callable[[str], None]) -> Imported:
     """Fill the model and the optimizer's fp32 weights. Collective over all ranks.
@@ -133,7 +128,7 @@ class _Filling:
         ranks = torch.distributed.get_world_size()
         self.copies = source.copies[torch.distributed.get_rank() :: ranks]
         self.done_bytes = 0
-        self.total_bytes = sum(self._bytes(name) for task in self.tasks for name in task.piece.hf)
+        self.total_bytes = sum(self._bytes(name) for piece, _ in self.tasks for name in piece.hf)
         self.total_bytes += sum(self._bytes(name) for name in self.copies)
 
     def _bytes(self, name: str) -> int:
@@ -141,8 +136,8 @@ class _Filling:
         return sum(tensor.end - tensor.begin for tensor in stored)
 
     def __iter__(self) -> Iterator[None]:
-        for task in self.tasks:
-            self._write(task)
+        for piece, overlaps in self.tasks:
+            self._write(piece, overlaps)
             yield
         for name in self.copies:
             other = self.table.copies[name]
@@ -169,36 +164,35 @@ class _Filling:
     def _flag(self, flag: str, name: str) -> None:
         self.flags[_FLAGS.index(flag), self._number[name]] = 1
 
-    def _write(self, task: _Task) -> None:
-        piece, dtype = task.piece, task.overlaps[0].values.dtype
-        block = piece.transform.to_native([self._cast(name, dtype, piece.fp32) for name in piece.hf])
-        for values, inside_box, inside_block in task.overlaps:
+    def _write(self, piece: MappedBlock, overlaps: list[_Overlap]) -> None:
+        path, dtype, tensors = self.source.folder.path, overlaps[0].values.dtype, []
+        for name in piece.hf:
+            tensor = self._read(name, dtype)
+            if piece.fp32:
+                assert dtype == torch.float32, f"{name} is fp32 state"
+                if tensor.dtype != dtype:
+                    self._flag("rounded before", name)
+            cast = tensor.to(dtype)
+            tensors.append(cast)
+            if tensor.dtype == dtype:
+                continue
+            if torch.promote_types(tensor.dtype, dtype) == dtype:
+                self._flag("widened", name)
+                continue
+            self._flag("narrowed", name)
+            if not bool(cast.isfinite().all()):
+                raise ConfigError(
+                    f"{path}: {name} contains {float(tensor.abs().max()):.3g}, more than {dtype} can hold; train with "
+                    "--bf16, or in fp32"
+                )
+            if not torch.equal(cast.to(tensor.dtype), tensor):
+                self._flag("changed", name)
+        block = piece.transform.to_native(tensors)
+        for values, inside_box, inside_block in overlaps:
             target = values[inside_box]
             if not bool(target.isnan().all()):
-                raise ConfigError(f"{self.source.folder.path}: {piece.key} would be written twice, from {piece.hf[0]}")
+                raise ConfigError(f"{path}: {piece.key} would be written twice, from {piece.hf[0]}")
             target.copy_(block[inside_block])
-
-    def _cast(self, name: str, dtype: torch.dtype, fp32: bool) -> Tensor:
-        tensor = self._read(name, dtype)
-        if fp32:
-            assert dtype == torch.float32, f"{name} is fp32 state"
-            if tensor.dtype != dtype:
-                self._flag("rounded before", name)
-        if tensor.dtype == dtype:
-            return tensor
-        cast = tensor.to(dtype)
-        if torch.promote_types(tensor.dtype, dtype) == dtype:
-            self._flag("widened", name)
-            return cast
-        self._flag("narrowed", name)
-        if not bool(cast.isfinite().all()):
-            raise ConfigError(
-                f"{self.source.folder.path}: {name} contains {float(tensor.abs().max()):.3g}, more than {dtype} can "
-                "hold; train with --bf16, or in fp32"
-            )
-        if not torch.equal(cast.to(tensor.dtype), tensor):
-            self._flag("changed", name)
-        return cast
 
     def require_coverage(self, shards: Sequence[dist.Shard], trained: TrainState) -> None:
         """Check over all ranks that everything was filled and used. Collective.
@@ -236,10 +230,7 @@ class _Filling:
         everywhere = sorted({line for lines in all_gather_object(wrong[:10]) for line in lines})
         if everywhere:
             raise ConfigError(f"{path}: not all was converted: {'; '.join(everywhere[:10])}")
-        self._require_distinct_experts()
-
-    def _require_distinct_experts(self) -> None:
-        """Check that no two experts of a layer are equal, though ranks of their own may have read them. Collective."""
+        # No two experts of a layer may be equal, though ranks of their own may have read them.
         known = self.weights.fingerprints
         united = torch.tensor([known.get(name, -1) for name in self.names], device=platform.device())
         torch.distributed.all_reduce(united, op=torch.distributed.ReduceOp.MAX)
@@ -278,7 +269,7 @@ def _dtypes(filling: _Filling, names: Sequence[str]) -> str:
     return " and ".join(sorted({str(filling.reader.dtype(name)).removeprefix("torch.") for name in names}))
 
 
-def _tasks(table: Mapping, shards: Sequence[dist.Shard]) -> list[_Task]:
+def _tasks(table: Mapping, shards: Sequence[dist.Shard]) -> list[tuple[MappedBlock, list[_Overlap]]]:
     """Return what this rank has to read, in the order of the table."""
     of_key: dict[str, list[dist.Shard]] = {}
     for shard in shards:
@@ -287,21 +278,15 @@ def _tasks(table: Mapping, shards: Sequence[dist.Shard]) -> list[_Task]:
     for piece in table.pieces:
         overlaps = []
         for shard in of_key.get(piece.key, ()):
-            if (overlap := _overlap(piece, shard)) is not None:
-                overlaps.append(overlap)
+            inside_box, inside_block = [], []
+            for start, extent, first, size in zip(
+                piece.start, piece.transform.native_shape, shard.start, shard.values.shape, strict=True
+            ):
+                low, high = max(start, first), min(start + extent, first + size)
+                inside_box.append(slice(low - first, high - first))
+                inside_block.append(slice(low - start, high - start))
+            if all(along.start < along.stop for along in inside_box):
+                overlaps.append(_Overlap(shard.values, tuple(inside_box), tuple(inside_block)))
         if overlaps:
-            tasks.append(_Task(piece, overlaps))
+            tasks.append((piece, overlaps))
     return tasks
-
-
-def _overlap(piece: MappedBlock, shard: dist.Shard) -> _Overlap | None:
-    inside_box, inside_block = [], []
-    for start, extent, first, size in zip(
-        piece.start, piece.transform.native_shape, shard.start, shard.values.shape, strict=True
-    ):
-        low, high = max(start, first), min(start + extent, first + size)
-        if low >= high:
-            return None
-        inside_box.append(slice(low - first, high - first))
-        inside_block.append(slice(low - start, high - start))
-    return _Overlap(shard.values, tuple(inside_box), tuple(inside_block))
