@@ -1,8 +1,9 @@
 """Converts config.json to the settings of a run and back, in both spellings of transformers. Loads no torch.
 
 `settings` reads the architecture and refuses by key what is not computed here. `filled_in` adds it to a run's settings
-before torch is loaded, and refuses a flag or key of a file that contradicts it. `config_of` writes it for a model that
-was trained here from scratch, and refuses a model that would be read back with other settings.
+before torch is loaded, and refuses a flag or key of a file that contradicts it; `plan_import` compares the folder's
+headers. `config_of` writes it for a model that was trained here from scratch, and refuses a model that would be read
+back with other settings.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint import folder as checkpoints
+from megatron_moe.checkpoint import origin
+from megatron_moe.checkpoint.origin import Provenance
 from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
@@ -23,6 +26,7 @@ from megatron_moe.hf import family_settings
 from megatron_moe.hf.config_keys import MOST_LAYERS, Keys
 from megatron_moe.hf.families import Family, family_of
 from megatron_moe.hf.folder import HFFolder, configuration_alone
+from megatron_moe.hf.mapping import Mapping, mapping, require_tensors
 
 _READ: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "deepseek-v2": family_settings.deepseek_v2,
@@ -343,3 +347,41 @@ def _merged(given: dict[str, Any], folders: dict[str, Any], where: str) -> dict[
 
 def _shown(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+@dataclass(frozen=True)
+class Import:
+    """A folder that fits the run according to its headers and configuration."""
+
+    folder: HFFolder
+    family: Family
+    table: Mapping
+    copies: list[str]
+    """Names that the folder contains in addition to the table's, equal to others."""
+    dropped: list[str]
+    notes: list[str]
+
+    @property
+    def state(self) -> dict[str, object]:
+        """Part of the import that every step of the training saves, for an export."""
+        return {"family": self.family.name, "copies": self.copies, "dropped": self.dropped}
+
+    def origin(self) -> tuple[Provenance, list[str]]:
+        """Return `state` with the folder's small files, and notes for the user. Called on rank 0, which writes them."""
+        sizes = {name: self.folder.identities[name].size for name in self.folder.companions}
+        files, notes = origin.read(sizes, self.folder.companion, self.folder.path)
+        return Provenance(self.state, files), notes
+
+
+def plan_import(run: Run) -> Import:
+    """Check that the folder of `--load-hf` fits the run, from its headers; allocate nothing.
+
+    Raises:
+        ConfigError: the folder is malformed, of a family that is not supported, or does not have the run's tensors.
+    """
+    where = f"--load-hf {run.checkpoint.load_hf}"
+    folder = HFFolder.open(Path(run.checkpoint.load_hf or ""), "--load-hf")
+    architecture = settings_of(folder, where)
+    table = mapping(run, architecture.family.names)
+    copies, dropped = require_tensors(table, folder.shapes(), where)
+    return Import(folder, architecture.family, table, copies, dropped, [*folder.notes, *architecture.notes])

@@ -22,8 +22,8 @@ from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.checkpoint.state import TrainState, fully_sharded, model_state, put_model_state
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
+from megatron_moe.hf.config import Import
 from megatron_moe.hf.folder import ALLOW
-from megatron_moe.hf.import_plan import Import
 from megatron_moe.hf.mapping import MappedBlock, Mapping
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.weight_check import WeightCheck, refusal

@@ -56,7 +56,7 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
     from dataclasses import asdict
 
     from megatron_moe.checkpoint.state import TrainState
-    from megatron_moe.hf.import_plan import plan_import
+    from megatron_moe.hf.config import plan_import
     from megatron_moe.hf.importing import fill
     from megatron_moe.model.build import build_model
     from megatron_moe.optim.optimizer import build_optimizer, owned_part
