@@ -25,7 +25,6 @@ from megatron_moe.checkpoint.state import (
     TrainingProgress,
     TrainState,
     average_state,
-    fp32_state_keys,
     layout,
     model_state,
     optimizer_state,
@@ -38,6 +37,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.engine.dist_checkpointing import ShardedTensor
 from megatron_moe.io.texts import size_text
 from megatron_moe.parallel.groups import rank_facts, seed_everything
+from megatron_moe.precision.contract import declared_fp32_state
 
 ROUND_SECONDS = 10.0
 """How often the ranks exchange their progress while they verify a step: waiting longer could time out."""
@@ -59,7 +59,19 @@ def verified(run: Run, found: CheckpointPlan, report: Callable[[str], None]) -> 
         ConfigError: on every rank: the step asked for is damaged, none is sound, or the ranks see different folders.
     """
     while True:
-        _require_one_view(found)
+        mine = "no step"
+        if found.source is not None:
+            try:
+                mine = f"step {found.source.iteration}, {manifest.read(found.source.step).digest[:12]}"
+            except manifest.ManifestError as error:
+                mine = str(error)
+        seen = all_gather_object(mine)
+        if len(set(seen)) > 1:  # machines may see different file systems
+            ranks = "; ".join(f"{view} on rank {seen.index(view)}" for view in sorted(set(seen)))
+            raise ConfigError(
+                f"--load: the ranks see different checkpoints: {ranks}; every rank has to see the same "
+                "folder: put it on a file system that all machines share, or copy it to each"
+            )
         if found.source is None or not run.checkpoint.verify_checkpoint:
             return found
         step = found.source.step
@@ -105,23 +117,6 @@ def _damage(step: Path, report: Callable[[str], None]) -> tuple[str | None, str]
             report(f"verifying {step}: {size_text(read)} of {size_text(total)}, {size_text(int(read / seconds))}/s")
 
 
-def _require_one_view(found: CheckpointPlan) -> None:
-    """Require that every rank reads the same step: machines may see different file systems."""
-    mine = "no step"
-    if found.source is not None:
-        try:
-            mine = f"step {found.source.iteration}, {manifest.read(found.source.step).digest[:12]}"
-        except manifest.ManifestError as error:
-            mine = str(error)
-    seen = all_gather_object(mine)
-    if len(set(seen)) > 1:
-        ranks = "; ".join(f"{view} on rank {seen.index(view)}" for view in sorted(set(seen)))
-        raise ConfigError(
-            f"--load: the ranks see different checkpoints: {ranks}; every rank has to see the same "
-            "folder: put it on a file system that all machines share, or copy it to each"
-        )
-
-
 class Loaded(NamedTuple):
     """The progress to start from, notes to report, and warnings on fp32 state that was rounded before it was saved."""
 
@@ -151,7 +146,10 @@ def load(run: Run, source: CheckpointSource, trained: TrainState) -> Loaded:
         unread = ("optimizer.",)
     elif not goes_on:
         unread = (AVERAGE,)
-    fp32_state = fp32_state_keys(trained, {name: request[name] for name in chunks})
+    # What the model declares as fp32 state (`expert_bias`) is read and widened, whatever it was saved as.
+    declared = {tensor.data_ptr() for chunk in trained.model for _, tensor in declared_fp32_state(chunk)}
+    tensors = dist.sharded_tensors({name: request[name] for name in chunks})
+    fp32_state = frozenset(tensor.key for tensor in tensors if tensor.data.data_ptr() in declared)
     changed: list[str] = []
     if changes_dtypes(run, source.config):
         changed.append(_REMADE)
@@ -204,7 +202,7 @@ def _load_random_state(run: Run, source: CheckpointSource) -> list[str]:
     if same_layout and path.is_file():
         try:
             state = random_state.read(path)
-            same_device = random_state.is_of_cuda(state) == platform.has_cuda()
+            same_device = ("cuda" in state) == platform.has_cuda()
             outcome = _READ if same_device else _ABSENT
         except UntrustedError:
             outcome = _REFUSED
@@ -260,7 +258,15 @@ def _load_other_dtypes(
     saved = dist.saved_dtypes(step)
     trained = {key.removeprefix(_MOMENT) for key in saved if key.startswith(_MOMENT)}
     sources = {key: _MAIN + key if _MAIN + key in saved else key for key in trained}
-    weights, wanted = _take_weights(request, chunks, sources)
+    weights: dict[str, Any] = {}  # a request for their sources in fp32
+    wanted: dict[str, dict[str, tuple[str, torch.dtype]]] = {}  # by chunk and name: key in the step, dtype here
+    for chunk in chunks:
+        weights[chunk], wanted[chunk] = {}, {}
+        for name in list(request[chunk]):
+            parts = list(dist.sharded_parts(request[chunk][name]))
+            if parts and parts[0].key in sources:
+                wanted[chunk][name] = (parts[0].key, parts[0].data.dtype)
+                weights[chunk][name] = dist.read_in_fp32(request[chunk].pop(name), sources)
     for part in dist.sharded_parts(request.get("optimizer")):
         if part.key.startswith(_MAIN) and part.key not in saved:
             part.key = part.key.removeprefix(_MAIN)
@@ -276,27 +282,6 @@ def _load_other_dtypes(
         head = f"--load {step}: weights are beyond the largest number of their dtype (fp16: 65504); use --bf16 or fp32:"
         raise ConfigError(listing(head, found))
     return loaded, rounded
-
-
-def _take_weights(
-    request: dict[str, Any], chunks: Sequence[str], sources: dict[str, str]
-) -> tuple[dict[str, Any], dict[str, dict[str, tuple[str, torch.dtype]]]]:
-    """Take the weights out of a request.
-
-    Returns:
-        A request for their sources in fp32, and of each weight its key in a step and its dtype here, both by chunk and
-        name.
-    """
-    weights: dict[str, Any] = {}
-    wanted: dict[str, dict[str, tuple[str, torch.dtype]]] = {}
-    for chunk in chunks:
-        weights[chunk], wanted[chunk] = {}, {}
-        for name in list(request[chunk]):
-            parts = list(dist.sharded_parts(request[chunk][name]))
-            if parts and parts[0].key in sources:
-                wanted[chunk][name] = (parts[0].key, parts[0].data.dtype)
-                weights[chunk][name] = dist.read_in_fp32(request[chunk].pop(name), sources)
-    return weights, wanted
 
 
 def _rounded(values: ShardedTensor | torch.Tensor | list, key: str, dtype: torch.dtype, too_large: list[str]) -> Any:

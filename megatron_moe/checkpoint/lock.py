@@ -15,8 +15,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -115,8 +114,10 @@ def acquire(root: Path) -> tuple[WriterLock, list[str]]:
         ConfigError: another job writes there. OSError: the folder cannot be written.
     """
     path, me, notes = root / NAME, _me(), []
+    aside = path.with_name(f"{NAME}.{me.token}")  # our lock, next to the real one
     while True:
-        with _written(path, me) as aside:
+        try:
+            write_bytes(aside, f"{json.dumps(asdict(me))}\n".encode())
             with suppress(FileExistsError, FileNotFoundError):  # not found: who got the lock has removed our file
                 os.link(aside, path)  # which is atomic on network file systems too
                 sync(path.parent)
@@ -132,6 +133,8 @@ def acquire(root: Path) -> tuple[WriterLock, list[str]]:
             if why is not None and _take_over(aside, path, owner, me):
                 notes.append(f"took over {path} of {owner or 'an unknown job'}: {why}")
                 break
+        finally:
+            aside.unlink(missing_ok=True)
         # The lock was released, or another job was faster: look who owns it now.
     for left in root.glob(f"{NAME}.*"):  # by jobs that were killed there; a living one whose file this is tries again
         left.unlink(missing_ok=True)
@@ -152,17 +155,6 @@ def _why_dead(path: Path, owner: LockOwner | None, me: LockOwner, now: Path) -> 
         if silent_minutes >= STALE_MINUTES:
             return f"no sign of life for {silent_minutes:.0f} minutes"
     return None
-
-
-@contextmanager
-def _written(path: Path, me: LockOwner) -> Iterator[Path]:
-    """Write our lock to a file next to the real one; remove it at the end if it has not become the real one."""
-    aside = path.with_name(f"{NAME}.{me.token}")
-    try:
-        write_bytes(aside, f"{json.dumps(asdict(me))}\n".encode())
-        yield aside
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _take_over(aside: Path, path: Path, owner: LockOwner | None, me: LockOwner) -> bool:

@@ -16,16 +16,18 @@ from __future__ import annotations
 import gc
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint.dist import not_saved, sharded_parts
+from megatron_moe.checkpoint.dist import sharded_parts
 from megatron_moe.config.schema import Run
+from megatron_moe.engine.dist_checkpointing import LocalNonpersistentObject
 from megatron_moe.engine.optimizer import compact_buckets, every_main_param, gathered_by, parts
 from megatron_moe.model.matrices import is_matrix
 from megatron_moe.platform.protocols import EngineOptimizer, OptimizerPart
@@ -129,9 +131,9 @@ def _to_common(part: SavedOptimizer, own: dict[str, Any]) -> None:
         for number, weight in enumerate(weight for buffer in buffers for weight in buffer.param_index_map):
             if not has_main_weights(part):
                 # The main weight of an fp32 weight is the weight: it is in the step already, and loaded with the model.
-                own["param_state"][number]["param"] = not_saved(weight)
+                own["param_state"][number]["param"] = LocalNonpersistentObject(weight)
             if is_matrix(weight):
-                own["param_state"][number]["exp_avg_sq"] = not_saved(_zeros(weight))
+                own["param_state"][number]["exp_avg_sq"] = LocalNonpersistentObject(_zeros(weight))
     elif has_main_weights(part):
         for tensor in sharded_parts(own.get(_MAIN_WEIGHTS, [])):
             tensor.key = _COMMON_PREFIX + tensor.key.removeprefix(_OWN_PREFIX)
@@ -141,7 +143,7 @@ def _to_common(part: SavedOptimizer, own: dict[str, Any]) -> None:
         mains = (main for group in part.optimizer.param_groups for main in group["params"])
         for number, main in enumerate(mains):
             if main in part.optimizer.matrices:
-                own["optimizer"]["state"][number]["exp_avg_sq"] = not_saved(_zeros(main))
+                own["optimizer"]["state"][number]["exp_avg_sq"] = LocalNonpersistentObject(_zeros(main))
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
@@ -227,10 +229,6 @@ class Gathered:
     rest: list[Copy] = field(default_factory=list)
 
 
-_frozen_before: list[bool] = []
-"""Not empty once somebody else has frozen objects, which is then taken to stay so."""
-
-
 @contextmanager
 def gathered_into(optimizer: EngineOptimizer, buffers: Buffers, *, later: bool) -> Iterator[Gathered]:
     """Make distributed optimizers gather into `buffers` while a state dict is built in the block.
@@ -242,35 +240,28 @@ def gathered_into(optimizer: EngineOptimizer, buffers: Buffers, *, later: bool) 
     sharded = [part for part in parts(optimizer) if hasattr(part, "get_parameter_state_dp_zero")]
     # The engine collects garbage after each optimizer, which takes the longer the more objects there are. What somebody
     # has frozen before stays so: there is no freezing of some objects alone.
-    if not _frozen_before and gc.get_freeze_count():  # which goes through all objects to count them
-        _frozen_before.append(True)
-    freezing = bool(sharded) and not _frozen_before
+    freezing = bool(sharded) and not gc.get_freeze_count()
     if freezing:
         gc.freeze()
     try:
         with ExitStack() as stack:
             for number, part in enumerate(sharded):
-                stack.enter_context(gathered_by(part, _gathering(part, number, buffers, gathered, later)))
+                stack.enter_context(gathered_by(part, partial(_gather, part, number, buffers, gathered, later)))
             yield gathered
     finally:
         if freezing:
             gc.unfreeze()
 
 
-def _gathering(
-    part: SavedOptimizer, number: int, buffers: Buffers, gathered: Gathered, later: bool
-) -> Callable[..., dict[Any, Any]]:
-    """Return a replacement of the engine's `DistributedOptimizer.get_parameter_state_dp_zero` with the same result."""
-
-    def gather(*_: object, empty_data: bool = False, **__: object) -> dict[Any, Any]:
-        assert not empty_data, "this is for saving"
-        state: dict[Any, Any] = {"buckets_coalesced": True}
-        for index, ranges in enumerate(part.gbuf_ranges):
-            ((dtype, bucket_ranges),) = ranges.items()
-            state[index] = {dtype: _whole_buffer(part, (number, index), bucket_ranges, buffers, gathered, later)}
-        return state
-
-    return gather
+def _gather(
+    part: SavedOptimizer, number: int, buffers: Buffers, gathered: Gathered, later: bool, *_: object, **__: object
+) -> dict[Any, Any]:
+    """Do what the engine's `DistributedOptimizer.get_parameter_state_dp_zero` does, with the same result."""
+    state: dict[Any, Any] = {"buckets_coalesced": True}
+    for index, ranges in enumerate(part.gbuf_ranges):
+        ((dtype, bucket_ranges),) = ranges.items()
+        state[index] = {dtype: _whole_buffer(part, (number, index), bucket_ranges, buffers, gathered, later)}
+    return state
 
 
 @torch.no_grad()
@@ -360,14 +351,20 @@ def _gather_bucket(shard: _Shard, there: dict[str, torch.Tensor], group: torch.d
     take in turn: NCCL begins a gather after what was queued before it, the copy of the last piece from the same place
     among it, and what is queued after `wait` begins when the gather is done.
     """
-    size, first, length = (
-        group.size(),
-        torch.distributed.get_global_rank(group, 0),
-        piece_numel(shard.numel, group.size()),
-    )
+    size, first = group.size(), torch.distributed.get_global_rank(group, 0)
+    length = piece_numel(shard.numel, size)
     sent = torch.empty(2, length, device=platform.device())
     received = torch.empty(2, size * length, device=platform.device()) if group.rank() == 0 else None
-    copy_before: Callable[[], None] | None = None
+    pending: list[tuple[torch.distributed.Work, list[torch.Tensor], str, int]] = []
+
+    def copy_gathered() -> None:
+        """Copy the pieces of all ranks of the last gather to their places, but no padding at the end."""
+        for work, pieces, key, begin in pending:
+            work.wait()
+            for rank, piece in enumerate(pieces):
+                place = there[key][rank * shard.numel + begin :][: piece.numel()]
+                place.copy_(piece[: place.numel()], non_blocking=True)
+
     for number, (key, begin) in enumerate(itertools.product(there, range(0, shard.numel, length))):
         numel = min(length, shard.numel - begin)
         piece, pieces = sent[number % 2, :numel], None
@@ -375,26 +372,10 @@ def _gather_bucket(shard: _Shard, there: dict[str, torch.Tensor], group: torch.d
         if received is not None:
             pieces = list(received[number % 2, : size * numel].chunk(size))
         work = torch.distributed.gather(piece, pieces, dst=first, group=group, async_op=True)
-        if copy_before is not None:
-            copy_before()
-        copy_before = _copying(work, pieces or [], there[key], begin, shard.numel)
-    if copy_before is not None:
-        copy_before()
+        copy_gathered()
+        pending = [(work, pieces or [], key, begin)]
+    copy_gathered()
     platform.synchronize()
-
-
-def _copying(
-    work: torch.distributed.Work, parts: list[torch.Tensor], target: torch.Tensor, begin: int, of_rank: int
-) -> Callable[[], None]:
-    """Return what waits for a gather and copies the pieces of all ranks to their places, but no padding at the end."""
-
-    def copy_gathered() -> None:
-        work.wait()
-        for rank, part in enumerate(parts):
-            place = target[rank * of_rank + begin :][: part.numel()]
-            place.copy_(part[: place.numel()], non_blocking=True)
-
-    return copy_gathered
 
 
 def piece_numel(of_rank: int, size: int) -> int:

@@ -93,7 +93,12 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
     if run.checkpoint.load_hf is not None:
         notes.append(f"weights come from {step}, which goes before --load-hf {run.checkpoint.load_hf}")
     config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
-    _check_state(state, step)
+    iteration, has_optimizer = state.get("iteration"), state.get("has_optimizer")
+    counts = {name: state.get(name, 0) for name in _COUNTS}
+    wrong = [f"{name} {count!r}" for name, count in counts.items() if type(count) is not int or count < 0]
+    if iteration is None or wrong or folder.step_folder(root, iteration) != step or has_optimizer is None:
+        said = ", ".join(wrong) or f"iteration {iteration!r} and has_optimizer {has_optimizer!r}"
+        raise ConfigError(f"--load {step}: {folder.STATE} says {said}: it is not the state of this step")
     source = CheckpointSource(step, config, state)
     check_matches(run, config, str(step), has_main_weights=state["has_optimizer"])
     if source.weights_only:
@@ -113,7 +118,12 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
         notes.append(
             f"{folder.WARNING}{step} is NOT VERIFIED (--no-verify-checkpoint): damage in its files goes unseen"
         )
-    changed = changed_settings(run, config)
+    current, changed = flatten(run), []
+    for name, (_, setting) in sorted(fields_by_name().items()):
+        # Of --train-samples, train_iters follow, and the batches so far.
+        follows = name == "train_iters" and run.training.train_samples is not None
+        if setting.metadata["report"] and not follows and name in config and config[name] != current[name]:
+            changed.append(f"{name}: {config[name]} -> {current[name]}")
     if changed and not source.weights_only:
         notes.append("settings changed since the checkpoint: " + "; ".join(changed))
     return source, notes
@@ -137,19 +147,6 @@ def _require_other_start(run: Run, root: Path) -> None:
     if own:
         works = f"leave out {' and '.join(demands)} to start afresh"
     raise ConfigError(f"--load {root}: {there} ({folder.LATEST} and iter_* folders are expected); {works}")
-
-
-def _check_state(state: dict[str, Any], step: Path) -> None:
-    """Refuse a state that is not this step's, before its values are used."""
-    iteration, has_optimizer = state.get("iteration"), state.get("has_optimizer")
-    wrong = []
-    for name in _COUNTS:
-        count = state.get(name, 0)
-        if type(count) is not int or count < 0:
-            wrong.append(f"{name} {count!r}")
-    if iteration is None or wrong or folder.step_folder(step.parent, iteration) != step or has_optimizer is None:
-        said = ", ".join(wrong) or f"iteration {iteration!r} and has_optimizer {has_optimizer!r}"
-        raise ConfigError(f"--load {step}: {folder.STATE} says {said}: it is not the state of this step")
 
 
 # The configuration of the step and that of the run.
@@ -222,16 +219,3 @@ def check_frozen(run: Run, saved: dict[str, Any], where: str) -> None:
             f"{', '.join(differing[:3])}{more} differ; use the same patterns, or add --no-load-optim, which starts the "
             "moments anew, or --finetune"
         )
-
-
-def changed_settings(run: Run, saved: dict[str, Any]) -> list[str]:
-    """Return what else differs and is allowed to, as `name: old -> new`, for a resumed run to report."""
-    current = flatten(run)
-    reported = {name for name, (_, field) in fields_by_name().items() if field.metadata["report"]}
-    if run.training.train_samples is not None:
-        reported.discard("train_iters")  # which follow from them and from the batches so far
-    return [
-        f"{name}: {saved[name]} -> {current[name]}"
-        for name in sorted(saved.keys() & reported)
-        if saved[name] != current[name]
-    ]

@@ -57,7 +57,7 @@ def put_weights(model: torch.nn.Module, state: dict[str, Any], options: dict[str
     for name, parameter in model.named_parameters():
         # Loading leaves out empty lists, which are those of empty shards.
         for box, values in zip(boxes[name], state.get(name, ()), strict=True):
-            box.part_of(local(parameter)).copy_(dist.values_of(values))
+            local(parameter)[box.where].copy_(dist.values_of(values))
 
 
 def optimizer_state(
@@ -122,7 +122,7 @@ def put_optimizer_state(
                 state = {"param": master, **part.optimizer.state[master]}
                 for kind in (*kinds, *(_moments_of(part, master) if packed else ())):
                     for box, values in zip(boxes, own["param_state"][name][kind], strict=True):
-                        box.part_of(state[kind]).copy_(dist.values_of(values))
+                        state[kind][box.where].copy_(dist.values_of(values))
 
 
 def _of_part(
@@ -136,15 +136,24 @@ def _of_part(
             yield name, shard_of(parameter), boxes[name]
 
 
-def _state_and_boxes(model: torch.nn.Module, options: dict[str, Any]) -> tuple[dict[str, Any], Boxes]:
-    """Return the engine's sharded state dict of whole weights, without memory, and each shard's boxes."""
+def _state_and_boxes(
+    model: torch.nn.Module, options: dict[str, Any], *, whole: bool = False
+) -> tuple[dict[str, Any], Boxes]:
+    """Return the engine's sharded state dict of whole weights, without memory, and each shard's boxes.
+
+    Args:
+        whole: return the boxes of whole weights, whatever a rank has of them.
+    """
     names = dict(model.named_parameters())
     with _whole_weights(model) as stand_ins:
         state = dist.model_tensors(model, options)
         boxes: Boxes = {name: [] for name in names}
         for tensor in list(dist.sharded_tensors(state)):
             name = stand_ins.get(tensor.data.untyped_storage()._cdata)
-            if name is not None and (box := dist.box_of(tensor, *own_range(names[name]))) is not None:
+            if name is None:
+                continue
+            axis, begin, end = (0, 0, names[name].shape[0]) if whole else own_range(names[name])
+            if (box := dist.box_of(tensor, axis, begin, end)) is not None:
                 boxes[name].append(box)
     return {key: value for key, value in state.items() if key not in names}, boxes
 
@@ -166,16 +175,11 @@ def places(model: torch.nn.Module, options: dict[str, Any]) -> Iterator[tuple[to
 
 def boxes_of_whole_weights(model: torch.nn.Module, options: dict[str, Any]) -> list[tuple[torch.nn.Parameter, Box]]:
     """Return each weight with each box of the model's tensors that it fills, whole, whatever a rank has of it."""
-    names, found = dict(model.named_parameters()), []
-    with _whole_weights(model) as stand_ins:
-        for tensor in list(dist.sharded_tensors(dist.model_tensors(model, options))):
-            name = stand_ins.get(tensor.data.untyped_storage()._cdata)
-            if name is not None and (box := dist.box_of(tensor, 0, 0, names[name].shape[0])) is not None:
-                found.append((names[name], box))
-    filled = {id(weight) for weight, _ in found}
-    missing = [name for name, weight in names.items() if id(weight) not in filled and weight.numel()]
+    _, boxes = _state_and_boxes(model, options, whole=True)
+    names = dict(model.named_parameters())
+    missing = [name for name, weight in names.items() if not boxes[name] and weight.numel()]
     assert not missing, f"not in the model's sharded state: {missing}"
-    return found
+    return [(names[name], box) for name in names for box in boxes[name]]
 
 
 def _row_numbers(key: str, box: Box) -> Tensor:

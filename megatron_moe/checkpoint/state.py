@@ -20,7 +20,6 @@ from megatron_moe.model.float16_module import Float16Module
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.platform.protocols import ProcessGroups
-from megatron_moe.precision.contract import declared_fp32_state
 
 
 @dataclass(frozen=True)
@@ -90,12 +89,6 @@ def model_state(trained: TrainState) -> dict[str, Any]:
         else dist.model_tensors(unwrapped(chunk), options)
         for name, chunk in zip(names, trained.model)
     }
-
-
-def fp32_state_keys(trained: TrainState, state: dict[str, Any]) -> frozenset[str]:
-    """Return the keys in `model_state` of the tensors that the model declares as fp32 state (`expert_bias`)."""
-    declared = {tensor.data_ptr() for chunk in trained.model for _, tensor in declared_fp32_state(chunk)}
-    return frozenset(tensor.key for tensor in dist.sharded_tensors(state) if tensor.data.data_ptr() in declared)
 
 
 def put_model_state(trained: TrainState, loaded: dict[str, Any]) -> None:
@@ -182,11 +175,6 @@ def read(path: Path) -> dict[str, Any]:
         UntrustedError: the file is damaged, or holds anything but tensors and plain values.
     """
     return step_reader.read_file(path.parents[1], f"{path.parent.name}/{path.name}")
-
-
-def is_of_cuda(state: dict[str, Any]) -> bool:
-    """Return whether the states are those of a process with a CUDA device."""
-    return "cuda" in state
 
 
 def restore(state: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ import io
 import math
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -105,18 +104,6 @@ def by_itself(value: torch.Tensor) -> torch.Tensor:
 # Any box of any tensor
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """The location of a part in its file: the storage's first byte and size, and the tensor's layout in it."""
-
-    first_byte: int
-    num_bytes: int
-    dtype: torch.dtype
-    stride: tuple[int, ...]
-    storage_offset: int
-    contiguous: bool
-
-
 class StepReader:
     """A reader of the tensors of one step.
 
@@ -137,7 +124,7 @@ class StepReader:
             self.index: StepIndex = check(step, manifest.read(step).files) if index is None else index
         except (UntrustedError, manifest.ManifestError, OSError) as error:
             raise ConfigError(f"{step}: refused: {error}") from error
-        self._layouts: dict[StoredBytes, _Layout] = {}
+        self._layouts: dict[StoredBytes, tuple[int, Tensor]] = {}
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype in which a tensor is stored."""
@@ -177,21 +164,21 @@ class StepReader:
         """Read a box of a part; rows of the part outside of the box are not read."""
         if part.place not in self._layouts:
             self._layouts[part.place] = self._layout(key, part)
-        layout = self._layouts[part.place]
-        if not layout.contiguous:
-            flat = self._bytes(part.place, layout.first_byte, layout.num_bytes).view(layout.dtype)
-            return flat.as_strided(part.shape, layout.stride, layout.storage_offset)[box].clone()
+        offset, layout = self._layouts[part.place]
+        if not layout.is_contiguous():
+            flat = self._bytes(part.place, offset, layout.untyped_storage().nbytes()).view(layout.dtype)
+            return flat.as_strided(part.shape, layout.stride(), layout.storage_offset())[box].clone()
         rows = box[0] if box else slice(0, 1)
         row_bytes = math.prod(part.shape[1:]) * layout.dtype.itemsize
-        first = layout.first_byte + layout.storage_offset * layout.dtype.itemsize + rows.start * row_bytes
+        first = offset + int(layout.storage_offset()) * layout.dtype.itemsize + rows.start * row_bytes
         content = self._bytes(part.place, first, (rows.stop - rows.start) * row_bytes).view(layout.dtype)
         if not box:
             return content.view(())
         inner = (slice(None), *box[1:])
         return content.view(rows.stop - rows.start, *part.shape[1:])[inner]
 
-    def _layout(self, key: str, part: TensorPart) -> _Layout:
-        """Return the layout of a part from its archive's small records; the elements are not read."""
+    def _layout(self, key: str, part: TensorPart) -> tuple[int, Tensor]:
+        """Return where a part's storage begins in its file, and the part without its elements, which are not read."""
         place = part.place
         with open(self.step / place.file, "rb") as file:
             try:
@@ -206,14 +193,7 @@ class StepReader:
         first: Any = getattr(storage, "_checkpoint_offset", None)
         if type(first) is not int or first < 0 or first + storage.nbytes() > place.length:
             raise UntrustedError(f"{key} in {place.file}: its numbers do not lie in its {place.length} bytes")
-        return _Layout(
-            place.offset + first,
-            storage.nbytes(),
-            value.dtype,
-            tuple(value.stride()),
-            int(value.storage_offset()),
-            value.is_contiguous(),
-        )
+        return place.offset + first, value
 
     def _bytes(self, place: StoredBytes, first: int, count: int) -> Tensor:
         content = torch.empty(count, dtype=torch.uint8)

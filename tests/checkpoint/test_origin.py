@@ -22,7 +22,7 @@ def published(root, about: Provenance):
 
 def test_the_files_go_into_a_step_and_come_back(tmp_path):
     step = published(tmp_path, Provenance(STATE, FILES))
-    assert folder.defect(step) is None
+    assert manifest.structure_defect(step) is None
     assert manifest.content_defect(step, manifest.read(step).files) is None
     assert origin.of_step(step, {"hf": STATE}) == (Provenance(STATE, FILES), [])
     (step / "hf" / "config.json").write_text("{.")
