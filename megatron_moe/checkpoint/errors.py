@@ -65,8 +65,11 @@ def refusal(error: OSError, root: Path, needed_bytes: int) -> str:
     return text
 
 
-def on_rank_zero(work: Callable[[], T]) -> T | None:
+def on_rank_zero(work: Callable[[], T], describe: Callable[[OSError], str] = str) -> T | None:
     """Do something on rank 0 and return its result there, None on the other ranks. Collective.
+
+    Args:
+        describe: returns the message of an OSError.
 
     Raises:
         ConfigError: on every rank, where rank 0 raised it. SaveError: where it raised an OSError. SharedError: where it
@@ -75,7 +78,7 @@ def on_rank_zero(work: Callable[[], T]) -> T | None:
     result, failure = None, None
     if torch.distributed.get_rank() == 0:
         result, failure = attempted(work)
-    outcome = [None if failure is None else _Failure.of(failure)]
+    outcome = [None if failure is None else _Failure.of(failure, describe)]
     torch.distributed.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
         raise _shared({0: outcome[0]}, outcome[0].message) from failure

@@ -6,7 +6,7 @@
     plain values: per optimizer {"optimizer": {"param_groups": [...]}, "grad_scaler": {...}}
 
 The engine's distributed optimizer, its optimizer for half precision and the one for fp32 each have a form of their own.
-The distributed one's is the common one here, and `_to_common` and `_from_common` turn the others into it and back.
+The distributed one's is the common one here: `sharded_state` turns the others into it, and `load` turns them back.
 
 A distributed optimizer's shards are gathered for a save at the end of this file.
 """
@@ -73,14 +73,33 @@ def sharded_state(
             tensor.data = tensor.data.detach()  # of what was unpacked, which goes back at the block's end
     _leave_empty_groups_out(state)
     for part, own in parts_with_state(optimizer, state):
-        _to_common(part, own)
+        # Change it into the common form; nothing is copied.
+        if part.config.use_distributed_optimizer:
+            del own[_SHARDING]
+            buffers = getattr(part, "buffers", None) or []  # none where this rank has no parameter for it
+            for number, weight in enumerate(weight for buffer in buffers for weight in buffer.param_index_map):
+                if not has_main_weights(part):
+                    # The main weight of an fp32 weight is the weight: in the step already, and loaded with the model.
+                    own["param_state"][number]["param"] = LocalNonpersistentObject(weight)
+                if is_matrix(weight):
+                    own["param_state"][number]["exp_avg_sq"] = LocalNonpersistentObject(_zeros(weight))
+        elif has_main_weights(part):
+            for tensor in sharded_parts(own.get(_MAIN_WEIGHTS, [])):
+                tensor.key = _COMMON_PREFIX + tensor.key.removeprefix(_OWN_PREFIX)
+        else:
+            own["optimizer"] = {name: own.pop(name) for name in ("param_groups", "state")}
+        if not part.config.use_distributed_optimizer and hasattr(part.optimizer, "matrices"):
+            mains = (main for group in part.optimizer.param_groups for main in group["params"])
+            for number, main in enumerate(mains):
+                if main in part.optimizer.matrices:
+                    own["optimizer"]["state"][number]["exp_avg_sq"] = LocalNonpersistentObject(_zeros(main))
         if loading:
             del own["optimizer"]["param_groups"]  # a list of other groups would not fit into it; see `load`
     return state
 
 
 def _leave_empty_groups_out(state: object) -> None:
-    """Drop groups without a parameter on this rank from the lists of main weights; `_from_common` puts them back.
+    """Drop groups without a parameter on this rank from the lists of main weights; `load` puts them back.
 
     Plain values are saved once, by the first rank. If that has no experts (a pipeline whose first stage is dense) its
     empty list of main weights would be everyone's, and no stage with experts could be loaded.
@@ -106,7 +125,17 @@ def load(optimizer: SavedOptimizer, state: State, run: Run) -> None:
     for part, common in parts_with_state(optimizer, state):
         present = [] if part.is_stub_optimizer else part.optimizer.state_dict()["param_groups"]
         common["optimizer"]["param_groups"] = [{**group, "step": step} for group in present]
-        _from_common(part, common)
+        if part.config.use_distributed_optimizer:
+            common[_SHARDING] = FORMAT["distrib_optim_sharding_type"]
+            continue
+        # Of an optimizer without a parameter on this rank: what is empty is in no file.
+        common["optimizer"].setdefault("state", {})
+        if has_main_weights(part):
+            loaded = iter(common.get(_MAIN_WEIGHTS, ()))
+            groups = common["optimizer"]["param_groups"]
+            common[_MAIN_WEIGHTS] = [next(loaded) if group["params"] else [] for group in groups]
+        else:
+            common.update(common.pop("optimizer"))
     with every_main_param(optimizer), _unpacked(optimizer, of_distributed=True, keep=True):
         optimizer.load_state_dict(state)
     for part in parts(optimizer):
@@ -123,47 +152,9 @@ def parts_with_state(optimizer: EngineOptimizer, state: State) -> list[tuple[Any
     return [(part, own) for part, own in zip(chain, states) if own]
 
 
-def _to_common(part: SavedOptimizer, own: dict[str, Any]) -> None:
-    """Change an optimizer's sharded state into the common form; nothing is copied."""
-    if part.config.use_distributed_optimizer:
-        del own[_SHARDING]
-        buffers = getattr(part, "buffers", None) or []  # none where this rank has no parameter for it
-        for number, weight in enumerate(weight for buffer in buffers for weight in buffer.param_index_map):
-            if not has_main_weights(part):
-                # The main weight of an fp32 weight is the weight: it is in the step already, and loaded with the model.
-                own["param_state"][number]["param"] = LocalNonpersistentObject(weight)
-            if is_matrix(weight):
-                own["param_state"][number]["exp_avg_sq"] = LocalNonpersistentObject(_zeros(weight))
-    elif has_main_weights(part):
-        for tensor in sharded_parts(own.get(_MAIN_WEIGHTS, [])):
-            tensor.key = _COMMON_PREFIX + tensor.key.removeprefix(_OWN_PREFIX)
-    else:
-        own["optimizer"] = {name: own.pop(name) for name in ("param_groups", "state")}
-    if not part.config.use_distributed_optimizer and hasattr(part.optimizer, "matrices"):
-        mains = (main for group in part.optimizer.param_groups for main in group["params"])
-        for number, main in enumerate(mains):
-            if main in part.optimizer.matrices:
-                own["optimizer"]["state"][number]["exp_avg_sq"] = LocalNonpersistentObject(_zeros(main))
-
-
 def _zeros(like: torch.Tensor) -> torch.Tensor:
     """Return zeros of this shape, without memory: the second moment of a weight that Muon updates."""
     return torch.zeros((), device=like.device).expand(like.shape)
-
-
-def _from_common(part: SavedOptimizer, common: dict[str, Any]) -> None:
-    """Undo `_to_common` on what was loaded."""
-    if part.config.use_distributed_optimizer:
-        common[_SHARDING] = FORMAT["distrib_optim_sharding_type"]
-        return
-    # Of an optimizer without a parameter on this rank: what is empty is in no file.
-    common["optimizer"].setdefault("state", {})
-    if has_main_weights(part):
-        loaded = iter(common.get(_MAIN_WEIGHTS, ()))
-        groups = common["optimizer"]["param_groups"]
-        common[_MAIN_WEIGHTS] = [next(loaded) if group["params"] else [] for group in groups]
-    else:
-        common.update(common.pop("optimizer"))
 
 
 def has_main_weights(part: EngineOptimizer) -> bool:

@@ -84,14 +84,25 @@ def plan(run: Run, known_bad: Mapping[int, str] | None = None) -> CheckpointPlan
 
 
 def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[CheckpointSource | None, list[str]]:
-    verify = run.checkpoint.verify_checkpoint
-    step, notes = folder.find_step(root, run.checkpoint.ckpt_step, known_bad=known_bad, verify=verify)
+    options, verify = run.checkpoint, run.checkpoint.verify_checkpoint
+    step, notes = folder.find_step(root, options.ckpt_step, known_bad=known_bad, verify=verify)
     if step is None:
-        _require_other_start(run, root)
-        start = "starting afresh" if run.checkpoint.load_hf is None else f"starting from {run.checkpoint.load_hf}"
+        # A run that goes on after each restart names the folder of its own steps, which is empty at first.
+        demands = ["--exit-on-missing-checkpoint"] if options.exit_on_missing_checkpoint else []
+        demands += ["--finetune"] if options.finetune else []
+        own = options.save is not None and Path(options.save).resolve() == root.resolve()
+        if demands or not (own or options.load_hf is not None):
+            there = "holds no checkpoint" if root.exists() else "does not exist"
+            works = "to start afresh, leave out --load, or name this folder in --save, too"
+            if is_hub_name(str(root)):
+                works = f"a model of the hub is where a run begins, by --load-hf; {how_to_download(str(root))}"
+            if own:
+                works = f"leave out {' and '.join(demands)} to start afresh"
+            raise ConfigError(f"--load {root}: {there} ({folder.LATEST} and iter_* folders are expected); {works}")
+        start = "starting afresh" if options.load_hf is None else f"starting from {options.load_hf}"
         return None, [*notes, f"{root} holds no checkpoint yet: {start}"]
-    if run.checkpoint.load_hf is not None:
-        notes.append(f"weights come from {step}, which goes before --load-hf {run.checkpoint.load_hf}")
+    if options.load_hf is not None:
+        notes.append(f"weights come from {step}, which goes before --load-hf {options.load_hf}")
     config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
     iteration, has_optimizer = state.get("iteration"), state.get("has_optimizer")
     counts = {name: state.get(name, 0) for name in _COUNTS}
@@ -103,9 +114,9 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
     check_matches(run, config, str(step), has_main_weights=state["has_optimizer"])
     if source.weights_only:
         notes.append(f"{step} was converted: weights alone; optimizer, schedule and random states start fresh")
-    elif not (state["has_optimizer"] or run.checkpoint.finetune or run.checkpoint.no_load_optim):
+    elif not (state["has_optimizer"] or options.finetune or options.no_load_optim):
         raise ConfigError(f"--load {step}: was saved without the optimizer; add --no-load-optim or --finetune")
-    elif state["has_optimizer"] and not (run.checkpoint.finetune or run.checkpoint.no_load_optim):
+    elif state["has_optimizer"] and not (options.finetune or options.no_load_optim):
         before = config.get("optimizer", "adam")
         if before != run.optimizer.optimizer:
             raise ConfigError(
@@ -127,26 +138,6 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
     if changed and not source.weights_only:
         notes.append("settings changed since the checkpoint: " + "; ".join(changed))
     return source, notes
-
-
-def _require_other_start(run: Run, root: Path) -> None:
-    """Refuse a folder without a step, unless the run saves there, or starts from a Hugging Face folder.
-
-    The command of a run that goes on after each restart names the folder of its own steps, which is empty at first.
-    """
-    options = run.checkpoint
-    demands = ["--exit-on-missing-checkpoint"] if options.exit_on_missing_checkpoint else []
-    demands += ["--finetune"] if options.finetune else []
-    own = options.save is not None and Path(options.save).resolve() == root.resolve()
-    if not demands and (own or options.load_hf is not None):
-        return
-    there = "holds no checkpoint" if root.exists() else "does not exist"
-    works = "to start afresh, leave out --load, or name this folder in --save, too"
-    if is_hub_name(str(root)):
-        works = f"a model of the hub is where a run begins, by --load-hf; {how_to_download(str(root))}"
-    if own:
-        works = f"leave out {' and '.join(demands)} to start afresh"
-    raise ConfigError(f"--load {root}: {there} ({folder.LATEST} and iter_* folders are expected); {works}")
 
 
 # The configuration of the step and that of the run.

@@ -142,8 +142,8 @@ class CheckpointSave:
         Raises:
             SaveError: on every rank, where some rank could not write; nothing of the step is left.
         """
-        with self._all_or_nothing():
-            self._all_written = gathered(self._written, self._failure, self._reason)
+        with self.all_or_nothing():
+            self._all_written = gathered(self._written, self._failure, self.reason)
 
     def publish(self) -> None:
         """Make the step visible, on rank 0. Not collective; an error is kept for `conclude`."""
@@ -174,30 +174,16 @@ class CheckpointSave:
             if self._failure is not None:
                 raise self._failure
 
-        self.on_rank_zero(raise_failure)
+        with self.all_or_nothing():
+            on_rank_zero(raise_failure, self.reason)
         return self.step
 
-    def on_rank_zero(self, work: Callable[[], None]) -> None:
-        """Do something for the step on rank 0. Collective.
-
-        Raises:
-            SaveError: on every rank, where the system refused; nothing of the step is left.
-        """
-
-        def explained() -> None:
-            try:
-                work()
-            except OSError as error:
-                raise OSError(self._reason(error)) from error
-
-        with self._all_or_nothing():
-            on_rank_zero(explained)
-
-    def _reason(self, error: OSError) -> str:
+    def reason(self, error: OSError) -> str:
+        """Return the message of an error of the system."""
         return refusal(error, self.target.root, self.num_bytes)
 
     @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
+    def all_or_nothing(self) -> Iterator[None]:
         """Remove the step after any error in the block, so that a full disk does not stay full."""
         try:
             yield
@@ -300,7 +286,8 @@ def begin(
             where.lock.check()
         folder.open_hidden(where.root, iteration, saving.num_bytes)
 
-    saving.on_rank_zero(make_room)
+    with saving.all_or_nothing():
+        on_rank_zero(make_room, saving.reason)
     return saving
 
 

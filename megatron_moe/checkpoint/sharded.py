@@ -70,30 +70,28 @@ def optimizer_state(
         loading: main weights are then memory to load into, which `put_optimizer_state` copies from: the model's weights
             are loaded too, and are the coarser ones.
     """
-    states = [_part_state(model, part, options, loading) for part in parts(optimizer)]
+    states = []
+    for part in parts(optimizer):
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
+        state: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state": {}}
+        if getattr(part, "grad_scaler", None) is not None:
+            state["grad_scaler"] = part.grad_scaler.state_dict()
+        for name, master, boxes in _of_part(model, part, options):
+            tensors: dict[str, Tensor] = {}
+            for key in _moments_of(part, master):
+                if not hasattr(part.optimizer, "values_of"):
+                    tensors[key] = part.optimizer.state[master][key]
+                elif loading:  # packed moments: host memory in fp32 to load into
+                    tensors[key] = torch.empty(master.shape)
+                else:
+                    tensors[key] = part.optimizer.values_of(master, key).view(master.shape).cpu()
+            if has_main_weights(part):
+                tensors["param"] = torch.empty_like(master) if loading else master.detach()
+            state["param_state"][name] = {
+                key: [box.tensor(values, f"optimizer.state.{key}.") for box in boxes] for key, values in tensors.items()
+            }
+        states.append(state)
     return states[0] if len(states) == 1 else dict(enumerate(states))
-
-
-def _part_state(model: torch.nn.Module, part: SavedOptimizer, options: dict[str, Any], loading: bool) -> dict[str, Any]:
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
-    state: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state": {}}
-    if getattr(part, "grad_scaler", None) is not None:
-        state["grad_scaler"] = part.grad_scaler.state_dict()
-    for name, master, boxes in _of_part(model, part, options):
-        tensors: dict[str, Tensor] = {}
-        for key in _moments_of(part, master):
-            if not hasattr(part.optimizer, "values_of"):
-                tensors[key] = part.optimizer.state[master][key]
-            elif loading:  # packed moments: host memory in fp32 to load into
-                tensors[key] = torch.empty(master.shape)
-            else:
-                tensors[key] = part.optimizer.values_of(master, key).view(master.shape).cpu()
-        if has_main_weights(part):
-            tensors["param"] = torch.empty_like(master) if loading else master.detach()
-        state["param_state"][name] = {
-            key: [box.tensor(values, f"optimizer.state.{key}.") for box in boxes] for key, values in tensors.items()
-        }
-    return state
 
 
 def _moments_of(part: SavedOptimizer, master: Tensor) -> tuple[str, ...]:
@@ -168,7 +166,13 @@ def places(model: torch.nn.Module, options: dict[str, Any]) -> Iterator[tuple[to
     rows = {key: torch.zeros(weight.shape[:-1], dtype=torch.int64) for key, weight in weights.items()}
     columns: dict[int, int] = {}
     for weight, box in boxes_of_whole_weights(model, options):
-        rows[id(weight)][box.where[:-1]] = _row_numbers(box.whole.key, box)
+        hashed = int.from_bytes(hashlib.sha256(box.whole.key.encode()).digest()[:8], "little", signed=True)
+        number, stride, axes = torch.full((), hashed, dtype=torch.int64), 1, len(box.shape) - 1
+        for axis in reversed(range(axes)):
+            along = torch.arange(box.start[axis], box.start[axis] + box.shape[axis])
+            number = number + along.view(-1, *(1,) * (axes - 1 - axis)) * stride
+            stride *= box.whole.global_shape[axis]
+        rows[id(weight)][box.where[:-1]] = number
         columns[id(weight)] = box.start[-1]
     yield from ((weight, rows[key], columns.get(key, 0)) for key, weight in weights.items())
 
@@ -180,18 +184,6 @@ def boxes_of_whole_weights(model: torch.nn.Module, options: dict[str, Any]) -> l
     missing = [name for name, weight in names.items() if not boxes[name] and weight.numel()]
     assert not missing, f"not in the model's sharded state: {missing}"
     return [(names[name], box) for name in names for box in boxes[name]]
-
-
-def _row_numbers(key: str, box: Box) -> Tensor:
-    hashed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
-    number = torch.full((), hashed, dtype=torch.int64)
-    stride = 1
-    axes = len(box.shape) - 1
-    for axis in reversed(range(axes)):
-        along = torch.arange(box.start[axis], box.start[axis] + box.shape[axis])
-        number = number + along.view(-1, *(1,) * (axes - 1 - axis)) * stride
-        stride *= box.whole.global_shape[axis]
-    return number
 
 
 @contextmanager
@@ -254,9 +246,15 @@ def average_state(
             weight = owned.get(id(parameter))  # none where it is frozen, or all of it is on other ranks
             for where, values in () if weight is None else _boxes(parameter.shape, weight.part, weight.values):
                 inside = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box.where, where))
-                if all(along.start < along.stop for along in inside):
-                    spread = distributed or isinstance(parameter, DTensor)
-                    state[str(len(state))] = _part_of_average(box, where, inside, values, spread)
+                shape = tuple(along.stop - along.start for along in inside)
+                if min(shape, default=1) <= 0:
+                    continue
+                start = tuple(s + a.start - b.start for s, a, b in zip(box.start, inside, box.where))
+                own = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inside, where))
+                tensor = replace(box, start=start, shape=shape, where=own).tensor(values, AVERAGE)
+                if not (distributed or isinstance(parameter, DTensor)):  # data-parallel ranks have the same elements
+                    tensor = replace(tensor, replica_id=box.whole.replica_id)
+                state[str(len(state))] = tensor
     return state
 
 
@@ -284,30 +282,11 @@ def boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Sli
         return
     row = math.prod(shape[1:])
     first, last = -(-begin // row), end // row  # whole rows
-    if first > last:  # within one row
-        yield from _in_row(shape, last, begin - last * row, end - last * row)
-        return
-    if begin < first * row:
-        yield from _in_row(shape, first - 1, begin - (first - 1) * row, row)
+    if begin < first * row:  # the end of a row, or a part of one
+        for rest in boxes_of_range(shape[1:], begin % row, min(end - (first - 1) * row, row)):
+            yield (slice(first - 1, first), *rest)
     if first < last:
         yield (slice(first, last), *(slice(0, length) for length in shape[1:]))
-    if last * row < end:
-        yield from _in_row(shape, last, 0, end - last * row)
-
-
-def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[Slices]:
-    yield from ((slice(row, row + 1), *rest) for rest in boxes_of_range(shape[1:], begin, end))
-
-
-def _part_of_average(box: Box, where: Slices, inside: Slices, values: Tensor, spread: bool) -> Any:
-    """Return the values of a part of a box as a sharded tensor.
-
-    Args:
-        where: the place of `values` in the weight. inside: the part's place there.
-        spread: whether data-parallel ranks have different elements, so that each writes its own.
-    """
-    start = tuple(s + a.start - b.start for s, a, b in zip(box.start, inside, box.where))
-    own = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inside, where))
-    shape = tuple(along.stop - along.start for along in own)
-    tensor = replace(box, start=start, shape=shape, where=own).tensor(values, AVERAGE)
-    return tensor if spread else replace(tensor, replica_id=box.whole.replica_id)
+    if first <= last and last * row < end:
+        for rest in boxes_of_range(shape[1:], 0, end - last * row):
+            yield (slice(last, last + 1), *rest)

@@ -208,22 +208,6 @@ class StepReader:
         return content
 
 
-class AveragedReader(StepReader):
-    """A reader of a step that returns the averages of weights, fp32, in the place of the weights.
-
-    What has no average is returned as it is: frozen weights, and state such as expert_bias.
-    """
-
-    @property
-    def has_averages(self) -> bool:
-        """Whether the step has any."""
-        return any(key.startswith(AVERAGE) for key in self.index.tensors)
-
-    def read(self, key: str, start: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return a box of the average of a tensor; see `StepReader.read`."""
-        return super().read(AVERAGE + key if AVERAGE + key in self.index.tensors else key, start, shape)
-
-
 class Section(io.RawIOBase):
     """One value of a data file, readable as a file of its own."""
 
