@@ -7,8 +7,7 @@ fp32 state keep their bits, so that a run that changes its dtype and changes it 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import torch
 from megatron_moe import platform
 from megatron_moe.checkpoint import dist, folder, manifest
 from megatron_moe.checkpoint import state as random_state
-from megatron_moe.checkpoint.errors import all_gather_object
+from megatron_moe.checkpoint.errors import all_gather_object, in_rounds
 from megatron_moe.checkpoint.index import UntrustedError
 from megatron_moe.checkpoint.plan import CheckpointPlan, CheckpointSource, changes_dtypes, plan
 from megatron_moe.checkpoint.state import (
@@ -39,8 +38,6 @@ from megatron_moe.io.texts import size_text
 from megatron_moe.parallel.groups import rank_facts, seed_everything
 from megatron_moe.precision.contract import declared_fp32_state
 
-ROUND_SECONDS = 10.0
-"""How often the ranks exchange their progress while they verify a step: waiting longer could time out."""
 _REMADE = "weights have other dtypes than in the checkpoint: made from its fp32 main weights, rounded once"
 _REFUSED, _ABSENT, _READ = 0, 1, 2
 _MAIN, _MOMENT = "optimizer.state.param.", "optimizer.state.exp_avg."
@@ -95,26 +92,24 @@ def _damage(step: Path, report: Callable[[str], None]) -> tuple[str | None, str]
     files = manifest.read(step).files
     largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     outcomes = manifest.checked_content(step, largest_first[rank::world_size])
-    total, started, done = sum(entry["bytes"] for entry in files.values()), time.monotonic(), 0
-    while True:
-        until, defect, finished = time.monotonic() + ROUND_SECONDS, None, True
+    total, done, read, seconds = sum(entry["bytes"] for entry in files.values()), 0, 0, 0.0
+
+    def hashed() -> Iterator[None]:
+        nonlocal done
         for outcome in outcomes:
             if isinstance(outcome, str):
-                defect = outcome
-                break
+                raise ConfigError(outcome)
             done += outcome
-            if time.monotonic() > until:
-                finished = False
-                break
-        everyone = all_gather_object((done, defect, finished))
-        defects = [found for _, found, _ in everyone if found is not None]
-        if defects:
-            return "; ".join(defects[:3]), ""
-        read, seconds = sum(count for count, _, _ in everyone), time.monotonic() - started
-        if all(complete for _, _, complete in everyone):
-            return None, f"verified {step}: {len(files)} files, {size_text(read)} in {seconds:.1f} s"
-        if rank == 0:
-            report(f"verifying {step}: {size_text(read)} of {size_text(total)}, {size_text(int(read / seconds))}/s")
+            yield
+
+    try:
+        for read, seconds in in_rounds(hashed(), lambda: done):
+            if rank == 0 and read < total:
+                speed = size_text(int(read / seconds))
+                report(f"verifying {step}: {size_text(read)} of {size_text(total)}, {speed}/s")
+    except ConfigError as error:
+        return str(error), ""
+    return None, f"verified {step}: {len(files)} files, {size_text(read)} in {seconds:.1f} s"
 
 
 class Loaded(NamedTuple):

@@ -18,7 +18,6 @@ import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import sync, write_bytes
@@ -69,7 +68,7 @@ class WriterLock:
     def __enter__(self) -> WriterLock:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def check(self) -> None:

@@ -71,7 +71,6 @@ def sharded_state(
         state = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
         for tensor in sharded_parts(state):
             tensor.data = tensor.data.detach()  # of what was unpacked, which goes back at the block's end
-    _leave_empty_groups_out(state)
     for part, own in parts_with_state(optimizer, state):
         # Change it into the common form; nothing is copied.
         if part.config.use_distributed_optimizer:
@@ -84,7 +83,13 @@ def sharded_state(
                 if is_matrix(weight):
                     own["param_state"][number]["exp_avg_sq"] = LocalNonpersistentObject(_zeros(weight))
         elif has_main_weights(part):
-            for tensor in sharded_parts(own.get(_MAIN_WEIGHTS, [])):
+            # Plain values are saved once, by the first rank. If that has no experts (a pipeline whose first stage is
+            # dense) an empty list of main weights would be everyone's: groups without a parameter on this rank are
+            # left out, and `load` puts them back.
+            groups = [group for group in own.pop(_MAIN_WEIGHTS, []) if group]
+            if groups:
+                own[_MAIN_WEIGHTS] = groups
+            for tensor in sharded_parts(groups):
                 tensor.key = _COMMON_PREFIX + tensor.key.removeprefix(_OWN_PREFIX)
         else:
             own["optimizer"] = {name: own.pop(name) for name in ("param_groups", "state")}
@@ -98,22 +103,6 @@ def sharded_state(
     return state
 
 
-def _leave_empty_groups_out(state: object) -> None:
-    """Drop groups without a parameter on this rank from the lists of main weights; `load` puts them back.
-
-    Plain values are saved once, by the first rank. If that has no experts (a pipeline whose first stage is dense) its
-    empty list of main weights would be everyone's, and no stage with experts could be loaded.
-    """
-    if isinstance(state, dict):
-        if _MAIN_WEIGHTS in state:
-            groups = [group for group in state.pop(_MAIN_WEIGHTS) if group]
-            if groups:
-                state[_MAIN_WEIGHTS] = groups
-        else:
-            for part in state.values():
-                _leave_empty_groups_out(part)
-
-
 @torch.no_grad()
 def load(optimizer: SavedOptimizer, state: State, run: Run) -> None:
     """Load a state into the optimizer: main weights, moments, step count, loss scale.
@@ -121,7 +110,7 @@ def load(optimizer: SavedOptimizer, state: State, run: Run) -> None:
     Which parameters form a group, its learning rate and decay, betas and epsilon are settings, not state: those of the
     present run are used.
     """
-    step = saved_step(state)
+    step = saved_step(optimizer, state)
     for part, common in parts_with_state(optimizer, state):
         present = [] if part.is_stub_optimizer else part.optimizer.state_dict()["param_groups"]
         common["optimizer"]["param_groups"] = [{**group, "step": step} for group in present]
@@ -162,19 +151,10 @@ def has_main_weights(part: EngineOptimizer) -> bool:
     return part.config.bf16 or part.config.fp16
 
 
-def saved_step(state: object) -> int:
+def saved_step(optimizer: EngineOptimizer, state: State) -> int:
     """Return how many updates a loaded state has had, which all of its parameters had."""
-    return max((int(group.get("step", 0)) for group in _param_groups(state)), default=0)
-
-
-def _param_groups(state: object) -> Iterator[dict[str, Any]]:
-    """Yield every parameter group in a nested optimizer state."""
-    if isinstance(state, dict):
-        for key, value in state.items():
-            if key == "param_groups":
-                yield from value
-            elif key == "optimizer" or isinstance(key, int):
-                yield from _param_groups(value)
+    every = (own["optimizer"].get("param_groups", ()) for _, own in parts_with_state(optimizer, state))
+    return max((int(group.get("step", 0)) for groups in every for group in groups), default=0)
 
 
 @contextmanager
@@ -244,60 +224,51 @@ def gathered_into(optimizer: EngineOptimizer, buffers: Buffers, *, later: bool) 
             gc.unfreeze()
 
 
+@torch.no_grad()
 def _gather(
     part: SavedOptimizer, number: int, buffers: Buffers, gathered: Gathered, later: bool, *_: object, **__: object
 ) -> dict[Any, Any]:
-    """Do what the engine's `DistributedOptimizer.get_parameter_state_dp_zero` does, with the same result."""
+    """Do what the engine's `DistributedOptimizer.get_parameter_state_dp_zero` does, with the same result.
+
+    Of each gradient buffer it has main weights and moments without its buckets' padding: fp32, [numel_unpadded].
+    """
     state: dict[Any, Any] = {"buckets_coalesced": True}
-    for index, ranges in enumerate(part.gbuf_ranges):
-        ((dtype, bucket_ranges),) = ranges.items()
-        state[index] = {dtype: _whole_buffer(part, (number, index), bucket_ranges, buffers, gathered, later)}
+    group = part.data_parallel_group
+    for index, (buffer, by_dtype) in enumerate(zip(part.buffers, part.gbuf_ranges)):
+        ((dtype, bucket_ranges),) = by_dtype.items()
+        whole: dict[str, Any] = {"numel_unpadded": buffer.numel_unpadded}
+        state[index] = {dtype: whole}
+        keys = ("param", *getattr(part, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
+        if all(is_matrix(weight) for weight in buffer.param_index_map):
+            # Weights that Muon updates have no second moment, and none is saved.
+            keys = tuple(key for key in keys if key != "exp_avg_sq")
+            whole["exp_avg_sq"] = torch.zeros(()).expand(buffer.numel_unpadded)
+            gathered.private.add(whole["exp_avg_sq"].data_ptr())
+        for key in keys:
+            if group.rank() == 0:
+                place = (number, index, key)
+                kept = buffers.get(place)
+                if kept is None or kept.numel() < buffer.numel_unpadded:
+                    kept = platform.host_memory((buffer.numel_unpadded,), torch.float32, pinned=later)
+                    buffers[place] = kept
+                whole[key] = kept[: buffer.numel_unpadded]
+                gathered.private.add(whole[key].data_ptr())
+            else:
+                whole[key] = torch.empty(buffer.numel_unpadded)  # its pages are never touched
+                gathered.absent.add(whole[key].data_ptr())
+        offset = 0
+        for bucket, ranges in zip(buffer.buckets, bucket_ranges):
+            shard = _Shard(part, ranges["param_map"], bucket.grad_data.numel() // group.size())
+            there = {key: whole[key][offset : offset + bucket.numel_unpadded] for key in keys}
+            if group.size() > 1:
+                _gather_bucket(shard, there, group)
+            elif later and not hasattr(part.optimizer, "values_of"):
+                gathered.rest += shard.copies(there)
+            else:
+                for target, source in shard.copies(there):
+                    target.copy_(source)
+            offset += bucket.numel_unpadded
     return state
-
-
-@torch.no_grad()
-def _whole_buffer(
-    part: SavedOptimizer,
-    name: tuple[int, int],
-    bucket_ranges: list[dict[str, Any]],
-    buffers: Buffers,
-    gathered: Gathered,
-    later: bool,
-) -> dict[str, Any]:
-    """Gather main weights and moments of one gradient buffer without its buckets' padding: fp32, [numel_unpadded]."""
-    buffer, group = part.buffers[name[1]], part.data_parallel_group
-    keys = ("param", *getattr(part, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
-    whole: dict[str, Any] = {"numel_unpadded": buffer.numel_unpadded}
-    if all(is_matrix(weight) for weight in buffer.param_index_map):
-        # Weights that Muon updates have no second moment, and none is saved.
-        keys = tuple(key for key in keys if key != "exp_avg_sq")
-        whole["exp_avg_sq"] = torch.zeros(()).expand(buffer.numel_unpadded)
-        gathered.private.add(whole["exp_avg_sq"].data_ptr())
-    for key in keys:
-        if group.rank() == 0:
-            place = (*name, key)
-            kept = buffers.get(place)
-            if kept is None or kept.numel() < buffer.numel_unpadded:
-                kept = platform.host_memory((buffer.numel_unpadded,), torch.float32, pinned=later)
-                buffers[place] = kept
-            whole[key] = kept[: buffer.numel_unpadded]
-            gathered.private.add(whole[key].data_ptr())
-        else:
-            whole[key] = torch.empty(buffer.numel_unpadded)  # its pages are never touched
-            gathered.absent.add(whole[key].data_ptr())
-    offset = 0
-    for bucket, ranges in zip(buffer.buckets, bucket_ranges):
-        shard = _Shard(part, ranges["param_map"], bucket.grad_data.numel() // group.size())
-        there = {key: whole[key][offset : offset + bucket.numel_unpadded] for key in keys}
-        if group.size() > 1:
-            _gather_bucket(shard, there, group)
-        elif later and not hasattr(part.optimizer, "values_of"):
-            gathered.rest += shard.copies(there)
-        else:
-            for target, source in shard.copies(there):
-                target.copy_(source)
-        offset += bucket.numel_unpadded
-    return whole
 
 
 class _Shard:

@@ -111,7 +111,24 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
         said = ", ".join(wrong) or f"iteration {iteration!r} and has_optimizer {has_optimizer!r}"
         raise ConfigError(f"--load {step}: {folder.STATE} says {said}: it is not the state of this step")
     source = CheckpointSource(step, config, state)
-    check_matches(run, config, str(step), has_main_weights=state["has_optimizer"])
+    # Keys that the checkpoint does not have, because it is older than they are, are not compared. Without the optimizer
+    # (converted, or saved so) it has no fp32 main weights to make weights of other dtypes from.
+    current = flatten(run)
+    keys = architecture_keys() if has_optimizer else [*architecture_keys(), *_DTYPES]
+    differing = [name for name in keys if name in config and config[name] != current[name]]
+    if not differing and not has_optimizer and _kept_otherwise(run, config):
+        differing = ["keep_fp32"]
+    if differing:
+        hint = "use the checkpoint's values, which --use-checkpoint-args takes, or another folder"
+        if all(name in (*_DTYPES, "keep_fp32") for name in differing):
+            hint = (
+                "weights are never cast silently, and it has no fp32 main weights to make others of: use its dtypes, "
+                "or convert them to another with --dtype of megatron-moe convert"
+            )
+        text = f"--load {step}: the checkpoint does not fit this run; {hint}:"
+        for name in differing:
+            text += f"\n  --{name.replace('_', '-')}: checkpoint {config[name]}, this run {current[name]}"
+        raise ConfigError(text)
     if source.weights_only:
         notes.append(f"{step} was converted: weights alone; optimizer, schedule and random states start fresh")
     elif not (state["has_optimizer"] or options.finetune or options.no_load_optim):
@@ -129,7 +146,7 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
         notes.append(
             f"{folder.WARNING}{step} is NOT VERIFIED (--no-verify-checkpoint): damage in its files goes unseen"
         )
-    current, changed = flatten(run), []
+    changed = []
     for name, (_, setting) in sorted(fields_by_name().items()):
         # Of --train-samples, train_iters follow, and the batches so far.
         follows = name == "train_iters" and run.training.train_samples is not None
@@ -147,34 +164,6 @@ def architecture_keys() -> list[str]:
     """Return the configuration keys that a checkpoint and the run that loads it must agree on."""
     compared = [field for section in (ModelConfig, MoEConfig) for field in dataclasses.fields(section)]
     return [field.name for field in compared if field.metadata["resume"] != "free"]
-
-
-def check_matches(run: Run, saved: dict[str, Any], where: str, *, has_main_weights: bool = True) -> None:
-    """Refuse a checkpoint of another model, or of weights in another dtype that cannot be made anew.
-
-    Keys that the checkpoint does not have, because it is older than they are, are not compared.
-
-    Args:
-        has_main_weights: False if it was converted, or saved without its optimizer: weights are then as they are.
-
-    Raises:
-        ConfigError: with every key that differs.
-    """
-    current = flatten(run)
-    keys = architecture_keys() if has_main_weights else [*architecture_keys(), *_DTYPES]
-    differing = [name for name in keys if name in saved and saved[name] != current[name]]
-    if not differing and not has_main_weights and _kept_otherwise(run, saved):
-        differing = ["keep_fp32"]
-    if not differing:
-        return
-    lines = [f"  --{name.replace('_', '-')}: checkpoint {saved[name]}, this run {current[name]}" for name in differing]
-    hint = "use the checkpoint's values, which --use-checkpoint-args takes, or another folder"
-    if all(name in (*_DTYPES, "keep_fp32") for name in differing):
-        hint = (
-            "weights are never cast silently, and it has no fp32 main weights to make others of: use its dtypes, or "
-            "convert them to another with --dtype of megatron-moe convert"
-        )
-    raise ConfigError("\n".join([f"--load {where}: the checkpoint does not fit this run; {hint}:", *lines]))
 
 
 def changes_dtypes(run: Run, saved: dict[str, Any]) -> bool:

@@ -107,7 +107,7 @@ def put_optimizer_state(
 
     Parameter groups, learning rates, betas and epsilon are settings, not state: those of the present run stay.
     """
-    step = saved_step(state)
+    step = saved_step(optimizer, state)
     for part, own in parts_with_state(optimizer, state):
         for group in part.param_groups:
             group["step"] = step

@@ -456,9 +456,7 @@ def rope_settings(keys: Keys, latent_width: int | None = None, partly_rotated: b
             f"this rotary embedding is not computed {'here' if latent else 'for grouped-query attention'}; {works}: "
             "set it to null to convert a model that was trained without it",
         )
-    yarn = _yarn(stretched)
-    _check_ramp(stretched, yarn, base, latent_width or 0)
-    return {**flat, **yarn}
+    return {**flat, **_yarn(stretched, base, latent_width or 0)}
 
 
 def _nested(keys: Keys, name: str) -> Keys | None:
@@ -495,7 +493,7 @@ def _magnitude(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _yarn(keys: Keys) -> dict[str, Any]:
+def _yarn(keys: Keys, base: float, width: int) -> dict[str, Any]:
     """Return the settings of yarn with which amplitudes and the scale of the softmax are those of transformers.
 
     In transformers, the amplitude is `attention_factor` where it is given; the ratio of the magnitudes of mscale and
@@ -538,23 +536,18 @@ def _yarn(keys: Keys) -> dict[str, Any]:
             raise keys.refusal("attention_factor", f"with this factor and mscale_all_dim it has to be above {least}")
     if fields["beta_fast"] < fields["beta_slow"]:
         raise keys.refusal("beta_fast", f"has to be at least beta_slow {fields['beta_slow']}")
-    return fields
-
-
-def _check_ramp(keys: Keys, yarn: dict[str, Any], base: float, width: int) -> None:
-    """Refuse a ramp outside of the channels, which implementations cut off differently."""
-
-    def channel(rotations: float) -> float:
-        wavelength = yarn["original_max_position_embeddings"] / (rotations * 2 * math.pi)
-        return width * math.log(wavelength) / (2 * math.log(base)) if base != 1.0 else math.inf
-
-    low, high = max(math.floor(channel(yarn["beta_fast"])), 0), min(math.ceil(channel(yarn["beta_slow"])), width - 1)
-    if low > high:
+    # A ramp outside of the channels is cut off by each implementation in its own way; a base of 1 has none.
+    low, high = 1.0, 0.0
+    if base != 1.0:
+        context, turns = fields["original_max_position_embeddings"], (fields["beta_fast"], fields["beta_slow"])
+        low, high = (width * math.log(context / (turn * 2 * math.pi)) / (2 * math.log(base)) for turn in turns)
+    if max(math.floor(low), 0) > min(math.ceil(high), width - 1):
         raise keys.refusal(
             "original_max_position_embeddings",
-            f"with beta_fast {yarn['beta_fast']}, beta_slow {yarn['beta_slow']} and rope_theta {base} yarn's ramp is "
-            f"outside of the {width // 2} frequencies; a context of some thousand positions works",
+            f"with beta_fast {fields['beta_fast']}, beta_slow {fields['beta_slow']} and rope_theta {base} yarn's ramp "
+            f"is outside of the {width // 2} frequencies; a context of some thousand positions works",
         )
+    return fields
 
 
 def amplitude(run: Run) -> float:

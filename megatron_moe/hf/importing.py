@@ -9,7 +9,6 @@ of the folder was used.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.checkpoint import dist
-from megatron_moe.checkpoint.errors import all_gather_object
+from megatron_moe.checkpoint.errors import all_gather_object, in_rounds
 from megatron_moe.checkpoint.state import TrainState, fully_sharded, model_state, put_model_state
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
@@ -28,9 +27,6 @@ from megatron_moe.hf.mapping import MappedBlock, Mapping
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.weight_check import WeightCheck, refusal
 from megatron_moe.model.fully_sharded import local
-
-ROUND_SECONDS = 10.0
-"""Seconds after which the ranks report their progress to each other, so that none times out in a collective."""
 
 # What was done with a tensor of the folder: the rows of a table that is united over ranks.
 _FLAGS = ("used", "widened", "narrowed", "changed", "rounded before", "suspicious")
@@ -61,14 +57,17 @@ def fill(run: Run, source: Import, trained: TrainState, report: Callable[[str], 
     Raises:
         ConfigError: raised on every rank if one cannot read a tensor, a tensor is not finite, or not all was filled.
     """
-    started = time.monotonic()
     state = model_state(trained)
     shards = dist.shards(state)
     weights = (local(parameter) for chunk in trained.model for parameter in chunk.parameters())
     for values in (*(shard.values for shard in shards), *weights):
         values.fill_(torch.nan)
     filling = _Filling(run, source, shards)
-    _rounds(filling, source, report, started)
+    total = sum(all_gather_object(filling.total_bytes))
+    for done, seconds in in_rounds(filling, lambda: filling.done_bytes):
+        if torch.distributed.get_rank() == 0 and done < total:
+            left = seconds * (total - done) / max(done, 1)
+            report(f"reading {source.folder.path}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {left:.0f} s left")
     if fully_sharded(trained) is not None:
         put_model_state(trained, state)
     filling.require_coverage(shards, trained)
@@ -82,34 +81,6 @@ def fill(run: Run, source: Import, trained: TrainState, report: Callable[[str], 
         notes.append(f"WARNING: {_counted(suspicious)} ({suspicious[0]}, ...) may be damaged, taken as {ALLOW} says")
     warnings = filling.precision_warnings()
     return Imported([*notes, *warnings], warnings)
-
-
-def _rounds(filling: _Filling, source: Import, report: Callable[[str], None], started: float) -> None:
-    """Do all of this rank's work; every few seconds the ranks exchange their progress and errors."""
-    rank, steps = torch.distributed.get_rank(), iter(filling)
-    total = sum(all_gather_object(filling.total_bytes))
-    while True:
-        until, error, finished = time.monotonic() + ROUND_SECONDS, None, True
-        cause: Exception | None = None
-        try:
-            for _ in steps:
-                if time.monotonic() > until:
-                    finished = False
-                    break
-        except (ConfigError, OSError) as refused:
-            error = str(refused)
-        except Exception as failed:
-            error, cause = f"{source.folder.path}: {type(failed).__name__}: {failed}", failed
-        everyone = all_gather_object((filling.done_bytes, error, finished))
-        errors = sorted({found for _, found, _ in everyone if found is not None})
-        if errors:
-            raise ConfigError("; ".join(errors[:3])) from cause
-        done, seconds = sum(count for count, _, _ in everyone), time.monotonic() - started
-        if all(complete for _, _, complete in everyone):
-            return
-        if rank == 0:
-            left = seconds * (total - done) / max(done, 1)
-            report(f"reading {source.folder.path}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {left:.0f} s left")
 
 
 class _Filling:

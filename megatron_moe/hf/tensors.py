@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,13 +32,12 @@ class TensorReader:
 
     def __init__(self, folder: HFFolder) -> None:
         self.folder = folder
-        self._scales = set(folder.scales.values())
         self._open: dict[str, int] = {}
         self._hashing: ThreadPoolExecutor | None = None
 
     def names(self) -> list[str]:
         """Return the names of all tensors except scales, in the order of files and bytes."""
-        return [name for name in self.folder.tensors if name not in self._scales]
+        return list(self.folder.shapes())
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Return the stored tensors that one is made of: itself and, where it is stored in fp8, its blocks' scales."""
@@ -49,10 +47,6 @@ class TensorReader:
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor as `read` returns it: bfloat16 for weights in fp8."""
         return torch.bfloat16 if name in self.folder.scales else self._stored_dtype(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return self.folder.tensors[name].shape
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read a tensor into memory of its own.
@@ -89,9 +83,7 @@ class TensorReader:
     def __enter__(self) -> TensorReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _stored_dtype(self, name: str) -> torch.dtype:

@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 
-from megatron_moe.checkpoint import folder, load, state
+from megatron_moe.checkpoint import errors, folder, load, state
 from megatron_moe.checkpoint.plan import CheckpointSource, plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
@@ -38,7 +38,7 @@ def found(flags: dict[str, Any], round_seconds: float = 10.0) -> tuple[str | Non
     told: list[str] = []
     run = replace(Run(), **flags)
     try:
-        with mock.patch.object(load, "ROUND_SECONDS", round_seconds):
+        with mock.patch.object(errors, "ROUND_SECONDS", round_seconds):
             chosen = load.verified(run, plan(run), told.append)
     except ConfigError as error:
         return str(error), [], told

@@ -198,13 +198,13 @@ def _forgets_a_box(importing: Any) -> tuple[str, Any]:
 
 
 def _skips_the_copies(importing: Any) -> tuple[str, Any]:
-    rounds = importing._rounds
+    rounds = importing.in_rounds
 
-    def without(filling: Any, *rest: Any) -> None:
+    def without(filling: Any, *rest: Any) -> Any:
         filling.copies = []
-        rounds(filling, *rest)
+        return rounds(filling, *rest)
 
-    return "_rounds", without
+    return "in_rounds", without
 
 
 MISTAKES = {

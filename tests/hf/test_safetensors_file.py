@@ -68,7 +68,7 @@ def test_what_the_library_wrote_is_read_to_the_bit(tmp_path, seed):
         for name, tensor in tensors.items():
             expected = hashlib.sha256(bits(tensor)).hexdigest()
             assert reader.read_hashed(name)[1] == {name: expected} == {name: reader.digest(name)}
-            assert (reader.dtype(name), reader.shape(name)) == (tensor.dtype, tuple(tensor.shape))
+            assert (reader.dtype(name), reader.folder.shapes()[name]) == (tensor.dtype, tuple(tensor.shape))
 
 
 @pytest.mark.parametrize("backwards", [False, True])
