@@ -113,8 +113,31 @@ def find_step(
             earlier format, or none of several steps is sound.
     """
     require_readable("--load", str(root))
-    _require_root(root)
     available = steps(root)
+    if root.exists():  # it has to be a folder of checkpoints; what is something else is told with the way that works
+        if not root.is_dir():
+            raise ConfigError(f"--load {root}: is a file; give the folder that holds iter_* folders")
+        owned = (root / OWNER).exists()
+        for step in (*(step_folder(root, number) for number in reversed(available)), root / "release", root):
+            if not owned and is_of_megatron(step):
+                raise ConfigError(
+                    f"--load {root}: {step.name} is a checkpoint of Megatron-LM; convert it, and load the result: "
+                    f"megatron-moe convert --from megatron --to native --load {root} --save {root.name}-converted"
+                )
+        if _STEP.fullmatch(root.name) and (root / STATE).exists():
+            raise ConfigError(
+                f"--load {root}: is one step; give its parent and choose the step: "
+                f"--load {root.parent} --ckpt-step {int(root.name[len('iter_') :])}"
+            )
+        names = sorted(entry.name for entry in root.iterdir())
+        if names and not (owned or LATEST in names or any(_STEP.fullmatch(name) for name in names)):
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            works = f"give the folder that an earlier run named with --save{steps_below(root)}"
+            if "config.json" in names:
+                works = f"a folder of Hugging Face's is where a run begins: --load-hf {root}"
+            raise ConfigError(
+                f"--load {root}: is not a checkpoint folder: it holds {shown}, and neither iter_* nor {LATEST}; {works}"
+            )
     known = known_bad or {}
 
     def reason_against(iteration: int) -> str | None:
@@ -199,36 +222,6 @@ def steps_below(root: Path) -> str:
             if steps(entry):
                 return f"; {entry} has steps"
     return ""
-
-
-def _require_root(root: Path) -> None:
-    """Refuse what is no folder of checkpoints, with the command or the flag that it is for."""
-    if not root.exists():
-        return
-    if not root.is_dir():
-        raise ConfigError(f"--load {root}: is a file; give the folder that holds iter_* folders")
-    if not (root / OWNER).exists():
-        for step in (*(step_folder(root, number) for number in reversed(steps(root))), root / "release", root):
-            if is_of_megatron(step):
-                raise ConfigError(
-                    f"--load {root}: {step.name} is a checkpoint of Megatron-LM; convert it, and load the result: "
-                    f"megatron-moe convert --from megatron --to native --load {root} --save {root.name}-converted"
-                )
-    if _STEP.fullmatch(root.name) and (root / STATE).exists():
-        raise ConfigError(
-            f"--load {root}: is one step; give its parent and choose the step: "
-            f"--load {root.parent} --ckpt-step {int(root.name[len('iter_') :])}"
-        )
-    names = sorted(entry.name for entry in root.iterdir())
-    if not names or OWNER in names or LATEST in names or any(_STEP.fullmatch(name) for name in names):
-        return
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    works = f"give the folder that an earlier run named with --save{steps_below(root)}"
-    if "config.json" in names:
-        works = f"a folder of Hugging Face's is where a run begins: --load-hf {root}"
-    raise ConfigError(
-        f"--load {root}: is not a checkpoint folder: it holds {shown}, and neither iter_* nor {LATEST}; {works}"
-    )
 
 
 def check_save_root(

@@ -19,7 +19,7 @@ from megatron_moe.checkpoint import dist, folder, manifest
 from megatron_moe.checkpoint import state as random_state
 from megatron_moe.checkpoint.errors import all_gather_object, in_rounds
 from megatron_moe.checkpoint.index import UntrustedError
-from megatron_moe.checkpoint.plan import CheckpointPlan, CheckpointSource, changes_dtypes, plan
+from megatron_moe.checkpoint.plan import CheckpointPlan, CheckpointSource, other_dtypes, plan
 from megatron_moe.checkpoint.state import (
     TrainingProgress,
     TrainState,
@@ -146,7 +146,7 @@ def load(run: Run, source: CheckpointSource, trained: TrainState) -> Loaded:
     tensors = dist.sharded_tensors({name: request[name] for name in chunks})
     fp32_state = frozenset(tensor.key for tensor in tensors if tensor.data.data_ptr() in declared)
     changed: list[str] = []
-    if changes_dtypes(run, source.config):
+    if other_dtypes(run, source.config):
         changed.append(_REMADE)
         loaded, rounded = _load_other_dtypes(request, chunks, source.step, unread, fp32_state)
     else:
@@ -175,7 +175,7 @@ def load(run: Run, source: CheckpointSource, trained: TrainState) -> Loaded:
     progress = TrainingProgress.of_state(source.state)
     trained.scheduler.load(
         source.state["scheduler"],
-        committed_steps=progress.committed_iterations,
+        committed_steps=progress.iteration - progress.skipped_iterations,
         committed_samples=progress.committed_samples,
     )
     notes = [*recorded, f"continuing from {source.step}", *changed, *averaged, *_load_random_state(run, source)]
@@ -197,7 +197,7 @@ def _load_random_state(run: Run, source: CheckpointSource) -> list[str]:
     if same_layout and path.is_file():
         try:
             state = random_state.read(path)
-            same_device = ("cuda" in state) == platform.has_cuda()
+            same_device = state is not None
             outcome = _READ if same_device else _ABSENT
         except UntrustedError:
             outcome = _REFUSED

@@ -122,7 +122,18 @@ def acquire(root: Path) -> tuple[WriterLock, list[str]]:
                 sync(path.parent)
                 break
             owner = _read(path)
-            why = _why_dead(path, owner, me, aside)
+            why: str | None = None  # it is known that the owner is dead
+            if owner is not None and owner.host == me.host and owner.boot != me.boot:
+                why = "the host was started again since"
+            elif owner is not None and (owner.host, owner.namespace) == (me.host, me.namespace):
+                why = None if _started(owner.pid) == owner.started else "that process is dead"
+            elif owner is not None and owner.job is not None and owner.job == me.job and owner.restarts < me.restarts:
+                why = "the same job was requeued since"
+            else:
+                with suppress(OSError):  # one of the files is gone; both times are by the clock of the file system
+                    silent_minutes = (aside.stat().st_mtime - path.stat().st_mtime) / 60
+                    if silent_minutes >= STALE_MINUTES:
+                        why = f"no sign of life for {silent_minutes:.0f} minutes"
             if why is None and path.exists():
                 raise ConfigError(
                     f"--save {root}: another job writes there: {owner or 'an unknown one'}. Save to another folder, or "
@@ -138,22 +149,6 @@ def acquire(root: Path) -> tuple[WriterLock, list[str]]:
     for left in root.glob(f"{NAME}.*"):  # by jobs that were killed there; a living one whose file this is tries again
         left.unlink(missing_ok=True)
     return WriterLock(root, me), notes
-
-
-def _why_dead(path: Path, owner: LockOwner | None, me: LockOwner, now: Path) -> str | None:
-    """Return how it is known that the owner of a lock is dead; None if it may be alive. `now` was written just now."""
-    if owner is not None:
-        if owner.host == me.host and owner.boot != me.boot:
-            return "the host was started again since"
-        if (owner.host, owner.namespace) == (me.host, me.namespace):
-            return None if _started(owner.pid) == owner.started else "that process is dead"
-        if owner.job is not None and owner.job == me.job and owner.restarts < me.restarts:
-            return "the same job was requeued since"
-    with suppress(OSError):  # one of the files is gone
-        silent_minutes = (now.stat().st_mtime - path.stat().st_mtime) / 60  # both by the clock of the file system
-        if silent_minutes >= STALE_MINUTES:
-            return f"no sign of life for {silent_minutes:.0f} minutes"
-    return None
 
 
 def _take_over(aside: Path, path: Path, owner: LockOwner | None, me: LockOwner) -> bool:

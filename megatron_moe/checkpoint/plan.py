@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.checkpoint import folder
-from megatron_moe.checkpoint.origin import is_converted
+from megatron_moe.checkpoint import folder, origin
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.model_flags import ModelConfig, MoEConfig
 from megatron_moe.config.module_names import frozen, kept_in_fp32
@@ -37,7 +36,8 @@ class CheckpointSource:
     @property
     def weights_only(self) -> bool:
         """Whether the step was converted, not trained: it has no optimizer, schedule or data to go on with."""
-        return is_converted(self.state)
+        imported = self.state.get(origin.FOLDER) is not None or origin.is_of_megatron(self.state)
+        return imported and not self.state.get("has_optimizer") and "scheduler" not in self.state
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,9 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
     # Keys that the checkpoint does not have, because it is older than they are, are not compared. Without the optimizer
     # (converted, or saved so) it has no fp32 main weights to make weights of other dtypes from.
     current = flatten(run)
-    keys = architecture_keys() if has_optimizer else [*architecture_keys(), *_DTYPES]
-    differing = [name for name in keys if name in config and config[name] != current[name]]
-    if not differing and not has_optimizer and _kept_otherwise(run, config):
-        differing = ["keep_fp32"]
+    differing = [name for name in architecture_keys() if name in config and config[name] != current[name]]
+    if not has_optimizer:
+        differing += other_dtypes(run, config)
     if differing:
         hint = "use the checkpoint's values, which --use-checkpoint-args takes, or another folder"
         if all(name in (*_DTYPES, "keep_fp32") for name in differing):
@@ -166,20 +165,18 @@ def architecture_keys() -> list[str]:
     return [field.name for field in compared if field.metadata["resume"] != "free"]
 
 
-def changes_dtypes(run: Run, saved: dict[str, Any]) -> bool:
-    """Return whether weights of the run have other dtypes than the checkpoint's."""
+def other_dtypes(run: Run, saved: dict[str, Any]) -> list[str]:
+    """Return the settings by which weights of the run have other dtypes than the checkpoint's.
+
+    Other patterns of `--keep-fp32` for the same modules do not count.
+    """
     current = flatten(run)
-    return any(name in saved and saved[name] != current[name] for name in _DTYPES) or _kept_otherwise(run, saved)
-
-
-def _kept_otherwise(run: Run, saved: dict[str, Any]) -> bool:
-    """Return whether other modules are fp32 in the checkpoint; other patterns for the same modules do not count."""
-    half = run.precision.bf16 or run.precision.fp16
-    if not half or "keep_fp32" not in saved:
-        return False
+    differing = [name for name in _DTYPES if name in saved and saved[name] != current[name]]
+    if differing or not (run.precision.bf16 or run.precision.fp16) or "keep_fp32" not in saved:
+        return differing
     patterns = saved["keep_fp32"]
     before = replace(run, keep_fp32=None if patterns is None else tuple(patterns))
-    return kept_in_fp32(run) != kept_in_fp32(before)
+    return [] if kept_in_fp32(run) == kept_in_fp32(before) else ["keep_fp32"]
 
 
 def check_frozen(run: Run, saved: dict[str, Any], where: str) -> None:

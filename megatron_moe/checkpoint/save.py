@@ -169,13 +169,8 @@ class CheckpointSave:
         Raises:
             SaveError: on every rank, where the step could not be published.
         """
-
-        def raise_failure() -> None:
-            if self._failure is not None:
-                raise self._failure
-
         with self.all_or_nothing():
-            on_rank_zero(raise_failure, self.reason)
+            gathered(None, self._failure, self.reason)
         return self.step
 
     def reason(self, error: OSError) -> str:

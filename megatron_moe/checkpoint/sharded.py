@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -142,10 +142,28 @@ def _state_and_boxes(
     Args:
         whole: return the boxes of whole weights, whatever a rank has of them.
     """
+    # A weight of the whole shape, without memory, takes each shard's place: what the engine makes of it are views of it
+    # that say where each element of the weight belongs.
     names = dict(model.named_parameters())
-    with _whole_weights(model) as stand_ins:
+    name_of = {id(parameter): name for name, parameter in names.items()}
+    boxes: Boxes = {name: [] for name in names}
+    replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+    made: dict[int, torch.nn.Parameter] = {}
+    stand_ins: dict[int, str] = {}
+    for part in model.modules():
+        for own, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            replaced.append((part, own, parameter))
+            if id(parameter) not in made:
+                meta = torch.empty(parameter.shape, dtype=gathered_dtype(parameter), device="meta")
+                made[id(parameter)] = stand_in = torch.nn.Parameter(meta, requires_grad=parameter.requires_grad)
+                vars(stand_in).update(vars(parameter))
+                stand_ins[stand_in.untyped_storage()._cdata] = name_of[id(parameter)]
+    try:
+        for part, own, parameter in replaced:
+            part._parameters[own] = made[id(parameter)]
         state = dist.model_tensors(model, options)
-        boxes: Boxes = {name: [] for name in names}
         for tensor in list(dist.sharded_tensors(state)):
             name = stand_ins.get(tensor.data.untyped_storage()._cdata)
             if name is None:
@@ -153,6 +171,9 @@ def _state_and_boxes(
             axis, begin, end = (0, 0, names[name].shape[0]) if whole else own_range(names[name])
             if (box := dist.box_of(tensor, axis, begin, end)) is not None:
                 boxes[name].append(box)
+    finally:
+        for part, own, parameter in replaced:
+            part._parameters[own] = parameter
     return {key: value for key, value in state.items() if key not in names}, boxes
 
 
@@ -186,34 +207,6 @@ def boxes_of_whole_weights(model: torch.nn.Module, options: dict[str, Any]) -> l
     return [(names[name], box) for name in names for box in boxes[name]]
 
 
-@contextmanager
-def _whole_weights(model: torch.nn.Module) -> Iterator[dict[int, str]]:
-    """Put a weight of the whole shape, without memory, in each shard's place; yield storage -> parameter name.
-
-    What the engine makes of it, whose parts are views of it, says where each element of the weight belongs.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    replaced: list[tuple[torch.nn.Module, str, Any]] = []
-    stand_ins: dict[int, str] = {}
-    made: dict[int, torch.nn.Parameter] = {}
-    for part in model.modules():
-        for own, parameter in part._parameters.items():
-            if parameter is not None:
-                replaced.append((part, own, parameter))
-                if id(parameter) not in made:
-                    whole = torch.empty(parameter.shape, dtype=gathered_dtype(parameter), device="meta")
-                    made[id(parameter)] = stand_in = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
-                    vars(stand_in).update(vars(parameter))
-                    stand_ins[stand_in.untyped_storage()._cdata] = names[id(parameter)]
-    try:
-        for part, own, parameter in replaced:
-            part._parameters[own] = made[id(parameter)]
-        yield stand_ins
-    finally:
-        for part, own, parameter in replaced:
-            part._parameters[own] = parameter
-
-
 # The average of the weights: `optimizer.state.ema.NAME`, fp32, in boxes of the model's tensor NAME. Each rank writes
 # and reads the part of a weight that it updates, on any layout and with any kind of data parallelism.
 
@@ -224,21 +217,16 @@ class _OwnedPart(Protocol):
     end: int
 
 
-class _Average(Protocol):
-    """A `WeightAverage`: for each weight its parameter, the part of it that this rank owns, and that part's values."""
-
-    weights: Sequence[Any]
-
-
 def average_state(
-    average: _Average, chunks: Sequence[torch.nn.Module], optimizer: EngineOptimizer, options: dict[str, Any]
+    weights: Sequence[Any], chunks: Sequence[torch.nn.Module], optimizer: EngineOptimizer, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the sharded state of a `WeightAverage`: views of its tensors, which loading fills.
+    """Return the sharded state of an average of weights: views of its tensors, which loading fills.
 
     Args:
+        weights: those of a `WeightAverage`: parameter, the part of it that this rank owns, and that part's values.
         chunks: the model's, within the wrappers.
     """
-    owned = {id(weight.parameter): weight for weight in average.weights}
+    owned = {id(weight.parameter): weight for weight in weights}
     distributed = any(hasattr(part, "model_param_gbuf_map") for part in parts(optimizer))
     state: dict[str, Any] = {}
     for chunk in chunks:

@@ -38,13 +38,8 @@ class TrainingProgress:
     skipped_samples: int = 0
 
     @property
-    def committed_iterations(self) -> int:
-        """Steps that changed the weights."""
-        return self.iteration - self.skipped_iterations
-
-    @property
     def committed_samples(self) -> int:
-        """Sequences of these steps."""
+        """Sequences of the steps that changed the weights."""
         return self.consumed_samples - self.skipped_samples
 
     @classmethod
@@ -123,7 +118,7 @@ def put_optimizer_state(trained: TrainState, loaded: dict[Any, Any], run: Run) -
 def average_state(trained: TrainState) -> dict[str, Any]:
     """Return the sharded state of the average of the weights; loading fills its tensors."""
     chunks = [unwrapped(chunk) for chunk in trained.model]
-    return sharded.average_state(trained.average, chunks, trained.optimizer, metadata(trained.pg_collection))
+    return sharded.average_state(trained.average.weights, chunks, trained.optimizer, metadata(trained.pg_collection))
 
 
 def fully_sharded(trained: TrainState) -> torch.nn.Module | None:
@@ -168,13 +163,14 @@ def current() -> dict[str, Any]:
     return state
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Read the states that `current` returned when the file was written; change nothing.
+def read(path: Path) -> dict[str, Any] | None:
+    """Read the states that `current` returned when the file was written; None where that was on another kind of device.
 
     Raises:
         UntrustedError: the file is damaged, or holds anything but tensors and plain values.
     """
-    return step_reader.read_file(path.parents[1], f"{path.parent.name}/{path.name}")
+    state: dict[str, Any] = step_reader.read_file(path.parents[1], f"{path.parent.name}/{path.name}")
+    return state if ("cuda" in state) == platform.has_cuda() else None
 
 
 def restore(state: dict[str, Any]) -> None:

@@ -22,9 +22,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.hashing import FileEntry
 
 AVERAGE = "optimizer.state.ema."
-"""The key of the average of a weight is this and the weight's key; see `average.py`."""
-
-
+"""The key of the average of a weight is this and the weight's key; see `sharded.py`."""
 COMMON = "common.pt"
 LARGEST = 2 * 2**30
 """The largest file of plain values that is read, in bytes."""
@@ -148,7 +146,19 @@ class StepReader:
                 continue
             box = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, part.start))
             try:
-                content = self._box(key, part, box)
+                if part.place not in self._layouts:
+                    self._layouts[part.place] = self._layout(key, part)
+                offset, layout = self._layouts[part.place]
+                if not layout.is_contiguous():
+                    flat = self._bytes(part.place, offset, layout.untyped_storage().nbytes()).view(layout.dtype)
+                    content = flat.as_strided(part.shape, layout.stride(), layout.storage_offset())[box].clone()
+                else:  # rows of the part outside of the box are not read
+                    outer, *inner = box or [slice(0, 1)]  # a scalar is one row
+                    row = math.prod(part.shape[1:])
+                    first = offset + (int(layout.storage_offset()) + outer.start * row) * layout.dtype.itemsize
+                    count = (outer.stop - outer.start) * row * layout.dtype.itemsize
+                    rows = self._bytes(part.place, first, count).view(layout.dtype).view(-1, *part.shape[1:])
+                    content = rows[(slice(None), *inner)]
             except (UntrustedError, OSError) as error:
                 raise ConfigError(f"{self.step}: refused: {error}") from error
             filled += content.numel()
@@ -159,23 +169,6 @@ class StepReader:
         if filled != math.prod(shape):
             raise ConfigError(f"{self.step}: {key} holds {filled} of the {math.prod(shape)} elements from {start} on")
         return result
-
-    def _box(self, key: str, part: TensorPart, box: tuple[slice, ...]) -> Tensor:
-        """Read a box of a part; rows of the part outside of the box are not read."""
-        if part.place not in self._layouts:
-            self._layouts[part.place] = self._layout(key, part)
-        offset, layout = self._layouts[part.place]
-        if not layout.is_contiguous():
-            flat = self._bytes(part.place, offset, layout.untyped_storage().nbytes()).view(layout.dtype)
-            return flat.as_strided(part.shape, layout.stride(), layout.storage_offset())[box].clone()
-        rows = box[0] if box else slice(0, 1)
-        row_bytes = math.prod(part.shape[1:]) * layout.dtype.itemsize
-        first = offset + int(layout.storage_offset()) * layout.dtype.itemsize + rows.start * row_bytes
-        content = self._bytes(part.place, first, (rows.stop - rows.start) * row_bytes).view(layout.dtype)
-        if not box:
-            return content.view(())
-        inner = (slice(None), *box[1:])
-        return content.view(rows.stop - rows.start, *part.shape[1:])[inner]
 
     def _layout(self, key: str, part: TensorPart) -> tuple[int, Tensor]:
         """Return where a part's storage begins in its file, and the part without its elements, which are not read."""

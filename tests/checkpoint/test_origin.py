@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_moe.checkpoint import folder, manifest, origin
 from megatron_moe.checkpoint.origin import Provenance
+from megatron_moe.checkpoint.plan import CheckpointSource
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import write_json
 
@@ -64,4 +67,4 @@ def test_files_that_are_gone_or_changed_and_a_state_that_is_none_are_errors(tmp_
     ],
 )
 def test_a_converted_step_is_told_from_one_that_training_saved(state, expected):
-    assert origin.is_converted(state) is expected
+    assert CheckpointSource(Path(), {}, state).weights_only is expected
