@@ -138,10 +138,9 @@ def find_step(
             raise ConfigError(
                 f"--load {root}: is not a checkpoint folder: it holds {shown}, and neither iter_* nor {LATEST}; {works}"
             )
-    known = known_bad or {}
 
     def reason_against(iteration: int) -> str | None:
-        step = step_folder(root, iteration)
+        step, known = step_folder(root, iteration), known_bad or {}
         return known.get(iteration) or manifest.structure_defect(step) or (small_files_defect(step) if verify else None)
 
     if wanted is not None:
@@ -240,16 +239,16 @@ def check_save_root(
     existing = next(parent for parent in (root, *root.absolute().parents) if parent.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"--save {root}: {existing} is not writable; name a folder that you may write to")
-    later = [number for number in steps(root) if number > start_iteration]
-    if not steps(root):
-        return
-    if loaded_from is None or loaded_from.resolve() != root.resolve():
+    present = steps(root)
+    if present and (loaded_from is None or loaded_from.resolve() != root.resolve()):
         raise ConfigError(
-            f"--save {root}: holds steps up to {steps(root)[-1]} of an earlier run; continue it with --load {root}, or "
+            f"--save {root}: holds steps up to {present[-1]} of an earlier run; continue it with --load {root}, or "
             "save to another folder"
         )
-    for number in later:
-        if number in (known_bad or {}) or manifest.structure_defect(step_folder(root, number)) is not None:
+    for number in present:
+        if number <= start_iteration or number in (known_bad or {}):
+            continue
+        if manifest.structure_defect(step_folder(root, number)) is not None:
             continue
         raise ConfigError(
             f"--save {root}: holds step {number}, later than step {start_iteration} where this run starts, and "

@@ -158,7 +158,8 @@ class StepReader:
                     first = offset + (int(layout.storage_offset()) + outer.start * row) * layout.dtype.itemsize
                     count = (outer.stop - outer.start) * row * layout.dtype.itemsize
                     rows = self._bytes(part.place, first, count).view(layout.dtype).view(-1, *part.shape[1:])
-                    content = rows[(slice(None), *inner)]
+                    inside = (slice(None), *inner)
+                    content = rows[inside]
             except (UntrustedError, OSError) as error:
                 raise ConfigError(f"{self.step}: refused: {error}") from error
             filled += content.numel()

@@ -73,8 +73,8 @@ def fill(run: Run, source: Import, trained: TrainState, report: Callable[[str], 
     filling.require_coverage(shards, trained)
     # fp32 main weights are copies of the model's, which have been replaced.
     trained.optimizer.reload_model_params()
-    count = len(filling.names)
-    notes = [f"weights from {source.folder.path} ({source.family.name}): {count} tensors, every one used"]
+    head = f"weights from {source.folder.path} ({source.family.name})"
+    notes = [f"{head}: {len(filling.names)} tensors, every one used"]
     if widened := filling.flagged("widened"):
         notes.append(f"{_counted(widened)} of {_dtypes(filling, widened)} are in a wider dtype here, exactly")
     if suspicious := filling.flagged("suspicious"):

@@ -46,7 +46,8 @@ class TensorReader:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor as `read` returns it: bfloat16 for weights in fp8."""
-        return torch.bfloat16 if name in self.folder.scales else self._stored_dtype(name)
+        stored: torch.dtype = getattr(torch, self.folder.tensors[name].dtype)
+        return torch.bfloat16 if name in self.folder.scales else stored
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read a tensor into memory of its own.
@@ -86,10 +87,6 @@ class TensorReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _stored_dtype(self, name: str) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.folder.tensors[name].dtype)
-        return dtype
-
     def _stored(self, name: str, digests: dict[str, str] | None) -> Tensor:
         """Return a tensor as it is stored, and put its hash into `digests`."""
         stored = self.folder.tensors[name]
@@ -124,7 +121,7 @@ class TensorReader:
         self._check_unchanged(descriptor, stored.file)
         if digest is not None and digests is not None:
             digests[name] = digest.hexdigest()
-        return raw.view(self._stored_dtype(name)).reshape(stored.shape)
+        return raw.view(getattr(torch, stored.dtype)).reshape(stored.shape)
 
     def _descriptor(self, file: str) -> int:
         descriptor = self._open.pop(file, None)
