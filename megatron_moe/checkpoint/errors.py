@@ -119,11 +119,11 @@ def all_gather_object(value: T) -> list[T]:
     return found  # type: ignore[return-value]
 
 
-def in_rounds(steps: Iterable[object], done: Callable[[], int]) -> Iterator[tuple[int, float]]:
+def in_rounds(steps: Iterable[object], done: Callable[[], int], where: Path) -> Iterator[tuple[int, float]]:
     """Take a rank's steps; yield in rounds what all ranks have done, and in what seconds. Collective.
 
     Args:
-        done: returns what this rank has done, in bytes.
+        done: returns what this rank has done, in bytes. where: what is read, for the message of an unexpected error.
 
     Raises:
         ConfigError: on every rank, where a step of one failed.
@@ -141,7 +141,7 @@ def in_rounds(steps: Iterable[object], done: Callable[[], int]) -> Iterator[tupl
         except (ConfigError, OSError) as refused:
             error = str(refused)
         except Exception as failed:
-            error, cause = f"{type(failed).__name__}: {failed}", failed
+            error, cause = f"{where}: {type(failed).__name__}: {failed}", failed
         everyone = all_gather_object((done(), error, finished))
         if errors := sorted({found for _, found, _ in everyone if found is not None}):
             raise ConfigError("; ".join(errors[:3])) from cause

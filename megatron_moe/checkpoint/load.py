@@ -103,7 +103,7 @@ def _damage(step: Path, report: Callable[[str], None]) -> tuple[str | None, str]
             yield
 
     try:
-        for read, seconds in in_rounds(hashed(), lambda: done):
+        for read, seconds in in_rounds(hashed(), lambda: done, step):
             if rank == 0 and read < total:
                 speed = size_text(int(read / seconds))
                 report(f"verifying {step}: {size_text(read)} of {size_text(total)}, {speed}/s")

@@ -64,7 +64,7 @@ def fill(run: Run, source: Import, trained: TrainState, report: Callable[[str], 
         values.fill_(torch.nan)
     filling = _Filling(run, source, shards)
     total = sum(all_gather_object(filling.total_bytes))
-    for done, seconds in in_rounds(filling, lambda: filling.done_bytes):
+    for done, seconds in in_rounds(filling, lambda: filling.done_bytes, source.folder.path):
         if torch.distributed.get_rank() == 0 and done < total:
             left = seconds * (total - done) / max(done, 1)
             report(f"reading {source.folder.path}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {left:.0f} s left")
