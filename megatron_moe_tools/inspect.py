@@ -67,7 +67,7 @@ class Folder:
         """
         reasons: list[str] = []
         for step in reversed(self.steps):
-            defect = folder.defect(step)
+            defect = manifest.structure_defect(step)
             if defect is None:
                 return step
             reasons.insert(0, f"{step.name}: {defect}")
@@ -237,7 +237,7 @@ def _listed(found: Folder, verify: bool) -> InspectOutcome:
 def about(step: Path) -> dict[str, Any]:
     """Return a step as plain values; `defect` says what is wrong with names, sizes and the small files."""
     facts: dict[str, Any] = {"step": number_of(step), "folder": str(step)}
-    facts["defect"] = folder.defect(step) or folder.small_files_defect(step)
+    facts["defect"] = manifest.structure_defect(step) or folder.small_files_defect(step)
     try:
         content = manifest.read(step)
         facts |= {"bytes": content.total_bytes, "files": len(content.files)}
@@ -294,7 +294,7 @@ def run_verify(flags: argparse.Namespace, found: list[Folder]) -> InspectOutcome
 
 def damage(step: Path, log: Log) -> str | None:
     """Hash every file of a step and read its index; return what is wrong, None if nothing is."""
-    defect = folder.defect(step)
+    defect = manifest.structure_defect(step)
     if defect is not None:
         return defect
     content = manifest.read(step)
@@ -603,7 +603,7 @@ def plan_pruning(found: Folder, rule: folder.Retention, verify: bool) -> Pruning
     damaged: dict[int, str] = {}
 
     for step in found.steps:
-        defect = folder.defect(step)
+        defect = manifest.structure_defect(step)
         if defect is not None:
             damaged[number_of(step)] = defect
     reading = False  # where nothing would go, nothing has to be read

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.checkpoint import folder
+from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
@@ -250,7 +250,7 @@ def plan_replay(
     states = {}
     for number in folder.steps(root):  # sound by names, sizes and small files; the replay hashes all of it
         step = folder.step_folder(root, number)
-        if folder.defect(step) is None and folder.small_files_defect(step) is None:
+        if manifest.structure_defect(step) is None and folder.small_files_defect(step) is None:
             states[number] = folder.read_json(step / folder.STATE)
     sound = ", ".join(map(str, states))
     if not sound:

@@ -25,7 +25,7 @@ from megatron_moe.data.checks import (
 )
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import Tokenizer
-from megatron_moe.hf.import_plan import Import, plan_import
+from megatron_moe.hf.config import Import, plan_import
 from megatron_moe.io.source_version import other_source
 from megatron_moe.io.texts import size_text
 from megatron_moe.platform import host

@@ -76,7 +76,7 @@ class HuggingFaceSource(ConversionSource):
         described = settings_of(found, where)
         self.family = described.family
         self.notes += [*found.notes, *described.notes]
-        stored = {name: self.reader.shape(name) for name in self.reader.names()}
+        stored = self.reader.folder.shapes()
         self.table = mapping(build(described.flat), self.family.names)
         self.copies, self.ignored = require_tensors(self.table, stored, where)
         self.notes += [f"{name} follows from the configuration and is left out" for name in self.ignored]

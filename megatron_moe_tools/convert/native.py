@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_moe.checkpoint import folder, index, manifest, step_reader
 from megatron_moe.checkpoint.index import LARGEST_VALUE
-from megatron_moe.checkpoint.step_reader import PER_PART, AveragedReader, StepReader, by_itself
+from megatron_moe.checkpoint.step_reader import AVERAGE, PER_PART, StepReader, by_itself
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.config.schema import replace as replace_settings
@@ -77,8 +77,8 @@ class NativeSource(ConversionSource):
     def __init__(self, step: Path, options: ConversionOptions, notes: Iterable[str] = ()) -> None:
         super().__init__(step, options)
         self.notes += notes
-        self.reader = AveragedReader(step) if options.ema else StepReader(step)
-        if isinstance(self.reader, AveragedReader) and not self.reader.has_averages:
+        self.reader = StepReader(step)
+        if options.ema and not any(key.startswith(AVERAGE) for key in self.reader.index.tensors):
             raise ConfigError(f"--ema: {step} has no average of its weights, which a run with --ema-decay saves")
         self.config, self.state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
         self.iteration = int(step.name.removeprefix("iter_"))
@@ -99,7 +99,9 @@ class NativeSource(ConversionSource):
         return cast_values, {"native": native, "cast": certificate.cast_name(native["dtype"], dtype_name(block.dtype))}
 
     def _values(self, block: Block) -> Tensor:
-        return self.reader.read(block.key, block.start, block.shape)
+        # What has no average is read as it is: frozen weights, and state such as expert_bias.
+        averaged = self.options.ema and AVERAGE + block.key in self.reader.index.tensors
+        return self.reader.read(AVERAGE + block.key if averaged else block.key, block.start, block.shape)
 
     def with_stored_padding(self, run: Run) -> Run:
         """Return a run with the vocabulary padded as in the step; the padding depends on the run's layout.

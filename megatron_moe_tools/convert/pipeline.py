@@ -11,6 +11,7 @@ Sources and sinks are in `native`, `hugging_face` and `megatron`. One of the two
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from abc import ABC, abstractmethod
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
-from megatron_moe.hf.transforms import Shape, elements
+from megatron_moe.hf.transforms import Shape
 from megatron_moe.io.files import free_bytes
 from megatron_moe.io.hashing import FileEntry, sha256_of_file
 from megatron_moe.io.program import note
@@ -87,7 +88,7 @@ class Block:
     @property
     def num_bytes(self) -> int:
         """Bytes of the elements as they are written."""
-        return elements(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def blocks_of(key: str, shape: Shape, dtype: torch.dtype, copy: str | None = None) -> list[Block]:

@@ -91,14 +91,13 @@ def test_where_cuda_refuses_the_memory_is_pageable_and_that_is_reported_once(run
 
 
 @pytest.mark.parametrize("frozen_before", [False, True])
-def test_what_a_program_has_frozen_for_its_collector_is_so_after_a_save(frozen_before, monkeypatch):
+def test_what_a_program_has_frozen_for_its_collector_is_so_after_a_save(frozen_before):
     """An unfreezing would hand its collector every object, and write into each page that a forked process shares."""
     gc.unfreeze()
-    monkeypatch.setattr(optimizer_state, "_frozen_before", [])
     mark: list[int] = []
     if frozen_before:
         gc.freeze()
-    for _ in range(2):  # the second time without counting
+    for _ in range(2):
         optimizer = SimpleNamespace(get_parameter_state_dp_zero=None)
         with optimizer_state.gathered_into(optimizer, optimizer_state.Buffers(), later=False):
             assert gc.get_freeze_count()
