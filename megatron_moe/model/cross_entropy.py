@@ -39,7 +39,6 @@ def linear_cross_entropy(
     labels: Tensor,
     group: ProcessGroup | None = None,
     chunk_tokens: int | None = None,
-    weight_name: str = "output_layer.weight",
     vocab_size: int | None = None,
     fused_gradient: bool = False,
 ) -> Tensor:
@@ -54,7 +53,6 @@ def linear_cross_entropy(
         labels: [T], int64.
         group: the ranks over which the vocabulary is split, in the order of their rows; None if it is not split.
         chunk_tokens: tokens per tile; default 1024, which makes an fp32 tile of at most 32 MiB.
-        weight_name: the weight's name in an error.
         vocab_size: V, if the rows from there on are padding: they take no part, and their gradient is 0.
         fused_gradient: whether the weight's gradient is added to its fp32 sum, where it has one, without a rounding.
 
@@ -67,8 +65,8 @@ def linear_cross_entropy(
     """
     if hidden.dtype != weight.dtype:
         raise PrecisionError(
-            f"fused cross entropy: hidden states are {hidden.dtype} and {weight_name} is {weight.dtype}; both must be "
-            f"of one dtype: cast the hidden states to {weight.dtype} before the output layer, or keep it in "
+            f"fused cross entropy: hidden states are {hidden.dtype} and output_layer.weight is {weight.dtype}; both "
+            f"must be of one dtype: cast the hidden states to {weight.dtype} before the output layer, or keep it in "
             f"{hidden.dtype}"
         )
     first_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
@@ -267,6 +265,7 @@ class _Tiles:
     def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> None:
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.half_operands = hidden.dtype != self.dtype and not platform.on_cpu(hidden)
+        self.operand_dtype = hidden.dtype if self.half_operands else self.dtype  # of a tile in a product
         self.hidden, self.weight, self.labels = self.widened(hidden), weight, labels
         self.chunk_tokens = max(1, min(chunk_tokens, hidden.shape[0]))
         self._tile = torch.empty(0, dtype=self.dtype, device=hidden.device)
@@ -274,11 +273,6 @@ class _Tiles:
     def widened(self, operand: Tensor) -> Tensor:
         """Return an operand of a product in the dtype that this device needs."""
         return operand if self.half_operands else operand.to(self.dtype)
-
-    @property
-    def operand_dtype(self) -> torch.dtype:
-        """The dtype of a tile as an operand of a product."""
-        return self.hidden.dtype if self.half_operands else self.dtype
 
     def wide_zeros(self, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.hidden.device)

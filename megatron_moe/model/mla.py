@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,34 +90,18 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         self.rotary = Rotary(config, *cp_position) if rotary else None
         self.recompute_core = "core_attn" in recomputed
         self.recompute_up = "mla_up_proj" in recomputed
-        self._build_projections(config, submodules)
-        self.core_attention = submodules.core_attention(
-            config=config,
-            layer_number=layer_number,
-            attn_mask_type=attn_mask_type,
-            attention_type="self",
-            softmax_scale=softmax_scale(config),
-            k_channels=self.query_width,
-            v_channels=config.v_head_dim,
-            cp_comm_type=cp_comm_type,
-            pg_collection=pg_collection,
-        )
-
-    def _build_projections(self, config: EngineConfig, submodules: MLASubmodules) -> None:
         heads, hidden = config.num_attention_heads, config.hidden_size
 
         def column(input_size: int, output_size: int, buffer_name: str) -> Any:
+            options = {"gather_output": False, "bias": False, "skip_bias_add": False, "is_expert": False}
             return submodules.column_linear(
                 input_size,
                 output_size,
                 config=config,
                 init_method=config.init_method,
-                gather_output=False,
-                bias=False,
-                skip_bias_add=False,
-                is_expert=False,
                 tp_comm_buffer_name=buffer_name,
                 tp_group=self.tp_group,
+                **options,
             )
 
         def latent_norm(width: int) -> Any:
@@ -148,6 +133,17 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
             is_expert=False,
             tp_comm_buffer_name="proj",
             tp_group=self.tp_group,
+        )
+        self.core_attention = submodules.core_attention(
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type="self",
+            softmax_scale=softmax_scale(config),
+            k_channels=self.query_width,
+            v_channels=config.v_head_dim,
+            cp_comm_type=cp_comm_type,
+            pg_collection=pg_collection,
         )
 
     def forward(
@@ -188,7 +184,10 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
 
         key_value = key_value.unflatten(-1, (self.num_heads, self.key_value_width))
         key_rest, value = key_value.split((self.config.qk_head_dim, self.config.v_head_dim), dim=-1)
-        key_pos = self._shared_by_heads(key_pos).unsqueeze(2)
+        # The positional key [S or S/TP, B, dr] is for all heads. Backward: the gradients of all ranks' heads are
+        # summed, and each rank keeps its part of the sequence.
+        spread = all_gather_rows if self.config.sequence_parallel else shared_by_ranks
+        key_pos = spread(key_pos, self.tp_group).unsqueeze(2)
         if self.rotary is not None:
             return self.rotary.join(query_rest, query_pos), self.rotary.join(key_rest, key_pos), value
         query = torch.cat((query_rest, query_pos), dim=-1)
@@ -209,22 +208,10 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         latent, key_pos = latent_and_key_pos.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), dim=-1)
         return _normed(self.kv_layernorm, latent), key_pos
 
-    def _shared_by_heads(self, key_pos: Tensor) -> Tensor:
-        """Return the positional key [S, B, dr] for this rank's heads from its [S or S/TP, B, dr].
-
-        Backward: the gradients of all ranks' heads are summed, and each rank keeps its part of the sequence.
-        """
-        if self.config.sequence_parallel:
-            return all_gather_rows(key_pos, self.tp_group)
-        return shared_by_ranks(key_pos, self.tp_group)
-
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.recompute_core and self.training:
-            return checkpoint(self._core, False, query, key, value)
-        return self._core(query, key, value)
-
-    def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self.core_attention(query, key, value, None, attn_mask_type=self.attn_mask_type)
+        core = partial(self.core_attention, attention_mask=None, attn_mask_type=self.attn_mask_type)
+        recomputed = self.recompute_core and self.training
+        return checkpoint(core, False, query, key, value) if recomputed else core(query, key, value)
 
 
 class ReplicatedLinear(torch.nn.Module):

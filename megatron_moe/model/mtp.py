@@ -78,16 +78,14 @@ class MTPLayer(DeepcopyKeepsGroups, MegatronModule):
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.enorm = submodules.norm(**norm)
         self.hnorm = submodules.norm(**norm)
+        options = {"gather_output": False, "bias": False, "skip_bias_add": False, "is_expert": False}
         self.eh_proj = submodules.column_linear(
             2 * config.hidden_size,
             config.hidden_size,
             config=config,
             init_method=config.init_method,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            is_expert=False,
             tp_group=self.tp_group,
+            **options,
         )
         # The engine adds the layers of the stages before this one to the number.
         before = get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())

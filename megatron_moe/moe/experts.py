@@ -126,7 +126,9 @@ class LocalExperts(DeepcopyKeepsGroups, MegatronModule, ABC):
         self.num_local_experts = options.num_experts // groups.ep_size
         self.first_expert = groups.ep_rank * self.num_local_experts
         # (activation, second product, inputs of the activation): the second product's input is kept, or recomputed.
-        self.activate_into = without_output if options.recompute_activation else _keeping
+        self.activate_into: Callable[..., Tensor] = without_output
+        if not options.recompute_activation:
+            self.activate_into = lambda activation, product, *inputs: product(activation(*inputs))
         self.local_ffn_size = options.ffn_hidden_size // groups.etp_size
 
     @abstractmethod
@@ -211,16 +213,15 @@ class GroupedExperts(LocalExperts):
     def forward(self, expert_input: ExpertInput, later: DelayedWgrad | None = None) -> Tensor:
         """See `LocalExperts.forward`."""
         rows, probs, offsets = expert_input.rows, expert_input.probs, expert_input.offsets
-        gate_up_linear = self.gate_up_linear if later is None else later.grouped_linear
-        down_linear = self.grouped_linear if later is None else later.grouped_linear
+        gate_up_linear, down_linear = self.gate_up_linear, self.grouped_linear
+        if later is not None:
+            gate_up_linear = down_linear = later.grouped_linear
         if self.offsets_on_host:
             offsets = offsets.cpu() if expert_input.host_offsets is None else expert_input.host_offsets
         gate_up = gate_up_linear(rows, self.weight1, offsets)
-
-        def down(hidden: Tensor) -> Tensor:
-            return down_linear(hidden, self.weight2, offsets)
-
-        return self.activate_into(weighted_swiglu, down, gate_up, probs)
+        return self.activate_into(
+            weighted_swiglu, lambda hidden: down_linear(hidden, self.weight2, offsets), gate_up, probs
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -260,10 +261,6 @@ class GroupedExperts(LocalExperts):
             )
             for name, weight in (("weight1", self.weight1), ("weight2", self.weight2))
         }
-
-
-def _keeping(activation: Callable[..., Tensor], product: Callable[[Tensor], Tensor], *inputs: Tensor) -> Tensor:
-    return product(activation(*inputs))
 
 
 def mark_expert_parameter(parameter: torch.nn.Parameter, partition_dim: int) -> torch.nn.Parameter:

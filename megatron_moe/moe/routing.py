@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -85,11 +86,7 @@ Choice = Callable[[Tensor, Tensor, "Tensor | None", MicroBatch], Tensor]
 """(logits [T, E], scores [T, E], expert_bias [E] or None, micro-batch) -> [T, K] int64, different ones in each row."""
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    return torch.softmax(logits, dim=-1)
-
-
-SCORE_FUNCTIONS.register("softmax", ScoreFunction(_softmax, sums_to_one=True))
+SCORE_FUNCTIONS.register("softmax", ScoreFunction(partial(torch.softmax, dim=-1), sums_to_one=True))
 SCORE_FUNCTIONS.register("sigmoid", ScoreFunction(torch.sigmoid, sums_to_one=False))
 
 
@@ -378,8 +375,6 @@ def build_choice(options: MoEOptions, groups: MoEGroups) -> Choice:
 # The micro-batch is that of all TP x CP ranks together, and the decision is made on all of its choices, so that every
 # layout keeps the same ones. At TP = CP = 1 the rules are Megatron-LM's, except that ties are broken by position.
 
-Limit = Callable[[RoutingDecision, MicroBatch], RoutingDecision]
-
 
 def capacity(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
     """Return an expert's capacity: its even share of tokens x K times the factor, rounded up, at most one per token.
@@ -414,17 +409,19 @@ def kept_choices(expert_ids: Tensor, weights: Tensor | None, position: Tensor, s
 
 
 class ExpertCapacity:
-    """A limit that drops the choices beyond the experts' capacity, which get weight 0 and are not dispatched.
+    """A limit that drops the choices beyond the experts' capacity, if any, which get weight 0 and are not dispatched.
 
     The other weights of the token do not change.
     """
 
-    def __init__(self, options: MoEOptions, groups: MoEGroups, factor: float) -> None:
-        self.options, self.groups, self.factor = options, groups, factor
+    def __init__(self, options: MoEOptions, groups: MoEGroups) -> None:
+        self.options, self.groups, self.factor = options, groups, options.capacity_factor
         self.by_weight = options.drop_policy == "probs"
 
     def __call__(self, decision: RoutingDecision, micro_batch: MicroBatch) -> RoutingDecision:
         """Return the decision with `kept`, and weights of 0 where it is False. Collective over TP x CP."""
+        if self.factor is None:
+            return decision
         ids, group = decision.expert_ids, self.groups.tp_cp
         num_tokens, num_experts = ids.shape[0], self.options.num_experts
         position = positions(num_tokens, micro_batch.num_sequences, self.groups, ids.device)
@@ -436,8 +433,3 @@ class ExpertCapacity:
         kept = kept_choices(gathered[:, :-1], weights, gathered[:, -1], size, num_experts)
         here = kept[group.rank() * num_tokens : (group.rank() + 1) * num_tokens]
         return decision._replace(probs=decision.probs.masked_fill(~here, 0.0), kept=here)
-
-
-def dropless(decision: RoutingDecision, micro_batch: MicroBatch) -> RoutingDecision:
-    """Return the decision as it is: every choice is kept."""
-    return decision

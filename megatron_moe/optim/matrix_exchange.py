@@ -43,7 +43,7 @@ class MatrixBlock:
 
     shape: tuple[int, ...]
     split: Split
-    matrices: Callable[[Tensor], list[Tensor]]
+    matrices: Callable[[Tensor], Sequence[Tensor]]
     cost: float
     shares: Sequence[Part | None]
     replicated: bool

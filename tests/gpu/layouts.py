@@ -17,7 +17,6 @@ from benchmarks.problem import Shape, make_problem, oracle, relative_error
 from megatron_moe import platform
 from megatron_moe.config import cli
 from megatron_moe.config.schema import replace
-from megatron_moe.moe.layer import OverlappedSharedExperts, SequentialSharedExperts
 from megatron_moe.moe.load_balance import updated_expert_bias
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import MicroBatch, build_choice, route, scores_from_logits
@@ -113,9 +112,8 @@ def _shared_overlap(stage: Stage) -> None:
             layer = build_layer(case, {})[0].to(stage.device)
             hidden, _ = tokens_and_padding(case, 16 if stage.dry else 2048, 4)
             found = []
-            beside = OverlappedSharedExperts if platform.has_streams() else SequentialSharedExperts
-            for schedule in (SequentialSharedExperts, *[beside] * 10):
-                layer.schedule = schedule()
+            for beside in (False, *[platform.has_streams()] * 10):
+                layer.shared_overlaps = beside
                 layer.zero_grad(set_to_none=True)
                 given = hidden.to(stage.device).requires_grad_()
                 output, _ = layer(given)
