@@ -72,15 +72,9 @@ class ActivationOffload:
             return None
         return cls(training.offload_modules or (), training.min_offloaded_tensor_size)
 
-    @property
-    def leaving_bytes(self) -> int:
-        """Bytes that are on the device until the next pass, though their layers' forward passes are done."""
-        return sum(one.size for _, some in self._leaving.values() for one in some if one.is_leaving)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that are in use now."""
-        return self._pool.in_use
+    def bytes_now(self) -> tuple[int, int]:
+        """Return the bytes that leave the device with the next pass, and those of host memory that are in use."""
+        return sum(one.size for _, some in self._leaving.values() for one in some if one.is_leaving), self._pool.in_use
 
     def attach(self, model: torch.nn.Module) -> None:
         """Let the transformer layers of a model move what the modules keep."""

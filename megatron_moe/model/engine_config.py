@@ -1,7 +1,7 @@
 """The engine's configurations of a run: of the model, the gradient buffers and the optimizer.
 
 They contain the settings that the engine's own code reads. The MoE layer, its router and our attention get theirs from
-the run (`moe/options.py`, `model/spec.py`), so that the engine's checks do not refuse settings that it would not act
+the run (`moe/options.py`, `LayerSettings`), so that the engine's checks do not refuse settings that it would not act
 on.
 """
 
@@ -38,13 +38,14 @@ def params_dtype(run: Run) -> torch.dtype:
 
 def transformer_config(run: Run) -> TransformerConfig:
     """Return the engine's model configuration, for this machine's device."""
-    model, training, precision, dtype = run.model, run.training, run.precision, params_dtype(run)
+    model, moe, training, precision, dtype = run.model, run.moe, run.training, run.precision, params_dtype(run)
     # Given "mlp", the engine would recompute our MoE layers too, which it does not know; it refuses "moe_act" without
     # its own grouped experts. Our modules recompute these themselves.
     recomputed = [module for module in run.derived.recomputed_modules if module in ("core_attn", "layernorm")]
-    fields = {
+    fields: dict[str, Any] = {
         **_sizes(run),
-        **_moe(run),
+        # One entry per layer always: the engine then gives every layer its own checkpoint keys, for dense models too.
+        "moe_layer_freq": list(run.derived.moe_layer_pattern),
         **_layout(run),
         "bf16": precision.bf16,
         "fp16": precision.fp16,
@@ -64,6 +65,17 @@ def transformer_config(run: Run) -> TransformerConfig:
         "perform_initialization": False,
         "init_method_std": model.init_method_std,
     }
+    if moe.num_experts is not None:
+        fields["num_moe_experts"] = moe.num_experts  # the schedules then scale auxiliary losses
+        # No code that runs here reads these; without them the engine warns of its defaults.
+        fields |= {"moe_ffn_hidden_size": run.derived.moe_ffn_hidden_size, "moe_router_dtype": "fp32"}
+    # The schedule that runs two micro-batches at a time; without CUDA there are no streams. The dispatcher says which
+    # inputs of a step may be freed. That gradients are computed later is not passed on: the engine's linear layers
+    # cannot do it, and Transformer Engine's would wait for a call that attention does not get.
+    if moe.num_experts is not None and moe.overlap_moe_expert_parallel_comm and platform.has_streams():
+        fields["overlap_moe_expert_parallel_comm"] = True
+        fields["moe_token_dispatcher_type"] = moe.moe_token_dispatcher_type
+        fields["moe_flex_dispatcher_backend"] = moe.moe_flex_dispatcher_backend
     if not model.multi_latent_attention:
         return TransformerConfig(**fields)
     return MLATransformerConfig(**fields, **{name: getattr(model, name) for name in _LATENT})
@@ -96,28 +108,6 @@ def _sizes(run: Run) -> dict[str, Any]:
         "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
         "log_max_attention_logit": run.optimizer.qk_clip or run.logging.log_max_attention_logit,
     }
-
-
-def _moe(run: Run) -> dict[str, Any]:
-    # One entry per layer always: the engine then gives every layer its own checkpoint keys, for dense models too.
-    pattern = {"moe_layer_freq": list(run.derived.moe_layer_pattern)}
-    if run.moe.num_experts is None:
-        return pattern
-    fields: dict[str, Any] = {
-        **pattern,
-        "num_moe_experts": run.moe.num_experts,  # the schedules then scale auxiliary losses
-        # No code that runs here reads these; without them the engine warns of its defaults.
-        "moe_ffn_hidden_size": run.derived.moe_ffn_hidden_size,
-        "moe_router_dtype": "fp32",
-    }
-    # The schedule that runs two micro-batches at a time; without CUDA there are no streams. The dispatcher says which
-    # inputs of a step may be freed. That gradients are computed later is not passed on: the engine's linear layers
-    # cannot do it, and Transformer Engine's would wait for a call that attention does not get.
-    if run.moe.overlap_moe_expert_parallel_comm and platform.has_streams():
-        fields["overlap_moe_expert_parallel_comm"] = True
-        fields["moe_token_dispatcher_type"] = run.moe.moe_token_dispatcher_type
-        fields["moe_flex_dispatcher_backend"] = run.moe.moe_flex_dispatcher_backend
-    return fields
 
 
 def _layout(run: Run) -> dict[str, Any]:

@@ -209,15 +209,10 @@ def units(model: Any, pg_collection: ProcessGroups) -> Iterator[Unit]:
             yield Unit(part, pg_collection.expt_dp, weights[0].dtype, is_island=weights[0].dtype != dtype)
         elif any(weight.dtype != dtype for weight in weights):
             yield Unit(part, pg_collection.dp_cp, torch.float32, is_island=True)
-    for layer in layers_of(model):
+    further = [] if getattr(model, "mtp", None) is None else [depth.transformer_layer for depth in model.mtp.layers]
+    for layer in (*model.decoder.layers, *further):
         yield Unit(layer, pg_collection.dp_cp, dtype)
     yield Unit(model, pg_collection.dp_cp, dtype, is_root=True)
-
-
-def layers_of(model: Any) -> list[torch.nn.Module]:
-    """Return the transformer layers of a language model, those of multi-token prediction last."""
-    further = [] if getattr(model, "mtp", None) is None else [depth.transformer_layer for depth in model.mtp.layers]
-    return [*model.decoder.layers, *further]
 
 
 def _shard(unit: Unit, sharding: Sharding) -> FSDPModule:

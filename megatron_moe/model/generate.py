@@ -307,7 +307,7 @@ class _CachedLatentAttention(torch.nn.Module):
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         """Attend as LatentAttention does."""
-        attention, entered = self.attention, hidden_states.dtype
+        attention, config, entered = self.attention, self.attention.config, hidden_states.dtype
         if fp32_parameters(attention) is not None:  # an island, whose own hooks are bypassed here
             hidden_states = hidden_states.float()
         query_latent, latent_and_key_pos = attention.latents(hidden_states)
@@ -317,7 +317,16 @@ class _CachedLatentAttention(torch.nn.Module):
             query, key, value = attention.query_key_value(query_latent, latent_and_key_pos)
             context = attention.core_attention(query, key, value, None, attn_mask_type=attention.attn_mask_type)
         else:
-            context = self._absorbed(*attention.query_parts(query_latent), kept)
+            # One token's query [1, B, n, dn] and [1, B, n, dr], over the cached rows. q . (K c) = (K' q) . c and
+            # sum p (V c) = V (sum p c): all heads share one key and one value per token.
+            query_rest, query_pos = attention.query_parts(query_latent)
+            up = attention.linear_kv_up_proj.weight.unflatten(0, (attention.num_heads, attention.key_value_width))
+            up_key, up_value = up.split((config.qk_head_dim, config.v_head_dim), dim=1)
+            # The weight of a module that is kept in fp32 is fp32, between tensors of the model's dtype.
+            query = torch.einsum("sbnd,ndr->sbnr", query_rest.to(up.dtype), up_key).to(query_rest.dtype)
+            query = torch.cat((query, self._rotated(query_pos)), dim=-1)
+            context = attend_with_last(query, kept, kept[..., : config.kv_lora_rank], attention.core_attention.scale)
+            context = torch.einsum("sbnr,nvr->sbnv", context.to(up.dtype), up_value).to(query_rest.dtype).flatten(2)
         output, bias = attention.linear_proj(context)
         return output.to(entered), bias
 
@@ -327,20 +336,6 @@ class _CachedLatentAttention(torch.nn.Module):
         if rotary is None:
             return x
         return rotated(x, *(t[known : known + x.shape[0]] for t in rotary.tables(self._length.capacity, x.device)))
-
-    def _absorbed(self, query_rest: Tensor, query_pos: Tensor, kept: Tensor) -> Tensor:
-        """Return the context [1, B, n dv] of one token's query, [1, B, n, dn] and [1, B, n, dr], over the cached rows.
-
-        q . (K c) = (K' q) . c and sum p (V c) = V (sum p c): all heads share one key and one value per token.
-        """
-        attention, config = self.attention, self.attention.config
-        up = attention.linear_kv_up_proj.weight.unflatten(0, (attention.num_heads, attention.key_value_width))
-        up_key, up_value = up.split((config.qk_head_dim, config.v_head_dim), dim=1)
-        # The weight of a module that is kept in fp32 is fp32, between tensors of the model's dtype.
-        query = torch.einsum("sbnd,ndr->sbnr", query_rest.to(up.dtype), up_key).to(query_rest.dtype)
-        query = torch.cat((query, self._rotated(query_pos)), dim=-1)
-        context = attend_with_last(query, kept, kept[..., : config.kv_lora_rank], attention.core_attention.scale)
-        return torch.einsum("sbnr,nvr->sbnv", context.to(up.dtype), up_value).to(query_rest.dtype).flatten(2)
 
 
 def _own(core: torch.nn.Module) -> SDPACoreAttention:

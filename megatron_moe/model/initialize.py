@@ -85,10 +85,7 @@ def initialize_weights(chunk: torch.nn.Module, seed: int) -> None:
             parameter.fill_(1.0)
         else:
             width = output_std if module_name in _OUTPUT_PROJECTIONS else std
-            full_shape = list(parameter.shape)
-            if split.axis is not None:
-                full_shape[split.axis] *= ranks
-            full = normal(seed, full_name, tuple(full_shape), width)
+            full = normal(seed, full_name, whole_shape(tuple(parameter.shape), split, ranks), width)
             parameter.copy_(part(full, split, rank, ranks))
 
 
@@ -114,6 +111,14 @@ def global_name(chunk: torch.nn.Module, name: str) -> str:
     model: Any = chunk
     layers = model.decoder.layers
     return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{layers[int(m[1])].layer_number - 1}.", name)
+
+
+def whole_shape(shape: tuple[int, ...], split: Split, ranks: int) -> tuple[int, ...]:
+    """Return the shape of the whole of which each of that many tensor-parallel ranks has a part of this shape."""
+    whole = list(shape)
+    if split.axis is not None:
+        whole[split.axis] *= ranks
+    return tuple(whole)
 
 
 def part(full: Tensor, split: Split, rank: int, ranks: int) -> Tensor:

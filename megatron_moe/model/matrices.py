@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_moe.config.schema import Run
-from megatron_moe.model.initialize import Split, placement
+from megatron_moe.model.initialize import Split, placement, whole_shape
 
 
 class MatrixLayout(NamedTuple):
@@ -113,14 +113,6 @@ def matrix_cost(weight: Tensor) -> MatrixCost | None:
 def is_matrix(weight: Tensor) -> bool:
     """Return whether Muon updates a weight; it has no second moment then."""
     return weight in _COSTS
-
-
-def whole_shape(shape: tuple[int, ...], split: Split, ranks: int) -> tuple[int, ...]:
-    """Return the shape of the whole of which each of that many tensor-parallel ranks has a part of this shape."""
-    whole = list(shape)
-    if split.axis is not None:
-        whole[split.axis] *= ranks
-    return tuple(whole)
 
 
 def flops_of_block(layout: MatrixLayout, shape: tuple[int, ...], tp_size: int) -> float:

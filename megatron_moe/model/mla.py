@@ -257,7 +257,7 @@ def softmax_scale(config: EngineConfig) -> float:
 
 
 class Rotary:
-    """A function that rotates the pairs of a head's positional part by position x frequency.
+    """The rotation of the pairs of a head's positional part by position x frequency.
 
     Args:
         config: the engine's MLATransformerConfig: qk_pos_emb_head_dim, rotary_base, rope_type and, for yarn,
@@ -279,18 +279,21 @@ class Rotary:
         self.frequencies = config.rotary_base**-exponents
         self.amplitude = 1.0
         if config.rope_type == "yarn":
-            factor = config.rotary_scaling_factor
-            self.frequencies = _interpolated(self.frequencies, config)
+            factor, positions = config.rotary_scaling_factor, config.original_max_position_embeddings
+
+            def dimension(rotations: float) -> float:
+                """Return the (fractional) index whose frequency makes this many rotations over the original context."""
+                return width * math.log(positions / (rotations * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+
+            # Slow frequencies are divided by the factor, fast ones kept, those between blended linearly.
+            low = max(math.floor(dimension(config.beta_fast)), 0)
+            high = min(math.ceil(dimension(config.beta_slow)), width - 1)
+            span = max(high - low, 0.001)  # as DeepSeek's code does, where both ends meet
+            slow = ((torch.arange(width // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+            self.frequencies = self.frequencies / factor * slow + self.frequencies * (1 - slow)
             self.amplitude = yarn_magnitude(factor, config.mscale) / yarn_magnitude(factor, config.mscale_all_dim)
         self._cp_rank, self._cp_size = cp_rank, cp_size
         self._tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return x [S / CP, B, heads, width] rotated by each row's position in the sequence.
-
-        The rotation is computed in fp32, the result in x's dtype.
-        """
-        return rotated(x, *self.tables(x.shape[0], x.device))
 
     def join(self, rest: Tensor, positional: Tensor) -> Tensor:
         """Return heads [S / CP, B, n, width + w]: `rest` [S / CP, B, n, width], and behind it the rotated `positional`.
@@ -356,19 +359,3 @@ class _JoinPositions(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         found = join_positions_backward(grad, cos, sin, ctx.width, ctx.shared)
         return grad[..., : ctx.width], found, None, None
-
-
-def _interpolated(frequencies: Tensor, config: EngineConfig) -> Tensor:
-    """Return yarn's frequencies: slow ones divided by the factor, fast ones kept, those between blended linearly."""
-    width, base = config.qk_pos_emb_head_dim, config.rotary_base
-
-    def dimension(rotations: float) -> float:
-        """Return the (fractional) index whose frequency makes this many rotations over the original context."""
-        wavelength = config.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return width * math.log(wavelength) / (2 * math.log(base))
-
-    low = max(math.floor(dimension(config.beta_fast)), 0)
-    high = min(math.ceil(dimension(config.beta_slow)), width - 1)
-    span = max(high - low, 0.001)  # as DeepSeek's code does, where both ends meet
-    slow = ((torch.arange(width // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
-    return frequencies / config.rotary_scaling_factor * slow + frequencies * (1 - slow)

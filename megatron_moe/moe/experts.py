@@ -126,9 +126,7 @@ class LocalExperts(DeepcopyKeepsGroups, MegatronModule, ABC):
         self.num_local_experts = options.num_experts // groups.ep_size
         self.first_expert = groups.ep_rank * self.num_local_experts
         # (activation, second product, inputs of the activation): the second product's input is kept, or recomputed.
-        self.activate_into: Callable[..., Tensor] = without_output
-        if not options.recompute_activation:
-            self.activate_into = lambda activation, product, *inputs: product(activation(*inputs))
+        self.activate_into = without_output if options.recompute_activation else _keeping
         self.local_ffn_size = options.ffn_hidden_size // groups.etp_size
 
     @abstractmethod
@@ -261,6 +259,10 @@ class GroupedExperts(LocalExperts):
             )
             for name, weight in (("weight1", self.weight1), ("weight2", self.weight2))
         }
+
+
+def _keeping(activation: Callable[..., Tensor], product: Callable[[Tensor], Tensor], *inputs: Tensor) -> Tensor:
+    return product(activation(*inputs))
 
 
 def mark_expert_parameter(parameter: torch.nn.Parameter, partition_dim: int) -> torch.nn.Parameter:

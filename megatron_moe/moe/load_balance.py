@@ -166,14 +166,6 @@ class StepTokens:
         self.num_tokens += num_tokens
 
 
-def z_loss_share(logits: Tensor, is_padding: Tensor | None) -> Tensor:
-    """Return this rank's share of the router z-loss (ST-MoE, arXiv 2202.08906): sum over tokens of logsumexp^2."""
-    squares = torch.logsumexp(logits, dim=-1).square()
-    if is_padding is not None:
-        squares = squares.masked_fill(is_padding, 0.0)
-    return squares.sum()
-
-
 class AuxLosses:
     """The auxiliary losses of one router, and their sums since the last step.
 
@@ -220,7 +212,11 @@ class AuxLosses:
         probs = routed.decision.probs
         for name, coeff in self._terms:
             if name == "z_loss":
-                value = z_loss_share(routed.logits, is_padding)
+                # The router z-loss (ST-MoE, arXiv 2202.08906): the sum over tokens of logsumexp^2.
+                squares = torch.logsumexp(routed.logits, dim=-1).square()
+                if is_padding is not None:
+                    squares = squares.masked_fill(is_padding, 0.0)
+                value = squares.sum()
             else:
                 value = balance_share(scores, self._counts_of_sets(name, counts, global_batch))
             previous = self.totals.get(name)

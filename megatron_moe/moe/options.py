@@ -146,6 +146,13 @@ def _common(moe: MoEConfig | EngineConfig, norm_topk_prob: bool, recomputed: Col
         score_function, pre_softmax, norm_topk_prob = "sigmoid" if topk == 1 else "softmax", topk > 1, False
     coeffs = [coeffs] * len(kinds) if isinstance(coeffs, (int, float)) else coeffs
     losses = tuple((kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind not in ("none", "sinkhorn") and coeff)
+    settings: dict[str, Any] = {}  # what the dispatcher's entry takes besides sizes and groups
+    if moe.moe_token_dispatcher_type == "flex":
+        library = moe.moe_flex_dispatcher_backend
+        own = {"deepep": moe.moe_deepep_num_sms, "hybridep": moe.moe_hybridep_num_sms}
+        # A later release of the engine has one number for all libraries.
+        num_sms = getattr(moe, "moe_flex_dispatcher_num_sms", None) or own.get(library)
+        settings = {"library": library, "num_sms": num_sms}
     return {
         "topk": topk,
         "shared_ffn_hidden_size": moe.moe_shared_expert_intermediate_size,
@@ -170,25 +177,13 @@ def _common(moe: MoEConfig | EngineConfig, norm_topk_prob: bool, recomputed: Col
         "capacity_factor": moe.moe_expert_capacity_factor,
         "drop_policy": moe.moe_token_drop_policy,
         "pad_to_capacity": moe.moe_pad_expert_input_to_capacity,
-        **_dispatcher(moe),
+        "dispatcher": moe.moe_token_dispatcher_type,
+        "dispatcher_settings": settings,
         "backend": getattr(moe, "moe_expert_backend", "grouped_mm"),
         "recompute": "moe" in recomputed,
         "recompute_activation": "moe_act" in recomputed,
         "recompute_shared_experts": "shared_experts" in recomputed,
     }
-
-
-def _dispatcher(config: MoEConfig | EngineConfig) -> dict[str, Any]:
-    """Return the dispatcher, and what its entry takes besides sizes and groups; only the flex dispatcher takes more.
-
-    config: the run's section or the engine's TransformerConfig, of which a later release has one number for all.
-    """
-    if config.moe_token_dispatcher_type != "flex":
-        return {"dispatcher": config.moe_token_dispatcher_type, "dispatcher_settings": {}}
-    library = config.moe_flex_dispatcher_backend
-    own = {"deepep": config.moe_deepep_num_sms, "hybridep": config.moe_hybridep_num_sms}
-    num_sms = getattr(config, "moe_flex_dispatcher_num_sms", None) or own.get(library)
-    return {"dispatcher": "flex", "dispatcher_settings": {"library": library, "num_sms": num_sms}}
 
 
 # ---- process groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.moe.load_balance import AuxLosses, GlobalBatch, StepTokens, requested_counts
 from megatron_moe.moe.options import MoEOptions, moe_groups
 from megatron_moe.moe.routing import (
+    Choice,
     ExpertCapacity,
     MicroBatch,
     RoutedTokens,
     RoutingDecision,
-    build_choice,
+    chosen_experts,
     route,
 )
 from megatron_moe.parallel.collectives import all_reduce_sum
@@ -92,7 +94,7 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         self.register_buffer("local_num_tokens", torch.zeros(1, dtype=torch.int64), persistent=False)
         self.perturb = Jitter(options.input_jitter_eps or 0.0, options.router_dtype)
         self.score = SCORE_FUNCTIONS[options.score_function].scores
-        self.choose = build_choice(options, self.groups)
+        self.choose: Choice = partial(chosen_experts, options, self.groups)
         self.limit = ExpertCapacity(options, self.groups)
         self.aux_losses: AuxLosses | None = None
         if options.aux_losses or options.z_loss_coeff:
@@ -180,17 +182,16 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
                 see(self, routed)
             if counted:
                 decision = self._balance(routed)
-        return self._dense(decision, is_padding) if dense else decision
-
-    def _dense(self, decision: RoutingDecision, is_padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (probs [T, E], routing_map [T, E] bool); padding and dropped choices are not in the map."""
-        shape = (decision.expert_ids.shape[0], self.options.num_experts)
-        probs = decision.probs.new_zeros(shape).scatter(1, decision.expert_ids, decision.probs)
-        routing_map = torch.zeros(shape, dtype=torch.bool, device=probs.device).scatter_(1, decision.expert_ids, True)
+        if not dense:
+            return decision
+        # Padding and dropped choices are not in the map.
+        ids, shape = decision.expert_ids, (hidden.shape[0], self.options.num_experts)
+        probs = decision.probs.new_zeros(shape).scatter(1, ids, decision.probs)
+        routing_map = torch.zeros(shape, dtype=torch.bool, device=probs.device).scatter_(1, ids, True)
         if is_padding is not None:
             routing_map &= ~is_padding.unsqueeze(1)
         if decision.kept is not None:
-            routing_map &= torch.zeros_like(routing_map).scatter_(1, decision.expert_ids, decision.kept)
+            routing_map &= torch.zeros_like(routing_map).scatter_(1, ids, decision.kept)
         return probs, routing_map
 
     def reset_counts(self) -> None:

@@ -1,7 +1,7 @@
 """Routing: logits -> scores -> choice of experts -> weights -> choices within the experts' capacity.
 
 `route` puts the steps together. What differs between routers is the choice: by score, by Sinkhorn's normalisation or
-round robin (`build_choice`). The expert bias is added to the scores for the choice and does not enter the weights
+round robin (`chosen_experts`). The expert bias is added to the scores for the choice and does not enter the weights
 (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), whatever the score function is. A decision consists of indices [T, K],
 without a dense [T, E] map.
 """
@@ -251,7 +251,7 @@ def route(
         options: the layer's options.
         micro_batch: the tokens' properties. The weights of padding are 0, so that it reaches no output and sends no
             gradient.
-        choose: the choice of experts, see `build_choice`.
+        choose: the choice of experts, see `chosen_experts`.
 
     Returns:
         The decision. The weights of a token with a logit that is not finite are NaN.
@@ -321,53 +321,35 @@ def positions(num_tokens: int, num_sequences: int, groups: MoEGroups, device: to
     return position * num_sequences + token % num_sequences
 
 
-class ByScore:
-    """A choice of the K best experts by score plus bias, within the token's groups."""
+def chosen_experts(
+    options: MoEOptions,
+    groups: MoEGroups,
+    logits: Tensor,
+    scores: Tensor,
+    expert_bias: Tensor | None,
+    micro_batch: MicroBatch,
+) -> Tensor:
+    """Return the K experts of each token, [T, K] int64: with the first two arguments given, a `Choice`.
 
-    def __init__(self, options: MoEOptions) -> None:
-        self.options = options
+    By score plus bias they are the best ones within the token's groups.
 
-    def __call__(self, logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        return choose_experts(ranked_values(logits, scores, self.options), expert_bias, self.options)
+    By Sinkhorn's normalisation they are the best ones in training, and those by score in evaluation. It is over the
+    micro-batch's tokens on all TP x CP ranks; in Megatron-LM, which this follows otherwise, every rank normalises its
+    own tokens.
 
-
-class BySinkhorn:
-    """A choice of the K best experts after Sinkhorn's normalisation in training, and by score in evaluation.
-
-    The normalisation is over the micro-batch's tokens on all TP x CP ranks. In Megatron-LM, which this follows
-    otherwise, every rank normalises its own tokens.
+    With a forced balance token p of the micro-batch gets the experts p K, p K + 1, ... modulo E, whatever its scores
+    are. Every expert gets the same number of choices where E divides the micro-batch's tokens x K.
     """
-
-    def __init__(self, options: MoEOptions, groups: MoEGroups) -> None:
-        self.options, self.groups = options, groups
-
-    def __call__(self, logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        if not micro_batch.training:
-            return choose_experts(scores, None, self.options)
-        balanced = sinkhorn_scores(logits, micro_batch.is_padding, self.groups.tp_cp)
-        return balanced.topk(self.options.topk, dim=-1).indices
-
-
-class RoundRobin:
-    """A choice that ignores the scores: token p of the micro-batch gets the experts p K, p K + 1, ... modulo E.
-
-    Every expert gets the same number of choices where E divides the micro-batch's tokens x K.
-    """
-
-    def __init__(self, options: MoEOptions, groups: MoEGroups) -> None:
-        self.options, self.groups = options, groups
-
-    def __call__(self, logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        position = positions(logits.shape[0], micro_batch.num_sequences, self.groups, logits.device)
-        turn = torch.arange(self.options.topk, device=logits.device)
-        return (position.unsqueeze(1) * self.options.topk + turn) % self.options.num_experts
-
-
-def build_choice(options: MoEOptions, groups: MoEGroups) -> Choice:
-    """Return the choice that the options ask for."""
     if options.force_load_balancing:
-        return RoundRobin(options, groups)
-    return BySinkhorn(options, groups) if options.sinkhorn else ByScore(options)
+        position = positions(logits.shape[0], micro_batch.num_sequences, groups, logits.device)
+        turn = torch.arange(options.topk, device=logits.device)
+        return (position.unsqueeze(1) * options.topk + turn) % options.num_experts
+    if not options.sinkhorn:
+        return choose_experts(ranked_values(logits, scores, options), expert_bias, options)
+    if not micro_batch.training:
+        return choose_experts(scores, None, options)
+    balanced = sinkhorn_scores(logits, micro_batch.is_padding, groups.tp_cp)
+    return balanced.topk(options.topk, dim=-1).indices
 
 
 # ---- Expert capacity, the limit on an expert's choices in a micro-batch.
