@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
-from megatron_moe.model.initialize import Split
-from megatron_moe.model.matrices import whole_shape
+from megatron_moe.model.initialize import Split, whole_shape
 from megatron_moe.parallel.collectives import all_to_all_rows
 
 ROUND_NUMEL = 2**25
@@ -57,7 +56,7 @@ class MatrixBlock:
 
     shape: tuple[int, ...]
     split: Split
-    matrices: Callable[[Tensor], list[Tensor]]
+    matrices: Callable[[Tensor], Sequence[Tensor]]
     cost: float
     shares: Sequence[Part | None]
     replicated: bool

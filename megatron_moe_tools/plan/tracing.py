@@ -269,7 +269,7 @@ def _trace_chunk(
         freed = output.untyped_storage().nbytes()
     leaving = moved = 0
     if offload is not None:
-        leaving, moved = offload.leaving_bytes, offload.host_bytes
+        leaving, moved = offload.bytes_now()
     kept = tracer.live - start - freed - leaving
     tracer.peak = tracer.live
     output.backward(None if inner.post_process else torch.empty_like(output))

@@ -42,5 +42,7 @@ def test_every_setting_is_read_by_the_code_that_it_is_for():
                     read.add(node.attr)
             elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
                 read.add(node.slice.value)  # of the flat settings
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+                read.add(getattr(node.args[1], "value", None))
     fields = {field.name for section in sections().values() for field in dataclasses.fields(section)}
     assert fields - read == set(NOT_READ)
