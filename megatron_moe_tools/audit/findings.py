@@ -18,20 +18,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_moe.platform import numerics
 from megatron_moe.precision.contract import wider_output
-from megatron_moe_tools.audit.operations import OperationLocation, dtype_name, dtype_names, floating, widest, width
+from megatron_moe_tools.audit.operations import OperationLocation, dtype_name, dtype_names, floating, widest
 
-COUNTED = (
-    "unintended_promotions",
-    "mixed_matmuls",
-    "casts",
-    "other_conversions",
-    "declared_promotions",
-    "accumulations",
-    "low_precision_reductions",
-    "fp32_state_violations",
-)
-TOP_COUNTS = ("unintended_promotions", "mixed_matmuls", "casts", "other_conversions")
-"""Counts that are also at the top level of the JSON report."""
+LISTS = {
+    "unintended_promotions": "unintended_promotion_list",
+    "mixed_matmuls": "mixed_matmul_list",
+    "casts": "cast_list",
+    "other_conversions": "other_conversion_list",
+    "declared_promotions": "declared_promotions",
+    "accumulations": "accumulations",
+    "low_precision_reductions": "low_precision_reductions",
+    "fp32_state_violations": "fp32_state_violations",
+}
+"""Kind of finding -> the key of its list in a report; where that is another, the kind's key has the count."""
 FINDING_LISTS = ("unintended_promotion_list", "mixed_matmul_list", "fp32_state_violations", "widened_modules")
 # Casts in this file replace half-precision instructions that the processor lacks; the model did not ask for them.
 PROCESSOR_WORKAROUND = "platform/cpu_half_gemm.py"
@@ -160,7 +159,6 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON: counts as integers at the top level, next to their lists."""
-        counts = {name: getattr(self, name).count for name in COUNTED}
         workaround: dict[str, float] = {"count": 0, "seconds": 0, "bytes": 0}
         seconds, moved = 0.0, 0
         for cast in self.casts:
@@ -169,12 +167,11 @@ class Audit:
                 workaround["count"] += cast.count
                 workaround["seconds"] += cast.seconds
                 workaround["bytes"] += cast.bytes
-        report = {
+        report: dict[str, Any] = {
             **self.about,
             "failed": self.failed,
             "error": self.error,
-            **{name: counts[name] for name in TOP_COUNTS},
-            "counts": counts,
+            "counts": {},
             "cast_share_of_time": seconds / (self.kernel_seconds or 1.0),
             "cast_share_of_bytes": moved / (self.kernel_bytes or 1),
             "casts_for_this_processor": workaround,
@@ -184,27 +181,15 @@ class Audit:
             "wall_seconds": self.wall_seconds,
             "widened_modules": list(map(asdict, self.widened_modules.values())),
             "declared_wider_modules": self.declared_wider,
+            "modules": {},
         }
-        for name, findings in (
-            ("declared_promotions", self.declared_promotions),
-            ("accumulations", self.accumulations),
-            ("low_precision_reductions", self.low_precision_reductions),
-            ("fp32_state_violations", self.fp32_state_violations),
-            ("unintended_promotion_list", self.unintended_promotions),
-            ("mixed_matmul_list", self.mixed_matmuls),
-            ("cast_list", self.casts),
-            ("other_conversion_list", self.other_conversions),
-        ):
-            report[name] = list(map(asdict, findings))
-        report["modules"] = {}
+        for name, key in LISTS.items():
+            findings: AuditFindings = getattr(self, name)
+            report[name] = report["counts"][name] = findings.count
+            report[key] = list(map(asdict, findings))
         for name, entry in self.modules.items():
-            report["modules"][name] = {
-                "kind": entry.kind,
-                "parameters": list(entry.parameters),
-                "inputs": sorted(entry.inputs),
-                "outputs": sorted(entry.outputs),
-                "calls": entry.calls,
-            }
+            dtypes = {"inputs": sorted(entry.inputs), "outputs": sorted(entry.outputs)}
+            report["modules"][name] = {**asdict(entry), **dtypes}
         return {"verdict": summary_line(report), **report}
 
 
@@ -241,15 +226,6 @@ class Cause:
     location: OperationLocation
 
 
-@dataclass(frozen=True)
-class _WideReturn:
-    """The return of something wide by a module, after `at` operations."""
-
-    at: int
-    module: str
-    cause: Cause | None
-
-
 def _first(causes: list[Cause]) -> Cause | None:
     """Return the first promotion, or else the first cast."""
     return min(causes, key=lambda cause: (not cause.promotion, cause.order), default=None)
@@ -266,7 +242,7 @@ class Widening:
         self._audit = audit
         self._causes = WeakTensorKeyDictionary()
         self._declared = WeakTensorKeyDictionary()
-        self._widened: list[_WideReturn] = []
+        self._widened: list[tuple[int, str, Cause | None]] = []  # of a module's return: operations before it, name
         self._parameters: dict[int, list[Tensor]] = {}
 
     def follow(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], own: Cause | None) -> None:
@@ -285,7 +261,7 @@ class Widening:
         if cause is None:
             return
         for tensor in floating(outputs):
-            if width(tensor.dtype) >= _WIDE:
+            if tensor.itemsize >= _WIDE:
                 self._causes[tensor] = cause
 
     def _causes_of(self, tensors: Sequence[Tensor]) -> list[Cause]:
@@ -295,7 +271,7 @@ class Widening:
 
     def origin(self, operands: Sequence[Tensor]) -> str:
         """Return words on where the widest operand was widened, if an operation of this step did it; else ""."""
-        tensor = max(operands, key=lambda operand: width(operand.dtype))
+        tensor = max(operands, key=lambda operand: operand.itemsize)
         cause: Cause | None = self._causes.get(tensor)
         if cause is None:
             return ""
@@ -320,7 +296,7 @@ class Widening:
         if parameters is None:
             parameters = self._parameters[id(module)] = floating(module.parameters())
         known = widest((*inputs, *parameters))
-        wide = [tensor for tensor in floating(returned) if 0 < known < width(tensor.dtype)]
+        wide = [tensor for tensor in floating(returned) if 0 < known < tensor.itemsize]
         if not wide:
             return
         reason = wider_output(module)
@@ -330,7 +306,7 @@ class Widening:
             self._audit.declared_wider[name] = reason
             self._declared.update(dict.fromkeys(wide, True))
             return
-        since, causes = [one for one in self._widened if one.at > begin], self._causes_of(wide)
+        since, causes = [one for one in self._widened if one[0] > begin], self._causes_of(wide)
         if not (inputs or since or causes):
             return  # made here of numbers that were not narrow before, such as a table of positions
         cause = _first(causes)
@@ -347,11 +323,11 @@ class Widening:
             caused_by=caused_by,
             operation=operation,
             where=where,
-            taken_over_from=next((one.module for one in since if one.cause is cause), None),
+            taken_over_from=next((inner for _, inner, returned in since if returned is cause), None),
         )
         known_entry = self._audit.widened_modules.setdefault((name, entry.output, where), entry)
         known_entry.count += known_entry is not entry
-        self._widened.append(_WideReturn(self._audit.operations, name, cause))
+        self._widened.append((self._audit.operations, name, cause))
 
 
 # ---- Reports.
