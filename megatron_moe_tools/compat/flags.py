@@ -128,8 +128,7 @@ def ask(flag: str, values: Sequence[str], resolved: Sequence[str]) -> Asked:
         return Asked(flag, tuple(values), "taken", _own()[flag], None)
     if row is None or row.answer == "unknown":
         return Asked(flag, tuple(values), "unknown", megatron_flags.unknown(flag, _own()), None)
-    target = f"{row.target}: " if row.target else ""
-    return Asked(flag, tuple(values), row.answer, target + row.reason, row)
+    return Asked(flag, tuple(values), row.answer, row.says, row)
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ with a note; a run of our own flags is not changed: there, the rules refuse them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES
 from megatron_moe.config.rules.model import YARN_FIELDS
-from megatron_moe.config.rules.rule import UNREAD, set_among, spelled
+from megatron_moe.config.rules.rule import UNREAD, Unread, set_among, spelled
 from megatron_moe.config.rules.training import NOT_KEPT
 from megatron_moe.config.run_flags import TIKTOKEN_FIELDS
 from megatron_moe.config.schema import Run, build
@@ -263,6 +263,95 @@ def note_of_open(given: Given, closed: Collection[str]) -> tuple[str, ...]:
 
 Change = tuple[dict[str, Any], str]
 """New values by field, and the note."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Settings that Megatron-LM accepts and ignores in some runs, or that have no use here, where they are left out.
+
+    Args:
+        names: the fields that go, where one of them is set.
+        where: the runs that do without.
+        note: what to say, after the settings and those of `readers`.
+        readers: fields that decide whether these are read.
+    """
+
+    names: Sequence[str]
+    where: Callable[[Run], Any]
+    note: str
+    readers: Sequence[str] = ()
+
+    def change(self, run: Run) -> Change | None:
+        """Return the change of a run that sets one of the names and does without; None for others."""
+        stray = set_among(run, self.names)
+        if not stray or not self.where(run):
+            return None
+        return _left_out(stray), f"{_typed(run, (*stray, *self.readers))}: {self.note}"
+
+
+def _shards_gradients(run: Run) -> bool:
+    """Return whether gradients are sharded: ZeRO stage 2 or 3."""
+    strategy = run.parallel.data_parallel_sharding_strategy
+    return strategy in SHARDING_STRATEGIES[2:] or run.parallel.use_torch_fsdp2
+
+
+LEFT_OUT = (
+    LeftOut(
+        ["sequence_parallel"],
+        lambda run: run.parallel.tensor_model_parallel_size == 1,
+        "is off, as in Megatron-LM: there is one TP rank",
+    ),
+    LeftOut(
+        ["moe_expert_capacity_factor"],
+        lambda run: run.moe.moe_expert_capacity_factor < 0,
+        "is none, as in Megatron-LM: no token is dropped",
+    ),
+    LeftOut(
+        ["overlap_grad_reduce", "overlap_param_gather"],
+        _shards_gradients,
+        "always so from ZeRO stage 2 on: each layer is gathered and reduced behind the computation of the next",
+    ),
+    LeftOut(
+        ["overlap_moe_expert_parallel_comm", "delay_wgrad_compute"],
+        lambda run: run.moe.overlap_moe_expert_parallel_comm and _shards_gradients(run),
+        "NOT OVERLAPPED from ZeRO stage 2 on, where a layer's weights are gathered when it is called as a whole; the"
+        " numbers are the same",
+    ),
+    LeftOut(
+        ["fine_grained_activation_offloading", "offload_modules"],
+        lambda run: (
+            run.moe.overlap_moe_expert_parallel_comm
+            and run.training.fine_grained_activation_offloading
+            and run.training.offload_modules
+        ),
+        "ACTIVATIONS STAY ON THE DEVICE and take its memory, since --overlap-moe-expert-parallel-comm computes layers"
+        " in parts; the numbers are the same",
+    ),
+    LeftOut(
+        ["fp8_param_gather"],
+        lambda run: True,
+        "NOT STORED IN FP8, weights are stored and gathered in the model's dtype and rounded to FP8 for a product,"
+        " which is more exact and takes more memory and traffic",
+    ),
+    LeftOut(
+        ["delay_wgrad_compute"],
+        lambda run: run.precision.fp8_format is not None,
+        "left out, FP8 products find the gradients of rows and weights together; the numbers are the same",
+    ),
+    LeftOut(
+        ["use_rope_scaling"],
+        lambda run: run.model.multi_latent_attention,
+        "left out, latent attention does not read it; its positions are scaled by --rope-type yarn",
+        ["rope_type"],
+    ),
+    LeftOut(
+        TIKTOKEN_FIELDS,
+        lambda run: run.data.tokenizer_type != "TikTokenizer",
+        "left out, TikTokenizer alone reads it",
+        ["tokenizer_type"],
+    ),
+)
+
 Find = Callable[[Run, Given], Change | None]
 
 _FINDERS: list[Find] = []
@@ -271,46 +360,25 @@ _FINDERS: list[Find] = []
 def as_megatron_reads(given: Given) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the settings without those that Megatron-LM accepts and ignores, with a note for each change."""
     settings, notes = dict(given), []
-    for find in (*_FINDERS, *_unread()):
-        change = find(build(settings), settings)
+    unread = [_unread(entry) for entry in UNREAD if entry.in_megatron]
+    for find in (*LEFT_OUT, *_FINDERS, *unread):
+        run = build(settings)
+        change = find.change(run) if isinstance(find, LeftOut) else find(run, settings)
         if change is not None:
             settings |= change[0]
             notes.append(change[1])
     return settings, tuple(notes)
 
 
-def _unread() -> Iterator[Find]:
-    """Yield what leaves settings out that the rules refuse because a run does not read them."""
-    for entry in UNREAD:
-        if not entry.in_megatron:
-            continue
-        names = [name for name in entry.fields if name not in entry.refused_there]
-        why, _, _ = entry.reason.partition("; ")
-        yield _leaves_out(names, entry.readers, entry.is_read, why)
-    yield _leaves_out(
-        ["use_rope_scaling"],
-        ("rope_type",),
-        lambda run: not run.model.multi_latent_attention,
-        "latent attention does not read it; its positions are scaled by --rope-type yarn",
-    )
-    yield _leaves_out(
-        TIKTOKEN_FIELDS,
-        ("tokenizer_type",),
-        lambda run: run.data.tokenizer_type == "TikTokenizer",
-        "TikTokenizer alone reads it",
-    )
+def _unread(entry: Unread) -> LeftOut:
+    """Return what leaves out settings that the rules refuse because a run does not read them."""
+    names = [name for name in entry.fields if name not in entry.refused_there]
 
+    def is_unread(run: Run) -> bool:
+        has_rule = run.moe.num_experts is None and all_fields()[names[0]].section == "moe"  # about a dense model
+        return not (has_rule or entry.is_read(run))
 
-def _leaves_out(names: Iterable[str], readers: tuple[str, ...], is_read: Callable[[Run], Any], why: str) -> Find:
-    def find(run: Run, given: Given) -> Change | None:
-        stray = set_among(run, names)
-        if not stray or is_read(run):
-            return None
-        if run.moe.num_experts is None and all_fields()[stray[0]].section == "moe":
-            return None  # a dense model has a rule about all of them
-        return _left_out(stray), f"{_typed(run, (*stray, *readers))}: left out, {why}"
-
-    return find
+    return LeftOut(names, is_unread, f"left out, {entry.reason.partition('; ')[0]}", entry.readers)
 
 
 def _finder(find: Find) -> Find:
@@ -325,14 +393,6 @@ def _typed(run: Run, names: Iterable[str]) -> str:
 
 def _left_out(names: Iterable[str]) -> dict[str, Any]:
     return {name: all_fields()[name].default for name in names}
-
-
-@_finder
-def sequence_parallelism_of_one_rank(run: Run, given: Given) -> Change | None:
-    """Switch sequence parallelism off without TP, since it splits activations over the TP ranks."""
-    if not run.parallel.sequence_parallel or run.parallel.tensor_model_parallel_size != 1:
-        return None
-    return {"sequence_parallel": False}, "--sequence-parallel: is off, as in Megatron-LM: there is one TP rank"
 
 
 @_finder
@@ -387,59 +447,6 @@ def coefficients_without_losses(run: Run, given: Given) -> Change | None:
 
 
 @_finder
-def capacity_below_zero(run: Run, given: Given) -> Change | None:
-    """Take a capacity below zero for none."""
-    factor = run.moe.moe_expert_capacity_factor
-    if factor is None or factor >= 0:
-        return None
-    return {"moe_expert_capacity_factor": None}, (
-        f"--moe-expert-capacity-factor {factor}: is none, as in Megatron-LM: no token is dropped"
-    )
-
-
-def _shards_gradients(run: Run) -> bool:
-    """Return whether gradients are sharded: ZeRO stage 2 or 3."""
-    strategy = run.parallel.data_parallel_sharding_strategy
-    return strategy in SHARDING_STRATEGIES[2:] or run.parallel.use_torch_fsdp2
-
-
-@_finder
-def buckets_of_sharded_gradients(run: Run, given: Given) -> Change | None:
-    """Leave out the overlap of the engine's buckets from ZeRO stage 2 on, which has none and overlaps by itself."""
-    names = set_among(run, ("overlap_grad_reduce", "overlap_param_gather"))
-    if not names or not _shards_gradients(run):
-        return None
-    return _left_out(names), (
-        f"{_typed(run, names)}: always so from ZeRO stage 2 on: each layer is gathered and reduced behind the"
-        " computation of the next"
-    )
-
-
-@_finder
-def overlap_of_sharded_layers(run: Run, given: Given) -> Change | None:
-    """Leave out from ZeRO stage 2 on the overlap of two micro-batches, which takes sharded layers apart."""
-    names = set_among(run, ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"))
-    if not run.moe.overlap_moe_expert_parallel_comm or not _shards_gradients(run):
-        return None
-    return _left_out(names), (
-        f"{_typed(run, names)}: NOT OVERLAPPED from ZeRO stage 2 on, where a layer's weights are gathered when it is"
-        " called as a whole; the numbers are the same"
-    )
-
-
-@_finder
-def offload_of_overlapping_batches(run: Run, given: Given) -> Change | None:
-    """Leave out the offload of activations where micro-batches overlap, whose layers are computed in parts."""
-    names = set_among(run, ("fine_grained_activation_offloading", "offload_modules"))
-    if len(names) < 2 or not run.moe.overlap_moe_expert_parallel_comm:
-        return None
-    return _left_out(names), (
-        f"{_typed(run, names)}: ACTIVATIONS STAY ON THE DEVICE and take its memory, since"
-        " --overlap-moe-expert-parallel-comm computes layers in parts; the numbers are the same"
-    )
-
-
-@_finder
 def offload_of_what_is_not_kept(run: Run, given: Given) -> Change | None:
     """Leave out of the offloaded modules those whose inputs are recomputed."""
     modules, recomputed = run.training.offload_modules or (), run.training.recompute_modules or ()
@@ -451,28 +458,6 @@ def offload_of_what_is_not_kept(run: Run, given: Given) -> Change | None:
     return {"offload_modules": None, **changed}, (
         f"{_typed(run, ['offload_modules'])}: without {' '.join(lost)}, which"
         f" {_typed(run, ['recompute_modules'])} does not keep"
-    )
-
-
-@_finder
-def weights_in_fp8(run: Run, given: Given) -> Change | None:
-    """Store and gather in the model's dtype what Megatron-LM stores in FP8: a product rounds the weight itself."""
-    if not run.precision.fp8_param_gather:
-        return None
-    return {"fp8_param_gather": False}, (
-        "--fp8-param-gather: NOT STORED IN FP8, weights are stored and gathered in the model's dtype and rounded to FP8"
-        " for a product, which is more exact and takes more memory and traffic"
-    )
-
-
-@_finder
-def later_gradients_of_fp8_products(run: Run, given: Given) -> Change | None:
-    """Compute the gradients of FP8 products' weights in their place: they are found together with those of rows."""
-    if not run.moe.delay_wgrad_compute or run.precision.fp8_format is None:
-        return None
-    return {"delay_wgrad_compute": False}, (
-        "--delay-wgrad-compute: left out, FP8 products find the gradients of rows and weights together; the numbers are"
-        " the same"
     )
 
 
