@@ -10,6 +10,7 @@ import html
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ class AuditFindings:
 
     def __init__(self) -> None:
         self._entries: dict[tuple[object, ...], AuditFinding] = {}
+        self.count = 0
+        """The number of events, which is at least that of the findings."""
 
     def add(
         self,
@@ -81,17 +84,13 @@ class AuditFindings:
         if entry is None:
             entry = AuditFinding(operation, dtypes, result, **asdict(location), detail=detail, first=order)
             self._entries[key] = entry
+        self.count += 1
         entry.count += 1
         entry.seconds += seconds
         entry.bytes += bytes_
 
-    @property
-    def count(self) -> int:
-        """The number of events, which is at least that of the findings."""
-        return sum(entry.count for entry in self._entries.values())
-
     def __iter__(self) -> Iterator[AuditFinding]:
-        return iter(sorted(self._entries.values(), key=lambda entry: entry.first))
+        return iter(self._entries.values())
 
 
 @dataclass
@@ -265,9 +264,7 @@ class Widening:
                 self._causes[tensor] = cause
 
     def _causes_of(self, tensors: Sequence[Tensor]) -> list[Cause]:
-        if not self._causes:
-            return []
-        return [self._causes[tensor] for tensor in tensors if tensor in self._causes]
+        return list(filter(None, map(self._causes.get, tensors))) if self._causes else []
 
     def origin(self, operands: Sequence[Tensor]) -> str:
         """Return words on where the widest operand was widened, if an operation of this step did it; else ""."""
@@ -332,57 +329,51 @@ class Widening:
 
 # ---- Reports.
 
-_FINDING = ("count", "operation", "dtypes", "result", "module", "where", "phase", "detail")
+_FINDING = "count operation dtypes result module where phase"
 
 # Heading, key of the list, columns, and what a reader needs to know of it.
-_TABLES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
+_TABLES = (
     (
         "Unintended promotions",
         "unintended_promotion_list",
-        _FINDING,
+        f"{_FINDING} detail",
         "operands of different dtypes that torch widened, in code that does not declare it",
     ),
-    ("Matrix products of mixed dtypes", "mixed_matmul_list", _FINDING, "torch refuses them, or a kernel casts"),
+    (
+        "Matrix products of mixed dtypes",
+        "mixed_matmul_list",
+        f"{_FINDING} detail",
+        "torch refuses them, or a kernel casts",
+    ),
     (
         "Widened modules",
         "widened_modules",
-        (
-            "count",
-            "module",
-            "kind",
-            "input",
-            "parameters",
-            "output",
-            "caused_by",
-            "operation",
-            "where",
-            "taken_over_from",
-        ),
+        "count module kind input parameters output caused_by operation where taken_over_from",
         "output wider than input and parameters; `where` is the first promotion or cast that caused it",
     ),
     (
         "Violations of fp32 state",
         "fp32_state_violations",
-        _FINDING,
+        f"{_FINDING} detail",
         "tensors declared as fp32, seen in less; switches of another value",
     ),
     (
         "Low-precision reductions",
         "low_precision_reductions",
-        _FINDING,
+        f"{_FINDING} detail",
         "'result rounded': added in fp32 inside the kernel, rounded once; the others add in it",
     ),
     (
         "Casts",
         "cast_list",
-        ("count", "dtypes", "bytes", "seconds", "operation", "module", "where", "phase"),
+        "count dtypes bytes seconds operation module where phase",
         "between floating dtypes; slowest first",
     ),
-    ("Declared promotions", "declared_promotions", (*_FINDING[:-1], "reason"), "mixed on purpose, with the reason"),
+    ("Declared promotions", "declared_promotions", f"{_FINDING} reason", "mixed on purpose, with the reason"),
     (
         "Accumulations",
         "accumulations",
-        ("count", "operation", "dtypes", "module", "where", "phase"),
+        "count operation dtypes module where phase",
         "in place into the widest operand: no promotion",
     ),
 )
@@ -399,7 +390,7 @@ def json_report(report: dict[str, Any]) -> str:
 def text_report(report: dict[str, Any]) -> str:
     """Return the report as text for a terminal: the overall result, the figures, then every table that has rows."""
     lines = [report["verdict"], ""]
-    for name, value in _figures(report):
+    for name, value in _figures(report).items():
         lines.append(f"{name:<22} {value}")
     error = report["error"]
     if error is not None:
@@ -423,52 +414,48 @@ def text_report(report: dict[str, Any]) -> str:
 
 def html_report(report: dict[str, Any]) -> str:
     """Return the report as one HTML file that loads nothing else; a click on a column's head sorts by it."""
-    kind = "bad" if report["failed"] else "good"
-    parts = [_HEAD, f'<h1 class="{kind}">{html.escape(report["verdict"])}</h1>', "<dl>"]
-    for name, value in _figures(report):
+    error, kind = report["error"], "bad" if report["failed"] else "good"
+    parts = [f'<h1 class="{kind}">{html.escape(report["verdict"])}</h1>', "<dl>"]
+    for name, value in _figures(report).items():
         parts.append(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>")
     parts.append("</dl>")
-    error = report["error"]
     if error is not None:
         parts.append(
             f"<p class=bad>The step failed in module {html.escape(error['module'] or '(the model)')}, "
             f"{html.escape(error['where'])}:</p><pre>{html.escape(error['type'] + ': ' + error['message'])}</pre>"
         )
     for heading, note, columns, rows in _tables(report):
-        title = f"<h2>{html.escape(heading)} <small>{html.escape(note)}</small></h2>"
+        parts.append(f"<h2>{html.escape(heading)} <small>{html.escape(note)}</small></h2>")
         if not rows:
-            parts.append(f"{title}<p>none</p>")
+            parts.append("<p>none</p>")
             continue
-        body = "\n".join(f"<tr>{_cells('td', row)}</tr>" for row in rows)
-        head = f"<table><thead><tr>{_cells('th', columns)}</tr></thead><tbody>"
-        parts.append(f"{title}{head}\n{body}\n</tbody></table>")
+        parts.append(f"<table><thead>{_row(columns, 'th')}</thead><tbody>")
+        parts += map(_row, rows)
+        parts.append("</tbody></table>")
     flags = json.dumps({"flags": report.get("flags"), "versions": report.get("versions")}, indent=2, default=str)
-    parts += [f"<h2>Flags and versions</h2><pre>{html.escape(flags)}</pre>", _SCRIPT, "</body></html>", ""]
-    return "\n".join(parts)
+    parts.append(f"<h2>Flags and versions</h2><pre>{html.escape(flags)}</pre>")
+    page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    return page.replace("<!-- THE REPORT -->", "\n".join(parts))
 
 
-def _cells(tag: str, row: Sequence[str]) -> str:
-    return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+def _row(cells: Sequence[str], tag: str = "td") -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
-def _figures(report: dict[str, Any]) -> list[tuple[str, str]]:
-    casts, local = report["counts"]["casts"], report["casts_for_this_processor"]
-    figures = [
-        ("traced", f"{report.get('subject', '?')}, {report.get('dtype', '?')} on {report.get('device', '?')}"),
-        ("operations", f"{report['operations']:,} in {report['wall_seconds']:.2f} s with the tracer"),
-        ("time in kernels", f"{report['kernel_seconds']:.3f} s"),
-        (
-            "casts",
-            f"{casts:,}: {report['cast_share_of_time']:.1%} of the kernels' time, "
-            f"{report['cast_share_of_bytes']:.1%} of the bytes they move",
-        ),
-    ]
-    if local["count"]:
-        figures.append(
-            ("of these", f"{local['count']:,} on this rank only because this processor has no half-precision products")
-        )
+def _figures(report: dict[str, Any]) -> dict[str, str]:
+    counts, local = report["counts"], report["casts_for_this_processor"]
     loose = [f"{name} {report['switches'][name]}" for name in numerics.differing(report["switches"])]
-    figures.append(("beneath the dtypes", ", ".join(loose) or "half-precision products add in fp32, no TF32"))
+    time, traffic = report["cast_share_of_time"], report["cast_share_of_bytes"]
+    figures = {
+        "traced": f"{report.get('subject', '?')}, {report.get('dtype', '?')} on {report.get('device', '?')}",
+        "operations": f"{report['operations']:,} in {report['wall_seconds']:.2f} s with the tracer",
+        "time in kernels": f"{report['kernel_seconds']:.3f} s",
+        "casts": f"{counts['casts']:,}: {time:.1%} of the kernels' time, {traffic:.1%} of the bytes they move",
+    }
+    if local["count"]:
+        why = "on this rank only because this processor has no half-precision products"
+        figures["of these"] = f"{local['count']:,} {why}"
+    figures["beneath the dtypes"] = ", ".join(loose) or "half-precision products add in fp32, no TF32"
     for name in (
         "unintended_promotions",
         "mixed_matmuls",
@@ -476,12 +463,11 @@ def _figures(report: dict[str, Any]) -> list[tuple[str, str]]:
         "low_precision_reductions",
         "declared_promotions",
     ):
-        figures.append((name.replace("_", " "), f"{report['counts'][name]:,}"))
+        figures[name.replace("_", " ")] = f"{counts[name]:,}"
     if report.get("ranks", 1) > 1:
-        ranks = f"{report['ranks']}: counts and findings are all ranks', modules, casts and times rank 0's"
-        figures.append(("ranks", ranks))
+        figures["ranks"] = f"{report['ranks']}: counts and findings are all ranks', modules, casts and times rank 0's"
     if report.get("step_committed") is False:
-        figures.append(("note", "the step was skipped (overflow): the optimizer's update was not traced"))
+        figures["note"] = "the step was skipped (overflow): the optimizer's update was not traced"
     return figures
 
 
@@ -491,7 +477,8 @@ def _tables(report: dict[str, Any]) -> Iterator[tuple[str, str, Sequence[str], l
         entries = report[key]
         if key == "cast_list":
             entries = sorted(entries, key=lambda entry: -entry["seconds"])
-        yield heading, note, columns, [[_cell(name, entry.get(name)) for name in columns] for entry in entries]
+        names = columns.split()
+        yield heading, note, names, [[_cell(name, entry.get(name)) for name in names] for entry in entries]
     modules = []
     for name, one in report["modules"].items():
         row = [_cell("module", name), one["kind"], str(one["calls"])]
@@ -505,32 +492,3 @@ def _cell(name: str, value: object) -> str:
     if name == "module" and value == "":
         return "(the model)"
     return f"{value:.6f}" if name == "seconds" else str(value)
-
-
-_HEAD = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>Precision audit</title>
-<style>
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2em; color: #1c1c1c; background: #fff }
-h1 { font-size: 1.3em; padding: .6em .8em; border-left: 6px solid } h2 { font-size: 1.1em; margin-top: 2em }
-small { font-weight: normal; color: #666 } .good { border-color: #2a7d3f; background: #eef7f0 }
-.bad { border-color: #b3261e; background: #fcefee } dl { display: grid; grid-template-columns: max-content 1fr }
-dt { padding-right: 1.5em; color: #555 } dd { margin: 0 } pre { white-space: pre-wrap }
-table { border-collapse: collapse; font-size: 13px } th { cursor: pointer; text-align: left; background: #f0f0f0 }
-th, td { border: 1px solid #ddd; padding: .2em .5em; vertical-align: top } td { overflow-wrap: anywhere }
-</style></head><body>"""
-
-_SCRIPT = """<script>
-document.querySelectorAll("th").forEach(function (head) {
-  head.addEventListener("click", function () {
-    var body = head.closest("table").tBodies[0], column = head.cellIndex, down = head.dataset.down !== "yes";
-    var key = function (row) { return row.cells[column].textContent; };
-    var rows = Array.from(body.rows).sort(function (a, b) {
-      var x = Number(key(a)), y = Number(key(b));
-      var order = isNaN(x) || isNaN(y) ? key(a).localeCompare(key(b)) : x - y;
-      return down ? -order : order;
-    });
-    head.dataset.down = down ? "yes" : "no";
-    rows.forEach(function (row) { body.appendChild(row); });
-  });
-});
-</script>"""

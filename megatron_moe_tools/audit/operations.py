@@ -122,7 +122,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def floating(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors of a floating-point dtype."""
-    return [tensor for tensor in tensors if tensor.is_floating_point()]
+    return list(filter(Tensor.is_floating_point, tensors))
 
 
 def dtypes_of(tensors: Iterable[Tensor]) -> set[torch.dtype]:
@@ -210,8 +210,7 @@ def dtype_names(tensors: Sequence[Tensor]) -> str:
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(__file__) + os.sep
-_TRACER_FILES = frozenset(_HERE + name for name in ("operations.py", "step.py"))
+_TRACER_FILES = (__file__, os.path.join(os.path.dirname(__file__), "step.py"))
 _ENGINE_RUN = "_engine_run_backward"
 _MODULE_CALL = ("_call_impl", "_wrapped_call_impl")
 UNKNOWN = "?"

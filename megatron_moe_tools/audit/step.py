@@ -327,7 +327,7 @@ def _names(roots: Sequence[torch.nn.Module]) -> tuple[dict[int, str], dict[int, 
     owners: dict[int, str] = {}
     for index, root in enumerate(roots):
         core: Any = root
-        while [name for name, _ in core.named_children()] == ["module"]:
+        while list(dict(core.named_children())) == ["module"]:
             names[id(core)] = f"({type(core).__name__})"
             core = core.module
         prefix = f"chunk{index}." if len(roots) > 1 else ""
@@ -485,8 +485,8 @@ def merge(audit: Audit) -> dict[str, Any]:
     reports: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(reports, {name: merged[name] for name in ("counts", "failed", *FINDING_LISTS)})
     merged |= {"ranks": len(reports), "failed": any(report["failed"] for report in reports)}
-    merged["counts"] = {name: sum(report["counts"][name] for report in reports) for name in LISTS}
     for name, key in LISTS.items():
+        merged["counts"][name] = sum(report["counts"][name] for report in reports)
         if key != name:
             merged[name] = merged["counts"][name]
     for name in FINDING_LISTS:

@@ -266,7 +266,7 @@ def _of_kind(kind: str, value: Any) -> Any:
     if kind == "str":
         return value if isinstance(value, str) else None
     if kind == "pair":
-        is_pair = isinstance(value, list) and [type(one) in (int, float) for one in value] == [True, True]
+        is_pair = isinstance(value, list) and len(value) == 2 and set(map(type, value)) <= {int, float}
         return tuple(map(float, value)) if is_pair else None
     try:
         number = math.nan if isinstance(value, bool) else float(value)
@@ -331,7 +331,7 @@ def settings_of(
             merge.take("tensorboard.output_path", {"tensorboard_dir": str(PurePath(folder) / job)})
     if values.get("wandb.enabled"):
         merge.take("wandb.project", {"wandb_project": values.get("wandb.project", "deepspeed")})
-    left = [key for key in ("bf16.enabled", "fp16.enabled") if key in file.automatic]
+    left = sorted(file.automatic & {"bf16.enabled", "fp16.enabled"})
     if left and not (merge.flat.get("bf16") or merge.flat.get("fp16")):
         merge.note(f'WARNING: {" and ".join(left)} "{AUTO}": no flag names a dtype, and the run is fp32; add --bf16')
     _take_loss_scale(merge)
@@ -465,7 +465,7 @@ def _take_schedule(merge: _Merge) -> None:
 def _take_loss_scale(merge: _Merge) -> None:
     """Take the settings of the loss scale in so far as they are read: in fp16, and of a constant scale that alone."""
     file, values = merge.file, merge.file.values
-    given = [key for key in values if _is_of_loss_scale(key)]
+    given = list(filter(_is_of_loss_scale, values))
     if not merge.flat.get("fp16"):
         if given:
             merge.note(f"{', '.join(given)}: a run without fp16 has no loss scale")
@@ -545,7 +545,7 @@ def _take_batch_sizes(merge: _Merge, world_size: int | None) -> None:
     if world_size is None or world_size % derived.model_ranks:
         return  # the rules refuse a layout that does not fit the ranks
     ranks = derived.data_parallel_size(world_size)
-    typed = [name for name in ("global_batch_size", "micro_batch_size") if name in merge.above]
+    typed = sorted(merge.above.keys() & {"global_batch_size", "micro_batch_size"})
     train = merge.above.get("global_batch_size", values.get(_TRAIN))
     micro = merge.above.get("micro_batch_size", values.get(_MICRO))
     steps = values.get(_STEPS)

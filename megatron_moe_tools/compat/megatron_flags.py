@@ -82,7 +82,10 @@ def row_for(flag: str, given: Sequence[str]) -> Answer | None:
     if not rows and flag.startswith("--no-"):
         switched_on = table().get("--" + flag.removeprefix("--no-"), ())
         rows = tuple(replace(row, flag=flag) for row in switched_on if (row.answer, row.takes) == ("ignored", "0"))
-    return next((row for row in rows if row.fits(given)), None)
+    for row in rows:
+        if row.fits(given):
+            return row
+    return None
 
 
 @dataclass

@@ -265,28 +265,19 @@ Change = tuple[dict[str, Any], str]
 """New values by field, and the note."""
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """Settings that Megatron-LM accepts and ignores in some runs, or that have no use here, where they are left out.
+Find = Callable[[Run, Given], Change | None]
 
-    Args:
-        names: the fields that go, where one of them is set.
-        where: the runs that do without.
-        note: what to say, after the settings and those of `readers`.
-        readers: fields that decide whether these are read.
-    """
 
-    names: Sequence[str]
-    where: Callable[[Run], Any]
-    note: str
-    readers: Sequence[str] = ()
+def _leaves_out(names: Sequence[str], where: Callable[[Run], Any], note: str, readers: Sequence[str] = ()) -> Find:
+    """Return what leaves settings out of a run that does without them, `where`; the note names `readers` after them."""
 
-    def change(self, run: Run) -> Change | None:
-        """Return the change of a run that sets one of the names and does without; None for others."""
-        stray = set_among(run, self.names)
-        if not stray or not self.where(run):
+    def find(run: Run, given: Given) -> Change | None:
+        stray = set_among(run, names)
+        if not stray or not where(run):
             return None
-        return _left_out(stray), f"{_typed(run, (*stray, *self.readers))}: {self.note}"
+        return _left_out(stray), f"{_typed(run, (*stray, *readers))}: {note}"
+
+    return find
 
 
 def _shards_gradients(run: Run) -> bool:
@@ -295,29 +286,29 @@ def _shards_gradients(run: Run) -> bool:
     return strategy in SHARDING_STRATEGIES[2:] or run.parallel.use_torch_fsdp2
 
 
-LEFT_OUT = (
-    LeftOut(
+_FINDERS: list[Find] = [
+    _leaves_out(
         ["sequence_parallel"],
         lambda run: run.parallel.tensor_model_parallel_size == 1,
         "is off, as in Megatron-LM: there is one TP rank",
     ),
-    LeftOut(
+    _leaves_out(
         ["moe_expert_capacity_factor"],
-        lambda run: run.moe.moe_expert_capacity_factor < 0,
+        lambda run: (run.moe.moe_expert_capacity_factor or 0) < 0,
         "is none, as in Megatron-LM: no token is dropped",
     ),
-    LeftOut(
+    _leaves_out(
         ["overlap_grad_reduce", "overlap_param_gather"],
         _shards_gradients,
         "always so from ZeRO stage 2 on: each layer is gathered and reduced behind the computation of the next",
     ),
-    LeftOut(
+    _leaves_out(
         ["overlap_moe_expert_parallel_comm", "delay_wgrad_compute"],
         lambda run: run.moe.overlap_moe_expert_parallel_comm and _shards_gradients(run),
         "NOT OVERLAPPED from ZeRO stage 2 on, where a layer's weights are gathered when it is called as a whole; the"
         " numbers are the same",
     ),
-    LeftOut(
+    _leaves_out(
         ["fine_grained_activation_offloading", "offload_modules"],
         lambda run: (
             run.moe.overlap_moe_expert_parallel_comm
@@ -327,58 +318,52 @@ LEFT_OUT = (
         "ACTIVATIONS STAY ON THE DEVICE and take its memory, since --overlap-moe-expert-parallel-comm computes layers"
         " in parts; the numbers are the same",
     ),
-    LeftOut(
+    _leaves_out(
         ["fp8_param_gather"],
         lambda run: True,
         "NOT STORED IN FP8, weights are stored and gathered in the model's dtype and rounded to FP8 for a product,"
         " which is more exact and takes more memory and traffic",
     ),
-    LeftOut(
+    _leaves_out(
         ["delay_wgrad_compute"],
         lambda run: run.precision.fp8_format is not None,
         "left out, FP8 products find the gradients of rows and weights together; the numbers are the same",
     ),
-    LeftOut(
+    _leaves_out(
         ["use_rope_scaling"],
         lambda run: run.model.multi_latent_attention,
         "left out, latent attention does not read it; its positions are scaled by --rope-type yarn",
         ["rope_type"],
     ),
-    LeftOut(
+    _leaves_out(
         TIKTOKEN_FIELDS,
         lambda run: run.data.tokenizer_type != "TikTokenizer",
         "left out, TikTokenizer alone reads it",
         ["tokenizer_type"],
     ),
-)
-
-Find = Callable[[Run, Given], Change | None]
-
-_FINDERS: list[Find] = []
+]
 
 
 def as_megatron_reads(given: Given) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the settings without those that Megatron-LM accepts and ignores, with a note for each change."""
     settings, notes = dict(given), []
-    unread = [_unread(entry) for entry in UNREAD if entry.in_megatron]
-    for find in (*LEFT_OUT, *_FINDERS, *unread):
-        run = build(settings)
-        change = find.change(run) if isinstance(find, LeftOut) else find(run, settings)
+    for find in (*_FINDERS, *map(_unread, UNREAD)):
+        change = find(build(settings), settings)
         if change is not None:
             settings |= change[0]
             notes.append(change[1])
     return settings, tuple(notes)
 
 
-def _unread(entry: Unread) -> LeftOut:
+def _unread(entry: Unread) -> Find:
     """Return what leaves out settings that the rules refuse because a run does not read them."""
     names = [name for name in entry.fields if name not in entry.refused_there]
 
     def is_unread(run: Run) -> bool:
         has_rule = run.moe.num_experts is None and all_fields()[names[0]].section == "moe"  # about a dense model
-        return not (has_rule or entry.is_read(run))
+        return entry.in_megatron and not (has_rule or entry.is_read(run))
 
-    return LeftOut(names, is_unread, f"left out, {entry.reason.partition('; ')[0]}", entry.readers)
+    return _leaves_out(names, is_unread, f"left out, {entry.reason.partition('; ')[0]}", entry.readers)
 
 
 def _finder(find: Find) -> Find:

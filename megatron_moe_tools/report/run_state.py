@@ -160,16 +160,21 @@ class LayerSeries:
             return None
         figures: dict[str, list[list[float | None]]] = {}
         for name in self._figures:
-            means, highs = [], []
+            highs: list[list[float | None]] = []
+            figures[name] = []
             for cells in columns:
-                found = [cells.get((name, row), _NOTHING) for row in range(len(self.layers))]
-                means.append(numbers(total / count for _, _, total, count in found))
-                highs.append(numbers(high for _, high, _, _ in found))
-            figures[name] = means
+                figures[name].append([])
+                highs.append([])
+                for row in range(len(self.layers)):
+                    _, high, total, count = cells.get((name, row), _NOTHING)
+                    figures[name][-1].append(rounded(total / count))
+                    highs[-1].append(rounded(high))
             if name in with_high:
                 figures[f"{name}_high"] = highs
-        edges = [cells["iteration"] for cells in columns]
-        begins, ends = [edge[0] for edge in edges], [edge[1] for edge in edges]
+        begins, ends = [], []
+        for cells in columns:
+            begins.append(cells["iteration"][0])
+            ends.append(cells["iteration"][1])
         return {"layers": self.layers, "from": begins, "to": ends, "figures": figures}
 
 
@@ -182,9 +187,9 @@ def short(value: float) -> float | None:
     return float(f"{value:.6g}")
 
 
-def numbers(values: Iterable[float], digits: int = 4) -> list[float | None]:
-    """Return numbers in so many digits, None for what is not finite."""
-    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values]
+def rounded(value: float, digits: int = 4) -> float | None:
+    """Return a number in so many digits, None for what is not finite."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 @dataclass
@@ -235,15 +240,17 @@ class ExpertWindow:
 
         None where nothing was counted.
         """
-        load = self.load()
+        load, rows = self.load(), []
         if load is None:
             return None
+        for row in load.tolist():
+            rows.append([rounded(value, 3) for value in row])
         return {
             "layers": self._layers,
             "from": self._blocks[0].first,
             "to": self._blocks[-1].last,
             "steps": sum(block.steps for block in self._blocks),
-            "load": [numbers(row, 3) for row in load.tolist()],
+            "load": rows,
             "dead": np.argwhere(self.dead()).tolist(),
             "deadSteps": min(_DEAD_STEPS, self._counted),
         }
