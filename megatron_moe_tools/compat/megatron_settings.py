@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import all_fields
@@ -50,7 +53,7 @@ def _other_group_score(given: Given) -> bool:
     return _read(given, "moe_router_topk") // group_topk != 2
 
 
-_WHERE: dict[str, Callable[[Given], bool]] = {
+RUNS: dict[str, Callable[[Given], bool]] = {
     "always": lambda given: True,
     "a dense model": lambda given: not _experts(given),
     "experts": _experts,
@@ -71,24 +74,9 @@ _WHERE: dict[str, Callable[[Given], bool]] = {
 """The runs that a default makes a difference to."""
 
 
-def _gated_width(given: Given) -> int:
-    """Return two thirds of 4 x hidden-size, down to a multiple of 64: as many weights as without the gate."""
-    return int(8 * _read(given, "hidden_size") / 3 / 64) * 64
-
-
 @dataclass(frozen=True)
 class MegatronDefault:
-    """A default of Megatron-LM's that is another one here.
-
-    Args:
-        field: the schema's field.
-        value: Megatron-LM's, None where it has none; or how it follows from the settings.
-        answer: `taken` by `--defaults megatron`; `to give`, there is no such setting here, or no default there, and the
-            command has to give one; `kept`, ours stays.
-        where: the runs that it makes a difference to, a key of `_WHERE`.
-        trains: whether what is trained differs, and not only what is reported or how fast.
-        reason: why it is not taken, or what it is.
-    """
+    """A default of Megatron-LM's that is another one here: a row of `megatron_defaults.yaml`, which says of what."""
 
     field: str
     value: Any
@@ -100,11 +88,7 @@ class MegatronDefault:
     @property
     def theirs(self) -> str:
         """Megatron-LM's value in words."""
-        if self.value is None:
-            return "none"
-        if callable(self.value):
-            return "8/3 x hidden-size, down to a multiple of 64"
-        return _shown(self.value)
+        return "none" if self.value is None else _shown(self.value)
 
     @property
     def ours(self) -> str:
@@ -112,75 +96,17 @@ class MegatronDefault:
         given = {"ffn_hidden_size": "4 x hidden-size", "accumulate_allreduce_grads_in_fp32": "on"}.get(self.field)
         return given or _shown(all_fields()[self.field].default)
 
-    def of(self, given: Given) -> Any:
-        """Return Megatron-LM's value for these settings."""
-        return self.value(given) if callable(self.value) else self.value
-
 
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, float) and value >= 2**16:
         return f"2^{value.hex().split('p+')[1]}"
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-DEFAULTS: tuple[MegatronDefault, ...] = (
-    # the model
-    MegatronDefault("num_layers", None, "to give", reason="no default there"),
-    MegatronDefault("hidden_size", None, "to give", reason="no default there"),
-    MegatronDefault("num_attention_heads", None, "to give", reason="no default there"),
-    MegatronDefault("seq_length", None, "to give", reason="no default there"),
-    MegatronDefault("normalization", "LayerNorm", "to give", reason="models here have RMSNorm"),
-    MegatronDefault("norm_epsilon", 1e-5),
-    MegatronDefault("position_embedding_type", "learned_absolute", "to give", reason="no learned positions here"),
-    MegatronDefault("swiglu", False, "to give", "experts", reason="experts here are gated"),
-    MegatronDefault("swiglu", False, "taken", "a dense model"),
-    MegatronDefault("ffn_hidden_size", _gated_width, "taken", "--swiglu"),
-    MegatronDefault("add_bias_linear", True, "to give", "experts", reason="experts here have no biases"),
-    MegatronDefault("add_bias_linear", True, "taken", "a dense model"),
-    MegatronDefault("attention_dropout", 0.1),
-    MegatronDefault("hidden_dropout", 0.1),
-    MegatronDefault(
-        "rope_type", "yarn", "taken", "latent attention", trains=False, reason="the same at --rotary-scaling-factor 1"
-    ),
-    MegatronDefault("kv_lora_rank", 32, "taken", "latent attention"),
-    MegatronDefault(
-        "transformer_impl",
-        "transformer_engine",
-        "kept",
-        trains=False,
-        reason="the same layers; ask for Transformer Engine's by the flag",
-    ),
-    # experts
-    MegatronDefault("moe_router_load_balancing_type", ("aux_loss",), "taken", "an auxiliary coefficient"),
-    MegatronDefault(
-        "moe_router_group_score", "megatron", "taken", "groups of experts ranked otherwise", reason="no flag there"
-    ),
-    MegatronDefault("moe_global_aux_loss_counts", "running", "taken", "global_aux_loss", reason="no flag there"),
-    MegatronDefault(
-        "moe_router_dtype", None, "kept", "experts in bf16, fp16", reason="the router computes in fp32 at least"
-    ),
-    MegatronDefault(
-        "moe_token_dispatcher_type", "allgather", "taken", "EP > 1", False, "the same sums, in another order"
-    ),
-    # layout and precision
-    MegatronDefault("cp_comm_type", "p2p", "kept", "CP > 1", trains=False, reason="the same attention"),
-    MegatronDefault("attention_softmax_in_fp32", False, "kept", "bf16, fp16", reason="attention here has it in fp32"),
-    MegatronDefault("accumulate_allreduce_grads_in_fp32", False, "taken", "fp16"),
-    MegatronDefault("initial_loss_scale", 2.0**32, "taken", "fp16 without --loss-scale"),
-    MegatronDefault("fp8_recipe", "delayed", "to give", "FP8", reason="scales here are per block"),
-    # optimizer
-    MegatronDefault("lr", None, "to give", reason="no default there"),
-    MegatronDefault("lr_decay_style", "linear"),
-    MegatronDefault("adam_beta2", 0.999),
-    MegatronDefault("muon_extra_scale_factor", 1.0, "taken", "Muon"),
-    # the run
-    MegatronDefault("eval_iters", 100, trains=False),
-    MegatronDefault("num_workers", 2, trains=False),
-    MegatronDefault("on_nan", "stop", trains=False, reason="--no-check-for-nan-in-loss-and-grad there"),
-    MegatronDefault("log_interval", 100, trains=False),
-)
+_ROWS = yaml.safe_load(Path(__file__).with_name("megatron_defaults.yaml").read_text(encoding="utf-8"))
+DEFAULTS = tuple(MegatronDefault(**row) for row in _ROWS)
 
 
 def closed_by(preset: Given, folder: bool) -> frozenset[str]:
@@ -205,7 +131,7 @@ def open_defaults(given: Given, closed: Collection[str]) -> Iterator[MegatronDef
         closed: fields that are decided although the settings do not contain them.
     """
     for default in DEFAULTS:
-        if default.field not in given and default.field not in closed and _WHERE[default.where](given):
+        if default.field not in given and default.field not in closed and RUNS[default.where](given):
             yield default
 
 
@@ -232,7 +158,10 @@ def taken(given: Given, closed: Collection[str]) -> tuple[dict[str, Any], tuple[
     settings = dict(given)
     for default in DEFAULTS:
         if default.answer == "taken" and default in tuple(open_defaults(settings, closed)):
-            settings[default.field] = default.of(settings)
+            value = default.value
+            if default.field == "ffn_hidden_size":  # as many weights as without the gate
+                value = int(8 * _read(settings, "hidden_size") / 3 / 64) * 64
+            settings[default.field] = tuple(value) if isinstance(value, list) else value
     notes, kept = [], []
     typed = [fields[name].typed(settings[name]) for name in settings if name not in given]
     if typed:
