@@ -129,6 +129,7 @@ def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
     import torch
 
     from megatron_moe import platform
+    from megatron_moe_tools.audit.operations import dtype_name, dtypes_of
     from megatron_moe_tools.audit.step import audit_module
 
     if flags.module is not None:
@@ -170,7 +171,7 @@ def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
         module, inputs = module.to(device).train(), {"input_ids": tokens, "labels": tokens}
     about = {
         "subject": f"forward and backward of {subject}",
-        "dtype": ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in module.parameters()})),
+        "dtype": ", ".join(sorted(map(dtype_name, dtypes_of(module.parameters())))),
         "device": device,
         "flags": {"module": flags.module, "hf": flags.hf},
         "versions": versions(),

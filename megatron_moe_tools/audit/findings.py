@@ -105,26 +105,6 @@ class ModuleDtypes:
 
 
 @dataclass
-class Widened:
-    """A module whose output was wider than its inputs and parameters.
-
-    operation and where are the first promotion (or cast) that caused it; taken_over_from is the inner module that had
-    returned the wide tensor already.
-    """
-
-    module: str
-    kind: str
-    input: str
-    parameters: str
-    output: str
-    caused_by: str
-    operation: str
-    where: str
-    taken_over_from: str | None
-    count: int = 1
-
-
-@dataclass
 class Audit:
     """The result of one traced step.
 
@@ -141,7 +121,7 @@ class Audit:
     low_precision_reductions: AuditFindings = field(default_factory=AuditFindings)
     fp32_state_violations: AuditFindings = field(default_factory=AuditFindings)
     modules: dict[str, ModuleDtypes] = field(default_factory=dict)
-    widened_modules: dict[tuple[str, ...], Widened] = field(default_factory=dict)
+    widened_modules: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict)
     declared_wider: dict[str, str] = field(default_factory=dict)
     operations: int = 0
     kernel_seconds: float = 0.0
@@ -178,7 +158,7 @@ class Audit:
             "kernel_seconds": self.kernel_seconds,
             "kernel_bytes": self.kernel_bytes,
             "wall_seconds": self.wall_seconds,
-            "widened_modules": list(map(asdict, self.widened_modules.values())),
+            "widened_modules": list(self.widened_modules.values()),
             "declared_wider_modules": self.declared_wider,
             "modules": {},
         }
@@ -311,19 +291,21 @@ class Widening:
         if cause is not None:
             caused_by = "promotion" if cause.promotion else "cast"
             operation, where = cause.operation, cause.location.where
-        entry = Widened(
-            module=name,
-            kind=type(module).__qualname__,
-            input=dtype_names(inputs),
-            parameters=dtype_names(parameters),
-            output=dtype_name(wide[0].dtype),
-            caused_by=caused_by,
-            operation=operation,
-            where=where,
-            taken_over_from=next((inner for _, inner, returned in since if returned is cause), None),
-        )
-        known_entry = self._audit.widened_modules.setdefault((name, entry.output, where), entry)
-        known_entry.count += known_entry is not entry
+        output = dtype_name(wide[0].dtype)
+        entry = {
+            "module": name,
+            "kind": type(module).__qualname__,
+            "input": dtype_names(inputs),
+            "parameters": dtype_names(parameters),
+            "output": output,
+            "caused_by": caused_by,  # the first promotion, or cast, on the way here
+            "operation": operation,
+            "where": where,
+            # the inner module that had returned the wide tensor already
+            "taken_over_from": next((inner for _, inner, returned in since if returned is cause), None),
+            "count": 0,
+        }
+        self._audit.widened_modules.setdefault((name, output, where), entry)["count"] += 1
         self._widened.append((self._audit.operations, name, cause))
 
 
@@ -477,8 +459,10 @@ def _tables(report: dict[str, Any]) -> Iterator[tuple[str, str, Sequence[str], l
         entries = report[key]
         if key == "cast_list":
             entries = sorted(entries, key=lambda entry: -entry["seconds"])
-        names = columns.split()
-        yield heading, note, names, [[_cell(name, entry.get(name)) for name in names] for entry in entries]
+        names, rows = columns.split(), []
+        for entry in entries:
+            rows.append(list(map(_cell, names, map(entry.get, names))))
+        yield heading, note, names, rows
     modules = []
     for name, one in report["modules"].items():
         row = [_cell("module", name), one["kind"], str(one["calls"])]

@@ -53,29 +53,17 @@ _OWN_STATISTICS = frozenset(
 
 @dataclass(frozen=True)
 class Operation:
-    """The properties of one overload of an operation, whatever its operands.
+    """The properties of one overload of an operation, whatever its operands."""
 
-    Attributes:
-        name: e.g. "aten.mul".
-        base: the name without its namespace.
-        statistics: the arguments that are a kernel's own statistics, position -> name.
-        written: the arguments that are written to, position -> name.
-        returns_view: whether the result is a view of an argument.
-        listed: whether operands are lists whose n-th members belong together.
-        matmul: whether it is a matrix product.
-        cast: whether it is a cast or a copy.
-        communicates: whether it is a collective.
-    """
-
-    name: str
-    base: str
-    statistics: dict[int, str]
-    written: dict[int, str]
-    returns_view: bool
-    listed: bool
+    name: str  # e.g. "aten.mul"
+    base: str  # the name without its namespace
+    statistics: dict[int, str]  # the arguments that are a kernel's own statistics, position -> name
+    written: dict[int, str]  # the arguments that are written to, position -> name
+    returns_view: bool  # of an argument
+    listed: bool  # whether operands are lists whose n-th members belong together
     matmul: bool
-    cast: bool
-    communicates: bool
+    cast: bool  # or a copy
+    communicates: bool  # whether it is a collective
 
 
 @functools.cache
@@ -150,14 +138,17 @@ def mixed_operands(op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -
         length = max(map(len, members), default=0)
         groups += zip(*(member for member in members if len(member) == length))
     else:
-        values = [value for position, value in enumerate(args) if position not in op.statistics]
+        values = []
+        for position, value in enumerate(args):
+            if position not in op.statistics:
+                values.append(value)
         for name, value in kwargs.items():
             if name not in op.statistics.values():
                 values.append(value)
         groups.append(tensors_in(values))
     mixed = []
     for operands in map(floating, groups):
-        deciding = [tensor for tensor in operands if tensor.dim() > 0] or operands
+        deciding = list(filter(Tensor.dim, operands)) or operands
         if len(dtypes_of(deciding)) > 1:
             mixed.append(deciding)
     return mixed

@@ -484,15 +484,16 @@ def merge(audit: Audit) -> dict[str, Any]:
     merged = audit.as_dict()
     reports: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(reports, {name: merged[name] for name in ("counts", "failed", *FINDING_LISTS)})
-    merged |= {"ranks": len(reports), "failed": any(report["failed"] for report in reports)}
+    merged |= {"ranks": len(reports), **{name: [] for name in FINDING_LISTS}}
     for name, key in LISTS.items():
         merged["counts"][name] = sum(report["counts"][name] for report in reports)
         if key != name:
             merged[name] = merged["counts"][name]
-    for name in FINDING_LISTS:
-        merged[name] = []
-        for rank, report in enumerate(reports):
-            merged[name] += [{**entry, "rank": rank} for entry in report[name]]
+    for rank, report in enumerate(reports):
+        merged["failed"] |= report["failed"]
+        for name in FINDING_LISTS:
+            for entry in report[name]:
+                merged[name].append({**entry, "rank": rank})
     return {**merged, "verdict": summary_line(merged)}
 
 

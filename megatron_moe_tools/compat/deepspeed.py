@@ -118,8 +118,11 @@ def tables() -> KeyTables:
         for mapping, names in row["keys"].items():
             for name in names.split():
                 reasons[f"{mapping}.{name}" if mapping else name] = row["why"]
-    taken = {key: Taken(**row) for key, row in content.pop("taken").items()}
-    refused = {key: Refused(**row) for key, row in content.pop("refused").items()}
+    taken, refused = content.pop("taken"), content.pop("refused")
+    for key, row in taken.items():
+        taken[key] = Taken(**row)
+    for key, row in refused.items():
+        refused[key] = Refused(**row)
     mappings = {key.rpartition(".")[0] for key in (*taken, *refused, *reasons)} - {""}
     return KeyTables(taken, refused, reasons, mappings, **content)
 
@@ -135,21 +138,17 @@ _NOUNS["pair"] = "two numbers, e.g. [0.9, 0.95]"
 
 @dataclass
 class DeepSpeedFile:
-    """The keys of one file.
-
-    Attributes:
-        path: as the flag gives it.
-        given: key with dots -> value as the file has it, in its order.
-        values: those that are taken, of the key's type; without those that are "auto".
-        automatic: keys whose value is "auto", so that flags and defaults of this framework decide.
-        meaningless: reason -> keys that are read past.
-    """
+    """The keys of one file."""
 
     path: str
     given: dict[str, Any] = field(default_factory=dict)
+    """Key with dots -> value as the file has it, in its order."""
     values: dict[str, Any] = field(default_factory=dict)
+    """Those that are taken, of the key's type; without those that are "auto"."""
     automatic: set[str] = field(default_factory=set)
+    """Keys whose value is "auto", so that flags and defaults of this framework decide."""
     meaningless: dict[str, list[str]] = field(default_factory=dict)
+    """Reason -> keys that are read past."""
 
     @property
     def name(self) -> str:
@@ -303,9 +302,9 @@ def settings_of(
         )
     of_schedule = (*values, *sorted(file.automatic))
     for block, example, keys in (("optimizer", "AdamW", values), ("scheduler", "WarmupLR", of_schedule)):
-        given = [key for key in keys if key.startswith(f"{block}.params.")]
-        if given and f"{block}.type" not in file.given:
-            raise file.refusal(given[0], f'DeepSpeed reads it with a type alone; add "type": "{example}" to {block}')
+        for key in keys:
+            if key.startswith(f"{block}.params.") and f"{block}.type" not in file.given:
+                raise file.refusal(key, f'DeepSpeed reads it with a type alone; add "type": "{example}" to {block}')
     for key, value in values.items():
         if not _is_of_loss_scale(key):  # these depend on the dtype of the run
             merge.take(key, tables().taken[key].settings(value))

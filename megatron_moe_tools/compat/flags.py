@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 
 import yaml
 
@@ -75,14 +76,17 @@ def _main(argv: list[str]) -> int:
         read.conditions.update(found.conditions)
         read.launcher = found.launcher or read.launcher
         read.sourced += found.sourced
-    asked = [ask(flag, values, list(map(read.resolved, values))) for flag, values in read.flags]
+    asked, lost = [], []
+    for flag, values in read.flags:
+        asked.append(ask(flag, values, list(map(read.resolved, values))))
+        if asked[-1].answer in ("refused", "unknown"):
+            lost.append(flag)
     if "--json" in switches:
         say(json.dumps({one.flag: {"answer": one.answer, "reason": one.reason} for one in asked}, indent=2))
     elif "--rewrite" in switches:
         say(rewritten(asked, read))
     else:
         say(listed(asked, read))
-    lost = [one.flag for one in asked if one.answer in ("refused", "unknown")]
     if lost and (files or "--rewrite" in switches):
         note(f"{NAME}: another model trains without what is refused or unknown: {', '.join(lost)}")
         return FAILED
@@ -115,7 +119,7 @@ def ask(flag: str, values: Sequence[str], resolved: Sequence[str]) -> Asked:
         values: as typed. resolved: the same without quotes, with what is known of the variables put in.
     """
     rows = megatron_flags.table().get(flag, ())
-    if not values and any(one.values for one in rows):
+    if not values and rows and rows[0].values:
         said = []
         for one in rows:
             answer = f"{', '.join(one.values) or 'any other'}: {one.answer} {one.target}".strip()
@@ -158,7 +162,7 @@ def rewritten(asked: Sequence[Asked], read: Script) -> str:
 
     What the script leaves open has Megatron-LM's defaults there, which the command takes.
     """
-    comments: list[str] = []
+    comments = [f"# {line}" for line in _open_in(read)]
     lines: dict[str, list[str]] = {"--defaults": ["--defaults", "megatron"]}
     for one in asked:
         typed = " ".join([one.flag, *one.values])
@@ -175,13 +179,15 @@ def rewritten(asked: Sequence[Asked], read: Script) -> str:
                     comments.append(f"# given more than once, the last is kept: {' '.join(lines[group[0]])}")
                 lines[group[0]] = group
     words = [*read.launcher, "pretrain_moe.py"] if read.launcher else ["megatron-moe", "train"]
-    command = " \\\n  ".join(" ".join(group) for group in (words, *lines.values()))
-    return "\n".join([*(f"# {line}" for line in _open_in(read)), *comments, command])
+    command = " \\\n  ".join(map(" ".join, (words, *lines.values())))
+    return "\n".join([*comments, command])
 
 
 def _open_in(read: Script) -> list[str]:
     """Return what a script's text leaves open, a line each."""
-    lines = [f"not read: {file}, which the script sources; add --script for it" for file in read.sourced]
+    lines = []
+    for file in read.sourced:
+        lines.append(f"not read: {file}, which the script sources; add --script for it")
     for flag, test in read.conditions.items():
         lines.append(f"only if {test}: {flag}; take it out if that does not hold")
     return lines
@@ -306,7 +312,7 @@ def read_script(text: str) -> Script:
     for name, words in held.items():
         if name in named or not (named or 0 in ranked):
             lists.append(words)
-    for words in [*lists, *(words for words, _ in chosen)]:
+    for words in [*lists, *map(itemgetter(0), chosen)]:
         kept = []
         for text in words:  # not a variable that holds flags, as in `--seed 1 $ARGS`: it is no value of `--seed`
             is_alone = re.fullmatch(r"\$(\w+|\{\w+\})", unquoted(text))

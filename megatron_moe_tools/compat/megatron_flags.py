@@ -10,6 +10,7 @@ Megatron-LM has. This file does not import torch.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -41,7 +42,7 @@ class Answer:
 
     def fits(self, given: Sequence[str]) -> bool:
         """Return whether the row is about these values."""
-        return not self.values or (bool(given) and all(any(_same(v, word) for v in self.values) for word in given))
+        return not self.values or (bool(given) and all(_is_among(self.values, word) for word in given))
 
     def in_place(self, given: Sequence[str]) -> list[str]:
         """Return the words that take the place of the flag and its values: the target with the values put in."""
@@ -56,11 +57,15 @@ class Answer:
         return f"{self.target}: {self.reason}" if self.target else self.reason
 
 
-def _same(value: str, word: str) -> bool:
-    try:
-        return value == word or float(value) == float(word)
-    except ValueError:
-        return False
+def _is_among(values: Sequence[str], word: str) -> bool:
+    """Return whether a word is one of the values, as text or as a number."""
+    if word in values:
+        return True
+    for value in values:
+        with suppress(ValueError):
+            if float(value) == float(word):
+                return True
+    return False
 
 
 @lru_cache(maxsize=1)

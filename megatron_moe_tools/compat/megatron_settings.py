@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,9 @@ def closed_by(preset: Given, folder: bool) -> frozenset[str]:
         folder: whether the architecture is that of a folder, which decides it likewise.
     """
     fields = all_fields()
-    sections = {fields[name].section for name in preset}
-    if folder:
-        sections |= {"model", "moe"}
+    sections = {"model", "moe"} if folder else set()
+    for name in preset:
+        sections.add(fields[name].section)
     return frozenset(name for name, field in fields.items() if field.section in sections)
 
 
@@ -302,7 +303,7 @@ def _finder(find: Find) -> Find:
 
 
 def _typed(run: Run, names: Iterable[str]) -> str:
-    return ", ".join(spelled(run, name) for name in names)
+    return ", ".join(map(partial(spelled, run), names))
 
 
 def _left_out(names: Iterable[str]) -> dict[str, Any]:
@@ -337,11 +338,15 @@ def yarn_of_latent_attention(run: Run, given: Given) -> Change | None:
 def losses_without_weight(run: Run, given: Given) -> Change | None:
     """Leave out auxiliary losses whose coefficient is 0."""
     kinds, coeffs = run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff
-    idle = [kind for kind, coeff in zip(kinds, coeffs) if kind not in ("none", "sinkhorn") and not coeff]
+    idle, rest = [], []
+    for kind, coeff in zip(kinds, coeffs):
+        if kind in ("none", "sinkhorn") or coeff:
+            rest.append((kind, coeff))
+        else:
+            idle.append(kind)
     if not idle or len(kinds) != len(coeffs) or run.moe.num_experts is None:
         return None
-    rest = [pair for pair in zip(kinds, coeffs) if pair[0] not in idle] or [("none", 0.0)]
-    left_kinds, left_coeffs = zip(*rest)
+    left_kinds, left_coeffs = zip(*rest or [("none", 0.0)])
     return {"moe_router_load_balancing_type": left_kinds, "moe_aux_loss_coeff": left_coeffs}, (
         f"--moe-router-load-balancing-type {' '.join(idle)}: NOT ADDED, its coefficient is 0, Megatron-LM's default;"
         " --moe-aux-loss-coeff 0.01 adds it"

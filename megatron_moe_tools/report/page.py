@@ -91,9 +91,11 @@ def findings(state: RunState, status: dict[str, str]) -> list[RunFinding]:
         killed = sum(attempt.get("ending") is None for attempt in attempts[:-1])
         text = f"{len(attempts)} attempts, {killed} of them killed"
         found.append(RunFinding("attention" if killed else "good", text, "attempts", "", "reliability.md"))
-    faults = [event["text"] for event in state.events if event["kind"] == "fault"]
     if state.event_counts["fault"]:
-        last = faults[-1] if faults else ""
+        last = ""
+        for event in state.events:
+            if event["kind"] == "fault":
+                last = event["text"]
         if len(last) > _MOST_TEXT:
             last = f"{last[:_MOST_TEXT]}..."
         text = f"{_count(state.event_counts['fault'], 'fault')} recorded, the last: {last}"

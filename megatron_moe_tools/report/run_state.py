@@ -448,7 +448,7 @@ class RunState:
         counts = line.get("tokens_per_expert")
         if isinstance(counts, dict) and counts:
             layers = sorted(map(int, counts))
-            rows = [counts[str(layer)] for layer in layers]
+            rows = list(map(counts.__getitem__, map(str, layers)))
             if rows[0] and len(set(map(len, rows))) == 1:
                 table = np.array(rows, dtype=np.int64)
                 mean = table.mean(axis=1)

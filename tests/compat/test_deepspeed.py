@@ -191,7 +191,6 @@ def test_a_parameter_that_is_left_out_is_named_where_the_defaults_differ(deepspe
             ["adam_w_mode false", "weight_decay of 0.1", "L2", "use true"],
         ),
         (scheduler("WarmupLR", warmup_num_steps=10, warmup_type="log"), ['warmup_type "log"', '"linear"']),
-        (scheduler("WarmupLR", warmup_num_steps="auto", warmup_type="log"), ['warmup_type "log"', '"linear"']),
         (scheduler("WarmupLR", warmup_num_steps=0, warmup_type="linear"), ["warmup_num_steps 0", "at least 1"]),
         (scheduler("WarmupLR", total_num_steps=5, warmup_type="linear"), ["total_num_steps 5", "WarmupLR has no such"]),
         (scheduler("WarmupDecayLR", warmup_type="linear"), ["scheduler.type", "total_num_steps"]),
