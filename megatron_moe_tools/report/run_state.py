@@ -167,8 +167,8 @@ class LayerSeries:
                 highs.append([])
                 for row in range(len(self.layers)):
                     _, high, total, count = cells.get((name, row), _NOTHING)
-                    figures[name][-1].append(rounded(total / count))
-                    highs[-1].append(rounded(high))
+                    figures[name][-1].append(short(total / count, 4))
+                    highs[-1].append(short(high, 4))
             if name in with_high:
                 figures[f"{name}_high"] = highs
         begins, ends = [], []
@@ -178,18 +178,13 @@ class LayerSeries:
         return {"layers": self.layers, "from": begins, "to": ends, "figures": figures}
 
 
-def short(value: float) -> float | None:
-    """Return a number in six digits, None for NaN; whole numbers up to 2^53 stay what they are."""
+def short(value: float, digits: int = 6) -> float | None:
+    """Return a number in so many digits, None for NaN; whole numbers up to 2^53 stay what they are."""
     if math.isnan(value):
         return None
     if value == int(value) and abs(value) < 2**53:
         return int(value)
-    return float(f"{value:.6g}")
-
-
-def rounded(value: float, digits: int = 4) -> float | None:
-    """Return a number in so many digits, None for what is not finite."""
-    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    return float(f"{value:.{digits}g}")
 
 
 @dataclass
@@ -244,7 +239,7 @@ class ExpertWindow:
         if load is None:
             return None
         for row in load.tolist():
-            rows.append([rounded(value, 3) for value in row])
+            rows.append([short(value, 3) for value in row])
         return {
             "layers": self._layers,
             "from": self._blocks[0].first,
