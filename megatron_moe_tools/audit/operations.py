@@ -180,8 +180,9 @@ def low_precision_reduction(
         return "result rounded"
     if op.base in _ACCUMULATED or (op.base in _INDEX_PUT and len(args) > 3 and args[3]):
         return "may round every addition"
-    if op.base in ("add", "add_") and len(inputs) > 1 and dtypes_of(inputs) <= LOW_PRECISION:
-        node = torch._C._current_autograd_node() if _in_backward() else None
+    is_low = len(inputs) > 1 and dtypes_of(inputs) <= LOW_PRECISION
+    if is_low and op.base in ("add", "add_") and _phase() == "backward":
+        node = torch._C._current_autograd_node()
         if node is not None and node.name().endswith("AccumulateGrad"):  # it adds to a parameter's `.grad`
             return "every addition rounds"
     return ""
@@ -244,8 +245,7 @@ class LocationFinder:
 
     def current(self) -> OperationLocation:
         """Return the location of the operation that is being dispatched."""
-        phase = "backward" if _in_backward() else "forward"
-        where, reason, module, open_scope = UNKNOWN, None, UNKNOWN, True
+        phase, where, reason, module, open_scope = _phase(), UNKNOWN, None, UNKNOWN, True
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = frame.f_code
@@ -317,7 +317,9 @@ class LocationFinder:
         if not code.co_argcount or code.co_varnames[0] != "self":
             return UNKNOWN
         owner = frame.f_locals.get("self")
-        return self._names.get(id(owner), UNKNOWN) if isinstance(owner, torch.nn.Module) else UNKNOWN
+        if not isinstance(owner, torch.nn.Module):
+            return UNKNOWN
+        return self._names.get(id(owner), UNKNOWN)
 
     def _is_internal(self, code: CodeType) -> bool:
         """Return whether the code is torch's or the tracer's own, which is not where an operation was asked for."""
@@ -343,5 +345,7 @@ def source_line(filename: str, line: int) -> str:
     return f"{filename}:{line}"
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+def _phase() -> str:
+    if torch._C._current_graph_task_id() == -1:
+        return "forward"
+    return "backward"

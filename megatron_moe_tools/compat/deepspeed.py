@@ -262,18 +262,21 @@ def _of_kind(kind: str, value: Any) -> Any:
     """Return a value as one of a kind, or None. As for DeepSpeed, 5e8 is a whole number, and "true" and 1 are true."""
     if kind == "bool":
         return {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower())
-    if kind == "str":
-        return value if isinstance(value, str) else None
-    if kind == "pair":
-        is_pair = isinstance(value, list) and len(value) == 2 and set(map(type, value)) <= {int, float}
-        return tuple(map(float, value)) if is_pair else None
+    if kind == "str" and isinstance(value, str):
+        return value
+    if kind == "pair" and isinstance(value, list) and len(value) == 2 and set(map(type, value)) <= {int, float}:
+        return tuple(map(float, value))
+    if kind not in ("int", "float") or isinstance(value, bool):
+        return None
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    if kind == "int":
-        return int(number) if number.is_integer() else None
-    return None if math.isnan(number) else number
+    if kind == "int" and number.is_integer():
+        return int(number)
+    if kind == "float" and not math.isnan(number):
+        return number
+    return None
 
 
 # ---- Settings

@@ -304,7 +304,7 @@ def read_script(text: str) -> Script:
             ranked.setdefault(rank, []).append((texts[program + 1 :], launcher))
         elif is_flag(first) or first.startswith("$"):
             ranked.setdefault(1, []).append((texts, []))
-    chosen = ranked[min(ranked)] if ranked else []
+    chosen = ranked.get(min(ranked, default=0), [])
     named: set[str] = set()
     for words, _ in chosen:
         named |= _references(words, held)
@@ -319,8 +319,9 @@ def read_script(text: str) -> Script:
             if not is_alone or not any(any(map(is_flag, held[name])) for name in _references([text], held)):
                 kept.append(text)
         script.flags += _flags(kept)
-    for text in chosen[0][1] if chosen else []:
-        script.launcher += _with_arrays(text, held)
+    for _, launcher in chosen[:1]:
+        for text in launcher:
+            script.launcher += _with_arrays(text, held)
     return script
 
 
