@@ -441,7 +441,7 @@ def _take_schedule(merge: _Merge) -> None:
         key = above + name
         if "left_out" in row and key not in file.values:
             merge.note(f"{kind}: {row['left_out']}")
-        if key in file.automatic:
+        if key in file.automatic and name != "cycle_momentum":  # which no flag decides
             continue
         params[name] = value = file.values.get(key, params.get(row.get("like"), row.get("default")))
         if value is None and "needed" in row:
