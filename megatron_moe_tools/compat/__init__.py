@@ -39,8 +39,13 @@ def parse(argv: Sequence[str], filled_in: FillIn | None = None, world_size: int 
     try:
         command = cli.read(translated.argv, parser())
     except cli.UnknownKey as error:
-        hint = megatron_flags.hint_for_key(error.name)
-        raise error if hint is None else ConfigError(f"{error.where}: unknown key{hint}") from None
+        row = megatron_flags.row_for("--" + error.name.replace("_", "-"), ())
+        if row is None:
+            raise
+        hint = f"; Megatron-LM's {row.flag} is {row.answer}: {row.says}"
+        if row.answer == "unknown":
+            hint = megatron_flags.instead(row)
+        raise ConfigError(f"{error.where}: unknown key{hint}") from None
     # The file of `--deepspeed-config`, or of `--deepspeed` as in transformers' programs.
     path, switch = command.starts.get("deepspeed_config"), command.starts.get("deepspeed", "")
     if switch is None and path is None:

@@ -175,16 +175,6 @@ def unknown(flag: str, own: Collection[str]) -> str:
     return unknown_flag(flag, own, theirs, hint)
 
 
-def hint_for_key(name: str) -> str | None:
-    """Return what a key of a `--config` file is that is named like a flag of Megatron-LM's; None where it is none."""
-    row = row_for("--" + name.replace("_", "-"), ())
-    if row is None:
-        return None
-    if row.answer == "unknown":
-        return instead(row)
-    return f"; Megatron-LM's {row.flag} is {row.answer}: {row.says}"
-
-
 def help_texts() -> dict[str, str]:
     """Return the help of each flag of the table."""
     texts = {}
