@@ -61,7 +61,8 @@ setup(
     packages=find_packages(include=["megatron_moe", "megatron_moe.*", "megatron_moe_tools", "megatron_moe_tools.*"]),
     package_data={
         "megatron_moe": ["commit.txt", "py.typed"],
-        "megatron_moe_tools.compat": ["megatron_flags.tsv", "deepspeed_keys.yaml"],
+        "megatron_moe_tools.audit": ["report.html"],
+        "megatron_moe_tools.compat": ["*.tsv", "*.yaml"],
         "megatron_moe_tools.launch": ["slurm.sh"],
         "megatron_moe.config": ["presets.yaml"],
         "megatron_moe.engine": ["engine_defects.yaml"],
