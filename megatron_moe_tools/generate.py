@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_moe.checkpoint import folder, origin
 from megatron_moe.config import schema
@@ -23,9 +22,6 @@ from megatron_moe.io.program import DONE, note, run_program
 from megatron_moe_tools.models.source import ModelSource, locate
 
 NAME = "megatron-moe generate"
-
-if TYPE_CHECKING:  # flags, folders and prompts are checked before torch is loaded
-    from megatron_moe_tools.models.load_model import LoadedCheckpoint
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -71,6 +67,7 @@ def main(argv: list[str]) -> int:
 def _main(argv: list[str]) -> int:
     flags = parser().parse_args(argv)
     _check(flags)
+    flags.chosen = {name: getattr(flags, name) for name in TOKENIZER_FIELDS if getattr(flags, name) is not None}
     prompts = [_read(path, text) for path, text in flags.prompts]
     source = locate(Path(flags.load), flags.ckpt_step)
     tokenizer = _tokenizer(source, flags)
@@ -81,15 +78,32 @@ def _main(argv: list[str]) -> int:
         note(f"{NAME}: {text}")
     import torch
 
+    from megatron_moe.model.generate import Sampling, continuation
     from megatron_moe_tools.models.load_model import load_model
 
     dtype: torch.dtype = getattr(torch, _DTYPES[flags.dtype])
     working = working_bytes(source.run, max(map(len, ids)), flags.max_new_tokens, dtype.itemsize)
     with load_model(source, dtype=dtype, working_bytes=working) as found:
         for number, (prompt, prompt_ids) in enumerate(zip(prompts, ids)):
-            if number:
-                prompt = f"\n{prompt}"
-            _continue(found, tokenizer, prompt, prompt_ids, ends, flags)
+            stream, times = TextStream(tokenizer, prompt_ids), [time.perf_counter()]
+            print("\n" * bool(number) + prompt, end="", flush=True)
+            for token in continuation(
+                found.model,
+                prompt_ids,
+                flags.max_new_tokens,
+                vocab_size=found.vocab_size,
+                sampling=Sampling(flags.temperature, flags.top_k, flags.top_p or 1.0),
+                seed=flags.seed,
+                end_ids=ends,
+            ):
+                times.append(time.perf_counter())
+                print(stream.add(token), end="", flush=True)
+            print(stream.rest(), flush=True)
+            # The time of the first token includes the whole prompt.
+            more, first, speed = len(times) - 2, times[1] - times[0], "one token"
+            if more:
+                speed = f"{more / (times[-1] - times[1]):.1f} tokens/s"
+            note(f"{NAME}: prompt of {len(prompt_ids)} tokens in {first:.2f} s, then {more} tokens: {speed}")
     return DONE
 
 
@@ -151,12 +165,12 @@ def _read(path: str | None, text: str) -> str:
 def _tokenizer(source: ModelSource, flags: argparse.Namespace) -> Tokenizer:
     """Return the tokenizer of the flags, else the one that came with the model, else the one of the run's flags."""
     vocab_size = source.run.model.vocab_size
-    if chosen := _chosen(flags):
+    if chosen := flags.chosen:
         return build_tokenizer(schema.build(chosen).data, vocab_size)
     came_along = tokenizer_of_folder(_companions(source), source.companions)
     if came_along is not None:
         return came_along
-    if not _is_native(source):
+    if _companions(source) == source.path:
         raise ConfigError(
             f"--load {source.path}: holds neither tokenizer.json nor tokenizer.model nor tiktoken.model; name one with "
             "--tokenizer-type and --tokenizer-model"
@@ -166,16 +180,9 @@ def _tokenizer(source: ModelSource, flags: argparse.Namespace) -> Tokenizer:
     return tokenizer_of_step(config, trained_with, {}, vocab_size or 0, f"--load {source.path}")[0]
 
 
-def _chosen(flags: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(flags, name) for name in TOKENIZER_FIELDS if getattr(flags, name) is not None}
-
-
-def _is_native(source: ModelSource) -> bool:
-    return (source.path / folder.STATE).is_file()
-
-
 def _companions(source: ModelSource) -> Path:
-    return source.path / origin.FOLDER if _is_native(source) else source.path
+    """Return the folder of the files that came with a model beside its weights."""
+    return source.path / origin.FOLDER if (source.path / folder.STATE).is_file() else source.path
 
 
 def _begin(source: ModelSource, tokenizer: Tokenizer, wanted: bool | None) -> list[int]:
@@ -201,7 +208,7 @@ def _ends(source: ModelSource, tokenizer: Tokenizer, flags: argparse.Namespace) 
     if not flags.stop_at_eod:
         return set()
     file = source.companions.get("generation_config.json")
-    if file is None or _chosen(flags):  # ids of the tokenizer that came along
+    if file is None or flags.chosen:  # ids of the tokenizer that came along
         return {tokenizer.eod}
     ids = _said(file, "eos_token_id")
     if not isinstance(ids, list):
@@ -232,44 +239,6 @@ def _ids(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, run: Run, new:
             f"--max-new-tokens {new}: the prompt has {len(ids)} tokens and the model {positions} positions; {remedy}"
         )
     return ids
-
-
-def _continue(
-    found: LoadedCheckpoint,
-    tokenizer: Tokenizer,
-    prompt: str,
-    prompt_ids: Sequence[int],
-    ends: set[int],
-    flags: argparse.Namespace,
-) -> None:
-    from megatron_moe.model.generate import Sampling, continuation
-
-    stream = TextStream(tokenizer, prompt_ids)
-    tokens = continuation(
-        found.model,
-        prompt_ids,
-        flags.max_new_tokens,
-        vocab_size=found.vocab_size,
-        sampling=Sampling(flags.temperature, flags.top_k, flags.top_p or 1.0),
-        seed=flags.seed,
-        end_ids=ends,
-    )
-    times = [time.perf_counter()]
-    _write(prompt)
-    for token in tokens:
-        times.append(time.perf_counter())
-        _write(stream.add(token))
-    _write(stream.rest() + "\n")
-    # The time of the first token includes the whole prompt.
-    more, first, speed = len(times) - 2, times[1] - times[0], "one token"
-    if more:
-        speed = f"{more / (times[-1] - times[1]):.1f} tokens/s"
-    note(f"{NAME}: prompt of {len(prompt_ids)} tokens in {first:.2f} s, then {more} tokens: {speed}")
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 class TextStream:

@@ -201,9 +201,8 @@ class ResumeReplay:
         steps: number of steps.
         ranks: number of ranks.
         recorded: iteration -> its exact record, of the steps to replay.
-        device: what the record was made on, cpu or cuda.
+        state: of the step that the run of the record wrote.
         differences: why bits need not be equal; empty where they must be.
-        half: whether the run is in half precision.
     """
 
     run: Run
@@ -212,9 +211,13 @@ class ResumeReplay:
     steps: int
     ranks: int
     recorded: dict[int, dict[str, Any]]
-    device: str
+    state: dict[str, Any]
     differences: tuple[str, ...]
-    half: bool
+
+    @property
+    def device(self) -> str:
+        """What the record was made on, cpu or cuda."""
+        return str(self.state.get("device", "cpu"))
 
 
 def plan_replay(
@@ -268,23 +271,22 @@ def plan_replay(
     if begin + 1 not in known:
         raise ConfigError(f"{root}: no step after {begin} is recorded; choose an earlier one with --ckpt-step")
     # The next step was written by the run that made the records, which may have had other flags than the one before.
-    writer = _first_from(states, begin + 1, otherwise=begin)
-    last = begin
+    writer = min((number for number in states if number > begin), default=begin)
+    config, last = _of_training(root, writer), begin
     while last + 1 in known:
-        if last >= writer > begin and not _same_run(root, states, writer, _first_from(states, last + 1, writer)):
-            break
+        if last >= writer > begin:
+            later = min((number for number in states if number > last), default=writer)
+            other, same = _of_training(root, later), states[writer]["layout"] == states[later]["layout"]
+            for name in config.keys() & other.keys() - _NO_CHANGE:
+                same = same and config[name] == other[name]
+            if not same:
+                break
         last += 1
     if steps is not None and steps > last - begin:
         raise ConfigError(f"--steps {steps}: only {last - begin} steps after step {begin} are recorded under one run")
     end = begin + min(last - begin, MOST_STEPS if steps is None else steps)
     recorded = {iteration: known[iteration] for iteration in range(begin + 1, end + 1)}
-    config = _of_training(folder.read_json(folder.step_folder(root, writer) / folder.CONFIG))
     return _replay(root, begin, recorded, config, states[writer], ranks, changes or {})
-
-
-def _first_from(steps: Iterable[int], wanted: int, otherwise: int) -> int:
-    """Return the first step from `wanted` on."""
-    return min((number for number in steps if number >= wanted), default=otherwise)
 
 
 def _merged(root: Path, states: dict[int, dict[str, Any]], metrics_file: Path | None) -> dict[int, dict[str, Any]]:
@@ -311,19 +313,10 @@ def _merged(root: Path, states: dict[int, dict[str, Any]], metrics_file: Path | 
     return known
 
 
-def _same_run(root: Path, states: dict[int, dict[str, Any]], one: int, other: int) -> bool:
-    """Return whether two steps were written with the same flags of training and on the same ranks."""
-    if states[one]["layout"] != states[other]["layout"]:
-        return False
-    first = _of_training(folder.read_json(folder.step_folder(root, one) / folder.CONFIG))
-    second = folder.read_json(folder.step_folder(root, other) / folder.CONFIG)
-    return all(first[name] == second[name] for name in first.keys() & second.keys() - _NO_CHANGE)
-
-
-def _of_training(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the known flags that a step may depend on."""
+def _of_training(root: Path, number: int) -> dict[str, Any]:
+    """Return the known flags of a step's run that a step may depend on."""
     table, found = fields_by_name(), {}
-    for name, value in config.items():
+    for name, value in folder.read_json(folder.step_folder(root, number) / folder.CONFIG).items():
         if name in table and table[name][0] not in ("checkpoint", "logging"):
             found[name] = value
     return found
@@ -366,9 +359,7 @@ def _replay(
             f"{root}: was trained with {', '.join(drawing)}, which draws other numbers with {'; '.join(differences)}: "
             "no tolerance covers that; replay it as it was recorded"
         )
-    half = run.precision.bf16 or run.precision.fp16
-    device = state.get("device", "cpu")
-    return ResumeReplay(run, root, begin, len(recorded), world, recorded, device, tuple(differences), half)
+    return ResumeReplay(run, root, begin, len(recorded), world, recorded, state, tuple(differences))
 
 
 def _differences(replay: ResumeReplay) -> list[str]:
@@ -382,12 +373,10 @@ def _differences(replay: ResumeReplay) -> list[str]:
     found = [*replay.differences]
     if device != replay.device:
         found.append(f"device: {replay.device} -> {device}")
-    writer = _first_from(folder.steps(replay.root), replay.begin + 1, otherwise=replay.begin)
-    state = folder.read_json(folder.step_folder(replay.root, writer) / folder.STATE)
     deterministic = replay.run.training.deterministic_mode
     if launched and (now := numerics.facts(deterministic)):
-        found += arithmetic_differences(state, now, deterministic)
-    return [*found, *version_differences(state, versions())]
+        found += arithmetic_differences(replay.state, now, deterministic)
+    return [*found, *version_differences(replay.state, versions())]
 
 
 def version_differences(state: dict[str, Any], now: dict[str, str]) -> list[str]:
@@ -432,7 +421,7 @@ def compare(replay: ResumeReplay, replayed: Iterable[dict[str, Any]], difference
     """Compare every recorded step with its replay, to the bit where there is no difference that excuses another."""
     by_iteration = {record["iteration"]: record for record in replayed}
     excused = list(differences)
-    tolerances = TOLERANCES["half" if replay.half else "fp32"]
+    tolerances = TOLERANCES["half" if replay.run.precision.bf16 or replay.run.precision.fp16 else "fp32"]
     findings = []
     for iteration, recorded in replay.recorded.items():
         record = by_iteration.get(iteration)

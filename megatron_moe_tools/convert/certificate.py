@@ -49,17 +49,23 @@ def non_finite(tensor: Tensor) -> int:
     return count
 
 
-def require_finite(tensor: Tensor, name: str, where: str) -> None:
-    """Check that all numbers are finite.
+def taken(tensor: Tensor, dtype: torch.dtype, entry: Row, name: str, where: str) -> Tensor:
+    """Return a tensor of the source in the dtype in which it is written, and complete its entry's hashes.
 
     Raises:
-        ConfigError: some are not; the message names the tensor and how many.
+        ConfigError: a number is not finite, or is too large for the dtype; the message names the tensor.
     """
-    if count := non_finite(tensor):
+    if tensor.is_floating_point() and (count := non_finite(tensor)):
         raise ConfigError(
             f"{where}: tensor {name} holds {count} of {tensor.numel()} numbers that are not finite (NaN or Inf); a "
             "model that has them is damaged: bring the file back from its source"
         )
+    if "sha256" not in entry:
+        entry["sha256"] = sha256(tensor)
+    result = cast(tensor, dtype, name)
+    if entry["dtype"] != dtype_name(dtype):
+        entry["sha256_as_written"] = sha256(result)
+    return result
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -79,27 +85,15 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return result
 
 
-def rounded_before(name: str, dtype: torch.dtype, path: Path, kept: str) -> str:
-    """Return the warning about a tensor that is fp32 in every model and was stored in another dtype."""
-    return (
-        f"PRECISION WARNING: {name} is {dtype_name(dtype)} in {path}, must be float32: it was rounded before it was "
-        f"saved; {kept}"
-    )
-
-
-def hf_entry(name: str, shape: Shape, dtype: torch.dtype, digest: str) -> Row:
-    """Return a row's entry of one tensor of a Hugging Face folder."""
-    return {"name": name, "shape": list(shape), "dtype": dtype_name(dtype), "sha256": digest}
-
-
 def native_entry(key: str, start: Shape, block: Tensor) -> Row:
     """Return a row's entry of one block of a native checkpoint, hashed."""
     dtype, shape = dtype_name(block.dtype), list(block.shape)
     return {"key": key, "start": list(start), "shape": shape, "dtype": dtype, "sha256": sha256(block)}
 
 
-def cast_name(before: str, after: str) -> str | None:
+def cast_name(entries: Iterable[Row], dtype: torch.dtype) -> str | None:
     """Return a row's name for a change of dtype; None if there is none."""
+    before, after = " and ".join(sorted({entry["dtype"] for entry in entries})), dtype_name(dtype)
     return None if before == after else f"{before} -> {after}"
 
 
@@ -153,24 +147,30 @@ def require_coverage(rows: Sequence[Row], names: Iterable[str], shapes: dict[str
     wanted = set(names)
     wrong = [f"{name} is used {used[name]} times" for name in sorted(wanted | used.keys()) if used[name] != 1]
     wrong += [f"{name} is unexpected" for name in sorted(used.keys() - wanted)]
-    boxes: dict[str, list[index.TensorPart]] = {}
+    boxes: dict[str, list[tuple[Shape, Shape]]] = {}
     for row in rows:
-        box = row["native"]
-        part = index.TensorPart(tuple(box["start"]), tuple(box["shape"]), index.StoredBytes("", 0, 0))
-        boxes.setdefault(box["key"], []).append(part)
+        native = row["native"]
+        boxes.setdefault(native["key"], []).append((tuple(native["start"]), tuple(native["shape"])))
     for key in sorted(boxes.keys() | shapes.keys()):
-        parts, shape = boxes.get(key, []), shapes.get(key)
-        if shape is None:
+        if key not in shapes:
             wrong.append(f"{key} is not a tensor of the model")
-            continue
-        filled = sum(math.prod(part.shape) for part in parts)
-        outside = any(a + n > b for part in parts for a, n, b in zip(part.start, part.shape, shape))
-        if filled != math.prod(shape) or outside or index.overlap(parts):
-            wrong.append(
-                f"{key}: {filled} of {math.prod(shape)} elements in {len(parts)} blocks, each to be there once"
-            )
+        elif defect := uncovered(boxes.get(key, ()), shapes[key]):
+            wrong.append(f"{key}: {defect}")
     if wrong:
         raise ConfigError(listing(f"{where}: not every tensor is converted exactly once:", wrong))
+
+
+def uncovered(boxes: Sequence[tuple[Shape, Shape]], whole: Shape) -> str | None:
+    """Return what is wrong with boxes (start, shape) that are to fill a tensor; None if each element is in one."""
+    parts = [index.TensorPart(start, shape, index.StoredBytes("", 0, 0)) for start, shape in boxes]
+    filled, total = sum(math.prod(part.shape) for part in parts), math.prod(whole)
+    for part in parts:
+        ends = zip(part.start, part.shape, whole)
+        if len(part.shape) != len(whole) or any(first + count > limit for first, count, limit in ends):
+            return f"{list(part.shape)} from {list(part.start)} on is not within it, which has {list(whole)}"
+    if filled != total or index.overlap(parts):
+        return f"{filled} of {total} elements in {len(parts)} blocks, each to be there once"
+    return None
 
 
 def versions() -> dict[str, str]:

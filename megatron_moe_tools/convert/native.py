@@ -12,7 +12,7 @@ import json
 import pickle
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple, cast
@@ -82,21 +82,20 @@ class NativeSource(ConversionSource):
             raise ConfigError(f"--ema: {step} has no average of its weights, which a run with --ema-decay saves")
         self.config, self.state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
         self.iteration = int(step.name.removeprefix("iter_"))
-        self.files = self.listed = manifest.read(step).files
-        self.inputs = {name: step / name for name in self.files}
+        self.listed = manifest.read(step).files
+        self.inputs = {name: step / name for name in self.listed}
+        for name in self.listed:
+            if not (name.endswith(".distcp") or name in _REWRITTEN):
+                self.companions[name] = name
         stored = self.reader.index.tensors
         self.weights = {key: one.shape for key, one in stored.items() if not key.startswith(OPTIMIZER)}
         self.keeps_optimizer = len(self.weights) < len(stored) and not (options.no_optim or options.ema)
 
     def read(self, block: Block) -> tuple[Tensor, Row]:
         values = self._values(block)
-        if values.is_floating_point():
-            certificate.require_finite(values, block.key, str(self.path))
         native = certificate.native_entry(block.key, block.start, values)
-        cast_values = certificate.cast(values, block.dtype, block.key)
-        if native["dtype"] != dtype_name(block.dtype):
-            native["sha256_as_written"] = sha256(cast_values)
-        return cast_values, {"native": native, "cast": certificate.cast_name(native["dtype"], dtype_name(block.dtype))}
+        values = certificate.taken(values, block.dtype, native, block.key, str(self.path))
+        return values, {"native": native, "cast": certificate.cast_name([native], block.dtype)}
 
     def _values(self, block: Block) -> Tensor:
         return self.reader.read(block.key, block.start, block.shape)
@@ -113,8 +112,6 @@ class NativeSource(ConversionSource):
             raise ConfigError(f"--load {self.path}: {EMBEDDING}: {found}, for a vocabulary of {vocab_size} tokens")
         return replace_settings(run, padded_vocab_size=table[0], tensor_model_parallel_size=1)
 
-    # A step made of it.
-
     def step_blocks(self) -> list[Block]:
         options, tensors = self.options, self.reader.index.tensors
         if options.dtype is not None and self.keeps_optimizer:
@@ -130,66 +127,41 @@ class NativeSource(ConversionSource):
         if options.drop_mtp or options.family is not None:
             flag = "--drop-mtp" if options.drop_mtp else "--family"
             raise ConfigError(f"{flag}: is for folders of Hugging Face; from native to native nothing is left out")
-        self.shapes = dict(self.weights)
+        self.shapes, kept = dict(self.weights), "the averages of the weights" if options.ema else "weights alone"
         if self.keeps_optimizer:
-            self.shapes = {key: tensor.shape for key, tensor in tensors.items()}
-        kept = "weights alone"
-        if self.keeps_optimizer:
-            kept = "with the optimizer's state"
-        elif options.ema:
-            kept = "the averages of the weights"
+            self.shapes, kept = {key: tensor.shape for key, tensor in tensors.items()}, "with the optimizer's state"
         self.summary = f"step {self.iteration}, {len(self.shapes)} tensors, {kept}"
         blocks = []
         for key in sorted(self.shapes):
-            dtype = stored = self.reader.dtype(key)
+            dtype = self.reader.dtype(key)
             if key.endswith(_BIAS) and not key.startswith(OPTIMIZER):
                 dtype = torch.float32
-            elif options.dtype is not None and stored.is_floating_point:
+            elif options.dtype is not None and dtype.is_floating_point:
                 dtype = options.dtype
             blocks += blocks_of(key, self.shapes[key], dtype)
         for key in self.weights:
-            if key.endswith(_BIAS) and self.reader.dtype(key) != torch.float32:
-                kept = "kept in float32 from now on"
-                self.warnings.append(certificate.rounded_before(key, self.reader.dtype(key), self.path, kept))
+            if key.endswith(_BIAS):
+                self.warn_if_rounded(key, self.reader.dtype(key), "kept in float32 from now on")
+        for name, stored in sorted(self.reader.index.values.items()):
+            with open(self.path / stored.file, "rb") as file:
+                file.seek(stored.offset)
+                self.values[name] = file.read(min(stored.length, LARGEST_VALUE))
+        if step_reader.COMMON in self.listed:
+            self.common = step_reader.read_file(self.path, step_reader.COMMON)
+        if not self.keeps_optimizer:
+            self.common.pop("optimizer", None)
         return blocks
 
-    def step_config(self) -> dict[str, Any]:
-        if self.options.dtype is None:
-            return self.config
-        bf16, fp16 = self.options.dtype == torch.bfloat16, self.options.dtype == torch.float16
-        return {**self.config, "bf16": bf16, "fp16": fp16, "keep_fp32": None, "fp8_format": None}
-
-    def step_state(self) -> dict[str, Any]:
-        state = dict(self.state)
+    def step_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        config, state, dtype = self.config, dict(self.state), self.options.dtype
+        if dtype is not None:
+            half = {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
+            config = {**config, **half, "keep_fp32": None, "fp8_format": None}
         for name in ("has_optimizer", folder.HAS_AVERAGE):
             state[name] = bool(self.state.get(name)) and self.keeps_optimizer
         if self.options.ema:
             state["averaged"] = True
-        return state
-
-    def step_values(self) -> dict[str, bytes]:
-        found = {}
-        for name, stored in sorted(self.reader.index.values.items()):
-            with open(self.path / stored.file, "rb") as file:
-                file.seek(stored.offset)
-                found[name] = file.read(min(stored.length, LARGEST_VALUE))
-        return found
-
-    def step_common(self) -> dict[Any, Any]:
-        common: dict[Any, Any] = {}
-        if step_reader.COMMON in self.files:
-            common = step_reader.read_file(self.path, step_reader.COMMON)
-        if not self.keeps_optimizer:
-            common.pop("optimizer", None)
-        return common
-
-    def write_companions(self, step: Path) -> dict[str, FileEntry]:
-        copied = {}
-        for name, known in self.files.items():
-            if not (name.endswith(".distcp") or name in _REWRITTEN):
-                (step / name).parent.mkdir(exist_ok=True)
-                copied[name] = copy_file(self.path / name, step / name, known)
-        return copied
+        return config, state
 
     def facts(self) -> dict[str, Any]:
         dropped = [key for key in self.reader.index.tensors if key not in self.shapes]
@@ -203,24 +175,37 @@ class AveragedSource(NativeSource):
     rounded to the weights' dtype. It has no optimizer state: moments belong to one trajectory.
 
     Raises:
-        ConfigError: the steps are not of one model.
+        ConfigError: fewer than two steps are named, one twice, one that is not there, or steps of several models.
     """
 
-    def __init__(self, steps: Sequence[Path], options: ConversionOptions) -> None:
+    direction: ClassVar[str] = "average of native steps"
+
+    def __init__(self, load: Path, numbers: Sequence[int], options: ConversionOptions) -> None:
+        shown = f"--average-steps {' '.join(map(str, numbers))}"
+        if len(set(numbers)) < len(numbers) or len(numbers) < 2:
+            raise ConfigError(f"{shown}: name two steps or more, each once")
+        there = folder.steps(load)
+        if not there:
+            raise ConfigError(f"{shown}: --load {load} has no steps; name the folder that a run saved its steps in")
+        missing = [number for number in numbers if number not in there]
+        if missing:
+            has = ", ".join(map(str, sorted(there)))
+            raise ConfigError(f"{shown}: --load {load} has no step {missing[0]}; it has {has}")
+        self.iterations = sorted(numbers)
+        steps = [folder.step_folder(load, number) for number in self.iterations]
         super().__init__(steps[-1], replace(options, no_optim=True))
         self._readers = [StepReader(step) for step in steps]
-        self.listed = {}
-        for step in steps:
+        self.companions = {name: f"{steps[-1].name}/{name}" for name in self.companions}
+        self.listed, self.inputs = {}, {}
+        for step, reader in zip(steps, self._readers):
             for name, entry in manifest.read(step).files.items():
                 self.listed[f"{step.name}/{name}"] = entry
-        self.inputs = {name: steps[0].parent / name for name in self.listed}
-        for step, reader in zip(steps, self._readers):
+                self.inputs[f"{step.name}/{name}"] = step / name
             shapes = {key: one.shape for key, one in reader.index.tensors.items() if not key.startswith(OPTIMIZER)}
             differ = sorted(shapes.keys() ^ self.weights.keys())
             differ += sorted(key for key, shape in shapes.items() if self.weights.get(key, shape) != shape)
             if differ:
                 raise ConfigError(f"--average-steps: {step} is of another model than {self.path}: {differ[0]} differs")
-        self.iterations = [int(step.name.removeprefix("iter_")) for step in steps]
 
     def _values(self, block: Block) -> Tensor:
         if not self.reader.dtype(block.key).is_floating_point:
@@ -238,31 +223,9 @@ class AveragedSource(NativeSource):
         self.summary = f"mean of steps {', '.join(map(str, self.iterations))} in fp64, {len(self.shapes)} tensors"
         return blocks
 
-    def direction(self, to: str) -> str:
-        return "average of native steps"
-
-    def step_state(self) -> dict[str, Any]:
-        return {**super().step_state(), "average_of_steps": self.iterations}
-
-
-def steps_to_average(load: Path, numbers: Sequence[int]) -> list[Path]:
-    """Return the folders of the steps of a checkpoint folder, oldest first.
-
-    Raises:
-        ConfigError: fewer than two, one twice, or one that is not there.
-    """
-    shown = f"--average-steps {' '.join(map(str, numbers))}"
-    if len(set(numbers)) < len(numbers) or len(numbers) < 2:
-        raise ConfigError(f"{shown}: name two steps or more, each once")
-    there = folder.steps(load)
-    if not there:
-        raise ConfigError(f"{shown}: --load {load} has no steps; name the folder that a run saved its steps in")
-    missing = [number for number in numbers if number not in there]
-    if missing:
-        raise ConfigError(
-            f"{shown}: --load {load} has no step {missing[0]}; it has {', '.join(map(str, sorted(there)))}"
-        )
-    return [folder.step_folder(load, number) for number in sorted(numbers)]
+    def step_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        config, state = super().step_json()
+        return config, {**state, "average_of_steps": self.iterations}
 
 
 # ---- The sink.
@@ -274,18 +237,18 @@ class TorchDistSink(ConversionSink):
     Attributes:
         name: the step's folder.
         tensors: dtype and shape of the tensors in the output, by their names there.
+        stored_index: the index as it was written, for a step without a manifest.
     """
 
     name: str
+    tensors: dict[str, tuple[str, Shape]]
+    stored_index: index.StepIndex | None = None
 
-    def __init__(self, source: ConversionSource) -> None:
-        super().__init__(source)
-        self.tensors: dict[str, tuple[str, Shape]] = {}
-
-    def planned(self, blocks: list[Block], values: dict[str, bytes]) -> list[OutputFile]:
+    def planned(self, blocks: list[Block]) -> list[OutputFile]:
         """Return the data files: one for each layer's blocks, and one for the values that are no tensors."""
         # Weights come before the optimizer; then what is outside of the layers, each layer, each depth of multi-token
         # prediction.
+        self.tensors = {}
         contents: dict[tuple[bool, int, int], list[Block]] = {}
         for block in blocks:
             key = block.copy or block.key
@@ -299,10 +262,9 @@ class TorchDistSink(ConversionSink):
         for at, order in enumerate(sorted(contents)):
             size = sum(block.num_bytes + PER_PART for block in contents[order])
             files.append(OutputFile(f"{self.name}/__0_{at}.distcp", size, tuple(contents[order])))
-        if values:
+        if values := self.source.values:
             name = f"{self.name}/__0_{len(files)}.distcp"
             files.append(OutputFile(name, sum(map(len, values.values())), tuple(values)))
-        self.values = values
         return files
 
     def tensor_of(self, block: Block) -> tuple[str, Shape]:
@@ -320,7 +282,7 @@ class TorchDistSink(ConversionSink):
             data = DataFile(opened)
             for item in file.content:
                 if isinstance(item, str):
-                    content = self.values[item]
+                    content = self.source.values[item]
                     values.append(StoredPart(item, (), (), opened.path.name, opened.tell(), len(content)))
                     opened.write(content)
                     continue
@@ -347,25 +309,19 @@ class TorchDistSink(ConversionSink):
         files["metadata.json"] = write_bytes(step / "metadata.json", json.dumps(folder.ENGINE_FORMAT).encode())
         return files
 
-    def open_again(self, output: Path) -> None:
-        step = output / self.name
-        self._back = self.reader_of(step)
-        found = {name: (tensor.dtype, tensor.shape) for name, tensor in self._back.index.tensors.items()}
+    def read_again(self, output: Path, rows: list[Row]) -> Iterator[tuple[Row, Tensor]]:
+        reader = StepReader(output / self.name, self.stored_index)
+        found = {name: (tensor.dtype, tensor.shape) for name, tensor in reader.index.tensors.items()}
         if found != self.tensors:
-            raise ConfigError(f"{step}: its tensors are not those of the model; nothing was published")
-        if self._back.index.values.keys() != self.values.keys():
-            raise ConfigError(f"{step}: values are missing; nothing was published")
-
-    def reader_of(self, step: Path) -> StepReader:
-        """Return a reader of the step that was written."""
-        return StepReader(step)
-
-    def read_back(self, row: Row) -> Tensor:
-        native = row["native"]
-        block = self._back.read(native["key"], tuple(native["start"]), tuple(native["shape"]))
-        written = certificate.expected(native)
-        certificate.require_same(sha256(block), written, native["key"], "it reads otherwise than it was written")
-        return block
+            raise ConfigError(f"{reader.step}: its tensors are not those of the model; nothing was published")
+        if reader.index.values.keys() != self.source.values.keys():
+            raise ConfigError(f"{reader.step}: values are missing; nothing was published")
+        blocks = [item for file in self.files for item in file.content if isinstance(item, Block)]
+        for block, row in zip(blocks, rows, strict=True):
+            name, expected = self.tensor_of(block)[0], certificate.expected(row["native"])
+            values = reader.read(name, *self.box_of(block))
+            certificate.require_same(sha256(values), expected, name, "it reads otherwise than it was written")
+            yield row, values
 
 
 class NativeSink(TorchDistSink):
@@ -375,17 +331,19 @@ class NativeSink(TorchDistSink):
 
     def __init__(self, source: ConversionSource) -> None:
         super().__init__(source)
-        blocks = source.step_blocks()
         self.name = folder.step_folder(Path(), source.iteration).name
-        self.files = self.planned(blocks, source.step_values())
+        self.files = self.planned(source.step_blocks())
         self.summary = source.summary
 
-    def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
+    def finish(self, output: Path, records: list[Record], inputs: dict[str, FileEntry]) -> dict[str, FileEntry]:
         step, source = output / self.name, self.source
-        files = self.write_format(step, records, source.step_common())
-        files |= source.write_companions(step)
-        files[folder.CONFIG] = write_json(step / folder.CONFIG, source.step_config())
-        files[folder.STATE] = write_json(step / folder.STATE, source.step_state())
+        files = self.write_format(step, records, source.common)
+        for name, among_inputs in source.companions.items():
+            (step / name).parent.mkdir(exist_ok=True)
+            files[name] = copy_file(source.inputs[among_inputs], step / name, inputs[among_inputs])
+        config, state = source.step_json()
+        files[folder.CONFIG] = write_json(step / folder.CONFIG, config)
+        files[folder.STATE] = write_json(step / folder.STATE, state)
         (step / manifest.NAME).unlink(missing_ok=True)
         manifest.write(step, source.iteration, files)
         if defect := manifest.structure_defect(step):
@@ -467,7 +425,7 @@ def copy_file(source: Path, target: Path, known: FileEntry) -> FileEntry:
     """Copy a file of a step and check its hash.
 
     Raises:
-        ConfigError: it is not what the step's manifest says.
+        ConfigError: it is not the known one.
     """
     with open(source, "rb") as content, new_file(target) as file:
         while block := content.read(1 << 22):

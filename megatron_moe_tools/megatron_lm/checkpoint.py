@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_moe.checkpoint import index, step_reader
 from megatron_moe.checkpoint.index import StoredBytes, UntrustedError
 from megatron_moe.checkpoint.step_reader import Section, StepReader
-from megatron_moe.config.errors import ConfigError, listing
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.families import DEEPSEEK
 from megatron_moe.hf.mapping import mapping
@@ -33,7 +33,6 @@ from megatron_moe.hf.tensors import dtype_name
 from megatron_moe.hf.transforms import Shape
 from megatron_moe.io.hashing import FileEntry
 from megatron_moe_tools.megatron_lm import dialect
-from megatron_moe_tools.megatron_lm.dialect import Progress
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _COMMON_VALUE = "common_state/shard_0_1"
@@ -91,6 +90,8 @@ class MegatronCheckpoint(ABC):
         path: the step's folder.
         args: the arguments of the command that wrote it, by name: those that are plain values.
         common: the other plain values, by name.
+        vocabulary_rows: rows of the embedding table, those of padding too; None without the table.
+        iteration, consumed_samples: how far the run had come.
         files: its files by name.
         notes: what a user should know.
         doubts: why its files may not be those of the ranks that they are named after.
@@ -100,15 +101,12 @@ class MegatronCheckpoint(ABC):
     args: dict[str, Any]
     common: dict[str, Any]
     files: dict[str, Path]
+    vocabulary_rows: int | None
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.notes: list[str] = []
         self.doubts: list[str] = []
-
-    @abstractmethod
-    def vocabulary_rows(self) -> int:
-        """Return the rows of the embedding table, those of padding too."""
 
     @abstractmethod
     def contents(self, shapes: Mapping[str, Shape]) -> Contents:
@@ -118,80 +116,23 @@ class MegatronCheckpoint(ABC):
             shapes: the shapes of the model's tensors, by our keys.
         """
 
-    @property
-    def progress(self) -> Progress:
-        """How far the run had come."""
-        counts = [0, 0]
-        for at, number in enumerate((self.common.get("iteration"), self.args.get("consumed_train_samples"))):
-            if type(number) is int and number >= 0:
-                counts[at] = number
-        return Progress(*counts)
-
-
-def require_complete(
-    contents: Contents, shapes: Mapping[str, Shape], where: str, *, with_optimizer: bool
-) -> dict[str, Shape]:
-    """Check that a checkpoint has exactly the tensors of a model, each element once.
-
-    Returns:
-        The shapes of what is converted, by key: the model's, then the optimizer's.
-
-    Raises:
-        ConfigError: tensors are missing, unknown or of another shape; the message lists them.
-    """
-    wanted = dict(shapes)
-    if with_optimizer:
-        for key in sorted(contents.parts):
-            if dialect.weight_of(key) in shapes:
-                wanted[key] = shapes[dialect.weight_of(key)]
-    wrong = [*contents.wrong]
-    wrong += [f"missing: {key}" for key in wanted if key not in contents.parts]
-    for key in sorted(contents.parts.keys() - wanted.keys()):
-        if with_optimizer or not key.startswith("optimizer."):
-            wrong.append(f"the model of its arguments has no {key} ({contents.parts[key][0].name})")
-    for key in wanted.keys() & contents.parts.keys():
-        wrong += _defects(key, contents.parts[key], wanted[key])
-    if wrong:
-        raise ConfigError(
-            listing(f"{where}: its tensors are not those of the model that its arguments describe:", wrong)
-        )
-    return wanted
-
-
-def _defects(key: str, parts: list[Part], shape: Shape) -> list[str]:
-    boxes, outside, filled = [], [], 0
-    for part in parts:
-        boxes.append(index.TensorPart(part.start, part.shape, StoredBytes("", 0, 0)))
-        filled += math.prod(part.shape)
-        if len(part.shape) != len(shape) or any(a + n > b for a, n, b in zip(part.start, part.shape, shape)):
-            box = f"{list(part.shape)} from {list(part.start)} on"
-            outside.append(f"{part.name}: {box} is not within {key}, which has {list(shape)}")
-    if outside:
-        return outside
-    if filled != math.prod(shape) or index.overlap(boxes):
-        return [f"{key}: {filled} of {math.prod(shape)} elements in {len(parts)} parts, each to be there once"]
-    return []
+    def _read_settings(self) -> None:
+        """Take what describes the model and the run from `common`."""
+        args = self.common.get("args")
+        if not isinstance(args, argparse.Namespace):
+            raise ConfigError(
+                f"--load {self.path}: has no `args`, by which Megatron-LM says what the model is: it is not one of its "
+                "checkpoints"
+            )
+        self.args = dict(vars(args))
+        counts = (self.common.get("iteration"), self.args.get("consumed_train_samples"))
+        self.iteration, self.consumed_samples = (n if type(n) is int and n >= 0 else 0 for n in counts)
 
 
 def tensors_of(run: Run) -> tuple[dict[str, Shape], frozenset[str]]:
     """Return the shapes of a model's tensors by our keys, and the keys of those that are fp32 whatever its dtype."""
     table = mapping(run, DEEPSEEK)
     return table.shapes, frozenset(piece.key for piece in table.pieces if piece.fp32)
-
-
-def arguments(common: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the arguments among the plain values of a checkpoint.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    args = common.get("args")
-    if not isinstance(args, argparse.Namespace):
-        raise ConfigError(
-            f"--load {path}: has no `args`, by which Megatron-LM says what the model is: it is not one of its "
-            "checkpoints"
-        )
-    return dict(vars(args))
 
 
 # ---- Files of torch.save, read without running any of them.
@@ -224,13 +165,28 @@ class Record:
         return f"{type(self).__name__}{self.arguments}"
 
 
-def read_archive(path: Path) -> Any:
-    """Return what a file of torch.save holds; tensors stay in the file until they are used.
+def read_archive(source: Path | io.BytesIO, name: str) -> Any:
+    """Return what a file of torch.save holds; tensors stay in the file, if it is one, until they are used.
 
     Raises:
-        UntrustedError: the file is damaged, or names something that has no place in a checkpoint.
+        UntrustedError: it is damaged, or names something that has no place in a checkpoint.
     """
-    return _read(path, path.name, mmap=True)
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+    except Exception as error:  # whatever an archive made for it can raise
+        raise UntrustedError(f"{name} is damaged, or no file of torch.save: {step_reader.words(error)}") from None
+    unknown = sorted(one for one in named if one.split(".")[0] not in _PACKAGES and one not in _PLAIN)
+    if unknown:
+        raise UntrustedError(f"{name} refers to {', '.join(unknown[:3])}, which has no place in a checkpoint")
+    known: list[Any] = [(argparse.Namespace, _NAMESPACE)]
+    known += [(type(one.rpartition(".")[2], (Record,), {}), one) for one in named if one != _NAMESPACE]
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    try:
+        with torch.serialization.safe_globals(known):
+            return torch.load(source, map_location="cpu", mmap=isinstance(source, Path), weights_only=True)
+    except Exception as error:  # whatever a pickle or an archive made for it can raise
+        raise UntrustedError(f"{name} is damaged or harmful: {step_reader.words(error)}") from None
 
 
 def require_intact(file: Any, name: str) -> None:
@@ -251,25 +207,6 @@ def require_intact(file: Any, name: str) -> None:
         raise UntrustedError(f"{name} is damaged: {str(error)[:100]}") from None
     if damaged is not None:
         raise UntrustedError(f"{name} is damaged: {damaged} does not have the checksum (CRC-32) it was written with")
-
-
-def _read(source: Any, name: str, *, mmap: bool) -> Any:
-    try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(source)
-    except Exception as error:  # whatever an archive made for it can raise
-        raise UntrustedError(f"{name} is damaged, or no file of torch.save: {step_reader.words(error)}") from None
-    unknown = sorted(one for one in named if one.split(".")[0] not in _PACKAGES and one not in _PLAIN)
-    if unknown:
-        raise UntrustedError(f"{name} refers to {', '.join(unknown[:3])}, which has no place in a checkpoint")
-    known: list[Any] = [(argparse.Namespace, _NAMESPACE)]
-    known += [(type(one.rpartition(".")[2], (Record,), {}), one) for one in named if one != _NAMESPACE]
-    if isinstance(source, io.BytesIO):
-        source.seek(0)
-    try:
-        with torch.serialization.safe_globals(known):
-            return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
-    except Exception as error:  # whatever a pickle or an archive made for it can raise
-        raise UntrustedError(f"{name} is damaged or harmful: {step_reader.words(error)}") from None
 
 
 # ---- The format torch_dist: tensors in parts, an index, and plain values in `common.pt` or in a part.
@@ -295,30 +232,25 @@ class TorchDist(MegatronCheckpoint):
             sizes = {name: FileEntry(bytes=file.stat().st_size, sha256="") for name, file in self.files.items()}
             self._index = index.read(path, sizes, listed_in=str(path), with_plans=True)
             self._reader = StepReader(path, self._index)
-            self.common = self._values()
+            if step_reader.COMMON in self.files:
+                content = read_archive(self.files[step_reader.COMMON], step_reader.COMMON)
+            elif (place := self._index.values.get(_COMMON_VALUE)) is not None:
+                with open(path / place.file, "rb") as opened:
+                    opened.seek(place.offset)
+                    data = io.BytesIO(opened.read(place.length))
+                content = read_archive(data, f"{_COMMON_VALUE} in {place.file}")
+                if isinstance(content, list) and len(content) == 1:
+                    content = content[0]
+            else:
+                raise UntrustedError(f"it has neither {step_reader.COMMON} nor {_COMMON_VALUE}")
+            if not isinstance(content, dict):
+                raise UntrustedError("its plain values are no dictionary")
         except (UntrustedError, OSError) as error:
             raise ConfigError(f"--load {path}: refused: {error}") from None
-        self.args = arguments(self.common, path)
-
-    def _values(self) -> dict[str, Any]:
-        if step_reader.COMMON in self.files:
-            content = read_archive(self.files[step_reader.COMMON])
-        elif (place := self._index.values.get(_COMMON_VALUE)) is not None:
-            with open(self.path / place.file, "rb") as file:
-                file.seek(place.offset)
-                content = _read(io.BytesIO(file.read(place.length)), f"{_COMMON_VALUE} in {place.file}", mmap=False)
-            if isinstance(content, list) and len(content) == 1:
-                content = content[0]
-        else:
-            raise UntrustedError(f"it has neither {step_reader.COMMON} nor {_COMMON_VALUE}")
-        if not isinstance(content, dict):
-            raise UntrustedError("its plain values are no dictionary")
-        return content
-
-    def vocabulary_rows(self) -> int:
-        if (table := self._index.tensors.get(EMBEDDING)) is None:
-            raise ConfigError(f"--load {self.path}: has no tensor {EMBEDDING}: it is not a GPT model of megatron-core")
-        return table.shape[0]
+        self.common = content
+        table = self._index.tensors.get(EMBEDDING)
+        self.vocabulary_rows = None if table is None else table.shape[0]
+        self._read_settings()
 
     def contents(self, shapes: Mapping[str, Shape]) -> Contents:
         result = Contents()
@@ -359,18 +291,6 @@ class TorchDist(MegatronCheckpoint):
             for within, start, shape in _boxes(name, box, whole):
                 result.add(full, self._part(stored, (*at, *within), start, shape, box))
 
-    def _require_intact(self, stored: str) -> None:
-        """Check the checksums of a tensor's parts, once."""
-        for part in self._index.tensors[stored].parts:
-            if part.place in self._intact:
-                continue
-            try:
-                with open(self.path / part.place.file, "rb") as file:
-                    require_intact(Section(file, part.place), f"{stored} in {part.place.file}")
-            except (UntrustedError, OSError) as error:
-                raise ConfigError(f"--load {self.path}: refused: {error}") from None
-            self._intact.add(part.place)
-
     def _part(self, stored: str, at: Shape, start: Shape, shape: Shape, box: Shape) -> Part:
         """Return a part of ours that is a box of a stored tensor: one element of its first axes, which `at` numbers."""
         tensor = self._index.tensors[stored]
@@ -378,7 +298,15 @@ class TorchDist(MegatronCheckpoint):
         extent = (*(1,) * len(at), *tensor.shape[len(at) :])
 
         def read() -> Tensor:
-            self._require_intact(stored)
+            for part in tensor.parts:
+                if part.place in self._intact:  # its checksums were checked
+                    continue
+                try:
+                    with open(self.path / part.place.file, "rb") as file:
+                        require_intact(Section(file, part.place), f"{stored} in {part.place.file}")
+                except (UntrustedError, OSError) as error:
+                    raise ConfigError(f"--load {self.path}: refused: {error}") from None
+                self._intact.add(part.place)
             return self._reader.read(stored, first, extent).reshape(shape)
 
         shown = stored
@@ -429,6 +357,7 @@ def _boxes(name: dialect.Name, box: Shape, whole: Shape) -> Iterator[tuple[Shape
 
 _FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?", re.ASCII)
+_MODEL = re.compile(r"model\d*")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _GATED = ("mlp.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight")
 _BY_COLUMNS = ("linear_proj.weight", "mlp.linear_fc2.weight", "mlp.shared_experts.linear_fc2.weight")
@@ -469,7 +398,13 @@ class LegacyTorch(MegatronCheckpoint):
         for name, file in zip(folders, self.files):
             content[name] = self._read(file)
         self.common = next(iter(content.values()))
-        self.args = arguments(self.common, path)
+        self._read_settings()
+        rows = 0
+        for of_rank in content.values():
+            for key, chunk in of_rank.items():
+                table = chunk.get(EMBEDDING) if _MODEL.fullmatch(str(key)) else None
+                if not rows and isinstance(table, Tensor) and table.dim() == 2:
+                    rows = int(table.shape[0])
         version = self.common.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 3:
             raise ConfigError(
@@ -477,7 +412,11 @@ class LegacyTorch(MegatronCheckpoint):
                 "read: load it with Megatron-LM and save it again"
             )
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-        self._tp, self._pp, self._ep = map(self._size, sizes)
+        for name in sizes:
+            if type(size := self.args.get(name, 1)) is not int or size < 1:
+                raise ConfigError(f"--load {self.path}: its arguments say --{name.replace('_', '-')} {size!r}")
+        self._tp, self._pp, self._ep = (self.args.get(name, 1) for name in sizes)
+        self.vocabulary_rows = rows * self._tp or None
         self._ranks = [self._rank(name, found, content[name]) for name, found in folders.items()]
         tensors = {(one.tensor, one.pipeline) for one in self._ranks}
         experts = {(one.expert, one.pipeline) for one in self._ranks}
@@ -495,20 +434,14 @@ class LegacyTorch(MegatronCheckpoint):
 
     def _read(self, file: str) -> dict[str, Any]:
         try:
-            content = read_archive(self.files[file])
+            content = read_archive(self.files[file], _FILE)
             with open(self.files[file], "rb") as archive:
                 require_intact(archive, file)
         except (UntrustedError, OSError) as error:
             raise ConfigError(f"--load {self.path}: refused: {file}: {error}") from None
-        if not isinstance(content, dict) or not any(re.fullmatch(r"model\d*", str(key)) for key in content):
+        if not isinstance(content, dict) or not any(_MODEL.fullmatch(str(key)) for key in content):
             raise ConfigError(f"--load {self.path}: {file} has no `model`: it is no checkpoint of Megatron-LM's")
         return content
-
-    def _size(self, name: str) -> int:
-        size = self.args.get(name, 1)
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"--load {self.path}: its arguments say --{name.replace('_', '-')} {size!r}")
-        return size
 
     def _rank(self, name: str, found: re.Match[str], content: dict[str, Any]) -> RankFile:
         numbers = [int(number) for number in found.groups() if number is not None]
@@ -522,7 +455,7 @@ class LegacyTorch(MegatronCheckpoint):
                 f"--load {self.path}: {name} does not belong to TP {self._tp}, PP {self._pp} and EP {self._ep} of its "
                 "arguments"
             )
-        keys = sorted((key for key in content if re.fullmatch(r"model\d*", str(key))), key=lambda key: (len(key), key))
+        keys = sorted((key for key in content if _MODEL.fullmatch(str(key))), key=lambda key: (len(key), key))
         return RankFile(name, tensor, pipeline, expert, tuple(content[key] for key in keys))
 
     def _compare_places(self, content: Mapping[str, dict[str, Any]]) -> None:
@@ -556,28 +489,18 @@ class LegacyTorch(MegatronCheckpoint):
             )
             return
         for one in self._ranks:
-            if (place := self._place(args[one.name])) != (one.tensor, one.pipeline, one.expert):
+            # the process that wrote the file, by Megatron-LM's order of ranks
+            wrote, rank, context = args[one.name], ranks[one.name], args[one.name].get("context_parallel_size") or 1
+            pipeline = rank // max((wrote.get("world_size") or 1) // self._pp, 1)
+            if wrote.get("use_tp_pp_dp_mapping"):
+                pipeline = rank // (self._tp * context) % self._pp
+            expert_tensor = wrote.get("expert_tensor_parallel_size") or self._tp
+            place = (rank % self._tp, pipeline, rank // expert_tensor % self._ep)
+            if place != (one.tensor, one.pipeline, one.expert):
                 self.doubts.append(
                     f"{one.name}: was written by rank {ranks[one.name]}, which is TP rank {place[0]}, PP rank "
                     f"{place[1]}, EP rank {place[2]}: files were exchanged or copied"
                 )
-
-    def _place(self, args: Mapping[str, Any]) -> tuple[int, int, int]:
-        """Return TP, PP and EP rank of the process that wrote a file, by Megatron-LM's order of ranks."""
-        rank, context = args["rank"], args.get("context_parallel_size") or 1
-        per_stage = max((args.get("world_size") or 1) // self._pp, 1)
-        pipeline = rank // per_stage
-        if args.get("use_tp_pp_dp_mapping"):
-            pipeline = rank // (self._tp * context) % self._pp
-        expert_tensor = args.get("expert_tensor_parallel_size") or self._tp
-        return rank % self._tp, pipeline, rank // expert_tensor % self._ep
-
-    def vocabulary_rows(self) -> int:
-        for one in self._ranks:
-            table = one.chunks[0].get(EMBEDDING)
-            if isinstance(table, Tensor) and table.dim() == 2:
-                return int(table.shape[0]) * self._tp
-        raise ConfigError(f"--load {self.path}: has no tensor {EMBEDDING}: it is not a GPT model of megatron-core")
 
     def contents(self, shapes: Mapping[str, Shape]) -> Contents:
         result = Contents(unmapped=list(self._optimizers))

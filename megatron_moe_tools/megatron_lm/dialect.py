@@ -169,7 +169,7 @@ def name_there(key: str, run: Run, transformer_impl: str) -> str:
     )
 
 
-def extra_states(shapes: Mapping[str, Shape], run: Run) -> list[str]:
+def extra_states(shapes: Mapping[str, Shape]) -> list[str]:
     """Return the names of the values that layers ask for and that are empty without FP8, whosever layers they are."""
     found: dict[str, None] = {}
     for key, shape in shapes.items():
@@ -250,18 +250,18 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
     for name in (*architecture_keys(), *_ALSO_TAKEN):
         if name in given:
             continue
-        value = _plain(next((args[known] for known in _names(name) if args.get(known) is not None), None))
+        value = _plain(name, next((args[known] for known in _names(name) if args.get(known) is not None), None))
         if value is None:
             continue
         try:
-            flat[name] = from_file(fields[name], _as_here(name, value), fields[name].flag)
+            flat[name] = from_file(fields[name], value, fields[name].flag)
         except ConfigError as error:
             row = megatron_flags.row_for(fields[name].flag, [str(value)])
             if row is not None and row.values:
                 error = ConfigError(f"{error}: {row.reason}")
             problems.append(str(error))
     for name, neutral in ELSEWHERE.items():
-        value = _plain(args.get(name))
+        value = _plain(name, args.get(name))
         if value is None or value in neutral:
             continue
         flag, reason = f"--{name.replace('_', '-')}", "it makes another model"
@@ -271,7 +271,15 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
         problems.append(f"{flag} {value}: {reason}")
     if problems:
         raise ConfigError(listing(f"{where}: is a model that is not here, by its arguments:", problems))
-    notes = _vocabulary(flat, given, rows, where)
+    notes, size = [], given.get("vocab_size", flat.get("vocab_size"))
+    if size is None:
+        size = flat["vocab_size"] = rows
+        notes.append(
+            f"{where}: does not say how many of its {rows} rows are tokens: all are; --vocab-size says it, and the "
+            "rest then take no part in the softmax"
+        )
+    if size > rows:
+        raise ConfigError(f"--vocab-size {size}: {where} has {rows} rows of tokens, fewer than that")
     flat |= {**given, "padded_vocab_size": rows}
     missing = [name for name in architecture_keys() if name not in given and args.keys().isdisjoint(_names(name))]
     closed = frozenset(name for name, field in fields.items() if field.section not in ("model", "moe"))
@@ -303,36 +311,16 @@ def _names(field: str) -> tuple[str, ...]:
     return (field, *_OTHER_NAMES.get(field, ()))
 
 
-def _plain(value: Any) -> Any:
-    """Return the value of a member of an enumeration, and other values as they are."""
+def _plain(name: str, value: Any) -> Any:
+    """Return an argument as our setting has it: of a member of an enumeration its value."""
     arguments = getattr(value, "arguments", None)
     if isinstance(arguments, tuple) and len(arguments) == 1:
-        return arguments[0]
-    return value
-
-
-def _as_here(name: str, value: Any) -> Any:
+        value = arguments[0]
     if name == "moe_layer_freq" and isinstance(value, (list, tuple)):
         return f"[{','.join(map(str, value))}]"
     if name == "moe_layer_freq" and isinstance(value, str) and re.fullmatch(r"\d+", value):
         return int(value)
-    if isinstance(value, tuple):
-        return list(value)
-    return value
-
-
-def _vocabulary(flat: dict[str, Any], given: Mapping[str, Any], rows: int, where: str) -> list[str]:
-    """Fill in how many rows of the table are tokens, if the arguments do not say it."""
-    size = given.get("vocab_size", flat.get("vocab_size"))
-    if size is None:
-        flat["vocab_size"] = rows
-        return [
-            f"{where}: does not say how many of its {rows} rows are tokens: all are; --vocab-size says it, and the "
-            "rest then take no part in the softmax"
-        ]
-    if size > rows:
-        raise ConfigError(f"--vocab-size {size}: {where} has {rows} rows of tokens, fewer than that")
-    return []
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _defaults_taken(run: Run, missing: list[str], where: str) -> list[str]:
@@ -363,7 +351,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN = "param"
 SETTINGS = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
 """Settings that the groups of weights carry. Megatron-LM trains on with the betas and the epsilon of a checkpoint."""
-_WITHOUT = "add --no-optim to convert the weights alone"
+WITHOUT = "add --no-optim to convert the weights alone"
 
 
 def optimizer_keys(weights: Mapping[str, Any], fp32_state: frozenset[str], *, half: bool) -> dict[str, Any]:
@@ -402,7 +390,7 @@ def updates_of(common: Mapping[str, Any], where: str) -> int:
     steps = set(_updates(common.get("optimizer")))
     if len(steps) != 1:
         shown = ", ".join(map(str, sorted(steps))) or "none"
-        raise ConfigError(f"{where}: its optimizer has no one number of updates (found: {shown}); {_WITHOUT}")
+        raise ConfigError(f"{where}: its optimizer has no one number of updates (found: {shown}); {WITHOUT}")
     return steps.pop()
 
 
@@ -479,26 +467,19 @@ _NOT_THERE = frozenset({"moe_router_group_score", "moe_router_norm_topk_prob"})
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far the run had come that wrote a checkpoint: steps, and sequences consumed."""
-
-    iteration: int
-    consumed_samples: int
-
-
-@dataclass(frozen=True)
 class Continued:
     """What a run goes on from besides its weights.
 
     Attributes:
-        progress: how far it had come.
+        iteration, consumed_samples: how far it had come.
         updates: of the optimizer.
         scheduler: our schedule's state, which counts iterations.
         batch: sequences of an iteration.
         experts_apart: whether experts are spread over ranks there, and then have an optimizer of their own.
     """
 
-    progress: Progress
+    iteration: int
+    consumed_samples: int
     updates: int
     scheduler: Mapping[str, Any]
     batch: int
@@ -514,9 +495,9 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
         half: `bf16` or `fp16`, the dtype of the weights; None for fp32.
         continued: None for weights alone.
     """
-    progress = Progress(0, 0)
+    iteration = consumed_samples = 0
     if continued is not None:
-        progress = continued.progress
+        iteration, consumed_samples = continued.iteration, continued.consumed_samples
     there = {*architecture_keys()} - _NOT_THERE
     values = {name: value for name, value in flatten(run).items() if name in there}
     values |= {
@@ -538,8 +519,8 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
         "ckpt_format": "torch_dist",
         "no_save_optim": continued is None,
         "no_save_rng": True,
-        "iteration": progress.iteration,
-        "consumed_train_samples": progress.consumed_samples,
+        "iteration": iteration,
+        "consumed_train_samples": consumed_samples,
         "consumed_valid_samples": 0,
         "skipped_train_samples": 0,
     }
@@ -549,7 +530,7 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
     layout = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
     values |= dict.fromkeys((*layout, "context_parallel_size", "world_size", "data_parallel_size"), 1)
     args = argparse.Namespace(**values)
-    found = {"args": args, "checkpoint_version": 3.0, "iteration": progress.iteration}
+    found = {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
     found["content_metadata"] = dict(_CONTENT)
     if continued is None:
         return found
@@ -566,5 +547,5 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
         batch = 1
     for name in ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps"):
         schedule[name] *= batch
-    schedule["num_steps"] = continued.progress.consumed_samples
+    schedule["num_steps"] = continued.consumed_samples
     return {**found, "optimizer": own, "opt_param_scheduler": schedule}

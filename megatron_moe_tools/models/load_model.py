@@ -102,19 +102,8 @@ def load_model(
     if launched_world()[1] != 1:
         raise ConfigError(f"WORLD_SIZE {os.environ['WORLD_SIZE']}: this needs one process; start it without torchrun")
     run = one_process(source.run, dtype, layers)
-    parameters = run.derived.parameter_count(run.derived.padded_vocab_size(_vocab_size(run)))
-    what = f"{parameters:,} parameters in {run.derived.params_dtype_name}"
-    weights = parameters * dtype.itemsize
-    if gradients:
-        what += " with gradients"
-        weights *= 2
-    needed, available = weights + working_bytes + _RESERVE, platform.available_memory_bytes()
-    if needed > available:
-        raise ConfigError(
-            f"{source.path}: {what} take {size_text(weights)}, {size_text(needed)} with what is computed; "
-            f"{size_text(available)} are free on this machine ({platform.device().type}): free some, use a larger "
-            "machine, or fewer and shorter sequences where those are what takes it"
-        )
+    remedy = "free some, use a larger machine, or fewer and shorter sequences where those are what takes it"
+    require_memory(source, run, dtype.itemsize * (1 + gradients), working_bytes, remedy)
     try:
         pg_collection = groups.initialize(run)
         (chunk,) = build_model(run, pg_collection, _vocab_size(run), wrap=False, draw=False)
@@ -127,6 +116,23 @@ def load_model(
         yield LoadedCheckpoint(source, run, model, chunk)
     finally:
         groups.destroy()
+
+
+def require_memory(source: ModelSource, run: Run, width: int, working_bytes: int, remedy: str) -> None:
+    """Check that there is memory for a model of one process, with `width` bytes for each of its parameters.
+
+    Raises:
+        ConfigError: there is too little; the message ends with `remedy`.
+    """
+    parameters = run.derived.parameter_count(run.derived.padded_vocab_size(_vocab_size(run)))
+    weights, available = parameters * width, platform.available_memory_bytes()
+    needed = weights + working_bytes + _RESERVE
+    if needed > available:
+        raise ConfigError(
+            f"{source.path}: {parameters:,} parameters, at {width} bytes each, take {size_text(weights)}, "
+            f"{size_text(needed)} with what is computed; {size_text(available)} are free on this machine "
+            f"({platform.device().type}): {remedy}"
+        )
 
 
 def one_process(run: Run, dtype: torch.dtype = torch.float32, layers: int | None = None) -> Run:

@@ -95,8 +95,8 @@ def read_otherwise(patch: pytest.MonkeyPatch) -> None:
 def cut_file(patch: pytest.MonkeyPatch) -> None:
     original = NativeSink.finish
 
-    def finish(self: NativeSink, output: Path, records: list[Any]) -> Any:
-        files = original(self, output, records)
+    def finish(self: NativeSink, output: Path, records: list[Any], inputs: Any) -> Any:
+        files = original(self, output, records, inputs)
         victim = output / records[1]["name"]
         os.truncate(victim, victim.stat().st_size - 2000)
         return files
