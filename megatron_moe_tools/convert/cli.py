@@ -213,7 +213,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--{tokenizers[0].replace('_', '-')}: is for --from native --to hf")
     if args.ckpt_step is not None and args.origin == "hf":
         raise ConfigError(f"--ckpt-step {args.ckpt_step}: is for --from native; a Hugging Face folder has no steps")
-    if args.verify and importlib.util.find_spec("transformers") is None:
+    if verifies and importlib.util.find_spec("transformers") is None:
         raise ConfigError("--verify: compares with transformers, which is not installed; install it, or leave it out")
     require_writable("--certificate", args.certificate)
     args.max_shard_bytes = _size(args.max_shard_size)

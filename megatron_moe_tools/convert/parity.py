@@ -126,15 +126,12 @@ def load_reference(folder: HFFolder, family: Family, layers: int | None = None) 
     """Return transformers' model of a folder's first layers: fp32, evaluation mode, on this machine's device.
 
     Raises:
-        ConfigError: transformers is missing, or does not load the folder.
+        ConfigError: transformers does not load the folder.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigError(
-            "--verify: transformers is not installed, and it is what the model is compared with; install it with "
-            "`pip install transformers`, or leave the flag out"
-        ) from None
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()  # what matters of its remarks is checked here
+    transformers.utils.logging.disable_progress_bar()
     content = dict(folder.config)
     content.pop("quantization_config", None)
     if layers is not None:
@@ -148,13 +145,12 @@ def load_reference(folder: HFFolder, family: Family, layers: int | None = None) 
         config_class = type(transformers.AutoConfig.for_model(family.model_types[0]))
         config = config_class.from_dict({**content, "model_type": family.model_types[0]})
         model_class = getattr(transformers, family.architecture)
-        with _quiet(transformers):
-            options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
-            if folder.scales:
-                where, options["state_dict"] = None, _dequantised(folder)
-            else:
-                where, options["local_files_only"], options["use_safetensors"] = folder.path, True, True
-            model, info = model_class.from_pretrained(where, output_loading_info=True, **options)
+        options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
+        if folder.scales:
+            where, options["state_dict"] = None, _dequantised(folder)
+        else:
+            where, options["local_files_only"], options["use_safetensors"] = folder.path, True, True
+        model, info = model_class.from_pretrained(where, output_loading_info=True, **options)
     except (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"--verify: transformers {transformers.__version__} does not load {folder.path} as {family.architecture}: "
@@ -183,21 +179,6 @@ def _dequantised(folder: HFFolder) -> dict[str, Tensor]:
         column = torch.arange(weight.shape[1]) // width
         found[name] = (weight * scale[row][:, column]).bfloat16()
     return found
-
-
-@contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Silence transformers' progress bars and remarks; what matters of them is checked here."""
-    logging = transformers.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 # ---- The comparison.
@@ -300,8 +281,8 @@ def compare(
         allow_constant: pass although the logits are the same for all tokens, which compares hardly any weight.
 
     Raises:
-        ConfigError: transformers is missing or does not know the model, one of the two cannot be opened, or there is
-            not enough memory for one of them.
+        ConfigError: transformers does not know the model, one of the two cannot be opened, or there is not enough
+            memory for one of them.
     """
     folder, reference_source, source = HFFolder.open(hf_path), locate(hf_path), locate(native_path, ckpt_step)
     run, total, pattern = source.run, source.run.model.num_layers, source.run.derived.moe_layer_pattern

@@ -79,8 +79,11 @@ class Contents:
     unmapped: list[str] = field(default_factory=list)
 
     def add(self, key: str, part: Part) -> None:
-        """Add a part of one of our tensors."""
-        self.parts.setdefault(key, []).append(part)
+        """Add a part of one of our tensors, or a copy of one that is there."""
+        parts = self.parts.setdefault(key, [])
+        if any(other.start == part.start for other in parts):
+            parts = self.copies.setdefault(key, [])
+        parts.append(part)
 
 
 class MegatronCheckpoint(ABC):
@@ -271,27 +274,19 @@ class TorchDist(MegatronCheckpoint):
         if name.stacked and tensor.shape:
             places = [(layer,) for layer in range(tensor.shape[0])]
         for at in places:
-            layer = at[0] if at else None
-            key = name.key
-            if at:
-                key = key.replace("{}", str(layer))
-            whole = shapes.get(key)
-            box = tensor.shape[len(at) :]
-            if whole is None:
-                result.add(name.full_key.replace("{}", str(layer)), self._part(stored, at, (0,) * len(box), box, box))
-                continue
-            if name.state is not None and not _fits(name, box, whole):
+            key = name.key.replace("{}", str(at[0])) if at else name.key
+            full, box, whole = replace(name, key=key).full_key, tensor.shape[len(at) :], shapes.get(key)
+            boxes = [((), (0,) * len(box), box)] if whole is None else _boxes(name, box, whole)
+            if boxes is None and name.state is not None:
                 result.unmapped.append(stored)
                 return
-            if not _fits(name, box, whole):
-                wanted = f"{key} of the model has {list(whole)}"
-                result.wrong.append(f"{stored}: {list(box)} does not fit: {wanted}")
+            if boxes is None:
+                result.wrong.append(f"{stored}: {list(box)} does not fit: {key} of the model has {list(whole or ())}")
                 continue
-            full = replace(name, key=key).full_key
-            for within, start, shape in _boxes(name, box, whole):
-                result.add(full, self._part(stored, (*at, *within), start, shape, box))
+            for within, start, shape in boxes:
+                result.add(full, self._part(stored, (*at, *within), start, shape))
 
-    def _part(self, stored: str, at: Shape, start: Shape, shape: Shape, box: Shape) -> Part:
+    def _part(self, stored: str, at: Shape, start: Shape, shape: Shape) -> Part:
         """Return a part of ours that is a box of a stored tensor: one element of its first axes, which `at` numbers."""
         tensor = self._index.tensors[stored]
         first = (*at, *(0,) * (len(tensor.shape) - len(at)))
@@ -309,43 +304,30 @@ class TorchDist(MegatronCheckpoint):
                 self._intact.add(part.place)
             return self._reader.read(stored, first, extent).reshape(shape)
 
-        shown = stored
-        if at:
-            shown += f"[{', '.join(map(str, at))}]"
-        return Part(shown, start or (0,) * len(shape), shape, tensor.dtype, read)
+        shown = f"{stored}[{', '.join(map(str, at))}]" if at else stored
+        return Part(shown, start, shape, tensor.dtype, read)
 
 
-def _fits(name: dialect.Name, box: Shape, whole: Shape) -> bool:
-    """Return whether a stored tensor, without its axis of layers, has the elements that our tensor wants of it."""
-    count = math.prod(whole)
-    if name.expert is not None:
-        count //= whole[0]
-    if name.half is not None:
-        count //= 2
-    experts = name.key.endswith(_EXPERTS)
-    plain = name.expert is None and name.half is None and not experts
-    if plain:
-        return box == whole
-    same_first = name.expert is not None or name.half is not None or box[:1] == whole[:1]
-    return math.prod(box) == count and box[-1:] == whole[-1:] and same_first
+def _boxes(name: dialect.Name, box: Shape, whole: Shape) -> list[tuple[Shape, Shape, Shape]] | None:
+    """Return where in the stored tensor, from where on in ours, and of which shape: experts one by one.
 
-
-def _boxes(name: dialect.Name, box: Shape, whole: Shape) -> Iterator[tuple[Shape, Shape, Shape]]:
-    """Yield where in the stored tensor, from where on in ours, and of which shape: experts one by one."""
-    zeros = (0,) * (len(whole) - 1)
-    if name.key.endswith(_EXPERTS):
-        inner = whole[1:]
-        if name.half is not None:
-            yield (), (name.expert or 0, name.half, *zeros[1:]), (1, 1, *inner[1:])
-        elif name.expert is not None:
-            yield (), (name.expert, *zeros), (1, *inner)
-        else:
-            for expert in range(whole[0]):
-                yield (expert,), (expert, *zeros), (1, *inner)
+    None where the stored tensor, without its axis of layers, does not have the elements that ours wants of it.
+    """
+    zeros, inner, half = (0,) * (len(whole) - 1), whole[1:], name.half or 0
+    if not name.key.endswith(_EXPERTS) and name.half is None:
+        return [((), (0,) * len(whole), whole)] if box == whole else None
+    if not name.key.endswith(_EXPERTS):
+        found: list[tuple[Shape, Shape, Shape]] = [((), (half * whole[0] // 2, *zeros), (whole[0] // 2, *inner))]
     elif name.half is not None:
-        yield (), (name.half * whole[0] // 2, *zeros), (whole[0] // 2, *whole[1:])
+        found = [((), (name.expert or 0, half, *zeros[1:]), (1, 1, *inner[1:]))]
+    elif name.expert is not None:
+        found = [((), (name.expert, *zeros), (1, *inner))]
+    elif box[:1] == whole[:1]:
+        found = [((expert,), (expert, *zeros), (1, *inner)) for expert in range(whole[0])]
     else:
-        yield (), (0,) * len(whole), whole
+        return None
+    count = sum(math.prod(shape) for _, _, shape in found)
+    return found if math.prod(box) == count and box[-1:] == whole[-1:] else None
 
 
 # ---- The older format torch: a file of torch.save per tensor, pipeline and expert rank.
@@ -518,7 +500,6 @@ class LegacyTorch(MegatronCheckpoint):
                     if layer := _LAYER.match(name):
                         layers.add(layer[1])
                 first += len(layers)
-        seen: set[tuple[str, Shape]] = set()
         for one in sorted(self._ranks, key=lambda one: (one.pipeline, one.expert, one.tensor)):
             for number, chunk in enumerate(one.chunks):
                 for name, value in chunk.items():
@@ -530,7 +511,7 @@ class LegacyTorch(MegatronCheckpoint):
                         if layer := _LAYER.match(stored):
                             in_model = offsets[one.pipeline, number] + int(layer[1])
                             stored = f"decoder.layers.{in_model}.{stored[layer.end() :]}"
-                        self._add(result, seen, one, stored, where, value, shapes)
+                        self._add(result, one, stored, where, value, shapes)
                     elif value is not None:
                         result.wrong.append(f"{where}: {type(value).__name__}, of which nothing is known here")
         return result
@@ -538,7 +519,6 @@ class LegacyTorch(MegatronCheckpoint):
     def _add(
         self,
         result: Contents,
-        seen: set[tuple[str, Shape]],
         one: RankFile,
         stored: str,
         where: str,
@@ -554,9 +534,7 @@ class LegacyTorch(MegatronCheckpoint):
         boxes = self._expert_boxes if _EXPERT_WEIGHTS in f".{key}" else self._boxes
         try:
             for start, extent, view in boxes(one, stored, value, shape):
-                into = result.copies if (key, start) in seen else result.parts
-                into.setdefault(key, []).append(_part(where, start, extent, view))
-                seen.add((key, start))
+                result.add(key, _part(where, start, extent, view))
         except _Misfit:
             result.wrong.append(f"{where}: {list(value.shape)} does not fit: {key} of the model has {list(shape)}")
 
