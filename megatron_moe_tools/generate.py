@@ -108,14 +108,7 @@ def _main(argv: list[str]) -> int:
 
 
 def working_bytes(run: Run, prompt: int, new: int, width: int) -> int:
-    """Return the bytes that a continuation needs besides the model: cache, the prompt's logits and activations.
-
-    Args:
-        run: the model's run.
-        prompt: tokens of the prompt.
-        new: tokens to generate.
-        width: bytes of a number of the model.
-    """
+    """Return the bytes that `new` tokens after a prompt need besides the model, at `width` bytes a number."""
     from megatron_moe.model.generate import numbers_per_token
 
     cache = (prompt + new) * numbers_per_token(run) * width
@@ -244,12 +237,8 @@ def _ids(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, run: Run, new:
 class TextStream:
     """A decoder of tokens as they come, in whole characters: a character's bytes may be in several tokens.
 
-    Tokens are decoded together with a few before them, because some decoders treat a text's first token differently.
-    Text that ends within a character waits for the tokens that complete it.
-
-    Args:
-        tokenizer: the tokenizer of the tokens.
-        before: the tokens that the text continues, such as a prompt's.
+    Tokens are decoded together with a few before them, such as a prompt's, because some decoders treat a text's first
+    token differently. Text that ends within a character waits for the tokens that complete it.
     """
 
     _CONTEXT = 6

@@ -59,11 +59,7 @@ class Folder:
 
     @property
     def newest(self) -> Path:
-        """The newest step whose names and sizes are right.
-
-        Raises:
-            DamagedError: there is none.
-        """
+        """The newest step whose names and sizes are right. Raises DamagedError: there is none."""
         reasons: list[str] = []
         for step in reversed(self.steps):
             defect = folder.defect(step)
@@ -158,11 +154,7 @@ def _main(argv: list[str]) -> int:
 
 
 def resolve(path: str) -> Folder:
-    """Return the steps that a DIR of the command line means.
-
-    Raises:
-        ConfigError: it is neither a folder of checkpoints nor a step.
-    """
+    """Return the steps that a DIR of the command line means. Raises ConfigError: it holds no checkpoints."""
     root = Path(path)
     if not root.is_dir():
         raise ConfigError(f"{path}: there is no such folder")
@@ -347,11 +339,7 @@ def run_config(flags: argparse.Namespace, found: list[Folder]) -> InspectOutcome
 
 
 def _reader(found: Folder, verify: bool) -> StepReader:
-    """Return a reader of the step to read tensors of, hashed first if `verify`.
-
-    Raises:
-        DamagedError: it is damaged.
-    """
+    """Return a reader of the step to read tensors of, hashed first if `verify`. Raises DamagedError: it is damaged."""
     step = found.newest
     if not verify:
         note(f"NOT VERIFIED (--no-verify): {step} may be damaged")
@@ -363,11 +351,7 @@ def _reader(found: Folder, verify: bool) -> StepReader:
 
 
 def opened(step: Path) -> StepReader:
-    """Return a reader of a step's tensors.
-
-    Raises:
-        DamagedError: its index or its manifest is damaged or harmful.
-    """
+    """Return a reader of a step's tensors. Raises DamagedError: its index or its manifest is damaged or harmful."""
     from megatron_moe.checkpoint.step_reader import StepReader
 
     try:
@@ -410,11 +394,7 @@ def run_stats(flags: argparse.Namespace, found: list[Folder]) -> InspectOutcome:
 
 
 def stats(reader: StepReader, key: str) -> dict[str, Any]:
-    """Return shape, type and statistics of one tensor's finite numbers, computed in fp64; None if it has none.
-
-    Raises:
-        ConfigError: a part of it is not what the index says.
-    """
+    """Return shape, type and statistics, in fp64, of a tensor's finite numbers. Raises ConfigError: it is damaged."""
     tensor = reader.index.tensors[key]
     count = nans = infs = 0
     low, high, mean, squares = math.inf, -math.inf, 0.0, 0.0
@@ -466,11 +446,7 @@ def run_diff(flags: argparse.Namespace, found: list[Folder]) -> InspectOutcome:
 
 
 def diff(first: StepReader, second: StepReader, key: str) -> dict[str, Any]:
-    """Return how a tensor differs between two steps, which may be split into other parts; `equal` means to the bit.
-
-    Raises:
-        ConfigError: a part is not what its index says.
-    """
+    """Return how a tensor differs between two steps; `equal` means to the bit. Raises ConfigError: it is damaged."""
     one, two = first.index.tensors.get(key), second.index.tensors.get(key)
     result: dict[str, Any] = {"key": key, "equal": False}
     if one is None:

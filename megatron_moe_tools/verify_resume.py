@@ -165,11 +165,10 @@ def _planned(flags: argparse.Namespace, rest: list[str]) -> ResumeReplay:
 
 
 def records_of(run: Run, ranks: int, seconds: float) -> list[dict[str, Any]]:
-    """Train `run` on `ranks` processes of this machine, without a GPU; return the exact record of every step.
+    """Train `run` on `ranks` processes of this machine, on the CPU; return the exact record of every step.
 
-    Raises:
-        ConfigError: the run was refused, as pretrain_moe.py would have refused it.
-        RankFailure: a rank failed otherwise, or the run took longer than `seconds`; all ranks are ended.
+    Raises ConfigError: the run was refused, as pretrain_moe.py would have refused it. RankFailure: a rank failed
+    otherwise, or the run took longer than `seconds`; all ranks are ended.
     """
     with LocalRanks(recorded_here, ranks, seconds=seconds) as processes:
         try:
@@ -194,15 +193,8 @@ def recorded_here(flags: dict[str, Any]) -> list[dict[str, Any]]:
 class ResumeReplay:
     """A planned replay: train `run`, which begins after step `begin`, for `steps` steps on `ranks` ranks.
 
-    Attributes:
-        run: the run to train.
-        root: the folder of checkpoints.
-        begin: the step that is loaded.
-        steps: number of steps.
-        ranks: number of ranks.
-        recorded: iteration -> its exact record, of the steps to replay.
-        state: of the step that the run of the record wrote.
-        differences: why bits need not be equal; empty where they must be.
+    recorded: iteration -> its exact record, of the steps to replay. state: of the step that the record's run wrote.
+    differences: why bits need not be equal; empty where they must be.
     """
 
     run: Run
@@ -290,11 +282,7 @@ def plan_replay(
 
 
 def _merged(root: Path, states: dict[int, dict[str, Any]], metrics_file: Path | None) -> dict[int, dict[str, Any]]:
-    """Return every recorded step, by iteration.
-
-    Raises:
-        ConfigError: two records of one step differ.
-    """
+    """Return every recorded step, by iteration. Raises ConfigError: two records of one step differ."""
     sources = [(f"step {number}", state.get("records", [])) for number, state in states.items()]
     if metrics_file is not None:
         sources.append((str(metrics_file), map(exact, read_steps(metrics_file))))
@@ -393,10 +381,7 @@ def version_differences(state: dict[str, Any], now: dict[str, str]) -> list[str]
 def arithmetic_differences(state: dict[str, Any], now: dict[str, str], deterministic: bool) -> list[str]:
     """Return why the sums of two runs on CUDA may differ: their order is not fixed, or the card is another one.
 
-    Args:
-        state: a step's, with what `platform.numerics.facts` returned when it was written.
-        now: what it returns here.
-        deterministic: whether the replay has `--deterministic-mode`.
+    state: of a step, with what `platform.numerics.facts` returned when it was written. now: what it returns here.
     """
     if not deterministic:
         return ["CUDA without --deterministic-mode"]

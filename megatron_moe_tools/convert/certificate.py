@@ -50,11 +50,7 @@ def non_finite(tensor: Tensor) -> int:
 
 
 def taken(tensor: Tensor, dtype: torch.dtype, entry: Row, name: str, where: str) -> Tensor:
-    """Return a tensor of the source in the dtype in which it is written, and complete its entry's hashes.
-
-    Raises:
-        ConfigError: a number is not finite, or is too large for the dtype; the message names the tensor.
-    """
+    """Return a tensor of the source, checked and cast, and complete its entry. Raises ConfigError: it is damaged."""
     if tensor.is_floating_point() and (count := non_finite(tensor)):
         raise ConfigError(
             f"{where}: tensor {name} holds {count} of {tensor.numel()} numbers that are not finite (NaN or Inf); a "
@@ -69,11 +65,7 @@ def taken(tensor: Tensor, dtype: torch.dtype, entry: Row, name: str, where: str)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Return the tensor in another dtype; widening is exact.
-
-    Raises:
-        ConfigError: a number is too large for the dtype.
-    """
+    """Return the tensor in another dtype; widening is exact. Raises ConfigError: a number is too large for it."""
     if tensor.dtype == dtype:
         return tensor
     result = tensor.to(dtype)
@@ -103,24 +95,15 @@ def expected(entry: Row) -> str:
 
 
 def require_same(found: str, wanted: str, name: str, what: str) -> None:
-    """Check that a hash is the expected one.
-
-    Raises:
-        ConfigError: it is not; the message names the tensor.
-    """
+    """Check that a hash is the expected one. Raises ConfigError: it is not; the message names the tensor."""
     if found != wanted:
         raise ConfigError(f"{name}: {what}: SHA-256 {found} instead of {wanted}; nothing was published")
 
 
 def require_shapes(found: dict[str, Shape], wanted: dict[str, Shape], head: str, unknown: str) -> None:
-    """Check that tensors are exactly the wanted ones, by name and shape.
+    """Check that tensors are exactly the wanted ones, by name and shape. Raises ConfigError: a list after `head`.
 
-    Args:
-        head: the beginning of the message.
-        unknown: what the message says of a tensor that is not wanted.
-
-    Raises:
-        ConfigError: they are not; the message lists them.
+    unknown: what the message says of a tensor that is not wanted.
     """
     wrong = [f"missing: {key}" for key in sorted(wanted.keys() - found.keys())]
     wrong += [f"{unknown}: {key}" for key in sorted(found.keys() - wanted.keys())]
@@ -134,14 +117,7 @@ def require_shapes(found: dict[str, Shape], wanted: dict[str, Shape], head: str,
 def require_coverage(rows: Sequence[Row], names: Iterable[str], shapes: dict[str, Shape], where: str) -> None:
     """Check that every tensor of the folder, and every element of the native tensors, is in exactly one row.
 
-    Args:
-        rows: the certificate's rows.
-        names: names of the folder's tensors that have to be there.
-        shapes: shapes of the native tensors, by key.
-        where: the source, for the message.
-
-    Raises:
-        ConfigError: some are not; the message lists them.
+    names: of the folder's tensors. shapes: of the native tensors, by key. where: the source, for the ConfigError.
     """
     used = Counter(entry["name"] for row in rows for entry in row.get("hf", ()))
     wanted = set(names)

@@ -65,12 +65,8 @@ AS_IT_CAME = ExportedTokenizer("as it came with the model")
 def exported_tokenizer(step: Path, given: Mapping[str, Any], without: bool) -> ExportedTokenizer:
     """Return the tokenizer that the export of a step gets.
 
-    Args:
-        given: the flags of a tokenizer, by field.
-        without: `--no-tokenizer`.
-
-    Raises:
-        ConfigError: it is not known, its files are gone or have changed, or transformers would read it otherwise.
+    given: the flags of a tokenizer, by field. without: `--no-tokenizer`. Raises ConfigError: it is not known, its files
+    are gone or have changed, or transformers would read it otherwise.
     """
     config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
     trained_with = state.get("tokenizer") or {}
@@ -193,11 +189,8 @@ def model_card(
 ) -> str:
     """Return a model card in Markdown.
 
-    Args:
-        run: the model, with its vocabulary.
-        dtype: the dtype of the weights as they are written, in words.
-        config: the settings of the step, by field. state: its state.
-        tokenizer: the tokenizer in words; "none: ..." where the folder has none.
+    run: the model, with its vocabulary. dtype: of the weights as they are written, in words. config: the settings of
+    the step, by field. state: its state. tokenizer: in words; "none: ..." where the folder has none.
     """
     model, moe = run.model, run.moe
     count = run.derived.parameter_count(model.vocab_size or 0)

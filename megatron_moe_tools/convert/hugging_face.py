@@ -63,11 +63,7 @@ _PER_TENSOR = 256
 
 
 class HuggingFaceSource(ConversionSource):
-    """A Hugging Face folder.
-
-    Raises:
-        ConfigError: the folder's tensors are not those of its configuration, or of several dtypes.
-    """
+    """A Hugging Face folder. Raises ConfigError where its tensors are not those of its configuration."""
 
     kind: ClassVar[str] = "Hugging Face"
 
@@ -207,15 +203,9 @@ class HuggingFaceSource(ConversionSource):
 
 
 class HuggingFaceSink(ConversionSink):
-    """A Hugging Face folder of a native step's weights.
+    """A Hugging Face folder of a native step's weights, with a tokenizer.
 
-    Args:
-        source: the step.
-        model: what the step says of its model.
-        tokenizer: the tokenizer that the folder gets.
-
-    Raises:
-        ConfigError: the step's tensors are not those of its configuration, or its family is not known.
+    Raises ConfigError: the step's tensors are not those of its configuration, or its family is not known.
     """
 
     kind: ClassVar[str] = "Hugging Face"

@@ -55,11 +55,7 @@ _READ = {"args", "iteration", "checkpoint_version", "content_metadata", "optimiz
 
 
 def open_checkpoint(path: Path, ckpt_step: int | None) -> MegatronCheckpoint:
-    """Open a step of Megatron-LM's: the one that the folder's tracker names, `ckpt_step`, or `path` itself.
-
-    Raises:
-        ConfigError: there is no such step, or it is damaged, harmful, or of a format that is not read.
-    """
+    """Open the step that the folder's tracker or `ckpt_step` names, or `path`. Raises ConfigError: it is not read."""
     if any(path.glob("mp_rank_*")) or (path / ".metadata").is_file():
         if ckpt_step is not None and path.name != folder.step_folder(path, ckpt_step).name:
             raise ConfigError(f"--ckpt-step {ckpt_step}: --load {path} is one step; leave one of them out")
@@ -95,13 +91,9 @@ def open_checkpoint(path: Path, ckpt_step: int | None) -> MegatronCheckpoint:
 
 
 class MegatronSource(ConversionSource):
-    """A checkpoint of Megatron-LM.
+    """A checkpoint of Megatron-LM. `given` are settings of the command line by field, which go before its own.
 
-    Args:
-        given: settings of the command line, which go before the checkpoint's, by field.
-
-    Raises:
-        ConfigError: the model is none of those here, or the tensors are not those of its arguments.
+    Raises ConfigError: the model is none of those here, or the tensors are not those of its arguments.
     """
 
     kind: ClassVar[str] = "Megatron-LM"
@@ -334,14 +326,9 @@ def _within(start: Iterable[int], shape: Iterable[int], first: Iterable[int]) ->
 class MegatronSink(TorchDistSink):
     """A checkpoint that Megatron-LM loads, in its format torch_dist.
 
-    Args:
-        source: the native step.
-        model: what the step says of its model.
-        transformer_impl: whose layers it is to be loaded into, Transformer Engine's or local ones.
-        expert_ranks: how many ranks experts are spread over there, which decides what its optimizer is.
-
-    Raises:
-        ConfigError: the step has a model or an optimizer that Megatron-LM does not have.
+    transformer_impl: whose layers it is to be loaded into, Transformer Engine's or local ones. expert_ranks: how many
+    ranks experts are spread over there, which decides what its optimizer is. Raises ConfigError: Megatron-LM does not
+    have such a model or optimizer.
     """
 
     kind: ClassVar[str] = "Megatron-LM"

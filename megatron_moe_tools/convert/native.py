@@ -66,11 +66,7 @@ _REWRITTEN = (".metadata", "metadata.json", step_reader.COMMON, folder.CONFIG, f
 
 
 class NativeSource(ConversionSource):
-    """A native step: its weights, or their averages with `--ema`.
-
-    Raises:
-        ConfigError: the step is damaged, or has no averages.
-    """
+    """A native step: its weights, or with `--ema` their averages. Raises ConfigError: it is damaged, or has none."""
 
     kind: ClassVar[str] = "native"
 
@@ -101,11 +97,7 @@ class NativeSource(ConversionSource):
         return self.reader.read(block.key, block.start, block.shape)
 
     def with_stored_padding(self, run: Run) -> Run:
-        """Return a run with the vocabulary padded as in the step; the padding depends on the run's layout.
-
-        Raises:
-            ConfigError: the step has no table of its vocabulary.
-        """
+        """Return a run with the vocabulary padded as in the step. Raises ConfigError: it has no table of tokens."""
         table, vocab_size = self.weights.get(EMBEDDING), run.model.vocab_size
         if table is None or len(table) != 2 or vocab_size is None or table[0] < vocab_size:
             found = "no" if table is None else list(table)
@@ -173,9 +165,6 @@ class AveragedSource(NativeSource):
 
     The main weights are averaged where a step has them, else the weights; expert_bias is averaged too. The result is
     rounded to the weights' dtype. It has no optimizer state: moments belong to one trajectory.
-
-    Raises:
-        ConfigError: fewer than two steps are named, one twice, one that is not there, or steps of several models.
     """
 
     direction: ClassVar[str] = "average of native steps"
@@ -234,10 +223,8 @@ class AveragedSource(NativeSource):
 class TorchDistSink(ConversionSink):
     """A step in the engine's format torch_dist: a data file per layer, a block per expert.
 
-    Attributes:
-        name: the step's folder.
-        tensors: dtype and shape of the tensors in the output, by their names there.
-        stored_index: the index as it was written, for a step without a manifest.
+    name: the step's folder. tensors: dtype and shape of the tensors in the output, by their names there. stored_index:
+    the index as it was written, for a step without a manifest.
     """
 
     name: str
@@ -392,11 +379,7 @@ def write_index(
 ) -> FileEntry:
     """Write `.metadata`, with the same bytes for the same content.
 
-    Args:
-        step: the step's folder.
-        tensors: dtype (without `torch.`) and shape by key, in order.
-        parts: blocks of the tensors.
-        values: parts that are no tensors.
+    tensors: dtype (without `torch.`) and shape by key, in order. parts: blocks. values: parts that are no tensors.
     """
 
     def info(part: StoredPart) -> _StorageInfo:
@@ -422,11 +405,7 @@ def write_index(
 
 
 def copy_file(source: Path, target: Path, known: FileEntry) -> FileEntry:
-    """Copy a file of a step and check its hash.
-
-    Raises:
-        ConfigError: it is not the known one.
-    """
+    """Copy a file of a step and check its hash. Raises ConfigError: it is not the known one."""
     with open(source, "rb") as content, new_file(target) as file:
         while block := content.read(1 << 22):
             file.write(block)

@@ -63,14 +63,9 @@ FREQUENCY_TOLERANCE = 1e-5
 class ReferenceResult:
     """What transformers' model computes from some tokens, on the CPU, and its numbers that are no weights.
 
-    Attributes:
-        logits: [B, S, V] fp32.
-        loss: mean cross entropy.
-        experts: chosen experts, layer -> [B * S, K] int64.
-        weights: their weights, layer -> [B * S, K] fp32.
-        epsilons: epsilons of the norms, by the name of their weight in a folder.
-        frequencies: rotary frequencies in radians per position, [pairs].
-        amplitude: factor of the rotation. Both are None for a model without a rotary embedding that is known here.
+    logits: [B, S, V] fp32. loss: mean cross entropy. experts: chosen ones, layer -> [B * S, K] int64. weights: theirs,
+    layer -> [B * S, K] fp32. epsilons: of the norms, by the name of their weight in a folder. frequencies: rotary, in
+    radians per position, [pairs]. amplitude: factor of the rotation; both are None without a known rotary embedding.
     """
 
     logits: Tensor
@@ -123,11 +118,7 @@ def run_model(model: PreTrainedModel, tokens: Tensor) -> ReferenceResult:
 
 
 def load_reference(folder: HFFolder, family: Family, layers: int | None = None) -> PreTrainedModel:
-    """Return transformers' model of a folder's first layers: fp32, evaluation mode, on this machine's device.
-
-    Raises:
-        ConfigError: transformers does not load the folder.
-    """
+    """Return transformers' model of a folder's first layers: fp32, evaluation mode. Raises ConfigError: it fails."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # what matters of its remarks is checked here
@@ -186,14 +177,10 @@ def _dequantised(folder: HFFolder) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class LayerChoices:
-    """A comparison of one layer's choices of experts.
+    """A comparison of one layer's choices of experts, in tokens.
 
-    Attributes:
-        tokens: number of tokens.
-        equal: number of tokens with the same experts.
-        ties: number of tokens with other experts, within the margin of a tie.
-        largest_margin: largest margin of a choice that differs.
-        weight_difference: largest relative difference of the weights of the same experts.
+    equal: with the same experts. ties: with others, within the margin of a tie. largest_margin: of a choice that
+    differs. weight_difference: largest relative difference of the weights of the same experts.
     """
 
     tokens: int
@@ -205,19 +192,10 @@ class LayerChoices:
 
 @dataclass(frozen=True)
 class Parity:
-    """The result of a comparison of two implementations.
+    """The result of a comparison of two implementations on `shape` random tokens, through `layers` layers.
 
-    Attributes:
-        seed: seed of the random tokens.
-        shape: number of sequences, and of tokens of each.
-        layers: number of layers that were compared.
-        logit_difference: largest difference of logits.
-        largest_logit: largest absolute value of the reference's logits.
-        loss: our loss.
-        reference_loss: the reference's loss.
-        choices: choices of experts by layer.
-        failures: what is out of tolerance, in words; empty if it passed.
-        not_covered: what was not compared.
+    logit_difference: the largest. largest_logit: absolute, of the reference. choices: of experts, by layer. failures:
+    what is out of tolerance, in words. not_covered: what was not compared.
     """
 
     seed: int
@@ -281,8 +259,7 @@ def compare(
         allow_constant: pass although the logits are the same for all tokens, which compares hardly any weight.
 
     Raises:
-        ConfigError: transformers does not know the model, one of the two cannot be opened, or there is not enough
-            memory for one of them.
+        ConfigError: transformers does not know the model, a side cannot be opened, or there is not enough memory.
     """
     folder, reference_source, source = HFFolder.open(hf_path), locate(hf_path), locate(native_path, ckpt_step)
     run, total, pattern = source.run, source.run.model.num_layers, source.run.derived.moe_layer_pattern
@@ -424,11 +401,7 @@ def _largest(values: Tensor) -> float:
 def require_memory_to_verify(
     source: ModelSource, layers: int | None, *, fp8: bool = False, tokens: Sequence[int] = TOKENS
 ) -> None:
-    """Check, before anything is loaded, that either model fits into memory.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check, before anything is loaded, that either model fits into memory. Raises ConfigError: it does not."""
     run, width = one_process(source.run, layers=layers), 4 + 2 * fp8  # with fp8, bfloat16 is in memory beside fp32
     working = 2 * working_bytes(run, tokens[0], tokens[1], False)
     remedy = "--verify-layers N compares the first N layers alone; or leave the verification out"
@@ -442,15 +415,9 @@ def require_memory_to_verify(
 def force_routing_on_ties(
     chunk: torch.nn.Module, experts: dict[int, Tensor], num_sequences: int
 ) -> Iterator[dict[int, list[float]]]:
-    """Have the routers take given choices in place of their own where the two differ by a tie.
+    """Have the routers take given choices, layer -> [B * S, K], in place of their own where the two differ by a tie.
 
-    Args:
-        chunk: the model.
-        experts: the choices, layer -> [B * S, K].
-        num_sequences: B.
-
-    Yields:
-        layer -> the margins of the choices that differ.
+    Yields layer -> the margins of the choices that differ.
     """
     margins: dict[int, list[float]] = {layer: [] for layer in experts}
 
@@ -485,11 +452,7 @@ def force_routing_on_ties(
 def choice_margin(scores: Tensor, expert_bias: Tensor | None, options: MoEOptions, wanted: Tensor) -> Tensor:
     """Return [T], by how much scores would have to change for a choice to be the best one; 0 where it is.
 
-    Args:
-        scores: [T, E], what the router ranks by before its bias.
-        expert_bias: the router's bias [E], or None.
-        options: the router's options.
-        wanted: the choice [T, K].
+    scores: [T, E], what the router ranks by before its bias. expert_bias: [E], or None. wanted: the choice [T, K].
     """
     scores = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
     inside = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, wanted, True)

@@ -154,11 +154,7 @@ class ConversionSource(ABC):
 
     @abstractmethod
     def read(self, block: Block) -> tuple[Tensor, Row]:
-        """Return a block in its dtype, and its row of the certificate, which the sink may complete.
-
-        Raises:
-            ConfigError: the source is damaged, or its numbers do not fit into the dtype.
-        """
+        """Return a block in its dtype, and its row of the certificate. Raises ConfigError: it is damaged."""
 
     def require_coverage(self, rows: list[Row]) -> None:
         """Check that everything stored was used, and that nothing looks as if it were there twice."""
@@ -170,11 +166,7 @@ class ConversionSource(ABC):
 
     @abstractmethod
     def step_blocks(self) -> list[Block]:
-        """Return the blocks of a native step that is made of this source, each tensor's in order.
-
-        Raises:
-            ConfigError: the options ask for something that a step cannot be.
-        """
+        """Return the blocks of a native step made of it. Raises ConfigError: a step cannot be what is asked for."""
 
     @abstractmethod
     def step_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -188,9 +180,7 @@ class ConversionSource(ABC):
 class ConversionSink(ABC):
     """An output, planned from a source, whose notes, names and identity it adds to.
 
-    Attributes:
-        files: the files that hold the tensors.
-        summary: the model in a line.
+    files: those that hold the tensors. summary: the model in a line.
     """
 
     kind: ClassVar[str]
@@ -247,14 +237,9 @@ class ConversionSink(ABC):
 
 
 def convert(sink: ConversionSink, workspace: Workspace) -> dict[str, Any]:
-    """Write, check and read again the planned output; it is complete on return, and not published yet.
+    """Write, check and read again the planned output, and return the certificate; nothing is published yet.
 
-    Returns:
-        The certificate.
-
-    Raises:
-        ConfigError: something about the source or the output is wrong.
-        OSError: a file could not be read or written.
+    Raises ConfigError: something about the source or the output is wrong. OSError: a file could not be read or written.
     """
     source, output = sink.source, workspace.output
     left = [file for file in sink.files if file.name not in workspace.done]

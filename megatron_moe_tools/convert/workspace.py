@@ -66,11 +66,7 @@ class ConversionProgress:
 
 
 def require_free(target: Path, source: Path) -> None:
-    """Check that the output would not overwrite anything, and is neither the source nor in it.
-
-    Raises:
-        ConfigError: it would or it is; the message names the flag.
-    """
+    """Check that the output overwrites nothing, and is neither the source nor in it. Raises ConfigError: it is."""
     require_writable_folder("--save", str(target.parent))
     real, other = target.resolve(), source.resolve()
     if real == other or real in other.parents or other in real.parents:
@@ -84,13 +80,9 @@ def require_free(target: Path, source: Path) -> None:
 class Workspace:
     """The hidden folder of one conversion.
 
-    Args:
-        target: the folder that the output becomes.
-        identity: what has to be the same for a second start to go on with the work of the first.
-
-    Attributes:
-        output: folder that the files are written to.
-        done: the journal's records by name, those of an earlier start included.
+    target: the folder that the output becomes. identity: what has to be the same for a second start to go on with the
+    work of the first. output: folder that the files are written to. done: the journal's records by name, those of an
+    earlier start included.
     """
 
     def __init__(self, target: Path, identity: dict[str, Any]) -> None:
@@ -103,11 +95,7 @@ class Workspace:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Lock the folder, and take over what an earlier start of the same conversion has done; SIGTERM is as Ctrl-C.
-
-        Raises:
-            ConfigError: another process converts to the same folder.
-        """
+        """Lock the folder and go on with what is done; SIGTERM is as Ctrl-C. Raises ConfigError: it is in use."""
         missing = [folder for folder in self.hidden.parents if not folder.exists()]
         self.hidden.mkdir(parents=True, exist_ok=True)
         for folder in missing:

@@ -89,15 +89,10 @@ class Contents:
 class MegatronCheckpoint(ABC):
     """A checkpoint of Megatron-LM: one step, opened, its small values read.
 
-    Attributes:
-        path: the step's folder.
-        args: the arguments of the command that wrote it, by name: those that are plain values.
-        common: the other plain values, by name.
-        vocabulary_rows: rows of the embedding table, those of padding too; None without the table.
-        iteration, consumed_samples: how far the run had come.
-        files: its files by name.
-        notes: what a user should know.
-        doubts: why its files may not be those of the ranks that they are named after.
+    args: the arguments of the command that wrote it, by name: those that are plain values. common: the other plain
+    values. vocabulary_rows: of the embedding table, those of padding too; None without it. iteration, consumed_samples:
+    how far the run had come. files: by name. notes: what a user should know. doubts: why its files may not be those of
+    the ranks that they are named after.
     """
 
     form = ""
@@ -113,11 +108,7 @@ class MegatronCheckpoint(ABC):
 
     @abstractmethod
     def contents(self, shapes: Mapping[str, Shape]) -> Contents:
-        """Return what is stored, by our keys.
-
-        Args:
-            shapes: the shapes of the model's tensors, by our keys.
-        """
+        """Return what is stored by our keys, for a model of tensors of these shapes."""
 
     def _read_settings(self) -> None:
         """Take what describes the model and the run from `common`."""
@@ -142,12 +133,7 @@ def tensors_of(run: Run) -> tuple[dict[str, Shape], frozenset[str]]:
 
 
 class Record:
-    """What a file says of an object of a class that is not imported: how it was made, and its state.
-
-    Attributes:
-        arguments: the values that it was made of, for a member of an enumeration its value.
-        state: what was restored into it.
-    """
+    """What a file says of an object of a class that is not imported: what it was made of, and its restored state."""
 
     def __new__(cls, *arguments: Any) -> Record:
         """Make a record of an object, whatever its class would have done."""
@@ -169,11 +155,7 @@ class Record:
 
 
 def read_archive(source: Path | io.BytesIO, name: str) -> Any:
-    """Return what a file of torch.save holds; tensors stay in the file, if it is one, until they are used.
-
-    Raises:
-        UntrustedError: it is damaged, or names something that has no place in a checkpoint.
-    """
+    """Return what a file of torch.save holds, mapped if it is a path. Raises UntrustedError: it is harmful."""
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     except Exception as error:  # whatever an archive made for it can raise
@@ -193,15 +175,7 @@ def read_archive(source: Path | io.BytesIO, name: str) -> Any:
 
 
 def require_intact(file: Any, name: str) -> None:
-    """Check the checksums of an archive of torch.save, which is read once for that.
-
-    Args:
-        file: the archive, open for reading.
-        name: the archive, for a message.
-
-    Raises:
-        UntrustedError: a record is not what was written, or it is no archive.
-    """
+    """Check the checksums of an open archive of torch.save. Raises UntrustedError: it is damaged, or no archive."""
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
@@ -216,11 +190,7 @@ def require_intact(file: Any, name: str) -> None:
 
 
 class TorchDist(MegatronCheckpoint):
-    """A step in the format torch_dist.
-
-    Raises:
-        ConfigError: it is damaged or harmful, or has no arguments.
-    """
+    """A step in the format torch_dist. Raises ConfigError: it is damaged or harmful, or has no arguments."""
 
     form = "torch_dist"
 
@@ -362,11 +332,7 @@ class RankFile:
 
 
 class LegacyTorch(MegatronCheckpoint):
-    """A step in the format torch.
-
-    Raises:
-        ConfigError: a file is missing, damaged or harmful, or of a release whose layout is another.
-    """
+    """A step in the format torch. Raises ConfigError: a file is missing, damaged, harmful, or of another release."""
 
     form = "torch"
 
@@ -441,11 +407,7 @@ class LegacyTorch(MegatronCheckpoint):
         return RankFile(name, tensor, pipeline, expert, tuple(content[key] for key in keys))
 
     def _compare_places(self, content: Mapping[str, dict[str, Any]]) -> None:
-        """Compare the places that files are named after with what they hold of the processes that wrote them.
-
-        Raises:
-            ConfigError: they are of several steps, or the first or last pipeline stage is another.
-        """
+        """Compare the names of files with what they hold of their ranks. Raises ConfigError: a stage is another."""
         steps = {one.get("iteration"): name for name, one in content.items()}
         if len(steps) > 1:
             shown = ", ".join(f"{name} of iteration {step}" for step, name in list(steps.items())[:2])

@@ -114,13 +114,10 @@ def ours(name: str) -> Name:
 
 
 def theirs(key: str, *, transformer_engine: bool, latent: bool, moe: bool) -> str:
-    """Return Megatron-LM's name in torch_dist of a tensor of ours, with layers by their number.
+    """Return Megatron-LM's name in torch_dist of a weight of ours, with layers by their number.
 
-    Args:
-        key: our name, without the optimizer's prefix.
-        transformer_engine: whether its layers are Transformer Engine's; local ones name some norms otherwise.
-        latent: whether attention is latent.
-        moe: whether the layer has experts.
+    transformer_engine: whether its layers are Transformer Engine's; local ones name some norms otherwise. latent:
+    whether attention is latent. moe: whether the layer has experts.
     """
     layer = _LAYER.match(key)
     if layer is None:
@@ -235,14 +232,8 @@ _READ_BY: dict[str, Callable[[Run], bool]] = {
 def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: str) -> tuple[Run, list[str]]:
     """Return the run of a checkpoint's arguments, without the dtypes of its weights, and notes for the user.
 
-    Args:
-        args: the arguments by name.
-        given: settings that go before the checkpoint's, by field.
-        rows: of the embedding table, as stored.
-        where: the checkpoint, as messages name it.
-
-    Raises:
-        ConfigError: the model is none of those here; the message names each argument with its value.
+    given: settings that go before the checkpoint's, by field. rows: of the embedding table, as stored. where: the
+    checkpoint, as messages name it. Raises ConfigError: the model is none of those here; each argument is named.
     """
     fields = all_fields()
     flat: dict[str, Any] = {}
@@ -368,11 +359,7 @@ def optimizer_keys(weights: Mapping[str, Any], fp32_state: frozenset[str], *, ha
 
 
 def optimizer_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's settings among arguments or a configuration, those of `SETTINGS` that are there.
-
-    Raises:
-        ConfigError: one is no number.
-    """
+    """Return those of `SETTINGS` that arguments or a configuration have. Raises ConfigError: one is no number."""
     fields = all_fields()
     found = {}
     for name in SETTINGS:
@@ -382,11 +369,7 @@ def optimizer_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def updates_of(common: Mapping[str, Any], where: str) -> int:
-    """Return how many updates the optimizer has made.
-
-    Raises:
-        ConfigError: its groups do not say it, or disagree.
-    """
+    """Return how many updates the optimizer has made. Raises ConfigError: its groups do not say it, or disagree."""
     steps = set(_updates(common.get("optimizer")))
     if len(steps) != 1:
         shown = ", ".join(map(str, sorted(steps))) or "none"
@@ -470,12 +453,9 @@ _NOT_THERE = frozenset({"moe_router_group_score", "moe_router_norm_topk_prob"})
 class Continued:
     """What a run goes on from besides its weights.
 
-    Attributes:
-        iteration, consumed_samples: how far it had come.
-        updates: of the optimizer.
-        scheduler: our schedule's state, which counts iterations.
-        batch: sequences of an iteration.
-        experts_apart: whether experts are spread over ranks there, and then have an optimizer of their own.
+    iteration, consumed_samples: how far it had come. updates: of the optimizer. scheduler: our schedule's state, which
+    counts iterations. batch: sequences of an iteration. experts_apart: whether experts are spread over ranks there, and
+    then have an optimizer of their own.
     """
 
     iteration: int
@@ -487,13 +467,9 @@ class Continued:
 
 
 def common(run: Run, *, transformer_impl: str, half: str | None, continued: Continued | None) -> dict[str, Any]:
-    """Return the plain values of a checkpoint that Megatron-LM loads.
+    """Return the plain values of a checkpoint that Megatron-LM loads, of a run or, without `continued`, weights alone.
 
-    Args:
-        run: the model's settings and, if it is continued, the optimizer's.
-        transformer_impl: whose layers it is to be loaded into.
-        half: `bf16` or `fp16`, the dtype of the weights; None for fp32.
-        continued: None for weights alone.
+    transformer_impl: whose layers it is to be loaded into. half: `bf16` or `fp16`, of the weights; None: fp32.
     """
     iteration = consumed_samples = 0
     if continued is not None:

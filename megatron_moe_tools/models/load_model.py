@@ -60,11 +60,7 @@ class LoadedCheckpoint:
 
     @property
     def mapping(self) -> Mapping:
-        """Mapping of its tensors to those of a Hugging Face folder.
-
-        Raises:
-            ConfigError: the model belongs to no family.
-        """
+        """Mapping of its tensors to those of a Hugging Face folder. Raises ConfigError: it belongs to no family."""
         return mapping(self.run, self.source.required_family.names)
 
     @property
@@ -119,11 +115,7 @@ def load_model(
 
 
 def require_memory(source: ModelSource, run: Run, width: int, working_bytes: int, remedy: str) -> None:
-    """Check that there is memory for a model of one process, with `width` bytes for each of its parameters.
-
-    Raises:
-        ConfigError: there is too little; the message ends with `remedy`.
-    """
+    """Check that a model with `width` bytes a parameter fits into memory. Raises ConfigError, with `remedy`."""
     parameters = run.derived.parameter_count(run.derived.padded_vocab_size(_vocab_size(run)))
     weights, available = parameters * width, platform.available_memory_bytes()
     needed = weights + working_bytes + _RESERVE
@@ -136,11 +128,7 @@ def require_memory(source: ModelSource, run: Run, width: int, working_bytes: int
 
 
 def one_process(run: Run, dtype: torch.dtype = torch.float32, layers: int | None = None) -> Run:
-    """Return the run of one process that evaluates a model: the architecture, and defaults for everything else.
-
-    Raises:
-        ConfigError: no model has these settings.
-    """
+    """Return the run of one process that evaluates a model: the architecture, and defaults for everything else."""
     flat = schema.flatten(run)
     kept = {name: flat[name] for name in (*architecture_keys(), "moe_router_dtype", *_PADDING)}
     kept["max_position_embeddings"] = kept["seq_length"] = run.derived.max_position_embeddings
@@ -174,18 +162,11 @@ def _vocab_size(run: Run) -> int:
 
 @torch.no_grad()
 def fill(tensors: Named[str, Tensor], blocks: Iterable[BlockValues], where: str, rows: Named[str, int]) -> None:
-    """Copy blocks into a model's tensors, which are filled with NaN first.
+    """Copy blocks, boxes that do not overlap, into a model's tensors, widened or rounded to their dtypes.
 
-    Args:
-        tensors: the tensors by key; their dtype stays, and values are widened or rounded to it.
-        blocks: boxes that do not overlap.
-        where: the checkpoint, as messages name it.
-        rows: for tables that are padded, here or in the checkpoint, the number of rows that are tokens. Rows after them
-            are left out of the blocks, and zero in the model.
-
-    Raises:
-        ConfigError: a tensor is left out or written in part, a block belongs to no tensor or is not within it, or it
-            contains a number that is not finite.
+    rows: for tables that are padded, here or in the checkpoint, the number of rows that are tokens; rows after them are
+    left out of the blocks, and zero in the model. Raises ConfigError, naming `where`: a tensor is not written once, a
+    block belongs to no tensor or is not within it, or contains a number that is not finite.
     """
     written = dict.fromkeys(tensors, 0)
     for key, tensor in tensors.items():

@@ -69,11 +69,7 @@ class ModelSource:
 
     @property
     def required_family(self) -> Family:
-        """Family of the model at Hugging Face.
-
-        Raises:
-            ConfigError: it has none.
-        """
+        """Family of the model at Hugging Face. Raises ConfigError: it has none."""
         if self.family is None:
             raise ConfigError(
                 f"{self.path}: the model's family at Hugging Face is not known, whose names of tensors are needed; "
@@ -85,13 +81,8 @@ class ModelSource:
 def locate(path: Path, ckpt_step: int | None = None, family: str | None = None, flag: str = "--load") -> ModelSource:
     """Find out what a folder is: a run's, one step of it, or a Hugging Face folder.
 
-    Args:
-        ckpt_step: which step of a run's folder; default: the newest undamaged one.
-        family: the family that a model that was trained here is to have.
-        flag: the flag that named the path, for messages.
-
-    Raises:
-        ConfigError: the folder is none of these, or damaged.
+    ckpt_step: which step of a run's folder; default: the newest undamaged one. family: the one that a model that was
+    trained here is to have. flag: the one that named the path. Raises ConfigError: it is none of these, or damaged.
     """
     found = folder.step_of(path, ckpt_step, flag)
     if found is not None:

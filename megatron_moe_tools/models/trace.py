@@ -68,16 +68,10 @@ class Trace:
 
 
 def trace(found: LoadedCheckpoint, input_ids: Tensor, *, routing: bool = False, gradients: bool = False) -> Trace:
-    """Run a model on tokens.
+    """Run a model, in evaluation mode, on tokens [B, S] below the vocabulary's size, S at least 2.
 
-    Args:
-        found: the model, in evaluation mode.
-        input_ids: [B, S] integers below the vocabulary's size, S at least 2.
-        routing: whether to record every layer's routing.
-        gradients: whether to run the backward pass too and record the norms of gradients.
-
-    Raises:
-        ConfigError: gradients are requested, and the model belongs to no family that has names for them.
+    routing: record every layer's routing. gradients: run the backward pass too and record the norms of gradients.
+    Raises ConfigError for a model of no family that has names for them.
     """
     table, grad_norms = None, None
     if gradients:
