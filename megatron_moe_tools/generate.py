@@ -36,9 +36,7 @@ def parser() -> argparse.ArgumentParser:
         "Exit status: 0 done; 2 a mistake in the flags or a file; 130 interrupted.",
         allow_abbrev=False,
     )
-    p.add_argument(
-        "--load", required=True, metavar="CKPT", help="a run's folder, one iter_* folder, or a Hugging Face folder"
-    )
+    p.add_argument("--load", required=True, metavar="CKPT", help="folder of a run, iter_* or Hugging Face's")
     p.add_argument("--ckpt-step", type=int, metavar="N", help="which step of a run's folder (default: the newest)")
     p.add_argument("--prompt", dest="prompts", action="append", type=lambda text: (None, text), metavar="TEXT",
                    help="a prompt; repeatable")  # fmt: skip
@@ -133,10 +131,7 @@ def _check(flags: argparse.Namespace) -> None:
         raise ConfigError(f"--top-p {flags.top_p}: has to be above 0 and at most 1")
     for flag, value in (("--top-k", flags.top_k), ("--top-p", flags.top_p)):
         if flags.temperature == 0.0 and value is not None:
-            raise ConfigError(
-                f"{flag} {value}: nothing is drawn with --temperature 0, which takes the likeliest token; add "
-                "--temperature 1"
-            )
+            raise ConfigError(f"{flag} {value}: nothing is drawn with --temperature 0; add --temperature 1")
     if not -(2**63) <= flags.seed < 2**63:
         raise ConfigError(f"--seed {flags.seed}: has to fit into 64 bits")
 
@@ -229,7 +224,7 @@ def _ids(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, run: Run, new:
         if len(ids) < positions:
             remedy = f"{positions - len(ids)} is the most"
         raise ConfigError(
-            f"--max-new-tokens {new}: the prompt has {len(ids)} tokens and the model {positions} positions; {remedy}"
+            f"--max-new-tokens {new}: prompt of {len(ids)} tokens, model of {positions} positions; {remedy}"
         )
     return ids
 

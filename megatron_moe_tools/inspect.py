@@ -114,15 +114,11 @@ def parser() -> argparse.ArgumentParser:
     ):
         sub = add(name, text, folders)
         sub.add_argument("--match", metavar="REGEX", help="only tensors whose key it matches, anywhere")
-        sub.add_argument(
-            "--no-verify", dest="verify", action="store_false", help="read files that are not hashed first"
-        )
+        sub.add_argument("--no-verify", dest="verify", action="store_false", help="do not hash files before")
     add("verify", "hash every file of every step and compare with the manifest")
     sub = add("prune", "remove steps that are not needed; never the last good one, never a damaged one", 1)
     # Training's flags of the same meaning are taken, too.
-    sub.add_argument(
-        "--keep-last", "--keep-last-k", type=int, required=True, metavar="K", help="keep the last K good steps"
-    )
+    sub.add_argument("--keep-last", "--keep-last-k", type=int, required=True, metavar="K", help="keep the last K good")
     sub.add_argument("--keep-every", "--save-retain-interval", type=int, metavar="N", help="keep multiples of N too")
     sub.add_argument("--dry-run", action="store_true", help="print what would be removed")
     sub.add_argument("--no-verify", dest="verify", action="store_false", help="do not hash what is kept")

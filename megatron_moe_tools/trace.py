@@ -30,19 +30,13 @@ def parser() -> argparse.ArgumentParser:
         "mistake in the flags or a file.",
         allow_abbrev=False,
     )
-    p.add_argument(
-        "--load", required=True, metavar="CKPT", help="a run's folder, one iter_* folder, or a Hugging Face folder"
-    )
+    p.add_argument("--load", required=True, metavar="CKPT", help="folder of a run, iter_* or Hugging Face's")
     p.add_argument("--tokens", required=True, metavar="FILE", help="safetensors with input_ids [B, S], int64 or int32")
     p.add_argument("--output", required=True, metavar="FILE", help="safetensors to write")
     p.add_argument("--routing", action="store_true", help="write every token's experts and their weights too")
-    p.add_argument(
-        "--grad-norms", metavar="FILE", help="JSON to write: name at Hugging Face -> norm of the loss's gradient"
-    )
+    p.add_argument("--grad-norms", metavar="FILE", help="JSON to write: name at Hugging Face -> norm of its gradient")
     p.add_argument("--ckpt-step", type=int, metavar="N", help="which step of a run's folder (default: the newest)")
-    p.add_argument(
-        "--family", metavar="NAME", help="names for a model that was trained here: deepseek-v3, mixtral, ..."
-    )
+    p.add_argument("--family", metavar="NAME", help="names for a model that was trained here: deepseek-v3, ...")
     return p
 
 

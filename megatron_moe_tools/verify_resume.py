@@ -89,10 +89,7 @@ def _main(argv: list[str]) -> int:
     # Found here, and not by ranks that have loaded torch.
     check_data(replay.run, build_tokenizer(replay.run.data, replay.run.model.vocab_size), deep=False)
     if speaks:
-        say(
-            f"{replay.root}: step {replay.begin}, {replay.steps} steps after it on {replay.ranks} ranks, compared "
-            f"with their records"
-        )
+        say(f"{replay.root}: step {replay.begin}, {replay.steps} steps after it on {replay.ranks} ranks, and records")
     if "WORLD_SIZE" in os.environ:
         records = recorded_here(flatten(replay.run))
     else:
@@ -148,14 +145,8 @@ def _planned(flags: argparse.Namespace, rest: list[str]) -> ResumeReplay:
     for name, value in flatten(compat.parse(rest)).items():
         if name in typed or value != plain[name]:
             changes[name] = value
-    replay = plan_replay(
-        Path(flags.checkpoint),
-        begin=flags.ckpt_step,
-        steps=flags.steps,
-        ranks=ranks,
-        metrics_file=metrics,
-        changes=changes,
-    )
+    asked = {"begin": flags.ckpt_step, "steps": flags.steps, "ranks": ranks}
+    replay = plan_replay(Path(flags.checkpoint), **asked, metrics_file=metrics, changes=changes)
     if replay.device != "cpu" and not launched and not flags.cpu:
         raise ConfigError(
             f"{replay.root}: was trained on {replay.device}; start this under torchrun --nproc-per-node "
@@ -295,9 +286,7 @@ def _merged(root: Path, states: dict[int, dict[str, Any]], metrics_file: Path | 
             first.setdefault(iteration, source)
             if earlier != record:
                 names = ", ".join(name for name in earlier if earlier[name] != record.get(name))
-                raise ConfigError(
-                    f"{root}: {first[iteration]} and {source} record iteration {iteration} otherwise: {names}"
-                )
+                raise ConfigError(f"{root}: {first[iteration]} and {source} record step {iteration} otherwise: {names}")
     return known
 
 

@@ -105,8 +105,8 @@ def require_shapes(found: dict[str, Shape], wanted: dict[str, Shape], head: str,
 
     unknown: what the message says of a tensor that is not wanted.
     """
-    wrong = [f"missing: {key}" for key in sorted(wanted.keys() - found.keys())]
-    wrong += [f"{unknown}: {key}" for key in sorted(found.keys() - wanted.keys())]
+    wrong = list(map("missing: {}".format, sorted(wanted.keys() - found.keys())))
+    wrong += map(f"{unknown}: {{}}".format, sorted(found.keys() - wanted.keys()))
     for key in sorted(found.keys() & wanted.keys()):
         if found[key] != wanted[key]:
             wrong.append(f"{key}: shape {list(found[key])}, its configuration says {list(wanted[key])}")
@@ -119,14 +119,17 @@ def require_coverage(rows: Sequence[Row], names: Iterable[str], shapes: dict[str
 
     names: of the folder's tensors. shapes: of the native tensors, by key. where: the source, for the ConfigError.
     """
-    used = Counter(entry["name"] for row in rows for entry in row.get("hf", ()))
-    wanted = set(names)
-    wrong = [f"{name} is used {used[name]} times" for name in sorted(wanted | used.keys()) if used[name] != 1]
-    wrong += [f"{name} is unexpected" for name in sorted(used.keys() - wanted)]
+    used, wanted = Counter[str](), set(names)
     boxes: dict[str, list[tuple[Shape, Shape]]] = {}
     for row in rows:
         native = row["native"]
+        for entry in row.get("hf", ()):
+            used[entry["name"]] += 1
         boxes.setdefault(native["key"], []).append((tuple(native["start"]), tuple(native["shape"])))
+    wrong = list(map("{} is unexpected".format, sorted(used.keys() - wanted)))
+    for name in sorted(wanted | used.keys()):
+        if used[name] != 1:
+            wrong.append(f"{name} is used {used[name]} times")
     for key in sorted(boxes.keys() | shapes.keys()):
         if key not in shapes:
             wrong.append(f"{key} is not a tensor of the model")
@@ -138,12 +141,12 @@ def require_coverage(rows: Sequence[Row], names: Iterable[str], shapes: dict[str
 
 def uncovered(boxes: Sequence[tuple[Shape, Shape]], whole: Shape) -> str | None:
     """Return what is wrong with boxes (start, shape) that are to fill a tensor; None if each element is in one."""
-    parts = [index.TensorPart(start, shape, index.StoredBytes("", 0, 0)) for start, shape in boxes]
-    filled, total = sum(math.prod(part.shape) for part in parts), math.prod(whole)
-    for part in parts:
-        ends = zip(part.start, part.shape, whole)
-        if len(part.shape) != len(whole) or any(first + count > limit for first, count, limit in ends):
-            return f"{list(part.shape)} from {list(part.start)} on is not within it, which has {list(whole)}"
+    parts, filled, total = [], 0, math.prod(whole)
+    for start, shape in boxes:
+        parts.append(index.TensorPart(start, shape, index.StoredBytes("", 0, 0)))
+        filled += math.prod(shape)
+        if len(shape) != len(whole) or any(map(int.__gt__, map(int.__add__, start, shape), whole)):
+            return f"{list(shape)} from {list(start)} on is not within it, which has {list(whole)}"
     if filled != total or index.overlap(parts):
         return f"{filled} of {total} elements in {len(parts)} blocks, each to be there once"
     return None
@@ -163,5 +166,5 @@ def write(path: Path, content: dict[str, Any]) -> None:
     """Write a certificate, whole or not at all; a line per tensor."""
     tensors = content["tensors"]
     head = json.dumps({**content, "tensors": []}, indent=1, allow_nan=False)
-    rows = ",\n".join(f"  {json.dumps(row, separators=(', ', ': '), allow_nan=False)}" for row in tensors)
-    replace_text(path, head.replace('"tensors": []', f'"tensors": [\n{rows}\n ]') + "\n")
+    rows = ",\n  ".join(map(json.JSONEncoder(allow_nan=False).encode, tensors))
+    replace_text(path, head.replace('"tensors": []', f'"tensors": [\n  {rows}\n ]') + "\n")

@@ -59,9 +59,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--load", required=True, metavar="DIR", help="the source: a folder of Hugging Face's with "
                    "config.json and .safetensors files; a folder of checkpoints, or one iter_* of it, of this "
                    "framework or Megatron-LM's (--ckpt-format torch_dist or torch)")  # fmt: skip
-    p.add_argument(
-        "--ckpt-step", type=int, metavar="N", help="which step of a folder of checkpoints; default: the newest"
-    )
+    p.add_argument("--ckpt-step", type=int, metavar="N", help="which step of a folder of checkpoints (default: newest)")
     p.add_argument("--save", required=True, metavar="DIR", help="the output: a folder that is empty or not there yet")
     p.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp8"), help="cast weights; expert_bias stays fp32. "
                    "fp8, to hf: linear layers in e4m3 with a scale per 128 x 128 block, as DeepSeek publishes them, "
@@ -95,14 +93,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Convert as the flags say and return the exit status."""
-    return run_program(
-        NAME,
-        _main,
-        argv,
-        interrupted="interrupted; the same command goes on from here",
-        errors=(ConfigError, OSError),
-        rank=0,
-    )
+    again = "interrupted; the same command goes on from here"
+    return run_program(NAME, _main, argv, interrupted=again, errors=(ConfigError, OSError), rank=0)
 
 
 def _main(argv: list[str]) -> int:
@@ -163,10 +155,8 @@ def _main(argv: list[str]) -> int:
             workspace.discard()
             if not full or free is None:
                 raise
-            needed, left = size_text(sink.num_bytes, exact=True), size_text(free, exact=True)
-            raise ConfigError(
-                f"--save {save}: the disk is full: {needed} are needed in all, {left} were left"
-            ) from error
+            size, left = size_text(sink.num_bytes, exact=True), size_text(free, exact=True)
+            raise ConfigError(f"--save {save}: the disk is full: {size} are needed in all, {left} were left") from error
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -221,9 +211,7 @@ def _check(args: argparse.Namespace) -> None:
     steps = [load, *(folder.step_folder(load, number) for number in folder.steps(load))]
     is_ours = (load / folder.OWNER).exists() or any((step / folder.STATE).exists() for step in steps)
     if args.origin != "native" and load.is_dir() and (is_ours or (args.origin == "hf" and len(steps) > 1)):
-        raise ConfigError(
-            f"--from {args.origin}: --load {load} is a checkpoint of this framework; --from native converts it"
-        )
+        raise ConfigError(f"--from {args.origin}: --load {load} is a checkpoint of ours; --from native converts it")
     if args.origin == "hf" and load.is_dir():
         settings_of(HFFolder.open(load), f"--load {load}")
     elif (load / folder.CONFIG).exists() and not any((load / file).exists() for file in (folder.STATE, folder.LATEST)):

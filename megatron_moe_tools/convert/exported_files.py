@@ -33,9 +33,7 @@ from megatron_moe.hf.families import Family
 GENERATION = "generation_config.json"
 _NULL = "NullTokenizer"
 _VOCABULARIES = (JSON, PIECES, KIMI_FILE, "vocab.json")
-_TOKENIZER_FILES = {
-    *(*_VOCABULARIES, SETTINGS, TEMPLATE, "merges.txt", SPECIAL, ADDED, "vocab.txt", "chat_template.json"),
-}
+_TOKENIZER_FILES = {*_VOCABULARIES, SETTINGS, TEMPLATE, "merges.txt", SPECIAL, ADDED, "vocab.txt", "chat_template.json"}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,10 +76,10 @@ class HuggingFaceSource(ConversionSource):
         described = settings_of(found, where)
         self.family = described.family
         self.notes += [*found.notes, *described.notes]
-        stored = {name: self.reader.shape(name) for name in self.reader.names()}
+        stored = found.shapes()
         self.table = mapping(build(described.flat), self.family.names)
-        self.copies, self.ignored = require_tensors(self.table, stored, where)
-        self.notes += [f"{name} follows from the configuration and is left out" for name in self.ignored]
+        copies, self.ignored = require_tensors(self.table, stored, where)
+        self.notes += map("{} follows from the configuration and is left out".format, self.ignored)
         flat = dict(described.flat)
         self.dropped: list[str] = []
         if options.drop_mtp:
@@ -86,8 +88,8 @@ class HuggingFaceSource(ConversionSource):
             kept = self.table.hf_shapes.keys() | self.table.copies.keys()
             gone = (whole.hf_shapes.keys() | whole.copies.keys()) - kept
             self.dropped = sorted(gone & stored.keys())
-            self.copies = [name for name in self.copies if name in self.table.copies]
             self.notes.append(_DROPPED.format(count=len(self.dropped)))
+        self.copies = {name: self.table.copies[name] for name in copies if name in self.table.copies}
         wide: list[str] = []
         self.dtype = options.dtype or self._narrowest_dtype(where, wide)
         self.run = build({**flat, **PRECISION_FLAGS[dtype_name(self.dtype)]})
@@ -96,7 +98,7 @@ class HuggingFaceSource(ConversionSource):
             self.run = replace(self.run, keep_fp32=patterns)
             self.notes.append(f"fp32 weights stay in fp32: --keep-fp32 {' '.join(patterns)}, which a run needs too")
         self.shapes, self._pieces = self.table.shapes, self.table.by_place
-        self.names = set(stored) - {*self.copies, *self.ignored, *self.dropped}
+        self.names = set(stored) - {*copies, *self.ignored, *self.dropped}
         self.weights = WeightCheck(self.reader, self.table)
         for tensor in found.tensors.values():
             self.inputs[tensor.file] = found.path / tensor.file
@@ -115,7 +117,7 @@ class HuggingFaceSource(ConversionSource):
             for name in piece.hf:
                 if not piece.fp32:
                     dtypes.setdefault(self.reader.dtype(name), []).append(piece)
-        narrow = [dtype for dtype in dtypes if dtype != torch.float32]
+        narrow = list(dtypes.keys() - {torch.float32})
         if len(narrow) > 1 or not {*map(dtype_name, dtypes)} <= PRECISION_FLAGS.keys():
             examples = "; ".join(f"{dtype_name(dtype)}: {len(of)}, {of[0].hf[0]}" for dtype, of in dtypes.items())
             raise ConfigError(
@@ -124,7 +126,7 @@ class HuggingFaceSource(ConversionSource):
             )
         if not narrow:
             return torch.float32
-        wide += dict.fromkeys(piece.key for piece in dtypes.get(torch.float32, ()))
+        wide += dict.fromkeys(map(operator.attrgetter("key"), dtypes.get(torch.float32, ())))
         return narrow[0]
 
     def read(self, block: Block) -> tuple[Tensor, Row]:
@@ -160,13 +162,9 @@ class HuggingFaceSource(ConversionSource):
                 if "suspicious" in entry:
                     self.warnings.append(f"WARNING: {entry['suspicious']}: taken as it is")
                     note(self.warnings[-1])
-        for copy in self.copies:
-            original = self.table.copies[copy]
+        for copy, original in self.copies.items():
             if (self.reader.digest(copy), self.reader.folder.tensors[copy].dtype) != hashes[original]:
-                raise ConfigError(
-                    f"{self.path}: {copy} differs from {original}, which it has to be a copy of: the model has one "
-                    "tensor for both"
-                )
+                raise ConfigError(f"{self.path}: {copy} differs from {original}: the model has one tensor for both")
 
     def require_made_back(self, row: Row, block: Tensor) -> None:
         native = row["native"]
@@ -186,14 +184,14 @@ class HuggingFaceSource(ConversionSource):
         return blocks
 
     def step_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        about = {"family": self.family.name, "copies": self.copies, "dropped": self.dropped}
+        about = {"family": self.family.name, "copies": list(self.copies), "dropped": self.dropped}
         return flatten(self.run), {**native_state(self.run, self.warnings), origin.FOLDER: about}
 
     def facts(self) -> dict[str, Any]:
         return {
             "family": self.family.name,
             "dtype": dtype_name(self.dtype),
-            "copies": {name: self.table.copies[name] for name in self.copies},
+            "copies": self.copies,
             "dropped": self.dropped,
             "ignored": self.ignored,
         }
@@ -225,10 +223,15 @@ class HuggingFaceSink(ConversionSink):
         self._pieces = self.table.by_place
         if self.options.fp8:
             source.notes += uneven_blocks(self.table.pieces)
-        self.dropped = sorted(key for key in source.weights if self.options.drop_mtp and key.startswith("mtp."))
+        self.dropped: list[str] = []
+        source.shapes = {}
+        for key, shape in sorted(source.weights.items()):
+            if self.options.drop_mtp and key.startswith("mtp."):
+                self.dropped.append(key)
+            else:
+                source.shapes[key] = shape
         if self.dropped:
             source.notes.append(_DROPPED.format(count=len(self.dropped)))
-        source.shapes = {key: shape for key, shape in source.weights.items() if key not in self.dropped}
         head = f"--load {source.path}: its tensors are not those of a {self.family.name} of its configuration:"
         unknown = f"{self.family.name} has no tensor for it"
         certificate.require_shapes(source.shapes, self.table.shapes, head, unknown)
@@ -244,7 +247,9 @@ class HuggingFaceSink(ConversionSink):
             words.insert(0, f"{dtype_name(FP8)} in blocks of 128 x 128")
         self.dtype_words = " and ".join(words)
         self.copies = self._copies()
-        companions = {name: path for name, path in model.companions.items() if name not in tokenizer.left_out}
+        companions = dict(model.companions)
+        for name in tokenizer.left_out:
+            companions.pop(name, None)
         self.contents = {**tokenizer.files, hf_folder.CONFIG: self._config(companions)}
         if tokenizer.ids is not None:  # otherwise generation_config.json stays as it came
             generation, came = {}, companions.get(GENERATION)
@@ -256,21 +261,26 @@ class HuggingFaceSink(ConversionSink):
         if self.state.get("iteration"):  # a model that was converted and not trained here keeps the card that it has
             card = model_card(self.run, self.family, self.dtype_words, source.config, self.state, tokenizer.words)
             self.contents[CARD] = card.encode()
-        replaced = self.contents.keys() - {CARD}
-        self.companions = {name: path for name, path in companions.items() if name not in replaced}
+        for name in self.contents.keys() - {CARD}:
+            companions.pop(name, None)
+        self.companions = companions
         self.files = self.planned()
         self.summary = model_words(self.run, self.family.name, self.dtype_words)
 
-    def _copies(self) -> list[str]:
-        """Return the names of copies to write: those that the source had, or that readers of the family need."""
-        needed = [name for name in self.table.copies if name != _TIED or self.family.served_untied]
-        wanted = (self.state.get("hf") or {}).get("copies", needed)
-        unknown = [name for name in wanted if name not in self.table.copies]
+    def _copies(self) -> dict[str, str]:
+        """Return copies to write, with what they are of: those that the source had, or that readers need."""
+        wanted = (self.state.get("hf") or {}).get("copies", self.table.copies)
+        found, unknown = {}, []
+        for name in wanted:
+            if name not in self.table.copies:
+                unknown.append(name)
+            elif wanted is not self.table.copies or name != _TIED or self.family.served_untied:
+                found[name] = self.table.copies[name]
         if unknown and not self.options.drop_mtp:
             raise ConfigError(
-                f"--load {self.source.path}: state.json names copies that the model has not: {unknown[:5]}"
+                f"--load {self.source.path}: state.json names copies of nothing that is here: {unknown[:3]}"
             )
-        return [name for name in wanted if name not in unknown]
+        return found
 
     def _dtype(self, piece: MappedBlock) -> torch.dtype:
         if piece.fp32:
@@ -333,7 +343,7 @@ class HuggingFaceSink(ConversionSink):
             dtype = self.source.reader.dtype(piece.key) if self._in_fp8(piece) else self._dtype(piece)
             blocks.append(Block(piece.key, piece.start, piece.transform.native_shape, dtype))
             first.update(dict.fromkeys(piece.hf, blocks[-1]))
-        blocks += [dataclasses.replace(first[self.table.copies[name]], copy=name) for name in self.copies]
+        blocks += [dataclasses.replace(first[original], copy=name) for name, original in self.copies.items()]
         shards: list[list[Block]] = [[]]
         filled = 0
         for block in blocks:
@@ -367,7 +377,7 @@ class HuggingFaceSink(ConversionSink):
         return layout
 
     def _bytes(self, blocks: Iterable[Block | str]) -> int:
-        return sum(bytes_of(dtype, shape) for dtype, shape in self._layout(blocks).values())
+        return sum(itertools.starmap(bytes_of, self._layout(blocks).values()))
 
     def write(self, file: OutputFile, output: Path, advance: Advance) -> Record:
         rows: list[Row] = []
@@ -406,9 +416,10 @@ class HuggingFaceSink(ConversionSink):
         files: dict[str, FileEntry] = {record["name"]: record["entry"] for record in records}
         if len(records) > 1:
             weight_map: dict[str, str] = {}
+            total = 0
             for file in self.files:
                 weight_map |= dict.fromkeys(self._layout(file.content), file.name)
-            total = sum(self._bytes(file.content) for file in self.files)
+                total += self._bytes(file.content)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             files[hf_folder.INDEX] = write_bytes(output / hf_folder.INDEX, json_bytes(index))
         for name, content in sorted(self.contents.items()):
@@ -420,8 +431,8 @@ class HuggingFaceSink(ConversionSink):
 
     def read_again(self, output: Path, rows: list[Row]) -> Iterator[tuple[Row, Tensor]]:
         written = HFFolder.open(output, "--save")
-        wanted = self._layout(block for file in self.files for block in file.content)
-        if wrong := sorted(wanted.keys() ^ written.tensors.keys()):
+        wanted = set[str]().union(*(self._layout(file.content) for file in self.files))
+        if wrong := sorted(wanted ^ written.tensors.keys()):
             raise ConfigError(f"{output}: its tensors are not those of the model: {wrong[:5]}; nothing was published")
         for piece in self.table.pieces:
             for name in piece.hf:
@@ -442,8 +453,7 @@ class HuggingFaceSink(ConversionSink):
                 block = self._pieces[native["key"], tuple(native["start"])].transform.to_native(tensors)
                 require_same(sha256(block), expected(native), native["key"], "it is made back into another")
                 yield row, block
-            for copy in self.copies:
-                original = self.table.copies[copy]
+            for copy, original in self.copies.items():
                 require_same(reader.digest(copy), hashes[original], copy, f"it is no copy of {original}")
 
     def facts(self, rows: list[Row]) -> dict[str, Any]:
@@ -460,7 +470,7 @@ class HuggingFaceSink(ConversionSink):
         return {
             "family": self.family.name,
             "dtype": self.dtype_words,
-            "copies": {name: self.table.copies[name] for name in self.copies},
+            "copies": self.copies,
             "dropped": self.dropped,
             "ignored": [key for key in self.source.reader.index.tensors if key not in self.source.weights],
             "tokenizer": self.tokenizer.facts(),
@@ -499,11 +509,9 @@ def rounded(weight: Tensor) -> RoundedWeight:
     difference = (exact - original).abs()
     largest = float(original.abs().max())
     size = float(original.norm())
-    error = {
-        "largest": float(difference.max()),
-        "largest_number": largest,
-        "relative_rms": float(difference.norm()) / size if size else 0.0,
-    }
+    error = {"largest": float(difference.max()), "largest_number": largest, "relative_rms": 0.0}
+    if size:
+        error["relative_rms"] = float(difference.norm()) / size
     rows, columns = weight.shape
     numbers = tiles.numbers[:rows, :columns].contiguous()
     return RoundedWeight(numbers, tiles.scales.contiguous(), exact.to(torch.bfloat16), error)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
+import operator
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,6 +48,7 @@ from megatron_moe_tools.megatron_lm.checkpoint import (
 )
 from megatron_moe_tools.models.source import PRECISION_FLAGS, ModelSource
 
+_NAME_OF = operator.attrgetter("name")
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}
 _STEP = re.compile(r"iter_\d{7,}|release", re.ASCII)
 _READ = {"args", "iteration", "checkpoint_version", "content_metadata", "optimizer"}
@@ -70,7 +74,7 @@ def open_checkpoint(path: Path, ckpt_step: int | None) -> MegatronCheckpoint:
     else:
         raise ConfigError(f"--load {path}: has no {folder.LATEST}; give --ckpt-step, or one iter_* folder")
     if not step.is_dir():
-        there = ", ".join(sorted(entry.name for entry in path.iterdir() if _STEP.fullmatch(entry.name))) or "none"
+        there = ", ".join(sorted(filter(_STEP.fullmatch, os.listdir(path)))) or "none"
         raise ConfigError(f"--load {path}: has no {step.name}; there are: {there}")
     if any(step.glob("mp_rank_*")):
         return LegacyTorch(step)
@@ -134,7 +138,7 @@ class MegatronSource(ConversionSource):
             self.run = replace(self.run, **dialect.optimizer_settings(checkpoint.args))
             self.common = {"optimizer": dialect.plain_values(self.run, self.updates)}
         self.inputs = dict(checkpoint.files)
-        self.identity = {"given": {name: str(value) for name, value in given.items()}}
+        self.identity = {"given": dict(zip(given, map(str, given.values())))}
         if (self.path.parent / CERTIFICATE).is_file():  # a conversion wrote the step
             listed = folder.read_json(self.path.parent / CERTIFICATE)["output"]["files"]
             for name in self.inputs:
@@ -153,7 +157,7 @@ class MegatronSource(ConversionSource):
             for key in contents.parts:
                 if (weight := dialect.weight_of(key)) in weights:
                     wanted[key] = weights[weight]
-        wrong = [*contents.wrong, *(f"missing: {key}" for key in wanted if key not in contents.parts)]
+        wrong = [*contents.wrong, *map("missing: {}".format, sorted(wanted.keys() - contents.parts.keys()))]
         for key, parts in sorted(contents.parts.items()):
             boxes = [(part.start, part.shape) for part in parts]
             if key not in wanted:
@@ -162,18 +166,13 @@ class MegatronSource(ConversionSource):
             elif defect := certificate.uncovered(boxes, wanted[key]):
                 wrong.append(f"{key} ({parts[0].name}): {defect}")
         if wrong:
-            raise ConfigError(
-                listing(f"{where}: its tensors are not those of the model that its arguments describe:", wrong)
-            )
+            raise ConfigError(listing(f"{where}: its tensors are not those of the model of its arguments:", wrong))
 
     def _doubt(self, doubts: Iterable[str]) -> None:
         """Refuse a checkpoint whose files may be those of other ranks, or warn where that is allowed."""
         for words in doubts:
             if not self.options.allow_suspicious_weights:
-                raise ConfigError(
-                    f"--load {self.path}: {words}; bring the files back from their source, or take them as they are "
-                    f"with {ALLOW}"
-                )
+                raise ConfigError(f"--load {self.path}: {words}; bring files back, or take them as they are: {ALLOW}")
             self.warnings.append(f"WARNING: {words}: taken as it is")
 
     def _updates(self, where: str) -> int | None:
@@ -233,7 +232,9 @@ class MegatronSource(ConversionSource):
                 other = first.setdefault(entry["sha256"], place)
                 if other != place:
                     repeated.append(f"{place} equals {other}, as if a rank's file or an expert were there twice")
-        wanted = {(key, part.name, part.start) for key in self.shapes for part in self.contents.parts[key]}
+        wanted = set[tuple[str, str, Shape]]()
+        for key in self.shapes:
+            wanted.update((key, part.name, part.start) for part in self.contents.parts[key])
         wrong = [f"{name} ({key})" for key, name, _ in sorted(wanted.symmetric_difference(used))]
         if wrong or len(used) != len(wanted):
             raise ConfigError(listing(f"{self.path}: not every tensor is converted exactly once:", wrong))
@@ -287,7 +288,7 @@ class MegatronSource(ConversionSource):
         if self.updates is None:
             for key, parts in self.contents.parts.items():
                 if key.startswith(OPTIMIZER):
-                    dropped |= {part.name: "the optimizer's" for part in parts}
+                    dropped |= dict.fromkeys(map(_NAME_OF, parts), "the optimizer's")
             dropped |= dict.fromkeys(self.contents.unmapped, "the optimizer's")
         for name in sorted(map(str, self.checkpoint.common.keys() - _READ)):
             if not re.fullmatch(r"model\d*", name):
@@ -298,7 +299,7 @@ class MegatronSource(ConversionSource):
             "optimizer_updates": self.updates,
             "iteration": self.checkpoint.iteration,
             "dropped": dict(sorted(dropped.items())),
-            "copies": sorted(part.name for parts in self.contents.copies.values() for part in parts),
+            "copies": sorted(map(_NAME_OF, itertools.chain(*self.contents.copies.values()))),
             "settings_given": sorted(self.given),
         }
 
@@ -306,13 +307,9 @@ class MegatronSource(ConversionSource):
 def _require_convertible(given: torch.dtype | None, dtype: torch.dtype, where: str) -> None:
     """Refuse to convert an optimizer of weights that are cast, or whose loss scale is left out."""
     if given is not None:
-        raise ConfigError(
-            f"--dtype: the optimizer's main weights belong to weights of their own dtype; {dialect.WITHOUT}"
-        )
+        raise ConfigError(f"--dtype: the optimizer's main weights belong to weights of one dtype; {dialect.WITHOUT}")
     if dtype == torch.float16:
-        raise ConfigError(
-            f"{where}: has the optimizer of an fp16 run, whose loss scale is not converted; {dialect.WITHOUT}"
-        )
+        raise ConfigError(f"{where}: has an optimizer of fp16, whose loss scale is not converted; {dialect.WITHOUT}")
 
 
 def _within(start: Iterable[int], shape: Iterable[int], first: Iterable[int]) -> tuple[slice, ...]:
@@ -352,9 +349,7 @@ class MegatronSink(TorchDistSink):
                 wrong.append(f"--moe-router-group-score {run.moe.moe_router_group_score}: it ranks groups otherwise")
         default = replace(run, moe_router_norm_topk_prob=None).derived.norm_topk_prob
         if run.moe.num_experts is not None and run.derived.norm_topk_prob != default:
-            wrong.append(
-                f"--moe-router-norm-topk-prob {run.derived.norm_topk_prob}: it takes {default} for this router"
-            )
+            wrong.append(f"--moe-router-norm-topk-prob {run.derived.norm_topk_prob}: it takes {default} for this one")
         if wrong:
             raise ConfigError(listing(f"--load {source.path}: is a model that Megatron-LM does not have:", wrong))
         found = {self._dtype(key) for key in self.weights if key not in self.fp32}
@@ -399,15 +394,12 @@ class MegatronSink(TorchDistSink):
             raise ConfigError(f"--expert-model-parallel-size {ranks}: must be at least 1")
         found = dialect.optimizer_settings(config)
         if missing := [name for name in dialect.SETTINGS if name not in found]:
-            raise ConfigError(
-                f"{where}: its {folder.CONFIG} has no {' and no '.join(missing)}, which Megatron-LM takes from a "
-                f"checkpoint; {without}"
-            )
+            raise ConfigError(f"{where}: its {folder.CONFIG} has no {' and no '.join(missing)}, as it needs; {without}")
         self.run = replace(self.run, **found)
         stored = {}
-        for key, one in source.reader.index.tensors.items():
+        for key, shape in source.stored.items():
             if key.startswith(OPTIMIZER) and not key.startswith(AVERAGE):
-                stored[key] = one.shape
+                stored[key] = shape
         wanted = dialect.optimizer_keys(self.weights, self.fp32, half=self.dtype != torch.float32)
         head = f"{where}: its tensors are not those of its configuration:"
         certificate.require_shapes(stored, wanted, head, "no tensor of its configuration")
@@ -455,8 +447,10 @@ class MegatronSink(TorchDistSink):
         return row
 
     def require_coverage(self, rows: list[Row]) -> None:
-        super().require_coverage([row for row in rows if "again" not in row])
-        again = [row for row in rows if "again" in row]
+        once, again = list[Row](), list[Row]()
+        for row in rows:
+            (again if "again" in row else once).append(row)
+        super().require_coverage(once)
         certificate.require_coverage(again, (), self._copied, str(self.source.path))
 
     def finish(self, output: Path, records: list[Record], inputs: dict[str, FileEntry]) -> dict[str, FileEntry]:
@@ -472,5 +466,5 @@ class MegatronSink(TorchDistSink):
         return result
 
     def facts(self, rows: list[Row]) -> dict[str, Any]:
-        dropped = sorted(self.source.reader.index.tensors.keys() - self.source.shapes.keys())
+        dropped = sorted(self.source.stored.keys() - self.source.shapes.keys())
         return {"format": "torch_dist", "dtype": dtype_name(self.dtype), "dropped": dropped, "impl": self.impl}

@@ -8,7 +8,9 @@ layout loads them. Here there is one data file per layer.
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import operator
 import pickle
 import re
 import sys
@@ -79,13 +81,13 @@ class NativeSource(ConversionSource):
         self.config, self.state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
         self.iteration = int(step.name.removeprefix("iter_"))
         self.listed = manifest.read(step).files
-        self.inputs = {name: step / name for name in self.listed}
         for name in self.listed:
+            self.inputs[name] = step / name
             if not (name.endswith(".distcp") or name in _REWRITTEN):
                 self.companions[name] = name
-        stored = self.reader.index.tensors
-        self.weights = {key: one.shape for key, one in stored.items() if not key.startswith(OPTIMIZER)}
-        self.keeps_optimizer = len(self.weights) < len(stored) and not (options.no_optim or options.ema)
+        self.stored = shapes_of(self.reader)
+        self.weights = shapes_of(self.reader, with_optimizer=False)
+        self.keeps_optimizer = len(self.weights) < len(self.stored) and not (options.no_optim or options.ema)
 
     def read(self, block: Block) -> tuple[Tensor, Row]:
         values = self._values(block)
@@ -105,7 +107,7 @@ class NativeSource(ConversionSource):
         return replace_settings(run, padded_vocab_size=table[0], tensor_model_parallel_size=1)
 
     def step_blocks(self) -> list[Block]:
-        options, tensors = self.options, self.reader.index.tensors
+        options = self.options
         if options.dtype is not None and self.keeps_optimizer:
             raise ConfigError(
                 f"--dtype: the optimizer's main weights belong to weights of the step's own dtype; add --no-optim to "
@@ -121,7 +123,7 @@ class NativeSource(ConversionSource):
             raise ConfigError(f"{flag}: is for folders of Hugging Face; from native to native nothing is left out")
         self.shapes, kept = dict(self.weights), "the averages of the weights" if options.ema else "weights alone"
         if self.keeps_optimizer:
-            self.shapes, kept = {key: tensor.shape for key, tensor in tensors.items()}, "with the optimizer's state"
+            self.shapes, kept = dict(self.stored), "with the optimizer's state"
         self.summary = f"step {self.iteration}, {len(self.shapes)} tensors, {kept}"
         blocks = []
         for key in sorted(self.shapes):
@@ -156,8 +158,17 @@ class NativeSource(ConversionSource):
         return config, state
 
     def facts(self) -> dict[str, Any]:
-        dropped = [key for key in self.reader.index.tensors if key not in self.shapes]
+        dropped = [key for key in self.stored if key not in self.shapes]
         return {"family": (self.state.get("hf") or {}).get("family"), "iteration": self.iteration, "dropped": dropped}
+
+
+def shapes_of(reader: StepReader, *, with_optimizer: bool = True) -> dict[str, Shape]:
+    """Return the shapes of a step's tensors by key, with or without the optimizer's."""
+    found = {}
+    for key, tensor in reader.index.tensors.items():
+        if with_optimizer or not key.startswith(OPTIMIZER):
+            found[key] = tensor.shape
+    return found
 
 
 class AveragedSource(NativeSource):
@@ -176,24 +187,22 @@ class AveragedSource(NativeSource):
         there = folder.steps(load)
         if not there:
             raise ConfigError(f"{shown}: --load {load} has no steps; name the folder that a run saved its steps in")
-        missing = [number for number in numbers if number not in there]
-        if missing:
-            has = ", ".join(map(str, sorted(there)))
-            raise ConfigError(f"{shown}: --load {load} has no step {missing[0]}; it has {has}")
-        self.iterations = sorted(numbers)
-        steps = [folder.step_folder(load, number) for number in self.iterations]
+        self.iterations, steps = sorted(numbers), []
+        for number in self.iterations:
+            if number not in there:
+                has = ", ".join(map(str, sorted(there)))
+                raise ConfigError(f"{shown}: --load {load} has no step {number}; it has {has}")
+            steps.append(folder.step_folder(load, number))
         super().__init__(steps[-1], replace(options, no_optim=True))
-        self._readers = [StepReader(step) for step in steps]
-        self.companions = {name: f"{steps[-1].name}/{name}" for name in self.companions}
+        self._readers = list(map(StepReader, steps))
+        self.companions = dict(zip(self.companions, map(f"{steps[-1].name}/{{}}".format, self.companions)))
         self.listed, self.inputs = {}, {}
         for step, reader in zip(steps, self._readers):
             for name, entry in manifest.read(step).files.items():
                 self.listed[f"{step.name}/{name}"] = entry
                 self.inputs[f"{step.name}/{name}"] = step / name
-            shapes = {key: one.shape for key, one in reader.index.tensors.items() if not key.startswith(OPTIMIZER)}
-            differ = sorted(shapes.keys() ^ self.weights.keys())
-            differ += sorted(key for key, shape in shapes.items() if self.weights.get(key, shape) != shape)
-            if differ:
+            shapes = shapes_of(reader, with_optimizer=False)
+            if differ := sorted(dict(shapes.items() ^ self.weights.items())):
                 raise ConfigError(f"--average-steps: {step} is of another model than {self.path}: {differ[0]} differs")
 
     def _values(self, block: Block) -> Tensor:
@@ -247,7 +256,7 @@ class TorchDistSink(ConversionSink):
             self.tensors[name] = (dtype_name(block.dtype), shape)
         files = []
         for at, order in enumerate(sorted(contents)):
-            size = sum(block.num_bytes + PER_PART for block in contents[order])
+            size = sum(map(operator.attrgetter("num_bytes"), contents[order])) + PER_PART * len(contents[order])
             files.append(OutputFile(f"{self.name}/__0_{at}.distcp", size, tuple(contents[order])))
         if values := self.source.values:
             name = f"{self.name}/__0_{len(files)}.distcp"
@@ -264,9 +273,8 @@ class TorchDistSink(ConversionSink):
 
     def write(self, file: OutputFile, output: Path, advance: Advance) -> Record:
         rows: list[Row] = []
-        values: list[StoredPart] = []
+        parts, values = list[StoredPart](), list[StoredPart]()
         with new_file(output / file.name) as opened:
-            data = DataFile(opened)
             for item in file.content:
                 if isinstance(item, str):
                     content = self.source.values[item]
@@ -275,10 +283,10 @@ class TorchDistSink(ConversionSink):
                     continue
                 tensor, row = self.source.read(item)
                 start, shape = self.box_of(item)
-                data.add(self.tensor_of(item)[0], start, tensor.reshape(shape))
+                parts.append(append_block(opened, self.tensor_of(item)[0], start, tensor.reshape(shape)))
                 rows.append(self.completed(row, item, tensor))
                 advance(item.num_bytes + PER_PART)
-        return {"entry": opened.entry(), "parts": data.parts, "values": values, "rows": rows}
+        return {"entry": opened.entry(), "parts": parts, "values": values, "rows": rows}
 
     def completed(self, row: Row, block: Block, tensor: Tensor) -> Row:
         """Return a row together with what the output has of it."""
@@ -286,9 +294,12 @@ class TorchDistSink(ConversionSink):
 
     def write_format(self, step: Path, records: list[Record], common: dict[Any, Any]) -> dict[str, FileEntry]:
         """Write the index and the engine's small files; return their entries and those of the data files."""
-        files: dict[str, FileEntry] = {Path(record["name"]).name: record["entry"] for record in records}
-        parts = [StoredPart(*part) for record in records for part in record["parts"]]
-        values = [StoredPart(*part) for record in records for part in record["values"]]
+        files: dict[str, FileEntry] = {}
+        parts, values = list[StoredPart](), list[StoredPart]()
+        for record in records:
+            files[Path(record["name"]).name] = record["entry"]
+            parts += itertools.starmap(StoredPart, record["parts"])
+            values += itertools.starmap(StoredPart, record["values"])
         files[index.NAME] = write_index(step, self.tensors, parts, values)
         content = io.BytesIO()
         torch.save(common, content)
@@ -303,7 +314,9 @@ class TorchDistSink(ConversionSink):
             raise ConfigError(f"{reader.step}: its tensors are not those of the model; nothing was published")
         if reader.index.values.keys() != self.source.values.keys():
             raise ConfigError(f"{reader.step}: values are missing; nothing was published")
-        blocks = [item for file in self.files for item in file.content if isinstance(item, Block)]
+        blocks = list[Block]()
+        for file in self.files:
+            blocks += (item for item in file.content if isinstance(item, Block))
         for block, row in zip(blocks, rows, strict=True):
             name, expected = self.tensor_of(block)[0], certificate.expected(row["native"])
             values = reader.read(name, *self.box_of(block))
@@ -360,18 +373,11 @@ class StoredPart(NamedTuple):
     length: int
 
 
-class DataFile:
-    """A data file `__0_N.distcp` to which blocks are appended."""
-
-    def __init__(self, file: HashingFile) -> None:
-        self._file, self._name = file, file.path.name
-        self.parts: list[StoredPart] = []
-
-    def add(self, key: str, start: Shape, block: Tensor) -> None:
-        """Write a block of a tensor."""
-        offset = self._file.tell()
-        torch.save(by_itself(block.contiguous()), cast(IO[bytes], self._file))
-        self.parts.append(StoredPart(key, start, tuple(block.shape), self._name, offset, self._file.tell() - offset))
+def append_block(file: HashingFile, key: str, start: Shape, block: Tensor) -> StoredPart:
+    """Append a block of a tensor to a data file `__0_N.distcp`."""
+    offset = file.tell()
+    torch.save(by_itself(block.contiguous()), cast(IO[bytes], file))
+    return StoredPart(key, start, tuple(block.shape), file.path.name, offset, file.tell() - offset)
 
 
 def write_index(
@@ -381,10 +387,6 @@ def write_index(
 
     tensors: dtype (without `torch.`) and shape by key, in order. parts: blocks. values: parts that are no tensors.
     """
-
-    def info(part: StoredPart) -> _StorageInfo:
-        return _StorageInfo(sys.intern(part.file), part.offset, part.length)
-
     chunks: dict[str, list[StoredPart]] = {}
     for part in parts:
         chunks.setdefault(part.key, []).append(part)
@@ -396,11 +398,13 @@ def write_index(
         properties = TensorProperties(getattr(torch, dtype))
         listed[key] = TensorStorageMetadata(properties, torch.Size(shape), boxes)
         for number, part in enumerate(chunks[name]):
-            storage[MetadataIndex(key, part.start, number)] = info(part)
+            storage[MetadataIndex(key, part.start, number)] = _StorageInfo(
+                sys.intern(part.file), part.offset, part.length
+            )
     for part in values:
         key = sys.intern(part.key)
         listed[key] = BytesStorageMetadata()
-        storage[MetadataIndex(key)] = info(part)
+        storage[MetadataIndex(key)] = _StorageInfo(sys.intern(part.file), part.offset, part.length)
     return write_bytes(step / index.NAME, pickle.dumps(Metadata(listed, None, storage), protocol=4))
 
 

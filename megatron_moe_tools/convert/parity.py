@@ -14,6 +14,7 @@ epsilon only where activations are small, and a wrong frequency only far into a 
 from __future__ import annotations
 
 import gc
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_moe import platform
@@ -147,7 +148,7 @@ def load_reference(folder: HFFolder, family: Family, layers: int | None = None) 
             f"--verify: transformers {transformers.__version__} does not load {folder.path} as {family.architecture}: "
             f"{type(error).__name__}: {str(error)[:300]}"
         ) from error
-    wrong = [*info["missing_keys"], *(str(entry) for entry in info["mismatched_keys"])]
+    wrong = [*info["missing_keys"], *map(str, info["mismatched_keys"])]
     if wrong:
         shown = ", ".join(sorted(wrong)[:5])
         raise ConfigError(
@@ -161,9 +162,8 @@ def _dequantised(folder: HFFolder) -> dict[str, Tensor]:
     """Return all tensors but scales; a weight in fp8 becomes each number times its block's scale, as bfloat16."""
     found: dict[str, Tensor] = {}
     height, width = folder.block
-    for file in sorted({stored.file for stored in folder.tensors.values()}):
-        with safe_open(str(folder.path / file), framework="pt") as content:
-            found |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118  it is no dict
+    for file in set(map(operator.attrgetter("file"), folder.tensors.values())):
+        found |= load_file(folder.path / file)
     for name, scale_name in folder.scales.items():
         weight, scale = found[name].float(), found.pop(scale_name).float()
         row = torch.arange(weight.shape[0]) // height
@@ -230,8 +230,8 @@ class Parity:
             f"  logits differ by {self.logit_difference:.2e} at most, the largest is {self.largest_logit:.1f}",
             f"  loss {self.loss:.6f}, transformers {self.reference_loss:.6f}",
             f"  experts: {equal} of {compared} choices equal, {ties} ties",
-            *(f"  FAILED: {failure}" for failure in self.failures),
-            *(f"  not covered: {what}" for what in self.not_covered),
+            *map("  FAILED: {}".format, self.failures),
+            *map("  not covered: {}".format, self.not_covered),
         ]
 
 
@@ -292,7 +292,7 @@ def compare_with(
         ours = trace(found, tokens, routing=True)
     layers, loss = found.run.model.num_layers, float(ours.loss)
     choices, failures = {}, []
-    mine, theirs = sorted(layer for layer in ours.routing if layer < layers), sorted(reference.experts)
+    mine, theirs = sorted(ours.routing.keys() & set(range(layers))), sorted(reference.experts)
     if theirs and mine != theirs:
         failures.append(f"layers with experts are {mine} here, {theirs} there")
     for layer in sorted(ours.routing.keys() & reference.experts.keys()):
@@ -305,7 +305,7 @@ def compare_with(
         weights, wanted, apart = here.probs.gather(1, there)[same], reference.weights[layer][same], 0.0
         if len(wanted):
             apart = _largest((weights - wanted).abs() / wanted.abs().clamp(min=float(wanted.abs().max()) * 1e-2))
-        ties = sum(one <= TIE for one in margin)
+        ties = sum(map(TIE.__ge__, margin))
         one = LayerChoices(len(same), int(same.sum()) - ties, ties, max(margin, default=0.0), apart)
         choices[layer] = one
         if one.equal + one.ties < one.tokens:
@@ -338,8 +338,9 @@ def compare_with(
         not_covered.append(f"multi-token prediction, {whole.mtp_num_layers} layers: transformers has none")
     if layers < whole.num_layers:
         not_covered.append(f"layers {layers} to {whole.num_layers - 1}: left out by --verify-layers {layers}")
-    every = (found.run.moe.num_experts or 0) * len(reference.experts)
-    chosen = sum(len(experts.unique()) for experts in reference.experts.values())
+    every, chosen = (found.run.moe.num_experts or 0) * len(reference.experts), 0
+    for experts in reference.experts.values():
+        chosen += len(experts.unique())
     if chosen < every:
         not_covered.append(f"the weights of {every - chosen} of {every} experts, which none of the tokens chose")
     if not reference.experts:
@@ -419,7 +420,8 @@ def force_routing_on_ties(
 
     Yields layer -> the margins of the choices that differ.
     """
-    margins: dict[int, list[float]] = {layer: [] for layer in experts}
+    margins: dict[int, list[float]] = {}
+    before: list[tuple[TopKRouter, Callable[..., Tensor]]] = []
 
     def wrapped(router: TopKRouter, theirs: Tensor, found: list[float]) -> Callable[..., Tensor]:
         choose = router.choose
@@ -437,16 +439,15 @@ def force_routing_on_ties(
 
         return chosen
 
-    every = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
-    routers = {(router.layer_number or 0) - 1: router for router in every}
-    before = {layer: router.choose for layer, router in routers.items() if layer in experts}
-    for layer in before:
-        routers[layer].choose = wrapped(routers[layer], experts[layer], margins[layer])
+    for router in chunk.modules():
+        if isinstance(router, TopKRouter) and (layer := (router.layer_number or 0) - 1) in experts:
+            before.append((router, router.choose))
+            router.choose = wrapped(router, experts[layer], margins.setdefault(layer, []))
     try:
         yield margins
     finally:
-        for layer, choose in before.items():
-            routers[layer].choose = choose
+        for router, choose in before:
+            router.choose = choose
 
 
 def choice_margin(scores: Tensor, expert_bias: Tensor | None, options: MoEOptions, wanted: Tensor) -> Tensor:

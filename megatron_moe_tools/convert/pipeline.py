@@ -11,6 +11,7 @@ Sources and sinks are in `native`, `hugging_face` and `megatron`. One of the two
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -42,7 +43,7 @@ OPTIMIZER = "optimizer."
 """The beginning of the keys of an optimizer's tensors in a native step."""
 EXPERTS = (".experts.weight1", ".experts.weight2")
 """The ends of the keys of tensors with a block per expert."""
-_INPUTS = "inputs"
+_INPUTS, _BYTES_OF = "inputs", operator.attrgetter("num_bytes")
 _SLACK = 64 * 2**20
 """Bytes that small files may need in addition."""
 
@@ -198,7 +199,7 @@ class ConversionSink(ABC):
     @property
     def num_bytes(self) -> int:
         """Upper bound of the output's bytes."""
-        return sum(file.num_bytes for file in self.files)
+        return sum(map(_BYTES_OF, self.files))
 
     def identity(self) -> dict[str, Any]:
         """Return what has to be the same for a second start to go on with the work of the first."""
@@ -243,7 +244,7 @@ def convert(sink: ConversionSink, workspace: Workspace) -> dict[str, Any]:
     """
     source, output = sink.source, workspace.output
     left = [file for file in sink.files if file.name not in workspace.done]
-    left_bytes = sum(file.num_bytes for file in left)
+    left_bytes = sum(map(_BYTES_OF, left))
     if workspace.done:
         note(f"continuing: {len(sink.files) - len(left)} of {len(sink.files)} files are complete")
     free = free_bytes(workspace.target.parent)
@@ -262,8 +263,10 @@ def convert(sink: ConversionSink, workspace: Workspace) -> dict[str, Any]:
                 (output / file.name).unlink(missing_ok=True)
                 workspace.record(file.name, sink.write(file, output, progress.advance))
             progress.finish()
-            records = [workspace.done[file.name] for file in sink.files]
-            rows = [row for record in records for row in record["rows"]]
+            records, rows = [], []
+            for file in sink.files:
+                records.append(workspace.done[file.name])
+                rows += records[-1]["rows"]
             sink.require_coverage(rows)
             source.require_coverage(rows)
             if hashes is not None:
@@ -314,9 +317,7 @@ def _hash_inputs(source: ConversionSource, stopped: threading.Event) -> dict[str
         except OSError as error:
             raise ConfigError(f"--load {source.path}: {error.filename}: cannot be read: {error}") from None
         if source.listed.get(name, files[name]) != files[name]:
-            raise ConfigError(
-                f"--load {source.path}: is damaged: {name} does not hold what was saved; take another step"
-            )
+            raise ConfigError(f"--load {source.path}: is damaged: {name} does not hold what was saved; take another")
     return files
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import math
 import re
 import zipfile
@@ -114,10 +115,7 @@ class MegatronCheckpoint(ABC):
         """Take what describes the model and the run from `common`."""
         args = self.common.get("args")
         if not isinstance(args, argparse.Namespace):
-            raise ConfigError(
-                f"--load {self.path}: has no `args`, by which Megatron-LM says what the model is: it is not one of its "
-                "checkpoints"
-            )
+            raise ConfigError(f"--load {self.path}: has no `args`, and so is no checkpoint of Megatron-LM's")
         self.args = dict(vars(args))
         counts = (self.common.get("iteration"), self.args.get("consumed_train_samples"))
         self.iteration, self.consumed_samples = (n if type(n) is int and n >= 0 else 0 for n in counts)
@@ -242,7 +240,7 @@ class TorchDist(MegatronCheckpoint):
         name, tensor = dialect.ours(stored), self._index.tensors[stored]
         places: list[Shape] = [()]
         if name.stacked and tensor.shape:
-            places = [(layer,) for layer in range(tensor.shape[0])]
+            places = list(zip(range(tensor.shape[0])))
         for at in places:
             key = name.key.replace("{}", str(at[0])) if at else name.key
             full, box, whole = replace(name, key=key).full_key, tensor.shape[len(at) :], shapes.get(key)
@@ -363,15 +361,17 @@ class LegacyTorch(MegatronCheckpoint):
         for name in sizes:
             if type(size := self.args.get(name, 1)) is not int or size < 1:
                 raise ConfigError(f"--load {self.path}: its arguments say --{name.replace('_', '-')} {size!r}")
-        self._tp, self._pp, self._ep = (self.args.get(name, 1) for name in sizes)
+        self._tp, self._pp, self._ep = map(self.args.get, sizes, (1, 1, 1))
         self.vocabulary_rows = rows * self._tp or None
-        self._ranks = [self._rank(name, found, content[name]) for name, found in folders.items()]
-        tensors = {(one.tensor, one.pipeline) for one in self._ranks}
-        experts = {(one.expert, one.pipeline) for one in self._ranks}
-        stages, missing = range(self._pp), []
-        for kind, ranks, there in (("TP", self._tp, tensors), ("EP", self._ep, experts)):
-            for rank in range(ranks):
-                missing += [f"{kind} rank {rank}, PP rank {p}" for p in stages if (rank, p) not in there]
+        self._ranks, there, missing = [], set[tuple[str, int, int]](), []
+        for name, found in folders.items():
+            one = self._rank(name, found, content[name])
+            self._ranks.append(one)
+            there |= {("TP", one.tensor, one.pipeline), ("EP", one.expert, one.pipeline)}
+        for kind, ranks in (("TP", self._tp), ("EP", self._ep)):
+            for place in itertools.product((kind,), range(ranks), range(self._pp)):
+                if place not in there:
+                    missing.append("{} rank {}, PP rank {}".format(*place))
         if missing:
             raise ConfigError(
                 f"--load {self.path}: files are missing: of {'; '.join(missing[:5])} (mp_rank_TP_PP_EP; its arguments "
@@ -392,17 +392,14 @@ class LegacyTorch(MegatronCheckpoint):
         return content
 
     def _rank(self, name: str, found: re.Match[str], content: dict[str, Any]) -> RankFile:
-        numbers = [int(number) for number in found.groups() if number is not None]
+        numbers = list(map(int, filter(None, found.groups())))
         tensor, rest, pipeline, expert = numbers[0], numbers[1:], 0, 0
         if rest and self._pp > 1:
             pipeline = rest.pop(0)
         if rest and self._ep > 1:
             expert = rest.pop(0)
         if rest or tensor >= self._tp or pipeline >= self._pp or expert >= self._ep:
-            raise ConfigError(
-                f"--load {self.path}: {name} does not belong to TP {self._tp}, PP {self._pp} and EP {self._ep} of its "
-                "arguments"
-            )
+            raise ConfigError(f"--load {self.path}: {name} is not of TP {self._tp}, PP {self._pp}, EP {self._ep}")
         keys = sorted((key for key in content if _MODEL.fullmatch(str(key))), key=lambda key: (len(key), key))
         return RankFile(name, tensor, pipeline, expert, tuple(content[key] for key in keys))
 
@@ -449,8 +446,10 @@ class LegacyTorch(MegatronCheckpoint):
     def contents(self, shapes: Mapping[str, Shape]) -> Contents:
         result = Contents(unmapped=list(self._optimizers))
         # The number of the first layer of each (pipeline rank, chunk): virtual stages go around the ranks.
-        of_rank = {one.pipeline: one for one in self._ranks}
-        chunks = {len(one.chunks) for one in self._ranks}
+        of_rank, chunks = {}, set()
+        for one in self._ranks:
+            of_rank[one.pipeline] = one
+            chunks.add(len(one.chunks))
         if len(chunks) != 1:
             raise ConfigError(f"--load {self.path}: its files have different numbers of virtual stages")
         first, offsets = 0, {}

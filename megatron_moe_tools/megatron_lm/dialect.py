@@ -123,10 +123,8 @@ def theirs(key: str, *, transformer_engine: bool, latent: bool, moe: bool) -> st
     if layer is None:
         return key
     prefix, inner = key[: layer.end()], key[layer.end() :]
-    renamed = {
-        "mlp.experts.weight1": "mlp.experts.experts.linear_fc1.weight",
-        "mlp.experts.weight2": "mlp.experts.experts.linear_fc2.weight",
-    }
+    experts = "mlp.experts.experts.linear_fc{}.weight"
+    renamed = {f"mlp.experts.weight{number}": experts.format(number) for number in (1, 2)}
     if not latent:
         renamed["input_layernorm.weight"] = "self_attention.linear_qkv.layer_norm_weight"
     if latent and transformer_engine:

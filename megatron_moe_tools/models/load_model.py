@@ -187,9 +187,7 @@ def fill(tensors: Named[str, Tensor], blocks: Iterable[BlockValues], where: str,
                 f"which has the shape {list(tensor.shape)}"
             )
         if not torch.isfinite(values).all():
-            raise ConfigError(
-                f"{where}: {block.name} contains NaN or infinity: it is damaged, or was saved after a fault"
-            )
+            raise ConfigError(f"{where}: {block.name} contains NaN or infinity: it is damaged, or of a faulty run")
         if values.numel():
             tensor[tuple(slice(first, end) for first, end in zip(block.start, ends))].copy_(values)
         written[block.key] += values.numel()
