@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -199,7 +200,7 @@ def run_list(flags: argparse.Namespace, found: list[Folder]) -> InspectOutcome:
             ("hidden", _HIDDEN, "being written, or left by a writer that died"),
             ("put_aside", _PUT_ASIDE, "damaged, put aside when the step was saved again"),
         ):
-            names = sorted(filter(pattern.fullmatch, (entry.name for entry in one.root.iterdir())))
+            names = sorted(filter(pattern.fullmatch, os.listdir(one.root)))
             if names:
                 result[kind] = names
                 lines.append(f"  {words}: {', '.join(names)}")

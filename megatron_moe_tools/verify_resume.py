@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import operator
 import os
 import threading
 from collections.abc import Iterable
@@ -100,11 +101,22 @@ def _main(argv: list[str]) -> int:
             return DIFFERENT
     if not speaks:
         return EQUAL
-    differences = _differences(replay)
+    from megatron_moe import platform
+    from megatron_moe.platform import numerics
+
+    # Why bits may differ: layout, device, versions, an order of additions that is not fixed.
+    launched, differences = "WORLD_SIZE" in os.environ, [*replay.differences]
+    device = platform.device().type if launched else "cpu"  # ranks that were started here are on the CPU
+    if device != replay.device:
+        differences.append(f"device: {replay.device} -> {device}")
+    deterministic = replay.run.training.deterministic_mode
+    if launched and (now := numerics.facts(deterministic)):
+        differences += arithmetic_differences(replay.state, now, deterministic)
+    differences += version_differences(replay.state, versions())
     findings = compare(replay, records, differences)
     for text in report_lines(replay, findings, differences):
         say(text)
-    wrong = [finding for finding in findings if finding.wrong]
+    wrong = any(map(operator.attrgetter("wrong"), findings))
     if flags.json is not None:
         report = {
             "checkpoint": str(replay.root),
@@ -337,23 +349,6 @@ def _replay(
             "no tolerance covers that; replay it as it was recorded"
         )
     return ResumeReplay(run, root, begin, len(recorded), world, recorded, state, tuple(differences))
-
-
-def _differences(replay: ResumeReplay) -> list[str]:
-    """Return the reasons why bits may differ: layout, device, versions, an order of additions that is not fixed."""
-    from megatron_moe import platform
-    from megatron_moe.platform import numerics
-
-    launched, device = "WORLD_SIZE" in os.environ, "cpu"  # ranks that were started here are on the CPU
-    if launched:
-        device = platform.device().type
-    found = [*replay.differences]
-    if device != replay.device:
-        found.append(f"device: {replay.device} -> {device}")
-    deterministic = replay.run.training.deterministic_mode
-    if launched and (now := numerics.facts(deterministic)):
-        found += arithmetic_differences(replay.state, now, deterministic)
-    return [*found, *version_differences(replay.state, versions())]
 
 
 def version_differences(state: dict[str, Any], now: dict[str, str]) -> list[str]:

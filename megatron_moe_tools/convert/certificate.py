@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import operator
 import platform
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -85,7 +86,7 @@ def native_entry(key: str, start: Shape, block: Tensor) -> Row:
 
 def cast_name(entries: Iterable[Row], dtype: torch.dtype) -> str | None:
     """Return a row's name for a change of dtype; None if there is none."""
-    before, after = " and ".join(sorted({entry["dtype"] for entry in entries})), dtype_name(dtype)
+    before, after = " and ".join(sorted(set(map(operator.itemgetter("dtype"), entries)))), dtype_name(dtype)
     return None if before == after else f"{before} -> {after}"
 
 

@@ -241,10 +241,12 @@ def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     if words:
         compat.parse(words, filled_in=lambda settings: given.update(settings) or settings)
     fields = all_fields()
-    others = [fields[name] for name in given if fields[name].section not in ("model", "moe")]
+    others = []
+    for name, value in given.items():
+        if fields[name].section not in ("model", "moe"):
+            others.append(fields[name].typed(value))
     if others:
-        shown = ", ".join(field.typed(given[field.name]) for field in others)
-        raise ConfigError(f"{shown}: is no setting of the model, which a conversion is about; drop it")
+        raise ConfigError(f"{', '.join(others)}: is no setting of the model, which a conversion is about; drop it")
     return given
 
 

@@ -13,6 +13,7 @@ A tokenizer that should be there and is not is an error before anything is writt
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,7 +239,7 @@ def model_card(
         ("learning rate", f"{config.get('lr')}, {config.get('lr_decay_style')}"),
         ("precision", precision),
         ("data", data),
-        ("versions", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))),
+        ("versions", ", ".join(map(" ".join, sorted(versions.items())))),
     ]
     size = str(count)
     for limit, unit in ((10**3, "K"), (10**6, "M"), (10**9, "B")):
@@ -261,4 +262,4 @@ def model_card(
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+    return "\n".join(["| | |", "|---|---|", *itertools.starmap("| {} | {} |".format, rows)])

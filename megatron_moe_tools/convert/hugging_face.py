@@ -304,7 +304,8 @@ class HuggingFaceSink(ConversionSink):
                 names: list[str] = []
                 for piece in self.table.pieces:
                     if not piece.is_linear and len(piece.transform.hf_shapes[0]) == 2:
-                        names += [name.removesuffix(".weight") for name in piece.hf]
+                        for name in piece.hf:
+                            names.append(name.removesuffix(".weight"))
                 names.remove("model.embed_tokens")
                 quantization["modules_to_not_convert"] = names
         path = companions.get(hf_folder.CONFIG)

@@ -159,7 +159,7 @@ class MegatronSource(ConversionSource):
                     wanted[key] = weights[weight]
         wrong = [*contents.wrong, *map("missing: {}".format, sorted(wanted.keys() - contents.parts.keys()))]
         for key, parts in sorted(contents.parts.items()):
-            boxes = [(part.start, part.shape) for part in parts]
+            boxes = list(map(operator.attrgetter("start", "shape"), parts))
             if key not in wanted:
                 if self.updates is not None or not key.startswith(OPTIMIZER):
                     wrong.append(f"the model of its arguments has no {key} ({parts[0].name})")
@@ -352,7 +352,7 @@ class MegatronSink(TorchDistSink):
             wrong.append(f"--moe-router-norm-topk-prob {run.derived.norm_topk_prob}: it takes {default} for this one")
         if wrong:
             raise ConfigError(listing(f"--load {source.path}: is a model that Megatron-LM does not have:", wrong))
-        found = {self._dtype(key) for key in self.weights if key not in self.fp32}
+        found = set(map(self._dtype, self.weights.keys() - self.fp32))
         if len(found) != 1:
             raise ConfigError(
                 f"--load {source.path}: its weights are of {len(found)} dtypes, and Megatron-LM has one for all; give "
@@ -393,7 +393,7 @@ class MegatronSink(TorchDistSink):
         if ranks < 1:
             raise ConfigError(f"--expert-model-parallel-size {ranks}: must be at least 1")
         found = dialect.optimizer_settings(config)
-        if missing := [name for name in dialect.SETTINGS if name not in found]:
+        if missing := sorted(set(dialect.SETTINGS) - found.keys()):
             raise ConfigError(f"{where}: its {folder.CONFIG} has no {' and no '.join(missing)}, as it needs; {without}")
         self.run = replace(self.run, **found)
         stored = {}
@@ -430,16 +430,14 @@ class MegatronSink(TorchDistSink):
         self._copied = {dialect.weight_of(block.copy): shapes[block.copy] for block in blocks if block.copy is not None}
         return blocks
 
-    def tensor_of(self, block: Block) -> tuple[str, Shape]:
+    def placed(self, block: Block) -> tuple[str, Shape, Shape, Shape]:
         name = dialect.name_there(block.copy or block.key, self.run, self.impl)
-        return name, dialect.shape_there(block.key, self.weights[dialect.weight_of(block.key)])
-
-    def box_of(self, block: Block) -> tuple[Shape, Shape]:
+        whole = dialect.shape_there(block.key, self.weights[dialect.weight_of(block.key)])
         start = (block.start[0], 0, 0) if block.key.endswith(EXPERTS) else block.start
-        return start, dialect.shape_there(block.key, block.shape)
+        return name, whole, start, dialect.shape_there(block.key, block.shape)
 
     def completed(self, row: Row, block: Block, tensor: Tensor) -> Row:
-        (name, _), (start, shape) = self.tensor_of(block), self.box_of(block)
+        name, _, start, shape = self.placed(block)
         box = {"start": list(start), "shape": list(shape), "dtype": dtype_name(tensor.dtype)}
         row["megatron"] = [{"name": name, **box, "sha256": expected(row["native"])}]
         if block.copy is not None:

@@ -252,7 +252,7 @@ class TorchDistSink(ConversionSink):
             if (found := _LAYER.search(key)) is not None:
                 part, number = _PARTS.index(found.group(1)), int(found.group(2))
             contents.setdefault((key.startswith(OPTIMIZER), part, number), []).append(block)
-            name, shape = self.tensor_of(block)
+            name, shape, _, _ = self.placed(block)
             self.tensors[name] = (dtype_name(block.dtype), shape)
         files = []
         for at, order in enumerate(sorted(contents)):
@@ -263,13 +263,9 @@ class TorchDistSink(ConversionSink):
             files.append(OutputFile(name, sum(map(len, values.values())), tuple(values)))
         return files
 
-    def tensor_of(self, block: Block) -> tuple[str, Shape]:
-        """Return name and shape in the output of the tensor that a block is of."""
-        return block.key, self.source.shapes[block.key]
-
-    def box_of(self, block: Block) -> tuple[Shape, Shape]:
-        """Return start and shape of a block in the output."""
-        return block.start, block.shape
+    def placed(self, block: Block) -> tuple[str, Shape, Shape, Shape]:
+        """Return the name and shape in the output of the tensor that a block is of, and the block's start and shape."""
+        return block.key, self.source.shapes[block.key], block.start, block.shape
 
     def write(self, file: OutputFile, output: Path, advance: Advance) -> Record:
         rows: list[Row] = []
@@ -282,8 +278,8 @@ class TorchDistSink(ConversionSink):
                     opened.write(content)
                     continue
                 tensor, row = self.source.read(item)
-                start, shape = self.box_of(item)
-                parts.append(append_block(opened, self.tensor_of(item)[0], start, tensor.reshape(shape)))
+                name, _, start, shape = self.placed(item)
+                parts.append(append_block(opened, name, start, tensor.reshape(shape)))
                 rows.append(self.completed(row, item, tensor))
                 advance(item.num_bytes + PER_PART)
         return {"entry": opened.entry(), "parts": parts, "values": values, "rows": rows}
@@ -318,8 +314,8 @@ class TorchDistSink(ConversionSink):
         for file in self.files:
             blocks += (item for item in file.content if isinstance(item, Block))
         for block, row in zip(blocks, rows, strict=True):
-            name, expected = self.tensor_of(block)[0], certificate.expected(row["native"])
-            values = reader.read(name, *self.box_of(block))
+            (name, _, start, shape), expected = self.placed(block), certificate.expected(row["native"])
+            values = reader.read(name, start, shape)
             certificate.require_same(sha256(values), expected, name, "it reads otherwise than it was written")
             yield row, values
 

@@ -281,7 +281,7 @@ def convert(sink: ConversionSink, workspace: Workspace) -> dict[str, Any]:
         if path.is_file():  # it is read from the disk again, and not from the page cache
             with open(path, "rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    progress = ConversionProgress("read again", sum(entry["bytes"] for entry in outputs.values()))
+    progress = ConversionProgress("read again", sum(map(operator.itemgetter("bytes"), outputs.values())))
     for row, block in sink.read_again(output, rows):
         source.require_made_back(row, block)
         progress.advance(block.nbytes)

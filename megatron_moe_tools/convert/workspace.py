@@ -108,7 +108,15 @@ class Workspace:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
                 raise ConfigError(f"--save {self.target}: another process is converting to it; wait for it") from None
-            self._take_over()
+            lines, sound = _complete_lines(self.hidden / _JOURNAL)
+            if lines and lines[0] == {"identity": self.identity}:
+                os.ftruncate(self._descriptor, sound)
+                self.done = {line["name"]: line for line in lines[1:]}
+            else:
+                shutil.rmtree(self.output, ignore_errors=True)
+                os.ftruncate(self._descriptor, 0)
+                self.output.mkdir()
+                self._append({"identity": self.identity})
             before = signal.signal(signal.SIGTERM, signal.default_int_handler)
             try:
                 yield
@@ -116,17 +124,6 @@ class Workspace:
                 signal.signal(signal.SIGTERM, before)
         finally:
             os.close(self._descriptor)
-
-    def _take_over(self) -> None:
-        lines, sound = _complete_lines(self.hidden / _JOURNAL)
-        if not lines or lines[0] != {"identity": self.identity}:
-            shutil.rmtree(self.output, ignore_errors=True)
-            os.ftruncate(self._descriptor, 0)
-            self.output.mkdir()
-            self._append({"identity": self.identity})
-            return
-        os.ftruncate(self._descriptor, sound)
-        self.done = {line["name"]: line for line in lines[1:]}
 
     def record(self, name: str, content: dict[str, Any]) -> None:
         """Append to the journal that something is complete and on the disk."""

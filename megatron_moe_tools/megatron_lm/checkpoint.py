@@ -364,9 +364,12 @@ class LegacyTorch(MegatronCheckpoint):
         self._tp, self._pp, self._ep = map(self.args.get, sizes, (1, 1, 1))
         self.vocabulary_rows = rows * self._tp or None
         self._ranks, there, missing = [], set[tuple[str, int, int]](), []
+        self._optimizers: list[str] = []
         for name, found in folders.items():
             one = self._rank(name, found, content[name])
             self._ranks.append(one)
+            if "optimizer" in content[name]:
+                self._optimizers.append(f"{name}: optimizer")
             there |= {("TP", one.tensor, one.pipeline), ("EP", one.expert, one.pipeline)}
         for kind, ranks in (("TP", self._tp), ("EP", self._ep)):
             for place in itertools.product((kind,), range(ranks), range(self._pp)):
@@ -378,7 +381,6 @@ class LegacyTorch(MegatronCheckpoint):
                 f"say TP {self._tp}, PP {self._pp}, EP {self._ep})"
             )
         self._compare_places(content)
-        self._optimizers = [f"{name}: optimizer" for name, one in content.items() if "optimizer" in one]
 
     def _read(self, file: str) -> dict[str, Any]:
         try:
@@ -387,7 +389,7 @@ class LegacyTorch(MegatronCheckpoint):
                 require_intact(archive, file)
         except (UntrustedError, OSError) as error:
             raise ConfigError(f"--load {self.path}: refused: {file}: {error}") from None
-        if not isinstance(content, dict) or not any(_MODEL.fullmatch(str(key)) for key in content):
+        if not isinstance(content, dict) or not any(map(_MODEL.fullmatch, map(str, content))):
             raise ConfigError(f"--load {self.path}: {file} has no `model`: it is no checkpoint of Megatron-LM's")
         return content
 
@@ -400,8 +402,8 @@ class LegacyTorch(MegatronCheckpoint):
             expert = rest.pop(0)
         if rest or tensor >= self._tp or pipeline >= self._pp or expert >= self._ep:
             raise ConfigError(f"--load {self.path}: {name} is not of TP {self._tp}, PP {self._pp}, EP {self._ep}")
-        keys = sorted((key for key in content if _MODEL.fullmatch(str(key))), key=lambda key: (len(key), key))
-        return RankFile(name, tensor, pipeline, expert, tuple(content[key] for key in keys))
+        keys = sorted(filter(_MODEL.fullmatch, map(str, content)), key=lambda key: (len(key), key))
+        return RankFile(name, tensor, pipeline, expert, tuple(map(content.__getitem__, keys)))
 
     def _compare_places(self, content: Mapping[str, dict[str, Any]]) -> None:
         """Compare the names of files with what they hold of their ranks. Raises ConfigError: a stage is another."""
@@ -423,7 +425,7 @@ class LegacyTorch(MegatronCheckpoint):
         for name, file in content.items():
             args[name] = vars(file.get("args", argparse.Namespace()))
             ranks[name] = args[name].get("rank")
-        if len(set(ranks.values())) == 1 or not all(type(rank) is int for rank in ranks.values()):
+        if len(set(ranks.values())) == 1 or set(map(type, ranks.values())) != {int}:
             self.notes.append(
                 "its files do not say which rank wrote each: the names mp_rank_* alone put them in order, and exchanged"
                 " files would not be noticed"

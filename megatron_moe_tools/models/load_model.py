@@ -108,7 +108,7 @@ def load_model(
         if run.precision.bf16 or run.precision.fp16:
             model = Float16Module(transformer_config(run), chunk)
         model.eval()
-        fill(saved_tensors(chunk), source.blocks(run), str(source.path), {key: _vocab_size(run) for key in _TABLES})
+        fill(saved_tensors(chunk), source.blocks(run), str(source.path), dict.fromkeys(_TABLES, _vocab_size(run)))
         yield LoadedCheckpoint(source, run, model, chunk)
     finally:
         groups.destroy()
@@ -180,8 +180,8 @@ def fill(tensors: Named[str, Tensor], blocks: Iterable[BlockValues], where: str,
         tensor, values = tensors[block.key], block.values
         if block.key in rows:
             values = values[: max(rows[block.key] - block.start[0], 0)]
-        ends = [first + count for first, count in zip(block.start, values.shape)]
-        if len(ends) != tensor.dim() or any(end > count for end, count in zip(ends, tensor.shape) if values.numel()):
+        ends, wide = list(map(int.__add__, block.start, values.shape)), tensor.shape
+        if len(ends) != tensor.dim() or (values.numel() and any(map(int.__gt__, ends, wide))):
             raise ConfigError(
                 f"{where}: {block.name}: {list(values.shape)} at {list(block.start)} is not within {block.key}, "
                 f"which has the shape {list(tensor.shape)}"
@@ -189,7 +189,7 @@ def fill(tensors: Named[str, Tensor], blocks: Iterable[BlockValues], where: str,
         if not torch.isfinite(values).all():
             raise ConfigError(f"{where}: {block.name} contains NaN or infinity: it is damaged, or of a faulty run")
         if values.numel():
-            tensor[tuple(slice(first, end) for first, end in zip(block.start, ends))].copy_(values)
+            tensor[tuple(map(slice, block.start, ends))].copy_(values)
         written[block.key] += values.numel()
     wrong = [key for key, count in written.items() if count != tensors[key].numel()]
     if wrong:

@@ -176,5 +176,5 @@ def _pieces(found: HFFolder, family: Family, whole: Run, run: Run) -> Iterator[B
                     "has one tensor for both"
                 )
         for piece in mapping(run, family.names).pieces:
-            tensors = [reader.read(name) for name in piece.hf]
+            tensors = list(map(reader.read, piece.hf))
             yield BlockValues(piece.key, piece.start, piece.transform.to_native(tensors), " and ".join(piece.hf))
