@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Iterable, Sequence
@@ -66,7 +67,7 @@ def _main(argv: list[str]) -> int:
     flags = parser().parse_args(argv)
     _check(flags)
     flags.chosen = {name: getattr(flags, name) for name in TOKENIZER_FIELDS if getattr(flags, name) is not None}
-    prompts = [_read(path, text) for path, text in flags.prompts]
+    prompts = list(itertools.starmap(_read, flags.prompts))
     source = locate(Path(flags.load), flags.ckpt_step)
     tokenizer = _tokenizer(source, flags)
     begin = _begin(source, tokenizer, flags.add_bos)

@@ -106,7 +106,9 @@ def _main(argv: list[str]) -> int:
 
     # Why bits may differ: layout, device, versions, an order of additions that is not fixed.
     launched, differences = "WORLD_SIZE" in os.environ, [*replay.differences]
-    device = platform.device().type if launched else "cpu"  # ranks that were started here are on the CPU
+    device = "cpu"  # of ranks that were started here
+    if launched:
+        device = platform.device().type
     if device != replay.device:
         differences.append(f"device: {replay.device} -> {device}")
     deterministic = replay.run.training.deterministic_mode
@@ -224,18 +226,13 @@ def plan_replay(
     metrics_file: Path | None = None,
     changes: dict[str, Any] | None = None,
 ) -> ResumeReplay:
-    """Choose the step to begin with and the records to compare with.
+    """Choose the step to begin with and the records to compare with, and return the replay.
 
-    Args:
-        path: a folder of checkpoints, or one step in it, which is then the one to begin with.
-        begin: the step to begin with; None: the newest that has recorded steps after it.
-        steps: number of steps; None: all that are recorded, at most `MOST_STEPS`.
-        ranks: number of ranks; None: as many as made the record.
-        metrics_file: a file with more records than those in the folder's steps.
-        changes: flags that differ from the record's run, such as another layout.
-
-    Raises:
-        ConfigError: there is no checkpoint, nothing is recorded after the step, or records contradict one another.
+    path: a folder of checkpoints, or one step in it, which is then the one to begin with. begin: the step to begin
+    with; None: the newest that has recorded steps after it. steps: how many; None: all that are recorded, at most
+    `MOST_STEPS`. ranks: None: as many as made the record. metrics_file: has more records than the folder's steps.
+    changes: flags that differ from the record's run, such as another layout. Raises ConfigError: there is no
+    checkpoint, nothing is recorded after the step, or records contradict one another.
     """
     if not path.is_dir():
         raise ConfigError(f"{path}: is no folder; give the one that a run named with --save")
@@ -279,7 +276,7 @@ def plan_replay(
         last += 1
     if steps is not None and steps > last - begin:
         raise ConfigError(f"--steps {steps}: only {last - begin} steps after step {begin} are recorded under one run")
-    end = begin + min(last - begin, MOST_STEPS if steps is None else steps)
+    end = begin + min(last - begin, steps or MOST_STEPS)
     recorded = {iteration: known[iteration] for iteration in range(begin + 1, end + 1)}
     return _replay(root, begin, recorded, config, states[writer], ranks, changes or {})
 

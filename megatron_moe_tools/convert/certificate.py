@@ -155,12 +155,8 @@ def uncovered(boxes: Sequence[tuple[Shape, Shape]], whole: Shape) -> str | None:
 
 def versions() -> dict[str, str]:
     """Return the versions of the programs that a conversion depends on."""
-    return {
-        **source_version(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": importlib.metadata.version("numpy"),
-    }
+    found = {**source_version(), "python": platform.python_version(), "torch": torch.__version__}
+    return {**found, "numpy": importlib.metadata.version("numpy")}
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

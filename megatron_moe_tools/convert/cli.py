@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -270,17 +271,9 @@ def _planned(args: argparse.Namespace) -> ConversionSink:
     from megatron_moe_tools.convert.native import AveragedSource, NativeSink, NativeSource
     from megatron_moe_tools.convert.pipeline import ConversionOptions
 
-    fp8 = args.dtype == "fp8"
-    options = ConversionOptions(
-        dtype=None if args.dtype is None else certificate.DTYPES["bf16" if fp8 else args.dtype],
-        fp8=fp8,
-        family=args.family,
-        drop_mtp=args.drop_mtp,
-        no_optim=args.no_optim,
-        ema=args.ema,
-        allow_suspicious_weights=args.allow_suspicious_weights,
-        max_shard_bytes=args.max_shard_bytes,
-    )
+    args.fp8 = args.dtype == "fp8"
+    args.dtype = certificate.DTYPES.get("bf16" if args.fp8 else args.dtype)
+    options = ConversionOptions(**{field.name: getattr(args, field.name) for field in fields(ConversionOptions)})
     load = Path(args.load)
     if args.origin == "megatron":
         return NativeSink(MegatronSource(open_checkpoint(load, args.ckpt_step), options, args.given))

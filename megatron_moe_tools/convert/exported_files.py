@@ -217,7 +217,9 @@ def model_card(
         depths = f"{model.mtp_num_layers}, which transformers leaves out"
         of_model.insert(5, ("layers of multi-token prediction", depths))
     sequences, length = state.get("consumed_samples", 0), config.get("seq_length") or 0
-    started = "random weights" if state.get("hf") is None else "the weights of another model"
+    started = "random weights"
+    if state.get("hf") is not None:
+        started = "the weights of another model"
     precision = next((name for name in ("bf16", "fp16") if config.get(name)), "fp32")
     if config.get("fp8_format"):
         precision += f", products in fp8 ({config['fp8_format']})"

@@ -294,12 +294,9 @@ class HuggingFaceSink(ConversionSink):
             notes.append(f"weights stay in {self.dtype_words}, as the run kept them; --dtype writes all in one")
         added: dict[str, Any] = dict(self.tokenizer.ids or {})
         if self.options.fp8:
-            added["quantization_config"] = quantization = {
-                "quant_method": "fp8",
-                "fmt": "e4m3",
-                "activation_scheme": "dynamic",
-                "weight_block_size": list(BLOCK),
-            }
+            quantization: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+            added["quantization_config"] = quantization
+            quantization["weight_block_size"] = list(BLOCK)
             if self.family.names is not DEEPSEEK:  # whose code knows which matrices stay as they are
                 names: list[str] = []
                 for piece in self.table.pieces:
@@ -370,7 +367,9 @@ class HuggingFaceSink(ConversionSink):
             assert isinstance(block, Block)
             piece = self._pieces[block.place]
             in_fp8 = self._in_fp8(piece)
-            dtype = dtype_name(FP8 if in_fp8 else self._dtype(piece))
+            dtype = dtype_name(self._dtype(piece))
+            if in_fp8:
+                dtype = dtype_name(FP8)
             for name, shape in zip(_names(piece, block), piece.transform.hf_shapes):
                 layout[name] = (dtype, shape)
                 if in_fp8:

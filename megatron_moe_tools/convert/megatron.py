@@ -447,7 +447,10 @@ class MegatronSink(TorchDistSink):
     def require_coverage(self, rows: list[Row]) -> None:
         once, again = list[Row](), list[Row]()
         for row in rows:
-            (again if "again" in row else once).append(row)
+            if "again" in row:
+                again.append(row)
+            else:
+                once.append(row)
         super().require_coverage(once)
         certificate.require_coverage(again, (), self._copied, str(self.source.path))
 

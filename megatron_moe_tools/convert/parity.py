@@ -34,7 +34,7 @@ from megatron_moe.model.mla import LatentAttention
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import MicroBatch, group_scores, ranked_values
-from megatron_moe_tools.models.load_model import LoadedCheckpoint, load_model, one_process, require_memory
+from megatron_moe_tools.models.load_model import LoadedCheckpoint, bytes_needed, load_model, one_process, require_memory
 from megatron_moe_tools.models.source import ModelSource, locate
 from megatron_moe_tools.models.trace import trace, working_bytes
 
@@ -247,23 +247,14 @@ def compare(
 ) -> Parity:
     """Run transformers on a Hugging Face folder and our model on a checkpoint, on the same random tokens.
 
-    Where the two were stored in different dtypes, each side's weights are rounded to the other's first.
-
-    Args:
-        hf_path: the Hugging Face folder.
-        native_path: a run's folder or a step of it; a Hugging Face folder is opened too.
-        layers: both sides are cut to the first `layers` layers; None: all.
-        batch: number of sequences.
-        length: tokens of each; fewer if the model has fewer positions.
-        ckpt_step: which step of a run's folder; None: the newest.
-        allow_constant: pass although the logits are the same for all tokens, which compares hardly any weight.
-
-    Raises:
-        ConfigError: transformers does not know the model, a side cannot be opened, or there is not enough memory.
+    Where the two were stored in different dtypes, each side's weights are rounded to the other's first. layers: both
+    sides are cut to so many; None: all. batch, length: sequences, and tokens of each; fewer if the model has fewer
+    positions. ckpt_step: of a run's folder; None: the newest. allow_constant: pass although the logits are the same for
+    all tokens, which compares hardly any weight. Raises ConfigError: transformers does not know the model, a side
+    cannot be opened, or there is not enough memory.
     """
     folder, reference_source, source = HFFolder.open(hf_path), locate(hf_path), locate(native_path, ckpt_step)
-    run, total, pattern = source.run, source.run.model.num_layers, source.run.derived.moe_layer_pattern
-    least = pattern.index(1) + 1 if 1 in pattern else 1  # our model has at least one layer with experts
+    run, total, least = source.run, source.run.model.num_layers, _fewest_layers(source)
     if layers is not None and not least <= layers <= total:
         raise ConfigError(
             f"--verify-layers {layers}: the model has {total} layers, and layer {least - 1} is the first with experts; "
@@ -366,8 +357,7 @@ def _other_constants(found: LoadedCheckpoint, theirs: ReferenceResult) -> Iterat
         epsilon = getattr(chunk.get_submodule(piece.key.rpartition(".")[0]), "eps", None)
         if isinstance(epsilon, float) and _layer_of(piece.hf[0]) < found.run.model.num_layers:
             epsilons[piece.hf[0]] = epsilon
-    names = sorted(epsilons.keys() | theirs.epsilons.keys())
-    wrong = [name for name in names if epsilons.get(name) != theirs.epsilons.get(name)]
+    wrong = sorted(dict(epsilons.items() ^ theirs.epsilons.items()))
     if wrong:
         here, there = epsilons.get(wrong[0]), theirs.epsilons.get(wrong[0])
         yield f"epsilon of {len(wrong)} norms: {wrong[0]}: {here} here, {there} there"
@@ -399,13 +389,25 @@ def _largest(values: Tensor) -> float:
     return float(torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf, neginf=torch.inf).abs().max())
 
 
+def _fewest_layers(source: ModelSource) -> int:
+    """Return the number of layers up to the first with experts: our model has at least one such layer."""
+    pattern = source.run.derived.moe_layer_pattern
+    return pattern.index(1) + 1 if 1 in pattern else 1
+
+
 def require_memory_to_verify(
     source: ModelSource, layers: int | None, *, fp8: bool = False, tokens: Sequence[int] = TOKENS
 ) -> None:
     """Check, before anything is loaded, that either model fits into memory. Raises ConfigError: it does not."""
     run, width = one_process(source.run, layers=layers), 4 + 2 * fp8  # with fp8, bfloat16 is in memory beside fp32
     working = 2 * working_bytes(run, tokens[0], tokens[1], False)
-    remedy = "--verify-layers N compares the first N layers alone; or leave the verification out"
+    least, fitting = _fewest_layers(source), (layers or source.run.model.num_layers) - 1
+    available = platform.available_memory_bytes()
+    while fitting >= least and bytes_needed(one_process(source.run, layers=fitting), width, working) > available:
+        fitting -= 1
+    remedy = f"--verify-layers {fitting} compares as many as fit; or leave the verification out"
+    if fitting < least:
+        remedy = f"not even the first {least} layers would fit; leave the verification out"
     require_memory(source, run, width, working, remedy)
 
 

@@ -255,7 +255,9 @@ def convert(sink: ConversionSink, workspace: Workspace) -> dict[str, Any]:
         )
     stopped = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="inputs") as pool:
-        hashes = pool.submit(_hash_inputs, source, stopped) if _INPUTS not in workspace.done else None
+        hashes = None
+        if _INPUTS not in workspace.done:
+            hashes = pool.submit(_hash_inputs, source, stopped)
         try:
             progress = ConversionProgress("converted", sink.num_bytes, sink.num_bytes - left_bytes)
             for file in left:

@@ -100,7 +100,7 @@ class MegatronCheckpoint(ABC):
     args: dict[str, Any]
     common: dict[str, Any]
     files: dict[str, Path]
-    vocabulary_rows: int | None
+    vocabulary_rows: int | None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -220,7 +220,8 @@ class TorchDist(MegatronCheckpoint):
             raise ConfigError(f"--load {path}: refused: {error}") from None
         self.common = content
         table = self._index.tensors.get(EMBEDDING)
-        self.vocabulary_rows = None if table is None else table.shape[0]
+        if table is not None:
+            self.vocabulary_rows = table.shape[0]
         self._read_settings()
 
     def contents(self, shapes: Mapping[str, Shape]) -> Contents:
@@ -272,7 +273,9 @@ class TorchDist(MegatronCheckpoint):
                 self._intact.add(part.place)
             return self._reader.read(stored, first, extent).reshape(shape)
 
-        shown = f"{stored}[{', '.join(map(str, at))}]" if at else stored
+        shown = stored
+        if at:
+            shown += f"[{', '.join(map(str, at))}]"
         return Part(shown, start, shape, tensor.dtype, read)
 
 
@@ -295,7 +298,9 @@ def _boxes(name: dialect.Name, box: Shape, whole: Shape) -> list[tuple[Shape, Sh
     else:
         return None
     count = sum(math.prod(shape) for _, _, shape in found)
-    return found if math.prod(box) == count and box[-1:] == whole[-1:] else None
+    if math.prod(box) != count or box[-1:] != whole[-1:]:
+        return None
+    return found
 
 
 # ---- The older format torch: a file of torch.save per tensor, pipeline and expert rank.
@@ -347,8 +352,8 @@ class LegacyTorch(MegatronCheckpoint):
         self._read_settings()
         rows = 0
         for of_rank in content.values():
-            for key, chunk in of_rank.items():
-                table = chunk.get(EMBEDDING) if _MODEL.fullmatch(str(key)) else None
+            for key in filter(_MODEL.fullmatch, map(str, of_rank)):
+                table = of_rank[key].get(EMBEDDING)
                 if not rows and isinstance(table, Tensor) and table.dim() == 2:
                     rows = int(table.shape[0])
         version = self.common.get("checkpoint_version", 0)

@@ -309,7 +309,9 @@ def _plain(name: str, value: Any) -> Any:
         return f"[{','.join(map(str, value))}]"
     if name == "moe_layer_freq" and isinstance(value, str) and re.fullmatch(r"\d+", value):
         return int(value)
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return value
 
 
 def _defaults_taken(run: Run, missing: list[str], where: str) -> list[str]:

@@ -80,18 +80,10 @@ def load_model(
 ) -> Iterator[LoadedCheckpoint]:
     """Build the model of a checkpoint and fill it; the process groups of one process exist within the block.
 
-    Weights are widened exactly, or rounded where `dtype` is narrower; the router's biases are fp32 in any case.
-
-    Args:
-        source: from `source.locate`.
-        dtype: float32, bfloat16 or float16.
-        layers: build this many of the first layers, and no layers of multi-token prediction.
-        gradients: whether gradients will be computed, which counts their memory.
-        working_bytes: bytes that the caller needs in addition.
-
-    Raises:
-        ConfigError: there is too little memory or more than one process, no model has these settings, or the tensors
-            are not those of the model.
+    Weights are widened exactly, or rounded where `dtype`, float32, bfloat16 or float16, is narrower; the router's
+    biases are fp32 in any case. layers: build this many of the first, and none of multi-token prediction. gradients:
+    whether their memory counts. working_bytes: needed in addition. Raises ConfigError: there is too little memory or
+    more than one process, no model has these settings, or the tensors are not those of the model.
     """
     if dist.is_initialized():
         raise RuntimeError("a checkpoint is opened in a process that is in no process group")
@@ -116,15 +108,20 @@ def load_model(
 
 def require_memory(source: ModelSource, run: Run, width: int, working_bytes: int, remedy: str) -> None:
     """Check that a model with `width` bytes a parameter fits into memory. Raises ConfigError, with `remedy`."""
-    parameters = run.derived.parameter_count(run.derived.padded_vocab_size(_vocab_size(run)))
-    weights, available = parameters * width, platform.available_memory_bytes()
-    needed = weights + working_bytes + _RESERVE
+    needed, available = bytes_needed(run, width, working_bytes), platform.available_memory_bytes()
     if needed > available:
+        parameters = (needed - working_bytes - _RESERVE) // width
         raise ConfigError(
-            f"{source.path}: {parameters:,} parameters, at {width} bytes each, take {size_text(weights)}, "
+            f"{source.path}: {parameters:,} parameters, at {width} bytes each, take {size_text(parameters * width)}, "
             f"{size_text(needed)} with what is computed; {size_text(available)} are free on this machine "
             f"({platform.device().type}): {remedy}"
         )
+
+
+def bytes_needed(run: Run, width: int, working_bytes: int) -> int:
+    """Return the bytes of a model of one process with `width` bytes a parameter, and of what is computed."""
+    parameters = run.derived.parameter_count(run.derived.padded_vocab_size(_vocab_size(run)))
+    return parameters * width + working_bytes + _RESERVE
 
 
 def one_process(run: Run, dtype: torch.dtype = torch.float32, layers: int | None = None) -> Run:
@@ -132,11 +129,8 @@ def one_process(run: Run, dtype: torch.dtype = torch.float32, layers: int | None
     flat = schema.flatten(run)
     kept = {name: flat[name] for name in (*architecture_keys(), "moe_router_dtype", *_PADDING)}
     kept["max_position_embeddings"] = kept["seq_length"] = run.derived.max_position_embeddings
-    kept |= {
-        "cross_entropy_loss_fusion": False,
-        "cross_entropy_chunk_tokens": None,
-        **PRECISION_FLAGS[dtype_name(dtype)],
-    }
+    kept |= {"cross_entropy_loss_fusion": False, "cross_entropy_chunk_tokens": None}
+    kept |= PRECISION_FLAGS[dtype_name(dtype)]
     if layers is not None:
         kept |= {"num_layers": layers, "mtp_num_layers": None}
         if run.moe.num_experts is not None:

@@ -105,7 +105,9 @@ def locate(path: Path, ckpt_step: int | None = None, family: str | None = None) 
             dtypes.add("bfloat16")
         elif name not in scales and not name.endswith(".e_score_correction_bias"):
             dtypes.add(stored.dtype)
-    dtype = "float32" if "float32" in dtypes else min(dtypes)
+    dtype = min(dtypes)
+    if "float32" in dtypes:
+        dtype = "float32"
     return ModelSource(
         opened.path, run, hf_family, opened.companions, notes, lambda cut: _pieces(opened, hf_family, run, cut), dtype
     )

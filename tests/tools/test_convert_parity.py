@@ -28,7 +28,7 @@ from megatron_moe.moe.routing import choose_experts
 from megatron_moe_tools.convert import parity
 from megatron_moe_tools.convert.parity import TIE, choice_margin, compare, compare_with, load_reference, run_model
 from megatron_moe_tools.models import source
-from megatron_moe_tools.models.load_model import load_model
+from megatron_moe_tools.models.load_model import load_model, one_process
 from megatron_moe_tools.models.source import locate
 from tests.helpers import tiny_models
 from tests.helpers.conversions import convert, main, words
@@ -282,8 +282,12 @@ def test_what_cannot_be_compared_is_refused_with_what_helps(deepseek, monkeypatc
         with pytest.raises(ConfigError, match=f"--verify-layers {layers}: the model has 4 layers, .* between 2 and 4"):
             compare(deepseek / "hf", deepseek / "bf16", layers=layers)
     monkeypatch.setattr(parity, "load_reference", lambda *_, **__: pytest.fail("was loaded"))
+    three = 4 * one_process(locate(deepseek / "hf").run, layers=3).derived.parameter_count(256)
+    monkeypatch.setattr(parity.platform, "available_memory_bytes", lambda: 2**28 + three)
+    with pytest.raises(ConfigError, match="--verify-layers 2 compares as many as fit"):
+        compare(deepseek / "hf", deepseek / "bf16", batch=1, length=2)
     monkeypatch.setattr(parity.platform, "available_memory_bytes", lambda: 2**20)
-    with pytest.raises(ConfigError, match="1.0 MB are free on this machine .* --verify-layers N compares the first N"):
+    with pytest.raises(ConfigError, match="1.0 MB are free on this machine .*: not even the first 2 layers would fit"):
         compare(deepseek / "hf", deepseek / "bf16", length=8)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(words("hf", "native", deepseek / "hf", deepseek / "x", "--verify")) == 2
