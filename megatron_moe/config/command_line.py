@@ -345,11 +345,7 @@ def short_help(parser: argparse.ArgumentParser, of_others: str) -> str:
         lines.append(textwrap.shorten(entry.text, width - _COLUMN, placeholder=" ..."))
         lines[-1] = f"{left:<{_COLUMN}}{lines[-1]}"
     groups = ", ".join(dict.fromkeys(entry.group for entry in every.values() if entry.group != "start from"))
-    lines += [
-        "",
-        f"--help GROUP for all flags of {groups};",
-        f"--help FLAG for one{of_others}; --help all;",
-    ]
+    lines += ["", f"--help GROUP for all flags of {groups};", f"--help FLAG for one{of_others}; --help all;"]
     return "\n".join([*lines, "docs/flags.md has the same as a page."])
 
 

@@ -19,6 +19,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.config.setting import Range
 
 Check = Callable[[Run, int], None]
+Names = tuple[str, ...]
 
 LAYOUT, LENGTH, FILES = "layout", "length", "files"
 """What a rule is about that not every program has: the layout on ranks, how long a run trains, data and files."""
@@ -106,6 +107,31 @@ def rule(needs: str | None = None, asks_for_package: bool = False) -> Callable[[
     return added
 
 
+def refuse(
+    name: str,
+    settings: Names | Callable[[Run], Names],
+    reason: str | Callable[[Run], str],
+    *,
+    when: Callable[[Run], Any],
+    any_of: Names = (),
+    needs: str | None = None,
+) -> None:
+    """Add the rule `name`, which refuses runs `when` it says so, with the settings to name and the reason.
+
+    Args:
+        any_of: settings of which a refused run has at least one; these are named before the others.
+        needs: as `rule`'s.
+    """
+
+    def check(run: Run, world_size: int) -> None:
+        among = set_among(run, any_of)
+        if (among or not any_of) and when(run):
+            named = settings(run) if callable(settings) else settings
+            raise Refusal((*among, *named), reason(run) if callable(reason) else reason).error(run)
+
+    RULES.append(Rule(name, check, needs))
+
+
 def unread(
     fields: tuple[str, ...],
     readers: str | tuple[str, ...],
@@ -153,6 +179,26 @@ def is_set(run: Run, name: str) -> bool:
 def set_among(run: Run, names: Iterable[str]) -> list[str]:
     """Return the named fields that differ from their defaults."""
     return [name for name in names if is_set(run, name)]
+
+
+def is_half(run: Run) -> bool:
+    """Return whether the model's dtype is bf16 or fp16."""
+    return run.precision.bf16 or run.precision.fp16
+
+
+def stage_flags(run: Run) -> Names:
+    """Return the flags that made the ZeRO stage what it is."""
+    if run.parallel.use_torch_fsdp2:
+        return ("use_torch_fsdp2",)
+    if run.parallel.data_parallel_sharding_strategy is None and run.optimizer.use_distributed_optimizer:
+        return ("use_distributed_optimizer",)
+    return ("data_parallel_sharding_strategy",)
+
+
+def of_transformer_engine(run: Run) -> Names:
+    """Return the settings that choose modules of Transformer Engine."""
+    chosen = {"transformer_impl": "transformer_engine", "moe_expert_backend": "te"}
+    return tuple(name for name, engine in chosen.items() if value(run, name) == engine)
 
 
 def spelled(run: Run, name: str) -> str:

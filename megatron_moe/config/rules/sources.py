@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.paths import require_writable_file, require_writable_folder
-from megatron_moe.config.rules.rule import FILES, Refusal, rule, set_among, unread, value
+from megatron_moe.config.rules.rule import FILES, Refusal, refuse, rule, set_among, unread, value
 from megatron_moe.config.run_flags import TIKTOKEN_FIELDS, TOKENIZER_FILES
 from megatron_moe.config.schema import Run
 
@@ -108,16 +108,13 @@ def tokenizer_files_go_with_their_type(run: Run) -> None:
         raise Refusal(("tokenizer_type", "vocab_size"), "has only a size; add --vocab-size, e.g. 8192")
 
 
-@rule(needs=FILES)
-def sample_needs_tokenizer(run: Run) -> None:
-    """Require a tokenizer for the text of a prompt."""
-    if run.logging.sample_prompt is not None and run.data.tokenizer_type in (None, "NullTokenizer"):
-        raise Refusal(
-            ("sample_prompt", "tokenizer_type"),
-            "a prompt needs a tokenizer that reads text; add one or drop the prompt",
-        )
-
-
+refuse(
+    "sample_needs_tokenizer",
+    ("sample_prompt", "tokenizer_type"),
+    "a prompt needs a tokenizer that reads text; add one or drop the prompt",
+    when=lambda run: run.logging.sample_prompt is not None and run.data.tokenizer_type in (None, "NullTokenizer"),
+    needs=FILES,
+)
 unread(
     ("sample_tokens",), "sample_prompt", "nothing would be generated; add --sample-prompt TEXT or drop it", needs=FILES
 )
@@ -170,18 +167,15 @@ unread(
 )
 
 
-@rule(needs=FILES)
-def imported_weights_are_a_start(run: Run) -> None:
-    """Require that a run from a Hugging Face folder loads all or none of what it has saved."""
-    stray = set_among(run, ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"))
-    if stray and run.checkpoint.load_hf is not None:
-        raise Refusal(
-            ("load_hf", *stray),
-            "weights and architecture come from the folder where --load holds no step yet, and a step that it holds "
-            "is continued; drop --load-hf or the other",
-        )
-
-
+refuse(
+    "imported_weights_are_a_start",
+    ("load_hf",),
+    "weights and architecture come from the folder where --load holds no step yet, and a step that it holds is"
+    " continued; drop --load-hf or the other",
+    when=lambda run: run.checkpoint.load_hf is not None,
+    any_of=("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"),
+    needs=FILES,
+)
 unread(("allow_suspicious_weights",), "load_hf", "is about the folder of --load-hf; drop it", needs=FILES)
 
 
