@@ -318,11 +318,7 @@ def batch_iterator(
 
 
 def batch_iterators(
-    dataset: Dataset | None,
-    run: Run,
-    *,
-    consumed_samples: int = 0,
-    pg_collection: ProcessGroups | None = None,
+    dataset: Dataset | None, run: Run, *, consumed_samples: int = 0, pg_collection: ProcessGroups | None = None
 ) -> list[BatchIterator]:
     """Return one `batch_iterator` per model chunk of this rank, all at the same position."""
     chunks = 1 if pg_collection is None else run.derived.virtual_pipeline_size or 1

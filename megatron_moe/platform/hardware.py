@@ -356,10 +356,7 @@ def on_device(values: Sequence[float], dtype: torch.dtype, to: torch.device | No
 
 # What of a library has to be loaded before it can be used. apex without its extensions offers an Adam that cannot be
 # made; an unrelated package of that name has no optimizers.
-_MODULES = {
-    "transformer_engine": ("transformer_engine.pytorch",),
-    "apex": ("apex.optimizers", "amp_C"),
-}
+_MODULES = {"transformer_engine": ("transformer_engine.pytorch",), "apex": ("apex.optimizers", "amp_C")}
 LIBRARIES = {"transformer_engine": "Transformer Engine", "apex": "apex"}
 NOT_INSTALLED = "it is not installed"
 _REASON_LENGTH = 300

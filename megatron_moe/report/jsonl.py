@@ -276,9 +276,7 @@ def _set_aside(metrics_file: Path) -> None:
 
 # The beginning of a line as `to_json` writes it. What follows grows with layers x experts, to 80 KB with 58 x 256, and
 # is not needed to continue a run: a file of a million such lines is read in minutes, and parsed in half an hour.
-_HEAD = re.compile(
-    rb'\{"iteration": (\d+), "[^{\[]*?"tokens": (\d+), "seconds": (\d+(?:\.\d+)?(?:e[+-]?\d+)?), ',
-)
+_HEAD = re.compile(rb'\{"iteration": (\d+), "[^{\[]*?"tokens": (\d+), "seconds": (\d+(?:\.\d+)?(?:e[+-]?\d+)?), ')
 _START = b'{"iteration": '
 
 

@@ -184,11 +184,6 @@ def _mean_mtp_losses(records: Sequence[StepRecord]) -> str | None:
     return f"mtp{text}" if text else None
 
 
-def _grad_norm(records: Sequence[StepRecord]) -> str:
-    norm = records[-1].grad_norm
-    return "grad norm -" if norm is None else f"grad norm {norm:.3f}"
-
-
 def _mean_rate(records: Sequence[StepRecord], name: str) -> float:
     """Return the mean of a rate over the time of all steps."""
     amount = seconds = 0.0
@@ -202,16 +197,6 @@ def _tokens_per_second(records: Sequence[StepRecord]) -> str:
     seconds = sum(record.seconds for record in records)
     rate = sum(record.tokens for record in records) / seconds if seconds > 0 else 0.0
     return f"{rate:,.0f} tok/s"
-
-
-def _model_tflops(records: Sequence[StepRecord]) -> str:
-    return f"{_mean_rate(records, 'model_tflops'):.3g} TFLOP/s"
-
-
-def _mfu(records: Sequence[StepRecord]) -> str | None:
-    if records[-1].mfu is None:
-        return None
-    return f"MFU {100 * _mean_rate(records, 'mfu'):.1f}%"
 
 
 def _health(records: Sequence[StepRecord]) -> str | None:
@@ -245,32 +230,9 @@ def _skipped(records: Sequence[StepRecord]) -> str | None:
     return f"SKIPPED {skipped} (loss scale {records[-1].loss_scale:g})" if skipped else None
 
 
-def _left(records: Sequence[StepRecord]) -> str:
-    return f"left {duration_text(records[-1].seconds_left)}"
-
-
-# TensorBoard scalars of metrics that are more than one number.
-
-
 def _layer_loads(record: StepRecord) -> dict[str, float | None]:
     tag = "experts_by_layer/load_max_over_mean"
     return {f"{tag}_{layer}": load_max_over_mean(counts) for layer, counts in record.tokens_per_expert.items()}
-
-
-def _empty_experts(record: StepRecord) -> dict[str, float | None]:
-    return {"experts/empty": float(record.empty_experts)} if record.tokens_per_expert else {}
-
-
-def _aux_losses(record: StepRecord) -> dict[str, float | None]:
-    return {f"loss/{name}": value for name, value in record.aux_losses.items()}
-
-
-def _mtp_losses(record: StepRecord) -> dict[str, float | None]:
-    return {f"loss/mtp_{depth}": loss for depth, loss in enumerate(record.mtp_losses, start=1)}
-
-
-def _health_scalars(record: StepRecord) -> dict[str, float | None]:
-    return {} if record.health is None else dict(scalars(record.health))
 
 
 def _timers(record: StepRecord) -> dict[str, float | None]:
@@ -286,7 +248,13 @@ BUILT_IN: tuple[Metric, ...] = (
     Metric("consumed_samples", unit="sequences"),
     Metric("loss", unit="nats per token", exact=True, console=_mean_loss, console_rank=10, tensorboard="loss/train"),
     Metric("learning_rate", console="lr {:.2e}", console_rank=20, tensorboard="optimizer/learning_rate"),
-    Metric("grad_norm", exact=True, console=_grad_norm, console_rank=30, tensorboard="optimizer/grad_norm"),
+    Metric(
+        "grad_norm",
+        exact=True,
+        console=lambda steps: "grad norm -" if steps[-1].grad_norm is None else f"grad norm {steps[-1].grad_norm:.3f}",
+        console_rank=30,
+        tensorboard="optimizer/grad_norm",
+    ),
     Metric("loss_scale", tensorboard="optimizer/loss_scale"),
     Metric("skipped", console=_skipped, console_rank=16, tensorboard="optimizer/skipped"),
     Metric("tokens", unit="tokens"),
@@ -301,11 +269,17 @@ BUILT_IN: tuple[Metric, ...] = (
     Metric(
         "model_tflops",
         unit="10^12 model FLOPs/s, of a device",
-        console=_model_tflops,
+        console=lambda steps: f"{_mean_rate(steps, 'model_tflops'):.3g} TFLOP/s",
         console_rank=50,
         tensorboard="speed/model_tflops",
     ),
-    Metric("mfu", unit="share of --peak-tflops", console=_mfu, console_rank=60, tensorboard="speed/mfu"),
+    Metric(
+        "mfu",
+        unit="share of --peak-tflops",
+        console=lambda steps: None if steps[-1].mfu is None else f"MFU {100 * _mean_rate(steps, 'mfu'):.1f}%",
+        console_rank=60,
+        tensorboard="speed/mfu",
+    ),
     Metric("tokens_per_expert", unit="choices, by layer", tensorboard=_layer_loads),
     Metric(
         "expert_load",
@@ -314,13 +288,31 @@ BUILT_IN: tuple[Metric, ...] = (
         console_rank=70,
         tensorboard="experts/load_max_over_mean",
     ),
-    Metric("empty_experts", unit="(layer, expert) pairs", tensorboard=_empty_experts),
+    Metric(
+        "empty_experts",
+        unit="(layer, expert) pairs",
+        tensorboard=lambda record: {"experts/empty": record.empty_experts} if record.tokens_per_expert else {},
+    ),
     Metric("expert_bias_max", unit="largest magnitude", tensorboard="experts/bias_max"),
-    Metric("aux_losses", unit="nats per token", tensorboard=_aux_losses),
-    Metric("seconds_left", unit="s", console=_left, console_rank=100),
+    Metric(
+        "aux_losses",
+        unit="nats per token",
+        tensorboard=lambda record: {f"loss/{name}": loss for name, loss in record.aux_losses.items()},
+    ),
+    Metric(
+        "seconds_left",
+        unit="s",
+        console=lambda steps: f"left {duration_text(steps[-1].seconds_left)}",
+        console_rank=100,
+    ),
     Metric("global_batch_size", unit="sequences", tensorboard="batch/global_batch_size"),
     Metric("memory_bytes", unit="bytes, the peak of the rank that writes", tensorboard="memory/peak_bytes"),
-    Metric("health", console=_health, console_rank=110, tensorboard=_health_scalars),
+    Metric(
+        "health",
+        console=_health,
+        console_rank=110,
+        tensorboard=lambda record: {} if record.health is None else scalars(record.health),
+    ),
     Metric(
         "dropped_per_expert",
         unit="choices, by layer",
@@ -328,7 +320,13 @@ BUILT_IN: tuple[Metric, ...] = (
         console_rank=80,
         tensorboard=lambda record: {"experts/dropped_share": dropped_share(record)},
     ),
-    Metric("mtp_losses", unit="nats per target", console=_mean_mtp_losses, console_rank=15, tensorboard=_mtp_losses),
+    Metric(
+        "mtp_losses",
+        unit="nats per target",
+        console=_mean_mtp_losses,
+        console_rank=15,
+        tensorboard=lambda record: {f"loss/mtp_{i}": loss for i, loss in enumerate(record.mtp_losses, start=1)},
+    ),
     Metric("params_norm", console="params norm {:.3f}", console_rank=31, tensorboard="params-norm"),
     Metric(
         "num_zeros",
