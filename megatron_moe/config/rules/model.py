@@ -26,8 +26,6 @@ unread(
     "each head has a key and a value of its own; add --group-query-attention or drop them",
     in_megatron=True,
 )
-
-
 refuse(
     "grouped_queries_have_a_number",
     ("group_query_attention", "num_query_groups"),
@@ -60,8 +58,6 @@ unread(
     in_megatron=True,
     refused_there=("rotary_percent", "rotary_interleaved"),
 )
-
-
 refuse(
     "latent_attention_needs_rotary_embedding",
     ("position_embedding_type", "multi_latent_attention"),
@@ -97,8 +93,6 @@ YARN_FIELDS = (
     "mscale_all_dim",
 )
 unread(YARN_FIELDS, "rope_type", "only yarn reads these; use --rope-type yarn or drop them", at="yarn")
-
-
 refuse(  # latent attention does not read it in Megatron-LM
     "rotary_frequencies_are_not_scaled",
     ("use_rope_scaling",),
@@ -161,8 +155,6 @@ unread(
     "only multi-token prediction reads this; add --mtp-num-layers 1 or drop it",
     in_megatron=True,
 )
-
-
 refuse(  # depth k predicts k + 1 tokens ahead
     "predictions_fit_the_sequence",
     ("mtp_num_layers", "seq_length"),
@@ -267,8 +259,6 @@ unread(
     "moe_router_num_groups",
     "there are no groups to score; drop it, or add --moe-router-num-groups and --moe-router-group-topk",
 )
-
-
 unread(
     ("moe_router_bias_update_rate", "moe_router_bias_center"),
     "moe_router_enable_expert_bias",
@@ -276,8 +266,6 @@ unread(
     in_megatron=True,
     refused_there=("moe_router_bias_center",),
 )
-
-
 unread(
     ("moe_router_pre_softmax",),
     "moe_router_score_function",
@@ -355,8 +343,6 @@ unread(
     "only global_aux_loss reads it; add --moe-router-load-balancing-type global_aux_loss or drop the flag",
     is_read=lambda run: _balances_by(run, "global_aux_loss"),
 )
-
-
 refuse(
     "sinkhorn_chooses_by_itself",
     ("moe_router_load_balancing_type",),
@@ -387,8 +373,6 @@ unread(
     in_megatron=True,
     refused_there=("moe_pad_expert_input_to_capacity",),
 )
-
-
 refuse(
     "forced_balance_is_not_saved",
     ("moe_router_force_load_balancing", "save"),

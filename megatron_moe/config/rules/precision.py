@@ -29,8 +29,6 @@ refuse(
     when=lambda run: run.precision.bf16 and run.precision.fp16,
 )
 _LOSS_SCALE_FIELDS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-
-
 unread(
     ("loss_scale", *_LOSS_SCALE_FIELDS),
     "fp16",
@@ -38,8 +36,6 @@ unread(
     in_megatron=True,
     refused_there=("loss_scale",),
 )
-
-
 unread(
     _LOSS_SCALE_FIELDS,
     "loss_scale",
@@ -47,8 +43,6 @@ unread(
     is_read=lambda run: run.precision.loss_scale is None,
     in_megatron=True,
 )
-
-
 refuse(
     "loss_scales_are_ordered",
     ("initial_loss_scale", "min_loss_scale"),
@@ -137,8 +131,6 @@ unread(
     "everything is fp32 already; add --bf16 or --fp16",
     is_read=lambda run: run.precision.bf16 or run.precision.fp16,
 )
-
-
 refuse(
     "tf32_is_for_fp32_runs",
     lambda run: ("allow_tf32", *set_among(run, ("bf16", "fp16"))),

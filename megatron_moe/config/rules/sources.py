@@ -118,8 +118,6 @@ refuse(
 unread(
     ("sample_tokens",), "sample_prompt", "nothing would be generated; add --sample-prompt TEXT or drop it", needs=FILES
 )
-
-
 unread(
     (
         "save_interval",
@@ -165,8 +163,6 @@ unread(
     "nothing would be loaded; add --load FOLDER or drop it",
     needs=FILES,
 )
-
-
 refuse(
     "imported_weights_are_a_start",
     ("load_hf",),

@@ -30,15 +30,11 @@ unread(
     "nothing is measured; use --health-interval 10, say",
     is_read=lambda run: run.derived.health_interval,
 )
-
-
 unread(
     ("cross_entropy_chunk_tokens",),
     "cross_entropy_loss_fusion",
     "only the fused loss works in chunks; add --cross-entropy-loss-fusion",
 )
-
-
 refuse(
     "training_has_a_length",
     ("train_iters",),
@@ -84,11 +80,7 @@ _MUON_FLAGS = (
     "muon_split_qkv",
     "muon_split_qkv_per_head",
 )
-
-
 unread(_MUON_FLAGS, "optimizer", "these are settings of Muon's; add --optimizer muon, or drop them", at="muon")
-
-
 refuse(
     "heads_are_split_apart",
     ("muon_split_qkv_per_head", "muon_split_qkv"),
@@ -123,8 +115,6 @@ def decoupled_rates_are_ordered(run: Run) -> None:
 
 
 _SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
-
-
 refuse(
     "samples_have_a_batch",
     ("global_batch_size",),
@@ -203,8 +193,6 @@ def wsd_phases_fit(run: Run) -> None:
 
 
 unread(("qk_clip",), "optimizer", "Muon alone scales weights after their update; use --optimizer muon", at="muon")
-
-
 refuse(  # the norms of latent attention are before the projections
     "clipped_queries_are_not_normed",
     ("qk_clip", "qk_layernorm"),
@@ -277,8 +265,6 @@ unread(
     "nothing would be evaluated; use --eval-iters 10 or --eval-interval 0",
     in_megatron=True,
 )
-
-
 refuse(
     "full_recompute_is_described",
     lambda run: ("recompute_granularity", *(name for name in _RECOMPUTED_LAYERS if value(run, name) is None)),
@@ -338,16 +324,12 @@ def recomputed_modules_exist(run: Run) -> None:
 
 
 _OFFLOAD = "fine_grained_activation_offloading"
-
-
 unread(
     ("offload_modules",),
     "fine_grained_activation_offloading",
     "only the offload reads these; add --fine-grained-activation-offloading",
     in_megatron=True,
 )
-
-
 refuse(
     "offload_has_modules",
     (_OFFLOAD, "offload_modules"),
@@ -414,8 +396,6 @@ unread(
     "the local attention's softmax is always fp32; drop --no-attention-softmax-in-fp32",
     is_read=lambda run: run.model.transformer_impl != "local",
 )
-
-
 unread(
     ("attention_backend",),
     "transformer_impl",
