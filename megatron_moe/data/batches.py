@@ -65,7 +65,7 @@ class Reader:
                 collate_fn=_pack,
                 num_workers=num_workers,
                 multiprocessing_context="fork" if num_workers else None,
-                worker_init_fn=_leave_interrupts_to_the_parent if num_workers else None,
+                worker_init_fn=lambda _: signal.signal(signal.SIGINT, signal.SIG_IGN),  # type: ignore[arg-type, return-value]
                 pin_memory=platform.has_cuda(),
                 # A generator of its own: the loader draws a seed, which must not come from the one that dropout uses.
                 generator=torch.Generator(),
@@ -99,11 +99,6 @@ class Reader:
 def _pack(samples: list[dict[str, Tensor]]) -> Tensor:
     """Return the samples as int64 [4, B, S]."""
     return torch.stack([torch.stack([sample[key] for sample in samples]).to(torch.int64) for key in KEYS])
-
-
-def _leave_interrupts_to_the_parent(_: int) -> None:
-    """Ignore Ctrl-C, which reaches every process of the terminal, in a worker of the loader."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class SamplePart(NamedTuple):
@@ -241,9 +236,7 @@ class BatchIterator:
     ) -> None:
         """Initialise the iterator.
 
-        Args:
-            hashed_from: the position in a round of this rank's first sample, on the rank that hashes what it reads;
-                None on the others, which have copies.
+        hashed_from: the position in a round of this rank's first sample where it hashes what it reads; else None.
         """
         self._reader = reader
         self._receive = receive
@@ -276,53 +269,41 @@ class BatchIterator:
         return words
 
 
-def batch_iterator(
-    dataset: Dataset | None,
-    run: Run,
-    *,
-    consumed_samples: int = 0,
-    pg_collection: ProcessGroups | None = None,
-    chunk: int = 0,
-) -> BatchIterator:
-    """Return the micro-batches of one model chunk of this rank, beginning after the first `consumed_samples` samples.
+def batch_iterators(
+    dataset: Dataset | None, run: Run, *, consumed_samples: int = 0, pg_collection: ProcessGroups | None = None
+) -> list[BatchIterator]:
+    """Return the micro-batches of each model chunk of this rank, beginning after the first `consumed_samples` samples.
 
-    For an evaluation make a new one with consumed_samples 0: it begins at the first sample.
+    The stages with the embedding, with multi-token prediction and with the loss need tokens, the others do not. For an
+    evaluation make new ones with consumed_samples 0: they begin at the first sample.
 
     Args:
         dataset: one of `build_datasets`; None where this rank reads none.
         pg_collection: the process groups; with None, one process does everything.
-        chunk: number of the virtual pipeline stage on this rank. The stages with the embedding, with multi-token
-            prediction and with the loss need tokens, the others do not.
     """
-    dp_rank, dp_size, wanted, reads, counts = 0, 1, True, True, chunk == 0
+    size, dp_rank, dp_size, reads = run.training.micro_batch_size, 0, 1, True
+    needs = [(True, True)]  # for each chunk whether it needs tokens, and whether this rank hashes them
     if pg_collection is not None:
         dp_rank, dp_size = pg_collection.dp.rank(), pg_collection.dp.size()
-        stage = run.derived.chunks_of_pipeline_rank(pg_collection.pp.rank())[chunk]
-        wanted = stage.reads_tokens
         reads = pg_collection.tp.rank() == 0
-        counts = stage.embedding and reads and pg_collection.cp.rank() == 0
-    size = run.training.micro_batch_size
-    reader = None
-    if wanted and reads:
-        if dataset is None:
-            raise ValueError(
-                "this rank reads data, but its dataset is None; build_datasets was given other process groups"
-            )
-        indices = micro_batch_indices(consumed_samples, size, dp_rank, dp_size, len(dataset))  # type: ignore[arg-type]
-        vocab_size = run.model.vocab_size
-        if vocab_size is None:
-            vocab_size = dataset.config.tokenizer.vocab_size  # type: ignore[attr-defined]
-        reader = Reader(dataset, indices, vocab_size, run.data.num_workers, dp_rank * size)
-    receiver = Receiver(run, pg_collection) if wanted else None
-    return BatchIterator(reader, receiver, consumed_samples, size * dp_size, dp_rank * size if counts else None)
-
-
-def batch_iterators(
-    dataset: Dataset | None, run: Run, *, consumed_samples: int = 0, pg_collection: ProcessGroups | None = None
-) -> list[BatchIterator]:
-    """Return one `batch_iterator` per model chunk of this rank, all at the same position."""
-    chunks = 1 if pg_collection is None else run.derived.virtual_pipeline_size or 1
-    return [
-        batch_iterator(dataset, run, consumed_samples=consumed_samples, pg_collection=pg_collection, chunk=chunk)
-        for chunk in range(chunks)
-    ]
+        hashes = reads and pg_collection.cp.rank() == 0
+        stages = run.derived.chunks_of_pipeline_rank(pg_collection.pp.rank())
+        needs = [(stage.reads_tokens, stage.embedding and hashes) for stage in stages]
+    found = []
+    for wanted, hashed in needs:
+        reader = None
+        if wanted and reads:
+            if dataset is None:
+                raise ValueError(
+                    "this rank reads data, but its dataset is None; build_datasets was given other process groups"
+                )
+            count = len(dataset)  # type: ignore[arg-type]
+            indices = micro_batch_indices(consumed_samples, size, dp_rank, dp_size, count)
+            vocab_size = run.model.vocab_size
+            if vocab_size is None:
+                vocab_size = dataset.config.tokenizer.vocab_size  # type: ignore[attr-defined]
+            reader = Reader(dataset, indices, vocab_size, run.data.num_workers, dp_rank * size)
+        receiver = Receiver(run, pg_collection) if wanted else None
+        hashed_from = dp_rank * size if hashed else None
+        found.append(BatchIterator(reader, receiver, consumed_samples, size * dp_size, hashed_from))
+    return found

@@ -31,6 +31,7 @@ from megatron_moe.io.hashing import sha256_of_file
 # The data flags, without opening a file
 
 SPLITS = ("train", "valid", "test")
+_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
 
 
@@ -80,8 +81,7 @@ def read_sources(data: DataConfig) -> Sources:
     Raises:
         ConfigError: flags exclude each other, there is no data, or weights or the split are malformed.
     """
-    flags = ("train_data_path", "valid_data_path", "test_data_path")
-    given = [_flag(name) for name in ("data_path", *flags) if getattr(data, name)]
+    given = [_flag(name) for name in _PATHS if getattr(data, name)]
     per_split_given = [flag for flag in given if flag != "--data-path"]
     if data.mock_data:
         if given:
@@ -101,14 +101,10 @@ def read_sources(data: DataConfig) -> Sources:
         )
     if not data.train_data_path:
         raise ConfigError(f"{per_split_given[0]} without --train-data-path: give that too")
-    blends = tuple(_parse_blend(_flag(name), getattr(data, name)) if getattr(data, name) else None for name in flags)
-    return Sources(per_split=(blends[0], blends[1], blends[2]))
-
-
-def flag_of(data: DataConfig, prefix: str) -> str:
-    """Return the flag that names a prefix."""
-    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-    return next(_flag(name) for name in names if prefix in [word.strip() for word in getattr(data, name) or ()])
+    train, valid, test = (
+        _parse_blend(_flag(name), getattr(data, name)) if getattr(data, name) else None for name in _PATHS[1:]
+    )
+    return Sources(per_split=(train, valid, test))
 
 
 def parse_split(split: str) -> list[float]:
@@ -201,7 +197,16 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
     """
     deep = os.environ.get("RANK", "0") == "0" if deep is None else deep
     sources = read_sources(run.data)
-    limit = vocabulary_limit(run, tokenizer)
+    limit, model = run.model.vocab_size or tokenizer.vocab_size, run.checkpoint.load_hf
+    if limit < tokenizer.vocab_size:
+        where, way = f"--vocab-size {limit}", "leave it out to use the tokenizer's"
+        if run.checkpoint.use_checkpoint_args:
+            model = model or run.checkpoint.load
+        if model is not None:
+            where, way = f"the vocabulary of {model}, {limit},", "use the tokenizer that came with it"
+        raise ConfigError(
+            f"{where} is smaller than the {tokenizer.vocab_size} ids of --tokenizer-type {tokenizer.name}; {way}"
+        )
     if sources.mock:
         return ["data: made up (--mock-data)"]
     needed = [0] if run.training.eval_iters == 0 else [0, 1]
@@ -210,7 +215,10 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
             f"--eval-iters {run.training.eval_iters} needs --valid-data-path PREFIX; --eval-iters 0 switches "
             "evaluation off"
         )
-    indices = {prefix: open_index(prefix, flag_of(run.data, prefix)) for prefix in sources.prefixes()}
+    indices = {}
+    for prefix in sources.prefixes():
+        names = [name for name in _PATHS if prefix in map(str.strip, getattr(run.data, name) or ())]
+        indices[prefix] = open_index(prefix, _flag(names[0]))
     if run.data.data_cache_path is not None:
         require_writable_folder("--data-cache-path", run.data.data_cache_path)
     else:
@@ -224,8 +232,7 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
     for prefix, index in indices.items():
         sidecar = sidecars[prefix]
         if sidecar is not None:
-            check_sidecar(index, sidecar, tokenizer, limit)
-            lines.append(_verify_hashes(index, sidecar, deep, hash_bin))
+            lines.append(_verified(index, sidecar, tokenizer, limit, deep, hash_bin))
         else:
             lines.append(_scan(index, limit) if deep else f"data {prefix}: structure")
     for split in needed:
@@ -242,27 +249,6 @@ def hashing(path: str) -> str:
     """Return the hex SHA-256 of a file; show a progress bar for a large one."""
     with _progress(f"SHA-256 of {os.path.basename(path)}", os.path.getsize(path)) as advance:
         return sha256_of_file(path, advance)
-
-
-def vocabulary_limit(run: Run, tokenizer: Tokenizer) -> int:
-    """Return the bound that ids must be below: `--vocab-size` where it is given, else the tokenizer's size.
-
-    Raises:
-        ConfigError: `--vocab-size`, or the model that the run starts from, is smaller than the tokenizer.
-    """
-    given, checkpoint = run.model.vocab_size, run.checkpoint
-    if given is None:
-        return tokenizer.vocab_size
-    if given < tokenizer.vocab_size:
-        model = checkpoint.load_hf or (checkpoint.load if checkpoint.use_checkpoint_args else None)
-        if model is not None:
-            where, way = f"the vocabulary of {model}, {given},", "use the tokenizer that came with it"
-        else:
-            where, way = f"--vocab-size {given}", "leave it out to use the tokenizer's"
-        raise ConfigError(
-            f"{where} is smaller than the {tokenizer.vocab_size} ids of --tokenizer-type {tokenizer.name}; {way}"
-        )
-    return given
 
 
 def require_sequence(
@@ -290,12 +276,8 @@ def require_sequence(
             )
 
 
-def check_sidecar(index: TokenIndex, sidecar: Sidecar, tokenizer: Tokenizer, limit: int) -> None:
-    """Check that the sidecar agrees with the files' sizes, with the tokenizer and with the vocabulary.
-
-    Raises:
-        ConfigError: something differs; the message names the sidecar and both values.
-    """
+def _verified(index: TokenIndex, sidecar: Sidecar, tokenizer: Tokenizer, limit: int, deep: bool, hash_bin: bool) -> str:
+    """Check that the sidecar agrees with files, tokenizer and vocabulary; return the line for the log."""
     path = sidecar_path(index.prefix)
     found = {
         "tokens": index.num_tokens,
@@ -320,9 +302,6 @@ def check_sidecar(index: TokenIndex, sidecar: Sidecar, tokenizer: Tokenizer, lim
     if sidecar.max_id >= limit or sidecar.min_id < 0:
         bad = sidecar.max_id if sidecar.max_id >= limit else sidecar.min_id
         raise ConfigError(f"{path}: the data contains token id {bad}, outside the vocabulary of {limit} ids")
-
-
-def _verify_hashes(index: TokenIndex, sidecar: Sidecar, deep: bool, hash_bin: bool) -> str:
     ids = f"ids {sidecar.min_id} to {sidecar.max_id}"
     counts = f"data {index.prefix}: {sidecar.tokens} tokens, {sidecar.documents} documents, {ids}"
     if not deep:
@@ -331,12 +310,11 @@ def _verify_hashes(index: TokenIndex, sidecar: Sidecar, deep: bool, hash_bin: bo
     if hash_bin:
         wanted[".bin"] = sidecar.bin_sha256
     for suffix, expected in wanted.items():
-        path = index.prefix + suffix
-        actual = hashing(path)
+        actual = hashing(index.prefix + suffix)
         if actual != expected:
             raise ConfigError(
-                f"{path}: SHA-256 {actual[:12]} differs from {expected[:12]} in {sidecar_path(index.prefix)}: "
-                "its content changed after it was written; copy it again or run megatron-moe prepare again"
+                f"{index.prefix}{suffix}: SHA-256 {actual[:12]} differs from {expected[:12]} in {path}: its content "
+                "changed after it was written; copy it again or run megatron-moe prepare again"
             )
     what = "SHA-256 of .bin and .idx" if hash_bin else "sizes and SHA-256 of .idx (.bin is beyond --data-verify-gb)"
     return f"{counts}; {what} verified"
@@ -447,9 +425,17 @@ def require_same_data(run: Run, now: Fingerprint, saved: Fingerprint, where: str
     accepted = []
     for prefix in sorted(now.keys() & saved.keys()):
         for suffix, entry in now[prefix].items():
-            difference = _difference(entry, saved[prefix][suffix])
-            if difference is None:
+            before, hashes = saved[prefix][suffix], (entry["sha256"], saved[prefix][suffix]["sha256"])
+            if entry["bytes"] != before["bytes"]:
+                difference = f"{entry['bytes']} bytes, {before['bytes']} then"
+            elif None not in hashes and hashes[0] != hashes[1]:
+                difference = f"SHA-256 {hashes[0][:12]}, {hashes[1][:12]} then"
+            elif (None not in hashes and entry["verified"]) or entry["mtime_ns"] == before["mtime_ns"]:
                 continue
+            else:
+                difference = (
+                    "it was written to since, and its content was not compared (--data-verify-gb limits what is read)"
+                )
             problem = f"{prefix}{suffix} is not the file that {where} was trained on: {difference}"
             if not run.data.accept_changed_data:
                 raise ConfigError(
@@ -473,20 +459,6 @@ def changed_since(fingerprint: Fingerprint) -> str | None:
                 return f"{path} has {about.st_size} bytes, {entry['bytes']} when the run began"
             if about.st_mtime_ns != entry["mtime_ns"]:
                 return f"{path} was written to after the run began"
-    return None
-
-
-def _difference(now: dict[str, Any], saved: dict[str, Any]) -> str | None:
-    if now["bytes"] != saved["bytes"]:
-        return f"{now['bytes']} bytes, {saved['bytes']} then"
-    hashes = now["sha256"], saved["sha256"]
-    if None not in hashes:
-        if hashes[0] != hashes[1]:
-            return f"SHA-256 {hashes[0][:12]}, {hashes[1][:12]} then"
-        if now["verified"]:
-            return None
-    if now["mtime_ns"] != saved["mtime_ns"]:
-        return "it was written to since, and its content was not compared (--data-verify-gb limits what is read)"
     return None
 
 
@@ -515,7 +487,18 @@ def require_same_order(run: Run, now: Fingerprint, config: dict[str, Any], saved
         if flatten(before)[name] != flatten(run)[name]
     ]
     if not (run.data.mock_data or before.data.mock_data):
-        lines += _other_sources(run, now, before, saved)
+        mine, theirs = read_sources(run.data), read_sources(before.data)
+        if (mine.split and parse_split(mine.split)) != (theirs.split and parse_split(theirs.split)):
+            lines.append(f"--split: checkpoint {theirs.split}, this run {mine.split}")
+        blends = mine.blend_of(0), theirs.blend_of(0)
+        assert blends[0] is not None and blends[1] is not None, "there is training data"
+        if blends[0].shares() != blends[1].shares() or len(blends[0].prefixes) != len(blends[1].prefixes):
+            lines.append(f"weights of the training data: checkpoint {blends[1].weights}, this run {blends[0].weights}")
+        for prefix, other in zip(blends[0].prefixes, blends[1].prefixes):
+            if prefix != other and not _is_same(now.get(prefix, {}), saved.get(other, {})):
+                lines.append(
+                    f"training data: checkpoint {other}, this run {prefix}, whose content is not known to be equal"
+                )
     if not lines:
         return []
     problem = f"{where} was trained on another order of samples:\n  " + "\n  ".join(lines)
@@ -527,26 +510,10 @@ def require_same_order(run: Run, now: Fingerprint, config: dict[str, Any], saved
     return [f"WARNING: {problem}\n--accept-changed-data goes on at the same number of the new order"]
 
 
-def _other_sources(run: Run, now: Fingerprint, before: Run, saved: Fingerprint) -> list[str]:
-    mine, theirs = read_sources(run.data), read_sources(before.data)
-    lines = []
-    divided, before_divided = (split and parse_split(split) for split in (mine.split, theirs.split))
-    if divided != before_divided:
-        lines.append(f"--split: checkpoint {theirs.split}, this run {mine.split}")
-    blends = mine.blend_of(0), theirs.blend_of(0)
-    assert blends[0] is not None and blends[1] is not None, "there is training data"
-    if blends[0].shares() != blends[1].shares() or len(blends[0].prefixes) != len(blends[1].prefixes):
-        lines.append(f"weights of the training data: checkpoint {blends[1].weights}, this run {blends[0].weights}")
-    for prefix, other in zip(blends[0].prefixes, blends[1].prefixes):
-        if prefix == other:
-            continue
-        mine_now, theirs_then = now.get(prefix, {}), saved.get(other, {})
-        is_same = bool(mine_now and theirs_then)
-        for suffix, entry in mine_now.items() if is_same else ():
-            known = entry["sha256"] is not None and entry["sha256"] == theirs_then[suffix]["sha256"]
-            is_same &= known and entry["bytes"] == theirs_then[suffix]["bytes"]
-        if not is_same:
-            lines.append(
-                f"training data: checkpoint {other}, this run {prefix}, whose content is not known to be equal"
-            )
-    return lines
+def _is_same(mine: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]]) -> bool:
+    """Return whether two datasets are known to have the same content."""
+    for suffix, entry in mine.items() if theirs else ():
+        other = theirs[suffix]
+        if entry["sha256"] is None or (entry["sha256"], entry["bytes"]) != (other["sha256"], other["bytes"]):
+            return False
+    return bool(mine and theirs)

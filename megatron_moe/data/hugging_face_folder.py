@@ -206,6 +206,8 @@ def _with_added_tokens(
     Raises:
         ConfigError: transformers would build another one.
     """
+    import tokenizers
+
     written, _ = _written(model)
     said = json_object(folder / SETTINGS)
     model_type = json_object(folder / _MODEL).get("model_type")
@@ -214,8 +216,20 @@ def _with_added_tokens(
         said["extra_special_tokens"] = said.get("additional_special_tokens") or []
     if "added_tokens_decoder" in said:
         known = {int(number): _token(token) for number, token in said["added_tokens_decoder"].items()}
-    else:
-        known = _older_tokens(said, written, folder)
+    else:  # an older folder, with its special tokens in a file of their own
+        special = json_object(folder / SPECIAL)
+        if "additional_special_tokens" in special:
+            special.setdefault("extra_special_tokens", special.pop("additional_special_tokens"))
+        for role in _ROLES:
+            if isinstance(special.get(role), dict):
+                special[role] = {**special[role], "__type": "AddedToken"}
+        said |= special
+        named = {*_roles(said).values(), *map(text_of_token, _extra(said))}
+        known = {
+            number: tokenizers.AddedToken(token, normalized=token not in named, special=token in named)
+            for token, number in json_object(folder / ADDED).items()
+        }
+        known |= {token["id"]: _token(token) for token in written["added_tokens"]}
     if defaults:  # the class keeps the vocabulary and adds the listed tokens anew: they have to get the same ids
         vocabulary = model.get_vocab(with_added_tokens=False)
         beyond = sorted(number for number, token in known.items() if token.content not in vocabulary)
@@ -234,9 +248,9 @@ def _with_added_tokens(
     texts = {token.content for token in (*present, *added)}
     by_text = {token.content: token for token in known.values()}
     # The order decides the ids of those that the vocabulary does not have.
-    for named in (*(roles.get(role) for role in _ROLES), *others, *_extra(said)):
-        if named is not None and text_of_token(named) not in texts:
-            added.append(_special(named, by_text))
+    for one in (*(roles.get(role) for role in _ROLES), *others, *_extra(said)):
+        if one is not None and text_of_token(one) not in texts:
+            added.append(_special(one, by_text))
             texts.add(added[-1].content)
     model.add_tokens(added)
     for number, token in known.items():
@@ -247,25 +261,6 @@ def _with_added_tokens(
             )
     model.encode_special_tokens = bool(said.get("split_special_tokens", False))
     return model, _roles(roles)
-
-
-def _older_tokens(said: dict[str, Any], written: dict[str, Any], folder: Path) -> dict[int, tokenizers.AddedToken]:
-    """Return the added tokens of a folder that lists none in its settings, and add its special tokens to these."""
-    from tokenizers import AddedToken
-
-    special = json_object(folder / SPECIAL)
-    if "additional_special_tokens" in special:
-        special.setdefault("extra_special_tokens", special.pop("additional_special_tokens"))
-    for role in _ROLES:
-        if isinstance(special.get(role), dict):
-            special[role] = {**special[role], "__type": "AddedToken"}
-    said |= special
-    named = {*_roles(said).values(), *map(text_of_token, _extra(said))}
-    known = {
-        number: AddedToken(token, normalized=token not in named, special=token in named)
-        for token, number in json_object(folder / ADDED).items()
-    }
-    return known | {token["id"]: _token(token) for token in written["added_tokens"]}
 
 
 def _extra(said: dict[str, Any]) -> Iterator[Any]:

@@ -200,7 +200,14 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         import tokenizers
 
         contents = Path(vocab_file).read_bytes(), Path(merge_file).read_bytes()
-        vocabulary = _token_ids(vocab_file, contents[0])
+        try:
+            vocabulary = json.loads(contents[0])
+        except ValueError as error:
+            raise ConfigError(f"--vocab-file {vocab_file} is not JSON: {error}") from error
+        if not isinstance(vocabulary, dict) or not all(type(i) is int and i >= 0 for i in vocabulary.values()):
+            raise ConfigError(f"--vocab-file {vocab_file} is not a vocab.json, an object of tokens and their ids")
+        if len(set(vocabulary.values())) < len(vocabulary):
+            raise ConfigError(f"--vocab-file {vocab_file} gives two tokens the same id")
         lacking = sorted(({self._END} | set(tokenizers.pre_tokenizers.ByteLevel.alphabet())) - vocabulary.keys())
         if lacking:
             raise ConfigError(
@@ -272,19 +279,6 @@ class NullTokenizer(Tokenizer):
         return " ".join(
             str(int(i)) if 0 <= int(i) < self.vocab_size else REPLACEMENT for i in ids if int(i) != self.eod
         )
-
-
-def _token_ids(file: str | Path, content: bytes) -> dict[str, int]:
-    """Return token -> id of a `vocab.json`."""
-    try:
-        found = json.loads(content)
-    except ValueError as error:
-        raise ConfigError(f"--vocab-file {file} is not JSON: {error}") from error
-    if not isinstance(found, dict) or not all(type(i) is int and i >= 0 for i in found.values()):
-        raise ConfigError(f"--vocab-file {file} is not a vocab.json, an object of tokens and their ids")
-    if len(set(found.values())) < len(found):
-        raise ConfigError(f"--vocab-file {file} gives two tokens the same id")
-    return found
 
 
 def decode_runs(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:

@@ -168,7 +168,19 @@ def json_bytes(value: dict[str, Any]) -> bytes:
 def _draft(tokenizer: Tokenizer, file: Path | None) -> _Draft | None:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         assert file is not None
-        return _of_tokenizer_json(tokenizer, file)
+        path = file / JSON if file.is_dir() else file
+        said: dict[str, Any] = {}
+        for name in (SPECIAL, SETTINGS):
+            if (path.parent / name).is_file():
+                said |= json.loads((path.parent / name).read_text(encoding="utf-8"))
+        model = tokenizer.fast_tokenizer()
+        # As it is where the rest of its folder changes no ids.
+        whole = tokenizer.sha256 == tokenizer.sha256_of_file
+        content = path.read_bytes() if whole else model.to_str(pretty=True).encode()
+        template = path.parent / TEMPLATE
+        others = {TEMPLATE: template.read_bytes()} if template.is_file() else {}
+        kept = {key: said[key] for key in _KEPT if key in said}
+        return _Draft(content, tokenizer.roles | _roles(tokenizer, model), kept, others)
     if isinstance(tokenizer, SentencePieceTokenizer):
         assert file is not None
         content = file.read_bytes()
@@ -188,21 +200,6 @@ def _draft(tokenizer: Tokenizer, file: Path | None) -> _Draft | None:
     model.decoder = tokenizers.decoders.ByteLevel()
     model.add_special_tokens([end])
     return _Draft(model.to_str().encode(), {"eos_token": end})
-
-
-def _of_tokenizer_json(tokenizer: HuggingFaceTokenizer, path: Path) -> _Draft:
-    """Return the tokenizer.json, as it is where the rest of its folder changes no ids, with settings of the folder."""
-    file = path / JSON if path.is_dir() else path
-    said: dict[str, Any] = {}
-    for name in (SPECIAL, SETTINGS):
-        if (file.parent / name).is_file():
-            said |= json.loads((file.parent / name).read_text(encoding="utf-8"))
-    roles = tokenizer.roles | _roles(tokenizer, tokenizer.fast_tokenizer())
-    whole = tokenizer.sha256 == tokenizer.sha256_of_file
-    content = file.read_bytes() if whole else tokenizer.fast_tokenizer().to_str(pretty=True).encode()
-    template = file.parent / TEMPLATE
-    others = {TEMPLATE: template.read_bytes()} if template.is_file() else {}
-    return _Draft(content, roles, {key: said[key] for key in _KEPT if key in said}, others)
 
 
 def _roles(tokenizer: Tokenizer, model: tokenizers.Tokenizer) -> dict[str, str]:
@@ -270,12 +267,22 @@ class SentencePieceModel:
                 "transformers reads it, has the types 1 and 2 (unigram and bpe) with an escaped space before a word"
             )
         result = tokenizers.Tokenizer(self._model())
-        result.normalizer = self._normalizer()
+        steps: list[Any] = [tokenizers.normalizers.Precompiled(self.charsmap)] if self.charsmap else []
+        if self.remove_extra_whitespaces:
+            steps += [
+                # Strip would take any white space, such as U+0085 and the line breaks of an identity normalisation.
+                tokenizers.normalizers.Replace(tokenizers.Regex("^ +| +$"), ""),
+                tokenizers.normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
+            ]
+        if self.add_dummy_prefix:
+            steps.append(tokenizers.normalizers.Prepend(_SPACE))
+        steps.append(tokenizers.normalizers.Replace(" ", _SPACE))
+        result.normalizer = tokenizers.normalizers.Sequence(steps)
         if symbols := self._symbols(result.normalizer):
             # Added tokens would cut the text before it is normalised, and each part would begin with a space.
             pattern = "|".join(re.escape(text) for text in sorted(symbols, key=len, reverse=True))
             result.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-        steps: list[Any] = [tokenizers.decoders.Replace(_SPACE, " "), tokenizers.decoders.ByteFallback()]
+        steps = [tokenizers.decoders.Replace(_SPACE, " "), tokenizers.decoders.ByteFallback()]
         steps.append(tokenizers.decoders.Fuse())
         if self.add_dummy_prefix:
             steps.append(tokenizers.decoders.Strip(" ", 1, 0))
@@ -338,23 +345,6 @@ class SentencePieceModel:
                 if left in ids and right in ids:
                     found.append((-self.pieces[i][1], ids[left], ids[right], left, right))
         return [(left, right) for *_, left, right in sorted(found)]
-
-    def _normalizer(self) -> Any:
-        import tokenizers
-
-        steps: list[Any] = []
-        if self.charsmap:
-            steps.append(tokenizers.normalizers.Precompiled(self.charsmap))
-        if self.remove_extra_whitespaces:
-            steps += [
-                # Strip would take any white space, such as U+0085 and the line breaks of an identity normalisation.
-                tokenizers.normalizers.Replace(tokenizers.Regex("^ +| +$"), ""),
-                tokenizers.normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
-            ]
-        if self.add_dummy_prefix:
-            steps.append(tokenizers.normalizers.Prepend(_SPACE))
-        steps.append(tokenizers.normalizers.Replace(" ", _SPACE))
-        return tokenizers.normalizers.Sequence(steps)
 
 
 def _fields(content: bytes) -> dict[int, list[Any]]:

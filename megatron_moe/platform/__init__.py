@@ -18,7 +18,6 @@ __all__ = [  # noqa: F405
     "DEVICE_KINDS",
     "available_memory_bytes",
     "backend",
-    "cuda_profile",
     "device",
     "has_cuda",
     "has_streams",

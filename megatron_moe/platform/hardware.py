@@ -115,22 +115,18 @@ def check_devices() -> None:
     if torch.cuda.is_available():
         _check_ranks(os.environ, torch.cuda.device_count())
     elif (expected := host.expected_devices(os.environ)) is not None:
+        reason = "torch gives no reason"
+        try:
+            with warnings.catch_warnings():  # the error repeats them
+                warnings.simplefilter("ignore")
+                torch.cuda.init()
+        except Exception as error:  # AssertionError of a build without CUDA, RuntimeError of the driver
+            reason = " ".join(str(error).split())
         raise MachineError(
             f"{expected}: torch {torch.__version__} cannot use the NVIDIA devices of {socket.gethostname()}: "
-            f"{_why_unavailable()}; make them usable (the driver, the container's devices, a torch that is built for "
+            f"{reason}; make them usable (the driver, the container's devices, a torch that is built for "
             f"this CUDA), or {_ON_THE_CPU}"
         )
-
-
-def _why_unavailable() -> str:
-    """Return what torch says when it is made to use CUDA."""
-    try:
-        with warnings.catch_warnings():  # the error repeats them
-            warnings.simplefilter("ignore")
-            torch.cuda.init()
-    except Exception as error:  # AssertionError of a build without CUDA, RuntimeError of the driver
-        return " ".join(str(error).split())
-    return "torch gives no reason"
 
 
 def _check_ranks(environment: Mapping[str, str], devices: int) -> None:
@@ -199,11 +195,6 @@ def max_memory_bytes() -> int:
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
-
-
-def cuda_profile() -> contextlib.AbstractContextManager[None]:
-    """Return a block that a profiler around the process (nsys) records, where it waits for CUDA's profiler API."""
-    return torch.cuda.profiler.profile()
 
 
 def memory_statistics() -> dict[str, int]:
@@ -372,7 +363,10 @@ def hide_unusable(*, cuda: bool) -> None:
         if library in sys.modules or not _is_installed(library):
             continue
         if not cuda or why_not_loaded(library) is not None:
-            _hide(library)
+            # `import library` raises ModuleNotFoundError, and the parts of it that were loaded are forgotten.
+            for name in [name for name in sys.modules if name.startswith(f"{library}.")]:
+                del sys.modules[name]
+            sys.modules[library] = None  # type: ignore[assignment]
 
 
 @functools.cache
@@ -386,26 +380,15 @@ def why_not_loaded(library: str) -> str | None:
         for module in _MODULES[library]:
             importlib.import_module(module)
     except Exception as error:  # whatever its own code raises
-        return f"it is installed and cannot be loaded: {_one_line(error)}"
+        text = " ".join(str(error).split())
+        shown = text if len(text) <= _REASON_LENGTH else text[:_REASON_LENGTH] + " ..."
+        return f"it is installed and cannot be loaded: {type(error).__name__}: {shown}".removesuffix(": ")
     return None
 
 
 def _is_installed(library: str) -> bool:
     """Return whether there is a library of this name, also one that is hidden."""
     return library in sys.modules or importlib.util.find_spec(library) is not None
-
-
-def _hide(library: str) -> None:
-    """Let `import library` raise ModuleNotFoundError, and forget the parts of it that were loaded."""
-    for name in [name for name in sys.modules if name.startswith(f"{library}.")]:
-        del sys.modules[name]
-    sys.modules[library] = None  # type: ignore[assignment]
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    shown = text if len(text) <= _REASON_LENGTH else text[:_REASON_LENGTH] + " ..."
-    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
 
 
 def why_no_transformer_engine() -> str | None:

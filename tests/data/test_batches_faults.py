@@ -22,7 +22,7 @@ from megatron_moe.config import cli
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data import datasets
-from megatron_moe.data.batches import batch_iterator
+from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.checks import changed_since, data_fingerprint, require_same_data
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizers import NullTokenizer
@@ -109,7 +109,7 @@ def test_an_id_beyond_the_vocabulary_is_found_at_the_start_or_in_its_batch(scene
         file.write(struct.pack("<H", 5000))
     assert scene.verdict("--data-verify-gb", "0") is None, "the hash is not read beyond the limit"
     run = scene.run(data_verify_gb=0.0, vocab_size=VOCABULARY)
-    batches = batch_iterator(build_datasets(run, NullTokenizer(VOCABULARY), 24, 0, 0)[0], run)
+    batches = batch_iterators(build_datasets(run, NullTokenizer(VOCABULARY), 24, 0, 0)[0], run)[0]
     with pytest.raises(ValueError) as caught:
         for _ in range(24):
             next(batches)
