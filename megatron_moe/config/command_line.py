@@ -197,7 +197,8 @@ class Parser(argparse.ArgumentParser):
                     )
                 require_expanded(action.dest, value, f"{flag} " if place == 0 or action.nargs == "+" else "")
             if action.nargs == 0 and given and ("=" in group[0] or given[0].lower() in _SWITCH_WORDS):
-                off = [option for option in self._options_of(action.dest) if option.startswith("--no-")]
+                own = self.fields_by_flag().items()
+                off = [option for option, dest in own if dest == action.dest and option.startswith("--no-")]
                 no = f", or {off[0]}" if off and flag not in off else ""
                 raise ConfigError(
                     f"{flag} {given[0]}: is a switch and takes no value; write {flag}{no}, or leave it out"
@@ -218,9 +219,6 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 found += [option for parser in action.choices.values() for option in parser._option_string_actions]
         return found
-
-    def _options_of(self, dest: str) -> list[str]:
-        return [option for action in self._actions if action.dest == dest for option in action.option_strings]
 
 
 def unexpected(word: str, options: Sequence[str]) -> str:
@@ -393,22 +391,3 @@ def wrapped(text: str, indent: str) -> list[str]:
 
 def _width() -> int:
     return max(60, min(shutil.get_terminal_size((100, 24)).columns, 130))
-
-
-def help_page(parser: argparse.ArgumentParser) -> str:
-    """Return docs/flags.md: every flag with its values, default and meaning."""
-    every = entries(parser)
-    lines = [
-        "# Flags",
-        "",
-        "Every flag of `pretrain_moe.py`, and so each key of a `--config` file (without the dashes). Written by",
-        "`python -m tests.docs.flags_page` from the schema in `megatron_moe/config/`; `make check` compares.",
-        "Megatron-LM's other flags: `megatron-moe flags FLAG`, or `megatron-moe train --help FLAG`.",
-    ]
-    for group in dict.fromkeys(entry.group for entry in every):
-        lines += ["", f"## {group}", "", "| flag | meaning |", "|---|---|"]
-        for entry in every:
-            if entry.group == group:
-                cells = [f"`{entry.typed}`", entry.text]
-                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"

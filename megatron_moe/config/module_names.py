@@ -74,10 +74,6 @@ def _weights(name: str, *, computed: str = OWN, accumulated: str = "fp32", reduc
 # Kinds of modules, in the order of the forward pass
 
 
-def _emits_input(run: Run, kept: tuple[str, ...]) -> str:
-    return INPUT
-
-
 @dataclass(frozen=True, eq=False)
 class ModelPart:
     """One kind of module of the model.
@@ -99,7 +95,7 @@ class ModelPart:
     tensors: tuple[TensorClass, ...] = ()
     state: Mapping[str, TensorClass] = field(default_factory=dict)
     fp8: str | None = None
-    emits: Callable[[Run, tuple[str, ...]], str] = _emits_input
+    emits: Callable[[Run, tuple[str, ...]], str] = lambda run, kept: INPUT
     parts: Mapping[str, ModelPart] = field(default_factory=dict)
 
 
@@ -119,18 +115,13 @@ def _norm_emits(run: Run, kept: tuple[str, ...]) -> str:
     return MODEL if run.precision.fp32_residual_connection else INPUT
 
 
-def _final_norm_emits(run: Run, kept: tuple[str, ...]) -> str:
-    """Return fp32 if the output layer is kept in fp32 too, otherwise the dtype of another norm."""
-    return OWN if "output_layer" in kept else _norm_emits(run, kept)
-
-
 NORM = ModelPart(
     WEIGHT,
     alias="norms",
     tensors=(replace(_weights("norms", computed="fp32"), note="rounded once"),),
     emits=_norm_emits,
 )
-FINAL_NORM = replace(NORM, emits=_final_norm_emits)
+FINAL_NORM = replace(NORM, emits=lambda run, kept: OWN if "output_layer" in kept else _norm_emits(run, kept))
 LINEAR = ModelPart({**WEIGHT, "bias": lambda run: run.model.add_bias_linear})
 
 EMBEDDING = ModelPart(
@@ -458,15 +449,6 @@ class GroupSettings:
     lr_mult: float = 1.0
     weight_decay_mult: float | None = None
     is_decoupled: bool = False
-
-
-def pattern_and_multiple(word: str) -> tuple[str, float] | None:
-    """Return the pattern and the number of a word PATTERN=X; None if it is no such word."""
-    pattern, _, number = word.rpartition("=")
-    try:
-        return (pattern, float(number)) if pattern else None
-    except ValueError:
-        return None
 
 
 def group_words(run: Run, field: str) -> tuple[str, ...]:

@@ -66,17 +66,8 @@ class Range:
         )
 
     def __str__(self) -> str:
-        words = [
-            f"{word} {bound:.15g}"
-            for word, bound in (
-                ("at least", self.low),
-                ("above", self.above),
-                ("at most", self.high),
-                ("below", self.below),
-            )
-            if bound is not None
-        ]
-        return " and ".join(words)
+        bounds = {"at least": self.low, "above": self.above, "at most": self.high, "below": self.below}
+        return " and ".join(f"{word} {bound:.15g}" for word, bound in bounds.items() if bound is not None)
 
 
 POSITIVE_COUNT = Range(low=1)

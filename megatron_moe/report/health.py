@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -130,17 +129,6 @@ def load_health(counts: list[int]) -> LoadHealth | None:
         hot_experts=sum(count * len(counts) > 2 * total for count in counts),
         max_violation=max(counts) * len(counts) / total - 1,
     )
-
-
-def health_from_json(line: dict[str, Any] | None) -> Health | None:
-    """Return the health that `dataclasses.asdict` and JSON made `line` of; None for None."""
-    if line is None:
-        return None
-    layers = {}
-    for number, layer in line["layers"].items():
-        load = LoadHealth(**layer["load"]) if layer["load"] is not None else None
-        layers[int(number)] = LayerHealth(**{**layer, "load": load})
-    return Health(**{**line, "layers": layers})
 
 
 def scalars(health: Health) -> dict[str, float]:

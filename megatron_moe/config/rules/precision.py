@@ -216,17 +216,19 @@ def multiples_are_pairs(run: Run) -> None:
     """Require that each multiple is PATTERN=X, with a number that a rate or a decay can be multiplied by."""
     for field in module_names.MULTIPLES:
         for word in module_names.group_words(run, field):
-            found = module_names.pattern_and_multiple(word)
-            if found is None:
-                meant = number_meant(word.rpartition("=")[2], (float,)) or "; write e.g. router=0.5"
-                raise Refusal((field,), f"{word!r} is not PATTERN=X, with a number X{meant}")
-            if not math.isfinite(found[1]) or found[1] < 0:
+            pattern, _, number = word.rpartition("=")
+            try:
+                multiple = float(number if pattern else "")
+            except ValueError:
+                meant = number_meant(number, (float,)) or "; write e.g. router=0.5"
+                raise Refusal((field,), f"{word!r} is not PATTERN=X, with a number X{meant}") from None
+            if not math.isfinite(multiple) or multiple < 0:
                 least = "above 0" if field == "lr_mult" else "at least 0"
-                raise Refusal((field,), f"{word!r}: a multiple is {least} and finite; use e.g. {found[0]}=0.5")
-            if field == "lr_mult" and not found[1]:
+                raise Refusal((field,), f"{word!r}: a multiple is {least} and finite; use e.g. {pattern}=0.5")
+            if field == "lr_mult" and not multiple:
                 raise Refusal(
                     (field,),
-                    f"{word!r} would compute gradients and moments that change nothing; use --freeze {found[0]}, or a "
+                    f"{word!r} would compute gradients and moments that change nothing; use --freeze {pattern}, or a "
                     "multiple above 0",
                 )
 
