@@ -276,15 +276,14 @@ def _put(
             raise ConfigError(f"{where}: takes one name, once; e.g. `preset: tiny`")
         flat[name] = value
         return
-    fields = {f.spelling or f.name: f for f in all_fields().values()} | all_fields()
-    if name not in fields:
-        raise UnknownKey(where, name, suggestion(name, [*fields, *schema.sections()]))
-    field = fields[name]
+    if name not in all_fields():
+        raise UnknownKey(where, name, suggestion(name, [*all_fields(), *schema.sections()]))
+    field = all_fields()[name]
     if section is not None and field.section != section:
         raise ConfigError(f"{where}: belongs to section {field.section}; move it there, or to the top level")
-    if field.name in flat:
+    if name in flat:
         raise ConfigError(f"{where}: is set twice, at the top level and under {field.section}; keep one")
-    flat[field.name] = from_file(field, value, where)
+    flat[name] = from_file(field, value, where)
 
 
 @lru_cache(maxsize=1)

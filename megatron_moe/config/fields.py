@@ -42,7 +42,6 @@ class Field:
     within: Range | None
     help: str
     unit: str
-    spelling: str | None
 
     @property
     def choices(self) -> tuple | None:
@@ -52,7 +51,7 @@ class Field:
     @property
     def flag(self) -> str:
         """The flag as it is typed, `--num-layers`."""
-        return "--" + (self.spelling or self.name).replace("_", "-")
+        return "--" + self.name.replace("_", "-")
 
     @property
     def is_bool(self) -> bool:
@@ -99,7 +98,7 @@ def _read(section: str, f: dataclasses.Field, annotation: Any) -> Field:
         optional,
         f.default,
         allowed=meta["choices"],
-        **{key: meta[key] for key in ("within", "help", "unit", "spelling")},
+        **{key: meta[key] for key in ("within", "help", "unit")},
     )
 
 

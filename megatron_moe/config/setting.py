@@ -30,7 +30,6 @@ def setting(
     choices: Collection | None = None,
     within: Range | None = None,
     unit: str = "",
-    spelling: str | None = None,
     resume: Literal["same", "free"] = "same",
     report: bool = True,
 ) -> Any:
@@ -38,13 +37,12 @@ def setting(
 
     Args:
         choices: the values. within: the range of a number, or of each of several.
-        spelling: the flag's name where Megatron-LM's differs from the field's.
         resume: `free` for a setting in which runs that share a checkpoint may differ: no weight's shape or meaning
             depends on it.
         report: whether a resumed run reports that it differs; not for folders, files and modes.
     """
-    known = {"choices": choices, "within": within, "unit": unit, "spelling": spelling}
-    return dataclasses.field(default=default, metadata={"help": help, "resume": resume, "report": report, **known})
+    known = {"choices": choices, "within": within, "unit": unit, "help": help, "resume": resume, "report": report}
+    return dataclasses.field(default=default, metadata=known)
 
 
 @dataclass(frozen=True)

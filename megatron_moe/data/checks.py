@@ -7,9 +7,7 @@ one split each. The checks name the file and the offset of what is wrong.
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from typing import Any
 
 import numpy
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.paths import require_writable_folder
@@ -76,100 +74,33 @@ class Sources:
 
 
 def read_sources(data: DataConfig) -> Sources:
-    """Return the sources that the data flags name.
-
-    Raises:
-        ConfigError: flags exclude each other, there is no data, or weights or the split are malformed.
-    """
-    given = [_flag(name) for name in _PATHS if getattr(data, name)]
-    per_split_given = [flag for flag in given if flag != "--data-path"]
+    """Return the sources that the data flags name, which `config/rules/sources.py` has checked."""
     if data.mock_data:
-        if given:
-            raise ConfigError(f"--mock-data and {given[0]} exclude each other: leave one out")
         return Sources(mock=True)
-    if not given:
-        raise ConfigError("no data: give --data-path PREFIX, or --train-data-path PREFIX, or --mock-data")
-    if data.data_path and per_split_given:
-        raise ConfigError(f"--data-path and {per_split_given[0]} exclude each other: leave one out")
     if data.data_path:
-        split = data.split if data.split is not None else DEFAULT_SPLIT
-        parse_split(split)
-        return Sources(blend=_parse_blend("--data-path", data.data_path), split=split)
-    if data.split is not None:
-        raise ConfigError(
-            f"--split {data.split} divides --data-path; {per_split_given[0]} is divided already: leave --split out"
-        )
-    if not data.train_data_path:
-        raise ConfigError(f"{per_split_given[0]} without --train-data-path: give that too")
-    train, valid, test = (
-        _parse_blend(_flag(name), getattr(data, name)) if getattr(data, name) else None for name in _PATHS[1:]
-    )
+        return Sources(blend=_blend(data.data_path), split=data.split if data.split is not None else DEFAULT_SPLIT)
+    train, valid, test = map(_blend, (data.train_data_path, data.valid_data_path, data.test_data_path))
     return Sources(per_split=(train, valid, test))
 
 
-def parse_split(split: str) -> list[float]:
-    """Return three shares that sum to 1, from one to three decimal numbers separated by commas.
+def _blend(words: tuple[str, ...] | None) -> Blend | None:
+    """Return the blend of `PREFIX` or of `WEIGHT PREFIX WEIGHT PREFIX ...`."""
+    if not words:
+        return None
+    words = tuple(word.strip() for word in words)
+    weights = tuple(map(float, words[:-1:2]))
+    return Blend(words[-1:] if len(words) <= 2 else words[1::2], weights if len(weights) > 1 else None)
 
-    Raises:
-        ConfigError: the text is something else, or the numbers sum to zero.
-    """
-    parts = [part.strip() for part in split.split(",")]
-    if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts):
-        raise ConfigError(f"--split {split}: one to three numbers of zero or more, separated by commas, e.g. 969,30,1")
-    numbers = [float(part) for part in parts] + [0.0] * (3 - len(parts))
-    if sum(numbers) <= 0:
-        raise ConfigError(f"--split {split}: the shares sum to zero, e.g. 969,30,1 works")
-    return _shares(numbers)
+
+def parse_split(split: str) -> list[float]:
+    """Return three shares that sum to 1, from one to three decimal numbers separated by commas."""
+    numbers = [float(part) for part in split.split(",")]
+    return _shares([*numbers, 0.0, 0.0][:3])
 
 
 def _shares(numbers: Sequence[float]) -> list[float]:
     array = numpy.array(numbers, dtype=numpy.float64)
     return (array / array.sum()).tolist()
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
-def _parse_blend(flag: str, words: tuple[str, ...]) -> Blend:
-    """Parse `PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
-
-    Megatron-LM reads an odd number of words as prefixes, weights included; here a first word that is a number means
-    weights, and then every prefix needs one. A prefix whose name is a number can be written ./7.
-    """
-    words = tuple(word.strip() for word in words)
-    shown = f"{flag} {' '.join(words)}"
-    if len(words) == 1 or _number(words[0]) is None:
-        for word in words:
-            if not word:
-                raise ConfigError(f"{shown}: an empty prefix")
-            if len(words) > 1 and _number(word) is not None:
-                raise ConfigError(f"{shown}: {word} looks like a weight; give every prefix its weight, or none")
-        return Blend(words, None)
-    if len(words) % 2:
-        raise ConfigError(
-            f"{shown}: {len(words)} words; weights and prefixes come in pairs: WEIGHT PREFIX WEIGHT PREFIX ..."
-        )
-    weights = []
-    for word, prefix in zip(words[::2], words[1::2]):
-        weight = _number(word)
-        if weight is None or not math.isfinite(weight) or weight <= 0:
-            raise ConfigError(
-                f"{shown}: weight {word} of {prefix} must be a number above zero; to leave data out, drop its prefix"
-            )
-        if _number(prefix) is not None:
-            raise ConfigError(
-                f"{shown}: {prefix} is a number where a prefix is expected; WEIGHT PREFIX WEIGHT PREFIX ..."
-            )
-        weights.append(weight)
-    return Blend(words[1::2], None if len(weights) == 1 else tuple(weights))
 
 
 # Checks of the files
@@ -218,7 +149,7 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
     indices = {}
     for prefix in sources.prefixes():
         names = [name for name in _PATHS if prefix in map(str.strip, getattr(run.data, name) or ())]
-        indices[prefix] = open_index(prefix, _flag(names[0]))
+        indices[prefix] = open_index(prefix, f"--{names[0].replace('_', '-')}")
     if run.data.data_cache_path is not None:
         require_writable_folder("--data-cache-path", run.data.data_cache_path)
     else:
@@ -353,16 +284,8 @@ def cache_folder(run: Run, sources: Sources) -> str:
 @contextmanager
 def _progress(text: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that takes the number of bytes done; show a progress bar for a large file."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=num_bytes < _SHOW_PROGRESS_FROM
-    ) as progress:
+    shown = num_bytes >= _SHOW_PROGRESS_FROM
+    with Progress(console=Console(stderr=True), transient=True, disable=not shown) as progress:
         task = progress.add_task(text, total=num_bytes)
         yield lambda done: progress.advance(task, done)
 

@@ -251,9 +251,8 @@ def build_datasets(
     """Build the datasets of the train, valid and test split, each of at least as many samples as asked for.
 
     A split of which 0 samples are asked for is None, and so is every split on a rank that reads no data (`reads_data`).
-    Data is repeated where it has fewer samples, but not several prefixes without weights: of these each is read once.
-    All ranks must call this together: rank 0 writes the index caches, the others wait and map them. torch's process
-    group must exist where more than one prefix is blended.
+    Data is repeated where it has fewer samples. All ranks must call this together: rank 0 writes the index caches, the
+    others wait and map them. torch's process group must exist where more than one prefix is blended.
 
     Args:
         pg_collection: None: this process reads everything.

@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,25 +41,15 @@ _QWEN_SPLIT = (
 """How Qwen2Tokenizer divides a text before its merges (transformers, models/qwen2/tokenization_qwen2.py)."""
 
 
-@dataclass(frozen=True)
-class FolderTokenizer:
-    """A tokenizer and what its folder says of it.
-
-    model: without truncation and padding. roles: role, such as `eos_token` -> the token that has it.
-    sha256: of tokenizer.json where the other files change none of its ids, else of all that decides them.
-    sha256_of_file: of tokenizer.json alone; None where there is none.
-    """
-
-    model: tokenizers.Tokenizer
-    roles: dict[str, str]
-    sha256: str
-    sha256_of_file: str | None
-
-
-def read_folder_tokenizer(path: Path) -> FolderTokenizer:
+def read_folder_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str, str | None]:
     """Read the tokenizer of a folder, or of a file of the tokenizers library.
 
     A file that is not called `tokenizer.json` stands for itself, with the roles that the files beside it name.
+
+    Returns:
+        The tokenizer without truncation and padding; role, such as `eos_token` -> its token; the SHA-256 of
+        tokenizer.json where the other files change none of its ids, else of all that decides them; and that of
+        tokenizer.json alone, None where there is none.
 
     Raises:
         ConfigError: there is none, a file is malformed, or its ids in transformers cannot be known.
@@ -79,7 +68,7 @@ def read_folder_tokenizer(path: Path) -> FolderTokenizer:
                 "is not installed; run pip install transformers"
             )
         model, roles = _of_transformers(folder)
-        return FolderTokenizer(model, roles, _meaning(model), None)
+        return model, roles, _meaning(model), None
     content = file.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     try:
@@ -90,7 +79,7 @@ def read_folder_tokenizer(path: Path) -> FolderTokenizer:
     _take_whole_texts(model)
     if alone:
         roles = _roles(json_object(folder / SPECIAL) | json_object(folder / SETTINGS))
-        return FolderTokenizer(model, roles, digest, digest)
+        return model, roles, digest, digest
     as_written = _meaning(model)
     if has_transformers():
         model, roles = _of_transformers(folder)
@@ -102,7 +91,7 @@ def read_folder_tokenizer(path: Path) -> FolderTokenizer:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"--tokenizer-model {folder}: its files of settings are malformed: {error}") from error
     meaning = _meaning(model)
-    return FolderTokenizer(model, roles, digest if meaning == as_written else meaning, digest)
+    return model, roles, digest if meaning == as_written else meaning, digest
 
 
 def has_transformers() -> bool:

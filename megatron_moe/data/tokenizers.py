@@ -150,23 +150,21 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     _USUAL_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")
 
     def __init__(self, model: str | Path) -> None:
-        found = read_folder_tokenizer(Path(model))
-        self._model, self.roles = found.model, found.roles
-        self.sha256, self.sha256_of_file = found.sha256, found.sha256_of_file
-        self.splits_special_tokens = found.model.encode_special_tokens
+        self._model, self.roles, self.sha256, self.sha256_of_file = read_folder_tokenizer(Path(model))
+        self.splits_special_tokens = self._model.encode_special_tokens
         vocabulary = self._model.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ConfigError(f"--tokenizer-model {model} has an empty vocabulary")
         # Ids may have holes, so the number of entries is not the bound of the ids.
         self.vocab_size = max(vocabulary.values()) + 1
-        eod = _special_token(model, "eos_token", found.roles, self._USUAL_EOD, vocabulary)
+        eod = _special_token(model, "eos_token", self.roles, self._USUAL_EOD, vocabulary)
         if eod is None:
             raise ConfigError(
                 f"--tokenizer-model {model}: no end-of-sequence token found, which ends a document here; name one as "
                 '"eos_token" in the tokenizer_config.json of its folder'
             )
         self.eod = eod
-        self.bos = _special_token(model, "bos_token", found.roles, self._USUAL_BOS, vocabulary)
+        self.bos = _special_token(model, "bos_token", self.roles, self._USUAL_BOS, vocabulary)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The library does not write this setting into the form in which a tokenizer goes to another process.

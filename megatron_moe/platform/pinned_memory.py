@@ -58,11 +58,6 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> to
     return tensor
 
 
-def page_locked_bytes(size: int) -> int:
-    """Return the bytes that `host_memory` takes for a page-locked tensor of `size` bytes: whole pages."""
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
 # ---- Storages that are kept in host memory for a while.
 
 Event = torch.cuda.Event

@@ -64,36 +64,6 @@ MOST_STEPS = 10_000
 """Steps that a log line is about at most, the last ones, where `--log-interval` is longer."""
 
 
-class Interval:
-    """The steps since the last log line, of which the last `MOST_STEPS` are kept.
-
-    Counts per expert are half a megabyte a step with 58 layers x 256 experts, and are kept of the newest step alone.
-    """
-
-    def __init__(self) -> None:
-        self._records: deque[StepRecord] = deque(maxlen=MOST_STEPS)
-
-    def add(self, record: StepRecord) -> None:
-        """Take one more step."""
-        if self._records:
-            self._records[-1] = self._records[-1].replace(tokens_per_expert={}, dropped_per_expert={})
-        self._records.append(record)
-
-    def line(self, train_iters: int | None, width: int | None = None) -> str:
-        """Return the log line of the interval, which holds at least one step: each metric's part of it.
-
-        With a width in characters, the parts at the end that do not fit are left out.
-        """
-        records = list(self._records)
-        digits = len(str(train_iters)) if train_iters else 6
-        head = f"iteration {records[-1].iteration:>{digits}}" + (f"/{train_iters}" if train_iters else "")
-        by_rank = sorted(metrics(), key=lambda metric: metric.console_rank)
-        line = " | ".join([head, *filter(None, (metric.console_text(records) for metric in by_rank))])
-        while width is not None and len(line) > width and " | " in line:
-            line = line.rpartition(" | ")[0]
-        return line
-
-
 class ConsoleSink(Sink):
     """A sink that prints a line at the first step of this process, every `log_interval` steps and at the last one.
 
@@ -107,7 +77,9 @@ class ConsoleSink(Sink):
         self._stream = stream
         self._train_iters = train_iters
         self._log_interval = max(1, log_interval)
-        self._interval = Interval()
+        self._records: deque[StepRecord] = deque(maxlen=MOST_STEPS)
+        """The steps since the last log line, with counts per expert of the newest alone: they are half a megabyte a
+        step with 58 layers x 256 experts."""
         self._seen_a_step = False
 
     def start(self, facts: dict[str, Any]) -> None:
@@ -123,13 +95,21 @@ class ConsoleSink(Sink):
             self._write(f"{key:<{width}}  {shown}")
 
     def step(self, record: StepRecord) -> None:
-        self._interval.add(record)
+        if self._records:
+            self._records[-1] = self._records[-1].replace(tokens_per_expert={}, dropped_per_expert={})
+        self._records.append(record)
         due = record.iteration % self._log_interval == 0 or record.iteration == self._train_iters
         if due or not self._seen_a_step:
-            clock, width = time.strftime(self._CLOCK), self._width()
-            room = None if width is None else width - len(clock) - 1
-            self._write(f"{clock} {self._interval.line(self._train_iters, room)}")
-            self._interval = Interval()
+            total, width = self._train_iters, self._width()
+            digits = len(str(total)) if total else 6
+            head = f"iteration {record.iteration:>{digits}}" + (f"/{total}" if total else "")
+            by_rank = sorted(metrics(), key=lambda metric: metric.console_rank)
+            parts = [metric.console_text(list(self._records)) for metric in by_rank]
+            line = " | ".join([f"{time.strftime(self._CLOCK)} {head}", *filter(None, parts)])
+            while width is not None and len(line) > width and " | " in line:
+                line = line.rpartition(" | ")[0]
+            self._write(line)
+            self._records.clear()
         self._seen_a_step = True
 
     def evaluation(self, record: EvalRecord) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,9 +211,9 @@ def source(run: Run, name: str) -> str:
     return f" ({run.sources[name]})" if name in run.sources else ""
 
 
-def divisors(number: int, at_most: int = 64) -> str:
-    """Return the divisors of a number, for "use one of": 1, 2, 4, 8."""
-    return ", ".join(str(d) for d in range(1, min(number, at_most) + 1) if number % d == 0)
+def divisors(number: int) -> str:
+    """Return the divisors of a number up to 64, for "use one of": 1, 2, 4, 8."""
+    return ", ".join(str(d) for d in range(1, min(number, 64) + 1) if number % d == 0)
 
 
 def nearest_multiples(number: int, step: int) -> str:
@@ -270,30 +270,13 @@ def _working(field: Field, allowed: Range) -> str:
 
 
 def check_model(run: Run, world_size: int) -> None:
-    """Check a model without the layout on ranks, length, data and files of a run.
-
-    Raises:
-        ConfigError: from the rules about model, experts, precision or optimizer that the run breaks.
-    """
-    _require(run, world_size, left_out={LAYOUT, LENGTH, FILES})
+    """Check a model without the layout on ranks, length, data and files of a run; raises as `check`."""
+    check(run, world_size, left_out={LAYOUT, LENGTH, FILES})
 
 
 def check_layout(run: Run, world_size: int) -> None:
-    """Check a model and its layout on ranks, without the length, data and files of a run that trains.
-
-    Raises:
-        ConfigError: from the rules about model, experts, layout, precision or optimizer that the run breaks.
-    """
-    _require(run, world_size, left_out={LENGTH, FILES})
-
-
-def check(run: Run, world_size: int) -> None:
-    """Refuse a run that breaks a rule, before anything is allocated; reads no contents and writes nothing.
-
-    Raises:
-        ConfigError: from the rules that the run breaks on `world_size` ranks.
-    """
-    _require(run, world_size, left_out=set())
+    """Check a model and its layout on ranks, without the length, data and files; raises as `check`."""
+    check(run, world_size, left_out={LENGTH, FILES})
 
 
 def missing_packages(run: Run, world_size: int) -> list[str]:
@@ -311,13 +294,15 @@ def missing_packages(run: Run, world_size: int) -> list[str]:
     return found
 
 
-def _require(run: Run, world_size: int, left_out: set[str]) -> None:
-    """Raise the error of the first rule that a run breaks, with errors of later rules about other settings.
-
-    A later error about a setting that an earlier one names may be a consequence of that one, and is not shown.
+def check(run: Run, world_size: int, left_out: Collection[str] = ()) -> None:
+    """Refuse a run that breaks a rule, before anything is allocated; reads no contents and writes nothing.
 
     Args:
         left_out: what is not checked, of the `needs` of rules.
+
+    Raises:
+        ConfigError: of the first rule that the run breaks on `world_size` ranks, with errors of later rules about other
+            settings. A later one about a setting that an earlier one names may be its consequence, and is not shown.
     """
     found: list[ConfigError] = []
     for rule in RULES:

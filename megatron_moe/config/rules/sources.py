@@ -35,7 +35,7 @@ def one_data_source(run: Run) -> None:
 
 @rule(needs=FILES)
 def blend_is_weighted(run: Run) -> None:
-    """Require of a blend one prefix, or pairs of a weight (finite, not negative, not all zero) and a prefix."""
+    """Require of a blend one prefix, or pairs of a weight, which is finite and above 0, and a prefix."""
     for name in ("data_path", *_SPLIT_PATHS):
         words = value(run, name) or ()
         if len(words) < 2:
@@ -44,12 +44,26 @@ def blend_is_weighted(run: Run) -> None:
             raise Refusal(
                 (name,), f"{len(words)} words are no pairs; write WEIGHT PREFIX WEIGHT PREFIX ..., or one PREFIX"
             )
-        try:
-            weights = [float(word) for word in words[::2]]
-        except ValueError:
-            raise Refusal((name,), "every prefix needs a weight before it; e.g. 0.3 PREFIX_A 0.7 PREFIX_B") from None
-        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) == 0:
-            raise Refusal((name,), "weights are finite, not negative and not all 0; e.g. 0.3 PREFIX_A 0.7 PREFIX_B")
+        for word, prefix in zip(words[::2], words[1::2]):
+            weight = _number(word)
+            if weight is None:
+                raise Refusal((name,), "every prefix needs a weight before it; e.g. 0.3 PREFIX_A 0.7 PREFIX_B")
+            if not math.isfinite(weight) or weight <= 0:
+                raise Refusal(
+                    (name,),
+                    f"weight {word} of {prefix} must be a number above zero; to leave data out, drop its prefix",
+                )
+            if _number(prefix) is not None:  # a file of such a name can be written ./7
+                raise Refusal(
+                    (name,), f"{prefix} is a number where a prefix is expected; WEIGHT PREFIX WEIGHT PREFIX ..."
+                )
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
 
 
 @rule(needs=FILES)
@@ -60,11 +74,8 @@ def split_is_three_shares(run: Run) -> None:
         return
     if set_among(run, _SPLIT_PATHS):
         raise Refusal(("split", *set_among(run, _SPLIT_PATHS)), "each split has its own data; drop --split")
-    try:
-        shares = [float(word) for word in text.split(",")]
-    except ValueError:
-        shares = []
-    if len(shares) != 3 or not all(math.isfinite(share) and share >= 0 for share in shares) or not shares[0]:
+    shares = [share for share in map(_number, text.split(",")) if share is not None and 0 <= share < math.inf]
+    if len(shares) != 3 or text.count(",") != 2 or not shares[0]:
         raise Refusal(("split",), "takes three shares with commas, train's above 0; e.g. --split 969,30,1")
 
 
