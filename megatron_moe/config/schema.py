@@ -292,12 +292,8 @@ class DerivedSettings:
     @cached_property
     def num_query_groups(self) -> int:
         """Key/value heads; one per attention head unless grouped-query attention is on."""
-        groups = self._run.model.num_query_groups
-        return (
-            groups
-            if self._run.model.group_query_attention and groups is not None
-            else self._run.model.num_attention_heads
-        )
+        model = self._run.model
+        return (model.group_query_attention and model.num_query_groups) or model.num_attention_heads
 
     @cached_property
     def max_position_embeddings(self) -> int:

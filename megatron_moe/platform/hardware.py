@@ -149,8 +149,7 @@ def backend(override: str | None = None) -> str:
     """Return the torch.distributed backend: nccl with CUDA, gloo without, or `override` where it can work.
 
     Raises:
-        ConfigError: `override` is nccl without a CUDA device, or gloo with one (tensors are on the device, and gloo has
-            no all-to-all there).
+        ConfigError: `override` is nccl without a CUDA device, or gloo with one, which has no all-to-all there.
         MachineError: see `device`.
     """
     if _fake_machine.get() is None:
@@ -402,14 +401,10 @@ def have_transformer_engine() -> bool:
 
 
 def require_transformer_engine(flag: str, instead: str) -> None:
-    """Refuse a flag that needs Transformer Engine where it cannot be used.
-
-    Args:
-        flag: with its value, as it is typed.
-        instead: the flag that works without.
+    """Refuse a flag, with its value as it is typed, that needs Transformer Engine where that cannot be used.
 
     Raises:
-        ConfigError: it cannot be used here.
+        ConfigError: it names `instead`, the flag that works without.
     """
     why = why_no_transformer_engine()
     if why is not None:

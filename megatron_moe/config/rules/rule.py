@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError, MissingPackage
-from megatron_moe.config.fields import Field, all_fields, choice_suggestion
+from megatron_moe.config.fields import all_fields, choice_suggestion
 from megatron_moe.config.schema import Run
-from megatron_moe.config.setting import Range
 
 Check = Callable[[Run, int], None]
 Names = tuple[str, ...]
@@ -225,45 +224,29 @@ def nearest_multiples(number: int, step: int) -> str:
 # Rules about single values
 
 
-@rule()
-def choices_are_known(run: Run) -> None:
-    """Require a listed value where a field has choices, also where no command line was read."""
-    found = {}
-    for name, field in all_fields().items():
-        given = value(run, name)
-        for word in given if isinstance(given, tuple) else (given,):
-            if field.choices is not None and word is not None and word not in field.choices:
-                listed = ", ".join(map(str, field.choices))
-                near = choice_suggestion(str(word), map(str, field.choices))
-                found[name] = f"{field.flag} {word}: not one of {listed}{near}"
-    if found:
-        raise ConfigError(*found.values(), fields=found)
-
-
-@rule()
-def numbers_are_in_range(run: Run) -> None:
-    """Require sizes and counts that are positive, rates and coefficients that are not negative, all finite."""
-    found = {}
-    for name, field in all_fields().items():
-        given = value(run, name)
-        for number in given if isinstance(given, tuple) else (given,):
-            if field.within is not None and number is not None and not field.within.holds(number):
-                finite = "" if math.isfinite(number) else "finite and "
-                found[name] = (
-                    f"{field.flag} {number}{source(run, name)}: must be {finite}{field.within};"
-                    f" e.g. {_working(field, field.within)}"
-                )
-    if found:
-        raise ConfigError(*found.values(), fields=found)
-
-
 _USUAL = {"ema_decay": 0.9999, "decoupled_lr": 1e-4}
 
 
-def _working(field: Field, allowed: Range) -> str:
-    """Return a setting in the range: the default, a usual one, or a number near the lowest."""
-    tried = (field.default, allowed.low, _USUAL.get(field.name), 1, 2, 0.1)
-    return f"{field.flag} {next(n for n in tried if isinstance(n, (int, float)) and allowed.holds(n)):g}"
+@rule()
+def values_are_allowed(run: Run) -> None:
+    """Require a value that is listed where a field has choices, and is in its range; where no flags were read, too."""
+    found = {}
+    for name, field in all_fields().items():
+        given, allowed = value(run, name), field.within
+        for one in given if isinstance(given, tuple) else (given,):
+            if one is not None and field.choices is not None and one not in field.choices:
+                listed = ", ".join(map(str, field.choices))
+                near = choice_suggestion(str(one), map(str, field.choices))
+                found[name] = f"{field.flag} {one}: not one of {listed}{near}"
+            elif one is not None and allowed is not None and not allowed.holds(one):
+                finite = "" if math.isfinite(one) else "finite and "
+                tried = (field.default, allowed.low, _USUAL.get(name), 1, 2, 0.1)
+                works = next(n for n in tried if isinstance(n, (int, float)) and allowed.holds(n))
+                found[name] = (
+                    f"{field.flag} {one}{source(run, name)}: must be {finite}{allowed}; e.g. {field.flag} {works:g}"
+                )
+    if found:
+        raise ConfigError(*found.values(), fields=found)
 
 
 # Checking

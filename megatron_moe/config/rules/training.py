@@ -7,6 +7,7 @@ import sys
 
 from megatron_moe.config import module_names
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import all_fields
 from megatron_moe.config.rules.rule import (
     LENGTH,
     Refusal,
@@ -69,18 +70,12 @@ refuse(
     ),
     when=lambda run: run.optimizer.lr * run.optimizer.weight_decay >= 1.0,
 )
-_MUON_FLAGS = (
-    "muon_momentum",
-    "muon_nesterov",
-    "muon_num_ns_steps",
-    "muon_coefficient_type",
-    "muon_fp32_matmul_prec",
-    "muon_scale_mode",
-    "muon_extra_scale_factor",
-    "muon_split_qkv",
-    "muon_split_qkv_per_head",
+unread(
+    tuple(name for name in all_fields() if name.startswith("muon_")),
+    "optimizer",
+    "these are settings of Muon's; add --optimizer muon, or drop them",
+    at="muon",
 )
-unread(_MUON_FLAGS, "optimizer", "these are settings of Muon's; add --optimizer muon, or drop them", at="muon")
 refuse(
     "heads_are_split_apart",
     ("muon_split_qkv_per_head", "muon_split_qkv"),
