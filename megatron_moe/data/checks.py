@@ -330,30 +330,35 @@ def data_fingerprint(run: Run, *, deep: bool | None = None) -> Fingerprint:
     return found
 
 
-def require_same_data(run: Run, now: Fingerprint, saved: Fingerprint, where: str) -> list[str]:
-    """Check that every file that both name by the same prefix is the same.
+def require_same_samples(
+    run: Run, now: Fingerprint, config: dict[str, Any], saved: Fingerprint, where: str
+) -> list[str]:
+    """Check that files of the same prefix are the same, and that settings which decide the order are the checkpoint's.
 
-    Files are compared by content where it was read now, otherwise by the time of the last change. Prefixes that differ
-    are for `require_same_order`, which compares the flags.
+    Files are compared by content where it was read now, otherwise by the time of the last change. The order does not
+    depend on the number of ranks, the micro-batch size or the number of samples of the run. A prefix may have moved:
+    the same content, by size and SHA-256, at the same position in the blend is the same data.
 
     Args:
+        now, saved: the data files of this run, and of the checkpoint.
+        config: the checkpoint's flat configuration.
         where: the checkpoint, for the message.
 
     Returns:
         What `--accept-changed-data` accepted, for the log.
 
     Raises:
-        ConfigError: a file differs; the message names it and both values.
+        ConfigError: a file differs, and the message has both values; or settings differ, and it lists them all.
     """
     accepted = []
     for prefix in sorted(now.keys() & saved.keys()):
         for suffix, entry in now[prefix].items():
-            before, hashes = saved[prefix][suffix], (entry["sha256"], saved[prefix][suffix]["sha256"])
-            if entry["bytes"] != before["bytes"]:
-                difference = f"{entry['bytes']} bytes, {before['bytes']} then"
+            then, hashes = saved[prefix][suffix], (entry["sha256"], saved[prefix][suffix]["sha256"])
+            if entry["bytes"] != then["bytes"]:
+                difference = f"{entry['bytes']} bytes, {then['bytes']} then"
             elif None not in hashes and hashes[0] != hashes[1]:
                 difference = f"SHA-256 {hashes[0][:12]}, {hashes[1][:12]} then"
-            elif (None not in hashes and entry["verified"]) or entry["mtime_ns"] == before["mtime_ns"]:
+            elif (None not in hashes and entry["verified"]) or entry["mtime_ns"] == then["mtime_ns"]:
                 continue
             else:
                 difference = (
@@ -366,42 +371,6 @@ def require_same_data(run: Run, now: Fingerprint, saved: Fingerprint, where: str
                     "--accept-changed-data"
                 )
             accepted.append(f"WARNING: {problem}; --accept-changed-data goes on with it")
-    return accepted
-
-
-def changed_since(fingerprint: Fingerprint) -> str | None:
-    """Return what changed in the first file that is gone or has another size or time than in the fingerprint."""
-    for prefix, files in fingerprint.items():
-        for suffix, entry in files.items():
-            path = prefix + suffix
-            try:
-                about = os.stat(path)
-            except OSError as error:
-                return f"{path}: {error.strerror}"
-            if about.st_size != entry["bytes"]:
-                return f"{path} has {about.st_size} bytes, {entry['bytes']} when the run began"
-            if about.st_mtime_ns != entry["mtime_ns"]:
-                return f"{path} was written to after the run began"
-    return None
-
-
-def require_same_order(run: Run, now: Fingerprint, config: dict[str, Any], saved: Fingerprint, where: str) -> list[str]:
-    """Check that every setting that decides the order of samples is the checkpoint's.
-
-    The order does not depend on the number of ranks, the micro-batch size or the number of samples of the run. A prefix
-    may have moved: the same content, by size and SHA-256, at the same position in the blend is the same data.
-
-    Args:
-        now, saved: the data files of this run, and of the checkpoint.
-        config: the checkpoint's flat configuration.
-        where: the checkpoint, for the message.
-
-    Returns:
-        What `--accept-changed-data` accepted, for the log.
-
-    Raises:
-        ConfigError: settings differ; the message lists them all.
-    """
     known = flatten(run).keys()
     before = build({name: value for name, value in config.items() if name in known})
     lines = [
@@ -423,14 +392,30 @@ def require_same_order(run: Run, now: Fingerprint, config: dict[str, Any], saved
                     f"training data: checkpoint {other}, this run {prefix}, whose content is not known to be equal"
                 )
     if not lines:
-        return []
+        return accepted
     problem = f"{where} was trained on another order of samples:\n  " + "\n  ".join(lines)
     if not run.data.accept_changed_data:
         raise ConfigError(
             f"{problem}\nsome samples would be trained on twice and others not at all; use the checkpoint's values, or "
             "continue at the same number of the new order by --accept-changed-data"
         )
-    return [f"WARNING: {problem}\n--accept-changed-data goes on at the same number of the new order"]
+    return [*accepted, f"WARNING: {problem}\n--accept-changed-data goes on at the same number of the new order"]
+
+
+def changed_since(fingerprint: Fingerprint) -> str | None:
+    """Return what changed in the first file that is gone or has another size or time than in the fingerprint."""
+    for prefix, files in fingerprint.items():
+        for suffix, entry in files.items():
+            path = prefix + suffix
+            try:
+                about = os.stat(path)
+            except OSError as error:
+                return f"{path}: {error.strerror}"
+            if about.st_size != entry["bytes"]:
+                return f"{path} has {about.st_size} bytes, {entry['bytes']} when the run began"
+            if about.st_mtime_ns != entry["mtime_ns"]:
+                return f"{path} was written to after the run began"
+    return None
 
 
 def _is_same(mine: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]]) -> bool:

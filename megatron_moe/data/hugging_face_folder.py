@@ -239,8 +239,13 @@ def _with_added_tokens(
     # The order decides the ids of those that the vocabulary does not have.
     for one in (*(roles.get(role) for role in _ROLES), *others, *_extra(said)):
         if one is not None and text_of_token(one) not in texts:
-            added.append(_special(one, by_text))
-            texts.add(added[-1].content)
+            # As the list of added tokens describes it where it is there.
+            token = by_text.get(str(text_of_token(one)))
+            if token is None:
+                token = tokenizers.AddedToken(one) if isinstance(one, str) else _token(one)
+            token.special = True
+            added.append(token)
+            texts.add(token.content)
     model.add_tokens(added)
     for number, token in known.items():
         if model.token_to_id(token.content) != number:
@@ -262,17 +267,6 @@ def _token(said: dict[str, Any]) -> tokenizers.AddedToken:
     from tokenizers import AddedToken
 
     return AddedToken(**{name: value for name, value in said.items() if name not in ("id", "__type")})
-
-
-def _special(said: str | dict[str, Any], by_text: dict[str, tokenizers.AddedToken]) -> tokenizers.AddedToken:
-    """Return a token of a role, as the list of added tokens describes it where it is there; it is special."""
-    from tokenizers import AddedToken
-
-    token = by_text.get(str(text_of_token(said))) or (
-        AddedToken(said, special=True) if isinstance(said, str) else _token(said)
-    )
-    token.special = True
-    return token
 
 
 def _class_defaults(

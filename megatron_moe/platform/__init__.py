@@ -18,6 +18,7 @@ __all__ = [  # noqa: F405
     "DEVICE_KINDS",
     "available_memory_bytes",
     "backend",
+    "cuda_profile",
     "device",
     "has_cuda",
     "has_streams",

@@ -196,6 +196,11 @@ def max_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
+def cuda_profile() -> contextlib.AbstractContextManager[None]:
+    """Return a block that a profiler around the process (nsys) records, where it waits for CUDA's profiler API."""
+    return torch.cuda.profiler.profile()
+
+
 def memory_statistics() -> dict[str, int]:
     """Return what this process has allocated, by Megatron-LM's names; without CUDA the peak alone, in bytes."""
     if not has_cuda():

@@ -304,10 +304,7 @@ refuse(
 
 @rule()
 def balancing_lists_match(run: Run) -> None:
-    """Require one coefficient per auxiliary loss, in the same order.
-
-    Each loss is given once; `none` and `sinkhorn` stand alone.
-    """
+    """Require one coefficient above 0 per auxiliary loss, each given once; `none` and `sinkhorn` stand alone."""
     kinds, coeffs = run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff
     if len(kinds) != len(coeffs):
         raise Refusal(
@@ -319,12 +316,7 @@ def balancing_lists_match(run: Run) -> None:
             ("moe_router_load_balancing_type",),
             "name each loss once, `none` and `sinkhorn` only alone; e.g. aux_loss seq_aux_loss",
         )
-
-
-@rule()
-def balancing_coefficients_are_read(run: Run) -> None:
-    """Refuse a coefficient without a loss, and a loss with coefficient 0."""
-    for kind, coeff in zip(run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff):
+    for kind, coeff in zip(kinds, coeffs):
         if kind in ("none", "sinkhorn") and coeff:
             raise Refusal(
                 ("moe_aux_loss_coeff", "moe_router_load_balancing_type"),

@@ -120,7 +120,7 @@ class Profiler(Callback):
                 self._recorded = self._open.enter_context(profile(activities=activities()))
                 self._open.enter_context(profiler_ranges())
             else:
-                self._open.enter_context(torch.cuda.profiler.profile())
+                self._open.enter_context(platform.cuda_profile())
 
     def after_step(self, step: Step, result: StepResult) -> None:
         """Stop after the last step to profile."""
