@@ -66,10 +66,7 @@ def is_flag(word: str) -> bool:
 
 
 def groups(argv: Iterable[str]) -> Iterator[list[str]]:
-    """Yield each flag of a command line with the words up to the next one; words before the first are a group too.
-
-    A word with one dash that is no number begins a group of its own: argparse takes it for a flag.
-    """
+    """Yield each word that begins with a dash and is no number, with the words up to the next; the first ones, too."""
     group: list[str] = []
     for word in argv:
         if is_flag(word) or (word.startswith("-") and not _NUMBER.match(word)):
@@ -175,11 +172,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def require_sound(self, words: Sequence[str]) -> None:
-        """Check the words of a command line as far as the flags are this parser's.
-
-        Raises:
-            ConfigError: a flag has two values, an empty value or is a switch with a value, or was pasted.
-        """
+        """Refuse flags of this parser with two values, an empty one, a switch's, or one that was pasted."""
         typed: dict[str, str] = {}
         for group in groups(words):
             flag, given = parts(group)
@@ -222,11 +215,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def unexpected(word: str, options: Sequence[str]) -> str:
-    """Return the error for a word that is no flag and no flag's value, with what it was meant to be.
-
-    Args:
-        options: the flags of the program.
-    """
+    """Return the error for a word that is none of the program's `options` and no value, with what was meant."""
     flag = "--" + word.lstrip("-").partition("=")[0].partition(" ")[0].replace("_", "-")
     if " " in word and word.startswith("-"):
         hint = "it is one word with a space in it; take the quotation marks away"
@@ -348,11 +337,7 @@ def short_help(parser: argparse.ArgumentParser, of_others: str) -> str:
 
 
 def help_about(topic: str, parser: argparse.ArgumentParser, foreign: Mapping[str, str]) -> str:
-    """Return the help on `all`, on a group of flags, or on a flag, with or without its dashes.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+    """Return the help on `all`, on a group of flags, or on a flag; a ConfigError if it is none of these."""
     every = entries(parser)
     groups = list(dict.fromkeys(entry.group for entry in every))
     if topic == "all":

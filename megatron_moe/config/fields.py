@@ -275,11 +275,7 @@ _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 def require_typed(word: str) -> None:
-    """Refuse characters in a word of a command line that nobody types.
-
-    Raises:
-        ConfigError: a dash, quotation mark or space was pasted from a text, or a character cannot be seen.
-    """
+    """Refuse a word with a dash, quotation mark or space that was pasted from a text, or that cannot be seen."""
     if _PASTED_FLAG.fullmatch(word):
         plain = re.sub(rf"^[-{_DASHES}]+", "-" if word.lstrip(_DASHES + "-")[:1].isdigit() else "--", word)
         raise ConfigError(f"{word}: begins with a dash that was pasted from a text; type {plain}")

@@ -67,11 +67,7 @@ def local_world_size(world_size: int) -> int | None:
 
 
 def require_rendezvous(world_size: int) -> None:
-    """Check that the ranks can find one another.
-
-    Raises:
-        ConfigError: MASTER_ADDR or MASTER_PORT of several ranks is missing or malformed.
-    """
+    """Refuse several ranks whose MASTER_ADDR or MASTER_PORT is missing or malformed: they cannot meet."""
     if world_size == 1:
         return
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

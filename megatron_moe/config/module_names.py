@@ -373,10 +373,7 @@ def patterns_of(run: Run, parameters: Collection[str]) -> tuple[str, ...]:
 
 
 def parameters_of(run: Run, pattern: str) -> tuple[str, ...]:
-    """Return the parameters that one pattern of `--freeze` names, which may be none.
-
-    A module stands for all parameters inside it.
-    """
+    """Return the parameters that a pattern of `--freeze` names, if any; a module stands for all inside it."""
     named = set(aliases(run).get(pattern, ()))
     own = modules(run)
     named.update(name for name in own if fnmatchcase(name, pattern))
@@ -465,10 +462,7 @@ def parameters_of_group(run: Run, pattern: str) -> frozenset[str]:
 
 
 def deciding_words(run: Run, field: str) -> dict[str, str]:
-    """Return parameter -> the word of one of `MULTIPLES` that decides for it, the last one that matches.
-
-    Frozen parameters are left out: they are in no group.
-    """
+    """Return parameter -> the last word of one of `MULTIPLES` that matches it; frozen ones are in no group."""
     found: dict[str, str] = {}
     for word in group_words(run, field):
         found.update(dict.fromkeys(parameters_of_group(run, word.rpartition("=")[0]), word))

@@ -88,21 +88,13 @@ class Registry(Generic[Entry]):
         self._entries: dict[str, Entry | None] = dict.fromkeys(names)
 
     def register(self, name: str, entry: Entry) -> None:
-        """Add an entry under a name.
-
-        Raises:
-            ValueError: if the name has one already.
-        """
+        """Add an entry under a name; a ValueError if the name has one already."""
         if self._entries.get(name) is not None:
             raise ValueError(f"{self.flag} {name}: is registered already; choose another name")
         self._entries[name] = entry
 
     def __getitem__(self, name: str) -> Entry:
-        """Return the entry of a name.
-
-        Raises:
-            ValueError: if there is none.
-        """
+        """Return the entry of a name; a ValueError if there is none."""
         entry = self._entries.get(name)
         if entry is None:
             raise ValueError(f"{self.flag} {name}: not one of {', '.join(self)}")

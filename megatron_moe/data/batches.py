@@ -34,10 +34,7 @@ Batch = dict[str, "Tensor | None"]
 def micro_batch_indices(
     consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int, num_samples: int
 ) -> Iterator[list[int]]:
-    """Yield the sample numbers of each micro-batch of one data-parallel rank.
-
-    The iterator ends where the remaining samples are too few for a micro-batch on every rank.
-    """
+    """Yield the sample numbers of a data-parallel rank's micro-batches, as long as each rank gets a whole one."""
     step = micro_batch_size * dp_size
     for first in range(consumed_samples, num_samples - step + 1, step):
         begin = first + dp_rank * micro_batch_size
@@ -45,10 +42,7 @@ def micro_batch_indices(
 
 
 class Reader:
-    """A reader of micro-batches, each packed as one int64 tensor [4, B, S] in the order of `KEYS`.
-
-    With `num_workers` > 0, forked processes read ahead.
-    """
+    """A reader of micro-batches, each int64 [4, B, S] in the order of `KEYS`; forked workers read ahead."""
 
     def __init__(
         self, dataset: Dataset, indices: Iterator[list[int]], vocab_size: int, num_workers: int, first: int = 0
@@ -234,10 +228,7 @@ class BatchIterator:
         samples_per_round: int,
         hashed_from: int | None = None,
     ) -> None:
-        """Initialise the iterator.
-
-        hashed_from: the position in a round of this rank's first sample where it hashes what it reads; else None.
-        """
+        """Initialise it. `hashed_from`: this rank's first place in a round where it hashes what it reads, else None."""
         self._reader = reader
         self._receive = receive
         self._samples_per_round = samples_per_round

@@ -190,11 +190,7 @@ def _of_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
 def _with_added_tokens(
     model: tokenizers.Tokenizer, padding: dict[str, Any] | None, folder: Path
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Add the tokens of the other files of a folder to the tokenizer of its `tokenizer.json`; return it and its roles.
-
-    Raises:
-        ConfigError: transformers would build another one.
-    """
+    """Add the tokens of a folder's other files to the tokenizer of its `tokenizer.json`; return it and its roles."""
     import tokenizers
 
     written, _ = _written(model)
@@ -242,7 +238,7 @@ def _with_added_tokens(
             # As the list of added tokens describes it where it is there.
             token = by_text.get(str(text_of_token(one)))
             if token is None:
-                token = tokenizers.AddedToken(one) if isinstance(one, str) else _token(one)
+                token = tokenizers.AddedToken(one, special=True) if isinstance(one, str) else _token(one)
             token.special = True
             added.append(token)
             texts.add(token.content)
@@ -272,11 +268,7 @@ def _token(said: dict[str, Any]) -> tokenizers.AddedToken:
 def _class_defaults(
     said: dict[str, Any], model_type: str | None, written: dict[str, Any], folder: Path
 ) -> dict[str, str]:
-    """Return the roles that the class of the folder fills by itself, having checked that it takes the file as written.
-
-    Raises:
-        ConfigError: the class may build something else.
-    """
+    """Return the roles that the class of the folder fills, having checked that it takes the file as written."""
     name = (said.get("tokenizer_class") or "").removesuffix("Fast")
     by_bytes = '"ByteLevel"' in json.dumps(written["pre_tokenizer"])
     is_qwen = name == "Qwen2Tokenizer" or model_type == "qwen2" or (not name and model_type in _QWEN_MODELS)

@@ -269,11 +269,7 @@ def sidecar_path(prefix: str) -> str:
 
 
 def read_sidecar(prefix: str) -> Sidecar | None:
-    """Return the sidecar of a dataset, or None where there is none.
-
-    Raises:
-        ConfigError: the file exists but is not a sidecar that this version reads.
-    """
+    """Return the sidecar of a dataset, None without one; a ConfigError if this version does not read it."""
     path = sidecar_path(prefix)
     if not os.path.exists(path):
         return None

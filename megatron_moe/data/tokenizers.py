@@ -185,11 +185,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
-    """GPT-2's byte-level BPE of a `vocab.json` and a `merges.txt`.
-
-    `<|endoftext|>` is both `eod` and `bos`. A text that contains it gets that id, as from transformers'
-    GPT2TokenizerFast.
-    """
+    """GPT-2's byte-level BPE of two files; `<|endoftext|>`, also where a text contains it, is `eod` and `bos`."""
 
     name = "GPT2BPETokenizer"
     _END = "<|endoftext|>"
@@ -299,10 +295,7 @@ def decode_runs(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int]
 def _special_token(
     model: str | Path, role: str, roles: dict[str, str], usual: tuple[str, ...], vocabulary: dict[str, int]
 ) -> int | None:
-    """Return the id of the special token of a role.
-
-    Where none is named, return that of the usual name in the vocabulary, if it has exactly one; otherwise None.
-    """
+    """Return the id of a role's token, else of the usual name, if the vocabulary has exactly one; else None."""
     if role in roles:
         if roles[role] not in vocabulary:
             raise ConfigError(f"--tokenizer-model {model}: {role} {roles[role]!r} is not in the vocabulary")

@@ -212,11 +212,7 @@ class SentencePieceModel:
 
     @classmethod
     def parse(cls, content: bytes) -> SentencePieceModel:
-        """Parse a model file.
-
-        Raises:
-            ValueError: it is no protocol buffer, or a piece is not as it has to be.
-        """
+        """Parse a model file; a ValueError if it is no protocol buffer, or a piece is not as it has to be."""
         model = _fields(content)
         pieces = []
         for piece in map(_fields, model.get(1, ())):
@@ -278,11 +274,7 @@ class SentencePieceModel:
         return result
 
     def _symbols(self, normalizer: tokenizers.normalizers.Normalizer) -> list[str]:
-        """Return the user-defined symbols, which SentencePiece takes out of a text as they are.
-
-        Raises:
-            ConfigError: the library cannot do that with one.
-        """
+        """Return the user-defined symbols, which SentencePiece takes out of a text; refuse what the library cannot."""
         symbols = [text for text, _, kind in self.pieces if kind == USER_DEFINED]
         for text in symbols:
             reason = None
@@ -329,11 +321,7 @@ class SentencePieceModel:
 
 
 def _fields(content: bytes) -> dict[int, list[Any]]:
-    """Return the values of a protocol buffer's message by field: int for varints, else bytes.
-
-    Raises:
-        ValueError: it is malformed.
-    """
+    """Return the values of a protocol buffer's message by field: int for varints, else bytes."""
     found: dict[int, list[Any]] = {}
     at = 0
     while at < len(content):

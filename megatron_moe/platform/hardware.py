@@ -78,10 +78,7 @@ def has_streams() -> bool:
 
 
 def on_cpu(tensor: Tensor) -> bool:
-    """Return whether a CPU works on this tensor.
-
-    That is so if it is in a CPU's memory, or on the meta device and there is no CUDA device, real or faked.
-    """
+    """Return whether a CPU works on this tensor: it is there, or on the meta device without a CUDA device."""
     return tensor.device.type == "cpu" or (tensor.is_meta and not has_cuda())
 
 
@@ -106,12 +103,7 @@ _ON_THE_CPU = f"set {host.VISIBLE}= (empty) to run on the CPU"
 
 
 def check_devices() -> None:
-    """Refuse this process's devices where a run on them would not be what was asked for.
-
-    Raises:
-        MachineError: torch cannot use the machine's NVIDIA devices and they are not hidden, or it can, and the launcher
-            gave this machine more ranks than it has devices, or did not number them.
-    """
+    """Refuse, by a MachineError, NVIDIA devices that torch cannot use and that are not hidden, and too many ranks."""
     if torch.cuda.is_available():
         _check_ranks(os.environ, torch.cuda.device_count())
     elif (expected := host.expected_devices(os.environ)) is not None:
@@ -294,10 +286,7 @@ def join(tensor: Tensor) -> Tensor:
 
 
 def keep(value: Any) -> None:
-    """Keep the memory of tensors for the current stream, which reads what others have written.
-
-    value: a tensor, or a tuple, list or dataclass of such; all else in it is passed over.
-    """
+    """Keep the memory of a tensor, or of all in a tuple, list or dataclass, for the current stream, which reads it."""
     if isinstance(value, Tensor):
         if value.is_cuda:
             value.record_stream(torch.cuda.current_stream())
@@ -406,11 +395,7 @@ def have_transformer_engine() -> bool:
 
 
 def require_transformer_engine(flag: str, instead: str) -> None:
-    """Refuse a flag, with its value as it is typed, that needs Transformer Engine where that cannot be used.
-
-    Raises:
-        ConfigError: it names `instead`, the flag that works without.
-    """
+    """Refuse a flag that needs Transformer Engine where it cannot be used; `instead` is the one that works."""
     why = why_no_transformer_engine()
     if why is not None:
         raise ConfigError(

@@ -57,10 +57,7 @@ def _attribute(module: Any, path: str, wanted: Any) -> Switch:
 
 
 def _reduction(dtype: str) -> Switch:
-    """Return the switch that lets cuBLAS add the parts of a split product in half precision.
-
-    A split as such stays allowed: its parts are then added in fp32. torch keeps both in one setting.
-    """
+    """Return the switch that lets cuBLAS add the parts of a split product in half precision; a split stays allowed."""
     module, name = torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction"
 
     def write(value: bool) -> None:
@@ -194,11 +191,7 @@ def differing(switches: dict[str, Any]) -> list[str]:
 
 
 def facts(deterministic: bool) -> dict[str, str]:
-    """Return what the bits of a run depend on in addition to its flags, ranks and versions; nothing without CUDA.
-
-    Args:
-        deterministic: whether the run has `--deterministic-mode`.
-    """
+    """Return what the bits of a run depend on besides its flags, ranks and versions; nothing without CUDA."""
     if not hardware.has_cuda():
         return {}
     return {

@@ -98,10 +98,7 @@ class Health:
 
     @property
     def worst(self) -> dict[str, float]:
-        """The worst layer's value of each figure; dead_experts and hot_experts are sums over the layers.
-
-        Figures that no layer has are left out.
-        """
+        """The worst layer's value of each known figure; dead_experts and hot_experts are sums over the layers."""
         of_layers = [layer.figures() for layer in self.layers.values()]
         worst = {}
         for name, combine in WORST_OF_LAYERS.items():
@@ -145,10 +142,7 @@ def scalars(health: Health) -> dict[str, float]:
 
 
 def summary_line(health: Health) -> str:
-    """Return the part of a log line about the health: the figures of the worst layer, "" where there are none.
-
-    MaxVio and dead experts are not among them: every line has the load and the empty experts.
-    """
+    """Return the part of a log line about the health: figures of the worst layer that not every line has, or ""."""
     worst = health.worst
     parts = []
     if health.gradient_swallowed:

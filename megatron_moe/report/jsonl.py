@@ -295,10 +295,7 @@ def _count(path: Path, up_to: int | None, totals: Totals | None = None) -> _Line
 
 
 def _cut(path: Path, lines: _Lines) -> int:
-    """Cut off the lines that are not kept; return their number.
-
-    A cut is whole or was not made, and needs no space, as a copy would.
-    """
+    """Cut off the lines that are not kept, which needs no space, as a copy would; return their number."""
     if lines.kept < lines.all:
         with open(path, "r+b") as file:
             file.truncate(lines.bytes_kept)

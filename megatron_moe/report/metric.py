@@ -97,11 +97,7 @@ class Metric:
     """The JSON line also has NAME_hex, the float's bits, so that two runs can be compared bit by bit, NaN included."""
 
     def value(self, facts: StepFacts) -> Any:
-        """Compute the value.
-
-        Raises:
-            MetricError: `compute` raised, or returned what cannot be written or shown.
-        """
+        """Compute the value; a MetricError if `compute` raised, or returned what cannot be written or shown."""
         assert self.compute is not None, self.name
         try:
             value = self.compute(facts)
@@ -399,20 +395,12 @@ def register_metric(metric: Metric) -> None:
 
 
 def unregister_metric(name: str) -> None:
-    """Take a metric out again that `register_metric` has added.
-
-    Raises:
-        ValueError: none of this name was added.
-    """
+    """Take out a metric that `register_metric` has added; a ValueError if there is none of this name."""
     if name not in _added:
         raise ValueError(f"metric {name}: none of this name was added; there are {', '.join(_added) or 'none'}")
     del _added[name]
 
 
 def with_added_metrics(facts: StepFacts) -> StepRecord:
-    """Return the record of a step with the metrics that a program added.
-
-    Raises:
-        MetricError: one of them failed.
-    """
+    """Return the record of a step with the metrics that a program added; a MetricError if one failed."""
     return facts.record.replace(extra={name: metric.value(facts) for name, metric in _added.items()})

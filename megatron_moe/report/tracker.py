@@ -66,11 +66,7 @@ Say = Callable[[str, str], None]
 
 
 def require_trackers(run: Run) -> None:
-    """Refuse a service whose package is missing, before anything is allocated; nothing is imported.
-
-    Raises:
-        ConfigError: the message names the flag.
-    """
+    """Refuse a service whose package is missing, by a ConfigError with the flag; nothing is imported."""
     flags = run.logging
     for flag, (module, package) in _PACKAGES.items():
         given = getattr(flags, flag)
@@ -471,10 +467,7 @@ class _Input:
 
 
 def _patiently(act: Callable[[], None], say: Say, at_end: threading.Event) -> None:
-    """Call `act` until it works, with the waits of `RETRY_SECONDS`, the first failure being reported.
-
-    At the end of the input it is tried once more, at once.
-    """
+    """Call `act` until it works, with waits of `RETRY_SECONDS`, and once more at the end; report the first failure."""
     for number, seconds in enumerate(RETRY_SECONDS):
         try:
             return act()

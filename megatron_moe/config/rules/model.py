@@ -208,10 +208,7 @@ def grouped_products_are_aligned(run: Run) -> None:
 
 @rule()
 def groups_serve_the_choice(run: Run) -> None:
-    """Require both flags of group-limited routing, equal groups, and that the chosen ones hold a token's K experts.
-
-    Each chosen group gives at least one of them.
-    """
+    """Require both flags of group-limited routing, equal groups, and that the chosen ones hold a token's K experts."""
     experts, topk = run.moe.num_experts, run.moe.moe_router_topk
     groups, group_topk = run.moe.moe_router_num_groups, run.moe.moe_router_group_topk
     if experts is None or (groups is None and group_topk is None):

@@ -168,10 +168,7 @@ _FREEZE, _TIED = "freeze", "untie_embeddings_and_output_weights"
 
 @rule()
 def frozen_parts_are_tried(run: Run) -> None:
-    """Require patterns that match parameters, and refuse frozen ones with what has not been written or tried.
-
-    A tied embedding and output layer are both frozen or none, on one stage of the pipeline.
-    """
+    """Require patterns that match parameters, and refuse frozen ones with what has not been written or tried."""
     if not run.optimizer.freeze:
         return
     for pattern in run.optimizer.freeze:
@@ -370,10 +367,7 @@ unread(
 
 @rule()
 def fp8_is_for_bf16_products(run: Run) -> None:
-    """Require what FP8 is computed for: products of a bf16 model that are not to be fp32, by a kernel that has FP8.
-
-    Transformer Engine has to cut the experts' matrices where our own kernels do.
-    """
+    """Require what FP8 is computed for: products of a bf16 model that are not to be fp32, by a kernel that has FP8."""
     if run.precision.fp8_format is None:
         return
     if not run.precision.bf16:

@@ -1,7 +1,7 @@
 """What a rule is, how it is added, worded and checked; and the rules about single values, which come first.
 
-A rule is a function that raises a `Refusal` if a run breaks it: the settings, why, and a setting that works. Rules are
-checked in the order in which they are written, file by file.
+A rule is a function that raises a `Refusal` if a run breaks it: the settings, why, and a setting that works; one that
+computes nothing is declared with `refuse` or `unread`. Rules are checked in the order in which they are written.
 """
 
 from __future__ import annotations

@@ -98,10 +98,7 @@ def tokenizer_is_given(run: Run) -> None:
 
 @rule(needs=FILES)
 def tokenizer_files_go_with_their_type(run: Run) -> None:
-    """Require the files of a tokenizer that is read from files; refuse files that it does not read.
-
-    A null tokenizer has a size and no file.
-    """
+    """Require the files of a tokenizer that is read from files; refuse files that it does not read."""
     kind = run.data.tokenizer_type
     needed = TOKENIZER_FILES.get(kind or "", ())
     missing = [name for name in needed if value(run, name) is None]

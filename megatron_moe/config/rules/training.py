@@ -335,10 +335,7 @@ refuse(
 
 @rule()
 def offloaded_modules_are_kept(run: Run) -> None:
-    """Refuse to offload what the model does not have, another module keeps, or recomputation does not keep.
-
-    Of its products in FP8 Transformer Engine keeps other tensors than the inputs.
-    """
+    """Refuse to offload what the model does not have, another module keeps, or recomputation does not keep."""
     modules = (run.training.offload_modules or ()) if run.training.fine_grained_activation_offloading else ()
     of_experts = [name for name in modules if name in ("expert_fc1", "moe_act")]
     if of_experts and run.moe.num_experts is None:
