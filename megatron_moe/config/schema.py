@@ -428,7 +428,7 @@ class DerivedSettings:
         return self._parameters(padded_vocab, self._run.moe.moe_router_topk)
 
     def training_bytes(self, padded_vocab: int) -> int:
-        """Return the least bytes of training over all ranks: weights, gradients, main weights and moments, once each."""
+        """Return the least bytes of training over all ranks: of weights, gradients, main weights and moments."""
         width = 4 if self.params_dtype_name == "float32" else 2
         if self._run.optimizer.freeze:  # gradients and moments of some; the weights of all
             return width * self.parameter_count(padded_vocab)
