@@ -51,9 +51,9 @@ def is_hub_name(text: str) -> bool:
     return _HUB_NAME.fullmatch(text) is not None and not Path(text).parent.exists()
 
 
-def how_to_download(name: str, what: str = "model") -> str:
-    """Return what to do with the name of a model or a dataset of a hub where a folder is expected."""
-    folder, kind = Path(name).name, "" if what == "model" else f"--repo-type {what} "
+def how_to_download(name: str, what: str = "model", only: str = "") -> str:
+    """Return what to do with a name of a hub where a folder is expected; `only` chooses files, with a last space."""
+    folder, kind = Path(name).name, only if what == "model" else f"--repo-type {what} "
     return (
         f"nothing is downloaded: if it is a {what} of the hub, then on a machine with network `hf download {name} "
         f"{kind}--local-dir {folder}`, copy the folder here, and give {folder}"

@@ -6,14 +6,7 @@ that get the events of the run with `pretrain(run, also=[sink])`, each a `Sink`.
 
 from __future__ import annotations
 
-from megatron_moe.report.metric import (
-    ExpertLoad,
-    Metric,
-    MetricError,
-    StepFacts,
-    register_metric,
-    unregister_metric,
-)
+from megatron_moe.report.metric import ExpertLoad, Metric, MetricError, StepFacts, register_metric, unregister_metric
 from megatron_moe.report.records import EvalRecord, StepRecord
 from megatron_moe.report.sink import Sink
 

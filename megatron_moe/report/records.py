@@ -115,11 +115,7 @@ class EventRecord:
 
 
 def exact(record: StepRecord) -> dict[str, Any]:
-    """Return the values of a step that two runs must agree on to the bit, as plain values.
-
-    Checkpoints keep them, and `verify-resume` compares them. Floats are float.hex, so that NaN and infinity can be
-    compared too.
-    """
+    """Return the values of a step that two runs must agree on to the bit; floats as float.hex, NaN among them."""
     return {
         "iteration": record.iteration,
         "consumed_samples": record.consumed_samples,

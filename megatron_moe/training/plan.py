@@ -19,8 +19,7 @@ from megatron_moe.data.checks import (
     check_data,
     data_fingerprint,
     read_sources,
-    require_same_data,
-    require_same_order,
+    require_same_samples,
     require_sequence,
 )
 from megatron_moe.data.tokenizer_choice import build_tokenizer
@@ -196,8 +195,7 @@ def same_data_notes(run: Run, data: Fingerprint, start_from: CheckpointPlan) -> 
     saved, notes = source.state.get("data", {}), []
     if run.data.mock_data and (other := other_source(source.state.get("versions", {}))):
         notes.append(f"WARNING: --mock-data: {source.step} is of another version, which may draw other tokens: {other}")
-    notes += require_same_data(run, data, saved, str(source.step))
-    return notes + require_same_order(run, data, source.config, saved, str(source.step))
+    return notes + require_same_samples(run, data, source.config, saved, str(source.step))
 
 
 def evaluates_test_split(run: Run) -> bool:

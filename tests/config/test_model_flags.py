@@ -26,7 +26,6 @@ NOT_READ = {
     "pretrained_checkpoint": "the command line makes it --load and --finetune where --load has no step yet",
     "use_rope_scaling": "a rule refuses it, but for latent attention, which does not read it",
     "fp8_param_gather": "the command line leaves it out with a note, and a rule refuses it",
-    "valid_data_path": "read by its name, with those of the other splits (data/checks.py)",
 }
 
 

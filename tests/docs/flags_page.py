@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
-from megatron_moe.config.command_line import help_page
+from megatron_moe.config.command_line import entries
 from megatron_moe_tools import compat
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
+
+
+def help_page(parser: argparse.ArgumentParser) -> str:
+    """Return docs/flags.md: every flag with its values, default and meaning."""
+    every = entries(parser)
+    lines = [
+        "# Flags",
+        "",
+        "Every flag of `pretrain_moe.py`, and so each key of a `--config` file (without the dashes). Written by",
+        "`python -m tests.docs.flags_page` from the schema in `megatron_moe/config/`; `make check` compares.",
+        "Megatron-LM's other flags: `megatron-moe flags FLAG`, or `megatron-moe train --help FLAG`.",
+    ]
+    for group in dict.fromkeys(entry.group for entry in every):
+        lines += ["", f"## {group}", "", "| flag | meaning |", "|---|---|"]
+        for entry in every:
+            if entry.group == group:
+                cells = [f"`{entry.typed}`", entry.text]
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def main(arguments: list[str]) -> int:
