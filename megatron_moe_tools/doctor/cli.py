@@ -145,7 +145,10 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
     given, defaults = flatten(own), flatten(Run())
     ranks = max(layout.ranks for layout in layouts)
     sizes = ", ".join(f"{name} {flatten(copy)[name]}" for name in _SIZES_SHOWN)
-    models = {layout.model: MODELS[layout.model] for layout in layouts if layout.model}
+    models = {}
+    for layout in layouts:
+        if layout.model:
+            models[layout.model] = MODELS[layout.model]
     if models:
         say(f"small copies of models: {', '.join(models)}; demo: {sizes}")
     else:

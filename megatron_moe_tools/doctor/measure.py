@@ -562,7 +562,10 @@ class AssembledModel:
     ) -> None:
         """Record that two ranks hold a quantity with other bits."""
         one, other = places[ranks[0]], places[ranks[1]]
-        axes = [axis.upper() for axis in AXES if one[f"{axis}_rank"] != other[f"{axis}_rank"]]
+        axes = []
+        for axis in AXES:
+            if one[f"{axis}_rank"] != other[f"{axis}_rank"]:
+                axes.append(axis.upper())
         along = " and ".join(axes) or "no axis"
         detail = f"ranks {ranks[0]} and {ranks[1]}, which differ along {along}, should hold the same bits"
         self.differences.append(LayoutDifference(f"copies of {quantity}", name, step, error, 0.0, detail))

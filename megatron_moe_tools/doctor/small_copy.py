@@ -83,8 +83,11 @@ def small_copy(run: Run) -> Run:
 
 def changed_fields(run: Run, copy: Run) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which the small copy differs, with both values."""
-    before, after = flatten(run), flatten(copy)
-    return {name: (value, after[name]) for name, value in before.items() if value != after[name]}
+    after, changed = flatten(copy), {}
+    for name, value in flatten(run).items():
+        if value != after[name]:
+            changed[name] = (value, after[name])
+    return changed
 
 
 def _sizes(run: Run) -> dict[str, Any]:
