@@ -29,7 +29,10 @@ from megatron_moe_tools.plan.layouts import (
     RECOMPUTATION,
     Machine,
     brief,
+    layer_shardings,
+    layouts,
     legal,
+    no_layout,
     recomputed,
     require_legal,
     spelled,
@@ -154,8 +157,6 @@ def _main(argv: list[str]) -> int:
         say(note)
     run = replace(run, **instead)
     vocabulary(run)
-    if flags.fit is None:
-        require_legal(run, flags.world_size)
     machine = Machine(
         device=flags.device,
         gpus_per_node=flags.gpus_per_node,
@@ -165,6 +166,15 @@ def _main(argv: list[str]) -> int:
         imbalance=flags.imbalance,
         **{name: getattr(flags, name) or getattr(Machine, name) for name in _OF_SEARCH},
     )
+    if flags.fit is None:
+        require_legal(run, flags.world_size)
+    else:
+        # All layouts train on the same batch, which the run would take as it is.
+        batch = run.training.global_batch_size or max(1, run.derived.global_batch_size(flags.world_size))
+        run = replace(run, global_batch_size=batch)
+        shardings = layer_shardings(run, flags.world_size, machine)
+        if next(layouts(run, flags.world_size, machine, shardings, 1.0), None) is None:
+            raise no_layout(run, flags.world_size)
     with warnings.catch_warnings(), _progress():
         # The engine's advice is for those who wrote its configuration.
         warnings.filterwarnings("ignore", module=r"megatron\.core")
@@ -184,9 +194,6 @@ def _fit(run: Run, machine: Machine, rest: list[str], flags: argparse.Namespace)
     """Return the plan of the fastest layout that fits, or of the least; print it with the flags that ask for it."""
     from megatron_moe_tools.plan.fit import fitted_plan
 
-    # All layouts train on the same batch, which the run would take as it is.
-    batch = run.training.global_batch_size or max(1, run.derived.global_batch_size(flags.world_size))
-    run = replace(run, global_batch_size=batch)
     fitted, plan = fitted_plan(run, flags.world_size, machine, flags.alternatives)
     added = spelled(compat.parse(rest, _architecture, flags.world_size), fitted)
     # What is printed is what was planned: the same parser reads it, and the rules allow it.

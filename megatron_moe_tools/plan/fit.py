@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.rules.rule import spelled as spelled_field
@@ -37,6 +36,7 @@ from megatron_moe_tools.plan.layouts import (
     layouts,
     legal,
     module_sets,
+    no_layout,
     offloadable,
 )
 from megatron_moe_tools.plan.plan import FILLED, PlannedMemory, make_plan, peak_gib, rank_memory
@@ -287,11 +287,7 @@ def fitted_plan(run: Run, world_size: int, machine: Machine, others: int) -> tup
                 f"--host-memory-gib {machine.host_memory_gib:g}, --optimizer-cpu-offload: is less than offloading takes"
                 " of a machine in any layout; use more ranks, or drop the offload"
             )
-        rules.check_layout(run, world_size)  # a rule that the flags break as they are says more
-        raise ConfigError(
-            f"--world-size {world_size}, --global-batch-size {run.training.global_batch_size}: the rules allow no "
-            "layout of these ranks with the flags that are given; give fewer of them, or another batch"
-        )
+        raise no_layout(run, world_size)
     fitted = chosen.layout.run(run, chosen.modules)
     plan = make_plan(fitted, world_size, machine, search.known)
 

@@ -383,6 +383,15 @@ def layer_shardings(run: Run, world_size: int, machine: Machine) -> list[LayerSh
     return found
 
 
+def no_layout(run: Run, world_size: int) -> ConfigError:
+    """Return the error where the rules allow no layout. Raises ConfigError: a rule that the flags break as they are."""
+    rules.check_layout(run, world_size)
+    return ConfigError(
+        f"--world-size {world_size}, --global-batch-size {run.training.global_batch_size}: the rules allow no layout "
+        "of these ranks with the flags that are given; give fewer of them, or another batch"
+    )
+
+
 def layouts(
     run: Run, world_size: int, machine: Machine, shardings: Sequence[LayerSharding], head: float
 ) -> Iterator[SearchedLayout]:

@@ -47,6 +47,8 @@ def drawn(generator: torch.Generator, group_score: str) -> tuple[Any, torch.Tens
         group_topk=group_topk,
         group_score=group_score,
         scaling_factor=pick(None, 2.5),
+        force_load_balancing=False,
+        sinkhorn=False,
     )
     logits = torch.randn(TOKENS, groups * size, generator=generator) * pick(0.5, 2.0, 8.0)
     bias = torch.randn(groups * size, generator=generator) / 4 if function == "sigmoid" and pick(True, False) else None
