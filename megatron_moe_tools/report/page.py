@@ -139,7 +139,7 @@ def _of_steps(state: RunState) -> list[RunFinding]:
 
 def _of_skipped(state: RunState) -> RunFinding:
     """Return what the skipped steps mean: fp16 begins with some while its loss scale falls, others are faults."""
-    watch, page = state.watch, "precision.md#a-step-is-a-transaction"
+    watch, page = state.watch, "guides/precision.md#a-step-is-a-transaction"
     text = f"{_count(watch.skipped, 'step')} of {state.count:,} skipped, the last at {watch.last_skipped or 0:,}"
     fp16 = (state.info.get("all_flags") or {}).get("fp16") or state.last.get("loss_scale", 1.0) != 1.0
     usual = _SKIPPED_IN_A_ROW_FP16 if fp16 else _SKIPPED_IN_A_ROW
@@ -184,7 +184,7 @@ def _of_experts(state: RunState) -> list[RunFinding]:
     load = state.experts.load()
     if load is None:
         return []
-    page, layers, found = "balancing.md", state.loads.layers, []
+    page, layers, found = "guides/balancing.md", state.loads.layers, []
     dead = state.experts.dead().sum(axis=1)
     if dead.any():
         worst = int(dead.argmax())

@@ -146,7 +146,7 @@ def test_the_contract_says_whose_gradients_are_rounded_before_they_are_added() -
 
 
 def test_docs_hold_the_table_of_the_demo() -> None:
-    assert table.markdown(cli.parse(["--preset", "demo"])) in (ROOT / "docs" / "precision.md").read_text()
+    assert table.markdown(cli.parse(["--preset", "demo"])) in (ROOT / "docs" / "reference" / "precision.md").read_text()
 
 
 def test_print_precision_needs_no_data_and_no_ranks_and_refuses_contradictions(capsys: Any) -> None:
