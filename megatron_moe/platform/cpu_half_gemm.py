@@ -79,7 +79,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 # In fp32 each group has copies of its own, so that those of all rows and matrices are never there together. Natively,
 # oneDNN keeps up to 1,024 products and torch as many descriptions of them, a quarter of a megabyte each, for shapes of
 # which most do not come again; spread over the heap they cost as much again, and making them takes a fifth of a small
-# model's step (docs/precision.md). A group is therefore multiplied as numbers of rows that come again: with a matrix in
+# model's step. A group is therefore multiplied as numbers of rows that come again: with a matrix in
 # pieces, each a power of two; a sum over rows, which is rounded once, as one piece that is filled up. What fills it up
 # changes nothing: a row of a product depends on no other row, and a sum over rows gets zeros added.
 

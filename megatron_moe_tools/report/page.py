@@ -190,7 +190,7 @@ def _of_experts(state: RunState) -> list[RunFinding]:
     load = state.experts.load()
     if load is None:
         return []
-    page, layers, found = "balancing.md", state.loads.layers, []
+    page, layers, found = "guides/balancing.md", state.loads.layers, []
     dead = state.experts.dead().sum(axis=1)
     if dead.any():
         worst = int(dead.argmax())
