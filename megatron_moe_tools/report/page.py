@@ -153,7 +153,7 @@ def _of_steps(state: RunState) -> list[RunFinding]:
         lost = f"{duration_text(watch.seconds_lost)} of {duration_text(state.seconds)}"
         text = f"{_count(watch.slow, 'slow step')} cost {lost}"
         do = "--timing-log-level 1 says which part of a step is slow"
-        found.append(RunFinding("attention", text, "seconds", do, "gpu.md#host-synchronisation"))
+        found.append(RunFinding("attention", text, "seconds", do, "internals/gpu_paths.md#host-synchronisation"))
     if state.bad_lines:
         found.append(
             RunFinding("attention", f"{_count(state.bad_lines, 'line')} of its files could not be read", "loss")
