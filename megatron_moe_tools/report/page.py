@@ -112,7 +112,7 @@ def _of_steps(state: RunState) -> list[RunFinding]:
         count = _count(watch.not_finite, "step")
         text = f"{count} had a loss that is NaN or infinite, the first at {watch.first_not_finite:,}"
         do = "see which batch, and whether --on-nan skips it"
-        found.append(RunFinding("bad", text, "loss", do, "reliability.md#r7-nan-and-inf"))
+        found.append(RunFinding("bad", text, "loss", do, "guides/faults.md#nan-and-infinity"))
     if watch.skipped:
         found.append(_of_skipped(state))
     if state.count and not watch.not_finite and not watch.skipped:
@@ -121,7 +121,7 @@ def _of_steps(state: RunState) -> list[RunFinding]:
         places = ", ".join(f"{iteration:,}" for iteration, _ in list(watch.spikes)[-5:])
         text = f"the loss jumped {_count(watch.spike_count, 'time')}, last at {places}"
         do = "--loss-spike-factor keeps the batch of such a step; a lower --lr or more warm-up helps"
-        found.append(RunFinding("attention", text, "loss", do, "reliability.md#what-happens-and-the-flag-for-it"))
+        found.append(RunFinding("attention", text, "loss", do, "guides/faults.md#what-happens-and-the-flag-for-it"))
     if watch.norm_spikes:
         text = f"the gradient norm was over 8 times its median at {_count(watch.norm_spikes, 'step')}"
         found.append(RunFinding("attention", text, "grad_norm", "look at the loss at the same steps"))
@@ -129,7 +129,7 @@ def _of_steps(state: RunState) -> list[RunFinding]:
         lost = f"{duration_text(watch.seconds_lost)} of {duration_text(state.seconds)}"
         text = f"{_count(watch.slow, 'slow step')} cost {lost}"
         do = "--timing-log-level 1 says which part of a step is slow"
-        found.append(RunFinding("attention", text, "seconds", do, "gpu.md#host-synchronisation"))
+        found.append(RunFinding("attention", text, "seconds", do, "guides/gpu.md#host-synchronisation"))
     if state.bad_lines:
         found.append(
             RunFinding("attention", f"{_count(state.bad_lines, 'line')} of its files could not be read", "loss")
@@ -139,7 +139,7 @@ def _of_steps(state: RunState) -> list[RunFinding]:
 
 def _of_skipped(state: RunState) -> RunFinding:
     """Return what the skipped steps mean: fp16 begins with some while its loss scale falls, others are faults."""
-    watch, page = state.watch, "precision.md#a-step-is-a-transaction"
+    watch, page = state.watch, "guides/precision.md#a-step-is-a-transaction"
     text = f"{_count(watch.skipped, 'step')} of {state.count:,} skipped, the last at {watch.last_skipped or 0:,}"
     fp16 = (state.info.get("all_flags") or {}).get("fp16") or state.last.get("loss_scale", 1.0) != 1.0
     usual = _SKIPPED_IN_A_ROW_FP16 if fp16 else _SKIPPED_IN_A_ROW
@@ -184,7 +184,7 @@ def _of_experts(state: RunState) -> list[RunFinding]:
     load = state.experts.load()
     if load is None:
         return []
-    page, layers, found = "balancing.md", state.loads.layers, []
+    page, layers, found = "guides/balancing.md", state.loads.layers, []
     dead = state.experts.dead().sum(axis=1)
     if dead.any():
         worst = int(dead.argmax())
@@ -218,7 +218,7 @@ def _of_attempts(state: RunState, status: dict[str, str]) -> list[RunFinding]:
     if len(attempts) > 1:
         killed = sum(attempt.get("ending") is None for attempt in attempts[:-1])
         text = f"{len(attempts)} attempts, {killed} of them killed"
-        found.append(RunFinding("attention" if killed else "good", text, "attempts", "", "reliability.md"))
+        found.append(RunFinding("attention" if killed else "good", text, "attempts", "", "guides/faults.md"))
     faults = state.event_counts["fault"]
     if faults:
         last = ""
@@ -228,12 +228,12 @@ def _of_attempts(state: RunState, status: dict[str, str]) -> list[RunFinding]:
         if len(last) > _MOST_TEXT:
             last = f"{last[:_MOST_TEXT]}..."
         text = f"{_count(faults, 'fault')} recorded, the last: {last}"
-        found.append(RunFinding("attention", text, "events", "the table of events has each", "reliability.md"))
+        found.append(RunFinding("attention", text, "events", "the table of events has each", "guides/faults.md"))
     if status["state"] in ("failed", "killed"):
         how = {"failed": "failed", "killed": "was killed"}[status["state"]]
         do = "the same command goes on from the last checkpoint, where --save and --load are given"
         text = f"the last attempt {how} {_at(state)}".rstrip()
-        found.append(RunFinding("bad", text, "attempts", do, "reliability.md"))
+        found.append(RunFinding("bad", text, "attempts", do, "guides/faults.md"))
     return found
 
 
