@@ -103,7 +103,7 @@ def test_an_illegal_layout_is_refused_with_legal_ones_nearby(capsys):
 
 def example(page, start):
     """A command on a page, and the lines that the page says it prints."""
-    pattern = rf"```\nmegatron-moe plan ({start} .*?)```\n\n```text\n(.*?)```"
+    pattern = rf"```(?:bash)?\nmegatron-moe plan ({start} .*?)```\n\n```text\n(.*?)```"
     command, printed = re.search(pattern, (ROOT / page).read_text(encoding="utf-8"), re.DOTALL).groups()
     return shlex.split(command.replace("\\\n", "")), [line for line in printed.splitlines() if line != "..."]
 
