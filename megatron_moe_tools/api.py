@@ -78,7 +78,7 @@ class Settings:
 
         Args:
             flags: ours, Megatron-LM's, or both.
-            changes: flags by name, which win: `train_iters=20`, `bf16=True`, `lr=None` for a flag to unset.
+            changes: flags by name, which win: `train_iters=20`, `bf16=True`, `save=None` for a flag to unset.
 
         Raises:
             ConfigError: a name or a value is not known.
@@ -321,9 +321,9 @@ def train(
             raise ConfigError(f"--{name.replace('_', '-')}: prints a table and trains nothing; use the command line")
     rules.check(run, world_size)
     check_start(run, world_size, local_world_size(world_size))
-    require_rendezvous(world_size)
-    if world_size == 1:
-        groups.destroy()  # of a model that was used in this process
+    if not dist.is_initialized():
+        require_rendezvous(world_size)
+    _leave()
     records, kept = _Records(), _KeepsModel()
     summary = pretrain(
         run,
@@ -357,7 +357,13 @@ def load_model(path: str | Path, *, dtype: str = "float32", ckpt_step: int | Non
     if dtype not in PRECISION_FLAGS:
         raise ConfigError(f"dtype {dtype}: choose one of {', '.join(PRECISION_FLAGS)}")
     source = locate(Path(path), ckpt_step)
-    found = open_model(source, getattr(torch, dtype))
+    _leave()
+    try:
+        found = open_model(source, getattr(torch, dtype))
+    except BaseException:
+        groups.destroy()
+        raise
+    _joined.append(found.run)
     try:
         tokenizer: Tokenizer | None = tokenizer_of_model(source)
     except ConfigError:  # a model without one takes ids
@@ -395,7 +401,19 @@ def _of_texts(tokenizer: Tokenizer | None) -> Tokenizer | None:
     return None if tokenizer is None or tokenizer.name == "NullTokenizer" else tokenizer
 
 
+_joined: list[Run] = []
+"""The run that the process groups of this process were made for, while a model of one process has some."""
+
+
 def _join(run: Run) -> None:
-    """Have the process groups of one process, which a forward pass needs; `train` makes them anew."""
+    """Make the process groups of one process, which a forward pass needs, where there are none."""
     if not dist.is_initialized():
         groups.initialize(run)
+        _joined.append(run)
+
+
+def _leave() -> None:
+    """Remove the groups that `_join` made: a run makes its own."""
+    if _joined:
+        groups.destroy()
+        _joined.clear()

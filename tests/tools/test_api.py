@@ -60,10 +60,11 @@ def test_settings_are_the_command_lines_and_changes_win(tmp_path: Path) -> None:
     of_file = mm.Settings.from_yaml(tmp_path / "run.yaml", lr=0.25, keep_fp32=["router"], bf16=True)
     text = "--preset tiny --lr 0.25 --mock-data --vocab-size 64 --keep-fp32 router --bf16"
     assert of_file.flat() == mm.Settings.from_flags(text).flat()
-    changed = of_file.replace(bf16=False, lr=None, keep_fp32=None, moe_layer_freq="[0]+[1]*3")
+    changed = of_file.replace(bf16=False, lr=0.5, keep_fp32=None, moe_layer_freq="[0]+[1]*3")
     assert changed.flat() == mm.Settings.from_flags(changed.command).flat()
-    assert (changed.run.precision.bf16, changed.run.optimizer.lr) == (False, None)
-    assert mm.Settings.from_flags("--preset tiny --topk 4").run.moe.moe_router_topk == 4  # not ours: Megatron-LM's
+    assert (changed.run.precision.bf16, changed.run.optimizer.lr) == (False, 0.5)
+    megatrons = mm.Settings.from_flags("--preset tiny --recompute-activations")  # a flag of Megatron-LM's alone
+    assert megatrons.run.training.recompute_granularity == "selective"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_settings_are_the_command_lines_and_changes_win(tmp_path: Path) -> None:
         ({"moe_router_topkk": 4}, "--moe-router-topk"),
         ({"moe_router_topk": "many"}, "--moe-router-topk"),
         ({"expert_model_parallel_size": 3}, "--expert-model-parallel-size 3"),
-        ({"program_data": True, "mock_data": None}, "--program-data"),
+        ({"program_data": True, "mock_data": False}, "--program-data"),
         ({"print_precision": True}, "use the command line"),
     ],
 )
@@ -112,7 +113,7 @@ def test_data_loss_and_optimizer_of_a_program_give_the_same_numbers_on_every_lay
     )
     for layout in layouts:
         first, second = gloo.run(2, on_ranks, parts=parts, flags={**flags, **layout})
-        torch.testing.assert_close(first[:2], whole[:2], rtol=2e-6, atol=0)
+        torch.testing.assert_close(first[:2], whole[:2], rtol=1e-5, atol=0)
         assert second[0] == [] and "load_model" in first[2] and "load_model" in second[2]
     unscaled = gloo.run(1, on_ranks, parts={"data": SAMPLES}, flags=flags)[0]
     torch.testing.assert_close(unscaled[0][0], 2 * whole[0][0], rtol=1e-6, atol=0)
@@ -164,7 +165,7 @@ def test_the_trained_model_is_the_saved_one_and_can_be_exported(run: Any, tmp_pa
     assert torch.equal(loaded.logits("ab"), expected)
     text = trained.generate("ab", max_new_tokens=5)
     assert text == loaded.generate("ab", max_new_tokens=5)
-    assert trained.generate([97, 98], max_new_tokens=2) == trained.tokenizer.tokenize(text)[:2]
+    assert trained.tokenizer.detokenize(trained.generate([97, 98], max_new_tokens=5)) == text
     for number, model in enumerate((trained, run.checkpoint)):
         folder = mm.save_hf(model, tmp_path / str(number))
         again = mm.load_model(folder, dtype="bfloat16")
