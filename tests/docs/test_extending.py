@@ -21,7 +21,7 @@ from megatron_moe.hf import config as hf_config
 from megatron_moe.hf.families import FAMILIES
 from tests.helpers.sources import ROOT
 
-PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "internals" / "extending.md").read_text(encoding="utf-8")
 
 # ---- the page's blocks of lines, applied to a copy of the package
 
