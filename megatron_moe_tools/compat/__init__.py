@@ -76,7 +76,7 @@ def parser() -> Parser:
     start.add_argument(
         "--defaults",
         metavar="{" + ",".join(megatron_settings.NAMES) + "}",
-        help="whose defaults to use for what nothing else sets (default: ours; docs/start/from_megatron.md lists the others)",
+        help="whose defaults to use for what nothing else sets (default: ours; docs/reference/megatron_defaults.md lists the others)",
     )
     start.add_argument(
         "--deepspeed-config",
