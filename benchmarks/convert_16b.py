@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shutil
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from benchmarks.measured_process import measured
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.hf.config import config_of
@@ -34,6 +37,14 @@ ROOT = Path(__file__).resolve().parents[1]
 FAMILY = FAMILIES["deepseek-v2"]
 SHARD = 5 * 10**9
 GIB = 2**30
+# A process starts with the peak of its parent on record, so a small interpreter is put between, which has hardly any.
+_BETWEEN = """
+import json, resource, subprocess, sys
+status = subprocess.call(sys.argv[2:])
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+with open(sys.argv[1], "w") as file:
+    json.dump([status, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024], file)
+"""
 
 
 def model(layers: int) -> Run:
@@ -77,13 +88,21 @@ def converted(origin: str, load: Path, save: Path, limit: int) -> dict[str, Any]
     """Run the tool and measure it."""
     target = "native" if origin == "hf" else "hf"
     command = [sys.executable, "-m", "megatron_moe", "convert", "--from", origin, "--to", target]
-    ran = measured([*command, "--load", str(load), "--save", str(save)], ROOT, limit=limit, quiet=False)
-    if ran.status != 0:
-        raise SystemExit(f"the conversion ended with {ran.status}")
+    command += ["--load", str(load), "--save", str(save)]
+    with tempfile.NamedTemporaryFile() as told:
+        between = [sys.executable, "-I", "-S", "-c", _BETWEEN, told.name, *command]
+        started = time.monotonic()
+        subprocess.run(
+            between, cwd=ROOT, check=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        )
+        seconds = time.monotonic() - started
+        status, processor_seconds, peak_bytes = json.load(told)
+    if status != 0:
+        raise SystemExit(f"the conversion ended with {status}")
     return {
-        "seconds": round(ran.seconds, 1),
-        "processor_seconds": round(ran.processor_seconds, 1),
-        "peak_gib": round(ran.peak_bytes / GIB, 2),
+        "seconds": round(seconds, 1),
+        "processor_seconds": round(processor_seconds, 1),
+        "peak_gib": round(peak_bytes / GIB, 2),
     }
 
 

@@ -3,8 +3,8 @@
     make demo                                       # prepares corpus, tokenizer and tokens in runs/demo
     python -m benchmarks.optimizer_losses [--rates 1e-3 2e-3 4e-3] [--train-iters 400] [-- flags for pretrain_moe.py]
 
-Each optimizer is compared at its own best rate. What a difference is worth is in docs/guides/precision.md: five orders of
-summation spread one training's loss over 0.12 %.
+Each optimizer is compared at its own best rate. What a difference is worth is in
+docs/reference/figures/precision.md: five orders of summation spread one training's loss over 0.12 %.
 """
 
 from __future__ import annotations

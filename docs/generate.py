@@ -11,12 +11,12 @@ from pathlib import Path
 
 import yaml
 
-from megatron_moe.config.command_line import help_page
+from megatron_moe.config.command_line import entries
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build
 from megatron_moe.hf.families import FAMILIES, REFUSED, Family, family_of_run
-from megatron_moe.precision import table as contract
+from megatron_moe.precision.table import contract
 from megatron_moe_tools import compat
 from megatron_moe_tools.compat.megatron_settings import DEFAULTS
 
@@ -28,7 +28,7 @@ NOTE = "<!-- written by `python docs/generate.py` -->"
 def pages() -> dict[Path, str]:
     """Return every generated page: its path and its text."""
     reference = DOCS / "reference"
-    found = {reference / "flags.md": help_page(compat.parser())}
+    found = {reference / "flags.md": flags_page()}
     found[reference / "megatron_defaults.md"] = megatron_defaults_page()
     published = sorted(name for name in PRESETS if (RECIPES / f"{name}.yaml").exists())
     for name in published:
@@ -43,6 +43,26 @@ def pages() -> dict[Path, str]:
         found[topic.with_suffix(".md")] = figures_page(topic)
     found[reference / "figures" / "index.md"] = figures_index(topics)
     return {path: text.rstrip() + "\n" for path, text in found.items()}
+
+
+def flags_page() -> str:
+    """Return the page of flags, by group, with values, defaults and meaning."""
+    every = entries(compat.parser())
+    lines = [
+        "# Flags",
+        "",
+        NOTE,
+        "",
+        "Every flag of `pretrain_moe.py`, and so each key of a `--config` file (without the dashes). Megatron-LM's",
+        "other flags: `megatron-moe flags FLAG`, or `megatron-moe train --help FLAG`.",
+    ]
+    for group in dict.fromkeys(entry.group for entry in every):
+        lines += ["", f"## {group}", "", "| flag | meaning |", "|---|---|"]
+        for entry in every:
+            if entry.group == group:
+                cells = [f"`{entry.typed}`", entry.text]
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
 
 
 def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -135,9 +155,8 @@ batch sizes and learning rates. Parameters are counted without multi-token predi
 def family_page(family: Family, published: list[str]) -> str:
     """Return the page of a family: what is read, and what is refused."""
     facts = yaml.safe_load((DOCS / "families.yaml").read_text())[family.name]
-    presets = [
-        f"[{name}](../presets/{name}.md)" for name in published if family_name(build(PRESETS[name])) == family.name
-    ]
+    members = [name for name in published if family_name(build(PRESETS[name])) == family.name]
+    presets = [f"[{name}](../presets/{name}.md)" for name in members]
     rows = [
         ("class", f"`{family.architecture}`"),
         ("`model_type`", ", ".join(f"`{kind}`" for kind in family.model_types)),
@@ -196,7 +215,10 @@ def megatron_defaults_page() -> str:
 
 def precision_page() -> str:
     """Return the precision contract of a bf16 run."""
-    run = build({**PRESETS["deepseek-v3"], "bf16": True})
+    columns = ("name", "stored", "computed", "accumulated", "reduced", "saved", "note")
+    rows = []
+    for row in contract(build({**PRESETS["deepseek-v3"], "bf16": True})):
+        rows.append(tuple(getattr(row, column) for column in columns))
     return f"""# The precision table
 
 {NOTE}
@@ -204,7 +226,7 @@ def precision_page() -> str:
 The dtype of every kind of tensor in a bf16 run, checked while it trains ([precision](../guides/precision.md)).
 `--print-precision` prints it for any flags.
 
-{contract.markdown(run)}
+{table(("tensor", *columns[1:]), rows)}
 """
 
 

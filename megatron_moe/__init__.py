@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_moe.moe.router import TopKRouter
     from megatron_moe.training.callback import Callback
     from megatron_moe.training.finalize_model_grads import finalize_model_grads
+    from megatron_moe_tools.api import Settings, load_model, save_hf, train
 
 _PUBLIC = {
     # The Python interface (docs/guides/python.md). It has the audit, the page and other programs' flags, as the command
@@ -44,7 +45,10 @@ _PUBLIC = {
     "finalize_model_grads": "megatron_moe.training.finalize_model_grads",
 }
 
-__all__ = [*_PUBLIC, "__version__"]
+__all__ = [
+    "Adam", "Callback", "ConfigError", "Float16Module", "MoELayer", "RunFault", "Settings", "TopKRouter",
+    "__version__", "finalize_model_grads", "load_model", "save_hf", "train",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -6,4 +6,4 @@ import runpy
 
 if __name__ == "__main__":
     # By name: no module of this package imports the tools, which stand on it.
-    runpy.run_module("megatron_moe_tools", run_name="__main__", alter_sys=True)
+    runpy.run_module("megatron_moe_tools.console", run_name="__main__", alter_sys=True)

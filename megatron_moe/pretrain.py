@@ -95,20 +95,14 @@ def checked(argv: list[str], world_size: int, ranks_here: int | None, parse: Par
     if run.precision.print_precision or run.logging.list_advisories:
         rules.check_model(run, world_size)
         if rank_that_prints() == 0:
-            say(_asked_for(run))
+            asked_for_table = run.precision.print_precision
+            say(table.text(run) if asked_for_table else defects.text(run, defects.engine_version()))
         return None
     rules.check(run, world_size)
     from megatron_moe.training.plan import check_start
 
     check_start(run, world_size, ranks_here)
     return run
-
-
-def _asked_for(run: Run) -> str:
-    """Return the table or the list that a flag asks for instead of the run."""
-    if run.precision.print_precision:
-        return table.text(run)
-    return defects.text(run, defects.engine_version())
 
 
 if __name__ == "__main__":

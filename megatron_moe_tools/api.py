@@ -1,4 +1,4 @@
-"""The Python interface: `Settings`, `train`, `load_model` and `save_hf`, which `megatron_moe` offers under its own name.
+"""The Python interface: `Settings`, `train`, `load_model` and `save_hf`, which `megatron_moe` has in its own namespace.
 
     import megatron_moe as mm
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,17 +25,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.checkpoint.folder import STATE
 from megatron_moe.config import command_line, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.launch import launched_world, local_world_size, require_rendezvous
-from megatron_moe.config.schema import Run, flatten
+from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import Tokenizer
+from megatron_moe.hf.folder import CERTIFICATE, HFFolder
 from megatron_moe.model.generate import Sampling, continuation
 from megatron_moe.parallel import groups
-from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.callback import Callback
 from megatron_moe.training.plan import check_start
@@ -42,6 +45,15 @@ from megatron_moe.training.program import Data, ProgramParts, TokenLoss
 from megatron_moe.training.run import pretrain
 from megatron_moe.training.trainer import Trainer
 from megatron_moe_tools import compat
+from megatron_moe_tools.convert import certificate
+from megatron_moe_tools.convert import cli as convert
+from megatron_moe_tools.convert.hugging_face import HuggingFaceSource
+from megatron_moe_tools.convert.native import MemorySource, NativeSink, NativeSource
+from megatron_moe_tools.convert.pipeline import ConversionOptions, ConversionSource
+from megatron_moe_tools.convert.pipeline import convert as conversion
+from megatron_moe_tools.convert.workspace import Workspace
+from megatron_moe_tools.models.load_model import open_model, saved_tensors
+from megatron_moe_tools.models.source import PRECISION_FLAGS, ModelSource, locate, tokenizer_of_model
 from megatron_moe_tools.pretrain import load_audit, page_sink, parse
 
 if TYPE_CHECKING:
@@ -122,21 +134,34 @@ class Model(torch.nn.Module):
         tokenizer: the one that came with it; None where there is none.
     """
 
-    def __init__(self, chunk: torch.nn.Module, settings: Run, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, chunk: torch.nn.Module, settings: Run, tokenizer: Tokenizer | None, source: ModelSource | None
+    ) -> None:
         super().__init__()
         self.chunk = chunk
         self.settings = settings
         self.tokenizer = tokenizer
+        self._source = source
+        bare: Any = getattr(chunk, "module", chunk)  # without what runs it in half precision
+        self.vocab_size: int = bare.output_layer.vocab_size
 
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the vocabulary, without padding."""
-        return self.chunk_without_wrapper.output_layer.vocab_size
-
-    @property
-    def chunk_without_wrapper(self) -> torch.nn.Module:
-        """The model without what runs it in half precision."""
-        return getattr(self.chunk, "module", self.chunk)
+    def as_source(self) -> MemorySource:
+        """Return the weights as what a conversion reads."""
+        options, tokenizer = ConversionOptions(no_optim=True), dict[str, Any]()
+        like: ConversionSource | None = None
+        if self._source is not None:
+            if (self._source.path / STATE).is_file():
+                like = NativeSource(self._source.path, options)
+            else:
+                like = HuggingFaceSource(HFFolder.open(self._source.path), options)
+        elif self.tokenizer is not None:
+            known = self.tokenizer
+            tokenizer = {"type": known.name, "sha256": known.sha256, "eod": known.eod, "bos": known.bos}
+        else:
+            tokenizer = {"type": "NullTokenizer", "sha256": "", "eod": None, "bos": None}
+        run = replace(self.settings, vocab_size=self.vocab_size)
+        bare = getattr(self.chunk, "module", self.chunk)
+        return MemorySource(run, saved_tensors(bare), tokenizer, like)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits [B, S, V] in the model's dtype, without padding, for token ids [B, S]; it can be trained."""
@@ -147,7 +172,7 @@ class Model(torch.nn.Module):
 
     @torch.no_grad()
     def logits(self, text: str | Sequence[int]) -> Tensor:
-        """Return the logits [S, V] fp32 of a text or of token ids, in evaluation mode; row i is of the token after i."""
+        """Return logits [S, V] fp32 of a text or of token ids, in evaluation mode; row i is of the token after i."""
         with self._evaluating():
             return self(torch.tensor([self._ids(text)]))[0].float()
 
@@ -234,8 +259,7 @@ class RunResult:
                 "checkpoint) in one process; a callback has its parts while it trains"
             )
         run = self.settings.run
-        tokenizer = build_tokenizer(run.data, run.model.vocab_size)
-        return Model(self._chunk, run, tokenizer if tokenizer.name != "NullTokenizer" else None)
+        return Model(self._chunk, run, _of_texts(build_tokenizer(run.data, run.model.vocab_size)), None)
 
 
 class _Records(Sink):
@@ -258,9 +282,9 @@ class _KeepsModel(Callback):
     chunk: torch.nn.Module | None = None
 
     def attach(self, trainer: Trainer) -> None:
-        (chunk,) = trainer.trained.model
+        wrapper: Any = trainer.trained.model[0]
         if trainer.run.derived.zero_stage < 2:
-            self.chunk = chunk.module
+            self.chunk = wrapper.module
 
 
 def train(
@@ -291,7 +315,7 @@ def train(
     """
     if data is not None:
         settings = settings.replace(program_data=True)
-    run, (rank, world_size) = settings.run, launched_world()
+    run, (_, world_size) = settings.run, launched_world()
     for name in ("print_precision", "list_advisories", "log_legend"):
         if settings.flat()[name]:
             raise ConfigError(f"--{name.replace('_', '-')}: prints a table and trains nothing; use the command line")
@@ -318,6 +342,57 @@ def train(
         checkpoint=None if saved is None else Path(saved),
         _chunk=kept.chunk,
     )
+
+
+def load_model(path: str | Path, *, dtype: str = "float32", ckpt_step: int | None = None) -> Model:
+    """Load a model into this process: a run's folder, one step of it, or a Hugging Face folder.
+
+    Args:
+        dtype: float32, bfloat16 or float16. Weights are widened exactly, or rounded; the routers' biases stay fp32.
+        ckpt_step: which step of a run's folder; default: the newest sound one.
+
+    Raises:
+        ConfigError: there is no model, it is damaged, or this machine has too little memory.
+    """
+    if dtype not in PRECISION_FLAGS:
+        raise ConfigError(f"dtype {dtype}: choose one of {', '.join(PRECISION_FLAGS)}")
+    source = locate(Path(path), ckpt_step)
+    found = open_model(source, getattr(torch, dtype))
+    try:
+        tokenizer: Tokenizer | None = tokenizer_of_model(source)
+    except ConfigError:  # a model without one takes ids
+        tokenizer = None
+    return Model(found.model, found.run, _of_texts(tokenizer), source)
+
+
+def save_hf(model: Model | str | Path, folder: str | Path) -> Path:
+    """Write a model as a Hugging Face folder, as `megatron-moe convert --to hf` does, and return its path.
+
+    Args:
+        model: one in memory, with its present weights; or a run's folder or a step of it.
+        folder: a folder that is empty or not there yet.
+
+    Raises:
+        ConfigError: the model belongs to no family, its tokenizer is gone, or the folder is not empty.
+    """
+    target = Path(folder).absolute()
+    if not isinstance(model, Model):
+        convert.run(["--from", "native", "--to", "hf", "--load", str(model), "--save", str(target)])
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        sink = NativeSink(model.as_source())
+        workspace = Workspace(Path(scratch) / "steps", sink.identity())
+        with workspace.open():
+            certificate.write(workspace.output / CERTIFICATE, conversion(sink, workspace))
+            workspace.publish()
+        convert.run(["--from", "native", "--to", "hf", "--load", str(workspace.target), "--save", str(target)])
+    return target
+
+
+def _of_texts(tokenizer: Tokenizer | None) -> Tokenizer | None:
+    """Return a tokenizer that knows texts, or None."""
+    return None if tokenizer is None or tokenizer.name == "NullTokenizer" else tokenizer
 
 
 def _join(run: Run) -> None:

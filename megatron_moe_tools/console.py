@@ -12,6 +12,7 @@ from importlib import import_module
 import megatron_moe
 from megatron_moe.config.command_line import started_as
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import suggestion
 from megatron_moe.io.program import DONE, USER_ERROR, note, run_program, say
 
 NAME = "megatron-moe"
@@ -38,14 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names, and return its exit status.
-
-    Args:
-        argv: the command line without the program's name, that of this process by default.
-
-    Returns:
-        The command's status; 0 for `--help` and `--version`; 2 for no command, or one that there is not.
-    """
+    """Run the command that the first argument, by default of this process, names, and return its exit status."""
     return run_program(NAME, _main, list(sys.argv[1:] if argv is None else argv))
 
 
@@ -61,28 +55,22 @@ def _main(argv: list[str]) -> int:
         say(f"{NAME} {megatron_moe.__version__}")
         return DONE
     if command not in COMMANDS:
-        raise ConfigError(_unknown(command))
+        hint = suggestion(command, [*COMMANDS, "--help", "--version"])
+        raise ConfigError(f"{command}: is no command{hint or f'; {NAME} --help lists them'}")
     module, _, function = COMMANDS[command][0].partition(":")
     with started_as(f"{NAME} {command}"):
         status: int = getattr(import_module(module), function)(rest)
     return status
 
 
-def _unknown(command: str) -> str:
-    from megatron_moe.config.fields import suggestion
-
-    hint = suggestion(command, [*COMMANDS, "--help", "--version"])
-    return f"{command}: is no command{hint or f'; {NAME} --help lists them'}"
-
-
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    return "\n".join(
-        [
-            f"usage: {NAME} COMMAND [options], --help or --version; {NAME} COMMAND --help shows the options",
-            "",
-            *(f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()),
-            "",
-            f"start: {NAME} train --preset tiny --mock-data --vocab-size 1000 --train-iters 20",
-        ]
-    )
+    lines = [f"usage: {NAME} COMMAND [options], --help or --version; {NAME} COMMAND --help shows the options", ""]
+    for name, (_, what) in COMMANDS.items():
+        lines.append(f"  {name:{width}}  {what}")
+    lines += ["", f"start: {NAME} train --preset tiny --mock-data --vocab-size 1000 --train-iters 20"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_moe.checkpoint import folder, origin
 from megatron_moe.config import schema
 from megatron_moe.config.cli import add_flags
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.config.schema import Run
-from megatron_moe.data.tokenizer_choice import build_tokenizer, tokenizer_of_folder, tokenizer_of_step
+from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import REPLACEMENT, HuggingFaceTokenizer, Tokenizer
 from megatron_moe.io.program import DONE, note, run_program
-from megatron_moe_tools.models.source import ModelSource, locate
+from megatron_moe_tools.models.source import ModelSource, companions_folder, locate, tokenizer_of_model
 
 NAME = "megatron-moe generate"
-
-if TYPE_CHECKING:  # flags, folders and prompts are checked before torch is loaded
-    from megatron_moe_tools.models.load_model import LoadedCheckpoint
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -40,9 +36,7 @@ def parser() -> argparse.ArgumentParser:
         "Exit status: 0 done; 2 a mistake in the flags or a file; 130 interrupted.",
         allow_abbrev=False,
     )
-    p.add_argument(
-        "--load", required=True, metavar="CKPT", help="a run's folder, one iter_* folder, or a Hugging Face folder"
-    )
+    p.add_argument("--load", required=True, metavar="CKPT", help="folder of a run, iter_* or Hugging Face's")
     p.add_argument("--ckpt-step", type=int, metavar="N", help="which step of a run's folder (default: the newest)")
     p.add_argument("--prompt", dest="prompts", action="append", type=lambda text: (None, text), metavar="TEXT",
                    help="a prompt; repeatable")  # fmt: skip
@@ -71,7 +65,8 @@ def main(argv: list[str]) -> int:
 def _main(argv: list[str]) -> int:
     flags = parser().parse_args(argv)
     _check(flags)
-    prompts = [_read(path, text) for path, text in flags.prompts]
+    flags.chosen = {name: getattr(flags, name) for name in TOKENIZER_FIELDS if getattr(flags, name) is not None}
+    prompts = list(itertools.starmap(_read, flags.prompts))
     source = locate(Path(flags.load), flags.ckpt_step)
     tokenizer = _tokenizer(source, flags)
     begin = _begin(source, tokenizer, flags.add_bos)
@@ -81,27 +76,37 @@ def _main(argv: list[str]) -> int:
         note(f"{NAME}: {text}")
     import torch
 
+    from megatron_moe.model.generate import Sampling, continuation
     from megatron_moe_tools.models.load_model import load_model
 
     dtype: torch.dtype = getattr(torch, _DTYPES[flags.dtype])
     working = working_bytes(source.run, max(map(len, ids)), flags.max_new_tokens, dtype.itemsize)
     with load_model(source, dtype=dtype, working_bytes=working) as found:
         for number, (prompt, prompt_ids) in enumerate(zip(prompts, ids)):
-            if number:
-                prompt = f"\n{prompt}"
-            _continue(found, tokenizer, prompt, prompt_ids, ends, flags)
+            stream, times = TextStream(tokenizer, prompt_ids), [time.perf_counter()]
+            print("\n" * bool(number) + prompt, end="", flush=True)
+            for token in continuation(
+                found.model,
+                prompt_ids,
+                flags.max_new_tokens,
+                vocab_size=found.vocab_size,
+                sampling=Sampling(flags.temperature, flags.top_k, flags.top_p or 1.0),
+                seed=flags.seed,
+                end_ids=ends,
+            ):
+                times.append(time.perf_counter())
+                print(stream.add(token), end="", flush=True)
+            print(stream.rest(), flush=True)
+            # The time of the first token includes the whole prompt.
+            more, first, speed = len(times) - 2, times[1] - times[0], "one token"
+            if more:
+                speed = f"{more / (times[-1] - times[1]):.1f} tokens/s"
+            note(f"{NAME}: prompt of {len(prompt_ids)} tokens in {first:.2f} s, then {more} tokens: {speed}")
     return DONE
 
 
 def working_bytes(run: Run, prompt: int, new: int, width: int) -> int:
-    """Return the bytes that a continuation needs besides the model: cache, the prompt's logits and activations.
-
-    Args:
-        run: the model's run.
-        prompt: tokens of the prompt.
-        new: tokens to generate.
-        width: bytes of a number of the model.
-    """
+    """Return the bytes that `new` tokens after a prompt need besides the model, at `width` bytes a number."""
     from megatron_moe.model.generate import numbers_per_token
 
     cache = (prompt + new) * numbers_per_token(run) * width
@@ -126,10 +131,7 @@ def _check(flags: argparse.Namespace) -> None:
         raise ConfigError(f"--top-p {flags.top_p}: has to be above 0 and at most 1")
     for flag, value in (("--top-k", flags.top_k), ("--top-p", flags.top_p)):
         if flags.temperature == 0.0 and value is not None:
-            raise ConfigError(
-                f"{flag} {value}: nothing is drawn with --temperature 0, which takes the likeliest token; add "
-                "--temperature 1"
-            )
+            raise ConfigError(f"{flag} {value}: nothing is drawn with --temperature 0; add --temperature 1")
     if not -(2**63) <= flags.seed < 2**63:
         raise ConfigError(f"--seed {flags.seed}: has to fit into 64 bits")
 
@@ -150,32 +152,9 @@ def _read(path: str | None, text: str) -> str:
 
 def _tokenizer(source: ModelSource, flags: argparse.Namespace) -> Tokenizer:
     """Return the tokenizer of the flags, else the one that came with the model, else the one of the run's flags."""
-    vocab_size = source.run.model.vocab_size
-    if chosen := _chosen(flags):
-        return build_tokenizer(schema.build(chosen).data, vocab_size)
-    came_along = tokenizer_of_folder(_companions(source), source.companions)
-    if came_along is not None:
-        return came_along
-    if not _is_native(source):
-        raise ConfigError(
-            f"--load {source.path}: holds neither tokenizer.json nor tokenizer.model nor tiktoken.model; name one with "
-            "--tokenizer-type and --tokenizer-model"
-        )
-    config = folder.read_json(source.path / folder.CONFIG)
-    trained_with = folder.read_json(source.path / folder.STATE).get("tokenizer") or {}
-    return tokenizer_of_step(config, trained_with, {}, vocab_size or 0, f"--load {source.path}")[0]
-
-
-def _chosen(flags: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(flags, name) for name in TOKENIZER_FIELDS if getattr(flags, name) is not None}
-
-
-def _is_native(source: ModelSource) -> bool:
-    return (source.path / folder.STATE).is_file()
-
-
-def _companions(source: ModelSource) -> Path:
-    return source.path / origin.FOLDER if _is_native(source) else source.path
+    if flags.chosen:
+        return build_tokenizer(schema.build(flags.chosen).data, source.run.model.vocab_size)
+    return tokenizer_of_model(source)
 
 
 def _begin(source: ModelSource, tokenizer: Tokenizer, wanted: bool | None) -> list[int]:
@@ -184,7 +163,7 @@ def _begin(source: ModelSource, tokenizer: Tokenizer, wanted: bool | None) -> li
     Without a flag, the files that came with an imported model decide: `add_bos_token`, and where that is not there the
     post-processor of `tokenizer.json`, as in transformers.
     """
-    file = _companions(source) / "tokenizer_config.json"
+    file = companions_folder(source) / "tokenizer_config.json"
     if wanted and tokenizer.bos is None:
         raise ConfigError(f"--add-bos: {tokenizer.name} has no begin-of-sequence token; leave the flag out")
     if wanted is None and tokenizer.name in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and file.is_file():
@@ -201,7 +180,7 @@ def _ends(source: ModelSource, tokenizer: Tokenizer, flags: argparse.Namespace) 
     if not flags.stop_at_eod:
         return set()
     file = source.companions.get("generation_config.json")
-    if file is None or _chosen(flags):  # ids of the tokenizer that came along
+    if file is None or flags.chosen:  # ids of the tokenizer that came along
         return {tokenizer.eod}
     ids = _said(file, "eos_token_id")
     if not isinstance(ids, list):
@@ -229,58 +208,16 @@ def _ids(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, run: Run, new:
         if len(ids) < positions:
             remedy = f"{positions - len(ids)} is the most"
         raise ConfigError(
-            f"--max-new-tokens {new}: the prompt has {len(ids)} tokens and the model {positions} positions; {remedy}"
+            f"--max-new-tokens {new}: prompt of {len(ids)} tokens, model of {positions} positions; {remedy}"
         )
     return ids
-
-
-def _continue(
-    found: LoadedCheckpoint,
-    tokenizer: Tokenizer,
-    prompt: str,
-    prompt_ids: Sequence[int],
-    ends: set[int],
-    flags: argparse.Namespace,
-) -> None:
-    from megatron_moe.model.generate import Sampling, continuation
-
-    stream = TextStream(tokenizer, prompt_ids)
-    tokens = continuation(
-        found.model,
-        prompt_ids,
-        flags.max_new_tokens,
-        vocab_size=found.vocab_size,
-        sampling=Sampling(flags.temperature, flags.top_k, flags.top_p or 1.0),
-        seed=flags.seed,
-        end_ids=ends,
-    )
-    times = [time.perf_counter()]
-    _write(prompt)
-    for token in tokens:
-        times.append(time.perf_counter())
-        _write(stream.add(token))
-    _write(stream.rest() + "\n")
-    # The time of the first token includes the whole prompt.
-    more, first, speed = len(times) - 2, times[1] - times[0], "one token"
-    if more:
-        speed = f"{more / (times[-1] - times[1]):.1f} tokens/s"
-    note(f"{NAME}: prompt of {len(prompt_ids)} tokens in {first:.2f} s, then {more} tokens: {speed}")
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 class TextStream:
     """A decoder of tokens as they come, in whole characters: a character's bytes may be in several tokens.
 
-    Tokens are decoded together with a few before them, because some decoders treat a text's first token differently.
-    Text that ends within a character waits for the tokens that complete it.
-
-    Args:
-        tokenizer: the tokenizer of the tokens.
-        before: the tokens that the text continues, such as a prompt's.
+    Tokens are decoded together with a few before them, such as a prompt's, because some decoders treat a text's first
+    token differently. Text that ends within a character waits for the tokens that complete it.
     """
 
     _CONTEXT = 6

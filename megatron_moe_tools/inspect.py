@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +32,6 @@ NAME = "megatron-moe inspect"
 
 WELL, NOT_WELL = 0, 1
 
-Log = Callable[[str], None]
 _STEP_NAME = re.compile(r"iter_\d{7,}", re.ASCII)
 _HIDDEN = re.compile(r"\.iter_\d{7,}\.(saving|deleting)", re.ASCII)
 _PUT_ASIDE = re.compile(r"iter_\d{7,}\.bad\d*", re.ASCII)
@@ -60,14 +60,10 @@ class Folder:
 
     @property
     def newest(self) -> Path:
-        """The newest step whose names and sizes are right.
-
-        Raises:
-            DamagedError: there is none.
-        """
+        """The newest step whose names and sizes are right. Raises DamagedError: there is none."""
         reasons: list[str] = []
         for step in reversed(self.steps):
-            defect = folder.defect(step)
+            defect = manifest.structure_defect(step)
             if defect is None:
                 return step
             reasons.insert(0, f"{step.name}: {defect}")
@@ -119,15 +115,11 @@ def parser() -> argparse.ArgumentParser:
     ):
         sub = add(name, text, folders)
         sub.add_argument("--match", metavar="REGEX", help="only tensors whose key it matches, anywhere")
-        sub.add_argument(
-            "--no-verify", dest="verify", action="store_false", help="read files that are not hashed first"
-        )
+        sub.add_argument("--no-verify", dest="verify", action="store_false", help="do not hash files before")
     add("verify", "hash every file of every step and compare with the manifest")
     sub = add("prune", "remove steps that are not needed; never the last good one, never a damaged one", 1)
     # Training's flags of the same meaning are taken, too.
-    sub.add_argument(
-        "--keep-last", "--keep-last-k", type=int, required=True, metavar="K", help="keep the last K good steps"
-    )
+    sub.add_argument("--keep-last", "--keep-last-k", type=int, required=True, metavar="K", help="keep the last K good")
     sub.add_argument("--keep-every", "--save-retain-interval", type=int, metavar="N", help="keep multiples of N too")
     sub.add_argument("--dry-run", action="store_true", help="print what would be removed")
     sub.add_argument("--no-verify", dest="verify", action="store_false", help="do not hash what is kept")
@@ -159,11 +151,7 @@ def _main(argv: list[str]) -> int:
 
 
 def resolve(path: str) -> Folder:
-    """Return the steps that a DIR of the command line means.
-
-    Raises:
-        ConfigError: it is neither a folder of checkpoints nor a step.
-    """
+    """Return the steps that a DIR of the command line means. Raises ConfigError: it holds no checkpoints."""
     root = Path(path)
     if not root.is_dir():
         raise ConfigError(f"{path}: there is no such folder")
@@ -189,55 +177,46 @@ def run_list(flags: argparse.Namespace, found: list[Folder]) -> InspectOutcome:
     """Tell of every step what it is, and whether it is good."""
     whole = InspectOutcome([], {"folders": []}, True)
     for one in found:
-        part = _listed(one, flags.verify)
-        whole.lines += part.lines
-        whole.facts["folders"].append(part.facts)
-        whole.well = whole.well and part.well
+        lines, rows, newest = whole.lines, [], None
+        lines.append(f"{one.root}:")
+        for step in one.steps:
+            facts = about(step)
+            if flags.verify and facts["defect"] is None:
+                facts["defect"] = damage(step)
+                facts["verified"] = facts["defect"] is None
+            if facts["defect"] is None:
+                newest = facts["step"]
+            whole.well = whole.well and facts["defect"] is None
+            rows.append(facts)
+            lines.append(_line(facts))
+        if not rows:
+            lines.append("  no step yet")
+            whole.well = False
+        result: dict[str, Any] = {"folder": str(one.root), "steps": rows}
+        whole.facts["folders"].append(result)
+        if one.single:
+            continue
+        for kind, pattern, words in (
+            ("hidden", _HIDDEN, "being written, or left by a writer that died"),
+            ("put_aside", _PUT_ASIDE, "damaged, put aside when the step was saved again"),
+        ):
+            names = sorted(filter(pattern.fullmatch, os.listdir(one.root)))
+            if names:
+                result[kind] = names
+                lines.append(f"  {words}: {', '.join(names)}")
+        if (one.root / folder.LATEST).is_file():
+            pointed = (one.root / folder.LATEST).read_text(errors="replace").strip()[:20]
+            if pointed != str(newest):
+                result["pointer"] = pointed
+                lines.append(f"  {folder.LATEST} names step {pointed}; the newest complete step is {newest}")
+                whole.well = False
     return whole
-
-
-def _listed(found: Folder, verify: bool) -> InspectOutcome:
-    lines, rows, newest = [f"{found.root}:"], [], None
-    for step in found.steps:
-        facts = about(step)
-        if verify and facts["defect"] is None:
-            facts["defect"] = damage(step, note)
-            facts["verified"] = facts["defect"] is None
-        if facts["defect"] is None:
-            newest = facts["step"]
-        rows.append(facts)
-        lines.append(_line(facts))
-    well = bool(rows)
-    for facts in rows:
-        well = well and facts["defect"] is None
-    if not rows:
-        lines.append("  no step yet")
-    result: dict[str, Any] = {"folder": str(found.root), "steps": rows}
-    if found.single:
-        return InspectOutcome(lines, result, well)
-    for kind, pattern, words in (
-        ("hidden", _HIDDEN, "being written, or left by a writer that died"),
-        ("put_aside", _PUT_ASIDE, "damaged, put aside when the step was saved again"),
-    ):
-        names = sorted(filter(pattern.fullmatch, (entry.name for entry in found.root.iterdir())))
-        if names:
-            result[kind] = names
-            lines.append(f"  {words}: {', '.join(names)}")
-    try:
-        pointed = (found.root / folder.LATEST).read_text(errors="replace").strip()[:20]
-    except OSError:
-        return InspectOutcome(lines, result, well)
-    if pointed != str(newest):
-        result["pointer"] = pointed
-        lines.append(f"  {folder.LATEST} names step {pointed}; the newest complete step is {newest}")
-        well = False
-    return InspectOutcome(lines, result, well)
 
 
 def about(step: Path) -> dict[str, Any]:
     """Return a step as plain values; `defect` says what is wrong with names, sizes and the small files."""
     facts: dict[str, Any] = {"step": number_of(step), "folder": str(step)}
-    facts["defect"] = folder.defect(step) or folder.small_files_defect(step)
+    facts["defect"] = manifest.structure_defect(step) or folder.small_files_defect(step)
     try:
         content = manifest.read(step)
         facts |= {"bytes": content.total_bytes, "files": len(content.files)}
@@ -279,7 +258,7 @@ def run_verify(flags: argparse.Namespace, found: list[Folder]) -> InspectOutcome
     lines, rows, well = [], [], True
     for one in found:
         for step in one.steps:
-            defect, facts = damage(step, note), about(step)
+            defect, facts = damage(step), about(step)
             rows.append({"step": str(step), "defect": defect, "bytes": facts.get("bytes"), "files": facts.get("files")})
             condition = f"good: {facts.get('files')} files, {size_text(facts.get('bytes', 0))}"
             if defect is not None:
@@ -292,16 +271,26 @@ def run_verify(flags: argparse.Namespace, found: list[Folder]) -> InspectOutcome
     return InspectOutcome(lines, {"steps": rows}, well)
 
 
-def damage(step: Path, log: Log) -> str | None:
+def damage(step: Path) -> str | None:
     """Hash every file of a step and read its index; return what is wrong, None if nothing is."""
-    defect = folder.defect(step)
+    defect = manifest.structure_defect(step)
     if defect is not None:
         return defect
     content = manifest.read(step)
-    progress = _Progress(step, content.total_bytes, log)
+    done, started, total = 0, time.monotonic(), content.total_bytes
+    last_line = started
+
+    def advance(count: int) -> None:  # a line every few seconds; several threads read
+        nonlocal done, last_line
+        done, now = done + count, time.monotonic()
+        if now - last_line > _BETWEEN_LINES:
+            last_line, speed = now, done / (now - started)
+            left = f"{(total - done) / max(speed, 1.0):.0f} s left"
+            note(f"{step}: {size_text(done)} of {size_text(total)}, {size_text(int(speed))}/s, {left}")
+
     largest_first = sorted(content.files, key=lambda name: -content.files[name]["bytes"])
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda name: manifest.content_defect(step, [name], progress.advance), largest_first)
+        found = pool.map(lambda name: manifest.content_defect(step, [name], advance), largest_first)
         defects = list(filter(None, found))
     if defects:
         return "; ".join(defects[:3])
@@ -310,27 +299,6 @@ def damage(step: Path, log: Log) -> str | None:
     except index.UntrustedError as error:
         return str(error)
     return folder.small_files_defect(step)
-
-
-class _Progress:
-    """A progress report of several threads that read; it prints a line every few seconds."""
-
-    def __init__(self, step: Path, total: int, log: Log) -> None:
-        self._step, self._total, self._log = step, total, log
-        self._done, self._started = 0, time.monotonic()
-        self._next = self._started + _BETWEEN_LINES
-
-    def advance(self, count: int) -> None:
-        self._done += count
-        now = time.monotonic()
-        if now > self._next:
-            self._next = now + _BETWEEN_LINES
-            speed = self._done / (now - self._started)
-            left = (self._total - self._done) / max(speed, 1.0)
-            self._log(
-                f"{self._step}: {size_text(self._done)} of {size_text(self._total)}, {size_text(int(speed))}/s, "
-                f"{left:.0f} s left"
-            )
 
 
 # ---- config
@@ -368,27 +336,19 @@ def run_config(flags: argparse.Namespace, found: list[Folder]) -> InspectOutcome
 
 
 def _reader(found: Folder, verify: bool) -> StepReader:
-    """Return a reader of the step to read tensors of, hashed first if `verify`.
-
-    Raises:
-        DamagedError: it is damaged.
-    """
+    """Return a reader of the step to read tensors of, hashed first if `verify`. Raises DamagedError: it is damaged."""
     step = found.newest
     if not verify:
         note(f"NOT VERIFIED (--no-verify): {step} may be damaged")
         return opened(step)
-    defect = damage(step, note)
+    defect = damage(step)
     if defect is not None:
         raise DamagedError(f"{step}: {defect}; --no-verify reads it all the same")
     return opened(step)
 
 
 def opened(step: Path) -> StepReader:
-    """Return a reader of a step's tensors.
-
-    Raises:
-        DamagedError: its index or its manifest is damaged or harmful.
-    """
+    """Return a reader of a step's tensors. Raises DamagedError: its index or its manifest is damaged or harmful."""
     from megatron_moe.checkpoint.step_reader import StepReader
 
     try:
@@ -431,11 +391,7 @@ def run_stats(flags: argparse.Namespace, found: list[Folder]) -> InspectOutcome:
 
 
 def stats(reader: StepReader, key: str) -> dict[str, Any]:
-    """Return shape, type and statistics of one tensor's finite numbers, computed in fp64; None if it has none.
-
-    Raises:
-        ConfigError: a part of it is not what the index says.
-    """
+    """Return shape, type and statistics, in fp64, of a tensor's finite numbers. Raises ConfigError: it is damaged."""
     tensor = reader.index.tensors[key]
     count = nans = infs = 0
     low, high, mean, squares = math.inf, -math.inf, 0.0, 0.0
@@ -487,11 +443,7 @@ def run_diff(flags: argparse.Namespace, found: list[Folder]) -> InspectOutcome:
 
 
 def diff(first: StepReader, second: StepReader, key: str) -> dict[str, Any]:
-    """Return how a tensor differs between two steps, which may be split into other parts; `equal` means to the bit.
-
-    Raises:
-        ConfigError: a part is not what its index says.
-    """
+    """Return how a tensor differs between two steps; `equal` means to the bit. Raises ConfigError: it is damaged."""
     one, two = first.index.tensors.get(key), second.index.tensors.get(key)
     result: dict[str, Any] = {"key": key, "equal": False}
     if one is None:
@@ -556,7 +508,7 @@ def _blocks(values: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @command
 def run_prune(flags: argparse.Namespace, found: list[Folder]) -> InspectOutcome:
-    """Remove the steps that are not needed."""
+    """Remove the steps that are not needed. At least one that stays is good: hashed, unless --no-verify."""
     for name in ("keep_last", "keep_every"):
         value = getattr(flags, name)
         if value is not None and value < 1:
@@ -564,64 +516,42 @@ def run_prune(flags: argparse.Namespace, found: list[Folder]) -> InspectOutcome:
     root = found[0].root
     if Path(flags.folders[0]).absolute() != root.absolute():
         raise ConfigError(f"{flags.folders[0]}: is one step; prune takes the folder that holds the steps")
-    lines = []
+    lines, good = [], set[int]()
     if not flags.verify:
         lines.append("NOT VERIFIED (--no-verify): a step that stays may be damaged")
-    plan = plan_pruning(found[0], folder.Retention(flags.keep_last, flags.keep_every), flags.verify)
-    for number, reason in sorted(plan.damaged.items()):
-        lines.append(f"stays, damaged: step {number}: {reason}")
-    stay, go = "stay", "removed"
-    if flags.dry_run:
-        stay, go = "would stay", "would go"
-    elif plan.go:
-        lock, _ = writer_lock.acquire(root)
-        with lock:
-            for number in plan.go:  # hidden by a rename, then deleted
-                folder.remove_step(folder.step_folder(root, number))
-    lines.append(f"{stay}: {', '.join(map(str, plan.stay)) or 'none'}")
-    lines.append(f"{go}: {', '.join(map(str, plan.go)) or 'none'}")
-    facts = {"stay": plan.stay, "go": plan.go, "damaged": plan.damaged, "dry_run": flags.dry_run}
-    return InspectOutcome(lines, facts, not plan.damaged)
-
-
-@dataclass(frozen=True)
-class Pruning:
-    """The steps that stay and go, and those that are damaged, which stay too: a person should look at them."""
-
-    stay: list[int]
-    go: list[int]
-    damaged: dict[int, str]
-
-
-def plan_pruning(found: Folder, rule: folder.Retention, verify: bool) -> Pruning:
-    """Return which steps may go. At least one step that stays is good: hashed, if `verify`.
-
-    Raises:
-        DamagedError: no step that would stay is good.
-    """
-    good: set[int] = set()
-    damaged: dict[int, str] = {}
-
-    for step in found.steps:
-        defect = folder.defect(step)
-        if defect is not None:
+    rule = folder.Retention(flags.keep_last, flags.keep_every)
+    damaged: dict[int, str] = {}  # they stay, too: a person should look at them
+    for step in found[0].steps:
+        if (defect := manifest.structure_defect(step)) is not None:
             damaged[number_of(step)] = defect
     reading = False  # where nothing would go, nothing has to be read
     while True:
-        sound = [number for number in map(number_of, found.steps) if number not in damaged]
+        sound = [number for number in map(number_of, found[0].steps) if number not in damaged]
         if not sound:
-            raise DamagedError(f"{found.root}: holds no step that can be loaded, so nothing is removed")
+            raise DamagedError(f"{root}: holds no step that can be loaded, so nothing is removed")
         go = rule.surplus(sound, ())
         stay = sorted(set(sound) - set(go))
         # Every step that stays is read: a damaged one must not count as one of the last.
-        reading = reading or (verify and bool(go))
-        known = len(damaged)
+        reading, known = reading or (flags.verify and bool(go)), len(damaged)
         for number in stay:
             if reading and number not in good:
-                defect = damage(folder.step_folder(found.root, number), note)
-                if defect is None:
+                if (defect := damage(folder.step_folder(root, number))) is None:
                     good.add(number)
                 else:
                     damaged[number] = defect
         if len(damaged) == known:
-            return Pruning(stay, go, damaged)
+            break
+    for number, reason in sorted(damaged.items()):
+        lines.append(f"stays, damaged: step {number}: {reason}")
+    stays, goes = "stay", "removed"
+    if flags.dry_run:
+        stays, goes = "would stay", "would go"
+    elif go:
+        lock, _ = writer_lock.acquire(root)
+        with lock:
+            for number in go:  # hidden by a rename, then deleted
+                folder.remove_step(folder.step_folder(root, number))
+    lines.append(f"{stays}: {', '.join(map(str, stay)) or 'none'}")
+    lines.append(f"{goes}: {', '.join(map(str, go)) or 'none'}")
+    facts = {"stay": stay, "go": go, "damaged": damaged, "dry_run": flags.dry_run}
+    return InspectOutcome(lines, facts, not damaged)

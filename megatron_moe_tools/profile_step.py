@@ -1,6 +1,6 @@
 """megatron-moe profile: run some steps of a run, print where their time goes by station, write a Chrome trace.
 
-The stations are those of docs/internals/journey.md. In the forward pass a station is a range around a function or a module of
+docs/internals/journey.md has the stations. In the forward pass a station is a range around a function or a module of
 the run; an operation belongs to the innermost range that it is in. In the backward pass an operation belongs to the
 station whose operation it is the backward of: autograd numbers both alike. The ranges are those of
 `training/profiler.py`.
@@ -38,6 +38,11 @@ OPERATIONS = {"_CrossEntropy": "loss"}
 """Operation -> its station, where no function or module of ours is around it."""
 ELSEWHERE = "elsewhere"
 _BACKWARD = "autograd::engine::evaluate_function: "
+# What belongs to another profile, or to the run whose flags these are.
+_REPORTS = {"profile", "tensorboard_dir", "wandb_project", "mlflow_experiment"}
+_NO_REPORTS = {*_REPORTS, *SCALARS, "mlflow_tracking_uri", "mlflow_run_name"}.union(
+    *(READ_WITH.get(flag, ()) for flag in _REPORTS)
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog=NAME,
         usage="%(prog)s [--profile-steps N] [--trace FILE] [the run's flags]",
-        description="Run some training steps and print where rank 0's time goes, by station of docs/internals/journey.md.",
+        description="Run some training steps and print where rank 0's time goes, by the stations of a token's journey.",
         epilog="Other flags, such as --preset tiny --bf16, are those of megatron-moe train; without data, tokens are "
         "made up. The run ends after the profiled steps. Several ranks: torchrun ... -m megatron_moe profile. Exit "
         "status: 0 done; 1 a fault of the run; 2 a mistake in the flags.",
@@ -71,11 +76,22 @@ def _main(argv: list[str]) -> int:
     _, world_size = launched_world()
     run = with_made_up_data(compat.parse(rest, filled_in, world_size))
     rules.check(run, world_size)
-    profiler = profiled(run, flags.profile_warmup, flags.profile_steps)
-    if profiler.shares is None:  # another rank than 0
+    silent = {name: getattr(Run().logging, name) for name in _NO_REPORTS}
+    steps = flags.profile_warmup + flags.profile_steps
+    run = replace(run, train_iters=steps, save=None, eval_iters=0, exit_interval=None, **silent)
+    require_rendezvous(world_size)
+    check_start(run, world_size, local_world_size(world_size))
+    # Not before flags and files are right: loading torch and the engine takes seconds.
+    from megatron_moe.training.callbacks.profiler import profiler_ranges
+    from megatron_moe.training.run import pretrain
+
+    profiler = StepProfiler(flags.profile_warmup, steps)
+    with profiler_ranges():
+        pretrain(run, also=(profiler,))
+    if profiler.shares is None or profiler.profile is None:  # another rank than 0
         return DONE
     say(text(profiler.shares, flags.profile_steps))
-    if flags.trace is not None and profiler.profile is not None:
+    if flags.trace is not None:
         profiler.profile.export_chrome_trace(flags.trace)
         say(f"wrote {flags.trace}")
     return DONE
@@ -97,19 +113,16 @@ class Share:
 
 
 class StepProfiler(Sink):
-    """A sink that profiles steps of a run on rank 0.
+    """A sink that profiles the steps of a run on rank 0 after the first `warmup`, up to step `last`.
 
     Attributes:
         shares: what came of it, by station; None before the last profiled step.
-        seconds: the time of each profiled step.
         profile: torch's, for a trace.
     """
 
-    def __init__(self, warmup: int, steps: int) -> None:
-        self._first, self._last = warmup, warmup + steps
-        self._steps = 0
+    def __init__(self, warmup: int, last: int) -> None:
+        self._warmup, self._last, self._steps = warmup, last, 0
         self.shares: dict[str, Share] | None = None
-        self.seconds: list[float] = []
         self.profile: profile | None = None
 
     def step(self, record: StepRecord) -> None:
@@ -118,38 +131,12 @@ class StepProfiler(Sink):
         from megatron_moe.training.callbacks.profiler import activities
 
         self._steps += 1
-        if self._first < self._steps <= self._last:
-            self.seconds.append(record.seconds)
-        if self._steps == self._first:
+        if self._steps == self._warmup:
             self.profile = profile(activities=activities())
             self.profile.start()
         if self._steps == self._last and self.profile is not None:
             self.profile.stop()
             self.shares = shares(self.profile.events())
-
-
-# What belongs to another profile, or to the run whose flags these are.
-_REPORTS = {"profile", "tensorboard_dir", "wandb_project", "mlflow_experiment"}
-_NO_REPORTS = {*_REPORTS, *SCALARS, "mlflow_tracking_uri", "mlflow_run_name"}.union(
-    *(READ_WITH.get(flag, ()) for flag in _REPORTS)
-)
-
-
-def profiled(run: Run, warmup: int, steps: int) -> StepProfiler:
-    """Train as `run` says for `warmup` + `steps` steps, and return the profile of the last ones. Saves nothing."""
-    silent = {name: getattr(Run().logging, name) for name in _NO_REPORTS}
-    run = replace(run, train_iters=warmup + steps, save=None, eval_iters=0, exit_interval=None, **silent)
-    _, world_size = launched_world()
-    require_rendezvous(world_size)
-    check_start(run, world_size, local_world_size(world_size))
-    # Not before flags and files are right: loading torch and the engine takes seconds.
-    from megatron_moe.training.callbacks.profiler import profiler_ranges
-    from megatron_moe.training.run import pretrain
-
-    profiler = StepProfiler(warmup, steps)
-    with profiler_ranges():
-        pretrain(run, also=(profiler,))
-    return profiler
 
 
 def shares(events: Iterable[FunctionEvent]) -> dict[str, Share]:
@@ -161,14 +148,14 @@ def shares(events: Iterable[FunctionEvent]) -> dict[str, Share]:
     by_sequence: dict[int, str] = {}
     for event in events:
         # An operation without a graph bears the number that the next one with a graph will take: the last one counts.
-        if event.sequence_nr >= 0 and _in_backward(event) is None:
-            by_sequence[event.sequence_nr] = _station(event)
+        station, node = _place(event)
+        if event.sequence_nr >= 0 and node is None:
+            by_sequence[event.sequence_nr] = station
     found: dict[str, Share] = {}
     for event in events:
         if event.device_type != torch.autograd.DeviceType.CPU or event.is_async:
             continue
-        node = _in_backward(event)
-        station = _station(event)
+        station, node = _place(event)
         if station == ELSEWHERE and node is not None:
             station = by_sequence.get(node.sequence_nr, ELSEWHERE)
         share = found.setdefault(station, Share())
@@ -184,28 +171,22 @@ def shares(events: Iterable[FunctionEvent]) -> dict[str, Share]:
     return found
 
 
-def _station(event: FunctionEvent) -> str:
-    """Return the station of the innermost range around an event."""
+def _place(event: FunctionEvent) -> tuple[str, FunctionEvent | None]:
+    """Return the station of the innermost range around an event, and the step of autograd that it is in, if any.
+
+    What is around a backward pass is not the station of what it computes.
+    """
     from megatron_moe.training.callbacks.profiler import PREFIX
 
-    one: FunctionEvent | None = event
-    while one is not None:
-        if one.name.startswith(PREFIX):
-            return one.name.removeprefix(PREFIX)
-        if one.name in OPERATIONS:
-            return OPERATIONS[one.name]
-        if one.name.startswith(_BACKWARD):  # what is around a backward pass is not the station of what it computes
-            return ELSEWHERE
-        one = one.cpu_parent
-    return ELSEWHERE
-
-
-def _in_backward(event: FunctionEvent) -> FunctionEvent | None:
-    """Return the innermost step of autograd around an event; None in the forward pass."""
+    station: str | None = None
     one: FunctionEvent | None = event
     while one is not None and not one.name.startswith(_BACKWARD):
+        if station is None and one.name.startswith(PREFIX):
+            station = one.name.removeprefix(PREFIX)
+        elif station is None:
+            station = OPERATIONS.get(one.name)
         one = one.cpu_parent
-    return one
+    return station or ELSEWHERE, one
 
 
 def text(found: dict[str, Share], steps: int) -> str:

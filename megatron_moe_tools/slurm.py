@@ -15,8 +15,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_moe import pretrain
@@ -24,12 +22,13 @@ from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import suggestion
-from megatron_moe.config.schema import Run
 from megatron_moe.io.program import DONE, note, run_program, say
 from megatron_moe_tools.preflight import cli as preflight
 from megatron_moe_tools.pretrain import parse
 
 NAME = "megatron-moe slurm"
+LOGIC = Path(__file__).parent / "launch" / "slurm.sh"
+"""What follows the variables in every script."""
 _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
 _HOURS = re.compile(r"(?:(\d+):)?(\d+):(\d+)|(\d+)")
 _SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
@@ -101,7 +100,12 @@ def _main(argv: list[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
     own, others = parser().parse_known_args(argv[:at])
     if others:
-        raise ConfigError(_unknown(others[0]))
+        flag = others[0].partition("=")[0]
+        if flag in _ANSWERED:
+            raise ConfigError(f"{others[0]}: {_ANSWERED[flag]}")
+        works = suggestion(flag, parser()._option_string_actions)
+        works = works or "; the training's flags follow --, as in: --time 1:00:00 -- --preset tiny --mock-data"
+        raise ConfigError(f"{others[0]}: is no option of the job{works}")
     flags = argv[at + 1 :]
     if not flags:
         raise ConfigError(
@@ -109,9 +113,25 @@ def _main(argv: list[str]) -> int:
         )
     own.nproc_per_node = own.nproc_per_node or own.gpus_per_node or 1
     _check(own)
-    run = _completed(flags, own.nodes * own.nproc_per_node, bool(own.container))
-    folder = Path(str(run.checkpoint.save)).parent
-    script = script_text(_job(own, argv, flags, folder, run))
+    world_size = own.nodes * own.nproc_per_node
+    # The flags are completed by what a job that goes on needs.
+    if "--exit-signal-handler" not in flags:
+        flags.append("--exit-signal-handler")
+    checkpoint = parse(flags, world_size).checkpoint
+    if not checkpoint.save:
+        raise ConfigError("--save: is missing; the job goes on from its checkpoints, e.g. --save runs/a/checkpoints")
+    if not checkpoint.load:
+        flags += ["--load", checkpoint.save]
+    elsewhere = [*flags, "--dry-run"]  # the job runs on other machines, which may have packages that this one lacks
+    if own.container:  # which has the files that the flags name: only what needs no file is checked
+        rules.check(parse(elsewhere, world_size), world_size)
+    elif (run := pretrain.checked(elsewhere, world_size, None, parse)) is None:
+        raise ConfigError("the flags ask for a table or a list, which needs no job; use megatron-moe train")
+    else:
+        for missing in rules.missing_packages(run, world_size):
+            note(f"not on this machine, and the job needs it: {missing}")
+    folder = Path(checkpoint.save).parent
+    script = script_text(own, argv, flags, folder, checkpoint.save)
     path = own.script or (str(folder / "job.sbatch") if own.submit else None)
     if path is None:
         say(script.rstrip("\n"))
@@ -120,16 +140,6 @@ def _main(argv: list[str]) -> int:
     Path(path).write_text(script, encoding="utf-8")
     note(f"{NAME}: wrote {path}; sbatch {path} starts it, its log is {own.output or folder / '%x-%j.log'}")
     return subprocess.run(["sbatch", path]).returncode if own.submit else DONE
-
-
-def _unknown(word: str) -> str:
-    """Return the error for a word that is no option of the job."""
-    flag = word.partition("=")[0]
-    if flag in _ANSWERED:
-        return f"{word}: {_ANSWERED[flag]}"
-    works = suggestion(flag, parser()._option_string_actions)
-    works = works or "; the training's flags follow --, as in: --time 1:00:00 -- --preset tiny --mock-data"
-    return f"{word}: is no option of the job{works}"
 
 
 def _check(own: argparse.Namespace) -> None:
@@ -192,33 +202,12 @@ def _warning(own: argparse.Namespace) -> int:
     return int(own.save_seconds) + 60
 
 
-def _completed(flags: list[str], world_size: int, in_container: bool) -> Run:
-    """Complete the flags in place by what a job that goes on needs, and return the run.
+def script_text(own: argparse.Namespace, argv: list[str], flags: list[str], folder: Path, save: str) -> str:
+    """Return the script of the job that the options describe, for a run in `folder` with checkpoints in `save`.
 
-    Args:
-        in_container: the files that the flags name are there and not here: only what needs no file is checked.
+    Raises:
+        ConfigError: an option of sbatch's has a backslash, which sbatch does not read in a script as a shell does.
     """
-    if "--exit-signal-handler" not in flags:
-        flags.append("--exit-signal-handler")
-    elsewhere = ["--dry-run"]  # the job runs on other machines, which may have packages that this one lacks
-    save = parse(flags, world_size).checkpoint
-    if not save.save:
-        raise ConfigError("--save: is missing; the job goes on from its checkpoints, e.g. --save runs/a/checkpoints")
-    if not save.load:
-        flags += ["--load", save.save]
-    if in_container:
-        run = parse([*flags, *elsewhere], world_size)
-        rules.check(run, world_size)
-        return run
-    checked = pretrain.checked([*flags, *elsewhere], world_size, None, parse)
-    if checked is None:
-        raise ConfigError("the flags ask for a table or a list, which needs no job; use megatron-moe train")
-    for missing in rules.missing_packages(checked, world_size):
-        note(f"not on this machine, and the job needs it: {missing}")
-    return checked
-
-
-def _job(own: argparse.Namespace, argv: list[str], flags: list[str], folder: Path, run: Run) -> Job:
     options = {"job-name": own.job_name, "nodes": str(own.nodes), "ntasks-per-node": "1", "time": own.time}
     if own.gpus_per_node:
         options["gpus-per-node"] = str(own.gpus_per_node)
@@ -231,86 +220,34 @@ def _job(own: argparse.Namespace, argv: list[str], flags: list[str], folder: Pat
         options["exclusive"] = ""
     log = own.output or f"{folder}/%x-%j.log".replace("%", "%%").replace("%%x-%%j", "%x-%j")
     options |= {"signal": f"B:USR1@{_warning(own)}", "requeue": "", "open-mode": "append", "output": log}
-    threads = max(1, (own.cpus_per_task or own.nproc_per_node) // own.nproc_per_node)
-    return Job(
-        command=argv, options=options, run=str(folder), save=str(run.checkpoint.save), processes=own.nproc_per_node,
-        max_restarts=own.max_restarts, save_seconds=own.save_seconds, cpu_bind=own.cpu_bind,
-        numa_binding=own.numa_binding, flags=flags,
-        preflight=None if own.no_preflight else _words(own.preflight_flags),
-        container=own.container, image=own.image, mounts=own.mounts,
-        settings={"OMP_NUM_THREADS": str(threads), **dict(setting.split("=", 1) for setting in own.env)},
-    )  # fmt: skip
-
-
-LOGIC = Path(__file__).parent / "launch" / "slurm.sh"
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a script is written for.
-
-    Attributes:
-        command: the words that it is written by, for its head.
-        options: sbatch's options, name -> value, empty for a switch.
-        run, save: the run's folder and that of its checkpoints.
-        processes: ranks per node.
-        settings: environment variables of the ranks.
-        save_seconds: how long a checkpoint may take.
-        cpu_bind, numa_binding: as srun and torchrun take them, empty for their defaults.
-        flags: of the training.
-        preflight: the preflight's own flags, which the training's follow; None for no preflight.
-        container: "", "pyxis" or "apptainer"; with its image and mounts.
-    """
-
-    command: Sequence[str]
-    options: Mapping[str, str]
-    run: str
-    save: str
-    processes: int
-    max_restarts: int
-    save_seconds: int
-    cpu_bind: str
-    numa_binding: str
-    flags: Sequence[str]
-    preflight: Sequence[str] | None
-    container: str = ""
-    image: str = ""
-    mounts: Sequence[str] = ()
-    settings: Mapping[str, str] = field(default_factory=dict)
-
-
-def script_text(job: Job) -> str:
-    """Return the script.
-
-    Raises:
-        ConfigError: an option of sbatch's has a backslash, which sbatch does not read in a script as a shell does.
-    """
     # No word has a line break: the command line's parser refuses it.
-    lines = ["#!/usr/bin/env bash", f"# Written by: megatron-moe slurm {shlex.join(job.command)}"]
-    for name, value in job.options.items():
+    lines = ["#!/usr/bin/env bash", f"# Written by: megatron-moe slurm {shlex.join(argv)}"]
+    for name, value in options.items():
         if "\\" in value:
             raise ConfigError(
                 f"--{name} {value}: has a backslash, which sbatch reads in its own way; use a name without one"
             )
         lines.append(f"#SBATCH --{name}={shlex.quote(value)}" if value else f"#SBATCH --{name}")
     lines.append("set -uo pipefail")
-    for name, value in job.settings.items():
+    threads = max(1, (own.cpus_per_task or own.nproc_per_node) // own.nproc_per_node)
+    settings = {"OMP_NUM_THREADS": str(threads), **dict(setting.split("=", 1) for setting in own.env)}
+    for name, value in settings.items():
         lines.append(f"export {name}={shlex.quote(value)}")
     values = {
-        "RUN": job.run,
-        "SAVE": job.save,
-        "PROCESSES": str(job.processes),
-        "MAX_RESTARTS": str(job.max_restarts),
-        "SAVE_SECONDS": str(job.save_seconds),
-        "CPU_BIND": job.cpu_bind,
-        "NUMA_BINDING": job.numa_binding,
-        "PREFLIGHT": "" if job.preflight is None else "yes",
-        "CONTAINER": job.container,
-        "IMAGE": job.image,
-        "MOUNTS": ",".join(job.mounts),
-        "EXCLUDE": job.options.get("exclude", ""),
+        "RUN": str(folder),
+        "SAVE": save,
+        "PROCESSES": str(own.nproc_per_node),
+        "MAX_RESTARTS": str(own.max_restarts),
+        "SAVE_SECONDS": str(own.save_seconds),
+        "CPU_BIND": own.cpu_bind,
+        "NUMA_BINDING": own.numa_binding,
+        "PREFLIGHT": "" if own.no_preflight else "yes",
+        "CONTAINER": own.container,
+        "IMAGE": own.image,
+        "MOUNTS": ",".join(own.mounts),
+        "EXCLUDE": own.exclude or "",
     }
     for name, value in values.items():
         lines.append(f"{name}={shlex.quote(value)}")
-    lines += [f"PREFLIGHT_FLAGS=({shlex.join(job.preflight or ())})", f"FLAGS=({shlex.join(job.flags)})", ""]
+    lines += [f"PREFLIGHT_FLAGS=({shlex.join(_words(own.preflight_flags))})", f"FLAGS=({shlex.join(flags)})", ""]
     return "\n".join(lines) + "\n" + LOGIC.read_text(encoding="utf-8")

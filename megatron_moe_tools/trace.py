@@ -5,21 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.safetensors_file import FormatError, read_header
 from megatron_moe.io.files import replace_json, require_writable, written_aside
 from megatron_moe.io.program import DONE, note, run_program
-from megatron_moe_tools.models.source import ModelSource, locate
+from megatron_moe_tools.models.source import locate
 
 NAME = "megatron-moe trace"
-
-if TYPE_CHECKING:  # flags and folders are checked before torch is loaded
-    from torch import Tensor
-
-    from megatron_moe_tools.models.trace import Trace
 
 _INPUT = "input_ids"
 
@@ -36,19 +30,13 @@ def parser() -> argparse.ArgumentParser:
         "mistake in the flags or a file.",
         allow_abbrev=False,
     )
-    p.add_argument(
-        "--load", required=True, metavar="CKPT", help="a run's folder, one iter_* folder, or a Hugging Face folder"
-    )
+    p.add_argument("--load", required=True, metavar="CKPT", help="folder of a run, iter_* or Hugging Face's")
     p.add_argument("--tokens", required=True, metavar="FILE", help="safetensors with input_ids [B, S], int64 or int32")
     p.add_argument("--output", required=True, metavar="FILE", help="safetensors to write")
     p.add_argument("--routing", action="store_true", help="write every token's experts and their weights too")
-    p.add_argument(
-        "--grad-norms", metavar="FILE", help="JSON to write: name at Hugging Face -> norm of the loss's gradient"
-    )
+    p.add_argument("--grad-norms", metavar="FILE", help="JSON to write: name at Hugging Face -> norm of its gradient")
     p.add_argument("--ckpt-step", type=int, metavar="N", help="which step of a run's folder (default: the newest)")
-    p.add_argument(
-        "--family", metavar="NAME", help="names for a model that was trained here: deepseek-v3, mixtral, ..."
-    )
+    p.add_argument("--family", metavar="NAME", help="names for a model that was trained here: deepseek-v3, ...")
     return p
 
 
@@ -74,70 +62,45 @@ def _main(argv: list[str]) -> int:
         tensors = read_header(Path(flags.tokens)).tensors
     except FormatError as error:
         raise ConfigError(f"--tokens {flags.tokens}: is no safetensors file that can be read: {error}") from None
+    where = f"--tokens {flags.tokens}"
     if _INPUT not in tensors:
-        raise ConfigError(
-            f"--tokens {flags.tokens}: holds {', '.join(sorted(tensors)[:5]) or 'nothing'}, and no {_INPUT} [B, S]"
-        )
+        raise ConfigError(f"{where}: holds {', '.join(sorted(tensors)[:5]) or 'nothing'}, and no {_INPUT} [B, S]")
+    stored, shape = tensors[_INPUT].dtype, list(tensors[_INPUT].shape)
+    if stored not in ("int64", "int32"):
+        raise ConfigError(f"{where}: {_INPUT} is {stored}; token ids are int64 or int32")
+    if len(shape) != 2 or shape[0] < 1 or shape[1] < 2:
+        raise ConfigError(f"{where}: {_INPUT} has the shape {shape}; [B, S] is wanted, with B >= 1 and S >= 2")
+    largest = source.run.derived.max_position_embeddings
+    if shape[1] > largest:
+        raise ConfigError(f"{where}: sequences of {shape[1]} tokens; {source.path} has positions for {largest}")
+    import torch
+    from safetensors import safe_open
+
+    from megatron_moe.hf.safetensors_file import StreamedFile
+    from megatron_moe.hf.tensors import layout_of, write_tensor
     from megatron_moe_tools.models.load_model import load_model
     from megatron_moe_tools.models.trace import trace, working_bytes
 
-    tokens = read_tokens(Path(flags.tokens), source)
+    with safe_open(flags.tokens, framework="pt") as opened:
+        tokens = opened.get_tensor(_INPUT).long()
+    vocab_size = source.run.model.vocab_size or 0
+    for token in map(int, torch.aminmax(tokens)):
+        if not 0 <= token < vocab_size:
+            ids = f"{source.path} has ids from 0 to {vocab_size - 1}"
+            raise ConfigError(f"{where}: token id {token} is outside of the vocabulary; {ids}")
     for text in source.notes:
         note(f"{NAME}: {text}")
     gradients = flags.grad_norms is not None
     if gradients:
         _ = source.required_family
-    working = working_bytes(source.run, tokens.shape[0], tokens.shape[1], gradients)
+    working = working_bytes(source.run, shape[0], shape[1], gradients)
     with load_model(source, gradients=gradients, working_bytes=working) as found:
         result = trace(found, tokens, routing=flags.routing, gradients=gradients)
-    _write(result, Path(flags.output), flags.grad_norms)
-    print(
-        f"{source.path}: loss {float(result.loss):.6f} on {tokens.shape[0]} x {tokens.shape[1]} tokens; {flags.output}"
-    )
-    return DONE
-
-
-def read_tokens(path: Path, source: ModelSource) -> Tensor:
-    """Return the tokens [B, S] int64 of a file, after checking that the model can take them.
-
-    Raises:
-        ConfigError: the file is not of this kind, or its tokens are not the model's.
-    """
-    import torch
-    from safetensors import SafetensorError, safe_open
-
-    where = f"--tokens {path}"
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            tokens: Tensor = file.get_tensor(_INPUT)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{where}: is no safetensors file that can be read: {str(error)[:200]}") from None
-    shape = list(tokens.shape)
-    if tokens.dtype not in (torch.int64, torch.int32):
-        raise ConfigError(f"{where}: {_INPUT} is {tokens.dtype}; token ids are int64 or int32")
-    if tokens.dim() != 2 or shape[0] < 1 or shape[1] < 2:
-        raise ConfigError(f"{where}: {_INPUT} has the shape {shape}; [B, S] is wanted, with B >= 1 and S >= 2")
-    largest = source.run.derived.max_position_embeddings
-    if shape[1] > largest:
-        raise ConfigError(f"{where}: sequences of {shape[1]} tokens; {source.path} has positions for {largest}")
-    vocab_size = source.run.model.vocab_size or 0
-    token = int(tokens.min())
-    if token >= 0:
-        token = int(tokens.max())
-    if not 0 <= token < vocab_size:
-        raise ConfigError(
-            f"{where}: token id {token} is outside of the vocabulary; {source.path} has ids from 0 to {vocab_size - 1}"
-        )
-    return tokens.long()
-
-
-def _write(result: Trace, path: Path, norms: str | None) -> None:
-    from megatron_moe.hf.safetensors_file import StreamedFile
-    from megatron_moe.hf.tensors import layout_of, write_tensor
-
-    tensors = result.tensors()
-    with written_aside(path) as aside, StreamedFile(aside, layout_of(tensors.items())) as file:
-        for name, tensor in tensors.items():
+    computed = result.tensors()
+    with written_aside(Path(flags.output)) as aside, StreamedFile(aside, layout_of(computed.items())) as file:
+        for name, tensor in computed.items():
             write_tensor(file, name, tensor)
-    if norms is not None and result.grad_norms is not None:
-        replace_json(Path(norms), result.grad_norms)
+    if gradients:
+        replace_json(Path(flags.grad_norms), result.grad_norms)
+    print(f"{source.path}: loss {float(result.loss):.6f} on {shape[0]} x {shape[1]} tokens; {flags.output}")
+    return DONE

@@ -21,6 +21,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -65,28 +66,13 @@ VALUE, SWITCH, NUMBER, SECONDS = "VALUE", "", "N", "S"
 """What follows an option: any word, nothing, a whole number, or a number of seconds."""
 
 TAKEN = {
-    "--nnodes": NUMBER,
-    "--nproc-per-node": VALUE,
-    "--node-rank": NUMBER,
-    "--master-addr": VALUE,
-    "--master-port": NUMBER,
-    "--local-addr": VALUE,
+    **dict.fromkeys(("--nnodes", "--node-rank", "--master-port", "--shutdown-timeout"), NUMBER),
+    **dict.fromkeys(("--nproc-per-node", "--master-addr", "--local-addr", "--role", "--numa-binding"), VALUE),
+    **dict.fromkeys(("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"), VALUE),
+    **dict.fromkeys(("--log-dir", "--redirects", "--tee", "--local-ranks-filter", "--event-log-handler"), VALUE),
+    **dict.fromkeys(("--duplicate-stdout-filters", "--duplicate-stderr-filters"), VALUE),
     "--standalone": SWITCH,
-    "--rdzv-backend": VALUE,
-    "--rdzv-endpoint": VALUE,
-    "--rdzv-id": VALUE,
-    "--rdzv-conf": VALUE,
     "--monitor-interval": SECONDS,
-    "--shutdown-timeout": NUMBER,
-    "--log-dir": VALUE,
-    "--redirects": VALUE,
-    "--tee": VALUE,
-    "--local-ranks-filter": VALUE,
-    "--duplicate-stdout-filters": VALUE,
-    "--duplicate-stderr-filters": VALUE,
-    "--event-log-handler": VALUE,
-    "--role": VALUE,
-    "--numa-binding": VALUE,
 }
 """Option -> what follows it."""
 
@@ -170,9 +156,38 @@ def split(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> t
 
 
 def _options(given: Mapping[str, str], all_of_them: Mapping[str, str]) -> LaunchOptions:
+    """Check the values and count the ranks. `--nnodes` may be a range of one number."""
     for name, value in all_of_them.items():
-        _check(name, value)
-    nproc_per_node = _nproc_per_node(all_of_them.get("--nproc-per-node", "1"))
+        kind, text = TAKEN[name], value
+        if kind == SWITCH:
+            if value:
+                raise ConfigError(f"{name} {value}: takes no value; leave {value!r} out")
+            continue
+        if not value:
+            raise ConfigError(f"{name}: its value is empty; write {name} {_example(name)}, or leave it out")
+        if name == "--nnodes" and ":" in value:
+            least, _, most = value.partition(":")
+            if least != most:
+                raise ConfigError(
+                    f"--nnodes {value}: layout and batch need the number of ranks before they start; give one number"
+                )
+            text = least
+        if kind == NUMBER and not (text.isdecimal() and (int(text) > 0 or name != "--nnodes")):
+            raise ConfigError(f"{name} {value}: is no number of this kind; e.g. {name} {_example(name)}")
+        if kind == SECONDS and not text.replace(".", "", 1).isdecimal():
+            raise ConfigError(f"{name} {value}: is no number of seconds; e.g. {name} 0.1")
+    # A word asks for as many ranks on each node as this one has devices, or else processors.
+    typed = all_of_them.get("--nproc-per-node", "1")
+    if typed in ("gpu", "auto") and host.visible_devices():
+        nproc_per_node = host.visible_devices()
+    elif typed in ("cpu", "auto"):
+        nproc_per_node = len(os.sched_getaffinity(0))
+    elif typed == "gpu":
+        raise ConfigError("--nproc-per-node gpu: there is no NVIDIA device here; give a number, or cpu")
+    elif not typed.isdecimal() or int(typed) < 1:
+        raise ConfigError(f"--nproc-per-node {typed}: is neither a number above 0 nor gpu, cpu or auto")
+    else:
+        nproc_per_node = int(typed)
     words = []
     for name, value in given.items():
         if name != "--nproc-per-node":
@@ -184,41 +199,6 @@ def _options(given: Mapping[str, str], all_of_them: Mapping[str, str]) -> Launch
         nproc_per_node,
         all_of_them.get("--rdzv-endpoint") or master or "this machine",
     )
-
-
-def _check(name: str, value: str) -> None:
-    """Refuse a value that is not of the option's kind; `--nnodes` may be a range of one number."""
-    kind, text = TAKEN[name], value
-    if kind == SWITCH:
-        if value:
-            raise ConfigError(f"{name} {value}: takes no value; leave {value!r} out")
-        return
-    if not value:
-        raise ConfigError(f"{name}: its value is empty; write {name} {_example(name)}, or leave it out")
-    if name == "--nnodes" and ":" in value:
-        least, _, most = value.partition(":")
-        if least != most:
-            raise ConfigError(
-                f"--nnodes {value}: layout and batch need the number of ranks before they start; give one number"
-            )
-        text = least
-    if kind == NUMBER and not (text.isdecimal() and (int(text) > 0 or name != "--nnodes")):
-        raise ConfigError(f"{name} {value}: is no number of this kind; e.g. {name} {_example(name)}")
-    if kind == SECONDS and not text.replace(".", "", 1).isdecimal():
-        raise ConfigError(f"{name} {value}: is no number of seconds; e.g. {name} 0.1")
-
-
-def _nproc_per_node(value: str) -> int:
-    """Return the ranks on each node: the number, or the devices or processors that a word asks for."""
-    if value in ("gpu", "auto") and host.visible_devices():
-        return host.visible_devices()
-    if value in ("cpu", "auto"):
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if value == "gpu":
-        raise ConfigError("--nproc-per-node gpu: there is no NVIDIA device here; give a number, or cpu")
-    if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"--nproc-per-node {value}: is neither a number above 0 nor gpu, cpu or auto")
-    return int(value)
 
 
 def _example(name: str) -> str:
@@ -234,9 +214,7 @@ _RANK = (
     "import sys; sys.path[0] = sys.argv.pop(1); "
     "from megatron_moe_tools.pretrain import main; sys.exit(main(sys.argv[1:]))"
 )
-PASSED_ON = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)
-)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _POLL_SECONDS = 0.2
 
 
@@ -253,12 +231,29 @@ def start(options: LaunchOptions, flags: Sequence[str]) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     agent = _Agent(options, flags, folder)
     try:
-        with _Signals() as signals:
+        with ExitStack() as stack:
+            for number in PASSED_ON:
+                stack.callback(signal.signal, number, signal.signal(number, agent.pass_on) or signal.SIG_DFL)
             agent.start()
-            _wait(agent, signals, options)
-            ending = replace(agent.ending, by_signal=signals.first)
+            waiting, started = launched.Waiting(), False
+            while agent.is_alive():
+                agent.join(_POLL_SECONDS)
+                started = started or agent.reached_ranks or bool(ranks())
+                if started:
+                    continue
+                if agent.first_signal:
+                    break
+                if options.nnodes > 1 and waiting.is_due():
+                    note(
+                        f"{launched.LAUNCHER}: waiting for the other nodes of --nnodes {options.nnodes}, which meet at "
+                        f"{options.where}, for {waiting.seconds:.0f} s"
+                    )
+            if agent.raised is not None:
+                raise agent.raised
+            ending = replace(agent.ending, by_signal=agent.first_signal)
         if agent.is_alive():  # in a call of torch's that waits for other nodes
-            ending = replace(ending, problem=f"ended by {signal_name(signals.first)} before its ranks were started")
+            problem = f"ended by {signal_name(agent.first_signal)} before its ranks were started"
+            ending = replace(ending, problem=problem)
         if text := ending.text(folder):
             note(f"{launched.LAUNCHER}: {text}")
     finally:
@@ -278,6 +273,12 @@ class _Agent(threading.Thread):
     """The thread in which torch's agent joins the other nodes, starts the ranks and watches them.
 
     The main thread stays free for signals: a call of torch's that waits for another node would hold them up.
+
+    Attributes:
+        ending: how the ranks ended.
+        raised: what the thread raised, such as the ConfigError for an option that torch refuses.
+        first_signal: the number of the first signal, 0 without any.
+        reached_ranks: whether a rank got one, which may have ended since.
     """
 
     def __init__(self, options: LaunchOptions, flags: Sequence[str], folder: Path) -> None:
@@ -285,102 +286,55 @@ class _Agent(threading.Thread):
         self._options, self._flags, self._folder = options, flags, folder
         self.ending = Ending()
         self.raised: BaseException | None = None
+        self.first_signal = 0
+        self.reached_ranks = False
+
+    def pass_on(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal: pass it on to the ranks, which are the child processes."""
+        self.first_signal = self.first_signal or number
+        for rank in ranks():
+            self.reached_ranks = True
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
 
     def run(self) -> None:
-        """Run the agent until all ranks have ended."""
+        """Run torch's agent until all ranks have ended."""
         try:
-            self._launch()
+            from torch.distributed import DistError
+            from torch.distributed import run as torchrun
+            from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+            from torch.distributed.elastic.rendezvous import RendezvousError
+
+            if "LOGLEVEL" not in os.environ:  # by which torch's users ask for more
+                for name in ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher"):
+                    logging.getLogger(name).setLevel(logging.CRITICAL)
+            parser = torchrun.get_args_parser()
+            parser.error = _refuse  # type: ignore[method-assign] # it would print its usage, and end the process
+            try:
+                args = parser.parse_args([*self._options.words, "program"])
+                args.training_script = "-c"  # which the parser would take for an option of its own
+                args.training_script_args = [_RANK, str(PACKAGE_ROOT), *self._flags]
+                if args.log_dir is None:  # torch would make a folder, and leave it
+                    args.log_dir = str(self._folder / "torch")
+                torchrun.run(args)
+            except ChildFailedError as error:
+                self.ending = of_failures(error.failures)
+            except (RendezvousError, DistError) as error:
+                self.ending = Ending(problem=launched.not_met(self._options.where, error))
+            except (ValueError, AssertionError) as error:
+                raise ConfigError(f"launch options {' '.join(self._options.words)}: {error}") from None
         except BaseException as error:
             self.raised = error
-
-    def _launch(self) -> None:
-        from torch.distributed import DistError
-        from torch.distributed import run as torchrun
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.elastic.rendezvous import RendezvousError
-
-        if "LOGLEVEL" not in os.environ:  # by which torch's users ask for more
-            for name in ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher"):
-                logging.getLogger(name).setLevel(logging.CRITICAL)
-        parser = torchrun.get_args_parser()
-        parser.error = _refuse  # type: ignore[method-assign] # it would print its usage, and end the process
-        args = parser.parse_args([*self._options.words, "program"])
-        args.training_script = "-c"  # which the parser would take for an option of its own
-        args.training_script_args = [_RANK, str(PACKAGE_ROOT), *self._flags]
-        if args.log_dir is None:  # torch would make a folder, and leave it
-            args.log_dir = str(self._folder / "torch")
-        try:
-            torchrun.run(args)
-        except ChildFailedError as error:
-            self.ending = of_failures(error.failures)
-        except (RendezvousError, DistError) as error:
-            self.ending = Ending(problem=launched.not_met(self._options.where, error))
-        except (ValueError, AssertionError) as error:
-            raise ConfigError(f"launch options {' '.join(self._options.words)}: {error}") from None
 
 
 def _refuse(message: str) -> NoReturn:
     raise ValueError(message)
 
 
-class _Signals:
-    """Passes signals on to the ranks, which are the child processes; a context manager.
-
-    Attributes:
-        first: the number of the first signal, 0 without any.
-        reached_ranks: whether a rank got one, which may have ended since.
-    """
-
-    def __init__(self) -> None:
-        self.first = 0
-        self.reached_ranks = False
-        self._previous: dict[int, object] = {}
-
-    def __enter__(self) -> _Signals:
-        self._previous = {number: signal.signal(number, self._pass_on) for number in PASSED_ON}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
-
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        self.first = self.first or number
-        for rank in ranks():
-            self.reached_ranks = True
-            try:
-                rank.send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
-
-
 def ranks() -> list[psutil.Process]:
     """Return the processes of the ranks that this launcher has started and that have not ended."""
     children = psutil.Process().children()
     return [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-
-
-def _wait(agent: _Agent, signals: _Signals, options: LaunchOptions) -> None:
-    """Wait until the agent is done; before it has started ranks, say what it waits for, and leave at a signal.
-
-    Raises:
-        ConfigError: torch refuses an option.
-    """
-    waiting, started = launched.Waiting(), False
-    while agent.is_alive():
-        agent.join(_POLL_SECONDS)
-        started = started or signals.reached_ranks or bool(ranks())
-        if started:
-            continue
-        if signals.first:
-            return
-        if options.nnodes > 1 and waiting.is_due():
-            note(
-                f"{launched.LAUNCHER}: waiting for the other nodes of --nnodes {options.nnodes}, which meet at "
-                f"{options.where}, for {waiting.seconds:.0f} s"
-            )
-    if agent.raised is not None:
-        raise agent.raised
 
 
 _OFTEN = {
@@ -405,9 +359,7 @@ class RankEnd:
         if self.status >= 0:
             return f"ended with status {self.status}"
         name = signal_name(-self.status)
-        if name in _OFTEN:
-            return f"was killed by {name} ({_OFTEN[name]})"
-        return f"was killed by {name}"
+        return f"was killed by {name} ({_OFTEN[name]})" if name in _OFTEN else f"was killed by {name}"
 
 
 @dataclass(frozen=True)
@@ -461,13 +413,17 @@ class Ending:
         elif first.status >= 0:
             parts.append("its last lines above say why, or those of a rank on another node")
         if others:
-            parts.append("then " + _listed(others))
+            alike: dict[str, list[int]] = {}
+            for end in others:
+                alike.setdefault(str(end), []).append(end.rank)
+            texts = []
+            for how, numbers in alike.items():
+                who = "rank" if len(numbers) == 1 else "ranks"
+                texts.append(f"{who} {', '.join(map(str, sorted(numbers)))} {how}")
+            parts.append("then " + "; ".join(texts))
         if any(folder.glob("stacks_*")):
             parts.append(f"where the others were is in {folder}")
-        text = parts[0]
-        for part in parts[1:]:
-            text += f". {part[0].upper()}{part[1:]}"
-        return f"{text}."
+        return ". ".join([parts[0], *(f"{part[0].upper()}{part[1:]}" for part in parts[1:])]) + "."
 
 
 def of_failures(failures: Mapping[int, Any]) -> Ending:
@@ -478,15 +434,3 @@ def of_failures(failures: Mapping[int, Any]) -> Ending:
     """
     ordered = sorted(failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
     return Ending(tuple(RankEnd(rank, failure.pid, failure.exitcode) for rank, failure in ordered))
-
-
-def _listed(ends: list[RankEnd]) -> str:
-    """Return how ranks ended, those that ended alike together."""
-    alike: dict[str, list[int]] = {}
-    for end in ends:
-        alike.setdefault(str(end), []).append(end.rank)
-    texts = []
-    for how, numbers in alike.items():
-        who = "rank" if len(numbers) == 1 else "ranks"
-        texts.append(f"{who} {', '.join(map(str, sorted(numbers)))} {how}")
-    return "; ".join(texts)

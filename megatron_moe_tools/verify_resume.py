@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import operator
 import os
 import threading
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.checkpoint import folder
+from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
@@ -89,10 +90,7 @@ def _main(argv: list[str]) -> int:
     # Found here, and not by ranks that have loaded torch.
     check_data(replay.run, build_tokenizer(replay.run.data, replay.run.model.vocab_size), deep=False)
     if speaks:
-        say(
-            f"{replay.root}: step {replay.begin}, {replay.steps} steps after it on {replay.ranks} ranks, compared "
-            f"with their records"
-        )
+        say(f"{replay.root}: step {replay.begin}, {replay.steps} steps after it on {replay.ranks} ranks, and records")
     if "WORLD_SIZE" in os.environ:
         records = recorded_here(flatten(replay.run))
     else:
@@ -103,11 +101,24 @@ def _main(argv: list[str]) -> int:
             return DIFFERENT
     if not speaks:
         return EQUAL
-    differences = _differences(replay)
+    from megatron_moe import platform
+    from megatron_moe.platform import numerics
+
+    # Why bits may differ: layout, device, versions, an order of additions that is not fixed.
+    launched, differences = "WORLD_SIZE" in os.environ, [*replay.differences]
+    device = "cpu"  # of ranks that were started here
+    if launched:
+        device = platform.device().type
+    if device != replay.device:
+        differences.append(f"device: {replay.device} -> {device}")
+    deterministic = replay.run.training.deterministic_mode
+    if launched and (now := numerics.facts(deterministic)):
+        differences += arithmetic_differences(replay.state, now, deterministic)
+    differences += version_differences(replay.state, versions())
     findings = compare(replay, records, differences)
     for text in report_lines(replay, findings, differences):
         say(text)
-    wrong = [finding for finding in findings if finding.wrong]
+    wrong = any(map(operator.attrgetter("wrong"), findings))
     if flags.json is not None:
         report = {
             "checkpoint": str(replay.root),
@@ -148,14 +159,8 @@ def _planned(flags: argparse.Namespace, rest: list[str]) -> ResumeReplay:
     for name, value in flatten(compat.parse(rest)).items():
         if name in typed or value != plain[name]:
             changes[name] = value
-    replay = plan_replay(
-        Path(flags.checkpoint),
-        begin=flags.ckpt_step,
-        steps=flags.steps,
-        ranks=ranks,
-        metrics_file=metrics,
-        changes=changes,
-    )
+    asked = {"begin": flags.ckpt_step, "steps": flags.steps, "ranks": ranks}
+    replay = plan_replay(Path(flags.checkpoint), **asked, metrics_file=metrics, changes=changes)
     if replay.device != "cpu" and not launched and not flags.cpu:
         raise ConfigError(
             f"{replay.root}: was trained on {replay.device}; start this under torchrun --nproc-per-node "
@@ -165,11 +170,10 @@ def _planned(flags: argparse.Namespace, rest: list[str]) -> ResumeReplay:
 
 
 def records_of(run: Run, ranks: int, seconds: float) -> list[dict[str, Any]]:
-    """Train `run` on `ranks` processes of this machine, without a GPU; return the exact record of every step.
+    """Train `run` on `ranks` processes of this machine, on the CPU; return the exact record of every step.
 
-    Raises:
-        ConfigError: the run was refused, as pretrain_moe.py would have refused it.
-        RankFailure: a rank failed otherwise, or the run took longer than `seconds`; all ranks are ended.
+    Raises ConfigError: the run was refused, as pretrain_moe.py would have refused it. RankFailure: a rank failed
+    otherwise, or the run took longer than `seconds`; all ranks are ended.
     """
     with LocalRanks(recorded_here, ranks, seconds=seconds) as processes:
         try:
@@ -194,16 +198,8 @@ def recorded_here(flags: dict[str, Any]) -> list[dict[str, Any]]:
 class ResumeReplay:
     """A planned replay: train `run`, which begins after step `begin`, for `steps` steps on `ranks` ranks.
 
-    Attributes:
-        run: the run to train.
-        root: the folder of checkpoints.
-        begin: the step that is loaded.
-        steps: number of steps.
-        ranks: number of ranks.
-        recorded: iteration -> its exact record, of the steps to replay.
-        device: what the record was made on, cpu or cuda.
-        differences: why bits need not be equal; empty where they must be.
-        half: whether the run is in half precision.
+    recorded: iteration -> its exact record, of the steps to replay. state: of the step that the record's run wrote.
+    differences: why bits need not be equal; empty where they must be.
     """
 
     run: Run
@@ -212,9 +208,13 @@ class ResumeReplay:
     steps: int
     ranks: int
     recorded: dict[int, dict[str, Any]]
-    device: str
+    state: dict[str, Any]
     differences: tuple[str, ...]
-    half: bool
+
+    @property
+    def device(self) -> str:
+        """What the record was made on, cpu or cuda."""
+        return str(self.state.get("device", "cpu"))
 
 
 def plan_replay(
@@ -226,18 +226,13 @@ def plan_replay(
     metrics_file: Path | None = None,
     changes: dict[str, Any] | None = None,
 ) -> ResumeReplay:
-    """Choose the step to begin with and the records to compare with.
+    """Choose the step to begin with and the records to compare with, and return the replay.
 
-    Args:
-        path: a folder of checkpoints, or one step in it, which is then the one to begin with.
-        begin: the step to begin with; None: the newest that has recorded steps after it.
-        steps: number of steps; None: all that are recorded, at most `MOST_STEPS`.
-        ranks: number of ranks; None: as many as made the record.
-        metrics_file: a file with more records than those in the folder's steps.
-        changes: flags that differ from the record's run, such as another layout.
-
-    Raises:
-        ConfigError: there is no checkpoint, nothing is recorded after the step, or records contradict one another.
+    path: a folder of checkpoints, or one step in it, which is then the one to begin with. begin: the step to begin
+    with; None: the newest that has recorded steps after it. steps: how many; None: all that are recorded, at most
+    `MOST_STEPS`. ranks: None: as many as made the record. metrics_file: has more records than the folder's steps.
+    changes: flags that differ from the record's run, such as another layout. Raises ConfigError: there is no
+    checkpoint, nothing is recorded after the step, or records contradict one another.
     """
     if not path.is_dir():
         raise ConfigError(f"{path}: is no folder; give the one that a run named with --save")
@@ -250,7 +245,7 @@ def plan_replay(
     states = {}
     for number in folder.steps(root):  # sound by names, sizes and small files; the replay hashes all of it
         step = folder.step_folder(root, number)
-        if folder.defect(step) is None and folder.small_files_defect(step) is None:
+        if manifest.structure_defect(step) is None and folder.small_files_defect(step) is None:
             states[number] = folder.read_json(step / folder.STATE)
     sound = ", ".join(map(str, states))
     if not sound:
@@ -268,31 +263,26 @@ def plan_replay(
     if begin + 1 not in known:
         raise ConfigError(f"{root}: no step after {begin} is recorded; choose an earlier one with --ckpt-step")
     # The next step was written by the run that made the records, which may have had other flags than the one before.
-    writer = _first_from(states, begin + 1, otherwise=begin)
-    last = begin
+    writer = min((number for number in states if number > begin), default=begin)
+    config, last = _of_training(root, writer), begin
     while last + 1 in known:
-        if last >= writer > begin and not _same_run(root, states, writer, _first_from(states, last + 1, writer)):
-            break
+        if last >= writer > begin:
+            later = min((number for number in states if number > last), default=writer)
+            other, same = _of_training(root, later), states[writer]["layout"] == states[later]["layout"]
+            for name in config.keys() & other.keys() - _NO_CHANGE:
+                same = same and config[name] == other[name]
+            if not same:
+                break
         last += 1
     if steps is not None and steps > last - begin:
         raise ConfigError(f"--steps {steps}: only {last - begin} steps after step {begin} are recorded under one run")
-    end = begin + min(last - begin, MOST_STEPS if steps is None else steps)
+    end = begin + min(last - begin, steps or MOST_STEPS)
     recorded = {iteration: known[iteration] for iteration in range(begin + 1, end + 1)}
-    config = _of_training(folder.read_json(folder.step_folder(root, writer) / folder.CONFIG))
     return _replay(root, begin, recorded, config, states[writer], ranks, changes or {})
 
 
-def _first_from(steps: Iterable[int], wanted: int, otherwise: int) -> int:
-    """Return the first step from `wanted` on."""
-    return min((number for number in steps if number >= wanted), default=otherwise)
-
-
 def _merged(root: Path, states: dict[int, dict[str, Any]], metrics_file: Path | None) -> dict[int, dict[str, Any]]:
-    """Return every recorded step, by iteration.
-
-    Raises:
-        ConfigError: two records of one step differ.
-    """
+    """Return every recorded step, by iteration. Raises ConfigError: two records of one step differ."""
     sources = [(f"step {number}", state.get("records", [])) for number, state in states.items()]
     if metrics_file is not None:
         sources.append((str(metrics_file), map(exact, read_steps(metrics_file))))
@@ -305,25 +295,14 @@ def _merged(root: Path, states: dict[int, dict[str, Any]], metrics_file: Path | 
             first.setdefault(iteration, source)
             if earlier != record:
                 names = ", ".join(name for name in earlier if earlier[name] != record.get(name))
-                raise ConfigError(
-                    f"{root}: {first[iteration]} and {source} record iteration {iteration} otherwise: {names}"
-                )
+                raise ConfigError(f"{root}: {first[iteration]} and {source} record step {iteration} otherwise: {names}")
     return known
 
 
-def _same_run(root: Path, states: dict[int, dict[str, Any]], one: int, other: int) -> bool:
-    """Return whether two steps were written with the same flags of training and on the same ranks."""
-    if states[one]["layout"] != states[other]["layout"]:
-        return False
-    first = _of_training(folder.read_json(folder.step_folder(root, one) / folder.CONFIG))
-    second = folder.read_json(folder.step_folder(root, other) / folder.CONFIG)
-    return all(first[name] == second[name] for name in first.keys() & second.keys() - _NO_CHANGE)
-
-
-def _of_training(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the known flags that a step may depend on."""
+def _of_training(root: Path, number: int) -> dict[str, Any]:
+    """Return the known flags of a step's run that a step may depend on."""
     table, found = fields_by_name(), {}
-    for name, value in config.items():
+    for name, value in folder.read_json(folder.step_folder(root, number) / folder.CONFIG).items():
         if name in table and table[name][0] not in ("checkpoint", "logging"):
             found[name] = value
     return found
@@ -366,28 +345,7 @@ def _replay(
             f"{root}: was trained with {', '.join(drawing)}, which draws other numbers with {'; '.join(differences)}: "
             "no tolerance covers that; replay it as it was recorded"
         )
-    half = run.precision.bf16 or run.precision.fp16
-    device = state.get("device", "cpu")
-    return ResumeReplay(run, root, begin, len(recorded), world, recorded, device, tuple(differences), half)
-
-
-def _differences(replay: ResumeReplay) -> list[str]:
-    """Return the reasons why bits may differ: layout, device, versions, an order of additions that is not fixed."""
-    from megatron_moe import platform
-    from megatron_moe.platform import numerics
-
-    launched, device = "WORLD_SIZE" in os.environ, "cpu"  # ranks that were started here are on the CPU
-    if launched:
-        device = platform.device().type
-    found = [*replay.differences]
-    if device != replay.device:
-        found.append(f"device: {replay.device} -> {device}")
-    writer = _first_from(folder.steps(replay.root), replay.begin + 1, otherwise=replay.begin)
-    state = folder.read_json(folder.step_folder(replay.root, writer) / folder.STATE)
-    deterministic = replay.run.training.deterministic_mode
-    if launched and (now := numerics.facts(deterministic)):
-        found += arithmetic_differences(state, now, deterministic)
-    return [*found, *version_differences(state, versions())]
+    return ResumeReplay(run, root, begin, len(recorded), world, recorded, state, tuple(differences))
 
 
 def version_differences(state: dict[str, Any], now: dict[str, str]) -> list[str]:
@@ -404,10 +362,7 @@ def version_differences(state: dict[str, Any], now: dict[str, str]) -> list[str]
 def arithmetic_differences(state: dict[str, Any], now: dict[str, str], deterministic: bool) -> list[str]:
     """Return why the sums of two runs on CUDA may differ: their order is not fixed, or the card is another one.
 
-    Args:
-        state: a step's, with what `platform.numerics.facts` returned when it was written.
-        now: what it returns here.
-        deterministic: whether the replay has `--deterministic-mode`.
+    state: of a step, with what `platform.numerics.facts` returned when it was written. now: what it returns here.
     """
     if not deterministic:
         return ["CUDA without --deterministic-mode"]
@@ -432,7 +387,7 @@ def compare(replay: ResumeReplay, replayed: Iterable[dict[str, Any]], difference
     """Compare every recorded step with its replay, to the bit where there is no difference that excuses another."""
     by_iteration = {record["iteration"]: record for record in replayed}
     excused = list(differences)
-    tolerances = TOLERANCES["half" if replay.half else "fp32"]
+    tolerances = TOLERANCES["half" if replay.run.precision.bf16 or replay.run.precision.fp16 else "fp32"]
     findings = []
     for iteration, recorded in replay.recorded.items():
         record = by_iteration.get(iteration)

@@ -26,12 +26,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 # Import the package of this checkout, even if another one is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_moe.io.files import replace_json
+from megatron_moe.io.program import say
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
@@ -102,7 +103,7 @@ def stages(folder: Path, extra: Sequence[str]) -> list[Stage]:
             training_command(folder, extra),
             (folder / "summary.json",),
             # One thread per core, shared by the ranks; a waiting thread leaves its core to the others.
-            (("OMP_NUM_THREADS", str(max(1, _cores() // RANKS))), ("OMP_WAIT_POLICY", "passive")),
+            (("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // RANKS))), ("OMP_WAIT_POLICY", "passive")),
         )
     )
     return result
@@ -157,50 +158,49 @@ def shown(command: Sequence[str]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run the stages that are not complete, print the result and return the exit status."""
-    flags, extra = _parse(argv)
-    os.chdir(ROOT)
-    signal.signal(signal.SIGTERM, _interrupt)
-    if flags.fresh:
-        _start_over(flags.folder)
-    plan = stages(flags.folder, extra)
-    started = time.monotonic()
-    try:
-        for number, stage in enumerate(plan, 1):
-            heading = f"[{number}/{len(plan)}] {stage.title}"
-            if stage.is_complete(flags.folder):
-                _say(f"{heading}: done before")
-                continue
-            status = _run_stage(stage, heading, flags.folder, plan[number:])
-            if status:
-                _say(f"demo: {stage.name} ended with status {status}")
-                return status
-    except KeyboardInterrupt:
-        _say("\ndemo: interrupted; run it again to continue from here")
-        return 130
-    _say(f"\nall stages complete after {time.monotonic() - started:.0f} s")
-    return _print_result(flags.folder)
-
-
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="demo.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--fresh", action="store_true", help="remove what an earlier demo left, and start over")
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where everything goes (%(default)s)")
-    return parser.parse_known_args(list(argv))
+    flags, extra = parser.parse_known_args(list(argv))
+    os.chdir(ROOT)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
+    folder = flags.folder
+    if flags.fresh and folder.exists():
+        if any(folder.iterdir()) and not (folder / _STAMPS).is_dir():
+            raise SystemExit(f"demo: {folder} was not made by this program; it is not removed. Name another --folder")
+        shutil.rmtree(folder)
+    plan = stages(folder, extra)
+    started = time.monotonic()
+    try:
+        for number, stage in enumerate(plan, 1):
+            heading = f"[{number}/{len(plan)}] {stage.title}"
+            if stage.is_complete(folder):
+                say(f"{heading}: done before")
+                continue
+            status = _run_stage(stage, heading, folder, plan[number:])
+            if status:
+                say(f"demo: {stage.name} ended with status {status}")
+                return status
+    except KeyboardInterrupt:
+        say("\ndemo: interrupted; run it again to continue from here")
+        return 130
+    say(f"\nall stages complete after {time.monotonic() - started:.0f} s")
+    return _print_result(folder)
 
 
 def _run_stage(stage: Stage, heading: str, folder: Path, later: Sequence[Stage]) -> int:
     checkpoints = folder / "checkpoints"
     if stage.name != "train" and checkpoints.exists():
-        _say(
+        say(
             f"demo: stage {stage.name} has to run again, but {checkpoints} holds a model that was trained on the data "
             "it would replace; start over with --fresh (make demo FRESH=1)"
         )
         return 2
     for other in later:
         other.stamp(folder).unlink(missing_ok=True)
-    _say(f"\n{heading}\n  {shown(stage.command)}\n")
+    say(f"\n{heading}\n  {shown(stage.command)}\n")
     started = time.monotonic()
     # The demo runs this checkout, even if another version of the package is installed.
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -209,10 +209,10 @@ def _run_stage(stage: Stage, heading: str, folder: Path, later: Sequence[Stage])
     if status == 0:
         missing = [str(output) for output in stage.outputs if not output.exists()]
         if missing:
-            _say(f"demo: {stage.name} did not write {', '.join(missing)}")
+            say(f"demo: {stage.name} did not write {', '.join(missing)}")
             return 1
         stage.complete(folder, seconds)
-        _say(f"{heading}: done in {seconds:.1f} s")
+        say(f"{heading}: done in {seconds:.1f} s")
     return status
 
 
@@ -222,22 +222,18 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> int:
     try:
         return child.wait()
     except KeyboardInterrupt:
-        _stop(child)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # Ctrl-C from the terminal has reached it already; any other interrupt is passed on.
+        for number, patience in ((None, 2), (signal.SIGINT, 10), (signal.SIGTERM, 10), (signal.SIGKILL, None)):
+            if number is not None:
+                child.send_signal(number)
+            try:
+                child.wait(patience)
+                break
+            except subprocess.TimeoutExpired:
+                continue
         raise
-
-
-def _stop(child: subprocess.Popen) -> None:
-    """Stop a command. Ctrl-C from the terminal has reached it already; any other interrupt is passed on."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    for number, patience in ((None, 2), (signal.SIGINT, 10), (signal.SIGTERM, 10), (signal.SIGKILL, None)):
-        if number is not None:
-            child.send_signal(number)
-        try:
-            child.wait(patience)
-            return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def _end_with_parent() -> None:
@@ -248,31 +244,19 @@ def _end_with_parent() -> None:
         return
 
 
-def _interrupt(_number: int, _frame: Any) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def _start_over(folder: Path) -> None:
-    if not folder.exists():
-        return
-    if any(folder.iterdir()) and not (folder / _STAMPS).is_dir():
-        raise SystemExit(f"demo: {folder} was not made by this program; it is not removed. Name another --folder")
-    shutil.rmtree(folder)
-
-
 def _print_result(folder: Path) -> int:
     """Print the result and the paths of all outputs; return the exit status."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     loss, entropy = summary["valid_loss"], summary["unigram_entropy"]
     below = entropy - loss
-    _say(
+    say(
         f"\nvalidation loss  {loss:.3f} nats per token\n"
         f"unigram entropy  {entropy:.3f} nats per token of the same tokens: "
         f"the model is {abs(below):.3f} {'below' if below >= 0 else 'ABOVE'}\n"
         f"training         {summary['iterations']} iterations in {summary['train_seconds']:.0f} s, "
         f"{summary['tokens_per_second']:,.0f} tokens/s\n\nwhat the model makes of a line of Python:\n"
     )
-    _say("\n".join(f"    {line}" for line in _printable(summary["sample"]).splitlines()))
+    say("\n".join(f"    {line}" for line in _printable(summary["sample"]).splitlines()))
     paths = {
         "text, tokens": f"{folder / 'corpus'}, {folder / 'data'}",
         "tokenizer": folder / "tokenizer" / "python.model",
@@ -283,9 +267,9 @@ def _print_result(folder: Path) -> int:
         "TensorBoard": f"tensorboard --logdir {folder / 'tensorboard'}",
         "summary": folder / "summary.json",
     }
-    _say("\n" + "\n".join(f"{name:<13} {path}" for name, path in paths.items()))
+    say("\n" + "\n".join(f"{name:<13} {path}" for name, path in paths.items()))
     if not below >= MARGIN:
-        _say(
+        say(
             f"\nFAILED: the validation loss {loss:.3f} is not at least {MARGIN:g} nat below the unigram entropy "
             f"{entropy:.3f}"
         )
@@ -301,14 +285,6 @@ def _printable(text: str) -> str:
         shown_as_is = character.isprintable() or character in "\n\t"
         visible += character if shown_as_is else character.encode("unicode_escape").decode()
     return visible.encode(encoding, errors="backslashreplace").decode(encoding)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,13 @@ import os
 import megatron_moe as mm
 
 settings = mm.Settings.from_preset(
-    "tiny", mock_data=True, vocab_size=256, seq_length=64, train_iters=5, eval_iters=0, global_batch_size=4,
+    "tiny",
+    mock_data=True,
+    vocab_size=256,
+    seq_length=64,
+    train_iters=5,
+    eval_iters=0,
+    global_batch_size=4,
     save="on_two_ranks",
 )
 ranks = int(os.environ.get("WORLD_SIZE", 1))

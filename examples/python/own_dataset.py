@@ -27,7 +27,14 @@ class Counting(Dataset):
 
 
 settings = mm.Settings.from_preset(
-    "tiny", vocab_size=VOCABULARY, seq_length=LENGTH, train_iters=60, global_batch_size=16, micro_batch_size=16, lr=3e-3, eval_iters=2
+    "tiny",
+    vocab_size=VOCABULARY,
+    seq_length=LENGTH,
+    train_iters=60,
+    eval_iters=2,
+    lr=3e-3,
+    micro_batch_size=16,
+    global_batch_size=16,
 )
 result = mm.train(settings, data=Counting(1000, seed=1), valid_data=Counting(64, seed=2))
 print(f"loss {result.steps[0].loss:.2f} -> {result.steps[-1].loss:.2f}, validation {result.summary['valid_loss']:.2f}")

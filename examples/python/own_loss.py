@@ -13,7 +13,9 @@ import megatron_moe as mm
 
 def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
     """Return cross entropy with label smoothing 0.1: logits [B, S, V] fp32, labels [B, S] -> [B, S]."""
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=0.1)
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=0.1
+    )
     return losses.view(labels.shape)
 
 

@@ -29,7 +29,14 @@ class Sums:
 
 
 settings = mm.Settings.from_preset(
-    "tiny", vocab_size=16, seq_length=LENGTH, train_iters=50, global_batch_size=32, micro_batch_size=32, lr=3e-3, eval_iters=1
+    "tiny",
+    vocab_size=16,
+    seq_length=LENGTH,
+    train_iters=50,
+    eval_iters=1,
+    lr=3e-3,
+    micro_batch_size=32,
+    global_batch_size=32,
 )
 result = mm.train(settings, data=Sums(seed=1), valid_data=Sums(seed=2))
 print(f"{result.steps[-1].tokens} tokens of {32 * LENGTH} count in a step")

@@ -34,11 +34,6 @@ def model_tensors(model: torch.nn.Module, options: dict[str, Any]) -> dict[str, 
     return cast(_ShardedModule, model).sharded_state_dict(metadata=options)
 
 
-def not_saved(value: object) -> Any:
-    """Return a value of this rank's state that is not saved: loading hands it back as it is."""
-    return engine.LocalNonpersistentObject(value)
-
-
 def load_tensors(
     state: dict[str, Any],
     folder: Path,
@@ -183,13 +178,9 @@ class Box:
     shape: tuple[int, ...]
     where: tuple[slice, ...]
 
-    def part_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the box's elements of a tensor of the shard's shape, in the same memory."""
-        return shard[self.where]
-
     def tensor(self, shard: torch.Tensor, prefix: str = "") -> ShardedTensor:
         """Return the box as a sharded tensor with its elements of a tensor of the shard's shape."""
-        values = self.part_of(shard)
+        values = shard[self.where]
         # Of the ranks with the same elements, which are not data-parallel ones, the engine's first one writes them.
         replica = (*self.whole.replica_id[:-1], 0) if isinstance(self.whole.replica_id, tuple) else 0
         return ShardedTensor(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +16,9 @@ from megatron_moe.io.files import free_bytes
 from megatron_moe.io.texts import place_of, size_text
 
 T = TypeVar("T")
+
+ROUND_SECONDS = 10.0
+"""How often the ranks exchange their progress while they read: waiting longer could time out."""
 
 
 class SaveError(RunFault):
@@ -65,8 +69,11 @@ def refusal(error: OSError, root: Path, needed_bytes: int) -> str:
     return text
 
 
-def on_rank_zero(work: Callable[[], T]) -> T | None:
+def on_rank_zero(work: Callable[[], T], describe: Callable[[OSError], str] = str) -> T | None:
     """Do something on rank 0 and return its result there, None on the other ranks. Collective.
+
+    Args:
+        describe: returns the message of an OSError.
 
     Raises:
         ConfigError: on every rank, where rank 0 raised it. SaveError: where it raised an OSError. SharedError: where it
@@ -75,7 +82,7 @@ def on_rank_zero(work: Callable[[], T]) -> T | None:
     result, failure = None, None
     if torch.distributed.get_rank() == 0:
         result, failure = attempted(work)
-    outcome = [None if failure is None else _Failure.of(failure)]
+    outcome = [None if failure is None else _Failure.of(failure, describe)]
     torch.distributed.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
         raise _shared({0: outcome[0]}, outcome[0].message) from failure
@@ -110,6 +117,36 @@ def all_gather_object(value: T) -> list[T]:
     found: list[T | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, value)
     return found  # type: ignore[return-value]
+
+
+def in_rounds(steps: Iterable[object], done: Callable[[], int], where: Path) -> Iterator[tuple[int, float]]:
+    """Take a rank's steps; yield in rounds what all ranks have done, and in what seconds. Collective.
+
+    Args:
+        done: returns what this rank has done, in bytes. where: what is read, for the message of an unexpected error.
+
+    Raises:
+        ConfigError: on every rank, where a step of one failed.
+    """
+    iterator, started, everywhere = iter(steps), time.monotonic(), False
+    while not everywhere:
+        until, finished = time.monotonic() + ROUND_SECONDS, True
+        error: str | None = None
+        cause: Exception | None = None
+        try:
+            for _ in iterator:
+                if time.monotonic() > until:
+                    finished = False
+                    break
+        except (ConfigError, OSError) as refused:
+            error = str(refused)
+        except Exception as failed:
+            error, cause = f"{where}: {type(failed).__name__}: {failed}", failed
+        everyone = all_gather_object((done(), error, finished))
+        if errors := sorted({found for _, found, _ in everyone if found is not None}):
+            raise ConfigError("; ".join(errors[:3])) from cause
+        everywhere = all(complete for _, _, complete in everyone)
+        yield sum(count for count, _, _ in everyone), time.monotonic() - started
 
 
 def attempted(work: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -80,11 +80,6 @@ def steps(root: Path) -> list[int]:
     return sorted(int(match.group(1)) for match in found if match)
 
 
-def defect(step: Path) -> str | None:
-    """Return why a step cannot be loaded, by names and sizes, in words that follow "it"; None if it can."""
-    return manifest.structure_defect(step)
-
-
 def small_files_defect(step: Path) -> str | None:
     """Return why a step's configuration and state cannot be used, in words that follow "it"; None if they can.
 
@@ -118,13 +113,35 @@ def find_step(
             earlier format, or none of several steps is sound.
     """
     require_readable("--load", str(root))
-    _require_root(root)
     available = steps(root)
-    known = known_bad or {}
+    if root.exists():  # it has to be a folder of checkpoints; what is something else is told with the way that works
+        if not root.is_dir():
+            raise ConfigError(f"--load {root}: is a file; give the folder that holds iter_* folders")
+        owned = (root / OWNER).exists()
+        for step in (*(step_folder(root, number) for number in reversed(available)), root / "release", root):
+            if not owned and is_of_megatron(step):
+                raise ConfigError(
+                    f"--load {root}: {step.name} is a checkpoint of Megatron-LM; convert it, and load the result: "
+                    f"megatron-moe convert --from megatron --to native --load {root} --save {root.name}-converted"
+                )
+        if _STEP.fullmatch(root.name) and (root / STATE).exists():
+            raise ConfigError(
+                f"--load {root}: is one step; give its parent and choose the step: "
+                f"--load {root.parent} --ckpt-step {int(root.name[len('iter_') :])}"
+            )
+        names = sorted(entry.name for entry in root.iterdir())
+        if names and not (owned or LATEST in names or any(_STEP.fullmatch(name) for name in names)):
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            works = f"give the folder that an earlier run named with --save{steps_below(root)}"
+            if "config.json" in names:
+                works = f"a folder of Hugging Face's is where a run begins: --load-hf {root}"
+            raise ConfigError(
+                f"--load {root}: is not a checkpoint folder: it holds {shown}, and neither iter_* nor {LATEST}; {works}"
+            )
 
     def reason_against(iteration: int) -> str | None:
-        step = step_folder(root, iteration)
-        return known.get(iteration) or defect(step) or (small_files_defect(step) if verify else None)
+        step, known = step_folder(root, iteration), known_bad or {}
+        return known.get(iteration) or manifest.structure_defect(step) or (small_files_defect(step) if verify else None)
 
     if wanted is not None:
         reason = reason_against(wanted) if wanted in available else "there is no such step"
@@ -137,7 +154,12 @@ def find_step(
         step = step_folder(root, iteration)
         reason = reason_against(iteration)
         if reason is None:
-            return step, [*notes, *_pointer_notes(root, iteration)]
+            pointer = root / LATEST
+            with suppress(OSError):  # it may name another step; the newest sound one is loaded all the same
+                named = pointer.read_text(errors="replace").strip()[:20]
+                if named != str(iteration):
+                    notes.append(f"{pointer} names step {named or 'nothing'}; the newest complete step is {iteration}")
+            return step, notes
         try:
             manifest.read(step)
         except manifest.OtherFormatError:
@@ -201,48 +223,6 @@ def steps_below(root: Path) -> str:
     return ""
 
 
-def _require_root(root: Path) -> None:
-    """Refuse what is no folder of checkpoints, with the command or the flag that it is for."""
-    if not root.exists():
-        return
-    if not root.is_dir():
-        raise ConfigError(f"--load {root}: is a file; give the folder that holds iter_* folders")
-    if not (root / OWNER).exists():
-        for step in (*(step_folder(root, number) for number in reversed(steps(root))), root / "release", root):
-            if is_of_megatron(step):
-                raise ConfigError(
-                    f"--load {root}: {step.name} is a checkpoint of Megatron-LM; convert it, and load the result: "
-                    f"megatron-moe convert --from megatron --to native --load {root} --save {root.name}-converted"
-                )
-    if _STEP.fullmatch(root.name) and (root / STATE).exists():
-        raise ConfigError(
-            f"--load {root}: is one step; give its parent and choose the step: "
-            f"--load {root.parent} --ckpt-step {int(root.name[len('iter_') :])}"
-        )
-    names = sorted(entry.name for entry in root.iterdir())
-    if not names or OWNER in names or LATEST in names or any(_STEP.fullmatch(name) for name in names):
-        return
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    works = f"give the folder that an earlier run named with --save{steps_below(root)}"
-    if "config.json" in names:
-        works = f"a folder of Hugging Face's is where a run begins: --load-hf {root}"
-    raise ConfigError(
-        f"--load {root}: is not a checkpoint folder: it holds {shown}, and neither iter_* nor {LATEST}; {works}"
-    )
-
-
-def _pointer_notes(root: Path, iteration: int) -> list[str]:
-    """Return a note where the pointer names another step than the newest sound one, which is loaded all the same."""
-    pointer = root / LATEST
-    try:
-        named = pointer.read_text(errors="replace").strip()[:20]
-    except OSError:
-        return []
-    if named == str(iteration):
-        return []
-    return [f"{pointer} names step {named or 'nothing'}; the newest complete step is {iteration}"]
-
-
 def check_save_root(
     root: Path, *, loaded_from: Path | None, start_iteration: int, known_bad: Mapping[int, str] | None = None
 ) -> None:
@@ -259,19 +239,19 @@ def check_save_root(
     existing = next(parent for parent in (root, *root.absolute().parents) if parent.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"--save {root}: {existing} is not writable; name a folder that you may write to")
-    later = [number for number in steps(root) if number > start_iteration]
-    if not steps(root):
-        return
-    if loaded_from is None or loaded_from.resolve() != root.resolve():
+    present = steps(root)
+    if present and (loaded_from is None or loaded_from.resolve() != root.resolve()):
         raise ConfigError(
-            f"--save {root}: holds steps up to {steps(root)[-1]} of an earlier run; continue it with --load {root}, or "
+            f"--save {root}: holds steps up to {present[-1]} of an earlier run; continue it with --load {root}, or "
             "save to another folder"
         )
-    known = known_bad or {}
-    complete = [number for number in later if number not in known and defect(step_folder(root, number)) is None]
-    if complete:
+    for number in present:
+        if number <= start_iteration or number in (known_bad or {}):
+            continue
+        if manifest.structure_defect(step_folder(root, number)) is not None:
+            continue
         raise ConfigError(
-            f"--save {root}: holds step {complete[0]}, later than step {start_iteration} where this run starts, and "
+            f"--save {root}: holds step {number}, later than step {start_iteration} where this run starts, and "
             "checkpoints are never overwritten; save to another folder, or continue from the latest step"
         )
 
@@ -316,7 +296,7 @@ def open_hidden(root: Path, iteration: int, num_bytes: int = 0) -> Path:
     step, hidden = step_folder(root, iteration), staging_dir(root, iteration)
     shutil.rmtree(hidden, ignore_errors=True)
     if step.exists():
-        if not (defect(step) or manifest.content_defect(step, manifest.read(step).files)):
+        if not (manifest.structure_defect(step) or manifest.content_defect(step, manifest.read(step).files)):
             raise FileExistsError(errno.EEXIST, "it is there already; checkpoints are never overwritten", str(step))
         names = (step.with_name(f"{step.name}.bad{number or ''}") for number in range(1000))
         os.rename(step, next(path for path in names if not path.exists()))
@@ -342,7 +322,7 @@ def publish(root: Path, iteration: int, files: dict[str, FileEntry]) -> Path:
         if (hidden / part).is_dir():
             sync(hidden / part)
     manifest.write(hidden, iteration, files)
-    if (wrong := defect(hidden)) is not None:
+    if (wrong := manifest.structure_defect(hidden)) is not None:
         raise OSError(f"{hidden}: {wrong}; --save has to be one folder that all ranks write to")
     pointer = root / LATEST
     before = pointer.read_bytes() if pointer.exists() else None
@@ -409,7 +389,7 @@ def remove_surplus(
     if rule.keep_last is None:
         return []
     counted = [number for number in steps(root) if published is None or number <= published]
-    sound = [number for number in counted if defect(step_folder(root, number)) is None]
+    sound = [number for number in counted if manifest.structure_defect(step_folder(root, number)) is None]
     notes = []
     for number in rule.surplus(sound, protected):
         try:

@@ -31,11 +31,10 @@ _OTHERS = re.compile(
     r"\.metadata|metadata\.json|common\.pt|config\.json|state\.json|rng/rank_\d{5,}\.(pt|safetensors)|hf/[^/]+",
     re.ASCII,
 )
-_DTYPES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int64": 8,
-    "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "bool": 1,
-}  # fmt: skip
-"""Types of a tensor and their sizes in bytes."""
+_DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool"),
+    *("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"),
+)
 
 
 class UntrustedError(ValueError):
@@ -67,11 +66,6 @@ class Tensor:
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[TensorPart, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all elements."""
-        return math.prod(self.shape) * _DTYPES[self.dtype]
 
 
 @dataclass(frozen=True)

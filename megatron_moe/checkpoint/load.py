@@ -7,8 +7,7 @@ fp32 state keep their bits, so that a run that changes its dtype and changes it 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +17,13 @@ import torch
 from megatron_moe import platform
 from megatron_moe.checkpoint import dist, folder, manifest
 from megatron_moe.checkpoint import state as random_state
-from megatron_moe.checkpoint.errors import all_gather_object
+from megatron_moe.checkpoint.errors import all_gather_object, in_rounds
 from megatron_moe.checkpoint.index import UntrustedError
-from megatron_moe.checkpoint.plan import CheckpointPlan, CheckpointSource, changes_dtypes, plan
+from megatron_moe.checkpoint.plan import CheckpointPlan, CheckpointSource, other_dtypes, plan
 from megatron_moe.checkpoint.state import (
     TrainingProgress,
     TrainState,
     average_state,
-    fp32_state_keys,
     layout,
     model_state,
     optimizer_state,
@@ -38,9 +36,8 @@ from megatron_moe.config.schema import Run
 from megatron_moe.engine.dist_checkpointing import ShardedTensor
 from megatron_moe.io.texts import size_text
 from megatron_moe.parallel.groups import rank_facts, seed_everything
+from megatron_moe.precision.contract import declared_fp32_state
 
-ROUND_SECONDS = 10.0
-"""How often the ranks exchange their progress while they verify a step: waiting longer could time out."""
 _REMADE = "weights have other dtypes than in the checkpoint: made from its fp32 main weights, rounded once"
 _REFUSED, _ABSENT, _READ = 0, 1, 2
 _MAIN, _MOMENT = "optimizer.state.param.", "optimizer.state.exp_avg."
@@ -59,7 +56,19 @@ def verified(run: Run, found: CheckpointPlan, report: Callable[[str], None]) -> 
         ConfigError: on every rank: the step asked for is damaged, none is sound, or the ranks see different folders.
     """
     while True:
-        _require_one_view(found)
+        mine = "no step"
+        if found.source is not None:
+            try:
+                mine = f"step {found.source.iteration}, {manifest.read(found.source.step).digest[:12]}"
+            except manifest.ManifestError as error:
+                mine = str(error)
+        seen = all_gather_object(mine)
+        if len(set(seen)) > 1:  # machines may see different file systems
+            ranks = "; ".join(f"{view} on rank {seen.index(view)}" for view in sorted(set(seen)))
+            raise ConfigError(
+                f"--load: the ranks see different checkpoints: {ranks}; every rank has to see the same "
+                "folder: put it on a file system that all machines share, or copy it to each"
+            )
         if found.source is None or not run.checkpoint.verify_checkpoint:
             return found
         step = found.source.step
@@ -83,43 +92,24 @@ def _damage(step: Path, report: Callable[[str], None]) -> tuple[str | None, str]
     files = manifest.read(step).files
     largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     outcomes = manifest.checked_content(step, largest_first[rank::world_size])
-    total, started, done = sum(entry["bytes"] for entry in files.values()), time.monotonic(), 0
-    while True:
-        until, defect, finished = time.monotonic() + ROUND_SECONDS, None, True
+    total, done, read, seconds = sum(entry["bytes"] for entry in files.values()), 0, 0, 0.0
+
+    def hashed() -> Iterator[None]:
+        nonlocal done
         for outcome in outcomes:
             if isinstance(outcome, str):
-                defect = outcome
-                break
+                raise ConfigError(outcome)
             done += outcome
-            if time.monotonic() > until:
-                finished = False
-                break
-        everyone = all_gather_object((done, defect, finished))
-        defects = [found for _, found, _ in everyone if found is not None]
-        if defects:
-            return "; ".join(defects[:3]), ""
-        read, seconds = sum(count for count, _, _ in everyone), time.monotonic() - started
-        if all(complete for _, _, complete in everyone):
-            return None, f"verified {step}: {len(files)} files, {size_text(read)} in {seconds:.1f} s"
-        if rank == 0:
-            report(f"verifying {step}: {size_text(read)} of {size_text(total)}, {size_text(int(read / seconds))}/s")
+            yield
 
-
-def _require_one_view(found: CheckpointPlan) -> None:
-    """Require that every rank reads the same step: machines may see different file systems."""
-    mine = "no step"
-    if found.source is not None:
-        try:
-            mine = f"step {found.source.iteration}, {manifest.read(found.source.step).digest[:12]}"
-        except manifest.ManifestError as error:
-            mine = str(error)
-    seen = all_gather_object(mine)
-    if len(set(seen)) > 1:
-        ranks = "; ".join(f"{view} on rank {seen.index(view)}" for view in sorted(set(seen)))
-        raise ConfigError(
-            f"--load: the ranks see different checkpoints: {ranks}; every rank has to see the same "
-            "folder: put it on a file system that all machines share, or copy it to each"
-        )
+    try:
+        for read, seconds in in_rounds(hashed(), lambda: done, step):
+            if rank == 0 and read < total:
+                speed = size_text(int(read / seconds))
+                report(f"verifying {step}: {size_text(read)} of {size_text(total)}, {speed}/s")
+    except ConfigError as error:
+        return str(error), ""
+    return None, f"verified {step}: {len(files)} files, {size_text(read)} in {seconds:.1f} s"
 
 
 class Loaded(NamedTuple):
@@ -151,9 +141,12 @@ def load(run: Run, source: CheckpointSource, trained: TrainState) -> Loaded:
         unread = ("optimizer.",)
     elif not goes_on:
         unread = (AVERAGE,)
-    fp32_state = fp32_state_keys(trained, {name: request[name] for name in chunks})
+    # What the model declares as fp32 state (`expert_bias`) is read and widened, whatever it was saved as.
+    declared = {tensor.data_ptr() for chunk in trained.model for _, tensor in declared_fp32_state(chunk)}
+    tensors = dist.sharded_tensors({name: request[name] for name in chunks})
+    fp32_state = frozenset(tensor.key for tensor in tensors if tensor.data.data_ptr() in declared)
     changed: list[str] = []
-    if changes_dtypes(run, source.config):
+    if other_dtypes(run, source.config):
         changed.append(_REMADE)
         loaded, rounded = _load_other_dtypes(request, chunks, source.step, unread, fp32_state)
     else:
@@ -182,7 +175,7 @@ def load(run: Run, source: CheckpointSource, trained: TrainState) -> Loaded:
     progress = TrainingProgress.of_state(source.state)
     trained.scheduler.load(
         source.state["scheduler"],
-        committed_steps=progress.committed_iterations,
+        committed_steps=progress.iteration - progress.skipped_iterations,
         committed_samples=progress.committed_samples,
     )
     notes = [*recorded, f"continuing from {source.step}", *changed, *averaged, *_load_random_state(run, source)]
@@ -204,7 +197,7 @@ def _load_random_state(run: Run, source: CheckpointSource) -> list[str]:
     if same_layout and path.is_file():
         try:
             state = random_state.read(path)
-            same_device = random_state.is_of_cuda(state) == platform.has_cuda()
+            same_device = state is not None
             outcome = _READ if same_device else _ABSENT
         except UntrustedError:
             outcome = _REFUSED
@@ -260,7 +253,15 @@ def _load_other_dtypes(
     saved = dist.saved_dtypes(step)
     trained = {key.removeprefix(_MOMENT) for key in saved if key.startswith(_MOMENT)}
     sources = {key: _MAIN + key if _MAIN + key in saved else key for key in trained}
-    weights, wanted = _take_weights(request, chunks, sources)
+    weights: dict[str, Any] = {}  # a request for their sources in fp32
+    wanted: dict[str, dict[str, tuple[str, torch.dtype]]] = {}  # by chunk and name: key in the step, dtype here
+    for chunk in chunks:
+        weights[chunk], wanted[chunk] = {}, {}
+        for name in list(request[chunk]):
+            parts = list(dist.sharded_parts(request[chunk][name]))
+            if parts and parts[0].key in sources:
+                wanted[chunk][name] = (parts[0].key, parts[0].data.dtype)
+                weights[chunk][name] = dist.read_in_fp32(request[chunk].pop(name), sources)
     for part in dist.sharded_parts(request.get("optimizer")):
         if part.key.startswith(_MAIN) and part.key not in saved:
             part.key = part.key.removeprefix(_MAIN)
@@ -276,27 +277,6 @@ def _load_other_dtypes(
         head = f"--load {step}: weights are beyond the largest number of their dtype (fp16: 65504); use --bf16 or fp32:"
         raise ConfigError(listing(head, found))
     return loaded, rounded
-
-
-def _take_weights(
-    request: dict[str, Any], chunks: Sequence[str], sources: dict[str, str]
-) -> tuple[dict[str, Any], dict[str, dict[str, tuple[str, torch.dtype]]]]:
-    """Take the weights out of a request.
-
-    Returns:
-        A request for their sources in fp32, and of each weight its key in a step and its dtype here, both by chunk and
-        name.
-    """
-    weights: dict[str, Any] = {}
-    wanted: dict[str, dict[str, tuple[str, torch.dtype]]] = {}
-    for chunk in chunks:
-        weights[chunk], wanted[chunk] = {}, {}
-        for name in list(request[chunk]):
-            parts = list(dist.sharded_parts(request[chunk][name]))
-            if parts and parts[0].key in sources:
-                wanted[chunk][name] = (parts[0].key, parts[0].data.dtype)
-                weights[chunk][name] = dist.read_in_fp32(request[chunk].pop(name), sources)
-    return weights, wanted
 
 
 def _rounded(values: ShardedTensor | torch.Tensor | list, key: str, dtype: torch.dtype, too_large: list[str]) -> Any:

@@ -15,11 +15,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import sync, write_bytes
@@ -70,7 +68,7 @@ class WriterLock:
     def __enter__(self) -> WriterLock:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def check(self) -> None:
@@ -115,14 +113,27 @@ def acquire(root: Path) -> tuple[WriterLock, list[str]]:
         ConfigError: another job writes there. OSError: the folder cannot be written.
     """
     path, me, notes = root / NAME, _me(), []
+    aside = path.with_name(f"{NAME}.{me.token}")  # our lock, next to the real one
     while True:
-        with _written(path, me) as aside:
+        try:
+            write_bytes(aside, f"{json.dumps(asdict(me))}\n".encode())
             with suppress(FileExistsError, FileNotFoundError):  # not found: who got the lock has removed our file
                 os.link(aside, path)  # which is atomic on network file systems too
                 sync(path.parent)
                 break
             owner = _read(path)
-            why = _why_dead(path, owner, me, aside)
+            why: str | None = None  # it is known that the owner is dead
+            if owner is not None and owner.host == me.host and owner.boot != me.boot:
+                why = "the host was started again since"
+            elif owner is not None and (owner.host, owner.namespace) == (me.host, me.namespace):
+                why = None if _started(owner.pid) == owner.started else "that process is dead"
+            elif owner is not None and owner.job is not None and owner.job == me.job and owner.restarts < me.restarts:
+                why = "the same job was requeued since"
+            else:
+                with suppress(OSError):  # one of the files is gone; both times are by the clock of the file system
+                    silent_minutes = (aside.stat().st_mtime - path.stat().st_mtime) / 60
+                    if silent_minutes >= STALE_MINUTES:
+                        why = f"no sign of life for {silent_minutes:.0f} minutes"
             if why is None and path.exists():
                 raise ConfigError(
                     f"--save {root}: another job writes there: {owner or 'an unknown one'}. Save to another folder, or "
@@ -132,37 +143,12 @@ def acquire(root: Path) -> tuple[WriterLock, list[str]]:
             if why is not None and _take_over(aside, path, owner, me):
                 notes.append(f"took over {path} of {owner or 'an unknown job'}: {why}")
                 break
+        finally:
+            aside.unlink(missing_ok=True)
         # The lock was released, or another job was faster: look who owns it now.
     for left in root.glob(f"{NAME}.*"):  # by jobs that were killed there; a living one whose file this is tries again
         left.unlink(missing_ok=True)
     return WriterLock(root, me), notes
-
-
-def _why_dead(path: Path, owner: LockOwner | None, me: LockOwner, now: Path) -> str | None:
-    """Return how it is known that the owner of a lock is dead; None if it may be alive. `now` was written just now."""
-    if owner is not None:
-        if owner.host == me.host and owner.boot != me.boot:
-            return "the host was started again since"
-        if (owner.host, owner.namespace) == (me.host, me.namespace):
-            return None if _started(owner.pid) == owner.started else "that process is dead"
-        if owner.job is not None and owner.job == me.job and owner.restarts < me.restarts:
-            return "the same job was requeued since"
-    with suppress(OSError):  # one of the files is gone
-        silent_minutes = (now.stat().st_mtime - path.stat().st_mtime) / 60  # both by the clock of the file system
-        if silent_minutes >= STALE_MINUTES:
-            return f"no sign of life for {silent_minutes:.0f} minutes"
-    return None
-
-
-@contextmanager
-def _written(path: Path, me: LockOwner) -> Iterator[Path]:
-    """Write our lock to a file next to the real one; remove it at the end if it has not become the real one."""
-    aside = path.with_name(f"{NAME}.{me.token}")
-    try:
-        write_bytes(aside, f"{json.dumps(asdict(me))}\n".encode())
-        yield aside
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _take_over(aside: Path, path: Path, owner: LockOwner | None, me: LockOwner) -> bool:

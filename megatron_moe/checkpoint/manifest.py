@@ -92,12 +92,24 @@ def read(step: Path) -> Manifest:
         raise ManifestError(f"its {NAME} is damaged: it is not JSON ({str(error)[:80]})") from None
     if not isinstance(content, dict):
         raise ManifestError(f"its {NAME} is damaged: it holds no object")
-    files = content.get("files")  # of format 1: sizes alone; damage cannot turn one format into the other
+    files, sealed = content.get("files"), canonical_json(content) == data and content.get("digest") == _digest(content)
+    # Of format 1: sizes alone; damage cannot turn one format into the other.
     if set(content) == {"files"} and isinstance(files, dict) and all(type(size) is int for size in files.values()):
         raise OtherFormatError("it was saved by an earlier version (format 1, without checksums)")
-    if isinstance(content.get("format"), int) and content["format"] > FORMAT and _matches_digest(content, data):
+    if sealed and isinstance(content.get("format"), int) and content["format"] > FORMAT:
         raise OtherFormatError(f"it was saved by a later version (format {content['format']}; this one reads {FORMAT})")
-    if wrong := _wrong_content(content, data):
+    wrong: str | None = None
+    if not sealed:
+        wrong = "its digest is not that of its content"
+    elif set(content) != _KEYS:
+        wrong = f"it holds the keys {sorted(content)[:8]} instead of {sorted(_KEYS)}"
+    elif content["format"] != FORMAT or type(content["format"]) is not int:
+        wrong = f"its format is {content['format']!r} instead of {FORMAT}"
+    elif type(content["iteration"]) is not int or content["iteration"] < 0 or not isinstance(files, dict):
+        wrong = f"its iteration is {content['iteration']!r} and its list of files a {type(files).__name__}"
+    else:
+        wrong = next((found for name, entry in files.items() if (found := _wrong_entry(name, entry))), None)
+    if wrong is not None:
         raise ManifestError(f"its {NAME} is damaged: {wrong}")
     return Manifest(content["iteration"], content["files"], content["digest"])
 
@@ -174,27 +186,6 @@ def checked_content(step: Path, names: Iterable[str]) -> Iterator[int | str]:
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(canonical_json({key: value for key, value in content.items() if key != "digest"})).hexdigest()
-
-
-def _matches_digest(content: dict[str, Any], data: bytes) -> bool:
-    return canonical_json(content) == data and content.get("digest") == _digest(content)
-
-
-def _wrong_content(content: dict[str, Any], data: bytes) -> str | None:
-    if set(content) != _KEYS:
-        return f"it holds the keys {sorted(content)[:8]} instead of {sorted(_KEYS)}"
-    if content["format"] != FORMAT or type(content["format"]) is not int:
-        return f"its format is {content['format']!r} instead of {FORMAT}"
-    if type(content["iteration"]) is not int or content["iteration"] < 0:
-        return f"its iteration is {content['iteration']!r}"
-    if not isinstance(content["files"], dict):
-        return "its list of files is none"
-    for name, entry in content["files"].items():
-        if wrong := _wrong_entry(name, entry):
-            return wrong
-    if not _matches_digest(content, data):
-        return "its digest is not that of its content"
-    return None
 
 
 def _wrong_entry(name: str, entry: object) -> str | None:

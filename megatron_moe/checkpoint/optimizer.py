@@ -6,7 +6,7 @@
     plain values: per optimizer {"optimizer": {"param_groups": [...]}, "grad_scaler": {...}}
 
 The engine's distributed optimizer, its optimizer for half precision and the one for fp32 each have a form of their own.
-The distributed one's is the common one here, and `_to_common` and `_from_common` turn the others into it and back.
+The distributed one's is the common one here: `sharded_state` turns the others into it, and `load` turns them back.
 
 A distributed optimizer's shards are gathered for a save at the end of this file.
 """
@@ -16,16 +16,18 @@ from __future__ import annotations
 import gc
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint.dist import not_saved, sharded_parts
+from megatron_moe.checkpoint.dist import sharded_parts
 from megatron_moe.config.schema import Run
+from megatron_moe.engine.dist_checkpointing import LocalNonpersistentObject
 from megatron_moe.engine.optimizer import compact_buckets, every_main_param, gathered_by, parts
 from megatron_moe.model.matrices import is_matrix
 from megatron_moe.platform.protocols import EngineOptimizer, OptimizerPart
@@ -69,28 +71,36 @@ def sharded_state(
         state = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
         for tensor in sharded_parts(state):
             tensor.data = tensor.data.detach()  # of what was unpacked, which goes back at the block's end
-    _leave_empty_groups_out(state)
     for part, own in parts_with_state(optimizer, state):
-        _to_common(part, own)
+        # Change it into the common form; nothing is copied.
+        if part.config.use_distributed_optimizer:
+            del own[_SHARDING]
+            buffers = getattr(part, "buffers", None) or []  # none where this rank has no parameter for it
+            for number, weight in enumerate(weight for buffer in buffers for weight in buffer.param_index_map):
+                if not has_main_weights(part):
+                    # The main weight of an fp32 weight is the weight: in the step already, and loaded with the model.
+                    own["param_state"][number]["param"] = LocalNonpersistentObject(weight)
+                if is_matrix(weight):
+                    own["param_state"][number]["exp_avg_sq"] = LocalNonpersistentObject(_zeros(weight))
+        elif has_main_weights(part):
+            # Plain values are saved once, by the first rank. If that has no experts (a pipeline whose first stage is
+            # dense) an empty list of main weights would be everyone's: groups without a parameter on this rank are
+            # left out, and `load` puts them back.
+            groups = [group for group in own.pop(_MAIN_WEIGHTS, []) if group]
+            if groups:
+                own[_MAIN_WEIGHTS] = groups
+            for tensor in sharded_parts(groups):
+                tensor.key = _COMMON_PREFIX + tensor.key.removeprefix(_OWN_PREFIX)
+        else:
+            own["optimizer"] = {name: own.pop(name) for name in ("param_groups", "state")}
+        if not part.config.use_distributed_optimizer and hasattr(part.optimizer, "matrices"):
+            mains = (main for group in part.optimizer.param_groups for main in group["params"])
+            for number, main in enumerate(mains):
+                if main in part.optimizer.matrices:
+                    own["optimizer"]["state"][number]["exp_avg_sq"] = LocalNonpersistentObject(_zeros(main))
         if loading:
             del own["optimizer"]["param_groups"]  # a list of other groups would not fit into it; see `load`
     return state
-
-
-def _leave_empty_groups_out(state: object) -> None:
-    """Drop groups without a parameter on this rank from the lists of main weights; `_from_common` puts them back.
-
-    Plain values are saved once, by the first rank. If that has no experts (a pipeline whose first stage is dense) its
-    empty list of main weights would be everyone's, and no stage with experts could be loaded.
-    """
-    if isinstance(state, dict):
-        if _MAIN_WEIGHTS in state:
-            groups = [group for group in state.pop(_MAIN_WEIGHTS) if group]
-            if groups:
-                state[_MAIN_WEIGHTS] = groups
-        else:
-            for part in state.values():
-                _leave_empty_groups_out(part)
 
 
 @torch.no_grad()
@@ -100,11 +110,21 @@ def load(optimizer: SavedOptimizer, state: State, run: Run) -> None:
     Which parameters form a group, its learning rate and decay, betas and epsilon are settings, not state: those of the
     present run are used.
     """
-    step = saved_step(state)
+    step = saved_step(optimizer, state)
     for part, common in parts_with_state(optimizer, state):
         present = [] if part.is_stub_optimizer else part.optimizer.state_dict()["param_groups"]
         common["optimizer"]["param_groups"] = [{**group, "step": step} for group in present]
-        _from_common(part, common)
+        if part.config.use_distributed_optimizer:
+            common[_SHARDING] = FORMAT["distrib_optim_sharding_type"]
+            continue
+        # Of an optimizer without a parameter on this rank: what is empty is in no file.
+        common["optimizer"].setdefault("state", {})
+        if has_main_weights(part):
+            loaded = iter(common.get(_MAIN_WEIGHTS, ()))
+            groups = common["optimizer"]["param_groups"]
+            common[_MAIN_WEIGHTS] = [next(loaded) if group["params"] else [] for group in groups]
+        else:
+            common.update(common.pop("optimizer"))
     with every_main_param(optimizer), _unpacked(optimizer, of_distributed=True, keep=True):
         optimizer.load_state_dict(state)
     for part in parts(optimizer):
@@ -121,47 +141,9 @@ def parts_with_state(optimizer: EngineOptimizer, state: State) -> list[tuple[Any
     return [(part, own) for part, own in zip(chain, states) if own]
 
 
-def _to_common(part: SavedOptimizer, own: dict[str, Any]) -> None:
-    """Change an optimizer's sharded state into the common form; nothing is copied."""
-    if part.config.use_distributed_optimizer:
-        del own[_SHARDING]
-        buffers = getattr(part, "buffers", None) or []  # none where this rank has no parameter for it
-        for number, weight in enumerate(weight for buffer in buffers for weight in buffer.param_index_map):
-            if not has_main_weights(part):
-                # The main weight of an fp32 weight is the weight: it is in the step already, and loaded with the model.
-                own["param_state"][number]["param"] = not_saved(weight)
-            if is_matrix(weight):
-                own["param_state"][number]["exp_avg_sq"] = not_saved(_zeros(weight))
-    elif has_main_weights(part):
-        for tensor in sharded_parts(own.get(_MAIN_WEIGHTS, [])):
-            tensor.key = _COMMON_PREFIX + tensor.key.removeprefix(_OWN_PREFIX)
-    else:
-        own["optimizer"] = {name: own.pop(name) for name in ("param_groups", "state")}
-    if not part.config.use_distributed_optimizer and hasattr(part.optimizer, "matrices"):
-        mains = (main for group in part.optimizer.param_groups for main in group["params"])
-        for number, main in enumerate(mains):
-            if main in part.optimizer.matrices:
-                own["optimizer"]["state"][number]["exp_avg_sq"] = not_saved(_zeros(main))
-
-
 def _zeros(like: torch.Tensor) -> torch.Tensor:
     """Return zeros of this shape, without memory: the second moment of a weight that Muon updates."""
     return torch.zeros((), device=like.device).expand(like.shape)
-
-
-def _from_common(part: SavedOptimizer, common: dict[str, Any]) -> None:
-    """Undo `_to_common` on what was loaded."""
-    if part.config.use_distributed_optimizer:
-        common[_SHARDING] = FORMAT["distrib_optim_sharding_type"]
-        return
-    # Of an optimizer without a parameter on this rank: what is empty is in no file.
-    common["optimizer"].setdefault("state", {})
-    if has_main_weights(part):
-        loaded = iter(common.get(_MAIN_WEIGHTS, ()))
-        groups = common["optimizer"]["param_groups"]
-        common[_MAIN_WEIGHTS] = [next(loaded) if group["params"] else [] for group in groups]
-    else:
-        common.update(common.pop("optimizer"))
 
 
 def has_main_weights(part: EngineOptimizer) -> bool:
@@ -169,19 +151,10 @@ def has_main_weights(part: EngineOptimizer) -> bool:
     return part.config.bf16 or part.config.fp16
 
 
-def saved_step(state: object) -> int:
+def saved_step(optimizer: EngineOptimizer, state: State) -> int:
     """Return how many updates a loaded state has had, which all of its parameters had."""
-    return max((int(group.get("step", 0)) for group in _param_groups(state)), default=0)
-
-
-def _param_groups(state: object) -> Iterator[dict[str, Any]]:
-    """Yield every parameter group in a nested optimizer state."""
-    if isinstance(state, dict):
-        for key, value in state.items():
-            if key == "param_groups":
-                yield from value
-            elif key == "optimizer" or isinstance(key, int):
-                yield from _param_groups(value)
+    every = (own["optimizer"].get("param_groups", ()) for _, own in parts_with_state(optimizer, state))
+    return max((int(group.get("step", 0)) for groups in every for group in groups), default=0)
 
 
 @contextmanager
@@ -227,10 +200,6 @@ class Gathered:
     rest: list[Copy] = field(default_factory=list)
 
 
-_frozen_before: list[bool] = []
-"""Not empty once somebody else has frozen objects, which is then taken to stay so."""
-
-
 @contextmanager
 def gathered_into(optimizer: EngineOptimizer, buffers: Buffers, *, later: bool) -> Iterator[Gathered]:
     """Make distributed optimizers gather into `buffers` while a state dict is built in the block.
@@ -242,80 +211,64 @@ def gathered_into(optimizer: EngineOptimizer, buffers: Buffers, *, later: bool) 
     sharded = [part for part in parts(optimizer) if hasattr(part, "get_parameter_state_dp_zero")]
     # The engine collects garbage after each optimizer, which takes the longer the more objects there are. What somebody
     # has frozen before stays so: there is no freezing of some objects alone.
-    if not _frozen_before and gc.get_freeze_count():  # which goes through all objects to count them
-        _frozen_before.append(True)
-    freezing = bool(sharded) and not _frozen_before
+    freezing = bool(sharded) and not gc.get_freeze_count()
     if freezing:
         gc.freeze()
     try:
         with ExitStack() as stack:
             for number, part in enumerate(sharded):
-                stack.enter_context(gathered_by(part, _gathering(part, number, buffers, gathered, later)))
+                stack.enter_context(gathered_by(part, partial(_gather, part, number, buffers, gathered, later)))
             yield gathered
     finally:
         if freezing:
             gc.unfreeze()
 
 
-def _gathering(
-    part: SavedOptimizer, number: int, buffers: Buffers, gathered: Gathered, later: bool
-) -> Callable[..., dict[Any, Any]]:
-    """Return a replacement of the engine's `DistributedOptimizer.get_parameter_state_dp_zero` with the same result."""
-
-    def gather(*_: object, empty_data: bool = False, **__: object) -> dict[Any, Any]:
-        assert not empty_data, "this is for saving"
-        state: dict[Any, Any] = {"buckets_coalesced": True}
-        for index, ranges in enumerate(part.gbuf_ranges):
-            ((dtype, bucket_ranges),) = ranges.items()
-            state[index] = {dtype: _whole_buffer(part, (number, index), bucket_ranges, buffers, gathered, later)}
-        return state
-
-    return gather
-
-
 @torch.no_grad()
-def _whole_buffer(
-    part: SavedOptimizer,
-    name: tuple[int, int],
-    bucket_ranges: list[dict[str, Any]],
-    buffers: Buffers,
-    gathered: Gathered,
-    later: bool,
-) -> dict[str, Any]:
-    """Gather main weights and moments of one gradient buffer without its buckets' padding: fp32, [numel_unpadded]."""
-    buffer, group = part.buffers[name[1]], part.data_parallel_group
-    keys = ("param", *getattr(part, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
-    whole: dict[str, Any] = {"numel_unpadded": buffer.numel_unpadded}
-    if all(is_matrix(weight) for weight in buffer.param_index_map):
-        # Weights that Muon updates have no second moment, and none is saved.
-        keys = tuple(key for key in keys if key != "exp_avg_sq")
-        whole["exp_avg_sq"] = torch.zeros(()).expand(buffer.numel_unpadded)
-        gathered.private.add(whole["exp_avg_sq"].data_ptr())
-    for key in keys:
-        if group.rank() == 0:
-            place = (*name, key)
-            kept = buffers.get(place)
-            if kept is None or kept.numel() < buffer.numel_unpadded:
-                kept = platform.host_memory((buffer.numel_unpadded,), torch.float32, pinned=later)
-                buffers[place] = kept
-            whole[key] = kept[: buffer.numel_unpadded]
-            gathered.private.add(whole[key].data_ptr())
-        else:
-            whole[key] = torch.empty(buffer.numel_unpadded)  # its pages are never touched
-            gathered.absent.add(whole[key].data_ptr())
-    offset = 0
-    for bucket, ranges in zip(buffer.buckets, bucket_ranges):
-        shard = _Shard(part, ranges["param_map"], bucket.grad_data.numel() // group.size())
-        there = {key: whole[key][offset : offset + bucket.numel_unpadded] for key in keys}
-        if group.size() > 1:
-            _gather_bucket(shard, there, group)
-        elif later and not hasattr(part.optimizer, "values_of"):
-            gathered.rest += shard.copies(there)
-        else:
-            for target, source in shard.copies(there):
-                target.copy_(source)
-        offset += bucket.numel_unpadded
-    return whole
+def _gather(
+    part: SavedOptimizer, number: int, buffers: Buffers, gathered: Gathered, later: bool, *_: object, **__: object
+) -> dict[Any, Any]:
+    """Do what the engine's `DistributedOptimizer.get_parameter_state_dp_zero` does, with the same result.
+
+    Of each gradient buffer it has main weights and moments without its buckets' padding: fp32, [numel_unpadded].
+    """
+    state: dict[Any, Any] = {"buckets_coalesced": True}
+    group = part.data_parallel_group
+    for index, (buffer, by_dtype) in enumerate(zip(part.buffers, part.gbuf_ranges)):
+        ((dtype, bucket_ranges),) = by_dtype.items()
+        whole: dict[str, Any] = {"numel_unpadded": buffer.numel_unpadded}
+        state[index] = {dtype: whole}
+        keys = ("param", *getattr(part, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
+        if all(is_matrix(weight) for weight in buffer.param_index_map):
+            # Weights that Muon updates have no second moment, and none is saved.
+            keys = tuple(key for key in keys if key != "exp_avg_sq")
+            whole["exp_avg_sq"] = torch.zeros(()).expand(buffer.numel_unpadded)
+            gathered.private.add(whole["exp_avg_sq"].data_ptr())
+        for key in keys:
+            if group.rank() == 0:
+                place = (number, index, key)
+                kept = buffers.get(place)
+                if kept is None or kept.numel() < buffer.numel_unpadded:
+                    kept = platform.host_memory((buffer.numel_unpadded,), torch.float32, pinned=later)
+                    buffers[place] = kept
+                whole[key] = kept[: buffer.numel_unpadded]
+                gathered.private.add(whole[key].data_ptr())
+            else:
+                whole[key] = torch.empty(buffer.numel_unpadded)  # its pages are never touched
+                gathered.absent.add(whole[key].data_ptr())
+        offset = 0
+        for bucket, ranges in zip(buffer.buckets, bucket_ranges):
+            shard = _Shard(part, ranges["param_map"], bucket.grad_data.numel() // group.size())
+            there = {key: whole[key][offset : offset + bucket.numel_unpadded] for key in keys}
+            if group.size() > 1:
+                _gather_bucket(shard, there, group)
+            elif later and not hasattr(part.optimizer, "values_of"):
+                gathered.rest += shard.copies(there)
+            else:
+                for target, source in shard.copies(there):
+                    target.copy_(source)
+            offset += bucket.numel_unpadded
+    return state
 
 
 class _Shard:
@@ -360,14 +313,20 @@ def _gather_bucket(shard: _Shard, there: dict[str, torch.Tensor], group: torch.d
     take in turn: NCCL begins a gather after what was queued before it, the copy of the last piece from the same place
     among it, and what is queued after `wait` begins when the gather is done.
     """
-    size, first, length = (
-        group.size(),
-        torch.distributed.get_global_rank(group, 0),
-        piece_numel(shard.numel, group.size()),
-    )
+    size, first = group.size(), torch.distributed.get_global_rank(group, 0)
+    length = piece_numel(shard.numel, size)
     sent = torch.empty(2, length, device=platform.device())
     received = torch.empty(2, size * length, device=platform.device()) if group.rank() == 0 else None
-    copy_before: Callable[[], None] | None = None
+    pending: list[tuple[torch.distributed.Work, list[torch.Tensor], str, int]] = []
+
+    def copy_gathered() -> None:
+        """Copy the pieces of all ranks of the last gather to their places, but no padding at the end."""
+        for work, pieces, key, begin in pending:
+            work.wait()
+            for rank, piece in enumerate(pieces):
+                place = there[key][rank * shard.numel + begin :][: piece.numel()]
+                place.copy_(piece[: place.numel()], non_blocking=True)
+
     for number, (key, begin) in enumerate(itertools.product(there, range(0, shard.numel, length))):
         numel = min(length, shard.numel - begin)
         piece, pieces = sent[number % 2, :numel], None
@@ -375,26 +334,10 @@ def _gather_bucket(shard: _Shard, there: dict[str, torch.Tensor], group: torch.d
         if received is not None:
             pieces = list(received[number % 2, : size * numel].chunk(size))
         work = torch.distributed.gather(piece, pieces, dst=first, group=group, async_op=True)
-        if copy_before is not None:
-            copy_before()
-        copy_before = _copying(work, pieces or [], there[key], begin, shard.numel)
-    if copy_before is not None:
-        copy_before()
+        copy_gathered()
+        pending = [(work, pieces or [], key, begin)]
+    copy_gathered()
     platform.synchronize()
-
-
-def _copying(
-    work: torch.distributed.Work, parts: list[torch.Tensor], target: torch.Tensor, begin: int, of_rank: int
-) -> Callable[[], None]:
-    """Return what waits for a gather and copies the pieces of all ranks to their places, but no padding at the end."""
-
-    def copy_gathered() -> None:
-        work.wait()
-        for rank, part in enumerate(parts):
-            place = target[rank * of_rank + begin :][: part.numel()]
-            place.copy_(part[: place.numel()], non_blocking=True)
-
-    return copy_gathered
 
 
 def piece_numel(of_rank: int, size: int) -> int:

@@ -56,12 +56,6 @@ class Provenance:
         }
 
 
-def is_converted(state: Mapping[str, Any]) -> bool:
-    """Return whether a step was made by a conversion and not by training: weights alone, without a schedule."""
-    imported = state.get(FOLDER) is not None or is_of_megatron(state)
-    return imported and not state.get("has_optimizer") and "scheduler" not in state
-
-
 def is_of_megatron(state: Mapping[str, Any]) -> bool:
     """Return whether a step is a converted one of Megatron-LM's, with an optimizer or without."""
     return state.get(MEGATRON) is not None

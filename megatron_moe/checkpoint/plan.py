@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.checkpoint import folder
-from megatron_moe.checkpoint.origin import is_converted
+from megatron_moe.checkpoint import folder, origin
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.model_flags import ModelConfig, MoEConfig
 from megatron_moe.config.module_names import frozen, kept_in_fp32
@@ -37,7 +36,8 @@ class CheckpointSource:
     @property
     def weights_only(self) -> bool:
         """Whether the step was converted, not trained: it has no optimizer, schedule or data to go on with."""
-        return is_converted(self.state)
+        imported = self.state.get(origin.FOLDER) is not None or origin.is_of_megatron(self.state)
+        return imported and not self.state.get("has_optimizer") and "scheduler" not in self.state
 
 
 @dataclass(frozen=True)
@@ -84,23 +84,55 @@ def plan(run: Run, known_bad: Mapping[int, str] | None = None) -> CheckpointPlan
 
 
 def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[CheckpointSource | None, list[str]]:
-    verify = run.checkpoint.verify_checkpoint
-    step, notes = folder.find_step(root, run.checkpoint.ckpt_step, known_bad=known_bad, verify=verify)
+    options, verify = run.checkpoint, run.checkpoint.verify_checkpoint
+    step, notes = folder.find_step(root, options.ckpt_step, known_bad=known_bad, verify=verify)
     if step is None:
-        _require_other_start(run, root)
-        start = "starting afresh" if run.checkpoint.load_hf is None else f"starting from {run.checkpoint.load_hf}"
+        # A run that goes on after each restart names the folder of its own steps, which is empty at first.
+        demands = ["--exit-on-missing-checkpoint"] if options.exit_on_missing_checkpoint else []
+        demands += ["--finetune"] if options.finetune else []
+        own = options.save is not None and Path(options.save).resolve() == root.resolve()
+        if demands or not (own or options.load_hf is not None):
+            there = "holds no checkpoint" if root.exists() else "does not exist"
+            works = "to start afresh, leave out --load, or name this folder in --save, too"
+            if is_hub_name(str(root)):
+                works = f"a model of the hub is where a run begins, by --load-hf; {how_to_download(str(root))}"
+            if own:
+                works = f"leave out {' and '.join(demands)} to start afresh"
+            raise ConfigError(f"--load {root}: {there} ({folder.LATEST} and iter_* folders are expected); {works}")
+        start = "starting afresh" if options.load_hf is None else f"starting from {options.load_hf}"
         return None, [*notes, f"{root} holds no checkpoint yet: {start}"]
-    if run.checkpoint.load_hf is not None:
-        notes.append(f"weights come from {step}, which goes before --load-hf {run.checkpoint.load_hf}")
+    if options.load_hf is not None:
+        notes.append(f"weights come from {step}, which goes before --load-hf {options.load_hf}")
     config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
-    _check_state(state, step)
+    iteration, has_optimizer = state.get("iteration"), state.get("has_optimizer")
+    counts = {name: state.get(name, 0) for name in _COUNTS}
+    wrong = [f"{name} {count!r}" for name, count in counts.items() if type(count) is not int or count < 0]
+    if iteration is None or wrong or folder.step_folder(root, iteration) != step or has_optimizer is None:
+        said = ", ".join(wrong) or f"iteration {iteration!r} and has_optimizer {has_optimizer!r}"
+        raise ConfigError(f"--load {step}: {folder.STATE} says {said}: it is not the state of this step")
     source = CheckpointSource(step, config, state)
-    check_matches(run, config, str(step), has_main_weights=state["has_optimizer"])
+    # Keys that the checkpoint does not have, because it is older than they are, are not compared. Without the optimizer
+    # (converted, or saved so) it has no fp32 main weights to make weights of other dtypes from.
+    current = flatten(run)
+    differing = [name for name in architecture_keys() if name in config and config[name] != current[name]]
+    if not has_optimizer:
+        differing += other_dtypes(run, config)
+    if differing:
+        hint = "use the checkpoint's values, which --use-checkpoint-args takes, or another folder"
+        if all(name in (*_DTYPES, "keep_fp32") for name in differing):
+            hint = (
+                "weights are never cast silently, and it has no fp32 main weights to make others of: use its dtypes, "
+                "or convert them to another with --dtype of megatron-moe convert"
+            )
+        text = f"--load {step}: the checkpoint does not fit this run; {hint}:"
+        for name in differing:
+            text += f"\n  --{name.replace('_', '-')}: checkpoint {config[name]}, this run {current[name]}"
+        raise ConfigError(text)
     if source.weights_only:
         notes.append(f"{step} was converted: weights alone; optimizer, schedule and random states start fresh")
-    elif not (state["has_optimizer"] or run.checkpoint.finetune or run.checkpoint.no_load_optim):
+    elif not (state["has_optimizer"] or options.finetune or options.no_load_optim):
         raise ConfigError(f"--load {step}: was saved without the optimizer; add --no-load-optim or --finetune")
-    elif state["has_optimizer"] and not (run.checkpoint.finetune or run.checkpoint.no_load_optim):
+    elif state["has_optimizer"] and not (options.finetune or options.no_load_optim):
         before = config.get("optimizer", "adam")
         if before != run.optimizer.optimizer:
             raise ConfigError(
@@ -113,43 +145,15 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
         notes.append(
             f"{folder.WARNING}{step} is NOT VERIFIED (--no-verify-checkpoint): damage in its files goes unseen"
         )
-    changed = changed_settings(run, config)
+    changed = []
+    for name, (_, setting) in sorted(fields_by_name().items()):
+        # Of --train-samples, train_iters follow, and the batches so far.
+        follows = name == "train_iters" and run.training.train_samples is not None
+        if setting.metadata["report"] and not follows and name in config and config[name] != current[name]:
+            changed.append(f"{name}: {config[name]} -> {current[name]}")
     if changed and not source.weights_only:
         notes.append("settings changed since the checkpoint: " + "; ".join(changed))
     return source, notes
-
-
-def _require_other_start(run: Run, root: Path) -> None:
-    """Refuse a folder without a step, unless the run saves there, or starts from a Hugging Face folder.
-
-    The command of a run that goes on after each restart names the folder of its own steps, which is empty at first.
-    """
-    options = run.checkpoint
-    demands = ["--exit-on-missing-checkpoint"] if options.exit_on_missing_checkpoint else []
-    demands += ["--finetune"] if options.finetune else []
-    own = options.save is not None and Path(options.save).resolve() == root.resolve()
-    if not demands and (own or options.load_hf is not None):
-        return
-    there = "holds no checkpoint" if root.exists() else "does not exist"
-    works = "to start afresh, leave out --load, or name this folder in --save, too"
-    if is_hub_name(str(root)):
-        works = f"a model of the hub is where a run begins, by --load-hf; {how_to_download(str(root))}"
-    if own:
-        works = f"leave out {' and '.join(demands)} to start afresh"
-    raise ConfigError(f"--load {root}: {there} ({folder.LATEST} and iter_* folders are expected); {works}")
-
-
-def _check_state(state: dict[str, Any], step: Path) -> None:
-    """Refuse a state that is not this step's, before its values are used."""
-    iteration, has_optimizer = state.get("iteration"), state.get("has_optimizer")
-    wrong = []
-    for name in _COUNTS:
-        count = state.get(name, 0)
-        if type(count) is not int or count < 0:
-            wrong.append(f"{name} {count!r}")
-    if iteration is None or wrong or folder.step_folder(step.parent, iteration) != step or has_optimizer is None:
-        said = ", ".join(wrong) or f"iteration {iteration!r} and has_optimizer {has_optimizer!r}"
-        raise ConfigError(f"--load {step}: {folder.STATE} says {said}: it is not the state of this step")
 
 
 # The configuration of the step and that of the run.
@@ -161,48 +165,18 @@ def architecture_keys() -> list[str]:
     return [field.name for field in compared if field.metadata["resume"] != "free"]
 
 
-def check_matches(run: Run, saved: dict[str, Any], where: str, *, has_main_weights: bool = True) -> None:
-    """Refuse a checkpoint of another model, or of weights in another dtype that cannot be made anew.
+def other_dtypes(run: Run, saved: dict[str, Any]) -> list[str]:
+    """Return the settings by which weights of the run have other dtypes than the checkpoint's.
 
-    Keys that the checkpoint does not have, because it is older than they are, are not compared.
-
-    Args:
-        has_main_weights: False if it was converted, or saved without its optimizer: weights are then as they are.
-
-    Raises:
-        ConfigError: with every key that differs.
+    Other patterns of `--keep-fp32` for the same modules do not count.
     """
     current = flatten(run)
-    keys = architecture_keys() if has_main_weights else [*architecture_keys(), *_DTYPES]
-    differing = [name for name in keys if name in saved and saved[name] != current[name]]
-    if not differing and not has_main_weights and _kept_otherwise(run, saved):
-        differing = ["keep_fp32"]
-    if not differing:
-        return
-    lines = [f"  --{name.replace('_', '-')}: checkpoint {saved[name]}, this run {current[name]}" for name in differing]
-    hint = "use the checkpoint's values, which --use-checkpoint-args takes, or another folder"
-    if all(name in (*_DTYPES, "keep_fp32") for name in differing):
-        hint = (
-            "weights are never cast silently, and it has no fp32 main weights to make others of: use its dtypes, or "
-            "convert them to another with --dtype of megatron-moe convert"
-        )
-    raise ConfigError("\n".join([f"--load {where}: the checkpoint does not fit this run; {hint}:", *lines]))
-
-
-def changes_dtypes(run: Run, saved: dict[str, Any]) -> bool:
-    """Return whether weights of the run have other dtypes than the checkpoint's."""
-    current = flatten(run)
-    return any(name in saved and saved[name] != current[name] for name in _DTYPES) or _kept_otherwise(run, saved)
-
-
-def _kept_otherwise(run: Run, saved: dict[str, Any]) -> bool:
-    """Return whether other modules are fp32 in the checkpoint; other patterns for the same modules do not count."""
-    half = run.precision.bf16 or run.precision.fp16
-    if not half or "keep_fp32" not in saved:
-        return False
+    differing = [name for name in _DTYPES if name in saved and saved[name] != current[name]]
+    if differing or not (run.precision.bf16 or run.precision.fp16) or "keep_fp32" not in saved:
+        return differing
     patterns = saved["keep_fp32"]
     before = replace(run, keep_fp32=None if patterns is None else tuple(patterns))
-    return kept_in_fp32(run) != kept_in_fp32(before)
+    return [] if kept_in_fp32(run) == kept_in_fp32(before) else ["keep_fp32"]
 
 
 def check_frozen(run: Run, saved: dict[str, Any], where: str) -> None:
@@ -222,16 +196,3 @@ def check_frozen(run: Run, saved: dict[str, Any], where: str) -> None:
             f"{', '.join(differing[:3])}{more} differ; use the same patterns, or add --no-load-optim, which starts the "
             "moments anew, or --finetune"
         )
-
-
-def changed_settings(run: Run, saved: dict[str, Any]) -> list[str]:
-    """Return what else differs and is allowed to, as `name: old -> new`, for a resumed run to report."""
-    current = flatten(run)
-    reported = {name for name, (_, field) in fields_by_name().items() if field.metadata["report"]}
-    if run.training.train_samples is not None:
-        reported.discard("train_iters")  # which follow from them and from the batches so far
-    return [
-        f"{name}: {saved[name]} -> {current[name]}"
-        for name in sorted(saved.keys() & reported)
-        if saved[name] != current[name]
-    ]

@@ -101,6 +101,13 @@ class CheckpointSave:
     _failure: Exception | None = None
     copied: threading.Event = field(default_factory=threading.Event)
     """Set when the step no longer uses memory that the training changes."""
+    started: float = 0.0
+    """The time at which the training asked for it."""
+    blocked: float | None = None
+    """The seconds that training waited for it; None where it waits for all of it."""
+    publishing: bool = False
+    thread: threading.Thread | None = None
+    """The thread that writes, then publishes; None for the caller's own."""
 
     @property
     def step(self) -> Path:
@@ -135,8 +142,8 @@ class CheckpointSave:
         Raises:
             SaveError: on every rank, where some rank could not write; nothing of the step is left.
         """
-        with self._all_or_nothing():
-            self._all_written = gathered(self._written, self._failure, self._reason)
+        with self.all_or_nothing():
+            self._all_written = gathered(self._written, self._failure, self.reason)
 
     def publish(self) -> None:
         """Make the step visible, on rank 0. Not collective; an error is kept for `conclude`."""
@@ -162,40 +169,16 @@ class CheckpointSave:
         Raises:
             SaveError: on every rank, where the step could not be published.
         """
-
-        def raise_failure() -> None:
-            if isinstance(self._failure, OSError):
-                raise OSError(self._reason(self._failure)) from self._failure
-            if self._failure is not None:
-                raise self._failure
-
-        with self._all_or_nothing():
-            on_rank_zero(raise_failure)
+        with self.all_or_nothing():
+            gathered(None, self._failure, self.reason)
         return self.step
 
-    def make_room(self) -> None:
-        """Make an empty hidden folder with room for the step. Collective.
-
-        Raises:
-            SaveError: on every rank, where there is no room, or a sound step of this number.
-        """
-
-        def make_room() -> None:
-            try:
-                if self.target.lock is not None:
-                    self.target.lock.check()
-                folder.open_hidden(self.target.root, self.iteration, self.num_bytes)
-            except OSError as error:
-                raise OSError(self._reason(error)) from error
-
-        with self._all_or_nothing():
-            on_rank_zero(make_room)
-
-    def _reason(self, error: OSError) -> str:
+    def reason(self, error: OSError) -> str:
+        """Return the message of an error of the system."""
         return refusal(error, self.target.root, self.num_bytes)
 
     @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
+    def all_or_nothing(self) -> Iterator[None]:
         """Remove the step after any error in the block, so that a full disk does not stay full."""
         try:
             yield
@@ -292,7 +275,14 @@ def begin(
         ranks.rank,
         int(total.item()),
     )
-    saving.make_room()
+
+    def make_room() -> None:
+        if where.lock is not None:
+            where.lock.check()
+        folder.open_hidden(where.root, iteration, saving.num_bytes)
+
+    with saving.all_or_nothing():
+        on_rank_zero(make_room, saving.reason)
     return saving
 
 
@@ -315,21 +305,6 @@ def changed_by_updates(run: Run, trained: TrainState) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in steady}
 
 
-@dataclass
-class _Pending:
-    """A save that has begun; it writes, then publishes.
-
-    started: the time. blocked: the seconds that training waited for it; None where it waits for all of it. thread: what
-    does the present part; None for the caller's own.
-    """
-
-    saving: CheckpointSave
-    started: float
-    blocked: float | None = None
-    publishing: bool = False
-    thread: threading.Thread | None = None
-
-
 class Saver:
     """The saver of one run's steps, one after the other. All methods are collective.
 
@@ -346,7 +321,7 @@ class Saver:
         self._target = target
         self._report = report
         self._memory = SaveBuffers()
-        self._pending: _Pending | None = None
+        self._pending: CheckpointSave | None = None
         self.latest = latest
         """The last step that is complete on disk."""
         self.error: SaveError | None = None
@@ -366,18 +341,18 @@ class Saver:
             saving = begin(self._run, trained, progress, self._target, facts=facts, memory=memory)
         except SaveError as error:
             return self._failed(error)
-        pending = _Pending(saving, started)
-        self._do(pending, saving.write)
-        self._pending = pending
+        saving.started = started
+        self._do(saving, saving.write)
+        self._pending = saving
         if background:
-            pending.blocked = time.monotonic() - started
+            saving.blocked = time.monotonic() - started
             return True
         return self.finish() is not None
 
     def wait_until_copied(self) -> None:
         """Wait, before weights, moments or main weights change, until a pending save has copied them."""
         if self._pending is not None:
-            self._pending.saving.copied.wait()
+            self._pending.copied.wait()
 
     def poll(self) -> Path | None:
         """Move a pending save on if all ranks are ready; return the step if it is saved. Call it at step boundaries."""
@@ -403,14 +378,13 @@ class Saver:
         """Whether a step is being saved in the background."""
         return self._pending is not None
 
-    def _move_on(self, pending: _Pending) -> Path | None:
+    def _move_on(self, saving: CheckpointSave) -> Path | None:
         """Agree on what the idle ranks did, and begin the next part; return the step after the last one."""
-        saving = pending.saving
         try:
-            if not pending.publishing:
+            if not saving.publishing:
                 saving.exchange()
-                pending.publishing = True
-                self._do(pending, saving.publish)
+                saving.publishing = True
+                self._do(saving, saving.publish)
                 return None
             saving.conclude()
         except SaveError as error:
@@ -421,22 +395,22 @@ class Saver:
             raise
         self._pending = None
         self.latest = saving.step
-        seconds = time.monotonic() - pending.started
+        seconds = time.monotonic() - saving.started
         took = f"{size_text(saving.num_bytes)} in {seconds:.1f} s"
-        if pending.blocked is not None:
-            took += f", of which training waited {pending.blocked:.2f} s"
+        if saving.blocked is not None:
+            took += f", of which training waited {saving.blocked:.2f} s"
         self._report("saved", f"saved {saving.step} ({took})", path=str(saving.step), seconds=seconds)
         for note in saving.notes:
             self._report("message", note)
         return saving.step
 
-    def _do(self, pending: _Pending, work: Callable[[], None]) -> None:
+    def _do(self, saving: CheckpointSave, work: Callable[[], None]) -> None:
         if not self._run.checkpoint.async_save:
             work()
             return
         # A process that has to end at once does not wait: the staging folder is not read.
-        pending.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
-        pending.thread.start()
+        saving.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        saving.thread.start()
 
     def _failed(self, error: SaveError) -> bool:
         self._pending, self.error = None, error

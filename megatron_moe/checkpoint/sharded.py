@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -57,7 +57,7 @@ def put_weights(model: torch.nn.Module, state: dict[str, Any], options: dict[str
     for name, parameter in model.named_parameters():
         # Loading leaves out empty lists, which are those of empty shards.
         for box, values in zip(boxes[name], state.get(name, ()), strict=True):
-            box.part_of(local(parameter)).copy_(dist.values_of(values))
+            local(parameter)[box.where].copy_(dist.values_of(values))
 
 
 def optimizer_state(
@@ -70,30 +70,28 @@ def optimizer_state(
         loading: main weights are then memory to load into, which `put_optimizer_state` copies from: the model's weights
             are loaded too, and are the coarser ones.
     """
-    states = [_part_state(model, part, options, loading) for part in parts(optimizer)]
+    states = []
+    for part in parts(optimizer):
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
+        state: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state": {}}
+        if getattr(part, "grad_scaler", None) is not None:
+            state["grad_scaler"] = part.grad_scaler.state_dict()
+        for name, master, boxes in _of_part(model, part, options):
+            tensors: dict[str, Tensor] = {}
+            for key in _moments_of(part, master):
+                if not hasattr(part.optimizer, "values_of"):
+                    tensors[key] = part.optimizer.state[master][key]
+                elif loading:  # packed moments: host memory in fp32 to load into
+                    tensors[key] = torch.empty(master.shape)
+                else:
+                    tensors[key] = part.optimizer.values_of(master, key).view(master.shape).cpu()
+            if has_main_weights(part):
+                tensors["param"] = torch.empty_like(master) if loading else master.detach()
+            state["param_state"][name] = {
+                key: [box.tensor(values, f"optimizer.state.{key}.") for box in boxes] for key, values in tensors.items()
+            }
+        states.append(state)
     return states[0] if len(states) == 1 else dict(enumerate(states))
-
-
-def _part_state(model: torch.nn.Module, part: SavedOptimizer, options: dict[str, Any], loading: bool) -> dict[str, Any]:
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
-    state: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state": {}}
-    if getattr(part, "grad_scaler", None) is not None:
-        state["grad_scaler"] = part.grad_scaler.state_dict()
-    for name, master, boxes in _of_part(model, part, options):
-        tensors: dict[str, Tensor] = {}
-        for key in _moments_of(part, master):
-            if not hasattr(part.optimizer, "values_of"):
-                tensors[key] = part.optimizer.state[master][key]
-            elif loading:  # packed moments: host memory in fp32 to load into
-                tensors[key] = torch.empty(master.shape)
-            else:
-                tensors[key] = part.optimizer.values_of(master, key).view(master.shape).cpu()
-        if has_main_weights(part):
-            tensors["param"] = torch.empty_like(master) if loading else master.detach()
-        state["param_state"][name] = {
-            key: [box.tensor(values, f"optimizer.state.{key}.") for box in boxes] for key, values in tensors.items()
-        }
-    return state
 
 
 def _moments_of(part: SavedOptimizer, master: Tensor) -> tuple[str, ...]:
@@ -109,7 +107,7 @@ def put_optimizer_state(
 
     Parameter groups, learning rates, betas and epsilon are settings, not state: those of the present run stay.
     """
-    step = saved_step(state)
+    step = saved_step(optimizer, state)
     for part, own in parts_with_state(optimizer, state):
         for group in part.param_groups:
             group["step"] = step
@@ -122,7 +120,7 @@ def put_optimizer_state(
                 state = {"param": master, **part.optimizer.state[master]}
                 for kind in (*kinds, *(_moments_of(part, master) if packed else ())):
                     for box, values in zip(boxes, own["param_state"][name][kind], strict=True):
-                        box.part_of(state[kind]).copy_(dist.values_of(values))
+                        state[kind][box.where].copy_(dist.values_of(values))
 
 
 def _of_part(
@@ -136,16 +134,46 @@ def _of_part(
             yield name, shard_of(parameter), boxes[name]
 
 
-def _state_and_boxes(model: torch.nn.Module, options: dict[str, Any]) -> tuple[dict[str, Any], Boxes]:
-    """Return the engine's sharded state dict of whole weights, without memory, and each shard's boxes."""
+def _state_and_boxes(
+    model: torch.nn.Module, options: dict[str, Any], *, whole: bool = False
+) -> tuple[dict[str, Any], Boxes]:
+    """Return the engine's sharded state dict of whole weights, without memory, and each shard's boxes.
+
+    Args:
+        whole: return the boxes of whole weights, whatever a rank has of them.
+    """
+    # A weight of the whole shape, without memory, takes each shard's place: what the engine makes of it are views of it
+    # that say where each element of the weight belongs.
     names = dict(model.named_parameters())
-    with _whole_weights(model) as stand_ins:
+    name_of = {id(parameter): name for name, parameter in names.items()}
+    boxes: Boxes = {name: [] for name in names}
+    replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+    made: dict[int, torch.nn.Parameter] = {}
+    stand_ins: dict[int, str] = {}
+    for part in model.modules():
+        for own, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            replaced.append((part, own, parameter))
+            if id(parameter) not in made:
+                meta = torch.empty(parameter.shape, dtype=gathered_dtype(parameter), device="meta")
+                made[id(parameter)] = stand_in = torch.nn.Parameter(meta, requires_grad=parameter.requires_grad)
+                vars(stand_in).update(vars(parameter))
+                stand_ins[stand_in.untyped_storage()._cdata] = name_of[id(parameter)]
+    try:
+        for part, own, parameter in replaced:
+            part._parameters[own] = made[id(parameter)]
         state = dist.model_tensors(model, options)
-        boxes: Boxes = {name: [] for name in names}
         for tensor in list(dist.sharded_tensors(state)):
             name = stand_ins.get(tensor.data.untyped_storage()._cdata)
-            if name is not None and (box := dist.box_of(tensor, *own_range(names[name]))) is not None:
+            if name is None:
+                continue
+            axis, begin, end = (0, 0, names[name].shape[0]) if whole else own_range(names[name])
+            if (box := dist.box_of(tensor, axis, begin, end)) is not None:
                 boxes[name].append(box)
+    finally:
+        for part, own, parameter in replaced:
+            part._parameters[own] = parameter
     return {key: value for key, value in state.items() if key not in names}, boxes
 
 
@@ -159,63 +187,24 @@ def places(model: torch.nn.Module, options: dict[str, Any]) -> Iterator[tuple[to
     rows = {key: torch.zeros(weight.shape[:-1], dtype=torch.int64) for key, weight in weights.items()}
     columns: dict[int, int] = {}
     for weight, box in boxes_of_whole_weights(model, options):
-        rows[id(weight)][box.where[:-1]] = _row_numbers(box.whole.key, box)
+        hashed = int.from_bytes(hashlib.sha256(box.whole.key.encode()).digest()[:8], "little", signed=True)
+        number, stride, axes = torch.full((), hashed, dtype=torch.int64), 1, len(box.shape) - 1
+        for axis in reversed(range(axes)):
+            along = torch.arange(box.start[axis], box.start[axis] + box.shape[axis])
+            number = number + along.view(-1, *(1,) * (axes - 1 - axis)) * stride
+            stride *= box.whole.global_shape[axis]
+        rows[id(weight)][box.where[:-1]] = number
         columns[id(weight)] = box.start[-1]
     yield from ((weight, rows[key], columns.get(key, 0)) for key, weight in weights.items())
 
 
 def boxes_of_whole_weights(model: torch.nn.Module, options: dict[str, Any]) -> list[tuple[torch.nn.Parameter, Box]]:
     """Return each weight with each box of the model's tensors that it fills, whole, whatever a rank has of it."""
-    names, found = dict(model.named_parameters()), []
-    with _whole_weights(model) as stand_ins:
-        for tensor in list(dist.sharded_tensors(dist.model_tensors(model, options))):
-            name = stand_ins.get(tensor.data.untyped_storage()._cdata)
-            if name is not None and (box := dist.box_of(tensor, 0, 0, names[name].shape[0])) is not None:
-                found.append((names[name], box))
-    filled = {id(weight) for weight, _ in found}
-    missing = [name for name, weight in names.items() if id(weight) not in filled and weight.numel()]
+    _, boxes = _state_and_boxes(model, options, whole=True)
+    names = dict(model.named_parameters())
+    missing = [name for name, weight in names.items() if not boxes[name] and weight.numel()]
     assert not missing, f"not in the model's sharded state: {missing}"
-    return found
-
-
-def _row_numbers(key: str, box: Box) -> Tensor:
-    hashed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
-    number = torch.full((), hashed, dtype=torch.int64)
-    stride = 1
-    axes = len(box.shape) - 1
-    for axis in reversed(range(axes)):
-        along = torch.arange(box.start[axis], box.start[axis] + box.shape[axis])
-        number = number + along.view(-1, *(1,) * (axes - 1 - axis)) * stride
-        stride *= box.whole.global_shape[axis]
-    return number
-
-
-@contextmanager
-def _whole_weights(model: torch.nn.Module) -> Iterator[dict[int, str]]:
-    """Put a weight of the whole shape, without memory, in each shard's place; yield storage -> parameter name.
-
-    What the engine makes of it, whose parts are views of it, says where each element of the weight belongs.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    replaced: list[tuple[torch.nn.Module, str, Any]] = []
-    stand_ins: dict[int, str] = {}
-    made: dict[int, torch.nn.Parameter] = {}
-    for part in model.modules():
-        for own, parameter in part._parameters.items():
-            if parameter is not None:
-                replaced.append((part, own, parameter))
-                if id(parameter) not in made:
-                    whole = torch.empty(parameter.shape, dtype=gathered_dtype(parameter), device="meta")
-                    made[id(parameter)] = stand_in = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
-                    vars(stand_in).update(vars(parameter))
-                    stand_ins[stand_in.untyped_storage()._cdata] = names[id(parameter)]
-    try:
-        for part, own, parameter in replaced:
-            part._parameters[own] = made[id(parameter)]
-        yield stand_ins
-    finally:
-        for part, own, parameter in replaced:
-            part._parameters[own] = parameter
+    return [(names[name], box) for name in names for box in boxes[name]]
 
 
 # The average of the weights: `optimizer.state.ema.NAME`, fp32, in boxes of the model's tensor NAME. Each rank writes
@@ -228,21 +217,16 @@ class _OwnedPart(Protocol):
     end: int
 
 
-class _Average(Protocol):
-    """A `WeightAverage`: for each weight its parameter, the part of it that this rank owns, and that part's values."""
-
-    weights: Sequence[Any]
-
-
 def average_state(
-    average: _Average, chunks: Sequence[torch.nn.Module], optimizer: EngineOptimizer, options: dict[str, Any]
+    weights: Sequence[Any], chunks: Sequence[torch.nn.Module], optimizer: EngineOptimizer, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the sharded state of a `WeightAverage`: views of its tensors, which loading fills.
+    """Return the sharded state of an average of weights: views of its tensors, which loading fills.
 
     Args:
+        weights: those of a `WeightAverage`: parameter, the part of it that this rank owns, and that part's values.
         chunks: the model's, within the wrappers.
     """
-    owned = {id(weight.parameter): weight for weight in average.weights}
+    owned = {id(weight.parameter): weight for weight in weights}
     distributed = any(hasattr(part, "model_param_gbuf_map") for part in parts(optimizer))
     state: dict[str, Any] = {}
     for chunk in chunks:
@@ -250,9 +234,15 @@ def average_state(
             weight = owned.get(id(parameter))  # none where it is frozen, or all of it is on other ranks
             for where, values in () if weight is None else _boxes(parameter.shape, weight.part, weight.values):
                 inside = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box.where, where))
-                if all(along.start < along.stop for along in inside):
-                    spread = distributed or isinstance(parameter, DTensor)
-                    state[str(len(state))] = _part_of_average(box, where, inside, values, spread)
+                shape = tuple(along.stop - along.start for along in inside)
+                if min(shape, default=1) <= 0:
+                    continue
+                start = tuple(s + a.start - b.start for s, a, b in zip(box.start, inside, box.where))
+                own = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inside, where))
+                tensor = replace(box, start=start, shape=shape, where=own).tensor(values, AVERAGE)
+                if not (distributed or isinstance(parameter, DTensor)):  # data-parallel ranks have the same elements
+                    tensor = replace(tensor, replica_id=box.whole.replica_id)
+                state[str(len(state))] = tensor
     return state
 
 
@@ -280,30 +270,11 @@ def boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Sli
         return
     row = math.prod(shape[1:])
     first, last = -(-begin // row), end // row  # whole rows
-    if first > last:  # within one row
-        yield from _in_row(shape, last, begin - last * row, end - last * row)
-        return
-    if begin < first * row:
-        yield from _in_row(shape, first - 1, begin - (first - 1) * row, row)
+    if begin < first * row:  # the end of a row, or a part of one
+        for rest in boxes_of_range(shape[1:], begin % row, min(end - (first - 1) * row, row)):
+            yield (slice(first - 1, first), *rest)
     if first < last:
         yield (slice(first, last), *(slice(0, length) for length in shape[1:]))
-    if last * row < end:
-        yield from _in_row(shape, last, 0, end - last * row)
-
-
-def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[Slices]:
-    yield from ((slice(row, row + 1), *rest) for rest in boxes_of_range(shape[1:], begin, end))
-
-
-def _part_of_average(box: Box, where: Slices, inside: Slices, values: Tensor, spread: bool) -> Any:
-    """Return the values of a part of a box as a sharded tensor.
-
-    Args:
-        where: the place of `values` in the weight. inside: the part's place there.
-        spread: whether data-parallel ranks have different elements, so that each writes its own.
-    """
-    start = tuple(s + a.start - b.start for s, a, b in zip(box.start, inside, box.where))
-    own = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inside, where))
-    shape = tuple(along.stop - along.start for along in own)
-    tensor = replace(box, start=start, shape=shape, where=own).tensor(values, AVERAGE)
-    return tensor if spread else replace(tensor, replica_id=box.whole.replica_id)
+    if first <= last and last * row < end:
+        for rest in boxes_of_range(shape[1:], 0, end - last * row):
+            yield (slice(last, last + 1), *rest)

@@ -20,7 +20,6 @@ from megatron_moe.model.float16_module import Float16Module
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.platform.protocols import ProcessGroups
-from megatron_moe.precision.contract import declared_fp32_state
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,8 @@ class TrainingProgress:
     skipped_samples: int = 0
 
     @property
-    def committed_iterations(self) -> int:
-        """Steps that changed the weights."""
-        return self.iteration - self.skipped_iterations
-
-    @property
     def committed_samples(self) -> int:
-        """Sequences of these steps."""
+        """Sequences of the steps that changed the weights."""
         return self.consumed_samples - self.skipped_samples
 
     @classmethod
@@ -92,12 +86,6 @@ def model_state(trained: TrainState) -> dict[str, Any]:
     }
 
 
-def fp32_state_keys(trained: TrainState, state: dict[str, Any]) -> frozenset[str]:
-    """Return the keys in `model_state` of the tensors that the model declares as fp32 state (`expert_bias`)."""
-    declared = {tensor.data_ptr() for chunk in trained.model for _, tensor in declared_fp32_state(chunk)}
-    return frozenset(tensor.key for tensor in dist.sharded_tensors(state) if tensor.data.data_ptr() in declared)
-
-
 def put_model_state(trained: TrainState, loaded: dict[str, Any]) -> None:
     """Load tensors into the chunks; every tensor of the model has to be among them."""
     for chunk, state in zip(trained.model, loaded.values()):
@@ -130,7 +118,7 @@ def put_optimizer_state(trained: TrainState, loaded: dict[Any, Any], run: Run) -
 def average_state(trained: TrainState) -> dict[str, Any]:
     """Return the sharded state of the average of the weights; loading fills its tensors."""
     chunks = [unwrapped(chunk) for chunk in trained.model]
-    return sharded.average_state(trained.average, chunks, trained.optimizer, metadata(trained.pg_collection))
+    return sharded.average_state(trained.average.weights, chunks, trained.optimizer, metadata(trained.pg_collection))
 
 
 def fully_sharded(trained: TrainState) -> torch.nn.Module | None:
@@ -175,18 +163,14 @@ def current() -> dict[str, Any]:
     return state
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Read the states that `current` returned when the file was written; change nothing.
+def read(path: Path) -> dict[str, Any] | None:
+    """Read the states that `current` returned when the file was written; None where that was on another kind of device.
 
     Raises:
         UntrustedError: the file is damaged, or holds anything but tensors and plain values.
     """
-    return step_reader.read_file(path.parents[1], f"{path.parent.name}/{path.name}")
-
-
-def is_of_cuda(state: dict[str, Any]) -> bool:
-    """Return whether the states are those of a process with a CUDA device."""
-    return "cuda" in state
+    state: dict[str, Any] = step_reader.read_file(path.parents[1], f"{path.parent.name}/{path.name}")
+    return state if ("cuda" in state) == platform.has_cuda() else None
 
 
 def restore(state: dict[str, Any]) -> None:

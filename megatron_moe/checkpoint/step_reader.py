@@ -10,7 +10,6 @@ import io
 import math
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -23,9 +22,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.hashing import FileEntry
 
 AVERAGE = "optimizer.state.ema."
-"""The key of the average of a weight is this and the weight's key; see `average.py`."""
-
-
+"""The key of the average of a weight is this and the weight's key; see `sharded.py`."""
 COMMON = "common.pt"
 LARGEST = 2 * 2**30
 """The largest file of plain values that is read, in bytes."""
@@ -105,18 +102,6 @@ def by_itself(value: torch.Tensor) -> torch.Tensor:
 # Any box of any tensor
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """The location of a part in its file: the storage's first byte and size, and the tensor's layout in it."""
-
-    first_byte: int
-    num_bytes: int
-    dtype: torch.dtype
-    stride: tuple[int, ...]
-    storage_offset: int
-    contiguous: bool
-
-
 class StepReader:
     """A reader of the tensors of one step.
 
@@ -137,7 +122,7 @@ class StepReader:
             self.index: StepIndex = check(step, manifest.read(step).files) if index is None else index
         except (UntrustedError, manifest.ManifestError, OSError) as error:
             raise ConfigError(f"{step}: refused: {error}") from error
-        self._layouts: dict[StoredBytes, _Layout] = {}
+        self._layouts: dict[StoredBytes, tuple[int, Tensor]] = {}
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype in which a tensor is stored."""
@@ -161,7 +146,20 @@ class StepReader:
                 continue
             box = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, part.start))
             try:
-                content = self._box(key, part, box)
+                if part.place not in self._layouts:
+                    self._layouts[part.place] = self._layout(key, part)
+                offset, layout = self._layouts[part.place]
+                if not layout.is_contiguous():
+                    flat = self._bytes(part.place, offset, layout.untyped_storage().nbytes()).view(layout.dtype)
+                    content = flat.as_strided(part.shape, layout.stride(), layout.storage_offset())[box].clone()
+                else:  # rows of the part outside of the box are not read
+                    outer, *inner = box or [slice(0, 1)]  # a scalar is one row
+                    row = math.prod(part.shape[1:])
+                    first = offset + (int(layout.storage_offset()) + outer.start * row) * layout.dtype.itemsize
+                    count = (outer.stop - outer.start) * row * layout.dtype.itemsize
+                    rows = self._bytes(part.place, first, count).view(layout.dtype).view(-1, *part.shape[1:])
+                    inside = (slice(None), *inner)
+                    content = rows[inside]
             except (UntrustedError, OSError) as error:
                 raise ConfigError(f"{self.step}: refused: {error}") from error
             filled += content.numel()
@@ -173,25 +171,8 @@ class StepReader:
             raise ConfigError(f"{self.step}: {key} holds {filled} of the {math.prod(shape)} elements from {start} on")
         return result
 
-    def _box(self, key: str, part: TensorPart, box: tuple[slice, ...]) -> Tensor:
-        """Read a box of a part; rows of the part outside of the box are not read."""
-        if part.place not in self._layouts:
-            self._layouts[part.place] = self._layout(key, part)
-        layout = self._layouts[part.place]
-        if not layout.contiguous:
-            flat = self._bytes(part.place, layout.first_byte, layout.num_bytes).view(layout.dtype)
-            return flat.as_strided(part.shape, layout.stride, layout.storage_offset)[box].clone()
-        rows = box[0] if box else slice(0, 1)
-        row_bytes = math.prod(part.shape[1:]) * layout.dtype.itemsize
-        first = layout.first_byte + layout.storage_offset * layout.dtype.itemsize + rows.start * row_bytes
-        content = self._bytes(part.place, first, (rows.stop - rows.start) * row_bytes).view(layout.dtype)
-        if not box:
-            return content.view(())
-        inner = (slice(None), *box[1:])
-        return content.view(rows.stop - rows.start, *part.shape[1:])[inner]
-
-    def _layout(self, key: str, part: TensorPart) -> _Layout:
-        """Return the layout of a part from its archive's small records; the elements are not read."""
+    def _layout(self, key: str, part: TensorPart) -> tuple[int, Tensor]:
+        """Return where a part's storage begins in its file, and the part without its elements, which are not read."""
         place = part.place
         with open(self.step / place.file, "rb") as file:
             try:
@@ -206,14 +187,7 @@ class StepReader:
         first: Any = getattr(storage, "_checkpoint_offset", None)
         if type(first) is not int or first < 0 or first + storage.nbytes() > place.length:
             raise UntrustedError(f"{key} in {place.file}: its numbers do not lie in its {place.length} bytes")
-        return _Layout(
-            place.offset + first,
-            storage.nbytes(),
-            value.dtype,
-            tuple(value.stride()),
-            int(value.storage_offset()),
-            value.is_contiguous(),
-        )
+        return place.offset + first, value
 
     def _bytes(self, place: StoredBytes, first: int, count: int) -> Tensor:
         content = torch.empty(count, dtype=torch.uint8)
@@ -226,22 +200,6 @@ class StepReader:
                     raise UntrustedError(f"{place.file} ends {count - done} bytes early")
                 done += got
         return content
-
-
-class AveragedReader(StepReader):
-    """A reader of a step that returns the averages of weights, fp32, in the place of the weights.
-
-    What has no average is returned as it is: frozen weights, and state such as expert_bias.
-    """
-
-    @property
-    def has_averages(self) -> bool:
-        """Whether the step has any."""
-        return any(key.startswith(AVERAGE) for key in self.index.tensors)
-
-    def read(self, key: str, start: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return a box of the average of a tensor; see `StepReader.read`."""
-        return super().read(AVERAGE + key if AVERAGE + key in self.index.tensors else key, start, shape)
 
 
 class Section(io.RawIOBase):

@@ -140,7 +140,17 @@ def stage(
     def local_plan() -> SavePlan:
         planner.set_up_planner(tensors, writer.storage_meta(), ranks.is_coordinator)
         plan = planner.create_local_plan()
-        _check_present(plan, planner, gathered, steady)
+        # Which rank writes what is the engine's choice, and it may have copied memory that is still to be filled.
+        for item in plan.items:
+            value, name = planner.resolve_data(item), item.index.fqn
+            if not isinstance(value, torch.Tensor) or not value.numel():
+                continue
+            at = value.untyped_storage().data_ptr()
+            if at in gathered.absent:
+                raise RuntimeError(f"{name} would be written by a rank that does not have it")
+            filled = at in gathered.private or at in steady
+            if gathered.rest and name.startswith("optimizer.") and not filled:
+                raise RuntimeError(f"{name} would be written before it is gathered")
         return plan
 
     def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
@@ -257,24 +267,3 @@ def _plain(value: object) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(part) for part in value)
     return sys.intern(value) if type(value) is str else value
-
-
-def _check_present(plan: SavePlan, planner: SavePlanner, gathered: Gathered, steady: Collection[int]) -> None:
-    """Raise an error where this rank would write memory that is not filled, on this rank or not yet.
-
-    Which rank writes what is the engine's choice, and it may have copied memory that is still to be filled.
-    """
-    for item in plan.items:
-        value = planner.resolve_data(item)
-        if not isinstance(value, torch.Tensor) or not value.numel():
-            continue
-        at = value.untyped_storage().data_ptr()
-        if at in gathered.absent:
-            raise RuntimeError(f"{item.index.fqn} would be written by a rank that does not have it")
-        if (
-            gathered.rest
-            and item.index.fqn.startswith("optimizer.")
-            and at not in gathered.private
-            and at not in steady
-        ):
-            raise RuntimeError(f"{item.index.fqn} would be written before it is gathered")

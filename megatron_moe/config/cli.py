@@ -12,7 +12,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import yaml
@@ -152,8 +152,13 @@ def read(argv: Sequence[str], parser: Parser) -> CommandLine:
     if preset is not None and preset not in PRESETS:
         near = choice_suggestion(preset, PRESETS)
         raise ConfigError(f"--preset {preset}: not one of {', '.join(PRESETS)}{near}")
-    flags = {name: _as_tuple(all_fields()[name], value) for name, value in given.items()}
-    return CommandLine(starts, PRESETS[preset] if preset is not None else {}, file, flags)
+    for name, value in given.items():
+        if isinstance(value, list):
+            if None in value and len(value) > 1:
+                flag = all_fields()[name].flag
+                raise ConfigError(f"{flag}: `none` is among other values; write it alone, to unset the flag")
+            given[name] = None if value == [None] else tuple(value)
+    return CommandLine(starts, PRESETS[preset] if preset is not None else {}, file, given)
 
 
 def merged(sources: Iterable[Source], command: CommandLine, filled_in: FillIn | None) -> MergedSettings:
@@ -161,7 +166,21 @@ def merged(sources: Iterable[Source], command: CommandLine, filled_in: FillIn | 
     found = MergedSettings()
     for source in sources:
         found.add(source)
-    found.add(Source(_whole_steps(found.values, command.above_preset)))
+    samples, batch = found.values.get("train_samples"), found.values.get("global_batch_size")
+    if samples is not None and batch is not None:
+        iters = command.above_preset.get("train_iters")
+        if iters is not None:
+            raise ConfigError(
+                f"--train-samples {samples}, --train-iters {iters}: both say how long the training is; keep one"
+            )
+        if 0 < samples < batch:
+            raise ConfigError(
+                f"--train-samples {samples}, --global-batch-size {batch}: is less than one step; use at least "
+                f"--train-samples {batch}"
+            )
+        # Whole steps of the global batch, as Megatron-LM counts them. Smaller batches of a ramp-up, or before a resume,
+        # are not among them: `training.plan` counts the steps once more.
+        found.add(Source({"train_iters": samples // batch}))
     if filled_in is None:
         return found
     values = filled_in(found.values)
@@ -170,27 +189,6 @@ def merged(sources: Iterable[Source], command: CommandLine, filled_in: FillIn | 
     found.from_folder = values is not found.values and not added <= {"load", "finetune"}
     found.values = values
     return found
-
-
-def _whole_steps(settings: Mapping[str, Any], above_preset: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the iterations of `--train-samples`: whole steps of the global batch, as Megatron-LM counts them.
-
-    Smaller batches of a ramp-up, or before a resume, are not among them: `training.plan` counts the steps once more.
-    """
-    samples, batch = settings.get("train_samples"), settings.get("global_batch_size")
-    if samples is None or batch is None:
-        return {}
-    if above_preset.get("train_iters") is not None:
-        raise ConfigError(
-            f"--train-samples {samples}, --train-iters {above_preset['train_iters']}: both say how long the training"
-            " is; keep one"
-        )
-    if 0 < samples < batch:
-        raise ConfigError(
-            f"--train-samples {samples}, --global-batch-size {batch}: is less than one step; use at least "
-            f"--train-samples {batch}"
-        )
-    return {"train_iters": samples // batch}
 
 
 class _Loader(yaml.SafeLoader):
@@ -278,15 +276,14 @@ def _put(
             raise ConfigError(f"{where}: takes one name, once; e.g. `preset: tiny`")
         flat[name] = value
         return
-    fields = {f.spelling or f.name: f for f in all_fields().values()} | all_fields()
-    if name not in fields:
-        raise UnknownKey(where, name, suggestion(name, [*fields, *schema.sections()]))
-    field = fields[name]
+    if name not in all_fields():
+        raise UnknownKey(where, name, suggestion(name, [*all_fields(), *schema.sections()]))
+    field = all_fields()[name]
     if section is not None and field.section != section:
         raise ConfigError(f"{where}: belongs to section {field.section}; move it there, or to the top level")
-    if field.name in flat:
+    if name in flat:
         raise ConfigError(f"{where}: is set twice, at the top level and under {field.section}; keep one")
-    flat[field.name] = from_file(field, value, where)
+    flat[name] = from_file(field, value, where)
 
 
 @lru_cache(maxsize=1)
@@ -325,64 +322,28 @@ def add_flags(group: argparse._ArgumentGroup, names: Iterable[str]) -> None:
 
 
 def _add(group: argparse._ArgumentGroup, field: Field) -> None:
-    help_text = _help(field)
+    help_text, default = field.help + (f" [{field.unit}]" if field.unit else ""), field.default
+    if default is not None and default != "":
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        if isinstance(default, bool):
+            shown = "on" if default else "off"
+        help_text += f" (default: {shown})"
+    help_text = help_text.replace("%", "%%")
     if field.is_bool:
         opposite = [flag for flag, (name, value) in SPELLINGS.items() if name == field.name and value is False]
         group.add_argument(field.flag, dest=field.name, action="store_true", help=help_text)
         negatives = [field.negative_flag, *opposite]
         group.add_argument(*negatives, dest=field.name, action="store_false", help=f"the opposite of {field.flag}")
         return
-    group.add_argument(
-        field.flag,
-        dest=field.name,
-        type=_Converter(field),
-        nargs="+" if field.repeated else None,
-        metavar=_metavar(field),
-        help=help_text,
-    )
-
-
-class _Converter:
-    """A conversion by `from_text` for one field, in the form that argparse needs.
-
-    argparse replaces the message of a ValueError, and so of a ConfigError; ArgumentTypeError keeps ours.
-    """
-
-    def __init__(self, field: Field) -> None:
-        self.field = field
-
-    def __call__(self, text: str) -> Any:
-        try:
-            return from_text(self.field, text)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(f"{WHOLE_MESSAGE}{error}") from None
-
-
-def _help(field: Field) -> str:
-    text = field.help + (f" [{field.unit}]" if field.unit else "")
-    if field.default is not None and field.default != "":
-        text += f" (default: {_shown(field.default)})"
-    return text.replace("%", "%%")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _metavar(field: Field) -> str:
+    metavar = {int: "N", float: "X", str: "TEXT"}[field.kinds[-1]]
     if field.choices is not None:
-        return "{" + ",".join(map(str, field.choices)) + "}"
-    return {int: "N", float: "X", str: "TEXT"}[field.kinds[-1]]
+        metavar = "{" + ",".join(map(str, field.choices)) + "}"
+    nargs, convert = "+" if field.repeated else None, partial(_converted, field)
+    group.add_argument(field.flag, dest=field.name, type=convert, nargs=nargs, metavar=metavar, help=help_text)
 
 
-def _as_tuple(field: Field, value: object) -> Any:
-    """Return a repeated flag's words as a tuple; the single word `none` unsets it."""
-    if not isinstance(value, list):
-        return value
-    if value == [None]:
-        return None
-    if None in value:
-        raise ConfigError(f"{field.flag}: `none` is among other values; write it alone, to unset the flag")
-    return tuple(value)
+def _converted(field: Field, text: str) -> Any:
+    try:
+        return from_text(field, text)
+    except ConfigError as error:  # argparse replaces the message of a ValueError
+        raise argparse.ArgumentTypeError(f"{WHOLE_MESSAGE}{error}") from None

@@ -66,10 +66,7 @@ def is_flag(word: str) -> bool:
 
 
 def groups(argv: Iterable[str]) -> Iterator[list[str]]:
-    """Yield each flag of a command line with the words up to the next one; words before the first are a group too.
-
-    A word with one dash that is no number begins a group of its own: argparse takes it for a flag.
-    """
+    """Yield each word that begins with a dash and is no number, with the words up to the next; the first ones, too."""
     group: list[str] = []
     for word in argv:
         if is_flag(word) or (word.startswith("-") and not _NUMBER.match(word)):
@@ -175,11 +172,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def require_sound(self, words: Sequence[str]) -> None:
-        """Check the words of a command line as far as the flags are this parser's.
-
-        Raises:
-            ConfigError: a flag has two values, an empty value or is a switch with a value, or was pasted.
-        """
+        """Refuse flags of this parser with two values, an empty one, a switch's, or one that was pasted."""
         typed: dict[str, str] = {}
         for group in groups(words):
             flag, given = parts(group)
@@ -197,7 +190,8 @@ class Parser(argparse.ArgumentParser):
                     )
                 require_expanded(action.dest, value, f"{flag} " if place == 0 or action.nargs == "+" else "")
             if action.nargs == 0 and given and ("=" in group[0] or given[0].lower() in _SWITCH_WORDS):
-                off = [option for option in self._options_of(action.dest) if option.startswith("--no-")]
+                own = self.fields_by_flag().items()
+                off = [option for option, dest in own if dest == action.dest and option.startswith("--no-")]
                 no = f", or {off[0]}" if off and flag not in off else ""
                 raise ConfigError(
                     f"{flag} {given[0]}: is a switch and takes no value; write {flag}{no}, or leave it out"
@@ -219,16 +213,9 @@ class Parser(argparse.ArgumentParser):
                 found += [option for parser in action.choices.values() for option in parser._option_string_actions]
         return found
 
-    def _options_of(self, dest: str) -> list[str]:
-        return [option for action in self._actions if action.dest == dest for option in action.option_strings]
-
 
 def unexpected(word: str, options: Sequence[str]) -> str:
-    """Return the error for a word that is no flag and no flag's value, with what it was meant to be.
-
-    Args:
-        options: the flags of the program.
-    """
+    """Return the error for a word that is none of the program's `options` and no value, with what was meant."""
     flag = "--" + word.lstrip("-").partition("=")[0].partition(" ")[0].replace("_", "-")
     if " " in word and word.startswith("-"):
         hint = "it is one word with a space in it; take the quotation marks away"
@@ -345,20 +332,12 @@ def short_help(parser: argparse.ArgumentParser, of_others: str) -> str:
         lines.append(textwrap.shorten(entry.text, width - _COLUMN, placeholder=" ..."))
         lines[-1] = f"{left:<{_COLUMN}}{lines[-1]}"
     groups = ", ".join(dict.fromkeys(entry.group for entry in every.values() if entry.group != "start from"))
-    lines += [
-        "",
-        f"--help GROUP for all flags of {groups};",
-        f"--help FLAG for one{of_others}; --help all;",
-    ]
+    lines += ["", f"--help GROUP for all flags of {groups};", f"--help FLAG for one{of_others}; --help all;"]
     return "\n".join([*lines, "docs/reference/flags.md has the same as a page."])
 
 
 def help_about(topic: str, parser: argparse.ArgumentParser, foreign: Mapping[str, str]) -> str:
-    """Return the help on `all`, on a group of flags, or on a flag, with or without its dashes.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+    """Return the help on `all`, on a group of flags, or on a flag; a ConfigError if it is none of these."""
     every = entries(parser)
     groups = list(dict.fromkeys(entry.group for entry in every))
     if topic == "all":
@@ -397,22 +376,3 @@ def wrapped(text: str, indent: str) -> list[str]:
 
 def _width() -> int:
     return max(60, min(shutil.get_terminal_size((100, 24)).columns, 130))
-
-
-def help_page(parser: argparse.ArgumentParser) -> str:
-    """Return docs/reference/flags.md: every flag with its values, default and meaning."""
-    every = entries(parser)
-    lines = [
-        "# Flags",
-        "",
-        "Every flag of `pretrain_moe.py`, and so each key of a `--config` file (without the dashes). Written by",
-        "`python docs/generate.py` from the schema in `megatron_moe/config/`; `make check` compares.",
-        "Megatron-LM's other flags: `megatron-moe flags FLAG`, or `megatron-moe train --help FLAG`.",
-    ]
-    for group in dict.fromkeys(entry.group for entry in every):
-        lines += ["", f"## {group}", "", "| flag | meaning |", "|---|---|"]
-        for entry in every:
-            if entry.group == group:
-                cells = [f"`{entry.typed}`", entry.text]
-                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"

@@ -22,10 +22,7 @@ class ConfigError(ValueError):
 
 
 class MachineError(ConfigError):
-    """A mistake about one machine, which the ranks on other machines need not find.
-
-    The first rank of the machine prints it, too.
-    """
+    """A mistake about one machine, which ranks on others need not find; the machine's first rank prints it, too."""
 
 
 class MissingPackage(ConfigError):
@@ -33,10 +30,7 @@ class MissingPackage(ConfigError):
 
 
 class RunFault(RuntimeError):
-    """A fault of the run that no flag is to blame for, found by all ranks together.
-
-    Every rank raises the same one; the entry point prints it once, from rank 0, and exits with status 1.
-    """
+    """A fault of the run that no flag is to blame for, raised by all ranks; the entry point exits with status 1."""
 
 
 def listing(head: str, lines: Sequence[str], limit: int = 40) -> str:

@@ -7,11 +7,11 @@ report errors in the same words.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
 import types
 import typing
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,7 +42,6 @@ class Field:
     within: Range | None
     help: str
     unit: str
-    spelling: str | None
 
     @property
     def choices(self) -> tuple | None:
@@ -52,7 +51,7 @@ class Field:
     @property
     def flag(self) -> str:
         """The flag as it is typed, `--num-layers`."""
-        return "--" + (self.spelling or self.name).replace("_", "-")
+        return "--" + self.name.replace("_", "-")
 
     @property
     def is_bool(self) -> bool:
@@ -99,7 +98,7 @@ def _read(section: str, f: dataclasses.Field, annotation: Any) -> Field:
         optional,
         f.default,
         allowed=meta["choices"],
-        **{key: meta[key] for key in ("within", "help", "unit", "spelling")},
+        **{key: meta[key] for key in ("within", "help", "unit")},
     )
 
 
@@ -229,42 +228,16 @@ def choice_suggestion(word: str, known: Iterable[str]) -> str:
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean X?` for a known word that a slip of the keys makes of this one, or an empty string.
 
-    Two letters may differ, in a word of less than six one; two neighbours that are swapped count as one. Where flags
-    begin with the same word, such as --ema-, one of them is meant; up to three are named.
+    About two letters may differ, in a word of less than six one. Where flags begin with the same word, such as --ema-,
+    one of them is meant; up to three are named.
     """
     names = list(known)
     first = word[: word.find("-", 2) + 1] if word.startswith("--") else ""
     alike = [name for name in names if first and name.startswith(first)]
-    if near := _nearest(word, alike or names):
-        return near
+    edits = 1 if len(word.lstrip("-")) < 6 else 2
+    if near := difflib.get_close_matches(word, alike or names, n=1, cutoff=max(0.6, 0.99 - edits / (len(word) or 1))):
+        return f"; did you mean {near[0]}?"
     return f"; there {'is' if len(alike) == 1 else 'are'} {', '.join(alike)}" if 0 < len(alike) <= 3 else ""
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    most = 1 if len(word.lstrip("-")) < 6 else 2
-    letters = Counter(word)
-    near: list[tuple[int, str]] = []
-    for other in known:
-        # Cheap first: an edit changes the counts of at most two letters.
-        apart = (letters - Counter(other)).total() + (Counter(other) - letters).total()
-        if abs(len(word) - len(other)) <= most and apart <= 2 * most:
-            near.append((_edits(word, other), other))
-    edits, nearest = min(near, default=(most + 1, ""))
-    return f"; did you mean {nearest}?" if edits <= most else ""
-
-
-def _edits(word: str, other: str) -> int:
-    """Return how many letters to insert, drop, replace, or swap with a neighbour, make one word of the other."""
-    before: list[int] = []
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(word):
-        before, last, row = row, before, [i + 1]
-        for j, target in enumerate(other):
-            best = min(before[j] + (letter != target), before[j + 1] + 1, row[j] + 1)
-            if i and j and letter == other[j - 1] and word[i - 1] == target:
-                best = min(best, last[j - 1] + 1)
-            row.append(best)
-    return row[-1]
 
 
 def _nouns(field: Field) -> str:
@@ -302,11 +275,7 @@ _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 def require_typed(word: str) -> None:
-    """Refuse characters in a word of a command line that nobody types.
-
-    Raises:
-        ConfigError: a dash, quotation mark or space was pasted from a text, or a character cannot be seen.
-    """
+    """Refuse a word with a dash, quotation mark or space that was pasted from a text, or that cannot be seen."""
     if _PASTED_FLAG.fullmatch(word):
         plain = re.sub(rf"^[-{_DASHES}]+", "-" if word.lstrip(_DASHES + "-")[:1].isdigit() else "--", word)
         raise ConfigError(f"{word}: begins with a dash that was pasted from a text; type {plain}")

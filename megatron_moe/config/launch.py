@@ -32,7 +32,14 @@ def launched_world() -> tuple[int, int]:
     found = {name: _count(name, least) for name, least in _LEAST.items()}
     rank, world = found["RANK"], found["WORLD_SIZE"]
     if world is None:
-        _require_no_other_tasks()
+        for name, starter in _TASKS.items():  # which do not know of one another
+            text = os.environ.get(name, "")
+            if text.isascii() and text.isdigit() and int(text) > 1:
+                raise ConfigError(
+                    f"{name}={text} without WORLD_SIZE: each task of {starter} would be a run of its own, and all would"
+                    f" write the same files; let {starter} start one torchrun on each node (megatron-moe slurm), or "
+                    "one task"
+                )
         if rank:
             raise ConfigError(f"RANK={rank} without WORLD_SIZE: how many ranks there are is not known; {_START}")
         return 0, 1
@@ -53,18 +60,6 @@ def launched_world() -> tuple[int, int]:
     return rank, world
 
 
-def _require_no_other_tasks() -> None:
-    """Refuse tasks of srun or mpirun that do not know of one another: each would be a run, all in the same folders."""
-    for name, starter in _TASKS.items():
-        text = os.environ.get(name, "")
-        if text.isascii() and text.isdigit() and int(text) > 1:
-            raise ConfigError(
-                f"{name}={text} without WORLD_SIZE: each task of {starter} would be a run of its own, and all would "
-                f"write the same files; let {starter} start one torchrun on each node (megatron-moe slurm), or "
-                "one task"
-            )
-
-
 def local_world_size(world_size: int) -> int | None:
     """Return how many ranks this machine has; None where the launcher of several ranks does not say."""
     given = _count("LOCAL_WORLD_SIZE", 1)
@@ -72,11 +67,7 @@ def local_world_size(world_size: int) -> int | None:
 
 
 def require_rendezvous(world_size: int) -> None:
-    """Check that the ranks can find one another.
-
-    Raises:
-        ConfigError: MASTER_ADDR or MASTER_PORT of several ranks is missing or malformed.
-    """
+    """Refuse several ranks whose MASTER_ADDR or MASTER_PORT is missing or malformed: they cannot meet."""
     if world_size == 1:
         return
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

@@ -356,7 +356,7 @@ class PrecisionConfig:
     )
     gradient_accumulation_fusion: bool | None = setting(
         None,
-        "add weight gradients to their fp32 sums in the products that make them, unrounded (docs/precision.md); "
+        "add weight gradients to their fp32 sums in the products that make them, unrounded (docs/guides/precision.md); "
         "default: where that is known to cost nothing, which leaves out the experts' in half precision",
         resume="free",
     )

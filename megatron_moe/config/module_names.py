@@ -74,10 +74,6 @@ def _weights(name: str, *, computed: str = OWN, accumulated: str = "fp32", reduc
 # Kinds of modules, in the order of the forward pass
 
 
-def _emits_input(run: Run, kept: tuple[str, ...]) -> str:
-    return INPUT
-
-
 @dataclass(frozen=True, eq=False)
 class ModelPart:
     """One kind of module of the model.
@@ -99,7 +95,7 @@ class ModelPart:
     tensors: tuple[TensorClass, ...] = ()
     state: Mapping[str, TensorClass] = field(default_factory=dict)
     fp8: str | None = None
-    emits: Callable[[Run, tuple[str, ...]], str] = _emits_input
+    emits: Callable[[Run, tuple[str, ...]], str] = lambda run, kept: INPUT
     parts: Mapping[str, ModelPart] = field(default_factory=dict)
 
 
@@ -119,18 +115,13 @@ def _norm_emits(run: Run, kept: tuple[str, ...]) -> str:
     return MODEL if run.precision.fp32_residual_connection else INPUT
 
 
-def _final_norm_emits(run: Run, kept: tuple[str, ...]) -> str:
-    """Return fp32 if the output layer is kept in fp32 too, otherwise the dtype of another norm."""
-    return OWN if "output_layer" in kept else _norm_emits(run, kept)
-
-
 NORM = ModelPart(
     WEIGHT,
     alias="norms",
     tensors=(replace(_weights("norms", computed="fp32"), note="rounded once"),),
     emits=_norm_emits,
 )
-FINAL_NORM = replace(NORM, emits=_final_norm_emits)
+FINAL_NORM = replace(NORM, emits=lambda run, kept: OWN if "output_layer" in kept else _norm_emits(run, kept))
 LINEAR = ModelPart({**WEIGHT, "bias": lambda run: run.model.add_bias_linear})
 
 EMBEDDING = ModelPart(
@@ -382,10 +373,7 @@ def patterns_of(run: Run, parameters: Collection[str]) -> tuple[str, ...]:
 
 
 def parameters_of(run: Run, pattern: str) -> tuple[str, ...]:
-    """Return the parameters that one pattern of `--freeze` names, which may be none.
-
-    A module stands for all parameters inside it.
-    """
+    """Return the parameters that a pattern of `--freeze` names, if any; a module stands for all inside it."""
     named = set(aliases(run).get(pattern, ()))
     own = modules(run)
     named.update(name for name in own if fnmatchcase(name, pattern))
@@ -460,15 +448,6 @@ class GroupSettings:
     is_decoupled: bool = False
 
 
-def pattern_and_multiple(word: str) -> tuple[str, float] | None:
-    """Return the pattern and the number of a word PATTERN=X; None if it is no such word."""
-    pattern, _, number = word.rpartition("=")
-    try:
-        return (pattern, float(number)) if pattern else None
-    except ValueError:
-        return None
-
-
 def group_words(run: Run, field: str) -> tuple[str, ...]:
     """Return the words of one of `MULTIPLES`, none where it is not given."""
     return getattr(run.optimizer, field) or ()
@@ -483,10 +462,7 @@ def parameters_of_group(run: Run, pattern: str) -> frozenset[str]:
 
 
 def deciding_words(run: Run, field: str) -> dict[str, str]:
-    """Return parameter -> the word of one of `MULTIPLES` that decides for it, the last one that matches.
-
-    Frozen parameters are left out: they are in no group.
-    """
+    """Return parameter -> the last word of one of `MULTIPLES` that matches it; frozen ones are in no group."""
     found: dict[str, str] = {}
     for word in group_words(run, field):
         found.update(dict.fromkeys(parameters_of_group(run, word.rpartition("=")[0]), word))

@@ -97,11 +97,7 @@ def require_writable_file(flag: str, given: str, *, in_new_folder: bool = False)
 
 
 def require_writable_folder(flag: str, given: str) -> None:
-    """Refuse a path that is no folder to write in, and where none can be made.
-
-    Raises:
-        ConfigError: the message names the flag and what is in the way.
-    """
+    """Refuse a path that is no folder to write in, and where none can be made, by a ConfigError with the flag."""
     path = Path(_absolute(flag, given))
     if path == path.parent:
         raise ConfigError(f"{flag} {given}: is the root of all folders, as an unset variable makes it; name a folder")

@@ -7,7 +7,6 @@ by the layers of a virtual stage, or by letters with `--pipeline-model-parallel-
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_moe.config.errors import ConfigError
@@ -88,21 +87,18 @@ def stages_of(run: RunSections) -> tuple[Stage, ...]:
         ConfigError: the layers cannot be split in this way, or the layout by letters cannot be read.
     """
     if run.parallel.pipeline_model_parallel_layout is not None:
-        return tuple(_numbered(spelled_out(run.parallel.pipeline_model_parallel_layout)))
-    counts = _counts_of_stages(run)
-    last = len(counts) - 1
-    letters = ["E" * (i == 0) + "t" * count for i, count in enumerate(counts)]
-    letters[last] += "m" * (run.model.mtp_num_layers or 0) + "L"
-    return tuple(_numbered(letters))
-
-
-def _numbered(stages: Sequence[str]) -> Iterator[Stage]:
-    first = arriving = 0
+        stages = spelled_out(run.parallel.pipeline_model_parallel_layout)
+    else:
+        stages = ["t" * count for count in _counts_of_stages(run)]
+        stages[0] = "E" + stages[0]
+        stages[-1] += "m" * (run.model.mtp_num_layers or 0) + "L"
+    found, first, arriving = [], 0, 0
     for letters in stages:
         count, depths = letters.count("t"), letters.count("m")
-        yield Stage("E" in letters, range(first, first + count), depths, "L" in letters, arriving)
+        found.append(Stage("E" in letters, range(first, first + count), depths, "L" in letters, arriving))
         first += count
         arriving = max(arriving, 1) + depths
+    return tuple(found)
 
 
 def _counts_of_stages(run: RunSections) -> list[int]:

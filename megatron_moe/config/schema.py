@@ -71,11 +71,7 @@ def flatten(run: Run) -> dict[str, Any]:
 
 
 def build(flat: dict[str, Any]) -> Run:
-    """Build a `Run` from a flat dict; missing names take their defaults, lists become tuples.
-
-    Raises:
-        ValueError: for a name that is not a field.
-    """
+    """Build a `Run` from a flat dict: missing names take their defaults, unknown ones raise; lists become tuples."""
     table = fields_by_name()
     unknown = sorted(set(flat) - set(table))
     if unknown:
@@ -153,11 +149,7 @@ class DerivedSettings:
 
     @cached_property
     def pipeline_layer_counts(self) -> tuple[int, ...]:
-        """Layers of the decoder of each pipeline rank.
-
-        Raises:
-            ConfigError: if the layers cannot be split in this way.
-        """
+        """Layers of the decoder of each pipeline rank; a ConfigError if they cannot be split in this way."""
         ranks = range(self._run.parallel.pipeline_model_parallel_size)
         return tuple(sum(len(stage.layers) for stage in self.chunks_of_pipeline_rank(rank)) for rank in ranks)
 
@@ -292,12 +284,8 @@ class DerivedSettings:
     @cached_property
     def num_query_groups(self) -> int:
         """Key/value heads; one per attention head unless grouped-query attention is on."""
-        groups = self._run.model.num_query_groups
-        return (
-            groups
-            if self._run.model.group_query_attention and groups is not None
-            else self._run.model.num_attention_heads
-        )
+        model = self._run.model
+        return (model.group_query_attention and model.num_query_groups) or model.num_attention_heads
 
     @cached_property
     def max_position_embeddings(self) -> int:
@@ -440,10 +428,7 @@ class DerivedSettings:
         return self._parameters(padded_vocab, self._run.moe.moe_router_topk)
 
     def training_bytes(self, padded_vocab: int) -> int:
-        """Return the bytes of one copy of all weights with their gradients, fp32 main weights and Adam's two moments.
-
-        It is the least that training takes over all ranks, without activations.
-        """
+        """Return the least bytes of training over all ranks: of weights, gradients, main weights and moments."""
         width = 4 if self.params_dtype_name == "float32" else 2
         if self._run.optimizer.freeze:  # gradients and moments of some; the weights of all
             return width * self.parameter_count(padded_vocab)
@@ -501,11 +486,7 @@ class DerivedSettings:
 
 
 def grouped_product_refusal(dtype_name: str, hidden_size: int, width: int) -> str | None:
-    """Return why torch's grouped product cannot take experts of this size, and what works; None where it can.
-
-    Args:
-        dtype_name: of the weights, as `params_dtype_name` spells it. width: of one expert on one rank, F / ETP.
-    """
+    """Return why torch's grouped product cannot take experts of this width on a rank, F / ETP; None where it can."""
     multiple = {"float32": 4, "bfloat16": 8, "float16": 8}.get(dtype_name, 1)  # rows of whole 16 bytes
     if hidden_size % multiple == 0 and width % multiple == 0:
         return None

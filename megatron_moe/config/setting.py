@@ -30,7 +30,6 @@ def setting(
     choices: Collection | None = None,
     within: Range | None = None,
     unit: str = "",
-    spelling: str | None = None,
     resume: Literal["same", "free"] = "same",
     report: bool = True,
 ) -> Any:
@@ -38,13 +37,12 @@ def setting(
 
     Args:
         choices: the values. within: the range of a number, or of each of several.
-        spelling: the flag's name where Megatron-LM's differs from the field's.
         resume: `free` for a setting in which runs that share a checkpoint may differ: no weight's shape or meaning
             depends on it.
         report: whether a resumed run reports that it differs; not for folders, files and modes.
     """
-    known = {"choices": choices, "within": within, "unit": unit, "spelling": spelling}
-    return dataclasses.field(default=default, metadata={"help": help, "resume": resume, "report": report, **known})
+    known = {"choices": choices, "within": within, "unit": unit, "help": help, "resume": resume, "report": report}
+    return dataclasses.field(default=default, metadata=known)
 
 
 @dataclass(frozen=True)
@@ -66,17 +64,8 @@ class Range:
         )
 
     def __str__(self) -> str:
-        words = [
-            f"{word} {bound:.15g}"
-            for word, bound in (
-                ("at least", self.low),
-                ("above", self.above),
-                ("at most", self.high),
-                ("below", self.below),
-            )
-            if bound is not None
-        ]
-        return " and ".join(words)
+        bounds = {"at least": self.low, "above": self.above, "at most": self.high, "below": self.below}
+        return " and ".join(f"{word} {bound:.15g}" for word, bound in bounds.items() if bound is not None)
 
 
 POSITIVE_COUNT = Range(low=1)
@@ -99,21 +88,13 @@ class Registry(Generic[Entry]):
         self._entries: dict[str, Entry | None] = dict.fromkeys(names)
 
     def register(self, name: str, entry: Entry) -> None:
-        """Add an entry under a name.
-
-        Raises:
-            ValueError: if the name has one already.
-        """
+        """Add an entry under a name; a ValueError if the name has one already."""
         if self._entries.get(name) is not None:
             raise ValueError(f"{self.flag} {name}: is registered already; choose another name")
         self._entries[name] = entry
 
     def __getitem__(self, name: str) -> Entry:
-        """Return the entry of a name.
-
-        Raises:
-            ValueError: if there is none.
-        """
+        """Return the entry of a name; a ValueError if there is none."""
         entry = self._entries.get(name)
         if entry is None:
             raise ValueError(f"{self.flag} {name}: not one of {', '.join(self)}")

@@ -34,10 +34,7 @@ Batch = dict[str, "Tensor | None"]
 def micro_batch_indices(
     consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int, num_samples: int
 ) -> Iterator[list[int]]:
-    """Yield the sample numbers of each micro-batch of one data-parallel rank.
-
-    The iterator ends where the remaining samples are too few for a micro-batch on every rank.
-    """
+    """Yield the sample numbers of a data-parallel rank's micro-batches, as long as each rank gets a whole one."""
     step = micro_batch_size * dp_size
     for first in range(consumed_samples, num_samples - step + 1, step):
         begin = first + dp_rank * micro_batch_size
@@ -45,10 +42,7 @@ def micro_batch_indices(
 
 
 class Reader:
-    """A reader of micro-batches, each packed as one int64 tensor [4, B, S] in the order of `KEYS`.
-
-    With `num_workers` > 0, forked processes read ahead.
-    """
+    """A reader of micro-batches, each int64 [4, B, S] in the order of `KEYS`; forked workers read ahead."""
 
     def __init__(
         self, dataset: Dataset, indices: Iterator[list[int]], vocab_size: int, num_workers: int, first: int = 0
@@ -65,7 +59,7 @@ class Reader:
                 collate_fn=_pack,
                 num_workers=num_workers,
                 multiprocessing_context="fork" if num_workers else None,
-                worker_init_fn=_leave_interrupts_to_the_parent if num_workers else None,
+                worker_init_fn=lambda _: signal.signal(signal.SIGINT, signal.SIG_IGN),  # type: ignore[arg-type, return-value]
                 pin_memory=platform.has_cuda(),
                 # A generator of its own: the loader draws a seed, which must not come from the one that dropout uses.
                 generator=torch.Generator(),
@@ -99,11 +93,6 @@ class Reader:
 def _pack(samples: list[dict[str, Tensor]]) -> Tensor:
     """Return the samples as int64 [4, B, S]."""
     return torch.stack([torch.stack([sample[key] for sample in samples]).to(torch.int64) for key in KEYS])
-
-
-def _leave_interrupts_to_the_parent(_: int) -> None:
-    """Ignore Ctrl-C, which reaches every process of the terminal, in a worker of the loader."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class SamplePart(NamedTuple):
@@ -239,12 +228,7 @@ class BatchIterator:
         samples_per_round: int,
         hashed_from: int | None = None,
     ) -> None:
-        """Initialise the iterator.
-
-        Args:
-            hashed_from: the position in a round of this rank's first sample, on the rank that hashes what it reads;
-                None on the others, which have copies.
-        """
+        """Initialise it. `hashed_from`: this rank's first place in a round where it hashes what it reads, else None."""
         self._reader = reader
         self._receive = receive
         self._samples_per_round = samples_per_round
@@ -276,57 +260,41 @@ class BatchIterator:
         return words
 
 
-def batch_iterator(
-    dataset: Dataset | None,
-    run: Run,
-    *,
-    consumed_samples: int = 0,
-    pg_collection: ProcessGroups | None = None,
-    chunk: int = 0,
-) -> BatchIterator:
-    """Return the micro-batches of one model chunk of this rank, beginning after the first `consumed_samples` samples.
+def batch_iterators(
+    dataset: Dataset | None, run: Run, *, consumed_samples: int = 0, pg_collection: ProcessGroups | None = None
+) -> list[BatchIterator]:
+    """Return the micro-batches of each model chunk of this rank, beginning after the first `consumed_samples` samples.
 
-    For an evaluation make a new one with consumed_samples 0: it begins at the first sample.
+    The stages with the embedding, with multi-token prediction and with the loss need tokens, the others do not. For an
+    evaluation make new ones with consumed_samples 0: they begin at the first sample.
 
     Args:
         dataset: one of `build_datasets`; None where this rank reads none.
         pg_collection: the process groups; with None, one process does everything.
-        chunk: number of the virtual pipeline stage on this rank. The stages with the embedding, with multi-token
-            prediction and with the loss need tokens, the others do not.
     """
-    dp_rank, dp_size, wanted, reads, counts = 0, 1, True, True, chunk == 0
+    size, dp_rank, dp_size, reads = run.training.micro_batch_size, 0, 1, True
+    needs = [(True, True)]  # for each chunk whether it needs tokens, and whether this rank hashes them
     if pg_collection is not None:
         dp_rank, dp_size = pg_collection.dp.rank(), pg_collection.dp.size()
-        stage = run.derived.chunks_of_pipeline_rank(pg_collection.pp.rank())[chunk]
-        wanted = stage.reads_tokens
         reads = pg_collection.tp.rank() == 0
-        counts = stage.embedding and reads and pg_collection.cp.rank() == 0
-    size = run.training.micro_batch_size
-    reader = None
-    if wanted and reads:
-        if dataset is None:
-            raise ValueError(
-                "this rank reads data, but its dataset is None; build_datasets was given other process groups"
-            )
-        indices = micro_batch_indices(consumed_samples, size, dp_rank, dp_size, len(dataset))  # type: ignore[arg-type]
-        vocab_size = run.model.vocab_size
-        if vocab_size is None:
-            vocab_size = dataset.config.tokenizer.vocab_size  # type: ignore[attr-defined]
-        reader = Reader(dataset, indices, vocab_size, run.data.num_workers, dp_rank * size)
-    receiver = Receiver(run, pg_collection) if wanted else None
-    return BatchIterator(reader, receiver, consumed_samples, size * dp_size, dp_rank * size if counts else None)
-
-
-def batch_iterators(
-    dataset: Dataset | None,
-    run: Run,
-    *,
-    consumed_samples: int = 0,
-    pg_collection: ProcessGroups | None = None,
-) -> list[BatchIterator]:
-    """Return one `batch_iterator` per model chunk of this rank, all at the same position."""
-    chunks = 1 if pg_collection is None else run.derived.virtual_pipeline_size or 1
-    return [
-        batch_iterator(dataset, run, consumed_samples=consumed_samples, pg_collection=pg_collection, chunk=chunk)
-        for chunk in range(chunks)
-    ]
+        hashes = reads and pg_collection.cp.rank() == 0
+        stages = run.derived.chunks_of_pipeline_rank(pg_collection.pp.rank())
+        needs = [(stage.reads_tokens, stage.embedding and hashes) for stage in stages]
+    found = []
+    for wanted, hashed in needs:
+        reader = None
+        if wanted and reads:
+            if dataset is None:
+                raise ValueError(
+                    "this rank reads data, but its dataset is None; build_datasets was given other process groups"
+                )
+            count = len(dataset)  # type: ignore[arg-type]
+            indices = micro_batch_indices(consumed_samples, size, dp_rank, dp_size, count)
+            vocab_size = run.model.vocab_size
+            if vocab_size is None:
+                vocab_size = dataset.config.tokenizer.vocab_size  # type: ignore[attr-defined]
+            reader = Reader(dataset, indices, vocab_size, run.data.num_workers, dp_rank * size)
+        receiver = Receiver(run, pg_collection) if wanted else None
+        hashed_from = dp_rank * size if hashed else None
+        found.append(BatchIterator(reader, receiver, consumed_samples, size * dp_size, hashed_from))
+    return found

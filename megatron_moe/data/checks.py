@@ -7,9 +7,7 @@ one split each. The checks name the file and the offset of what is wrong.
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from typing import Any
 
 import numpy
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.paths import require_writable_folder
@@ -31,6 +29,7 @@ from megatron_moe.io.hashing import sha256_of_file
 # The data flags, without opening a file
 
 SPLITS = ("train", "valid", "test")
+_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
 
 
@@ -75,106 +74,33 @@ class Sources:
 
 
 def read_sources(data: DataConfig) -> Sources:
-    """Return the sources that the data flags name.
-
-    Raises:
-        ConfigError: flags exclude each other, there is no data, or weights or the split are malformed.
-    """
-    flags = ("train_data_path", "valid_data_path", "test_data_path")
-    given = [_flag(name) for name in ("data_path", *flags) if getattr(data, name)]
-    per_split_given = [flag for flag in given if flag != "--data-path"]
+    """Return the sources that the data flags name, which `config/rules/sources.py` has checked."""
     if data.mock_data or data.program_data:
-        if given:
-            flag = "--mock-data" if data.mock_data else "--program-data"
-            raise ConfigError(f"{flag} and {given[0]} exclude each other: leave one out")
         return Sources(mock=True)
-    if not given:
-        raise ConfigError("no data: give --data-path PREFIX, or --train-data-path PREFIX, or --mock-data")
-    if data.data_path and per_split_given:
-        raise ConfigError(f"--data-path and {per_split_given[0]} exclude each other: leave one out")
     if data.data_path:
-        split = data.split if data.split is not None else DEFAULT_SPLIT
-        parse_split(split)
-        return Sources(blend=_parse_blend("--data-path", data.data_path), split=split)
-    if data.split is not None:
-        raise ConfigError(
-            f"--split {data.split} divides --data-path; {per_split_given[0]} is divided already: leave --split out"
-        )
-    if not data.train_data_path:
-        raise ConfigError(f"{per_split_given[0]} without --train-data-path: give that too")
-    blends = tuple(_parse_blend(_flag(name), getattr(data, name)) if getattr(data, name) else None for name in flags)
-    return Sources(per_split=(blends[0], blends[1], blends[2]))
+        return Sources(blend=_blend(data.data_path), split=data.split if data.split is not None else DEFAULT_SPLIT)
+    train, valid, test = map(_blend, (data.train_data_path, data.valid_data_path, data.test_data_path))
+    return Sources(per_split=(train, valid, test))
 
 
-def flag_of(data: DataConfig, prefix: str) -> str:
-    """Return the flag that names a prefix."""
-    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-    return next(_flag(name) for name in names if prefix in [word.strip() for word in getattr(data, name) or ()])
+def _blend(words: tuple[str, ...] | None) -> Blend | None:
+    """Return the blend of `PREFIX` or of `WEIGHT PREFIX WEIGHT PREFIX ...`."""
+    if not words:
+        return None
+    words = tuple(word.strip() for word in words)
+    weights = tuple(map(float, words[:-1:2]))
+    return Blend(words[-1:] if len(words) <= 2 else words[1::2], weights if len(weights) > 1 else None)
 
 
 def parse_split(split: str) -> list[float]:
-    """Return three shares that sum to 1, from one to three decimal numbers separated by commas.
-
-    Raises:
-        ConfigError: the text is something else, or the numbers sum to zero.
-    """
-    parts = [part.strip() for part in split.split(",")]
-    if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts):
-        raise ConfigError(f"--split {split}: one to three numbers of zero or more, separated by commas, e.g. 969,30,1")
-    numbers = [float(part) for part in parts] + [0.0] * (3 - len(parts))
-    if sum(numbers) <= 0:
-        raise ConfigError(f"--split {split}: the shares sum to zero, e.g. 969,30,1 works")
-    return _shares(numbers)
+    """Return three shares that sum to 1, from one to three decimal numbers separated by commas."""
+    numbers = [float(part) for part in split.split(",")]
+    return _shares([*numbers, 0.0, 0.0][:3])
 
 
 def _shares(numbers: Sequence[float]) -> list[float]:
     array = numpy.array(numbers, dtype=numpy.float64)
     return (array / array.sum()).tolist()
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
-def _parse_blend(flag: str, words: tuple[str, ...]) -> Blend:
-    """Parse `PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
-
-    Megatron-LM reads an odd number of words as prefixes, weights included; here a first word that is a number means
-    weights, and then every prefix needs one. A prefix whose name is a number can be written ./7.
-    """
-    words = tuple(word.strip() for word in words)
-    shown = f"{flag} {' '.join(words)}"
-    if len(words) == 1 or _number(words[0]) is None:
-        for word in words:
-            if not word:
-                raise ConfigError(f"{shown}: an empty prefix")
-            if len(words) > 1 and _number(word) is not None:
-                raise ConfigError(f"{shown}: {word} looks like a weight; give every prefix its weight, or none")
-        return Blend(words, None)
-    if len(words) % 2:
-        raise ConfigError(
-            f"{shown}: {len(words)} words; weights and prefixes come in pairs: WEIGHT PREFIX WEIGHT PREFIX ..."
-        )
-    weights = []
-    for word, prefix in zip(words[::2], words[1::2]):
-        weight = _number(word)
-        if weight is None or not math.isfinite(weight) or weight <= 0:
-            raise ConfigError(
-                f"{shown}: weight {word} of {prefix} must be a number above zero; to leave data out, drop its prefix"
-            )
-        if _number(prefix) is not None:
-            raise ConfigError(
-                f"{shown}: {prefix} is a number where a prefix is expected; WEIGHT PREFIX WEIGHT PREFIX ..."
-            )
-        weights.append(weight)
-    return Blend(words[1::2], None if len(weights) == 1 else tuple(weights))
 
 
 # Checks of the files
@@ -202,7 +128,16 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
     """
     deep = os.environ.get("RANK", "0") == "0" if deep is None else deep
     sources = read_sources(run.data)
-    limit = vocabulary_limit(run, tokenizer)
+    limit, model = run.model.vocab_size or tokenizer.vocab_size, run.checkpoint.load_hf
+    if limit < tokenizer.vocab_size:
+        where, way = f"--vocab-size {limit}", "leave it out to use the tokenizer's"
+        if run.checkpoint.use_checkpoint_args:
+            model = model or run.checkpoint.load
+        if model is not None:
+            where, way = f"the vocabulary of {model}, {limit},", "use the tokenizer that came with it"
+        raise ConfigError(
+            f"{where} is smaller than the {tokenizer.vocab_size} ids of --tokenizer-type {tokenizer.name}; {way}"
+        )
     if sources.mock:
         return ["data: the program's own" if run.data.program_data else "data: made up (--mock-data)"]
     needed = [0] if run.training.eval_iters == 0 else [0, 1]
@@ -211,7 +146,10 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
             f"--eval-iters {run.training.eval_iters} needs --valid-data-path PREFIX; --eval-iters 0 switches "
             "evaluation off"
         )
-    indices = {prefix: open_index(prefix, flag_of(run.data, prefix)) for prefix in sources.prefixes()}
+    indices = {}
+    for prefix in sources.prefixes():
+        names = [name for name in _PATHS if prefix in map(str.strip, getattr(run.data, name) or ())]
+        indices[prefix] = open_index(prefix, f"--{names[0].replace('_', '-')}")
     if run.data.data_cache_path is not None:
         require_writable_folder("--data-cache-path", run.data.data_cache_path)
     else:
@@ -225,8 +163,7 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
     for prefix, index in indices.items():
         sidecar = sidecars[prefix]
         if sidecar is not None:
-            check_sidecar(index, sidecar, tokenizer, limit)
-            lines.append(_verify_hashes(index, sidecar, deep, hash_bin))
+            lines.append(_verified(index, sidecar, tokenizer, limit, deep, hash_bin))
         else:
             lines.append(_scan(index, limit) if deep else f"data {prefix}: structure")
     for split in needed:
@@ -243,27 +180,6 @@ def hashing(path: str) -> str:
     """Return the hex SHA-256 of a file; show a progress bar for a large one."""
     with _progress(f"SHA-256 of {os.path.basename(path)}", os.path.getsize(path)) as advance:
         return sha256_of_file(path, advance)
-
-
-def vocabulary_limit(run: Run, tokenizer: Tokenizer) -> int:
-    """Return the bound that ids must be below: `--vocab-size` where it is given, else the tokenizer's size.
-
-    Raises:
-        ConfigError: `--vocab-size`, or the model that the run starts from, is smaller than the tokenizer.
-    """
-    given, checkpoint = run.model.vocab_size, run.checkpoint
-    if given is None:
-        return tokenizer.vocab_size
-    if given < tokenizer.vocab_size:
-        model = checkpoint.load_hf or (checkpoint.load if checkpoint.use_checkpoint_args else None)
-        if model is not None:
-            where, way = f"the vocabulary of {model}, {given},", "use the tokenizer that came with it"
-        else:
-            where, way = f"--vocab-size {given}", "leave it out to use the tokenizer's"
-        raise ConfigError(
-            f"{where} is smaller than the {tokenizer.vocab_size} ids of --tokenizer-type {tokenizer.name}; {way}"
-        )
-    return given
 
 
 def require_sequence(
@@ -291,12 +207,8 @@ def require_sequence(
             )
 
 
-def check_sidecar(index: TokenIndex, sidecar: Sidecar, tokenizer: Tokenizer, limit: int) -> None:
-    """Check that the sidecar agrees with the files' sizes, with the tokenizer and with the vocabulary.
-
-    Raises:
-        ConfigError: something differs; the message names the sidecar and both values.
-    """
+def _verified(index: TokenIndex, sidecar: Sidecar, tokenizer: Tokenizer, limit: int, deep: bool, hash_bin: bool) -> str:
+    """Check that the sidecar agrees with files, tokenizer and vocabulary; return the line for the log."""
     path = sidecar_path(index.prefix)
     found = {
         "tokens": index.num_tokens,
@@ -321,9 +233,6 @@ def check_sidecar(index: TokenIndex, sidecar: Sidecar, tokenizer: Tokenizer, lim
     if sidecar.max_id >= limit or sidecar.min_id < 0:
         bad = sidecar.max_id if sidecar.max_id >= limit else sidecar.min_id
         raise ConfigError(f"{path}: the data contains token id {bad}, outside the vocabulary of {limit} ids")
-
-
-def _verify_hashes(index: TokenIndex, sidecar: Sidecar, deep: bool, hash_bin: bool) -> str:
     ids = f"ids {sidecar.min_id} to {sidecar.max_id}"
     counts = f"data {index.prefix}: {sidecar.tokens} tokens, {sidecar.documents} documents, {ids}"
     if not deep:
@@ -332,12 +241,11 @@ def _verify_hashes(index: TokenIndex, sidecar: Sidecar, deep: bool, hash_bin: bo
     if hash_bin:
         wanted[".bin"] = sidecar.bin_sha256
     for suffix, expected in wanted.items():
-        path = index.prefix + suffix
-        actual = hashing(path)
+        actual = hashing(index.prefix + suffix)
         if actual != expected:
             raise ConfigError(
-                f"{path}: SHA-256 {actual[:12]} differs from {expected[:12]} in {sidecar_path(index.prefix)}: "
-                "its content changed after it was written; copy it again or run megatron-moe prepare again"
+                f"{index.prefix}{suffix}: SHA-256 {actual[:12]} differs from {expected[:12]} in {path}: its content "
+                "changed after it was written; copy it again or run megatron-moe prepare again"
             )
     what = "SHA-256 of .bin and .idx" if hash_bin else "sizes and SHA-256 of .idx (.bin is beyond --data-verify-gb)"
     return f"{counts}; {what} verified"
@@ -376,16 +284,8 @@ def cache_folder(run: Run, sources: Sources) -> str:
 @contextmanager
 def _progress(text: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that takes the number of bytes done; show a progress bar for a large file."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=num_bytes < _SHOW_PROGRESS_FROM
-    ) as progress:
+    shown = num_bytes >= _SHOW_PROGRESS_FROM
+    with Progress(console=Console(stderr=True), transient=True, disable=not shown) as progress:
         task = progress.add_task(text, total=num_bytes)
         yield lambda done: progress.advance(task, done)
 
@@ -430,27 +330,40 @@ def data_fingerprint(run: Run, *, deep: bool | None = None) -> Fingerprint:
     return found
 
 
-def require_same_data(run: Run, now: Fingerprint, saved: Fingerprint, where: str) -> list[str]:
-    """Check that every file that both name by the same prefix is the same.
+def require_same_samples(
+    run: Run, now: Fingerprint, config: dict[str, Any], saved: Fingerprint, where: str
+) -> list[str]:
+    """Check that files of the same prefix are the same, and that settings which decide the order are the checkpoint's.
 
-    Files are compared by content where it was read now, otherwise by the time of the last change. Prefixes that differ
-    are for `require_same_order`, which compares the flags.
+    Files are compared by content where it was read now, otherwise by the time of the last change. The order does not
+    depend on the number of ranks, the micro-batch size or the number of samples of the run. A prefix may have moved:
+    the same content, by size and SHA-256, at the same position in the blend is the same data.
 
     Args:
+        now, saved: the data files of this run, and of the checkpoint.
+        config: the checkpoint's flat configuration.
         where: the checkpoint, for the message.
 
     Returns:
         What `--accept-changed-data` accepted, for the log.
 
     Raises:
-        ConfigError: a file differs; the message names it and both values.
+        ConfigError: a file differs, and the message has both values; or settings differ, and it lists them all.
     """
     accepted = []
     for prefix in sorted(now.keys() & saved.keys()):
         for suffix, entry in now[prefix].items():
-            difference = _difference(entry, saved[prefix][suffix])
-            if difference is None:
+            then, hashes = saved[prefix][suffix], (entry["sha256"], saved[prefix][suffix]["sha256"])
+            if entry["bytes"] != then["bytes"]:
+                difference = f"{entry['bytes']} bytes, {then['bytes']} then"
+            elif None not in hashes and hashes[0] != hashes[1]:
+                difference = f"SHA-256 {hashes[0][:12]}, {hashes[1][:12]} then"
+            elif (None not in hashes and entry["verified"]) or entry["mtime_ns"] == then["mtime_ns"]:
                 continue
+            else:
+                difference = (
+                    "it was written to since, and its content was not compared (--data-verify-gb limits what is read)"
+                )
             problem = f"{prefix}{suffix} is not the file that {where} was trained on: {difference}"
             if not run.data.accept_changed_data:
                 raise ConfigError(
@@ -458,7 +371,35 @@ def require_same_data(run: Run, now: Fingerprint, saved: Fingerprint, where: str
                     "--accept-changed-data"
                 )
             accepted.append(f"WARNING: {problem}; --accept-changed-data goes on with it")
-    return accepted
+    known = flatten(run).keys()
+    before = build({name: value for name, value in config.items() if name in known})
+    lines = [
+        f"--{name.replace('_', '-')}: checkpoint {flatten(before)[name]}, this run {flatten(run)[name]}"
+        for name in ("mock_data", "program_data", "seed", "seq_length")  # which decide, with the sources, sample n
+        if flatten(before)[name] != flatten(run)[name]
+    ]
+    if not any(data.mock_data or data.program_data for data in (run.data, before.data)):
+        mine, theirs = read_sources(run.data), read_sources(before.data)
+        if (mine.split and parse_split(mine.split)) != (theirs.split and parse_split(theirs.split)):
+            lines.append(f"--split: checkpoint {theirs.split}, this run {mine.split}")
+        blends = mine.blend_of(0), theirs.blend_of(0)
+        assert blends[0] is not None and blends[1] is not None, "there is training data"
+        if blends[0].shares() != blends[1].shares() or len(blends[0].prefixes) != len(blends[1].prefixes):
+            lines.append(f"weights of the training data: checkpoint {blends[1].weights}, this run {blends[0].weights}")
+        for prefix, other in zip(blends[0].prefixes, blends[1].prefixes):
+            if prefix != other and not _is_same(now.get(prefix, {}), saved.get(other, {})):
+                lines.append(
+                    f"training data: checkpoint {other}, this run {prefix}, whose content is not known to be equal"
+                )
+    if not lines:
+        return accepted
+    problem = f"{where} was trained on another order of samples:\n  " + "\n  ".join(lines)
+    if not run.data.accept_changed_data:
+        raise ConfigError(
+            f"{problem}\nsome samples would be trained on twice and others not at all; use the checkpoint's values, or "
+            "continue at the same number of the new order by --accept-changed-data"
+        )
+    return [*accepted, f"WARNING: {problem}\n--accept-changed-data goes on at the same number of the new order"]
 
 
 def changed_since(fingerprint: Fingerprint) -> str | None:
@@ -477,77 +418,10 @@ def changed_since(fingerprint: Fingerprint) -> str | None:
     return None
 
 
-def _difference(now: dict[str, Any], saved: dict[str, Any]) -> str | None:
-    if now["bytes"] != saved["bytes"]:
-        return f"{now['bytes']} bytes, {saved['bytes']} then"
-    hashes = now["sha256"], saved["sha256"]
-    if None not in hashes:
-        if hashes[0] != hashes[1]:
-            return f"SHA-256 {hashes[0][:12]}, {hashes[1][:12]} then"
-        if now["verified"]:
-            return None
-    if now["mtime_ns"] != saved["mtime_ns"]:
-        return "it was written to since, and its content was not compared (--data-verify-gb limits what is read)"
-    return None
-
-
-def require_same_order(run: Run, now: Fingerprint, config: dict[str, Any], saved: Fingerprint, where: str) -> list[str]:
-    """Check that every setting that decides the order of samples is the checkpoint's.
-
-    The order does not depend on the number of ranks, the micro-batch size or the number of samples of the run. A prefix
-    may have moved: the same content, by size and SHA-256, at the same position in the blend is the same data.
-
-    Args:
-        now, saved: the data files of this run, and of the checkpoint.
-        config: the checkpoint's flat configuration.
-        where: the checkpoint, for the message.
-
-    Returns:
-        What `--accept-changed-data` accepted, for the log.
-
-    Raises:
-        ConfigError: settings differ; the message lists them all.
-    """
-    known = flatten(run).keys()
-    before = build({name: value for name, value in config.items() if name in known})
-    lines = [
-        f"--{name.replace('_', '-')}: checkpoint {flatten(before)[name]}, this run {flatten(run)[name]}"
-        for name in ("mock_data", "program_data", "seed", "seq_length")  # which decide, next to the sources, which sample is number n
-        if flatten(before)[name] != flatten(run)[name]
-    ]
-    if not any(data.mock_data or data.program_data for data in (run.data, before.data)):
-        lines += _other_sources(run, now, before, saved)
-    if not lines:
-        return []
-    problem = f"{where} was trained on another order of samples:\n  " + "\n  ".join(lines)
-    if not run.data.accept_changed_data:
-        raise ConfigError(
-            f"{problem}\nsome samples would be trained on twice and others not at all; use the checkpoint's values, or "
-            "continue at the same number of the new order by --accept-changed-data"
-        )
-    return [f"WARNING: {problem}\n--accept-changed-data goes on at the same number of the new order"]
-
-
-def _other_sources(run: Run, now: Fingerprint, before: Run, saved: Fingerprint) -> list[str]:
-    mine, theirs = read_sources(run.data), read_sources(before.data)
-    lines = []
-    divided, before_divided = (split and parse_split(split) for split in (mine.split, theirs.split))
-    if divided != before_divided:
-        lines.append(f"--split: checkpoint {theirs.split}, this run {mine.split}")
-    blends = mine.blend_of(0), theirs.blend_of(0)
-    assert blends[0] is not None and blends[1] is not None, "there is training data"
-    if blends[0].shares() != blends[1].shares() or len(blends[0].prefixes) != len(blends[1].prefixes):
-        lines.append(f"weights of the training data: checkpoint {blends[1].weights}, this run {blends[0].weights}")
-    for prefix, other in zip(blends[0].prefixes, blends[1].prefixes):
-        if prefix == other:
-            continue
-        mine_now, theirs_then = now.get(prefix, {}), saved.get(other, {})
-        is_same = bool(mine_now and theirs_then)
-        for suffix, entry in mine_now.items() if is_same else ():
-            known = entry["sha256"] is not None and entry["sha256"] == theirs_then[suffix]["sha256"]
-            is_same &= known and entry["bytes"] == theirs_then[suffix]["bytes"]
-        if not is_same:
-            lines.append(
-                f"training data: checkpoint {other}, this run {prefix}, whose content is not known to be equal"
-            )
-    return lines
+def _is_same(mine: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]]) -> bool:
+    """Return whether two datasets are known to have the same content."""
+    for suffix, entry in mine.items() if theirs else ():
+        other = theirs[suffix]
+        if entry["sha256"] is None or (entry["sha256"], entry["bytes"]) != (other["sha256"], other["bytes"]):
+            return False
+    return bool(mine and theirs)

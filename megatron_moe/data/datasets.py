@@ -34,7 +34,7 @@ from torch.utils.data import Dataset
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
-from megatron_moe.data.checks import SPLITS, Blend, Sources, cache_folder, hashing, read_sources, require_sequence
+from megatron_moe.data.checks import SPLITS, Blend, cache_folder, hashing, read_sources, require_sequence
 from megatron_moe.data.index_file import read_sidecar
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.files import replace_json
@@ -251,9 +251,8 @@ def build_datasets(
     """Build the datasets of the train, valid and test split, each of at least as many samples as asked for.
 
     A split of which 0 samples are asked for is None, and so is every split on a rank that reads no data (`reads_data`).
-    Data is repeated where it has fewer samples, but not several prefixes without weights: of these each is read once.
-    All ranks must call this together: rank 0 writes the index caches, the others wait and map them. torch's process
-    group must exist where more than one prefix is blended.
+    Data is repeated where it has fewer samples. All ranks must call this together: rank 0 writes the index caches, the
+    others wait and map them. torch's process group must exist where more than one prefix is blended.
 
     Args:
         pg_collection: None: this process reads everything.
@@ -267,25 +266,9 @@ def build_datasets(
         for split in range(len(SPLITS)):
             if samples[split] > 0:
                 require_sequence(sources, split, run.model.seq_length)
-    config = _engine_config(run, tokenizer, sources, samples)
-    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    caches = config.path_to_cache if is_first else None
-    with verified_caches(caches), _quiet(_ENGINE_LOG if sources.mock else None):
-        builder = BlendedMegatronDatasetBuilder(
-            EpochsOfMockSamples if sources.mock else EpochsOfSamples,
-            list(samples),
-            lambda: reads_data(run, pg_collection),
-            config,
-        )
-        train, valid, test = builder.build()
-    return train, valid, test
-
-
-def _engine_config(run: Run, tokenizer: Tokenizer, sources: Sources, samples: tuple[int, int, int]) -> GPTDatasetConfig:
-    per_split = None
+    per_split = cache = None
     if sources.per_split is not None:
         per_split = [_engine_blend(blend) if count > 0 else None for blend, count in zip(sources.per_split, samples)]
-    cache = None
     if not sources.mock:
         cache = os.path.join(cache_folder(run, sources), name_of_cache(sources.prefixes()))
     config = GPTDatasetConfig(
@@ -311,7 +294,17 @@ def _engine_config(run: Run, tokenizer: Tokenizer, sources: Sources, samples: tu
                     f"--split {sources.split} gives nothing to {SPLITS[split]}, of which {samples[split]} "
                     "samples are needed"
                 )
-    return config
+    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    caches = config.path_to_cache if is_first else None
+    with verified_caches(caches), _quiet(_ENGINE_LOG if sources.mock else None):
+        builder = BlendedMegatronDatasetBuilder(
+            EpochsOfMockSamples if sources.mock else EpochsOfSamples,
+            list(samples),
+            lambda: reads_data(run, pg_collection),
+            config,
+        )
+        train, valid, test = builder.build()
+    return train, valid, test
 
 
 def _engine_blend(blend: Blend | None) -> tuple[list[str], list[float] | None] | None:

@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,25 +41,15 @@ _QWEN_SPLIT = (
 """How Qwen2Tokenizer divides a text before its merges (transformers, models/qwen2/tokenization_qwen2.py)."""
 
 
-@dataclass(frozen=True)
-class FolderTokenizer:
-    """A tokenizer and what its folder says of it.
-
-    model: without truncation and padding. roles: role, such as `eos_token` -> the token that has it.
-    sha256: of tokenizer.json where the other files change none of its ids, else of all that decides them.
-    sha256_of_file: of tokenizer.json alone; None where there is none.
-    """
-
-    model: tokenizers.Tokenizer
-    roles: dict[str, str]
-    sha256: str
-    sha256_of_file: str | None
-
-
-def read_folder_tokenizer(path: Path) -> FolderTokenizer:
+def read_folder_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str, str | None]:
     """Read the tokenizer of a folder, or of a file of the tokenizers library.
 
     A file that is not called `tokenizer.json` stands for itself, with the roles that the files beside it name.
+
+    Returns:
+        The tokenizer without truncation and padding; role, such as `eos_token` -> its token; the SHA-256 of
+        tokenizer.json where the other files change none of its ids, else of all that decides them; and that of
+        tokenizer.json alone, None where there is none.
 
     Raises:
         ConfigError: there is none, a file is malformed, or its ids in transformers cannot be known.
@@ -79,7 +68,7 @@ def read_folder_tokenizer(path: Path) -> FolderTokenizer:
                 "is not installed; run pip install transformers"
             )
         model, roles = _of_transformers(folder)
-        return FolderTokenizer(model, roles, _meaning(model), None)
+        return model, roles, _meaning(model), None
     content = file.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     try:
@@ -90,7 +79,7 @@ def read_folder_tokenizer(path: Path) -> FolderTokenizer:
     _take_whole_texts(model)
     if alone:
         roles = _roles(json_object(folder / SPECIAL) | json_object(folder / SETTINGS))
-        return FolderTokenizer(model, roles, digest, digest)
+        return model, roles, digest, digest
     as_written = _meaning(model)
     if has_transformers():
         model, roles = _of_transformers(folder)
@@ -102,7 +91,7 @@ def read_folder_tokenizer(path: Path) -> FolderTokenizer:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"--tokenizer-model {folder}: its files of settings are malformed: {error}") from error
     meaning = _meaning(model)
-    return FolderTokenizer(model, roles, digest if meaning == as_written else meaning, digest)
+    return model, roles, digest if meaning == as_written else meaning, digest
 
 
 def has_transformers() -> bool:
@@ -201,11 +190,9 @@ def _of_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
 def _with_added_tokens(
     model: tokenizers.Tokenizer, padding: dict[str, Any] | None, folder: Path
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Add the tokens of the other files of a folder to the tokenizer of its `tokenizer.json`; return it and its roles.
+    """Add the tokens of a folder's other files to the tokenizer of its `tokenizer.json`; return it and its roles."""
+    import tokenizers
 
-    Raises:
-        ConfigError: transformers would build another one.
-    """
     written, _ = _written(model)
     said = json_object(folder / SETTINGS)
     model_type = json_object(folder / _MODEL).get("model_type")
@@ -214,8 +201,20 @@ def _with_added_tokens(
         said["extra_special_tokens"] = said.get("additional_special_tokens") or []
     if "added_tokens_decoder" in said:
         known = {int(number): _token(token) for number, token in said["added_tokens_decoder"].items()}
-    else:
-        known = _older_tokens(said, written, folder)
+    else:  # an older folder, with its special tokens in a file of their own
+        special = json_object(folder / SPECIAL)
+        if "additional_special_tokens" in special:
+            special.setdefault("extra_special_tokens", special.pop("additional_special_tokens"))
+        for role in _ROLES:
+            if isinstance(special.get(role), dict):
+                special[role] = {**special[role], "__type": "AddedToken"}
+        said |= special
+        named = {*_roles(said).values(), *map(text_of_token, _extra(said))}
+        known = {
+            number: tokenizers.AddedToken(token, normalized=token not in named, special=token in named)
+            for token, number in json_object(folder / ADDED).items()
+        }
+        known |= {token["id"]: _token(token) for token in written["added_tokens"]}
     if defaults:  # the class keeps the vocabulary and adds the listed tokens anew: they have to get the same ids
         vocabulary = model.get_vocab(with_added_tokens=False)
         beyond = sorted(number for number, token in known.items() if token.content not in vocabulary)
@@ -234,10 +233,15 @@ def _with_added_tokens(
     texts = {token.content for token in (*present, *added)}
     by_text = {token.content: token for token in known.values()}
     # The order decides the ids of those that the vocabulary does not have.
-    for named in (*(roles.get(role) for role in _ROLES), *others, *_extra(said)):
-        if named is not None and text_of_token(named) not in texts:
-            added.append(_special(named, by_text))
-            texts.add(added[-1].content)
+    for one in (*(roles.get(role) for role in _ROLES), *others, *_extra(said)):
+        if one is not None and text_of_token(one) not in texts:
+            # As the list of added tokens describes it where it is there.
+            token = by_text.get(str(text_of_token(one)))
+            if token is None:
+                token = tokenizers.AddedToken(one, special=True) if isinstance(one, str) else _token(one)
+            token.special = True
+            added.append(token)
+            texts.add(token.content)
     model.add_tokens(added)
     for number, token in known.items():
         if model.token_to_id(token.content) != number:
@@ -247,25 +251,6 @@ def _with_added_tokens(
             )
     model.encode_special_tokens = bool(said.get("split_special_tokens", False))
     return model, _roles(roles)
-
-
-def _older_tokens(said: dict[str, Any], written: dict[str, Any], folder: Path) -> dict[int, tokenizers.AddedToken]:
-    """Return the added tokens of a folder that lists none in its settings, and add its special tokens to these."""
-    from tokenizers import AddedToken
-
-    special = json_object(folder / SPECIAL)
-    if "additional_special_tokens" in special:
-        special.setdefault("extra_special_tokens", special.pop("additional_special_tokens"))
-    for role in _ROLES:
-        if isinstance(special.get(role), dict):
-            special[role] = {**special[role], "__type": "AddedToken"}
-    said |= special
-    named = {*_roles(said).values(), *map(text_of_token, _extra(said))}
-    known = {
-        number: AddedToken(token, normalized=token not in named, special=token in named)
-        for token, number in json_object(folder / ADDED).items()
-    }
-    return known | {token["id"]: _token(token) for token in written["added_tokens"]}
 
 
 def _extra(said: dict[str, Any]) -> Iterator[Any]:
@@ -280,25 +265,10 @@ def _token(said: dict[str, Any]) -> tokenizers.AddedToken:
     return AddedToken(**{name: value for name, value in said.items() if name not in ("id", "__type")})
 
 
-def _special(said: str | dict[str, Any], by_text: dict[str, tokenizers.AddedToken]) -> tokenizers.AddedToken:
-    """Return a token of a role, as the list of added tokens describes it where it is there; it is special."""
-    from tokenizers import AddedToken
-
-    token = by_text.get(str(text_of_token(said))) or (
-        AddedToken(said, special=True) if isinstance(said, str) else _token(said)
-    )
-    token.special = True
-    return token
-
-
 def _class_defaults(
     said: dict[str, Any], model_type: str | None, written: dict[str, Any], folder: Path
 ) -> dict[str, str]:
-    """Return the roles that the class of the folder fills by itself, having checked that it takes the file as written.
-
-    Raises:
-        ConfigError: the class may build something else.
-    """
+    """Return the roles that the class of the folder fills, having checked that it takes the file as written."""
     name = (said.get("tokenizer_class") or "").removesuffix("Fast")
     by_bytes = '"ByteLevel"' in json.dumps(written["pre_tokenizer"])
     is_qwen = name == "Qwen2Tokenizer" or model_type == "qwen2" or (not name and model_type in _QWEN_MODELS)

@@ -101,7 +101,22 @@ def open_index(prefix: str, flag: str = "") -> TokenIndex:
         if os.path.getsize(path) == 0:
             raise ConfigError(f"{path} is empty; write the dataset again with megatron-moe prepare")
     path = f"{prefix}.idx"
-    dtype, count, marks = _read_header(path)
+    with open(path, "rb") as file:
+        header = file.read(HEADER_BYTES)
+    if header[: len(MAGIC)] != MAGIC:
+        raise ConfigError(f"{path}: bad header at offset 0 ({header[:9]!r}); this is no index of an indexed dataset")
+    if len(header) < HEADER_BYTES:
+        raise ConfigError(f"{path}: header cut short at offset {len(header)} of {HEADER_BYTES}")
+    version, code, count, marks = struct.unpack_from("<QBQQ", header, len(MAGIC))
+    if version != 1:
+        raise ConfigError(f"{path}: version {version} at offset 9; only version 1 is known")
+    if code not in DTYPES:
+        raise ConfigError(
+            f"{path}: dtype code {code} at offset 17 is no integer dtype of the format ({sorted(DTYPES)})"
+        )
+    if count == 0 or marks < 2:
+        raise ConfigError(f"{path}: no documents (offset 18: {count} sequences, offset 26: {marks} document marks)")
+    dtype = DTYPES[code]
     lengths_at = HEADER_BYTES
     pointers_at = lengths_at + 4 * count
     documents_at = pointers_at + 8 * count
@@ -146,25 +161,6 @@ def _missing(prefix: str, path: str, flag: str) -> str:
     elif os.path.isdir(prefix):
         hint = f"; {prefix} is a folder: give the path of a dataset in it, without .bin or .idx"
     return f"{where}data file {path} does not exist{hint}"
-
-
-def _read_header(path: str) -> tuple[numpy.dtype, int, int]:
-    with open(path, "rb") as file:
-        header = file.read(HEADER_BYTES)
-    if header[: len(MAGIC)] != MAGIC:
-        raise ConfigError(f"{path}: bad header at offset 0 ({header[:9]!r}); this is no index of an indexed dataset")
-    if len(header) < HEADER_BYTES:
-        raise ConfigError(f"{path}: header cut short at offset {len(header)} of {HEADER_BYTES}")
-    version, code, count, marks = struct.unpack_from("<QBQQ", header, len(MAGIC))
-    if version != 1:
-        raise ConfigError(f"{path}: version {version} at offset 9; only version 1 is known")
-    if code not in DTYPES:
-        raise ConfigError(
-            f"{path}: dtype code {code} at offset 17 is no integer dtype of the format ({sorted(DTYPES)})"
-        )
-    if count == 0 or marks < 2:
-        raise ConfigError(f"{path}: no documents (offset 18: {count} sequences, offset 26: {marks} document marks)")
-    return DTYPES[code], count, marks
 
 
 def _check_content(
@@ -273,11 +269,7 @@ def sidecar_path(prefix: str) -> str:
 
 
 def read_sidecar(prefix: str) -> Sidecar | None:
-    """Return the sidecar of a dataset, or None where there is none.
-
-    Raises:
-        ConfigError: the file exists but is not a sidecar that this version reads.
-    """
+    """Return the sidecar of a dataset, None without one; a ConfigError if this version does not read it."""
     path = sidecar_path(prefix)
     if not os.path.exists(path):
         return None

@@ -94,7 +94,12 @@ class RankedTokenizer(Tokenizer):
         self.name = name
         self.vocab_size = vocab_size
         self._special, self._shown = dict(special), frozenset(shown)
-        self._find_special = re.compile(f"({_alternatives(self._special)})")
+        # The longest first, grouped by their first two characters: a `<` of a text is not compared with each of them.
+        groups: dict[str, list[str]] = {}
+        for token in sorted(self._special, key=len, reverse=True):
+            groups.setdefault(token[:2], []).append(re.escape(token[2:]))
+        patterns = (f"{re.escape(start)}(?:{'|'.join(rest)})" for start, rest in groups.items())
+        self._find_special = re.compile(f"({'|'.join(patterns)})")
         self._bytes = {rank: token for token, rank in ranks.items()}
         self._bytes.update({special[token]: token.encode() for token in self._shown})
 
@@ -145,8 +150,21 @@ def megatron_tiktoken(
     Raises:
         ConfigError: the file is malformed, or the numbers do not fit it.
     """
+    named = list(special_tokens)
+    for token in MEGATRON_SPECIAL:
+        if token not in named:
+            raise ConfigError(
+                f"--tiktoken-special-tokens {' '.join(named)}: {token} is missing; {' '.join(MEGATRON_SPECIAL)} have "
+                "to be among them"
+            )
+    all_special = named + [f"<SPECIAL_{i}>" for i in range(len(named), num_special_tokens)]
+    special = {token: i for i, token in enumerate(all_special)}
+    if len(named) > num_special_tokens or len(special) < len(all_special) or "" in special:
+        raise ConfigError(
+            f"--tiktoken-special-tokens {' '.join(named)}, --tiktoken-num-special-tokens {num_special_tokens}: these "
+            f"are {len(named)} tokens, which have to be different, and at most that number"
+        )
     content = file.read_bytes()
-    special = _special_ids(list(special_tokens), num_special_tokens)
     tokens = _json_tokens(file, content)
     if vocab_size is None:
         vocab_size = min(MEGATRON_LARGEST, len(special) + len(tokens))
@@ -183,7 +201,16 @@ def kimi_tokenizer(folder: Path) -> RankedTokenizer:
     tokens = _lines(file, content)
     ranks = {token: rank for rank, token in enumerate(tokens)}
     _check_ranks(file, ranks, len(tokens))
-    added = _added_tokens(config, said)
+    added: dict[int, tuple[str, bool]] = {}  # id -> special token, and whether it is left out of decoded text
+    try:
+        for i, entry in dict(said["added_tokens_decoder"]).items():
+            added[int(i)] = (str(entry["content"]), entry.get("special", True) is True)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{config}: added_tokens_decoder has to be an object of ids and tokens with content"
+        ) from error
+    if len({token for token, _ in added.values()} | {""}) <= len(added):
+        raise ConfigError(f"{config}: added_tokens_decoder has an empty token, or one twice")
     last = len(tokens) + KIMI_RESERVED
     outside = [i for i in added if not len(tokens) <= i < last]
     if outside:
@@ -238,34 +265,6 @@ def byte_letters() -> list[str]:
     return [own[byte] if byte in own else next(others) for byte in range(256)]
 
 
-def _alternatives(tokens: Iterable[str]) -> str:
-    """Return a regular expression that finds any of the tokens, the longest first.
-
-    They are grouped by their first two characters, so that a `<` of a text is not compared with each of them.
-    """
-    groups: dict[str, list[str]] = {}
-    for token in sorted(tokens, key=len, reverse=True):
-        groups.setdefault(token[:2], []).append(re.escape(token[2:]))
-    return "|".join(f"{re.escape(start)}(?:{'|'.join(rest)})" for start, rest in groups.items())
-
-
-def _special_ids(named: list[str], number: int) -> dict[str, int]:
-    """Return special token -> id for Megatron's TikTokenizer."""
-    missing = [token for token in MEGATRON_SPECIAL if token not in named]
-    if missing:
-        raise ConfigError(
-            f"--tiktoken-special-tokens {' '.join(named)}: {missing[0]} is missing; {' '.join(MEGATRON_SPECIAL)} have "
-            "to be among them"
-        )
-    tokens = named + [f"<SPECIAL_{i}>" for i in range(len(named), number)]
-    if len(named) > number or len(set(tokens)) < len(tokens) or "" in tokens:
-        raise ConfigError(
-            f"--tiktoken-special-tokens {' '.join(named)}, --tiktoken-num-special-tokens {number}: these are "
-            f"{len(named)} tokens, which have to be different, and at most that number"
-        )
-    return {token: i for i, token in enumerate(tokens)}
-
-
 def _json_tokens(file: Path, content: bytes) -> list[bytes]:
     """Return the tokens of Megatron's JSON file by rank."""
     what = f"--tokenizer-model {file} is not a vocabulary of TikTokenizer"
@@ -315,21 +314,6 @@ def _check_ranks(file: Path, ranks: Mapping[bytes, int], number: int) -> None:
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ConfigError(f"{file}: byte {missing[0]} is no token; without it some texts have no tokens")
-
-
-def _added_tokens(config: Path, said: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
-    """Return id -> special token, and whether it is left out of decoded text."""
-    added = {}
-    try:
-        for i, entry in dict(said["added_tokens_decoder"]).items():
-            added[int(i)] = (str(entry["content"]), entry.get("special", True) is True)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{config}: added_tokens_decoder has to be an object of ids and tokens with content"
-        ) from error
-    if len({token for token, _ in added.values()} | {""}) <= len(added):
-        raise ConfigError(f"{config}: added_tokens_decoder has an empty token, or one twice")
-    return added
 
 
 def _check_pattern(folder: Path, said: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from megatron_moe.data.tokenizers import (
     SentencePieceTokenizer,
     Tokenizer,
 )
-from megatron_moe.io.texts import is_hub_name
+from megatron_moe.io.texts import how_to_download, is_hub_name
 
 
 def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer:
@@ -110,11 +110,7 @@ def tokenizer_of_step(
 
 
 def tokenizer_of_folder(folder: Path, files: Mapping[str, Path]) -> Tokenizer | None:
-    """Return the tokenizer that came with an imported model, or None where none of its files is one.
-
-    Args:
-        folder: contains the files. files: the model's companion files by name.
-    """
+    """Return the tokenizer that came with an imported model, whose files by name are in `folder`; None without one."""
     if "tokenizer.json" in files or KIMI_FILE in files:
         return _of_hugging_face(folder)
     return SentencePieceTokenizer(files["tokenizer.model"]) if "tokenizer.model" in files else None
@@ -130,11 +126,7 @@ def _of_hugging_face(path: Path) -> Tokenizer:
 
 
 def _existing(flag: str, given: str | None, needs_file: str = "") -> Path:
-    """Return the path that a flag names; where a type of tokenizer `needs_file`, it has to be a file.
-
-    Raises:
-        ConfigError: the path does not exist, with how to get the files where it looks like a name of the hub.
-    """
+    """Return the path that a flag names, which has to exist; where a type of tokenizer `needs_file`, it is a file."""
     path = Path(str(given))
     require_readable(flag, str(given))
     if not path.exists():
@@ -142,17 +134,9 @@ def _existing(flag: str, given: str | None, needs_file: str = "") -> Path:
         if flag != "--tokenizer-model":
             advice = f"give the path of {needs_file}'s file"
         elif is_hub_name(str(given)):
-            folder = path.name
-            file, needed = folder, f"tokenizer.json, or {KIMI_FILE} with its .py file, and tokenizer_config.json"
-            if needs_file == "SentencePieceTokenizer":
-                file, needed = f"{folder}/tokenizer.model", "tokenizer.model"
-            elif needs_file:
-                file, needed = f"{folder}/FILE.json", "the vocabulary in JSON"
-            advice = (
-                "nothing is downloaded. If it is the name of a model of the hub, then on a machine with network "
-                f'`hf download {given} --include "*token*" --local-dir {folder}` ({needed}), copy the folder here, and '
-                f"give {flag} {file}"
-            )
+            advice = how_to_download(str(given), only='--include "*token*" ')
+            if needs_file:
+                advice += f"/FILE, the file in it for {needs_file}"
         raise ConfigError(f"{flag} {given} does not exist; {advice}")
     if needs_file and not path.is_file():
         raise ConfigError(f"{flag} {path} is a folder; {needs_file} needs the file itself")

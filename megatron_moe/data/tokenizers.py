@@ -150,23 +150,21 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     _USUAL_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")
 
     def __init__(self, model: str | Path) -> None:
-        found = read_folder_tokenizer(Path(model))
-        self._model, self.roles = found.model, found.roles
-        self.sha256, self.sha256_of_file = found.sha256, found.sha256_of_file
-        self.splits_special_tokens = found.model.encode_special_tokens
+        self._model, self.roles, self.sha256, self.sha256_of_file = read_folder_tokenizer(Path(model))
+        self.splits_special_tokens = self._model.encode_special_tokens
         vocabulary = self._model.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ConfigError(f"--tokenizer-model {model} has an empty vocabulary")
         # Ids may have holes, so the number of entries is not the bound of the ids.
         self.vocab_size = max(vocabulary.values()) + 1
-        eod = _special_token(model, "eos_token", found.roles, self._USUAL_EOD, vocabulary)
+        eod = _special_token(model, "eos_token", self.roles, self._USUAL_EOD, vocabulary)
         if eod is None:
             raise ConfigError(
                 f"--tokenizer-model {model}: no end-of-sequence token found, which ends a document here; name one as "
                 '"eos_token" in the tokenizer_config.json of its folder'
             )
         self.eod = eod
-        self.bos = _special_token(model, "bos_token", found.roles, self._USUAL_BOS, vocabulary)
+        self.bos = _special_token(model, "bos_token", self.roles, self._USUAL_BOS, vocabulary)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The library does not write this setting into the form in which a tokenizer goes to another process.
@@ -187,11 +185,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
-    """GPT-2's byte-level BPE of a `vocab.json` and a `merges.txt`.
-
-    `<|endoftext|>` is both `eod` and `bos`. A text that contains it gets that id, as from transformers'
-    GPT2TokenizerFast.
-    """
+    """GPT-2's byte-level BPE of two files; `<|endoftext|>`, also where a text contains it, is `eod` and `bos`."""
 
     name = "GPT2BPETokenizer"
     _END = "<|endoftext|>"
@@ -200,7 +194,14 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         import tokenizers
 
         contents = Path(vocab_file).read_bytes(), Path(merge_file).read_bytes()
-        vocabulary = _token_ids(vocab_file, contents[0])
+        try:
+            vocabulary = json.loads(contents[0])
+        except ValueError as error:
+            raise ConfigError(f"--vocab-file {vocab_file} is not JSON: {error}") from error
+        if not isinstance(vocabulary, dict) or not all(type(i) is int and i >= 0 for i in vocabulary.values()):
+            raise ConfigError(f"--vocab-file {vocab_file} is not a vocab.json, an object of tokens and their ids")
+        if len(set(vocabulary.values())) < len(vocabulary):
+            raise ConfigError(f"--vocab-file {vocab_file} gives two tokens the same id")
         lacking = sorted(({self._END} | set(tokenizers.pre_tokenizers.ByteLevel.alphabet())) - vocabulary.keys())
         if lacking:
             raise ConfigError(
@@ -274,19 +275,6 @@ class NullTokenizer(Tokenizer):
         )
 
 
-def _token_ids(file: str | Path, content: bytes) -> dict[str, int]:
-    """Return token -> id of a `vocab.json`."""
-    try:
-        found = json.loads(content)
-    except ValueError as error:
-        raise ConfigError(f"--vocab-file {file} is not JSON: {error}") from error
-    if not isinstance(found, dict) or not all(type(i) is int and i >= 0 for i in found.values()):
-        raise ConfigError(f"--vocab-file {file} is not a vocab.json, an object of tokens and their ids")
-    if len(set(found.values())) < len(found):
-        raise ConfigError(f"--vocab-file {file} gives two tokens the same id")
-    return found
-
-
 def decode_runs(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:
     """Decode maximal runs of known ids together, with U+FFFD for each unknown id between them."""
     pieces: list[str] = []
@@ -307,10 +295,7 @@ def decode_runs(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int]
 def _special_token(
     model: str | Path, role: str, roles: dict[str, str], usual: tuple[str, ...], vocabulary: dict[str, int]
 ) -> int | None:
-    """Return the id of the special token of a role.
-
-    Where none is named, return that of the usual name in the vocabulary, if it has exactly one; otherwise None.
-    """
+    """Return the id of a role's token, else of the usual name, if the vocabulary has exactly one; else None."""
     if role in roles:
         if roles[role] not in vocabulary:
             raise ConfigError(f"--tokenizer-model {model}: {role} {roles[role]!r} is not in the vocabulary")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,16 +80,6 @@ class TransformersFiles:
     texts: int = 0
 
 
-@dataclass
-class _Draft:
-    """A tokenizer.json with the tokens of the roles, and files to add."""
-
-    content: bytes
-    roles: dict[str, str]
-    said: dict[str, Any] = field(default_factory=dict)
-    others: dict[str, bytes] = field(default_factory=dict)
-
-
 def transformers_files(tokenizer: Tokenizer, file: Path | None, length: int) -> TransformersFiles | None:
     """Return the files of a tokenizer for transformers, compared with it; None for ids without a text.
 
@@ -101,25 +91,53 @@ def transformers_files(tokenizer: Tokenizer, file: Path | None, length: int) -> 
     Raises:
         ConfigError: the tokenizers library cannot be made to give the same ids.
     """
-    draft = _draft(tokenizer, file)
-    if draft is None:
-        return None
     import tokenizers
 
-    model = tokenizers.Tokenizer.from_str(draft.content.decode())
+    said: dict[str, Any] = {}
+    others: dict[str, bytes] = {}
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        assert file is not None
+        path = file / JSON if file.is_dir() else file
+        for name in (SPECIAL, SETTINGS):
+            if (path.parent / name).is_file():
+                said |= json.loads((path.parent / name).read_text(encoding="utf-8"))
+        model, template = tokenizer.fast_tokenizer(), path.parent / TEMPLATE
+        if template.is_file():
+            others[TEMPLATE] = template.read_bytes()
+        roles = tokenizer.roles | _roles(tokenizer, model)
+        # As it is where the rest of its folder changes no ids.
+        whole = tokenizer.sha256 == tokenizer.sha256_of_file
+        content = path.read_bytes() if whole else model.to_str(pretty=True).encode()
+    else:
+        if isinstance(tokenizer, SentencePieceTokenizer):
+            assert file is not None
+            others[PIECES] = file.read_bytes()
+            model = SentencePieceModel.parse(others[PIECES]).fast_tokenizer()
+        elif isinstance(tokenizer, (GPT2BPETokenizer, RankedTokenizer)):
+            model = tokenizer.fast_tokenizer()
+        elif isinstance(tokenizer, ByteTokenizer):
+            end = "<|endoftext|>"  # after a token for each byte, whose id it is
+            letters = {letter: byte for byte, letter in enumerate(byte_letters())}
+            model = tokenizers.Tokenizer(tokenizers.models.BPE({**letters, end: ByteTokenizer.eod}, []))
+            model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            model.decoder = tokenizers.decoders.ByteLevel()
+            model.add_special_tokens([end])
+        else:
+            return None
+        roles, content = _roles(tokenizer, model), model.to_str().encode()
+    model = tokenizers.Tokenizer.from_str(content.decode())
     notes = []
-    known = {role: token for role, token in draft.roles.items() if model.token_to_id(token) is not None}
-    if unknown := sorted(draft.roles.keys() - known.keys()):
+    known = {role: token for role, token in roles.items() if model.token_to_id(token) is not None}
+    if unknown := sorted(roles.keys() - known.keys()):
         notes.append(f"{', '.join(unknown)} of {SETTINGS} name no token of {JSON} and are left out")
     settings: dict[str, Any] = {
         "model_input_names": ["input_ids", "attention_mask"],  # the models know no types of tokens
-        **draft.said,
+        **{key: said[key] for key in _KEPT if key in said},
         **known,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": length,
         "clean_up_tokenization_spaces": False,
     }
-    content = draft.content
     if model.encode("a").ids != model.encode("a", add_special_tokens=False).ids:
         content = json_bytes({**json.loads(content), "post_processor": None})
         notes.append(
@@ -154,7 +172,7 @@ def transformers_files(tokenizer: Tokenizer, file: Path | None, length: int) -> 
             )
     if odd := [name for name, text in _ODD_TEXTS.items() if model.encode(text).ids != tokenizer.tokenize(text)]:
         notes.append(f"{JSON}: in transformers other tokens than in training stand for {', '.join(odd)}")
-    contents = {JSON: content, SETTINGS: json_bytes(settings), **draft.others}
+    contents = {JSON: content, SETTINGS: json_bytes(settings), **others}
     return TransformersFiles(
         contents, tokenizer.eod, tokenizer.bos, ids.get("pad_token"), tuple(notes), texts=len(texts)
     )
@@ -163,46 +181,6 @@ def transformers_files(tokenizer: Tokenizer, file: Path | None, length: int) -> 
 def json_bytes(value: dict[str, Any]) -> bytes:
     """Return a JSON file as Hugging Face's libraries write it."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _draft(tokenizer: Tokenizer, file: Path | None) -> _Draft | None:
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        assert file is not None
-        return _of_tokenizer_json(tokenizer, file)
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        assert file is not None
-        content = file.read_bytes()
-        model = SentencePieceModel.parse(content).fast_tokenizer()
-        return _Draft(model.to_str().encode(), _roles(tokenizer, model), others={PIECES: content})
-    if isinstance(tokenizer, (GPT2BPETokenizer, RankedTokenizer)):
-        model = tokenizer.fast_tokenizer()
-        return _Draft(model.to_str().encode(), _roles(tokenizer, model))
-    if not isinstance(tokenizer, ByteTokenizer):
-        return None
-    import tokenizers
-
-    end = "<|endoftext|>"  # after a token for each byte, whose id it is
-    ids = {letter: byte for byte, letter in enumerate(byte_letters())}
-    model = tokenizers.Tokenizer(tokenizers.models.BPE({**ids, end: ByteTokenizer.eod}, []))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    model.add_special_tokens([end])
-    return _Draft(model.to_str().encode(), {"eos_token": end})
-
-
-def _of_tokenizer_json(tokenizer: HuggingFaceTokenizer, path: Path) -> _Draft:
-    """Return the tokenizer.json, as it is where the rest of its folder changes no ids, with settings of the folder."""
-    file = path / JSON if path.is_dir() else path
-    said: dict[str, Any] = {}
-    for name in (SPECIAL, SETTINGS):
-        if (file.parent / name).is_file():
-            said |= json.loads((file.parent / name).read_text(encoding="utf-8"))
-    roles = tokenizer.roles | _roles(tokenizer, tokenizer.fast_tokenizer())
-    whole = tokenizer.sha256 == tokenizer.sha256_of_file
-    content = file.read_bytes() if whole else tokenizer.fast_tokenizer().to_str(pretty=True).encode()
-    template = file.parent / TEMPLATE
-    others = {TEMPLATE: template.read_bytes()} if template.is_file() else {}
-    return _Draft(content, roles, {key: said[key] for key in _KEPT if key in said}, others)
 
 
 def _roles(tokenizer: Tokenizer, model: tokenizers.Tokenizer) -> dict[str, str]:
@@ -234,11 +212,7 @@ class SentencePieceModel:
 
     @classmethod
     def parse(cls, content: bytes) -> SentencePieceModel:
-        """Parse a model file.
-
-        Raises:
-            ValueError: it is no protocol buffer, or a piece is not as it has to be.
-        """
+        """Parse a model file; a ValueError if it is no protocol buffer, or a piece is not as it has to be."""
         model = _fields(content)
         pieces = []
         for piece in map(_fields, model.get(1, ())):
@@ -270,12 +244,22 @@ class SentencePieceModel:
                 "transformers reads it, has the types 1 and 2 (unigram and bpe) with an escaped space before a word"
             )
         result = tokenizers.Tokenizer(self._model())
-        result.normalizer = self._normalizer()
+        steps: list[Any] = [tokenizers.normalizers.Precompiled(self.charsmap)] if self.charsmap else []
+        if self.remove_extra_whitespaces:
+            steps += [
+                # Strip would take any white space, such as U+0085 and the line breaks of an identity normalisation.
+                tokenizers.normalizers.Replace(tokenizers.Regex("^ +| +$"), ""),
+                tokenizers.normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
+            ]
+        if self.add_dummy_prefix:
+            steps.append(tokenizers.normalizers.Prepend(_SPACE))
+        steps.append(tokenizers.normalizers.Replace(" ", _SPACE))
+        result.normalizer = tokenizers.normalizers.Sequence(steps)
         if symbols := self._symbols(result.normalizer):
             # Added tokens would cut the text before it is normalised, and each part would begin with a space.
             pattern = "|".join(re.escape(text) for text in sorted(symbols, key=len, reverse=True))
             result.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-        steps: list[Any] = [tokenizers.decoders.Replace(_SPACE, " "), tokenizers.decoders.ByteFallback()]
+        steps = [tokenizers.decoders.Replace(_SPACE, " "), tokenizers.decoders.ByteFallback()]
         steps.append(tokenizers.decoders.Fuse())
         if self.add_dummy_prefix:
             steps.append(tokenizers.decoders.Strip(" ", 1, 0))
@@ -290,11 +274,7 @@ class SentencePieceModel:
         return result
 
     def _symbols(self, normalizer: tokenizers.normalizers.Normalizer) -> list[str]:
-        """Return the user-defined symbols, which SentencePiece takes out of a text as they are.
-
-        Raises:
-            ConfigError: the library cannot do that with one.
-        """
+        """Return the user-defined symbols, which SentencePiece takes out of a text; refuse what the library cannot."""
         symbols = [text for text, _, kind in self.pieces if kind == USER_DEFINED]
         for text in symbols:
             reason = None
@@ -339,30 +319,9 @@ class SentencePieceModel:
                     found.append((-self.pieces[i][1], ids[left], ids[right], left, right))
         return [(left, right) for *_, left, right in sorted(found)]
 
-    def _normalizer(self) -> Any:
-        import tokenizers
-
-        steps: list[Any] = []
-        if self.charsmap:
-            steps.append(tokenizers.normalizers.Precompiled(self.charsmap))
-        if self.remove_extra_whitespaces:
-            steps += [
-                # Strip would take any white space, such as U+0085 and the line breaks of an identity normalisation.
-                tokenizers.normalizers.Replace(tokenizers.Regex("^ +| +$"), ""),
-                tokenizers.normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
-            ]
-        if self.add_dummy_prefix:
-            steps.append(tokenizers.normalizers.Prepend(_SPACE))
-        steps.append(tokenizers.normalizers.Replace(" ", _SPACE))
-        return tokenizers.normalizers.Sequence(steps)
-
 
 def _fields(content: bytes) -> dict[int, list[Any]]:
-    """Return the values of a protocol buffer's message by field: int for varints, else bytes.
-
-    Raises:
-        ValueError: it is malformed.
-    """
+    """Return the values of a protocol buffer's message by field: int for varints, else bytes."""
     found: dict[int, list[Any]] = {}
     at = 0
     while at < len(content):

@@ -23,11 +23,8 @@ class Adam(torch.optim.Optimizer):
     weights); state is `exp_avg` and `exp_avg_sq` in fp32, per parameter, and the integer `step` in each group.
 
     Args:
-        params: parameters or parameter groups.
-        lr: learning rate.
         betas: decays of the first and second moment.
         eps: added to the root of the second moment.
-        weight_decay: per step and unit of learning rate.
         adam_w_mode: True decays the weights themselves, False adds the decay to the gradient.
         capturable: must be False; recording the step in a CUDA graph needs Transformer Engine's Adam.
 
@@ -50,6 +47,12 @@ class Adam(torch.optim.Optimizer):
             raise ValueError("capturable Adam needs Transformer Engine; switch optimizer CUDA graphs off")
         self._update = adamw if adam_w_mode else adam
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+
+    def allocate(self) -> None:
+        """Allocate the state of all parameters, zeros."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._state_of(param)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

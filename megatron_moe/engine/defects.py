@@ -79,14 +79,6 @@ class Condition:
             return self.wanted in value
         return bool(value == self.wanted)
 
-    def __str__(self) -> str:
-        """Return the condition in words, a setting as its flag: `--sequence-parallel`, `tp times cp > 1`."""
-        field = all_fields().get(self.name)
-        name = self.name.replace("_", " ") if field is None else field.flag
-        if self.wanted is True or self.wanted == "set":
-            return name
-        return f"no {name}" if self.wanted is False else f"{name} {self.wanted}"
-
 
 @dataclass(frozen=True)
 class Defect:

@@ -12,8 +12,7 @@ The engine names the device in its source: `device="cuda"`, `tensor.type() == "t
 
 With CUDA none of this happens. Independent of the device (`_ALWAYS`), where the engine finds neither Transformer Engine
 nor apex it gets the Adam of `adam.py`, because it cannot resume torch's, its recomputation compiles nothing, and its
-timers load no TensorBoard. A Transformer Engine or apex that cannot be used is hidden from it
-(`hardware.py`).
+timers load no TensorBoard. A Transformer Engine or apex that cannot be used is hidden from it (`hardware.py`).
 
 File names below are relative to `megatron/core/` and are those of megatron-core 0.16.1 and 0.19.2 unless said
 otherwise. A spawned child process needs the hook too: it has it as soon as it unpickles anything of this package.
@@ -28,10 +27,12 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
+
+from megatron_moe.engine.patching import replaced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +98,7 @@ class _EngineFinder(importlib.abc.MetaPathFinder):
             from megatron_moe.platform.hardware import hide_unusable
 
             self._without_cuda = not _has_cuda()
-            silence_notices(self._without_cuda)
+            _silence_notices(self._without_cuda)
             hide_unusable(cuda=not self._without_cuda)
             if self._without_cuda:
                 _replace_torch_cuda_functions()
@@ -124,49 +125,34 @@ class _EngineLoader(importlib.machinery.SourceFileLoader):
         return _map_constants(code) if self._without_cuda and code is not None else code
 
     def exec_module(self, module: ModuleType) -> None:
-        tensorboard = _tensorboard_hidden() if module.__name__ == _TIMERS else nullcontext()
-        with tensorboard, _nothing_compiled() if self._without_cuda else nullcontext():
-            super().exec_module(module)
+        # timers.py imports torch's writer for TensorBoard for the class of what it may be given, which costs every
+        # process a quarter of a second: the import fails, unless it is loaded already.
+        hidden = module.__name__ == _TIMERS and _TENSORBOARD not in sys.modules
+        if hidden:
+            sys.modules[_TENSORBOARD] = None  # type: ignore[assignment]
+        try:
+            with _nothing_compiled() if self._without_cuda else nullcontext():
+                super().exec_module(module)
+        finally:
+            if hidden:
+                del sys.modules[_TENSORBOARD]
         if module.__name__ in _ALWAYS:
             _ALWAYS[module.__name__](module)
         if self._without_cuda and module.__name__ in _WITHOUT_CUDA:
             _WITHOUT_CUDA[module.__name__](module)
 
 
-@contextmanager
-def _nothing_compiled() -> Iterator[None]:
-    """Make `@torch.compile` return functions as they are within the block.
+def _nothing_compiled() -> AbstractContextManager[None]:
+    """Return a block in which `@torch.compile` returns functions as they are.
 
     The import of the compiler alone takes more than a second per process.
     """
     import torch
 
-    compiler = torch.compile
-
     def uncompiled(model: Callable[..., Any] | None = None, **_options: Any) -> Callable[..., Any]:
         return model if model is not None else lambda function: function
 
-    torch.compile = uncompiled
-    try:
-        yield
-    finally:
-        torch.compile = compiler
-
-
-@contextmanager
-def _tensorboard_hidden() -> Iterator[None]:
-    """Make an import of torch's writer for TensorBoard fail within the block, unless it is loaded already.
-
-    timers.py imports it for the class of what it may be given, which costs every process a quarter of a second.
-    """
-    hidden = _TENSORBOARD not in sys.modules
-    if hidden:
-        sys.modules[_TENSORBOARD] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if hidden:
-            del sys.modules[_TENSORBOARD]
+    return replaced([torch], compile=uncompiled)
 
 
 # "cuda": device literals in schedules.py, clip_grads.py, optimizer.py, grad_scaler.py, tensor_parallel/data.py,
@@ -181,16 +167,12 @@ _CONSTANTS = {
 }
 
 
-def _map_constants(code: CodeType) -> CodeType:
-    """Return `code` with `_CONSTANTS` applied, also in nested functions and constant tuples."""
-    return code.replace(co_consts=tuple(_mapped(constant) for constant in code.co_consts))
-
-
-def _mapped(constant: object) -> object:
+def _map_constants(constant: Any) -> Any:
+    """Return a constant, as the code of a module or a function, with `_CONSTANTS` applied to all within."""
     if isinstance(constant, CodeType):
-        return _map_constants(constant)
+        return constant.replace(co_consts=tuple(map(_map_constants, constant.co_consts)))
     if isinstance(constant, tuple):
-        return tuple(_mapped(item) for item in constant)
+        return tuple(map(_map_constants, constant))
     return _CONSTANTS.get(constant, constant) if isinstance(constant, str) else constant
 
 
@@ -201,8 +183,7 @@ def _replace_torch_cuda_functions() -> None:
     class Stream(torch.cpu.Stream):
         """A stream without a queue, for the engine's dispatcher (transformer/moe/token_dispatcher.py)."""
 
-        def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
-            return torch.cpu.Event()
+        record_event = staticmethod(torch.cpu.Event)  # type: ignore[assignment]
 
     cpu = torch.device("cpu")
     # Device of buffers everywhere: param_and_grad_buffer.py, p2p_communication.py, tensor_parallel/mappings.py,
@@ -321,20 +302,17 @@ def _adjust_moe_utils(module: ModuleType) -> None:
 
 
 @_adjusts("megatron.core.optimizer", always=True)
-def _adjust_optimizer(module: ModuleType) -> None:
-    """Adjust optimizer/__init__.py: our Adam where it fell back to torch's, called in the way of apex's."""
-    if module.USING_PYTORCH_OPTIMIZER:
-        from megatron_moe.engine.adam import Adam
-
-        vars(module).update(Adam=Adam, USING_PYTORCH_OPTIMIZER=False)
-
-
 @_adjusts("megatron.core.optimizer.distrib_optimizer", always=True)
-def _adjust_distrib_optimizer(module: ModuleType) -> None:
-    """Adjust optimizer/distrib_optimizer.py: our Adam, whose step is in the parameter group, as apex's is."""
-    if not module.HAVE_APEX_OR_TE:
-        from megatron_moe.engine.adam import Adam
+def _adjust_optimizer(module: ModuleType) -> None:
+    """Adjust optimizer/__init__.py and distrib_optimizer.py: our Adam where they fell back to torch's.
 
+    It is called in the way of apex's, and its step is in the parameter group, as apex's is.
+    """
+    from megatron_moe.engine.adam import Adam
+
+    if getattr(module, "USING_PYTORCH_OPTIMIZER", False):
+        vars(module).update(Adam=Adam, USING_PYTORCH_OPTIMIZER=False)
+    elif not getattr(module, "HAVE_APEX_OR_TE", True):
         vars(module).update(Adam=Adam, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
 
 
@@ -370,14 +348,12 @@ _NOTICES = (
     ("torch.distributed.c10d_logger", "`torch.distributed.reduce_scatter_tensor` is deprecated"),
     ("torch.distributed.c10d_logger", "`torch.distributed.all_gather_into_tensor` is deprecated"),
 )
+_NO_LIBRARY = "Transformer Engine and Apex are not installed"
 _NOTICES_ABOUT_GPU_LIBRARIES = (
-    ("megatron.core.optimizer", "Transformer Engine and Apex are not installed"),
-    ("megatron.core.optimizer.optimizer", "Transformer Engine and Apex are not installed"),
-    ("megatron.core.optimizer.clip_grads", "Transformer Engine and Apex are not installed"),
-    (
-        "megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision",
-        "Transformer Engine and Apex are not installed",
-    ),
+    ("megatron.core.optimizer", _NO_LIBRARY),
+    ("megatron.core.optimizer.optimizer", _NO_LIBRARY),
+    ("megatron.core.optimizer.clip_grads", _NO_LIBRARY),
+    ("megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision", _NO_LIBRARY),
     ("megatron.core.models.backends", "Apex is not installed"),
     ("megatron.core.models.gpt.gpt_layer_specs", "Apex is not installed"),
     ("torch.utils.cpp_extension", "No CUDA runtime is found"),  # 0.19.2 imports it
@@ -386,12 +362,15 @@ _NOTICES_ABOUT_GPU_LIBRARIES = (
 )
 
 
-def silence_notices(without_cuda: bool) -> None:
+def _silence_notices(without_cuda: bool) -> None:
     """Drop the notices, as warnings and as log records; with CUDA, keep those about GPU libraries."""
     for module, text in _NOTICES + (_NOTICES_ABOUT_GPU_LIBRARIES if without_cuda else ()):
         warnings.filterwarnings("ignore", message=re.escape(text), module=re.escape(module))
-        logging.getLogger(module).addFilter(_other_than(text))
+        logging.getLogger(module).addFilter(_OtherThan(text))
 
 
-def _other_than(text: str) -> Callable[[logging.LogRecord], bool]:
-    return lambda record: not record.getMessage().startswith(text)
+class _OtherThan(logging.Filter):
+    """Lets records pass whose message does not start with a text."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self.name)

@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_moe.engine.patching import replaced
-from megatron_moe.platform.protocols import EngineOptimizer, GradientBuffer, OptimizerPart
+from megatron_moe.platform.protocols import EngineOptimizer, OptimizerPart
 
 
 def parts(optimizer: EngineOptimizer) -> list[Any]:
@@ -45,11 +45,7 @@ def cpu_shards_accepted(shards: Iterable[torch.nn.Parameter]) -> AbstractContext
     It sorts weights by `param.type()` when it is built, in each release, and refuses what is of no GPU; it never asks
     again. Until it takes fp32 shards of any device.
     """
-    return replaced(shards, type=_type_on_a_gpu)
-
-
-def _type_on_a_gpu() -> str:
-    return "torch.cuda.FloatTensor"
+    return replaced(shards, type=lambda: "torch.cuda.FloatTensor")
 
 
 # ---- Once they are built.
@@ -92,9 +88,7 @@ def leave_copies_to(part: OptimizerPart, take_model_params: Callable[..., None])
     """Have an optimizer copy no main params to the model's: the update itself writes both.
 
     Needed as long as the engine, in each release, keeps whole fp32 main params beside weights of bf16.
-
-    Args:
-        take_model_params: is called in place of the copy in the other direction.
+    `take_model_params` is called in place of the copy in the other direction.
     """
     part._copy_main_params_to_model_params = _no_copy
     part._copy_model_params_to_main_params = take_model_params
@@ -143,19 +137,15 @@ def compact_buckets(optimizer: EngineOptimizer) -> Iterator[None]:
     with ExitStack() as stack:
         for part in parts(optimizer):
             for buffer in getattr(part, "buffers", None) or []:
-                stack.enter_context(replaced([buffer], param_index_map=_positions_without_padding(buffer)))
+                removed, before = [], 0  # padding before each bucket
+                for bucket in buffer.buckets:
+                    removed.append(before)
+                    before += bucket.grad_data.numel() - bucket.numel_unpadded
+                positions = {}
+                for param, (start, end, number) in buffer.param_index_map.items():
+                    positions[param] = (start - removed[number], end - removed[number], number)
+                stack.enter_context(replaced([buffer], param_index_map=positions))
         yield
-
-
-def _positions_without_padding(buffer: GradientBuffer) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
-    removed, before = [], 0
-    for bucket in buffer.buckets:
-        removed.append(before)
-        before += bucket.grad_data.numel() - bucket.numel_unpadded
-    positions = {}
-    for param, (start, end, number) in buffer.param_index_map.items():
-        positions[param] = (start - removed[number], end - removed[number], number)
-    return positions
 
 
 @contextmanager

@@ -8,8 +8,8 @@ keeps them in globals.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -58,14 +58,12 @@ def gradients_kept_on_their_ranks(wrappers: Sequence[Any]) -> AbstractContextMan
     return replaced(groups, is_last_microbatch=False)
 
 
-@contextmanager
-def without_loss_scale() -> Iterator[None]:
-    """Run the block as if no step had set a scale of auxiliary losses yet, and restore the scale afterwards.
+def without_loss_scale() -> AbstractContextManager[None]:
+    """Return a block that runs as if no step had set a scale of auxiliary losses yet; the scale is restored afterwards.
 
     It is a class attribute of the engine, in all releases, and outlives models and process groups.
     """
-    with replaced([MoEAuxLossAutoScaler], main_loss_backward_scale=None):
-        yield
+    return replaced([MoEAuxLossAutoScaler], main_loss_backward_scale=None)
 
 
 def groups_of_one_rank(rank: int) -> AbstractContextManager[None]:

@@ -1,8 +1,9 @@
 """Converts config.json to the settings of a run and back, in both spellings of transformers. Loads no torch.
 
 `settings` reads the architecture and refuses by key what is not computed here. `filled_in` adds it to a run's settings
-before torch is loaded, and refuses a flag or key of a file that contradicts it. `config_of` writes it for a model that
-was trained here from scratch, and refuses a model that would be read back with other settings.
+before torch is loaded, and refuses a flag or key of a file that contradicts it; `plan_import` compares the folder's
+headers. `config_of` writes it for a model that was trained here from scratch, and refuses a model that would be read
+back with other settings.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint import folder as checkpoints
+from megatron_moe.checkpoint import origin
+from megatron_moe.checkpoint.origin import Provenance
 from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
@@ -23,6 +26,7 @@ from megatron_moe.hf import family_settings
 from megatron_moe.hf.config_keys import MOST_LAYERS, Keys
 from megatron_moe.hf.families import Family, family_of
 from megatron_moe.hf.folder import HFFolder, configuration_alone
+from megatron_moe.hf.mapping import Mapping, mapping, require_tensors
 
 _READ: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "deepseek-v2": family_settings.deepseek_v2,
@@ -79,7 +83,16 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
     """
     family = family_of(config, where)
     keys = Keys(config, where)
-    _check_quantization(keys)
+    quantization = keys.dictionary("quantization_config")
+    if quantization is not None:  # fp8 with a scale per block is read
+        nested = keys.nested(quantization, "quantization_config.")
+        if nested.raw("quant_method") != "fp8":
+            raise nested.refusal("quant_method", '"fp8" in blocks is read; dequantise the model first')
+        nested.only("fmt", ("e4m3",), "fp8 weights are e4m3")
+        block = nested.raw("weight_block_size")
+        if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+            works = "has to be two sizes, e.g. [128, 128]: one scale per block is read"
+            raise nested.refusal("weight_block_size", works)
     keys.only("hidden_act", ("silu",), "MLPs and experts are gated by SiLU here")
     keys.only("clip_qkv", (), "queries, keys and values are not clipped here")
     if not keys.has("hidden_act"):
@@ -90,6 +103,20 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
         keys.assumed("tie_word_embeddings", tied)
     if keys.raw("dtype", "torch_dtype") not in (None, "bfloat16", "float16", "float32", "auto"):
         raise keys.refusal(keys.spelled(("dtype", "torch_dtype")), "weights are bfloat16, float16 or float32")
+    names = ("num_nextn_predict_layers", "num_mtp_layers")
+    predictions = keys.integer(*names, low=0, high=MOST_LAYERS, default=0)
+    if family.name not in _WITH_PREDICTION and (predictions or has_prediction_layers):
+        raise keys.refusal(names[0], f"{family.name} has no multi-token prediction here; 0 works")
+    if has_prediction_layers and not predictions:
+        raise keys.refusal(
+            names[0], "the folder contains layers beyond num_hidden_layers; give their number, DeepSeek-V3's: 1"
+        )
+    if predictions and not has_prediction_layers:
+        keys.notes.append(
+            f"WARNING: config.json has num_nextn_predict_layers {predictions}, and the folder none of their tensors: "
+            "transformers drops them when it saves a model. The model is read without these layers; to train them, take"
+            " the published folder"
+        )
     flat = {
         **_defaults(),
         "vocab_size": keys.integer("vocab_size", low=2),
@@ -100,7 +127,7 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
         "untie_embeddings_and_output_weights": not tied,
         "max_position_embeddings": keys.integer("max_position_embeddings"),
         **_READ[family.name](keys),
-        "mtp_num_layers": _prediction_layers(keys, family, has_prediction_layers),
+        "mtp_num_layers": (predictions or None) if has_prediction_layers else None,
     }
     unknown = sorted(set(keys.unread()) - _WITHOUT_MEANING)
     if unknown:
@@ -113,42 +140,6 @@ def _defaults() -> dict[str, Any]:
     fields = [f for section in (ModelConfig, MoEConfig) for f in dataclasses.fields(section)]
     decided = set(architecture_keys())
     return {f.name: f.default for f in fields if f.name in decided}
-
-
-def _check_quantization(keys: Keys) -> None:
-    """Refuse quantised weights other than fp8 with a scale per block."""
-    quantization = keys.dictionary("quantization_config")
-    if quantization is None:
-        return
-    nested = keys.nested(quantization, "quantization_config.")
-    if nested.raw("quant_method") != "fp8":
-        raise nested.refusal("quant_method", '"fp8" in blocks is read; dequantise the model first')
-    nested.only("fmt", ("e4m3",), "fp8 weights are e4m3")
-    block = nested.raw("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
-        raise nested.refusal("weight_block_size", "has to be two sizes, e.g. [128, 128]: one scale per block is read")
-
-
-def _prediction_layers(keys: Keys, family: Family, has_tensors: bool) -> int | None:
-    """Return the number of depths of multi-token prediction that are imported; None for none."""
-    names = ("num_nextn_predict_layers", "num_mtp_layers")
-    count = keys.integer(*names, low=0, high=MOST_LAYERS, default=0)
-    if family.name not in _WITH_PREDICTION:
-        if count or has_tensors:
-            raise keys.refusal(names[0], f"{family.name} has no multi-token prediction here; 0 works")
-        return None
-    if has_tensors and not count:
-        raise keys.refusal(
-            names[0], "the folder contains layers beyond num_hidden_layers; give their number, DeepSeek-V3's: 1"
-        )
-    if count and not has_tensors:
-        keys.notes.append(
-            f"WARNING: config.json has num_nextn_predict_layers {count}, and the folder none of their tensors: "
-            "transformers drops them when it saves a model. The model is read without these layers; to train them, take"
-            " the published folder"
-        )
-        return None
-    return count or None
 
 
 def config_of(run: Run, family: Family, dtype: str) -> dict[str, Any]:
@@ -283,11 +274,20 @@ def filled_in(given: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
     Raises:
         ConfigError: the folder cannot be read or used, or a setting contradicts it.
     """
-    given = _started_from_pretrained(given)
-    imported = given.get("load_hf")
+    imported, verify = given.get("load_hf"), given.get("verify_checkpoint", True)
+    if (pretrained := given.get("pretrained_checkpoint")) is not None:
+        if imported is not None:
+            raise ConfigError(
+                f"--pretrained-checkpoint {pretrained}, --load-hf {imported}: both say where the weights come from;"
+                " keep one"
+            )
+        # It is `--load FOLDER --finetune` until the run has saved a step, as in Megatron-LM.
+        load = given.get("load")
+        if load is None or checkpoints.find_step(Path(load), None, verify=verify)[0] is None:
+            given = {**given, "load": pretrained, "finetune": True}
     if given.get("load") is not None and (imported is not None or given.get("use_checkpoint_args")):
         root = Path(given["load"])
-        step, _ = checkpoints.find_step(root, given.get("ckpt_step"), verify=given.get("verify_checkpoint", True))
+        step, _ = checkpoints.find_step(root, given.get("ckpt_step"), verify=verify)
         if step is not None:
             where = f"--use-checkpoint-args {step}" if imported is None else f"{step}, which --load goes on from"
             fields, path = all_fields(), step / checkpoints.CONFIG
@@ -310,25 +310,6 @@ def filled_in(given: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
     return given
 
 
-def _started_from_pretrained(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with `--pretrained-checkpoint` as `--load FOLDER --finetune` where `--load` has no step yet.
-
-    A step that the run has saved since goes before it, as in Megatron-LM.
-    """
-    pretrained = given.get("pretrained_checkpoint")
-    if pretrained is None:
-        return given
-    if given.get("load_hf") is not None:
-        raise ConfigError(
-            f"--pretrained-checkpoint {pretrained}, --load-hf {given['load_hf']}: both say where the weights come from;"
-            " keep one"
-        )
-    load, verify = given.get("load"), given.get("verify_checkpoint", True)
-    if load is not None and checkpoints.find_step(Path(load), None, verify=verify)[0] is not None:
-        return given
-    return {**given, "load": pretrained, "finetune": True}
-
-
 def settings_of(folder: HFFolder, where: str) -> Settings:
     """Return the architecture of a Hugging Face folder, with notes for the user.
 
@@ -344,7 +325,16 @@ def _merged(given: dict[str, Any], folders: dict[str, Any], where: str) -> dict[
     fields = all_fields()
     complete = {name: folders[name] for name in architecture_keys() if name in folders}
     theirs = build(complete)
-    wrong = [name for name in complete if name in given and not _same(name, given[name], theirs, complete)]
+    wrong = []
+    for name in complete:
+        if name not in given:
+            continue
+        same = given[name] == complete[name]
+        if not same and (meaning := _MEANING.get(name)) is not None:
+            derived = build({**complete, name: given[name]}).derived
+            same = getattr(derived, meaning) == getattr(theirs.derived, meaning)
+        if not same:
+            wrong.append(name)
     if wrong:
         shown = [f"{fields[name].flag} {_shown(given[name])} (there: {_shown(complete[name])})" for name in wrong[:3]]
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -355,14 +345,43 @@ def _merged(given: dict[str, Any], folders: dict[str, Any], where: str) -> dict[
     return {**folders, **given, **complete}
 
 
-def _same(name: str, value: object, theirs: Run, complete: dict[str, Any]) -> bool:
-    if value == complete[name]:
-        return True
-    meaning = _MEANING.get(name)
-    if meaning is None:
-        return False
-    return getattr(build({**complete, name: value}).derived, meaning) == getattr(theirs.derived, meaning)
-
-
 def _shown(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+@dataclass(frozen=True)
+class Import:
+    """A folder that fits the run according to its headers and configuration."""
+
+    folder: HFFolder
+    family: Family
+    table: Mapping
+    copies: list[str]
+    """Names that the folder contains in addition to the table's, equal to others."""
+    dropped: list[str]
+    notes: list[str]
+
+    @property
+    def state(self) -> dict[str, object]:
+        """Part of the import that every step of the training saves, for an export."""
+        return {"family": self.family.name, "copies": self.copies, "dropped": self.dropped}
+
+    def origin(self) -> tuple[Provenance, list[str]]:
+        """Return `state` with the folder's small files, and notes for the user. Called on rank 0, which writes them."""
+        sizes = {name: self.folder.identities[name].size for name in self.folder.companions}
+        files, notes = origin.read(sizes, self.folder.companion, self.folder.path)
+        return Provenance(self.state, files), notes
+
+
+def plan_import(run: Run) -> Import:
+    """Check that the folder of `--load-hf` fits the run, from its headers; allocate nothing.
+
+    Raises:
+        ConfigError: the folder is malformed, of a family that is not supported, or does not have the run's tensors.
+    """
+    where = f"--load-hf {run.checkpoint.load_hf}"
+    folder = HFFolder.open(Path(run.checkpoint.load_hf or ""), "--load-hf")
+    architecture = settings_of(folder, where)
+    table = mapping(run, architecture.family.names)
+    copies, dropped = require_tensors(table, folder.shapes(), where)
+    return Import(folder, architecture.family, table, copies, dropped, [*folder.notes, *architecture.notes])

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from itertools import groupby
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import Run
 
 _MISSING = object()
 LARGEST = 2**31 - 1
@@ -109,15 +107,6 @@ class Keys:
             raise self.refusal(self.spelled(names), "has to be true or false")
         return value
 
-    def integers(self, name: str, low: int, high: int) -> list[int]:
-        """Return a list of ints from low to high; empty where it is missing or null."""
-        value = self.raw(name)
-        if value is None:
-            return []
-        if not isinstance(value, list) or any(type(item) is not int or not low <= item <= high for item in value):
-            raise self.refusal(name, f"has to be a list of integers from {low} to {high}")
-        return value
-
     def dictionary(self, name: str) -> dict[str, Any] | None:
         """Return a nested dictionary; None where it is missing or null."""
         value = self.raw(name)
@@ -148,41 +137,3 @@ class Keys:
 
 MOST_LAYERS = 10_000
 """The most layers that an expression of --moe-layer-freq may have."""
-
-
-def layer_freq(pattern: list[int]) -> int | str:
-    """Return --moe-layer-freq of a pattern: 1 if all layers are MoE layers, else an expression like [0]+[1]*26."""
-    if all(pattern):
-        return 1
-    runs = [(kind, len(list(group))) for kind, group in groupby(pattern)]
-    return "+".join(f"[{kind}]" + (f"*{count}" if count > 1 else "") for kind, count in runs)
-
-
-def first_layers_dense(keys: Keys) -> int | str:
-    """Return --moe-layer-freq by the rule of DeepSeek and GLM: the first layers are dense."""
-    layers = keys.integer("num_hidden_layers", high=MOST_LAYERS)
-    dense = keys.integer("first_k_dense_replace", low=0)
-    if dense >= layers:
-        raise keys.refusal("first_k_dense_replace", f"leaves none of the {layers} layers as a MoE layer")
-    pattern = [0] * dense + [1] * (layers - dense)
-    keys.only("moe_layer_freq", (1, pattern), "every layer after first_k_dense_replace is a MoE layer")
-    return layer_freq(pattern)
-
-
-def first_dense_of(run: Run) -> int:
-    """Return the number of dense layers before a run's first MoE layer."""
-    return run.derived.moe_layer_pattern.index(1)
-
-
-def sparse_step(keys: Keys) -> int | str:
-    """Return --moe-layer-freq by Qwen's rule: every decoder_sparse_step-th layer from one, except those listed."""
-    layers = keys.integer("num_hidden_layers", high=MOST_LAYERS)
-    step = keys.integer("decoder_sparse_step", default=None)
-    if step is None:
-        step = 1
-        keys.assumed("decoder_sparse_step", step)
-    listed = keys.integers("mlp_only_layers", 0, layers - 1)
-    pattern = [int(layer not in listed and (layer + 1) % step == 0) for layer in range(layers)]
-    if not any(pattern):
-        raise keys.refusal("decoder_sparse_step", f"leaves none of the {layers} layers as a MoE layer")
-    return layer_freq(pattern)

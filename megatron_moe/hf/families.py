@@ -57,39 +57,30 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-_DENSE = "it is a dense model, and mixtures of experts are converted"
-_SEVERAL = "it is a model of several modalities, and the text model is not converted alone"
-REFUSED: dict[str, str] = {
-    "deepseek": "the first DeepSeek-MoE has no latent attention and a format of its own",
-    "deepseek_v32": "its attention reads a selection of the keys, which the attention here does not",
-    "glm_moe_dsa": "its attention reads a selection of the keys, which the attention here does not",
-    "glm4_moe_lite": "it is GLM with latent attention, which is not one of the combinations checked here",
-    "olmoe": "it normalises queries and keys over all heads together, and the attention here over each head",
-    "flex_olmo": "it normalises queries and keys over all heads together, and the attention here over each head",
-    "gpt_oss": "its attention has sinks and its experts have biases and a clamped activation",
-    "qwen3_next": "most of its attention is a gated delta rule",
-    "qwen3_5_moe": "most of its attention is a gated delta rule",
-    "kimi_linear": "most of its attention is a linear attention",
-    "minimax": "most of its attention is a linear attention",
-    "minimax_m2": "it normalises queries and keys over all heads together, and the attention here over each head",
-    "llama4": "its experts weigh their input, and its attention is cut into chunks",
-    "llama4_text": "its experts weigh their input, and its attention is cut into chunks",
-    "dbrx": "it clips queries, keys and values and normalises by LayerNorm",
-    "phimoe": "it chooses by sparsemixer and normalises by LayerNorm",
-    "jamba": "most of its layers are state-space models",
-    "granitemoe": "it scales embeddings, residuals and logits by multipliers",
-    "dots1": "it is not one of the families checked here",
-    "ernie4_5_moe": "it is not one of the families checked here",
-    "hunyuan_v1_moe": "it is not one of the families checked here",
-    "kimi_k25": _SEVERAL,
-    "kimi_vl": _SEVERAL,
-    "deepseek_vl_v2": _SEVERAL,
-    "qwen3_vl_moe": _SEVERAL,
-    "glm4v_moe": _SEVERAL,
-    **dict.fromkeys(
-        "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_neox olmo olmo2 phi phi3".split(), _DENSE
+REFUSED: dict[str, str] = {}
+for _reason, _kinds in {
+    "it is a dense model, and mixtures of experts are converted": (
+        "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_neox olmo olmo2 phi phi3"
     ),
-}
+    "it is a model of several modalities, and the text model is not converted alone": (
+        "kimi_k25 kimi_vl deepseek_vl_v2 qwen3_vl_moe glm4v_moe"
+    ),
+    "the first DeepSeek-MoE has no latent attention and a format of its own": "deepseek",
+    "its attention reads a selection of the keys, which the attention here does not": "deepseek_v32 glm_moe_dsa",
+    "it is GLM with latent attention, which is not one of the combinations checked here": "glm4_moe_lite",
+    "it normalises queries and keys over all heads together, and the attention here over each head": (
+        "olmoe flex_olmo minimax_m2"
+    ),
+    "its attention has sinks and its experts have biases and a clamped activation": "gpt_oss",
+    "most of its attention is a gated delta rule": "qwen3_next qwen3_5_moe",
+    "most of its attention is a linear attention": "kimi_linear minimax",
+    "its experts weigh their input, and its attention is cut into chunks": "llama4 llama4_text",
+    "it clips queries, keys and values and normalises by LayerNorm": "dbrx",
+    "it chooses by sparsemixer and normalises by LayerNorm": "phimoe",
+    "most of its layers are state-space models": "jamba",
+    "it scales embeddings, residuals and logits by multipliers": "granitemoe",
+}.items():
+    REFUSED |= dict.fromkeys(_kinds.split(), _reason)
 
 
 def family_of(config: dict[str, Any], where: str) -> Family:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
+from itertools import groupby
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
-from megatron_moe.hf.config_keys import MOST_LAYERS, Keys, first_dense_of, first_layers_dense, sparse_step
+from megatron_moe.hf.config_keys import MOST_LAYERS, Keys
 
 # ---- Families with latent attention: DeepSeek-V2 and DeepSeek-V3.
 
 
 _MOST_EXPERTS = 200_000  # of all layers together; twice those of the largest published model
+
+
+def _layer_freq(keys: Keys, decided_by: str, pattern: list[int]) -> int | str:
+    """Return --moe-layer-freq of a pattern: 1 if all layers are MoE layers, else an expression like [0]+[1]*26."""
+    if not any(pattern):
+        raise keys.refusal(decided_by, f"leaves none of the {len(pattern)} layers as a MoE layer")
+    if all(pattern):
+        return 1
+    runs = [(kind, len(list(group))) for kind, group in groupby(pattern)]
+    return "+".join(f"[{kind}]" + (f"*{count}" if count > 1 else "") for kind, count in runs)
 
 
 def _latent(keys: Keys) -> dict[str, Any]:
@@ -55,9 +66,13 @@ def routed_and_shared(keys: Keys, *aliases: str) -> dict[str, Any]:
     width = keys.integer("moe_intermediate_size")
     factor = keys.number("routed_scaling_factor")
     shared = None if keys.is_null("n_shared_experts") else keys.integer("n_shared_experts") * width
+    layers, dense = keys.integer("num_hidden_layers", high=MOST_LAYERS), keys.integer("first_k_dense_replace", low=0)
+    pattern = ([0] * min(dense, layers) + [1] * layers)[:layers]
+    moe_layer_freq = _layer_freq(keys, "first_k_dense_replace", pattern)
+    keys.only("moe_layer_freq", (1, pattern), "every layer after first_k_dense_replace is a MoE layer")
     return {
         "num_experts": experts,
-        "moe_layer_freq": first_layers_dense(keys),
+        "moe_layer_freq": moe_layer_freq,
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": shared,
         "moe_router_topk": topk(keys, experts),
@@ -185,7 +200,7 @@ def routed_and_shared_keys(run: Run) -> dict[str, Any]:
         "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
         "n_group": moe.moe_router_num_groups or 1,
         "topk_group": moe.moe_router_group_topk or 1,
-        "first_k_dense_replace": first_dense_of(run),
+        "first_k_dense_replace": run.derived.moe_layer_pattern.index(1),
     }
 
 
@@ -269,10 +284,24 @@ def mixtral(keys: Keys) -> dict[str, Any]:
 def _qwen(keys: Keys) -> dict[str, Any]:
     _no_window(keys, switched=True)
     experts = expert_count(keys, "num_experts", "num_local_experts")
+    flat = _attention(keys)
+    layers, step = (
+        keys.integer("num_hidden_layers", high=MOST_LAYERS),
+        keys.integer("decoder_sparse_step", default=None),
+    )
+    if step is None:
+        step = 1
+        keys.assumed("decoder_sparse_step", step)
+    listed = keys.raw("mlp_only_layers")
+    listed = [] if listed is None else listed
+    if not isinstance(listed, list) or any(type(item) is not int or not 0 <= item < layers for item in listed):
+        raise keys.refusal("mlp_only_layers", f"has to be a list of integers from 0 to {layers - 1}")
+    # Every decoder_sparse_step-th layer from one has experts, except those listed.
+    pattern = [int(layer not in listed and (layer + 1) % step == 0) for layer in range(layers)]
     return {
-        **_attention(keys),
+        **flat,
         "num_experts": experts,
-        "moe_layer_freq": sparse_step(keys),
+        "moe_layer_freq": _layer_freq(keys, "decoder_sparse_step", pattern),
         "moe_ffn_hidden_size": keys.integer("moe_intermediate_size"),
         "moe_router_topk": topk(keys, experts),
         "moe_router_score_function": "softmax",
@@ -378,18 +407,8 @@ def glm4_moe_keys(run: Run) -> dict[str, Any]:
 # `rope_theta`, `rope_scaling` and `partial_rotary_factor` as separate keys. Both are read, and both are written.
 
 _YARN_KEYS = {
-    "type",
-    "rope_type",
-    "rope_theta",
-    "partial_rotary_factor",
-    "factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "attention_factor",
-    "truncate",
+    *"type rope_type rope_theta partial_rotary_factor factor original_max_position_embeddings".split(),
+    *"beta_fast beta_slow mscale mscale_all_dim attention_factor truncate".split(),
 }
 _SPELLED_OUTSIDE = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 
@@ -437,9 +456,7 @@ def rope_settings(keys: Keys, latent_width: int | None = None, partly_rotated: b
             f"this rotary embedding is not computed {'here' if latent else 'for grouped-query attention'}; {works}: "
             "set it to null to convert a model that was trained without it",
         )
-    yarn = _yarn(stretched)
-    _check_ramp(stretched, yarn, base, latent_width or 0)
-    return {**flat, **yarn}
+    return {**flat, **_yarn(stretched, base, latent_width or 0)}
 
 
 def _nested(keys: Keys, name: str) -> Keys | None:
@@ -476,7 +493,7 @@ def _magnitude(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _yarn(keys: Keys) -> dict[str, Any]:
+def _yarn(keys: Keys, base: float, width: int) -> dict[str, Any]:
     """Return the settings of yarn with which amplitudes and the scale of the softmax are those of transformers.
 
     In transformers, the amplitude is `attention_factor` where it is given; the ratio of the magnitudes of mscale and
@@ -519,23 +536,18 @@ def _yarn(keys: Keys) -> dict[str, Any]:
             raise keys.refusal("attention_factor", f"with this factor and mscale_all_dim it has to be above {least}")
     if fields["beta_fast"] < fields["beta_slow"]:
         raise keys.refusal("beta_fast", f"has to be at least beta_slow {fields['beta_slow']}")
-    return fields
-
-
-def _check_ramp(keys: Keys, yarn: dict[str, Any], base: float, width: int) -> None:
-    """Refuse a ramp outside of the channels, which implementations cut off differently."""
-
-    def channel(rotations: float) -> float:
-        wavelength = yarn["original_max_position_embeddings"] / (rotations * 2 * math.pi)
-        return width * math.log(wavelength) / (2 * math.log(base)) if base != 1.0 else math.inf
-
-    low, high = max(math.floor(channel(yarn["beta_fast"])), 0), min(math.ceil(channel(yarn["beta_slow"])), width - 1)
-    if low > high:
+    # A ramp outside of the channels is cut off by each implementation in its own way; a base of 1 has none.
+    low, high = 1.0, 0.0
+    if base != 1.0:
+        context, turns = fields["original_max_position_embeddings"], (fields["beta_fast"], fields["beta_slow"])
+        low, high = (width * math.log(context / (turn * 2 * math.pi)) / (2 * math.log(base)) for turn in turns)
+    if max(math.floor(low), 0) > min(math.ceil(high), width - 1):
         raise keys.refusal(
             "original_max_position_embeddings",
-            f"with beta_fast {yarn['beta_fast']}, beta_slow {yarn['beta_slow']} and rope_theta {base} yarn's ramp is "
-            f"outside of the {width // 2} frequencies; a context of some thousand positions works",
+            f"with beta_fast {fields['beta_fast']}, beta_slow {fields['beta_slow']} and rope_theta {base} yarn's ramp "
+            f"is outside of the {width // 2} frequencies; a context of some thousand positions works",
         )
+    return fields
 
 
 def amplitude(run: Run) -> float:
@@ -552,15 +564,9 @@ def rope_keys(run: Run, partly_rotated: bool = False) -> dict[str, Any]:
     model = run.model
     parameters: dict[str, Any] = {"rope_type": "default"}
     if model.rope_type == "yarn":
-        parameters = {
-            "rope_type": "yarn",
-            "factor": model.rotary_scaling_factor,
-            "original_max_position_embeddings": model.original_max_position_embeddings,
-            "beta_fast": model.beta_fast,
-            "beta_slow": model.beta_slow,
-            "mscale": model.mscale,
-            "mscale_all_dim": model.mscale_all_dim,
-        }
+        names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        parameters = {"rope_type": "yarn", "factor": model.rotary_scaling_factor}
+        parameters |= {name: getattr(model, name) for name in names}
         if not model.mscale_all_dim and model.mscale != 1.0:
             parameters["attention_factor"] = amplitude(run)  # without both, transformers reads neither
     hub = {"type": "yarn", **parameters} if model.rope_type == "yarn" else None

@@ -145,7 +145,23 @@ def _checked(path: Path) -> HFFolder:
                 f"tensor {shortened(name)} in {stored.file} is {stored.dtype}; weights in {', '.join(_WEIGHTS)} are "
                 "read: dequantise the model first"
             )
-    block = _block_size(config, tensors, notes)
+    quantization, block = config.get("quantization_config"), BLOCK
+    stored_in_fp8 = any(stored.dtype == "float8_e4m3fn" for stored in tensors.values())
+    if quantization is None and stored_in_fp8:
+        notes.append(f"{CONFIG} has no quantization_config; blocks of fp8 are taken to be {BLOCK[0]} x {BLOCK[1]}")
+    elif quantization is not None:
+        if not isinstance(quantization, dict):
+            raise FormatError(f"{CONFIG}: quantization_config is {shortened(quantization)}; an object is expected")
+        if not stored_in_fp8 and quantization.get("quant_method") == "fp8":
+            notes.append(f"{CONFIG} has a quantization_config of fp8, and no tensor is stored in it")
+        size = quantization.get("weight_block_size", list(BLOCK))
+        if isinstance(size, list) and len(size) == 2 and all(type(n) is int and 0 < n < 2**31 for n in size):
+            block = (size[0], size[1])
+        elif stored_in_fp8 or size is not None:
+            raise FormatError(
+                f"{CONFIG}: quantization_config.weight_block_size is {shortened(size)}; [rows, columns] of a block "
+                "are expected"
+            )
     scales = _scales(tensors, block)
     companions = _companions(files, notes)
     identities = {name: identity_of(file.stat()) for name, file in companions.items()}
@@ -228,7 +244,18 @@ def _headers(files: dict[str, Path], notes: list[str]) -> dict[str, Header]:
     elif SINGLE in present:
         file_of, total, wanted = None, None, {SINGLE}
     else:
-        raise FormatError(_no_weights(files, present))
+        foreign = [name for name in files if name.endswith(_FOREIGN)]
+        listed = ", ".join(shortened(name) for name in (sorted(present) or foreign)[:5])
+        if present:
+            raise FormatError(f"neither {INDEX} nor {SINGLE} is there, but {listed}; several files need their index")
+        if any(name.endswith(_PICKLED) for name in foreign):
+            raise FormatError(
+                f"weights as pickles only ({listed}), which can run code when they are read; save the model with "
+                "safetensors where you trust it"
+            )
+        if foreign:
+            raise FormatError(f"{shortened(foreign[0])}: weights in another format; .safetensors files are read")
+        raise FormatError(f"no weights: neither {SINGLE} nor {INDEX} is there")
     for name in sorted(wanted - present):
         raise FormatError(f"{name} is missing, which {INDEX} names; {len(wanted & present)} of {len(wanted)} are there")
     strays = sorted(present - wanted)
@@ -269,7 +296,8 @@ def _index(path: Path) -> tuple[dict[str, str], Any]:
     if not isinstance(file_of, dict) or not file_of:
         raise FormatError(f"{INDEX}: weight_map is {shortened(file_of)}; tensor to file is expected")
     for name, file in file_of.items():
-        if not isinstance(file, str) or not _plain(file) or not file.endswith(".safetensors"):
+        plain = isinstance(file, str) and re.fullmatch(r"[^./\\][^/\\]*\.safetensors", file) and file.isprintable()
+        if not plain:
             raise FormatError(
                 f"{INDEX}: tensor {shortened(name)} should be in {shortened(file)}; the plain name of a "
                 ".safetensors file of the folder is expected"
@@ -277,48 +305,6 @@ def _index(path: Path) -> tuple[dict[str, str], Any]:
     if not isinstance(metadata, dict):
         raise FormatError(f"{INDEX}: metadata is {shortened(metadata)}; an object is expected")
     return file_of, metadata.get("total_size")
-
-
-def _plain(name: str) -> bool:
-    return os.sep not in name and "\\" not in name and not name.startswith(".") and name.isprintable() and bool(name)
-
-
-def _no_weights(files: dict[str, Path], present: set[str]) -> str:
-    foreign = [name for name in files if name.endswith(_FOREIGN)]
-    if present:
-        listed = ", ".join(shortened(name) for name in sorted(present)[:5])
-        return f"neither {INDEX} nor {SINGLE} is there, but {listed}; several files need their index"
-    if any(name.endswith(_PICKLED) for name in foreign):
-        listed = ", ".join(shortened(name) for name in foreign[:5])
-        return (
-            f"weights as pickles only ({listed}), which can run code when they are read; "
-            "save the model with safetensors where you trust it"
-        )
-    if foreign:
-        return f"{shortened(foreign[0])}: weights in another format; .safetensors files are read"
-    return f"no weights: neither {SINGLE} nor {INDEX} is there"
-
-
-def _block_size(config: dict[str, Any], tensors: dict[str, TensorLocation], notes: list[str]) -> tuple[int, int]:
-    quantization = config.get("quantization_config")
-    stored_in_fp8 = any(stored.dtype == "float8_e4m3fn" for stored in tensors.values())
-    if quantization is None:
-        if stored_in_fp8:
-            notes.append(f"{CONFIG} has no quantization_config; blocks of fp8 are taken to be {BLOCK[0]} x {BLOCK[1]}")
-        return BLOCK
-    if not isinstance(quantization, dict):
-        raise FormatError(f"{CONFIG}: quantization_config is {shortened(quantization)}; an object is expected")
-    if not stored_in_fp8 and quantization.get("quant_method") == "fp8":
-        notes.append(f"{CONFIG} has a quantization_config of fp8, and no tensor is stored in it")
-    size = quantization.get("weight_block_size", list(BLOCK))
-    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in size):
-        if not stored_in_fp8 and size is None:
-            return BLOCK
-        raise FormatError(
-            f"{CONFIG}: quantization_config.weight_block_size is {shortened(size)}; [rows, columns] of a block "
-            "are expected"
-        )
-    return size[0], size[1]
 
 
 def _scales(tensors: dict[str, TensorLocation], block: tuple[int, int]) -> dict[str, str]:

@@ -8,7 +8,7 @@ of the folder was used.
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,20 +17,16 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.checkpoint import dist
-from megatron_moe.checkpoint.errors import all_gather_object
+from megatron_moe.checkpoint.errors import all_gather_object, in_rounds
 from megatron_moe.checkpoint.state import TrainState, fully_sharded, model_state, put_model_state
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
+from megatron_moe.hf.config import Import
 from megatron_moe.hf.folder import ALLOW
-from megatron_moe.hf.import_plan import Import
 from megatron_moe.hf.mapping import MappedBlock, Mapping
 from megatron_moe.hf.tensors import TensorReader
-from megatron_moe.hf.transforms import elements
 from megatron_moe.hf.weight_check import WeightCheck, refusal
 from megatron_moe.model.fully_sharded import local
-
-ROUND_SECONDS = 10.0
-"""Seconds after which the ranks report their progress to each other, so that none times out in a collective."""
 
 # What was done with a tensor of the folder: the rows of a table that is united over ranks.
 _FLAGS = ("used", "widened", "narrowed", "changed", "rounded before", "suspicious")
@@ -51,11 +47,6 @@ class _Overlap(NamedTuple):
     inside_block: tuple[slice, ...]
 
 
-class _Task(NamedTuple):
-    piece: MappedBlock
-    overlaps: list[_Overlap]
-
-
 @torch.no_grad()
 def fill(run: Run, source: Import, trained: TrainState, report: Callable[[str], None]) -> Imported:
     """Fill the model and the optimizer's fp32 weights. Collective over all ranks.
@@ -66,55 +57,30 @@ def fill(run: Run, source: Import, trained: TrainState, report: Callable[[str], 
     Raises:
         ConfigError: raised on every rank if one cannot read a tensor, a tensor is not finite, or not all was filled.
     """
-    started = time.monotonic()
     state = model_state(trained)
     shards = dist.shards(state)
     weights = (local(parameter) for chunk in trained.model for parameter in chunk.parameters())
     for values in (*(shard.values for shard in shards), *weights):
         values.fill_(torch.nan)
     filling = _Filling(run, source, shards)
-    _rounds(filling, source, report, started)
+    total = sum(all_gather_object(filling.total_bytes))
+    for done, seconds in in_rounds(filling, lambda: filling.done_bytes, source.folder.path):
+        if torch.distributed.get_rank() == 0 and done < total:
+            left = seconds * (total - done) / max(done, 1)
+            report(f"reading {source.folder.path}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {left:.0f} s left")
     if fully_sharded(trained) is not None:
         put_model_state(trained, state)
     filling.require_coverage(shards, trained)
     # fp32 main weights are copies of the model's, which have been replaced.
     trained.optimizer.reload_model_params()
-    count = len(filling.names)
-    notes = [f"weights from {source.folder.path} ({source.family.name}): {count} tensors, every one used"]
+    head = f"weights from {source.folder.path} ({source.family.name})"
+    notes = [f"{head}: {len(filling.names)} tensors, every one used"]
     if widened := filling.flagged("widened"):
         notes.append(f"{_counted(widened)} of {_dtypes(filling, widened)} are in a wider dtype here, exactly")
     if suspicious := filling.flagged("suspicious"):
         notes.append(f"WARNING: {_counted(suspicious)} ({suspicious[0]}, ...) may be damaged, taken as {ALLOW} says")
     warnings = filling.precision_warnings()
     return Imported([*notes, *warnings], warnings)
-
-
-def _rounds(filling: _Filling, source: Import, report: Callable[[str], None], started: float) -> None:
-    """Do all of this rank's work; every few seconds the ranks exchange their progress and errors."""
-    rank, steps = torch.distributed.get_rank(), iter(filling)
-    total = sum(all_gather_object(filling.total_bytes))
-    while True:
-        until, error, finished = time.monotonic() + ROUND_SECONDS, None, True
-        cause: Exception | None = None
-        try:
-            for _ in steps:
-                if time.monotonic() > until:
-                    finished = False
-                    break
-        except (ConfigError, OSError) as refused:
-            error = str(refused)
-        except Exception as failed:
-            error, cause = f"{source.folder.path}: {type(failed).__name__}: {failed}", failed
-        everyone = all_gather_object((filling.done_bytes, error, finished))
-        errors = sorted({found for _, found, _ in everyone if found is not None})
-        if errors:
-            raise ConfigError("; ".join(errors[:3])) from cause
-        done, seconds = sum(count for count, _, _ in everyone), time.monotonic() - started
-        if all(complete for _, _, complete in everyone):
-            return
-        if rank == 0:
-            left = seconds * (total - done) / max(done, 1)
-            report(f"reading {source.folder.path}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {left:.0f} s left")
 
 
 class _Filling:
@@ -133,7 +99,7 @@ class _Filling:
         ranks = torch.distributed.get_world_size()
         self.copies = source.copies[torch.distributed.get_rank() :: ranks]
         self.done_bytes = 0
-        self.total_bytes = sum(self._bytes(name) for task in self.tasks for name in task.piece.hf)
+        self.total_bytes = sum(self._bytes(name) for piece, _ in self.tasks for name in piece.hf)
         self.total_bytes += sum(self._bytes(name) for name in self.copies)
 
     def _bytes(self, name: str) -> int:
@@ -141,8 +107,8 @@ class _Filling:
         return sum(tensor.end - tensor.begin for tensor in stored)
 
     def __iter__(self) -> Iterator[None]:
-        for task in self.tasks:
-            self._write(task)
+        for piece, overlaps in self.tasks:
+            self._write(piece, overlaps)
             yield
         for name in self.copies:
             other = self.table.copies[name]
@@ -169,36 +135,35 @@ class _Filling:
     def _flag(self, flag: str, name: str) -> None:
         self.flags[_FLAGS.index(flag), self._number[name]] = 1
 
-    def _write(self, task: _Task) -> None:
-        piece, dtype = task.piece, task.overlaps[0].values.dtype
-        block = piece.transform.to_native([self._cast(name, dtype, piece.fp32) for name in piece.hf])
-        for values, inside_box, inside_block in task.overlaps:
+    def _write(self, piece: MappedBlock, overlaps: list[_Overlap]) -> None:
+        path, dtype, tensors = self.source.folder.path, overlaps[0].values.dtype, []
+        for name in piece.hf:
+            tensor = self._read(name, dtype)
+            if piece.fp32:
+                assert dtype == torch.float32, f"{name} is fp32 state"
+                if tensor.dtype != dtype:
+                    self._flag("rounded before", name)
+            cast = tensor.to(dtype)
+            tensors.append(cast)
+            if tensor.dtype == dtype:
+                continue
+            if torch.promote_types(tensor.dtype, dtype) == dtype:
+                self._flag("widened", name)
+                continue
+            self._flag("narrowed", name)
+            if not bool(cast.isfinite().all()):
+                raise ConfigError(
+                    f"{path}: {name} contains {float(tensor.abs().max()):.3g}, more than {dtype} can hold; train with "
+                    "--bf16, or in fp32"
+                )
+            if not torch.equal(cast.to(tensor.dtype), tensor):
+                self._flag("changed", name)
+        block = piece.transform.to_native(tensors)
+        for values, inside_box, inside_block in overlaps:
             target = values[inside_box]
             if not bool(target.isnan().all()):
-                raise ConfigError(f"{self.source.folder.path}: {piece.key} would be written twice, from {piece.hf[0]}")
+                raise ConfigError(f"{path}: {piece.key} would be written twice, from {piece.hf[0]}")
             target.copy_(block[inside_block])
-
-    def _cast(self, name: str, dtype: torch.dtype, fp32: bool) -> Tensor:
-        tensor = self._read(name, dtype)
-        if fp32:
-            assert dtype == torch.float32, f"{name} is fp32 state"
-            if tensor.dtype != dtype:
-                self._flag("rounded before", name)
-        if tensor.dtype == dtype:
-            return tensor
-        cast = tensor.to(dtype)
-        if torch.promote_types(tensor.dtype, dtype) == dtype:
-            self._flag("widened", name)
-            return cast
-        self._flag("narrowed", name)
-        if not bool(cast.isfinite().all()):
-            raise ConfigError(
-                f"{self.source.folder.path}: {name} contains {float(tensor.abs().max()):.3g}, more than {dtype} can "
-                "hold; train with --bf16, or in fp32"
-            )
-        if not torch.equal(cast.to(tensor.dtype), tensor):
-            self._flag("changed", name)
-        return cast
 
     def require_coverage(self, shards: Sequence[dist.Shard], trained: TrainState) -> None:
         """Check over all ranks that everything was filled and used. Collective.
@@ -223,7 +188,7 @@ class _Filling:
         total = counts.to(device)
         torch.distributed.all_reduce(total)
         for key, count in zip(keys, total.tolist()):
-            wanted = elements(self.table.shapes[key])
+            wanted = math.prod(self.table.shapes[key])
             if count != wanted:
                 wrong.append(f"the ranks have {count} elements of {key}, which has {wanted}")
         used = set(self.flagged("used"))
@@ -236,10 +201,7 @@ class _Filling:
         everywhere = sorted({line for lines in all_gather_object(wrong[:10]) for line in lines})
         if everywhere:
             raise ConfigError(f"{path}: not all was converted: {'; '.join(everywhere[:10])}")
-        self._require_distinct_experts()
-
-    def _require_distinct_experts(self) -> None:
-        """Check that no two experts of a layer are equal, though ranks of their own may have read them. Collective."""
+        # No two experts of a layer may be equal, though ranks of their own may have read them.
         known = self.weights.fingerprints
         united = torch.tensor([known.get(name, -1) for name in self.names], device=platform.device())
         torch.distributed.all_reduce(united, op=torch.distributed.ReduceOp.MAX)
@@ -278,7 +240,7 @@ def _dtypes(filling: _Filling, names: Sequence[str]) -> str:
     return " and ".join(sorted({str(filling.reader.dtype(name)).removeprefix("torch.") for name in names}))
 
 
-def _tasks(table: Mapping, shards: Sequence[dist.Shard]) -> list[_Task]:
+def _tasks(table: Mapping, shards: Sequence[dist.Shard]) -> list[tuple[MappedBlock, list[_Overlap]]]:
     """Return what this rank has to read, in the order of the table."""
     of_key: dict[str, list[dist.Shard]] = {}
     for shard in shards:
@@ -287,21 +249,15 @@ def _tasks(table: Mapping, shards: Sequence[dist.Shard]) -> list[_Task]:
     for piece in table.pieces:
         overlaps = []
         for shard in of_key.get(piece.key, ()):
-            if (overlap := _overlap(piece, shard)) is not None:
-                overlaps.append(overlap)
+            inside_box, inside_block = [], []
+            for start, extent, first, size in zip(
+                piece.start, piece.transform.native_shape, shard.start, shard.values.shape, strict=True
+            ):
+                low, high = max(start, first), min(start + extent, first + size)
+                inside_box.append(slice(low - first, high - first))
+                inside_block.append(slice(low - start, high - start))
+            if all(along.start < along.stop for along in inside_box):
+                overlaps.append(_Overlap(shard.values, tuple(inside_box), tuple(inside_block)))
         if overlaps:
-            tasks.append(_Task(piece, overlaps))
+            tasks.append((piece, overlaps))
     return tasks
-
-
-def _overlap(piece: MappedBlock, shard: dist.Shard) -> _Overlap | None:
-    inside_box, inside_block = [], []
-    for start, extent, first, size in zip(
-        piece.start, piece.transform.native_shape, shard.start, shard.values.shape, strict=True
-    ):
-        low, high = max(start, first), min(start + extent, first + size)
-        if low >= high:
-            return None
-        inside_box.append(slice(low - first, high - first))
-        inside_block.append(slice(low - start, high - start))
-    return _Overlap(shard.values, tuple(inside_box), tuple(inside_block))

@@ -1,16 +1,17 @@
 """Maps the tensors of a Hugging Face folder to ours, by one table per family that is read in both directions.
 
-A row names a tensor of ours, the tensors of a folder that it is made of, the transform between them, and the models
-that have it. Names are relative to the layer's prefix: `decoder.layers.L.` here, `model.layers.L.` there; a layer of
-multi-token prediction is layer N + i there and `mtp.layers.i.transformer_layer.` here. `mapping` applies the rows to a
-model; importing, exporting, training from a folder and naming gradients all use its result.
+A row names a tensor of ours, the tensors of a folder that it is made of, and the transform between them; the model's
+settings say which rows it has. Names are relative to the layer's prefix: `decoder.layers.L.` here, `model.layers.L.`
+there; a layer of multi-token prediction is layer N + i there and `mtp.layers.i.transformer_layer.` here. Importing,
+exporting, training from a folder and naming gradients all use the `mapping` of a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Mapping as Named
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.schema import Run
@@ -77,220 +78,72 @@ class Mapping:
         return {name: shape for piece in self.pieces for name, shape in zip(piece.hf, piece.transform.hf_shapes)}
 
 
-@dataclass(frozen=True)
-class MappingRule:
-    """A row of a table. `when` and `make` take the run; {e} in names of experts is the expert's number."""
+class MappingRule(NamedTuple):
+    """A row of the table. Names are relative to the layer's prefixes; fp32: see `MappedBlock`."""
 
     native: str
     hf: tuple[str, ...]
-    make: Callable[[Run], Transform]
-    when: Callable[[Run], bool] = lambda run: True
+    transform: Transform
     fp32: bool = False
 
 
-def _hidden(run: Run) -> Transform:
-    return Copy((run.model.hidden_size,))
+def _attention(run: Run) -> Iterator[MappingRule]:
+    """Yield the rows of the norms and the attention of a layer."""
+    model, hidden, heads = run.model, run.model.hidden_size, run.model.num_attention_heads
+    latent = model.multi_latent_attention
+    per_head = model.v_head_dim if latent else run.derived.head_size
+    here, there = "self_attention.", "self_attn."
+    yield MappingRule("input_layernorm.weight", ("input_layernorm.weight",), Copy((hidden,)))
+    yield MappingRule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Copy((hidden,)))
+    yield MappingRule(f"{here}linear_proj.weight", (f"{there}o_proj.weight",), Copy((hidden, heads * per_head)))
+    if not latent:
+        sizes = (heads, run.derived.num_query_groups, run.derived.head_size)
+        packed = [f"{there}{name}_proj" for name in "qkv"]
+        weights, biases = tuple(f"{name}.weight" for name in packed), tuple(f"{name}.bias" for name in packed)
+        yield MappingRule(f"{here}linear_qkv.weight", weights, QueryKeyValue(*sizes, hidden))
+        if model.add_qkv_bias:
+            yield MappingRule(f"{here}linear_qkv.bias", biases, QueryKeyValue(*sizes))
+        if model.qk_layernorm:
+            yield MappingRule(f"{here}q_layernorm.weight", (f"{there}q_norm.weight",), Copy((per_head,)))
+            yield MappingRule(f"{here}k_layernorm.weight", (f"{there}k_norm.weight",), Copy((per_head,)))
+        return
+    query, rotated, kv_rank = model.qk_head_dim, model.qk_pos_emb_head_dim, model.kv_lora_rank
+    query_width, rank = heads * (query + rotated), model.q_lora_rank
+    if rank is None:
+        yield MappingRule(f"{here}linear_q_proj.weight", (f"{there}q_proj.weight",), Copy((query_width, hidden)))
+    else:
+        yield MappingRule(f"{here}linear_q_down_proj.weight", (f"{there}q_a_proj.weight",), Copy((rank, hidden)))
+        if model.qk_layernorm:
+            yield MappingRule(f"{here}q_layernorm.weight", (f"{there}q_a_layernorm.weight",), Copy((rank,)))
+        yield MappingRule(f"{here}linear_q_up_proj.weight", (f"{there}q_b_proj.weight",), Copy((query_width, rank)))
+    down, up = Copy((kv_rank + rotated, hidden)), Copy((heads * (query + model.v_head_dim), kv_rank))
+    yield MappingRule(f"{here}linear_kv_down_proj.weight", (f"{there}kv_a_proj_with_mqa.weight",), down)
+    if model.qk_layernorm:
+        yield MappingRule(f"{here}kv_layernorm.weight", (f"{there}kv_a_layernorm.weight",), Copy((kv_rank,)))
+    yield MappingRule(f"{here}linear_kv_up_proj.weight", (f"{there}kv_b_proj.weight",), up)
 
 
-def _latent(run: Run) -> bool:
-    return run.model.multi_latent_attention
+def _mlp(run: Run, here: str, there: str, width: int) -> Iterator[MappingRule]:
+    """Yield the rows of a gated MLP: that of a dense layer, or the shared expert."""
+    hidden, gate_and_up = run.model.hidden_size, (f"{there}gate_proj.weight", f"{there}up_proj.weight")
+    yield MappingRule(f"{here}linear_fc1.weight", gate_and_up, GateThenUp(width, hidden))
+    yield MappingRule(f"{here}linear_fc2.weight", (f"{there}down_proj.weight",), Copy((hidden, width)))
 
 
-def _low_rank_query(run: Run) -> bool:
-    return _latent(run) and run.model.q_lora_rank is not None
+def _moe(run: Run, names: TensorNames) -> Iterator[MappingRule]:
+    """Yield the rows of the MLP of a MoE layer without the routed experts."""
+    moe, hidden, experts = run.moe, run.model.hidden_size, run.moe.num_experts or 0
+    yield MappingRule("mlp.router.weight", (names.router,), Copy((experts, hidden)))
+    if moe.moe_router_enable_expert_bias:
+        bias = names.router.replace(".weight", ".e_score_correction_bias")
+        yield MappingRule("mlp.router.expert_bias", (bias,), Copy((experts,)), fp32=True)
+    if moe.moe_shared_expert_intermediate_size is not None:
+        yield from _mlp(run, "mlp.shared_experts.", names.shared, moe.moe_shared_expert_intermediate_size)
+        if moe.moe_shared_expert_gate:
+            gate = f"{names.shared.removesuffix('.')}_gate.weight"
+            yield MappingRule("mlp.shared_experts.gate_weight", (gate,), Copy((1, hidden)))
 
 
-def _grouped(run: Run) -> bool:
-    return not _latent(run)
-
-
-def _heads_normed(run: Run) -> bool:
-    return _grouped(run) and run.model.qk_layernorm
-
-
-def _latent_normed(run: Run) -> bool:
-    return _latent(run) and run.model.qk_layernorm
-
-
-def _query_width(run: Run) -> int:
-    return run.model.num_attention_heads * (run.model.qk_head_dim + run.model.qk_pos_emb_head_dim)
-
-
-def _key_value_width(run: Run) -> int:
-    return run.model.num_attention_heads * (run.model.qk_head_dim + run.model.v_head_dim)
-
-
-def _packed(run: Run, width: int | None) -> Transform:
-    return QueryKeyValue(run.model.num_attention_heads, run.derived.num_query_groups, run.derived.head_size, width)
-
-
-def _attention_output(run: Run) -> Transform:
-    model = run.model
-    per_head = model.v_head_dim if _latent(run) else run.derived.head_size
-    return Copy((model.hidden_size, model.num_attention_heads * per_head))
-
-
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-
-ATTENTION = (
-    MappingRule("input_layernorm.weight", ("input_layernorm.weight",), _hidden),
-    MappingRule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), _hidden),
-    MappingRule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), _attention_output),
-    # grouped-query attention
-    MappingRule(
-        "self_attention.linear_qkv.weight",
-        tuple(f"{name}.weight" for name in _QKV),
-        lambda run: _packed(run, run.model.hidden_size),
-        _grouped,
-    ),
-    MappingRule(
-        "self_attention.linear_qkv.bias",
-        tuple(f"{name}.bias" for name in _QKV),
-        lambda run: _packed(run, None),
-        lambda run: _grouped(run) and run.model.add_qkv_bias,
-    ),
-    MappingRule(
-        "self_attention.q_layernorm.weight",
-        ("self_attn.q_norm.weight",),
-        lambda run: Copy((run.derived.head_size,)),
-        _heads_normed,
-    ),
-    MappingRule(
-        "self_attention.k_layernorm.weight",
-        ("self_attn.k_norm.weight",),
-        lambda run: Copy((run.derived.head_size,)),
-        _heads_normed,
-    ),
-    # latent attention
-    MappingRule(
-        "self_attention.linear_q_proj.weight",
-        ("self_attn.q_proj.weight",),
-        lambda run: Copy((_query_width(run), run.model.hidden_size)),
-        lambda run: _latent(run) and not _low_rank_query(run),
-    ),
-    MappingRule(
-        "self_attention.linear_q_down_proj.weight",
-        ("self_attn.q_a_proj.weight",),
-        lambda run: Copy((run.model.q_lora_rank or 0, run.model.hidden_size)),
-        _low_rank_query,
-    ),
-    MappingRule(
-        "self_attention.q_layernorm.weight",
-        ("self_attn.q_a_layernorm.weight",),
-        lambda run: Copy((run.model.q_lora_rank or 0,)),
-        lambda run: _low_rank_query(run) and _latent_normed(run),
-    ),
-    MappingRule(
-        "self_attention.linear_q_up_proj.weight",
-        ("self_attn.q_b_proj.weight",),
-        lambda run: Copy((_query_width(run), run.model.q_lora_rank or 0)),
-        _low_rank_query,
-    ),
-    MappingRule(
-        "self_attention.linear_kv_down_proj.weight",
-        ("self_attn.kv_a_proj_with_mqa.weight",),
-        lambda run: Copy((run.model.kv_lora_rank + run.model.qk_pos_emb_head_dim, run.model.hidden_size)),
-        _latent,
-    ),
-    MappingRule(
-        "self_attention.kv_layernorm.weight",
-        ("self_attn.kv_a_layernorm.weight",),
-        lambda run: Copy((run.model.kv_lora_rank,)),
-        _latent_normed,
-    ),
-    MappingRule(
-        "self_attention.linear_kv_up_proj.weight",
-        ("self_attn.kv_b_proj.weight",),
-        lambda run: Copy((_key_value_width(run), run.model.kv_lora_rank)),
-        _latent,
-    ),
-)
-
-DENSE = (
-    MappingRule(
-        "mlp.linear_fc1.weight",
-        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        lambda run: GateThenUp(run.derived.ffn_hidden_size, run.model.hidden_size),
-    ),
-    MappingRule(
-        "mlp.linear_fc2.weight",
-        ("mlp.down_proj.weight",),
-        lambda run: Copy((run.model.hidden_size, run.derived.ffn_hidden_size)),
-    ),
-)
-
-
-def _has_shared(run: Run) -> bool:
-    return run.moe.moe_shared_expert_intermediate_size is not None
-
-
-def _shared_width(run: Run) -> int:
-    return run.moe.moe_shared_expert_intermediate_size or 0
-
-
-def moe_rows(names: TensorNames) -> tuple[MappingRule, ...]:
-    """Return the rows of a MoE layer without the routed experts."""
-    shared = names.shared
-    return (
-        MappingRule(
-            "mlp.router.weight",
-            (names.router,),
-            lambda run: Copy((run.moe.num_experts or 0, run.model.hidden_size)),
-        ),
-        MappingRule(
-            "mlp.router.expert_bias",
-            (names.router.replace(".weight", ".e_score_correction_bias"),),
-            lambda run: Copy((run.moe.num_experts or 0,)),
-            lambda run: run.moe.moe_router_enable_expert_bias,
-            fp32=True,
-        ),
-        MappingRule(
-            "mlp.shared_experts.linear_fc1.weight",
-            (f"{shared}gate_proj.weight", f"{shared}up_proj.weight"),
-            lambda run: GateThenUp(_shared_width(run), run.model.hidden_size),
-            _has_shared,
-        ),
-        MappingRule(
-            "mlp.shared_experts.linear_fc2.weight",
-            (f"{shared}down_proj.weight",),
-            lambda run: Copy((run.model.hidden_size, _shared_width(run))),
-            _has_shared,
-        ),
-        MappingRule(
-            "mlp.shared_experts.gate_weight",
-            (f"{shared.removesuffix('.')}_gate.weight",),
-            lambda run: Copy((1, run.model.hidden_size)),
-            lambda run: _has_shared(run) and run.moe.moe_shared_expert_gate,
-        ),
-    )
-
-
-def expert_rows(names: TensorNames) -> tuple[MappingRule, ...]:
-    """Return the rows of one routed expert, a block of the tensors of all experts of a layer."""
-    gate, up, down = (f"{names.experts}{matrix}.weight" for matrix in names.matrices)
-    return (
-        MappingRule(
-            "mlp.experts.weight1",
-            (gate, up),
-            lambda run: ExpertGateUp(run.derived.moe_ffn_hidden_size, run.model.hidden_size),
-        ),
-        MappingRule(
-            "mlp.experts.weight2",
-            (down,),
-            lambda run: ExpertDown(run.derived.moe_ffn_hidden_size, run.model.hidden_size),
-        ),
-    )
-
-
-# The tensors of a depth of multi-token prediction, except those of its transformer layer.
-PREDICTION = (
-    MappingRule("enorm.weight", ("enorm.weight",), _hidden),
-    MappingRule("hnorm.weight", ("hnorm.weight",), _hidden),
-    MappingRule(
-        "eh_proj.weight", ("eh_proj.weight",), lambda run: Copy((run.model.hidden_size, 2 * run.model.hidden_size))
-    ),
-    MappingRule("final_layernorm.weight", ("shared_head.norm.weight",), _hidden),
-)
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -304,20 +157,28 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
     model = run.model
     assert model.vocab_size is not None, "a folder's configuration says how large its vocabulary is"
     table = Vocabulary(model.vocab_size, run.derived.padded_vocab_size(model.vocab_size), model.hidden_size)
-    whole = [MappingRule("embedding.word_embeddings.weight", (_EMBEDDING,), lambda run: table)]
-    whole.append(MappingRule("decoder.final_layernorm.weight", ("model.norm.weight",), _hidden))
+    norm = Copy((model.hidden_size,))
+    whole = [MappingRule("embedding.word_embeddings.weight", (_EMBEDDING,), table)]
+    whole.append(MappingRule("decoder.final_layernorm.weight", ("model.norm.weight",), norm))
     copies: dict[str, str] = {}
     if model.untie_embeddings_and_output_weights:
-        whole.append(MappingRule("output_layer.weight", (_OUTPUT,), lambda run: table))
+        whole.append(MappingRule("output_layer.weight", (_OUTPUT,), table))
     else:
         copies[_OUTPUT] = _EMBEDDING
-    pieces = list(_pieces(run, whole, "", ""))
+    pieces = list(_pieces(whole, "", ""))
     pattern = run.derived.moe_layer_pattern
+    # The tensors of a depth of multi-token prediction, except those of its transformer layer.
+    prediction = (
+        MappingRule("enorm.weight", ("enorm.weight",), norm),
+        MappingRule("hnorm.weight", ("hnorm.weight",), norm),
+        MappingRule("eh_proj.weight", ("eh_proj.weight",), Copy((model.hidden_size, 2 * model.hidden_size))),
+        MappingRule("final_layernorm.weight", ("shared_head.norm.weight",), norm),
+    )
     for layer, is_moe in enumerate(pattern):
         pieces += _layer(run, names, bool(is_moe), f"decoder.layers.{layer}.", f"model.layers.{layer}.")
     for depth in range(model.mtp_num_layers or 0):
         here, there = f"mtp.layers.{depth}.", f"model.layers.{model.num_layers + depth}."
-        pieces += _pieces(run, PREDICTION, here, there)
+        pieces += _pieces(prediction, here, there)
         pieces += _layer(run, names, bool(pattern[-1]), f"{here}transformer_layer.", there)
         copies[f"{there}embed_tokens.weight"] = _EMBEDDING
         copies[f"{there}shared_head.head.weight"] = _OUTPUT if model.untie_embeddings_and_output_weights else _EMBEDDING
@@ -330,26 +191,24 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
 
 
 def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) -> Iterator[MappedBlock]:
-    yield from _pieces(run, ATTENTION, here, there)
+    yield from _pieces(_attention(run), here, there)
     if not is_moe:
-        yield from _pieces(run, DENSE, here, there)
+        yield from _pieces(_mlp(run, "mlp.", "mlp.", run.derived.ffn_hidden_size), here, there)
         return
-    yield from _pieces(run, moe_rows(names), here, there)
-    for expert in range(run.moe.num_experts or 0):
-        for row in expert_rows(names):
-            transform = row.make(run)
-            start = (expert, *(0,) * (len(transform.native_shape) - 1))
-            yield MappedBlock(
-                here + row.native, start, tuple(there + name.format(e=expert) for name in row.hf), transform
-            )
+    yield from _pieces(_moe(run, names), here, there)
+    gate, up, down = (f"{there}{names.experts}{matrix}.weight" for matrix in names.matrices)
+    sizes = (run.derived.moe_ffn_hidden_size, run.model.hidden_size)
+    first, second = ExpertGateUp(*sizes), ExpertDown(*sizes)
+    for e in range(run.moe.num_experts or 0):  # each is a block of the tensors of all experts
+        both = (gate.format(e=e), up.format(e=e))
+        yield MappedBlock(f"{here}mlp.experts.weight1", (e, 0, 0, 0), both, first)
+        yield MappedBlock(f"{here}mlp.experts.weight2", (e, 0, 0), (down.format(e=e),), second)
 
 
-def _pieces(run: Run, rows: Iterable[MappingRule], here: str, there: str) -> Iterator[MappedBlock]:
-    for row in rows:
-        if row.when(run):
-            transform = row.make(run)
-            start = (0,) * len(transform.native_shape)
-            yield MappedBlock(here + row.native, start, tuple(there + name for name in row.hf), transform, row.fp32)
+def _pieces(rows: Iterable[MappingRule], here: str, there: str) -> Iterator[MappedBlock]:
+    for native, names, transform, fp32 in rows:
+        start = (0,) * len(transform.native_shape)
+        yield MappedBlock(here + native, start, tuple(there + name for name in names), transform, fp32)
 
 
 _RECOMPUTED = ".rotary_emb.inv_freq"

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from megatron_moe.config.errors import ConfigError
@@ -52,8 +51,8 @@ DTYPES: dict[str, tuple[str, int]] = {
 CODES = {name: (code, size) for code, (name, size) in DTYPES.items()}
 
 LENGTH = struct.Struct("<Q")
-_MOST_READ = 1 << 30
-"""Bytes per system call, which reads no more than 2 GiB."""
+_MOST_AT_ONCE = 1 << 30
+"""Bytes per system call, which takes no more than 2 GiB."""
 
 
 class FileIdentity(NamedTuple):
@@ -155,9 +154,6 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
             result[key] = inner
         return result
 
-    def no_number(text: str) -> Any:
-        raise ValueError(f"it holds {text}, which is no JSON")
-
     def finite(text: str) -> float:
         value = float(text)
         if not math.isfinite(value):
@@ -166,7 +162,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
 
     try:
         value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=without_duplicates, parse_constant=no_number, parse_float=finite
+            data.decode("utf-8"), object_pairs_hook=without_duplicates, parse_constant=finite, parse_float=finite
         )
     except RecursionError:
         raise FormatError(f"{where} is nested too deeply") from None
@@ -225,7 +221,7 @@ def read_header(path: Path) -> Header:
 
 def _read(descriptor: int, count: int, offset: int) -> bytes:
     pieces, missing = [], count
-    while missing and (piece := os.pread(descriptor, min(missing, _MOST_READ), offset)):
+    while missing and (piece := os.pread(descriptor, min(missing, _MOST_AT_ONCE), offset)):
         pieces.append(piece)
         missing, offset = missing - len(piece), offset + len(piece)
     return b"".join(pieces)
@@ -277,10 +273,6 @@ def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 # ---- Writing, in any order, without keeping the tensors in memory.
 
 
-_MOST_WRITTEN = 1 << 30
-"""Bytes per call of the system, which takes no more than 2 GiB."""
-
-
 class StreamedFile:
     """A new .safetensors file that is written tensor by tensor, in any order.
 
@@ -301,8 +293,27 @@ class StreamedFile:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
-        header, self.layout = _header(path.name, layout, {"format": "pt"} if metadata is None else metadata)
-        self.bytes = max((stored.end for stored in self.layout.values()), default=len(header))
+        content: dict[str, Any] = {}
+        if metadata is None or metadata:
+            content["__metadata__"] = {"format": "pt"} if metadata is None else dict(metadata)
+        order, at, aligned = list(layout.items()), 0, True
+        for _, (dtype, shape) in order:
+            aligned = aligned and at % CODES[dtype][1] == 0
+            at += bytes_of(dtype, shape)
+        if not aligned:
+            order.sort(key=lambda item: -CODES[item[1][0]][1])
+        places, at = dict[str, tuple[int, int]](), 0
+        for name, (dtype, shape) in order:
+            begin, at = at, at + bytes_of(dtype, shape)
+            places[name] = (begin, at)
+            content[name] = {"dtype": CODES[dtype][0], "shape": list(shape), "data_offsets": [begin, at]}
+        text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        header = LENGTH.pack(len(text)) + text
+        self.layout: dict[str, TensorLocation] = {}
+        for name, (begin, end) in places.items():
+            self.layout[name] = TensorLocation(path.name, *layout[name], len(header) + begin, len(header) + end)
+        self.bytes = len(header) + at
         self.digests: dict[str, str] = {}
         self._hasher = SideHasher()
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -352,7 +363,7 @@ class StreamedFile:
 
     def _put(self, view: memoryview, offset: int) -> None:
         while len(view):
-            count = os.pwrite(self._descriptor, view[:_MOST_WRITTEN], offset)
+            count = os.pwrite(self._descriptor, view[:_MOST_AT_ONCE], offset)
             view, offset = view[count:], offset + count
 
     def _release(self) -> None:
@@ -366,37 +377,8 @@ class StreamedFile:
     def __enter__(self) -> StreamedFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
             self._give_up()
-
-
-def _header(
-    file: str, layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, TensorLocation]]:
-    """Return the bytes before the numbers, and the location of each tensor."""
-    order = list(layout.items())
-    at, aligned = 0, True
-    for _, (dtype, shape) in order:
-        aligned = aligned and at % CODES[dtype][1] == 0
-        at += bytes_of(dtype, shape)
-    if not aligned:
-        order.sort(key=lambda item: -CODES[item[1][0]][1])
-    content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    places: dict[str, tuple[int, int]] = {}
-    at = 0
-    for name, (dtype, shape) in order:
-        places[name] = (at, at + bytes_of(dtype, shape))
-        at = places[name][1]
-        content[name] = {"dtype": CODES[dtype][0], "shape": list(shape), "data_offsets": list(places[name])}
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    start = LENGTH.size + len(text)
-    stored = {
-        name: TensorLocation(file, *layout[name], start + begin, start + end) for name, (begin, end) in places.items()
-    }
-    return LENGTH.pack(len(text)) + text, stored

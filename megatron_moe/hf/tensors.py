@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,13 +32,12 @@ class TensorReader:
 
     def __init__(self, folder: HFFolder) -> None:
         self.folder = folder
-        self._scales = set(folder.scales.values())
         self._open: dict[str, int] = {}
         self._hashing: ThreadPoolExecutor | None = None
 
     def names(self) -> list[str]:
         """Return the names of all tensors except scales, in the order of files and bytes."""
-        return [name for name in self.folder.tensors if name not in self._scales]
+        return list(self.folder.shapes())
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Return the stored tensors that one is made of: itself and, where it is stored in fp8, its blocks' scales."""
@@ -48,11 +46,8 @@ class TensorReader:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor as `read` returns it: bfloat16 for weights in fp8."""
-        return torch.bfloat16 if name in self.folder.scales else self._stored_dtype(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return self.folder.tensors[name].shape
+        stored: torch.dtype = getattr(torch, self.folder.tensors[name].dtype)
+        return torch.bfloat16 if name in self.folder.scales else stored
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read a tensor into memory of its own.
@@ -64,16 +59,12 @@ class TensorReader:
         Raises:
             ConfigError: the file was truncated or changed since the folder was opened, or a scale is not valid.
         """
-        if name not in self.folder.scales:
-            return self._stored(name, None)
-        return self._dequantised(name, dtype or torch.bfloat16, None)
+        return self._tensor(name, dtype, None)
 
     def read_hashed(self, name: str, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, str]]:
         """Read a tensor as `read` does, and return the SHA-256 of each stored tensor that it is made of, too."""
         digests: dict[str, str] = {}
-        if name not in self.folder.scales:
-            return self._stored(name, digests), digests
-        return self._dequantised(name, dtype or torch.bfloat16, digests), digests
+        return self._tensor(name, dtype, digests), digests
 
     def digest(self, name: str) -> str:
         """Return the SHA-256 of a stored tensor's bytes; `name` may be that of scales."""
@@ -93,14 +84,8 @@ class TensorReader:
     def __enter__(self) -> TensorReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _stored_dtype(self, name: str) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.folder.tensors[name].dtype)
-        return dtype
 
     def _stored(self, name: str, digests: dict[str, str] | None) -> Tensor:
         """Return a tensor as it is stored, and put its hash into `digests`."""
@@ -110,10 +95,17 @@ class TensorReader:
         digest = None if digests is None else hashlib.sha256()
         descriptor = self._descriptor(stored.file)
         waiting: list[Any] = []
+        path, done = self.folder.path / stored.file, 0
         try:
             for start in range(0, len(view), _CHUNK):
                 chunk = view[start : start + _CHUNK]
-                self._fill(descriptor, chunk, stored.begin + start, stored.file, name)
+                while done < start + len(chunk):
+                    count = os.preadv(descriptor, [chunk[done - start :]], stored.begin + done)
+                    if count == 0:
+                        raise ConfigError(
+                            f"{path} ends within tensor {shortened(name)}: it was truncated since it was opened"
+                        )
+                    done += count
                 if digest is None:
                     continue
                 if len(view) <= _CHUNK:
@@ -121,26 +113,15 @@ class TensorReader:
                 else:
                     self._hashing = self._hashing or ThreadPoolExecutor(1, thread_name_prefix="sha256")
                     waiting.append(self._hashing.submit(digest.update, chunk))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
         finally:
             for task in waiting:
                 task.result()
         self._check_unchanged(descriptor, stored.file)
         if digest is not None and digests is not None:
             digests[name] = digest.hexdigest()
-        return raw.view(self._stored_dtype(name)).reshape(stored.shape)
-
-    def _fill(self, descriptor: int, chunk: memoryview, offset: int, file: str, name: str) -> None:
-        while len(chunk):
-            try:
-                count = os.preadv(descriptor, [chunk], offset)
-            except OSError as error:
-                raise ConfigError(f"{self.folder.path / file} cannot be read: {error.strerror or error}") from error
-            if count == 0:
-                raise ConfigError(
-                    f"{self.folder.path / file} ends within tensor {shortened(name)}: it was truncated since it was "
-                    "opened"
-                )
-            chunk, offset = chunk[count:], offset + count
+        return raw.view(getattr(torch, stored.dtype)).reshape(stored.shape)
 
     def _descriptor(self, file: str) -> int:
         descriptor = self._open.pop(file, None)
@@ -162,17 +143,19 @@ class TensorReader:
                 f"{self.folder.path / file} changed since it was opened; nothing else may write to the folder"
             )
 
-    def _dequantised(self, name: str, dtype: torch.dtype, digests: dict[str, str] | None) -> Tensor:
-        """Return each value times the scale of its block, [rows, columns] of `dtype`."""
+    def _tensor(self, name: str, dtype: torch.dtype | None, digests: dict[str, str] | None) -> Tensor:
+        """Return a tensor as it is stored; one in fp8 as each value times the scale of its block."""
+        if name not in self.folder.scales:
+            return self._stored(name, digests)
         rows, columns = self.folder.block
         scale_name = self.folder.scales[name]
         scales = self._stored(scale_name, digests).float()
         where = f"{self.folder.path / self.folder.tensors[scale_name].file}: tensor {shortened(scale_name)}"
-        if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
-            wrong = scales[~(torch.isfinite(scales) & (scales >= 0))]
+        wrong = scales[~(torch.isfinite(scales) & (scales >= 0))]
+        if len(wrong):
             raise ConfigError(f"{where} holds {float(wrong[0])}; scales are positive finite numbers")
         codes = self._stored(name, digests).view(torch.uint8)
-        result = torch.empty(codes.shape, dtype=dtype)
+        result = torch.empty(codes.shape, dtype=dtype or torch.bfloat16)
         for number, row in enumerate(scales):  # a row of blocks at a time: no copy of the whole in fp32
             here = slice(number * rows, (number + 1) * rows)
             wide = _FP8_VALUES.index_select(0, codes[here].reshape(-1).int()).reshape(-1, codes.shape[1])

@@ -6,10 +6,8 @@ shapes of both sides, so that a folder is checked against its own configuration 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # names and shapes are known without torch, and checked before it is loaded
@@ -26,13 +24,8 @@ class Transform(ABC):
         native_shape: shape of the block on our side.
     """
 
-    @property
-    @abstractmethod
-    def hf_shapes(self) -> tuple[Shape, ...]: ...
-
-    @property
-    @abstractmethod
-    def native_shape(self) -> Shape: ...
+    hf_shapes: tuple[Shape, ...]
+    native_shape: Shape
 
     @abstractmethod
     def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -48,19 +41,11 @@ class Transform(ABC):
         return type(self).__name__
 
 
-@dataclass(frozen=True)
 class Copy(Transform):
     """A transform for a tensor that is the same on both sides."""
 
-    shape: Shape
-
-    @property
-    def hf_shapes(self) -> tuple[Shape, ...]:
-        return (self.shape,)
-
-    @property
-    def native_shape(self) -> Shape:
-        return self.shape
+    def __init__(self, shape: Shape) -> None:
+        self.hf_shapes, self.native_shape = (shape,), shape
 
     def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0]
@@ -69,20 +54,11 @@ class Copy(Transform):
         return [block]
 
 
-@dataclass(frozen=True)
 class GateThenUp(Transform):
     """A transform of gate [F, H] and up [F, H] <-> the gate's rows, then those of up: [2 F, H]."""
 
-    width: int
-    hidden: int
-
-    @property
-    def hf_shapes(self) -> tuple[Shape, ...]:
-        return ((self.width, self.hidden),) * 2
-
-    @property
-    def native_shape(self) -> Shape:
-        return (2 * self.width, self.hidden)
+    def __init__(self, width: int, hidden: int) -> None:
+        self.hf_shapes, self.native_shape = ((width, hidden),) * 2, (2 * width, hidden)
 
     def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
         import torch
@@ -90,23 +66,14 @@ class GateThenUp(Transform):
         return torch.cat(list(tensors))
 
     def to_hf(self, block: Tensor) -> list[Tensor]:
-        return list(block.split(self.width))
+        return list(block.chunk(2))
 
 
-@dataclass(frozen=True)
 class ExpertGateUp(Transform):
     """A transform of gate [F, H] and up [F, H] of an expert <-> its block [1, 2, F, H] of the layer's experts."""
 
-    width: int
-    hidden: int
-
-    @property
-    def hf_shapes(self) -> tuple[Shape, ...]:
-        return ((self.width, self.hidden),) * 2
-
-    @property
-    def native_shape(self) -> Shape:
-        return (1, 2, self.width, self.hidden)
+    def __init__(self, width: int, hidden: int) -> None:
+        self.hf_shapes, self.native_shape = ((width, hidden),) * 2, (1, 2, width, hidden)
 
     def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
         import torch
@@ -117,20 +84,11 @@ class ExpertGateUp(Transform):
         return list(block[0].unbind(0))
 
 
-@dataclass(frozen=True)
 class ExpertDown(Transform):
     """A transform of down [H, F] of an expert <-> its block [1, H, F] of the layer's experts."""
 
-    width: int
-    hidden: int
-
-    @property
-    def hf_shapes(self) -> tuple[Shape, ...]:
-        return ((self.hidden, self.width),)
-
-    @property
-    def native_shape(self) -> Shape:
-        return (1, self.hidden, self.width)
+    def __init__(self, width: int, hidden: int) -> None:
+        self.hf_shapes, self.native_shape = ((hidden, width),), (1, hidden, width)
 
     def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0].unsqueeze(0)
@@ -139,28 +97,18 @@ class ExpertDown(Transform):
         return [block[0]]
 
 
-@dataclass(frozen=True)
 class QueryKeyValue(Transform):
     """A transform of q [n d, ...], k [g d, ...] and v [g d, ...] <-> groups of n / g queries, a key and a value.
 
-    heads: n. groups: g. head_size: d. width: that of the input (weights), or None (biases).
+    Args:
+        heads: n. groups: g. head_size: d.
+        rest: the input's width (weights), or nothing (biases).
     """
 
-    heads: int
-    groups: int
-    head_size: int
-    width: int | None
-
-    def _rows(self, heads: int) -> Shape:
-        return (heads * self.head_size,) if self.width is None else (heads * self.head_size, self.width)
-
-    @property
-    def hf_shapes(self) -> tuple[Shape, ...]:
-        return (self._rows(self.heads), self._rows(self.groups), self._rows(self.groups))
-
-    @property
-    def native_shape(self) -> Shape:
-        return self._rows(self.heads + 2 * self.groups)
+    def __init__(self, heads: int, groups: int, head_size: int, *rest: int) -> None:
+        queries, keys = (heads * head_size, *rest), (groups * head_size, *rest)
+        self.hf_shapes, self.native_shape = (queries, keys, keys), ((heads + 2 * groups) * head_size, *rest)
+        self.groups, self.rows = groups, (heads // groups * head_size, head_size, head_size)
 
     def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
         import torch
@@ -168,40 +116,24 @@ class QueryKeyValue(Transform):
         return torch.cat([part.unflatten(0, (self.groups, -1)) for part in tensors], dim=1).flatten(0, 1)
 
     def to_hf(self, block: Tensor) -> list[Tensor]:
-        query_rows = self.heads // self.groups * self.head_size
-        sizes = (query_rows, self.head_size, self.head_size)
-        parts = block.unflatten(0, (self.groups, -1)).split(sizes, dim=1)
+        parts = block.unflatten(0, (self.groups, -1)).split(self.rows, dim=1)
         return [part.flatten(0, 1) for part in parts]
 
 
-@dataclass(frozen=True)
 class Vocabulary(Transform):
     """A transform of a table [V, H] <-> the table with rows of zeros after it, which no token selects: [padded, H]."""
 
-    size: int
-    padded: int
-    hidden: int
-
-    @property
-    def hf_shapes(self) -> tuple[Shape, ...]:
-        return ((self.size, self.hidden),)
-
-    @property
-    def native_shape(self) -> Shape:
-        return (self.padded, self.hidden)
+    def __init__(self, size: int, padded: int, hidden: int) -> None:
+        self.hf_shapes, self.native_shape = ((size, hidden),), (padded, hidden)
+        self.size = size
 
     def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
         (table,) = tensors
-        if self.padded == self.size:
+        if table.shape == self.native_shape:
             return table
         import torch
 
-        return torch.cat([table, table.new_zeros(self.padded - self.size, self.hidden)])
+        return torch.cat([table, table.new_zeros(self.native_shape[0] - self.size, table.shape[1])])
 
     def to_hf(self, block: Tensor) -> list[Tensor]:
         return [block[: self.size]]
-
-
-def elements(shape: Shape) -> int:
-    """Return the number of elements of a tensor of this shape."""
-    return math.prod(shape)

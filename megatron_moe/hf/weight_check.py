@@ -87,7 +87,12 @@ class WeightCheck:
         """
         words = self._zeros(name, tensor)
         if words is None and name in self._layer:
-            self.fingerprints[name] = _fingerprint(tensor) if digest is None else int(digest[:15], 16)
+            if digest is None:  # 60 bits that equal tensors share: of the sum of all bytes, and of some values
+                flat = tensor.reshape(-1)
+                whole = flat[: flat.numel() // 8 * 8].view(torch.int64)
+                sample = flat[:: max(flat.numel() // _SAMPLE, 1)]
+                digest = hashlib.sha256(whole.sum().numpy().tobytes() + to_bytes(sample)).hexdigest()
+            self.fingerprints[name] = int(digest[:15], 16)
             words = self._twice(name, self.fingerprints[name], self._names)
         return None if words is None else f"{self._where(name)}: tensor {name} {words}"
 
@@ -147,15 +152,6 @@ def _runs_of_zeros(flat: Tensor, least: int) -> Iterator[tuple[int, int]]:
             end, step = min(end + step, len(flat)), min(2 * step, 1 << 20)
         if end - first >= least:
             yield first, end - first
-
-
-def _fingerprint(tensor: Tensor) -> int:
-    """Return a number of 60 bits that equal tensors share: of the sum of all bytes, and of some values."""
-    flat = tensor.reshape(-1)
-    whole = flat[: flat.numel() // 8 * 8].view(torch.int64)
-    sample = flat[:: max(flat.numel() // _SAMPLE, 1)]
-    content = whole.sum().numpy().tobytes() + to_bytes(sample)
-    return int(hashlib.sha256(content).hexdigest()[:15], 16)
 
 
 def _certified(folder: HFFolder) -> dict[str, str]:

@@ -110,11 +110,7 @@ def publish_files(pairs: Iterable[tuple[Path, Path]], retract: Iterable[Path] = 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[HashingFile]:
-    """Open a file to write and hash; it is on the disk when the block ends.
-
-    Raises:
-        OSError: the system refused; its file name is `path`.
-    """
+    """Open a file to write and hash, on the disk when the block ends; an OSError's file name is `path`."""
     try:
         file = HashingFile(path)
         try:
@@ -146,11 +142,7 @@ def canonical_json(value: object) -> bytes:
 
 
 def sync(path: Path) -> None:
-    """Put a file's content, or a folder's entries, onto the disk: a file whose name is lost is lost.
-
-    Raises:
-        OSError: the system refused; its file name is `path`.
-    """
+    """Put a file's content, or a folder's entries, onto the disk; an OSError's file name is `path`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -166,10 +158,7 @@ def named(error: OSError, path: Path) -> OSError:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Return the bytes that this user may still write in `folder`; None where the file system does not say.
-
-    Of a folder that is still to be made, those of the nearest one above it that exists.
-    """
+    """Return the bytes that a user may still write in a folder, made or not; None where the system does not say."""
     try:
         status = os.statvfs(next(there for there in (folder, *folder.parents) if there.exists()))
     except OSError:

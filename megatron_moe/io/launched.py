@@ -10,7 +10,6 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from megatron_moe.config.command_line import SCRIPT, program_name
@@ -75,14 +74,13 @@ def wait_until_left(file: str, seconds: float) -> None:
 class Waiting:
     """Decides when to say that something is still waited for: after `FIRST_NOTE_SECONDS`, and then ever more rarely."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._began = clock, clock()
-        self._next = FIRST_NOTE_SECONDS
+    def __init__(self) -> None:
+        self._began, self._next = time.monotonic(), FIRST_NOTE_SECONDS
 
     @property
     def seconds(self) -> float:
         """How long it has taken so far."""
-        return self._clock() - self._began
+        return time.monotonic() - self._began
 
     def is_due(self) -> bool:
         """Return whether it is time to say so; the next time is when it has taken twice as long."""

@@ -22,6 +22,13 @@ def size_text(num_bytes: int, *, exact: bool = False) -> str:
     return f"{num_bytes} bytes"
 
 
+def listed(items: Iterable[object], most: int, more: str = "more") -> str:
+    """Return "1, 2 and 3 more": the first items, and the number of the others."""
+    every = list(map(str, items))
+    shown = ", ".join(every[:most])
+    return shown if len(every) <= most else f"{shown} and {len(every) - most} {more}"
+
+
 def duration_text(seconds: float) -> str:
     """Return seconds in at most two units: 42s, 3m12s, 5h07m, 2d03h; '?' where it is not known."""
     if not math.isfinite(seconds) or seconds < 0:
@@ -44,9 +51,9 @@ def is_hub_name(text: str) -> bool:
     return _HUB_NAME.fullmatch(text) is not None and not Path(text).parent.exists()
 
 
-def how_to_download(name: str, what: str = "model") -> str:
-    """Return what to do with the name of a model or a dataset of a hub where a folder is expected."""
-    folder, kind = Path(name).name, "" if what == "model" else f"--repo-type {what} "
+def how_to_download(name: str, what: str = "model", only: str = "") -> str:
+    """Return what to do with a name of a hub where a folder is expected; `only` chooses files, with a last space."""
+    folder, kind = Path(name).name, only if what == "model" else f"--repo-type {what} "
     return (
         f"nothing is downloaded: if it is a {what} of the hub, then on a machine with network `hf download {name} "
         f"{kind}--local-dir {folder}`, copy the folder here, and give {folder}"

@@ -282,62 +282,14 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def _load() -> ctypes.CDLL:
-    flags = _processor_flags()
+    flags = ""  # of the processor, as Linux names them
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line.partition(":")[2].strip() for line in lines if line.startswith("flags")), "")
     if host.machine() != "x86_64" or not {"avx2", "fma"} <= set(flags.split()):
         raise _Unavailable("the kernels in C are for x86-64 processors with AVX2 and FMA")
-    openmp = _openmp_of_torch()
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        raise _Unavailable("there is no C compiler (gcc)")
-    about = os.stat(compiler)
-    described = (compiler, about.st_size, about.st_mtime_ns, _FLAGS, openmp.name, flags)
-    key = hashlib.sha256(SOURCE.read_bytes() + repr(described).encode()).hexdigest()[:24]
-    kept = cache_folder() / f"cpu-{key}.so"
-    if _is_ours(kept):
-        with suppress(OSError):  # damaged: it is made again
-            return ctypes.CDLL(str(kept))
-    with tempfile.TemporaryDirectory(prefix="megatron_moe-") as folder:
-        built = Path(folder) / "cpu.so"
-        _compile(compiler, openmp, built)
-        try:
-            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with replacing(kept, "wb") as file:
-                file.write(built.read_bytes())
-        except OSError:  # no home, or one that cannot be written: it is compiled again next time
-            pass
-        return ctypes.CDLL(str(built))
-
-
-def cache_folder() -> Path:
-    """Return the folder where compiled kernels are kept, of this user."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "megatron_moe"
-
-
-def _is_ours(path: Path) -> bool:
-    """Return whether a file is there that no other user could have written."""
-    try:
-        about = (os.stat(path), os.stat(path.parent))
-    except OSError:
-        return False
-    others = stat.S_IWGRP | stat.S_IWOTH
-    return all(one.st_uid == os.getuid() and not one.st_mode & others for one in about)
-
-
-def _processor_flags() -> str:
-    """Return the flags of the processor as Linux names them, "" where there is no such list."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("flags")), "")
-
-
-def _openmp_of_torch() -> Path:
-    """Return the OpenMP library that torch has loaded: a second one would bring threads of its own.
-
-    Other packages load theirs next to it (sentencepiece does).
-    """
+    # The OpenMP library that torch has loaded: a second one would bring threads of its own. Other packages load theirs
+    # next to it (sentencepiece does).
     with open("/proc/self/maps") as file:
         loaded = {Path(line.split()[-1]) for line in file if "libgomp" in line}
     package = Path(torch.__file__).resolve().parent  # the system names files so, whatever link led to them
@@ -347,7 +299,33 @@ def _openmp_of_torch() -> Path:
         raise _Unavailable(
             f"no OpenMP library of torch's that gcc's code can use: {len(of_torch)} of the name libgomp are loaded"
         )
-    return of_torch.pop()
+    (openmp,) = of_torch
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        raise _Unavailable("there is no C compiler (gcc)")
+    about = os.stat(compiler)
+    described = (compiler, about.st_size, about.st_mtime_ns, _FLAGS, openmp.name, flags)
+    key = hashlib.sha256(SOURCE.read_bytes() + repr(described).encode()).hexdigest()[:24]
+    kept = cache_folder() / f"cpu-{key}.so"
+    with suppress(OSError):  # it is not there, or damaged: it is made again
+        # Not one that another user could have written.
+        known = (os.stat(kept), os.stat(kept.parent))
+        if all(one.st_uid == os.getuid() and not one.st_mode & (stat.S_IWGRP | stat.S_IWOTH) for one in known):
+            return ctypes.CDLL(str(kept))
+    with tempfile.TemporaryDirectory(prefix="megatron_moe-") as folder:
+        built = Path(folder) / "cpu.so"
+        _compile(compiler, openmp, built)
+        with suppress(OSError):  # no home, or one that cannot be written: it is compiled again next time
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(kept, "wb") as file:
+                file.write(built.read_bytes())
+        return ctypes.CDLL(str(built))
+
+
+def cache_folder() -> Path:
+    """Return the folder where compiled kernels are kept, of this user."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "megatron_moe"
 
 
 def _compile(compiler: str, openmp: Path, built: Path) -> None:
@@ -369,11 +347,11 @@ class Kernels(NamedTuple):
     """The kernels of an operation, of its arguments.
 
     Attributes:
-        triton: "module.function" of this room, which launches the Triton kernel.
+        triton: "module.function" of this room, which launches the Triton kernel; None if there is none.
         c: calls the kernel in C, for a CPU; None if there is none.
     """
 
-    triton: str
+    triton: str | None
     c: Callable[..., Any] | None = None
 
 
@@ -389,12 +367,13 @@ KERNELS = {
     "gradient_of_tile": Kernels("triton_loss.gradient_of_tile"),
     "join_positions": Kernels("triton_rotary.join_positions"),
     "join_positions_backward": Kernels("triton_rotary.join_positions_backward"),
+    "rms_norm_backward": Kernels(None, rms_norm_backward),
+    "rms_norm_forward": Kernels(None, rms_norm_forward),
     "sort_by_expert": Kernels("triton_dispatch.sort_by_expert"),
     "sum_rows": Kernels("triton_dispatch.sum_rows"),
     "weighted_swiglu_backward": Kernels("triton_activation.weighted_swiglu_backward", weighted_swiglu_backward),
     "weighted_swiglu_forward": Kernels("triton_activation.weighted_swiglu_forward", weighted_swiglu_forward),
 }
-"""Operation -> its kernels. The norm's, in C alone, are called where it is (`model/norm.py`)."""
 
 
 def has_kernel(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -413,7 +392,7 @@ def has_kernel(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
         def chosen(*args: _P.args, **named: _P.kwargs) -> _R:
             tensor: Any = args[0][0] if isinstance(args[0], list) else args[0]
             result: Any = NotImplemented
-            if takes_kernels(tensor):
+            if kernels.triton is not None and takes_kernels(tensor):
                 result = _triton(kernels.triton)(*args, **named)
             elif kernels.c is not None and takes_c(tensor):
                 result = kernels.c(*args, **named)

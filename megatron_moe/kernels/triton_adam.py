@@ -202,24 +202,14 @@ def adam_update(
         aligned = not any(one % 16 for one in (*row[: _PLACES.value], row[_NUMEL.value]))
         first, second = (_FORMATS[moment.dtype] for moment in state.moments)
         alike[state.main is None, first, second, aligned].append(row)
-    seed = 0 if rounding is None else _signed(rounding[0].seeds[0] | rounding[0].seeds[1] << 32)
+    seed = 0 if rounding is None else rounding[0].seeds[0] | rounding[0].seeds[1] << 32
+    seed -= 2**64 if seed >= 2**63 else 0  # signed, with the same bits
     for (packed, first, second, aligned), rows in alike.items():
         table, weights = _table(tuple(rows), grads[0].device)
-        launch(
-            _update,
-            (weights.numel(),),
-            table,
-            weights,
-            seed,
-            *step.factors().values(),
-            PACKED=packed,
-            FIRST=first,
-            SECOND=second,
-            DRAWN=rounding is not None,
-            ALIGNED=aligned,
-            GROUPS=_GROUPS,
-            GROUP=GROUP,
-        )
+        of_state = {"PACKED": packed, "FIRST": first, "SECOND": second, "DRAWN": rounding is not None}
+        of_layout = {"ALIGNED": aligned, "GROUPS": _GROUPS, "GROUP": GROUP}
+        factors = step.factors().values()
+        launch(_update, (weights.numel(),), table, weights, seed, *factors, **of_state, **of_layout)
 
 
 def _row(grad: Tensor, state: AdamState, rounding: StochasticRounding | None) -> tuple[int, ...]:
@@ -239,7 +229,3 @@ def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Ten
     weights = torch.arange(len(rows), dtype=torch.int32, device=device)
     counts = on_device(programs, torch.int64, device)
     return table, weights.repeat_interleave(counts, output_size=sum(programs))
-
-
-def _signed(bits: int) -> int:
-    return bits - 2**64 if bits >= 2**63 else bits

@@ -39,18 +39,9 @@ def _count_part(ids, counts, total, parts, experts, BINS: tl.constexpr, STEP: tl
 
 @triton.jit(do_not_specialize=_CHOICES)
 def _place_part(
-    ids,
-    counts,
-    ends,
-    order,
-    inverse,
-    total,
-    parts,
-    experts,
-    BINS: tl.constexpr,
-    STEP: tl.constexpr,
-    PART: tl.constexpr,
-):
+    ids, counts, ends, order, inverse, total, parts, experts,
+    BINS: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr
+):  # fmt: skip
     part = tl.program_id(0)
     bins = tl.arange(0, BINS)
     cell = bins.to(tl.int64) * parts + part

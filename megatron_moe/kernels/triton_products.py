@@ -24,18 +24,10 @@ _WHOLE = {"HIGH": 64, "WIDE": 64, "ROWS": 16, "num_warps": 8, "num_stages": 2}
 
 @triton.jit
 def _add(
-    total,
-    left,
-    right,
-    offsets,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    SQUARE: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    total, left, right, offsets,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SQUARE: tl.constexpr, WIDEN: tl.constexpr
+):  # fmt: skip
     expert = tl.program_id(1)
     begin = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
     end = tl.load(offsets + expert)

@@ -15,22 +15,10 @@ from megatron_moe.kernels.choice import launch
 
 @triton.jit
 def _join(
-    rest,
-    positional,
-    cos,
-    sin,
-    joined,
-    sequences,
-    heads,
-    rest_stride,
-    rest_head_stride,
-    positional_stride,
-    positional_head_stride,
-    WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    PAIR_BLOCK: tl.constexpr,
-):
+    rest, positional, cos, sin, joined, sequences, heads,
+    rest_stride, rest_head_stride, positional_stride, positional_head_stride,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, REST_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     target = joined + (row * heads + head) * (WIDTH + 2 * PAIRS)
@@ -53,17 +41,9 @@ def _join(
 
 @triton.jit
 def _turn_back(
-    grad,
-    cos,
-    sin,
-    found,
-    sequences,
-    heads,
-    WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PAIR_BLOCK: tl.constexpr,
-    SHARED: tl.constexpr,
-):
+    grad, cos, sin, found, sequences, heads,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, SHARED: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     pair = tl.arange(0, PAIR_BLOCK)
@@ -95,26 +75,13 @@ def join_positions(rest: Tensor, positional: Tensor, cos: Tensor, sin: Tensor) -
     if rest_stride is None or positional_stride is None:
         return NotImplemented
     joined = rest.new_empty((length, sequences, heads, width + 2 * pairs))
-    launch(
-        _join,
-        (length * sequences, heads),
-        rest,
-        positional,
-        cos.contiguous(),
-        sin.contiguous(),
-        joined,
-        sequences,
-        heads,
-        rest_stride,
-        rest.stride(2),
-        positional_stride,
-        0 if positional.shape[2] == 1 else positional.stride(2),
-        WIDTH=width,
-        PAIRS=pairs,
-        REST_BLOCK=triton.next_power_of_2(width),
-        PAIR_BLOCK=triton.next_power_of_2(pairs),
-        num_warps=1,
-    )
+    operands = (rest, positional, cos.contiguous(), sin.contiguous(), joined)
+    head_stride = 0 if positional.shape[2] == 1 else positional.stride(2)
+    strides = (rest_stride, rest.stride(2), positional_stride, head_stride)
+    constants = {"WIDTH": width, "PAIRS": pairs, "REST_BLOCK": triton.next_power_of_2(width)}
+    constants["PAIR_BLOCK"] = triton.next_power_of_2(pairs)
+    grid = (length * sequences, heads)
+    launch(_join, grid, *operands, sequences, heads, *strides, num_warps=1, **constants)
     return joined
 
 

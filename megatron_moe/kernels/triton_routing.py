@@ -28,18 +28,10 @@ def _sortable(value):
 
 @triton.jit
 def _choose(
-    ranked,
-    bias,
-    ids,
-    experts,
-    BINS: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_TOPK: tl.constexpr,
-    GROUP_BEST: tl.constexpr,
-    BIASED: tl.constexpr,
-):
+    ranked, bias, ids, experts,
+    BINS: tl.constexpr, TOPK: tl.constexpr, SLOTS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, GROUP_BEST: tl.constexpr, BIASED: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BINS)
     known = expert < experts
@@ -76,20 +68,10 @@ def _choose(
 
 @triton.jit
 def _weigh(
-    logits,
-    weighed,
-    ids,
-    padding,
-    probs,
-    experts,
-    scaling,
-    BINS: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-):
+    logits, weighed, ids, padding, probs, experts, scaling,
+    BINS: tl.constexpr, TOPK: tl.constexpr, SLOTS: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SLOTS)
     inside = place < TOPK
@@ -111,20 +93,10 @@ def _weigh(
 
 @triton.jit
 def _weigh_backward(
-    grad,
-    weighed,
-    ids,
-    padding,
-    grad_weighed,
-    experts,
-    scaling,
-    BINS: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-):
+    grad, weighed, ids, padding, grad_weighed, experts, scaling,
+    BINS: tl.constexpr, TOPK: tl.constexpr, SLOTS: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SLOTS)
     inside = place < TOPK
@@ -173,36 +145,17 @@ def choose_experts(ranked: Tensor, expert_bias: Tensor | None, options: Any) -> 
         groups, group_topk, best = 1, 1, 1
     tokens, experts = ranked.shape
     ids = torch.empty((tokens, options.topk), dtype=torch.int64, device=ranked.device)
-    launch(
-        _choose,
-        (tokens,),
-        ranked.contiguous(),
-        ranked if expert_bias is None else expert_bias,
-        ids,
-        experts,
-        BINS=triton.next_power_of_2(experts),
-        TOPK=options.topk,
-        SLOTS=triton.next_power_of_2(options.topk),
-        GROUPS=groups,
-        GROUP_TOPK=group_topk,
-        GROUP_BEST=best,
-        BIASED=expert_bias is not None,
-        num_warps=2,
-    )
+    constants = {"GROUPS": groups, "GROUP_TOPK": group_topk, "GROUP_BEST": best, "BIASED": expert_bias is not None}
+    constants |= {"BINS": triton.next_power_of_2(experts), "SLOTS": triton.next_power_of_2(options.topk)}
+    operands = (ranked.contiguous(), ranked if expert_bias is None else expert_bias, ids)
+    launch(_choose, (tokens,), *operands, experts, TOPK=options.topk, num_warps=2, **constants)
     return ids
 
 
 def _constants(ids: Tensor, experts: int, padding: Tensor | None, softmax: bool, normalize: bool) -> dict[str, Any]:
     topk = ids.shape[1]
-    return {
-        "BINS": triton.next_power_of_2(experts),
-        "TOPK": topk,
-        "SLOTS": triton.next_power_of_2(topk),
-        "SOFTMAX": softmax,
-        "NORMALIZE": normalize,
-        "PADDED": padding is not None,
-        "num_warps": 1,
-    }
+    sizes = {"BINS": triton.next_power_of_2(experts), "TOPK": topk, "SLOTS": triton.next_power_of_2(topk)}
+    return {**sizes, "SOFTMAX": softmax, "NORMALIZE": normalize, "PADDED": padding is not None, "num_warps": 1}
 
 
 def expert_weights(

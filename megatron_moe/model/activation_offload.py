@@ -31,17 +31,8 @@ _INPUTS = {
     "attn_norm": ("input_layernorm",),
     "qkv_linear": tuple(
         f"self_attention.{name}"
-        for name in (
-            "linear_qkv",
-            "k_layernorm",
-            "linear_q_proj",
-            "linear_q_down_proj",
-            "q_layernorm",
-            "linear_q_up_proj",
-            "linear_kv_down_proj",
-            "kv_layernorm",
-            "linear_kv_up_proj",
-        )
+        for name in "linear_qkv k_layernorm linear_q_proj linear_q_down_proj q_layernorm linear_q_up_proj "
+        "linear_kv_down_proj kv_layernorm linear_kv_up_proj".split()
     ),
     "core_attn": ("self_attention.core_attention",),
     "attn_proj": ("self_attention.linear_proj",),
@@ -81,15 +72,9 @@ class ActivationOffload:
             return None
         return cls(training.offload_modules or (), training.min_offloaded_tensor_size)
 
-    @property
-    def leaving_bytes(self) -> int:
-        """Bytes that are on the device until the next pass, though their layers' forward passes are done."""
-        return sum(one.size for _, some in self._leaving.values() for one in some if one.is_leaving)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that are in use now."""
-        return self._pool.in_use
+    def bytes_now(self) -> tuple[int, int]:
+        """Return the bytes that leave the device with the next pass, and those of host memory that are in use."""
+        return sum(one.size for _, some in self._leaving.values() for one in some if one.is_leaving), self._pool.in_use
 
     def attach(self, model: torch.nn.Module) -> None:
         """Let the transformer layers of a model move what the modules keep."""
@@ -98,20 +83,17 @@ class ActivationOffload:
                 layer.register_forward_pre_hook(partial(self._begin, layer.layer_number))
                 layer.register_forward_hook(self._end)
                 for name in self._modules:
-                    self._attach(layer, name)
-
-    def _attach(self, layer: TransformerLayer, name: str) -> None:
-        for path in _INPUTS.get(name, ()):
-            module = _submodule(layer, path)
-            if module is not None:
-                module.register_forward_pre_hook(partial(self._move_inputs, name), with_kwargs=True)
-            if module is not None and name == "core_attn":
-                saved = _Saved(self._move_saved)
-                module.register_forward_pre_hook(saved.start)
-                module.register_forward_hook(saved.stop, always_call=True)
-        experts = _submodule(layer, "mlp.experts")
-        if name == "moe_act" and isinstance(experts, LocalExperts):
-            experts.activate_into = partial(self._activate, experts.activate_into)
+                    for module in (_submodule(layer, path) for path in _INPUTS.get(name, ())):
+                        if module is None:
+                            continue
+                        module.register_forward_pre_hook(partial(self._move_inputs, name), with_kwargs=True)
+                        if name == "core_attn":
+                            saved = _Saved(partial(self._move, name))
+                            module.register_forward_pre_hook(saved.start)
+                            module.register_forward_hook(saved.stop, always_call=True)
+                experts = _submodule(layer, "mlp.experts")
+                if "moe_act" in self._modules and isinstance(experts, LocalExperts):
+                    experts.activate_into = partial(self._activate, experts.activate_into)
 
     def _begin(self, number: int, layer: torch.nn.Module, args: object) -> None:
         if layer.training and torch.is_grad_enabled():
@@ -125,18 +107,9 @@ class ActivationOffload:
             tensors = (tensor for tensor in tensors if tensor.nbytes == tensor.untyped_storage().nbytes())
         self._move(name, *tensors)
 
-    def _move_saved(self, tensor: Tensor) -> None:
-        self._move("core_attn", tensor)
-
-    def _activate(
-        self,
-        activate_into: Callable[..., Tensor],
-        activation: Callable[..., Tensor],
-        product: Callable[[Tensor], Tensor],
-        *inputs: Tensor,
-    ) -> Tensor:
+    def _activate(self, into: Callable[..., Tensor], activation: object, product: object, *inputs: Tensor) -> Tensor:
         self._move("moe_act", *inputs)
-        return activate_into(activation, product, *inputs)
+        return into(activation, product, *inputs)
 
     def _move(self, name: str, *tensors: Tensor) -> None:
         """Start moving what a module of this layer keeps, and free what the same module kept in the layer before."""

@@ -183,7 +183,9 @@ def largest_logits(
             piece = queries[:, :, begin : begin + rows]
             count = piece.shape[2]
             seen = first + begin + count
-            logits = _products(piece.flatten(1, 2), keys[:, :, :seen]).unflatten(1, (-1, count))
+            # In fp32, in which products of half-precision numbers are exact.
+            options: dict[str, Any] = {} if piece.dtype == torch.float32 else {"out_dtype": torch.float32}
+            logits = torch.bmm(piece.flatten(1, 2), keys[:, :, :seen], **options).unflatten(1, (-1, count))
             logits[..., seen - count :].masked_fill_(future[:count, :count], -math.inf)
             torch.maximum(some, logits.amax((2, 3)), out=some)
     return largest.view(batch, heads).amax(0) * (width**-0.5 if scale is None else scale)
@@ -202,13 +204,6 @@ class LargestOverRanks:
         places = (number * len(chunks[0]) for number in chunk_numbers(self.group.rank(), self.group.size()))
         early, late = (largest_logits(chunk, keys, scale, first) for chunk, first in zip(chunks, places))
         return early.maximum(late)
-
-
-def _products(left: Tensor, right: Tensor) -> Tensor:
-    """Return fp32 left @ right of a stack of matrices; products of half-precision numbers are exact in fp32."""
-    if left.dtype == torch.float32:
-        return torch.bmm(left, right)
-    return torch.bmm(left, right, out_dtype=torch.float32)
 
 
 def attend_with_last(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:

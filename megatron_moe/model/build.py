@@ -5,36 +5,61 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
-from megatron_moe.config.module_names import frozen
+from megatron_moe.config import module_names
 from megatron_moe.config.schema import Run
 from megatron_moe.engine.layers import (
-    gather_from_tensor_model_parallel_region,
+    MLP,
+    AttnMaskType,
+    ColumnParallelLinear,
     DistributedDataParallel,
+    MLPSubmodules,
+    RowParallelLinear,
+    TransformerLayer,
     VocabParallelEmbedding,
+    checkpoint,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron_moe.engine.modules import DeepcopyKeepsGroups, with_class
 from megatron_moe.model.activation_offload import ActivationOffload
+from megatron_moe.model.attention import MeasuredCoreAttention, SDPACoreAttention
 from megatron_moe.model.cross_entropy import cross_entropy
-from megatron_moe.model.engine_config import ddp_config, transformer_config
+from megatron_moe.model.engine_config import LayerSettings, ddp_config, transformer_config
 from megatron_moe.model.float16_module import Float16Module, keep_in_fp32, model_dtypes
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel, Sharding
 from megatron_moe.model.initialize import global_name, initialize_weights
-from megatron_moe.model.linear_fp8 import multiply_in_fp8
 from megatron_moe.model.loss import FusedLoss, OutputLayer, OutputLayerWithLoss, TokenLoss
-from megatron_moe.model.mla import ReplicatedLinear
-from megatron_moe.model.mtp import MultiTokenPrediction, without_second_table
+from megatron_moe.model.mla import LatentAttention, MLASubmodules, ReplicatedLinear
+from megatron_moe.model.mtp import MTPLayer, MultiTokenPrediction, PredictionParts, without_second_table
+from megatron_moe.model.norm import RMSNorm, fp32_bias_dropout_add
 from megatron_moe.model.overlap import ChunkPlan
-from megatron_moe.model.spec import LOCAL, LayerSettings, block_spec, prediction_spec
-from megatron_moe.moe.experts import GroupedExperts
+from megatron_moe.moe.experts import GroupedExperts, LocalExperts
+from megatron_moe.moe.grouped_gemm_fp8 import (
+    Fp8Product,
+    fp8_products,
+    require_fp8_of_transformer_engine,
+    transformer_engine_in_fp8,
+)
+from megatron_moe.moe.layer import MoELayer, MoESubmodules
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.platform.protocols import AutogradContext, EngineConfig, ProcessGroups
 from megatron_moe.precision.contract import PrecisionGuard, install_gates, returns_wider
@@ -88,8 +113,6 @@ class ExactEmbedding(DeepcopyKeepsGroups, VocabParallelEmbedding):
         return reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
 
 
-# Modules whose input and weights need one dtype. Transformer Engine's modules check this themselves.
-_PRODUCTS = (LOCAL.column_linear, LOCAL.row_linear, ReplicatedLinear, GroupedExperts)
 _EXTRA_STATE = "_extra_state"
 
 
@@ -121,7 +144,7 @@ class LanguageModel(MultiTokenPrediction, DeepcopyKeepsGroups, GPTModel):
             whole = gather_from_tensor_model_parallel_region(logits, group=self.pg_collection.tp)
             losses = self.token_loss(whole.transpose(0, 1)[..., : self.output_layer.vocab_size].float(), labels)
             if losses.shape != labels.shape:
-                raise ValueError(f"the loss has the shape {list(losses.shape)}; it has to be [B, S] {list(labels.shape)}")
+                raise ValueError(f"the loss has the shape {list(losses.shape)}; [B, S] is {list(labels.shape)}")
             return losses.float()
         losses = cross_entropy(logits.flatten(0, 1), labels.transpose(0, 1).reshape(-1), self.pg_collection.tp)
         return losses.view(logits.shape[:2]).transpose(0, 1).contiguous()
@@ -153,11 +176,216 @@ def _without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if not key.endswith(_EXTRA_STATE)}
 
 
-class _Vocabulary(NamedTuple):
-    """The number of tokens, and of rows of the embedding and output tables."""
+# ---- The spec of a layer: the classes that it is built from, and their options.
+#
+# Every norm, linear layer and attention is a module with its own name, so that the checkpoint's keys are the same for
+# the engine's classes and for Transformer Engine's. Fused modules, which would be named differently, are not used.
 
-    size: int
-    padded: int
+
+@dataclass(frozen=True)
+class Parts:
+    """The classes that `--transformer-impl` chooses."""
+
+    column_linear: type
+    row_linear: type
+    norm: type
+    core_attention: type
+
+
+LOCAL = Parts(ColumnParallelLinear, RowParallelLinear, RMSNorm, SDPACoreAttention)
+
+
+def parts(transformer_impl: str) -> Parts:
+    """Return the classes of an implementation.
+
+    Raises:
+        ConfigError: Transformer Engine is chosen and cannot be used here.
+    """
+    if transformer_impl == "local":
+        return LOCAL
+    platform.require_transformer_engine(f"--transformer-impl {transformer_impl}", "--transformer-impl local")
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TEDotProductAttention,
+        TENorm,
+        TERowParallelLinear,
+    )
+
+    return Parts(TEColumnParallelLinear, TERowParallelLinear, TENorm, TEDotProductAttention)
+
+
+class RecomputedMLP(MLP):
+    """The engine's dense MLP, recomputed in the backward pass: its input alone is kept in training."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        """Compute the engine's MLP, under a checkpoint in training."""
+        forward = partial(super().forward, **options)
+        return checkpoint(forward, False, hidden_states, *args) if self.training else forward(hidden_states, *args)
+
+
+@dataclass
+class MLPSpec:
+    """The spec of a layer's MLP, which contains the process groups.
+
+    The engine's layer passes process groups to the classes it knows (0.16.1), or to all (0.19.2). To the former this is
+    a ModuleSpec and to the latter a constructor, and both build the same module.
+    """
+
+    module: type
+    submodules: Any
+    params: dict[str, Any]
+
+    def __call__(self, *, config: EngineConfig, **_: Any) -> Any:
+        """Build the module, for 0.19.2, which calls the spec."""
+        return self.module(config=config, submodules=self.submodules, **self.params)
+
+
+def layer_spec(
+    config: EngineConfig, settings: LayerSettings, chosen: Parts, pg_collection: ProcessGroups, moe: bool
+) -> ModuleSpec:
+    """Return one transformer layer: attention, then the MoE layer or a dense MLP, each after its norm."""
+    head_norm = chosen.norm if config.qk_layernorm else None
+    core = MeasuredCoreAttention if config.log_max_attention_logit else chosen.core_attention
+    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
+    attention: type = SelfAttention
+    submodules: Any = SelfAttentionSubmodules(
+        linear_qkv=chosen.column_linear,
+        core_attention=core,
+        linear_proj=chosen.row_linear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    if config.multi_latent_attention:
+        attention = LatentAttention
+        submodules = MLASubmodules(chosen.column_linear, chosen.row_linear, head_norm, core)
+        params |= {"recomputed": settings.recomputed, "rotary": settings.rotary}
+    if moe:
+        if settings.moe is not None and settings.moe.backend == "te":  # the layer's own error gets the engine's words
+            platform.require_transformer_engine("--moe-expert-backend te", "--moe-expert-backend grouped_mm")
+        shared = MoESubmodules(linear_fc1=chosen.column_linear, linear_fc2=chosen.row_linear)
+        mlp = MLPSpec(MoELayer, shared, {"pg_collection": pg_collection, "options": settings.moe})
+    else:
+        linears = MLPSubmodules(linear_fc1=chosen.column_linear, linear_fc2=chosen.row_linear)
+        dense = RecomputedMLP if "mlp" in settings.recomputed else MLP
+        mlp = MLPSpec(dense, linears, {"tp_group": pg_collection.tp, "ffn_hidden_size": config.ffn_hidden_size})
+    add = fp32_bias_dropout_add if config.fp32_residual_connection else get_bias_dropout_add
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=chosen.norm,
+            self_attention=ModuleSpec(module=attention, params=params, submodules=submodules),
+            self_attn_bda=add,
+            pre_mlp_layernorm=chosen.norm,
+            mlp=mlp,
+            mlp_bda=add,
+        ),
+    )
+
+
+# ---- Linear layers that multiply in FP8: the engine's parallel ones, those of latent attention, Transformer Engine's.
+#
+# Tiles are those of `moe/grouped_gemm_fp8.py`, cut on each rank's part of a weight: where TP cuts a dimension at
+# multiples of 128, they are those of the whole weight. A layer keeps its weights, keys, checkpoints and communication.
+
+
+class _InFp8:
+    """A mixin for the engine's parallel linear layers: their product, with the communication around it."""
+
+    fp8_product: Fp8Product
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: ProcessGroup | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Return [S, B, out / TP] for an input [S, B, in], or [S / TP, B, in] under sequence parallelism.
+
+        Backward: the input's gradients are summed over TP ranks, in the model's dtype. The gathered input is kept for
+        it, which the engine's layers gather again.
+        """
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        output = self.fp8_product.linear(input, weight)
+        return output if bias is None else output + bias
+
+
+class Fp8ColumnParallelLinear(_InFp8, ColumnParallelLinear):
+    """The engine's column-parallel linear layer in FP8."""
+
+
+class Fp8RowParallelLinear(_InFp8, RowParallelLinear):
+    """The engine's row-parallel linear layer in FP8."""
+
+
+class Fp8ReplicatedLinear(ReplicatedLinear):
+    """The down projections of latent attention in FP8."""
+
+    fp8_product: Fp8Product
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See `ReplicatedLinear.forward`."""
+        return self.fp8_product.linear(x, self.weight)
+
+
+class _ByTransformerEngine:
+    """A mixin for Transformer Engine's linear layers, which cut a gated layer's two matrices as one."""
+
+    fp8_format: str
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Compute the layer in FP8, forward and, as it remembers this, backward."""
+        with transformer_engine_in_fp8(self.fp8_format):
+            return super().forward(*args, **options)  # type: ignore[misc]
+
+
+_CLASSES: dict[type, type] = {
+    ColumnParallelLinear: Fp8ColumnParallelLinear,
+    RowParallelLinear: Fp8RowParallelLinear,
+    ReplicatedLinear: Fp8ReplicatedLinear,
+}
+
+
+def multiply_in_fp8(chunk: GPTModel, run: Run) -> None:
+    """Replace the linear layers of a GPTModel chunk that `--fp8-format` names by those that multiply in FP8.
+
+    Routed experts have been built with their own kernels.
+
+    Raises:
+        ConfigError: Transformer Engine has no FP8 on this device.
+    """
+    names = set(module_names.multiplied_in_fp8(run))
+    if not names:
+        return
+    gate_up, single = fp8_products(run.precision.fp8_format or "")
+    for name, module in list(chunk.named_modules()):
+        if global_name(chunk, name) not in names or isinstance(module, LocalExperts):
+            continue
+        stock: type = type(module)
+        made: Any
+        if stock in _CLASSES:
+            # The gate and the up projection of a gated layer are two matrices.
+            gated = name.endswith(".linear_fc1") and chunk.config.gated_linear_unit
+            made = with_class(_CLASSES[stock], module)
+            made.fp8_product = gate_up if gated else single
+        else:
+            require_fp8_of_transformer_engine("--transformer-impl transformer_engine")
+            made = with_class(type(f"Fp8{stock.__name__}", (_ByTransformerEngine, stock), {}), module)
+            made.fp8_format = run.precision.fp8_format
+        chunk.set_submodule(name, made)
+
+
+# ---- Building.
+
+
+# Modules whose input and weights need one dtype. Transformer Engine's modules check this themselves.
+_PRODUCTS = (LOCAL.column_linear, LOCAL.row_linear, ReplicatedLinear, GroupedExperts)
 
 
 def build_model(
@@ -197,14 +425,14 @@ def build_model(
         ConfigError: for Transformer Engine where it is missing.
     """
     config, settings = transformer_config(run), LayerSettings.from_run(run)
-    vocabulary = _Vocabulary(vocab_size, padded_vocab_size or run.derived.padded_vocab_size(vocab_size))
+    padded = padded_vocab_size or run.derived.padded_vocab_size(vocab_size)
     num_chunks = run.derived.virtual_pipeline_size
     stages = [None] if num_chunks is None else list(range(num_chunks))
-    chunks: list[torch.nn.Module] = [
-        _chunk(run, config, settings, pg_collection, vocabulary, stage, draw) for stage in stages
-    ]
-    for chunk in chunks:
-        chunk.token_loss = token_loss
+    chunks: list[torch.nn.Module] = []
+    for stage in stages:
+        built = _chunk(run, config, settings, pg_collection, vocab_size, padded, stage, draw)
+        built.token_loss = token_loss
+        chunks.append(built)
     if offload := offload or ActivationOffload.from_run(run):
         for chunk in chunks:
             offload.attach(chunk)
@@ -224,14 +452,9 @@ def build_model(
         return chunks
     wrapped: list[Any] = []
     for chunk in chunks:
-        # Only the first chunk's reduction is on the critical path, as Megatron-LM has it.
-        without_buckets = bool(wrapped)
+        # Without buckets but for the first chunk, whose reduction alone is on the critical path, as Megatron-LM has it.
         replica = DistributedDataParallel(
-            config=config,
-            ddp_config=ddp_config(run),
-            module=chunk,
-            disable_bucketing=without_buckets,
-            pg_collection=pg_collection,
+            config, ddp_config(run), chunk, disable_bucketing=bool(wrapped), pg_collection=pg_collection
         )
         wrapped.append(replica)
     for replica in wrapped:
@@ -246,18 +469,30 @@ def _chunk(
     config: EngineConfig,
     settings: LayerSettings,
     pg_collection: ProcessGroups,
-    vocabulary: _Vocabulary,
+    vocab_size: int,
+    padded_vocab_size: int,
     vp_stage: int | None,
     draw: bool,
 ) -> LanguageModel:
     """Build one virtual stage, move it to the device and initialise it."""
     stage = run.derived.chunks_of_pipeline_rank(pg_collection.pp.rank())[vp_stage or 0]
+    chosen = parts(config.transformer_impl)
+    layers = [
+        layer_spec(config, settings.of_layer(layer), chosen, pg_collection, bool(config.moe_layer_freq[layer]))
+        for layer in stage.layers
+    ]
+    predictions = None
+    if stage.predictions:  # each has a transformer layer of the kind of the model's last one
+        last = layer_spec(config, settings, chosen, pg_collection, bool(config.moe_layer_freq[-1]))
+        parts_of_depth = PredictionParts(chosen.norm, chosen.column_linear, last, pg_collection)
+        depths = [ModuleSpec(module=MTPLayer, submodules=parts_of_depth)] * (config.mtp_num_layers or 0)
+        predictions = MultiTokenPredictionBlockSubmodules(layer_specs=depths)
     model_class = FusedLossLanguageModel if run.model.cross_entropy_loss_fusion else LanguageModel
     with _quiet("megatron.core.models.gpt.gpt_model"):  # 0.19.2 announces the end of GPTModel on every construction
         chunk = model_class(
             config=config,
-            transformer_layer_spec=block_spec(config, settings, pg_collection, stage.layers),
-            vocab_size=vocabulary.padded,
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=chosen.norm),
+            vocab_size=padded_vocab_size,
             max_sequence_length=run.derived.max_position_embeddings,
             pre_process=stage.embedding,
             post_process=stage.loss,
@@ -266,7 +501,7 @@ def _chunk(
             position_embedding_type=run.model.position_embedding_type,
             rotary_percent=run.model.rotary_percent,
             rotary_base=run.model.rotary_base,
-            mtp_block_spec=prediction_spec(config, settings, pg_collection) if stage.predictions else None,
+            mtp_block_spec=predictions,
             pg_collection=pg_collection,
             vp_stage=vp_stage,
         )
@@ -275,8 +510,8 @@ def _chunk(
     if chunk.post_process:
         layer_class = OutputLayerWithLoss if run.model.cross_entropy_loss_fusion else OutputLayer
         chunk.output_layer = with_class(layer_class, chunk.output_layer)
-        chunk.output_layer.vocab_size = vocabulary.size
-    if isinstance(chunk.output_layer if chunk.post_process else None, OutputLayerWithLoss):
+        chunk.output_layer.vocab_size = vocab_size
+    if chunk.post_process and run.model.cross_entropy_loss_fusion:
         chunk.output_layer.chunk_tokens = run.model.cross_entropy_chunk_tokens
         chunk.output_layer.fused_gradient = run.precision.gradient_accumulation_fusion is not False
     if hasattr(chunk, "embedding"):
@@ -287,7 +522,7 @@ def _chunk(
     keep_in_fp32(chunk, run, config)
     if draw:
         initialize_weights(chunk, run.training.seed)
-    if left_alone := frozen(run):
+    if left_alone := module_names.frozen(run):
         freeze(chunk, left_alone)
     install_gates(chunk, lambda module: isinstance(module, _PRODUCTS))
     return chunk
@@ -322,11 +557,9 @@ def freeze(chunk: torch.nn.Module, names: Collection[str]) -> None:
             parameter.requires_grad_(False)
     embedding = getattr(chunk, "embedding", None)
     if embedding is not None and not any(parameter.requires_grad for parameter in embedding.parameters()):
-        embedding.register_forward_hook(_require_gradient)
-
-
-def _require_gradient(_module: object, _inputs: object, output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
+        embedding.register_forward_hook(
+            lambda module, inputs, output: output.requires_grad_() if torch.is_grad_enabled() else output
+        )
 
 
 def count_frozen(model: Sequence[torch.nn.Module], pg_collection: ProcessGroups) -> int:
@@ -335,14 +568,11 @@ def count_frozen(model: Sequence[torch.nn.Module], pg_collection: ProcessGroups)
     for chunk in model:
         for parameter in chunk.parameters():
             if not parameter.requires_grad:
-                total += parameter.numel() / _copies(parameter, pg_collection)
+                copies = pg_collection.tp_dp_cp  # the ranks that have the same part of it
+                if not getattr(parameter, "allreduce", True):
+                    copies = pg_collection.expt_dp
+                elif getattr(parameter, "tensor_model_parallel", False):
+                    copies = pg_collection.dp_cp
+                total += parameter.numel() / copies.size()
     torch.distributed.all_reduce(total)
     return round(total.item())
-
-
-def _copies(parameter: torch.nn.Parameter, pg_collection: ProcessGroups) -> int:
-    """Return how many ranks have the same part of a parameter."""
-    if not getattr(parameter, "allreduce", True):
-        return pg_collection.expt_dp.size()
-    is_split = getattr(parameter, "tensor_model_parallel", False)
-    return pg_collection.dp_cp.size() if is_split else pg_collection.tp_dp_cp.size()

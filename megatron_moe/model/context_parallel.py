@@ -119,16 +119,9 @@ class _FlashOverRanks(torch.autograd.Function):
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, context, logsumexp = ctx.saved_tensors
         group = ctx.group
+        whole = (_gathered(key, group), _gathered(value, group))
         grad_query, grad_key, grad_value = chunk_gradients(
-            grad,
-            query,
-            _gathered(key, group),
-            _gathered(value, group),
-            context,
-            logsumexp,
-            ctx.scale,
-            group.rank(),
-            group.size(),
+            grad, query, *whole, context, logsumexp, ctx.scale, group.rank(), group.size()
         )
         grad_key, grad_value = _scattered(grad_key, group), _scattered(grad_value, group)
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
@@ -186,16 +179,9 @@ def chunk_gradients(
         rows = slice(half * length, (half + 1) * length)
         own, earlier = _blocks(number, length)
         for block, causal in ((own, True), (earlier, False)) if number else ((own, True),):
-            shares = block_gradients(
-                grad[:, :, rows],
-                query[:, :, rows],
-                key[:, :, block],
-                value[:, :, block],
-                context[:, :, rows],
-                logsumexp[:, :, rows],
-                scale,
-                causal,
-            )
+            operands = (query[:, :, rows], key[:, :, block], value[:, :, block])
+            results = (context[:, :, rows], logsumexp[:, :, rows])
+            shares = block_gradients(grad[:, :, rows], *operands, *results, scale, causal)
             grad_query[:, :, rows] += shares[0]
             grad_key[:, :, block] += shares[1]
             grad_value[:, :, block] += shares[2]
@@ -210,36 +196,21 @@ def attend_lower_right(
     The last query of a chunk sees the last key that the chunk may see, which is torch's lower-right causal mask; its
     kernels for CUDA need no mask in memory. Autograd saves the gathered keys and values.
     """
-    key, value = (_gathered(tensor, group) for tensor in (key, value))
-    key, value, grouped = for_kernels(query, key, value)
+    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, so where it is needed
+
+    key, value, grouped = for_kernels(query, _gathered(key, group), _gathered(value, group))
     contexts = []
     for number, queries in zip(chunk_numbers(group.rank(), group.size()), query.chunk(2, dim=2)):
         length = queries.shape[2]
         end = (number + 1) * length
-        contexts.append(
-            platform.kernel(F.scaled_dot_product_attention)(
-                queries,
-                key[:, :, :end],
-                value[:, :, :end],
-                attn_mask=_lower_right(length, end),
-                dropout_p=dropout,
-                scale=scale,
-                enable_gqa=grouped,
-            )
-        )
+        # The mask is a description and not a matrix. Its tensor class cannot be created under a dispatch mode, so the
+        # modes that audit or count operations are disabled while it is.
+        with _disable_current_modes():
+            mask = causal_lower_right(length, end)
+        attend = platform.kernel(F.scaled_dot_product_attention)
+        operands = (queries, key[:, :, :end], value[:, :, :end])
+        contexts.append(attend(*operands, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped))
     return torch.cat(contexts, dim=2)
-
-
-def _lower_right(queries: int, keys: int) -> Tensor:
-    """Return the mask, as a description and not as a matrix.
-
-    Its tensor class cannot be created under a dispatch mode, so the modes that audit or count operations are disabled
-    while it is.
-    """
-    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, so where it is needed
-
-    with _disable_current_modes():
-        return causal_lower_right(queries, keys)
 
 
 def for_kernels(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, bool]:
@@ -269,7 +240,7 @@ def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[T
 
 def _gathered(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return [B, g, S, d] in the sequence's order from [B, g, S / CP, d] of every rank, in the tensor's own dtype."""
-    return _as_heads(all_gather_sequence(_as_rows(tensor), group))
+    return all_gather_sequence(_as_rows(tensor), group).permute(1, 2, 0, 3)
 
 
 def _scattered(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -277,14 +248,9 @@ def _scattered(tensor: Tensor, group: ProcessGroup) -> Tensor:
     rows = by_rank(_as_rows(tensor), group.size())
     own = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
     dist.reduce_scatter_tensor(own, rows, group=group)
-    return _as_heads(own)
+    return own.permute(1, 2, 0, 3)
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
     """Return [S, B, h, d], the engine's order, as a view of [B, h, S, d]."""
     return tensor.permute(2, 0, 1, 3)
-
-
-def _as_heads(rows: Tensor) -> Tensor:
-    """Return [B, h, S, d] as a view of [S, B, h, d]."""
-    return rows.permute(1, 2, 0, 3)

@@ -39,7 +39,6 @@ def linear_cross_entropy(
     labels: Tensor,
     group: ProcessGroup | None = None,
     chunk_tokens: int | None = None,
-    weight_name: str = "output_layer.weight",
     vocab_size: int | None = None,
     fused_gradient: bool = False,
 ) -> Tensor:
@@ -54,7 +53,6 @@ def linear_cross_entropy(
         labels: [T], int64.
         group: the ranks over which the vocabulary is split, in the order of their rows; None if it is not split.
         chunk_tokens: tokens per tile; default 1024, which makes an fp32 tile of at most 32 MiB.
-        weight_name: the weight's name in an error.
         vocab_size: V, if the rows from there on are padding: they take no part, and their gradient is 0.
         fused_gradient: whether the weight's gradient is added to its fp32 sum, where it has one, without a rounding.
 
@@ -67,8 +65,8 @@ def linear_cross_entropy(
     """
     if hidden.dtype != weight.dtype:
         raise PrecisionError(
-            f"fused cross entropy: hidden states are {hidden.dtype} and {weight_name} is {weight.dtype}; both must be "
-            f"of one dtype: cast the hidden states to {weight.dtype} before the output layer, or keep it in "
+            f"fused cross entropy: hidden states are {hidden.dtype} and output_layer.weight is {weight.dtype}; both "
+            f"must be of one dtype: cast the hidden states to {weight.dtype} before the output layer, or keep it in "
             f"{hidden.dtype}"
         )
     first_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
@@ -91,9 +89,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         tiles = _Tiles(hidden.detach(), weight.detach()[:rows], labels, chunk_tokens)
         statistics = _Statistics.zeros(labels, tiles.dtype)
-        for block_rows in tiles.blocks():
+        for block_rows in tiles.blocks:
             block = tiles.widened(tiles.weight[block_rows])
-            for tokens in tiles.chunks():
+            for tokens in tiles.chunks:
                 add_statistics(tiles.logits(tokens, block), tiles.columns(block_rows, tokens), *statistics.of(tokens))
         losses = statistics.losses((labels >= 0) & (labels < rows), group)
         ctx.save_for_backward(hidden, weight, labels, statistics.maximum, statistics.exp_sum)
@@ -113,14 +111,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if total is None and ctx.needs_input_grad[1] else None
         if grad_weight is not None:
             grad_weight[ctx.rows :] = 0
-        for rows in tiles.blocks():
+        for rows in tiles.blocks:
             block = tiles.widened(weight[rows])
             # In fp32 the block's gradient is summed in place, in half precision in a buffer of its own.
             block_grad = None if total is None else total[rows]
             if grad_weight is not None:
                 in_place = grad_weight.dtype == tiles.dtype
                 block_grad = grad_weight[rows].zero_() if in_place else tiles.wide_zeros(block.shape)
-            for tokens in tiles.chunks():
+            for tokens in tiles.chunks:
                 tile = gradient_of_tile(
                     tiles.logits(tokens, block),
                     tiles.columns(rows, tokens),
@@ -183,9 +181,12 @@ def _tiles_of(logits: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tenso
     total, width = logits.shape
     size = max(1, min(total, _NUMBERS_OF_TILE["on a CPU" if platform.on_cpu(logits) else "elsewhere"] // width))
     buffer = logits.new_empty((size, width), dtype=dtype)
-    for start in range(0, total, size):
-        tokens = slice(start, min(start + size, total))
-        yield tokens, buffer[: tokens.stop - start].copy_(logits[tokens])
+    for tokens in _slices(total, size):
+        yield tokens, buffer[: tokens.stop - tokens.start].copy_(logits[tokens])
+
+
+def _slices(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 class _Statistics(NamedTuple):
@@ -267,31 +268,19 @@ class _Tiles:
     def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> None:
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.half_operands = hidden.dtype != self.dtype and not platform.on_cpu(hidden)
+        self.operand_dtype = hidden.dtype if self.half_operands else self.dtype  # of a tile in a product
         self.hidden, self.weight, self.labels = self.widened(hidden), weight, labels
-        self.chunk_tokens = max(1, min(chunk_tokens, hidden.shape[0]))
+        # The blocks of the weight's rows, and the chunks of the tokens.
+        self.blocks = _slices(weight.shape[0], BLOCK_ROWS)
+        self.chunks = _slices(labels.shape[0], max(1, min(chunk_tokens, hidden.shape[0])))
         self._tile = torch.empty(0, dtype=self.dtype, device=hidden.device)
 
     def widened(self, operand: Tensor) -> Tensor:
         """Return an operand of a product in the dtype that this device needs."""
         return operand if self.half_operands else operand.to(self.dtype)
 
-    @property
-    def operand_dtype(self) -> torch.dtype:
-        """The dtype of a tile as an operand of a product."""
-        return self.hidden.dtype if self.half_operands else self.dtype
-
     def wide_zeros(self, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.hidden.device)
-
-    def blocks(self) -> Iterator[slice]:
-        """Return the blocks of the weight's rows."""
-        total = self.weight.shape[0]
-        return (slice(start, min(start + BLOCK_ROWS, total)) for start in range(0, total, BLOCK_ROWS))
-
-    def chunks(self) -> Iterator[slice]:
-        """Return the chunks of the tokens."""
-        total = self.labels.shape[0]
-        return (slice(start, min(start + self.chunk_tokens, total)) for start in range(0, total, self.chunk_tokens))
 
     def logits(self, tokens: slice, block: Tensor) -> Tensor:
         """Return the tile [chunk, block], in a buffer that the next call overwrites."""

@@ -1,12 +1,13 @@
 """The engine's configurations of a run: of the model, the gradient buffers and the optimizer.
 
 They contain the settings that the engine's own code reads. The MoE layer, its router and our attention get theirs from
-the run (`moe/options.py`, `model/spec.py`), so that the engine's checks do not refuse settings that it would not act
+the run (`moe/options.py`, `LayerSettings`), so that the engine's checks do not refuse settings that it would not act
 on.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ from megatron_moe import platform
 from megatron_moe.config.pipeline_layout import LETTERS
 from megatron_moe.config.schema import Run
 from megatron_moe.model.norm import residual_dtype
+from megatron_moe.moe.options import MoEOptions
+
+# Of latent attention, in the engine's configuration under the same names as in ours.
+_LATENT = (
+    "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base rotary_percent".split()
+)
+_LATENT += "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim".split()
 
 
 def params_dtype(run: Run) -> torch.dtype:
@@ -30,13 +38,14 @@ def params_dtype(run: Run) -> torch.dtype:
 
 def transformer_config(run: Run) -> TransformerConfig:
     """Return the engine's model configuration, for this machine's device."""
-    model, training, precision, dtype = run.model, run.training, run.precision, params_dtype(run)
+    model, moe, training, precision, dtype = run.model, run.moe, run.training, run.precision, params_dtype(run)
     # Given "mlp", the engine would recompute our MoE layers too, which it does not know; it refuses "moe_act" without
     # its own grouped experts. Our modules recompute these themselves.
     recomputed = [module for module in run.derived.recomputed_modules if module in ("core_attn", "layernorm")]
-    fields = {
+    fields: dict[str, Any] = {
         **_sizes(run),
-        **_moe(run),
+        # One entry per layer always: the engine then gives every layer its own checkpoint keys, for dense models too.
+        "moe_layer_freq": list(run.derived.moe_layer_pattern),
         **_layout(run),
         "bf16": precision.bf16,
         "fp16": precision.fp16,
@@ -56,25 +65,20 @@ def transformer_config(run: Run) -> TransformerConfig:
         "perform_initialization": False,
         "init_method_std": model.init_method_std,
     }
+    if moe.num_experts is not None:
+        fields["num_moe_experts"] = moe.num_experts  # the schedules then scale auxiliary losses
+        # No code that runs here reads these; without them the engine warns of its defaults.
+        fields |= {"moe_ffn_hidden_size": run.derived.moe_ffn_hidden_size, "moe_router_dtype": "fp32"}
+    # The schedule that runs two micro-batches at a time; without CUDA there are no streams. The dispatcher says which
+    # inputs of a step may be freed. That gradients are computed later is not passed on: the engine's linear layers
+    # cannot do it, and Transformer Engine's would wait for a call that attention does not get.
+    if moe.num_experts is not None and moe.overlap_moe_expert_parallel_comm and platform.has_streams():
+        fields["overlap_moe_expert_parallel_comm"] = True
+        fields["moe_token_dispatcher_type"] = moe.moe_token_dispatcher_type
+        fields["moe_flex_dispatcher_backend"] = moe.moe_flex_dispatcher_backend
     if not model.multi_latent_attention:
         return TransformerConfig(**fields)
-    return MLATransformerConfig(
-        **fields,
-        q_lora_rank=model.q_lora_rank,
-        kv_lora_rank=model.kv_lora_rank,
-        qk_head_dim=model.qk_head_dim,
-        qk_pos_emb_head_dim=model.qk_pos_emb_head_dim,
-        v_head_dim=model.v_head_dim,
-        rope_type=model.rope_type,
-        rotary_base=model.rotary_base,
-        rotary_percent=model.rotary_percent,
-        rotary_scaling_factor=model.rotary_scaling_factor,
-        original_max_position_embeddings=model.original_max_position_embeddings,
-        beta_fast=model.beta_fast,
-        beta_slow=model.beta_slow,
-        mscale=model.mscale,
-        mscale_all_dim=model.mscale_all_dim,
-    )
+    return MLATransformerConfig(**fields, **{name: getattr(model, name) for name in _LATENT})
 
 
 def _sizes(run: Run) -> dict[str, Any]:
@@ -103,36 +107,6 @@ def _sizes(run: Run) -> dict[str, Any]:
         "mtp_num_layers": model.mtp_num_layers,
         "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
         "log_max_attention_logit": run.optimizer.qk_clip or run.logging.log_max_attention_logit,
-    }
-
-
-def _moe(run: Run) -> dict[str, Any]:
-    # One entry per layer always: the engine then gives every layer its own checkpoint keys, for dense models too.
-    pattern = {"moe_layer_freq": list(run.derived.moe_layer_pattern)}
-    if run.moe.num_experts is None:
-        return pattern
-    return {
-        **pattern,
-        "num_moe_experts": run.moe.num_experts,  # the schedules then scale auxiliary losses
-        # No code that runs here reads these; without them the engine warns of its defaults.
-        "moe_ffn_hidden_size": run.derived.moe_ffn_hidden_size,
-        "moe_router_dtype": "fp32",
-        **_two_micro_batches(run),
-    }
-
-
-def _two_micro_batches(run: Run) -> dict[str, Any]:
-    """Return the settings of the schedule that runs two micro-batches at a time; without CUDA there are no streams.
-
-    The dispatcher says which inputs of a step may be freed. That gradients are computed later is not passed on: the
-    engine's linear layers cannot do it, and Transformer Engine's would wait for a call that attention does not get.
-    """
-    if not (run.moe.overlap_moe_expert_parallel_comm and platform.has_streams()):
-        return {}
-    return {
-        "overlap_moe_expert_parallel_comm": True,
-        "moe_token_dispatcher_type": run.moe.moe_token_dispatcher_type,
-        "moe_flex_dispatcher_backend": run.moe.moe_flex_dispatcher_backend,
     }
 
 
@@ -231,3 +205,29 @@ def optimizer_config(run: Run) -> OptimizerConfig:
         loss_scale_window=precision.loss_scale_window,
         hysteresis=precision.hysteresis,
     )
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """The options of our own modules in a layer, which the engine's configuration does not have.
+
+    moe: options of the MoE layers; None for a dense model. recomputed: see `derived.recomputed_modules`. rotary:
+    whether attention rotates queries and keys. bf16_layers: the layers of the decoder whose experts are not in FP8.
+    """
+
+    moe: MoEOptions | None
+    recomputed: tuple[str, ...]
+    rotary: bool
+    bf16_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def from_run(cls, run: Run) -> LayerSettings:
+        """Read the settings from a run that has passed `config.rules.check`."""
+        rotary = run.model.position_embedding_type == "rope"
+        return cls(MoEOptions.from_run(run), run.derived.recomputed_modules, rotary, run.derived.bf16_layers)
+
+    def of_layer(self, layer: int) -> LayerSettings:
+        """Return the settings of one layer of the decoder, by its number from 0 in the whole model."""
+        if self.moe is None or layer not in self.bf16_layers:
+            return self
+        return replace(self, moe=replace(self.moe, fp8_format=None))

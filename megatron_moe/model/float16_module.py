@@ -22,45 +22,34 @@ from megatron_moe.precision.contract import (
     TensorDtype,
     declared_fp32_state,
     make_island,
-    verify_fp32_state,
 )
 
 
-def keep_in_fp32(chunk: torch.nn.Module, run: Run, config: EngineConfig) -> list[str]:
+def keep_in_fp32(chunk: torch.nn.Module, run: Run, config: EngineConfig) -> None:
     """Make fp32 islands of the modules of `--keep-fp32` that are in this chunk, before its weights are drawn.
 
     Args:
         chunk: an unwrapped GPTModel.
-        config: the engine's configuration that the chunk was built with.
-
-    Returns:
-        The names of these modules in the whole model.
+        config: the engine's configuration that the chunk was built with. It is read at every pass, because an fp32
+            evaluation changes it temporarily.
     """
-    kept, parts = module_names.kept_in_fp32(run), module_names.parts(run)
-    # With tied weights a lone stage's output layer has no weight of its own, and computes with the embedding's.
-    here = {module_name(chunk, path): module for path, module in chunk.named_modules()}
-    for name in (found := sorted(set(kept) & here.keys())):
-        make_island(here[name], _crossing(parts[name].emits(run, kept), config))
-    return found
-
-
-def module_name(chunk: torch.nn.Module, path: str) -> str:
-    """Return a module's name in the whole model, with the layer's global number from 0."""
-    return global_name(chunk, path + ".").removesuffix(".")
-
-
-def _crossing(word: str, config: EngineConfig) -> Emits | None:
-    """Return the rule for the dtype of an island's outputs.
-
-    The configuration is read at every call, because an fp32 evaluation changes it temporarily.
-    """
-    return {
+    emits = {
         INPUT: Emits(),
         RESIDUAL: Emits(partial(getattr, config, "pipeline_dtype")),
         MODEL: Emits(partial(getattr, config, "params_dtype")),
         OWN: Emits(as_computed=True),
         ROUTER: None,
-    }[word]
+    }
+    kept, parts = module_names.kept_in_fp32(run), module_names.parts(run)
+    # With tied weights a lone stage's output layer has no weight of its own, and computes with the embedding's.
+    here = {module_name(chunk, path): module for path, module in chunk.named_modules()}
+    for name in sorted(set(kept) & here.keys()):
+        make_island(here[name], emits[parts[name].emits(run, kept)])
+
+
+def module_name(chunk: torch.nn.Module, path: str) -> str:
+    """Return a module's name in the whole model, with the layer's global number from 0."""
+    return global_name(chunk, path + ".").removesuffix(".")
 
 
 class Float16Module(DeepcopyKeepsGroups, EngineFloat16Module):
@@ -81,14 +70,15 @@ class Float16Module(DeepcopyKeepsGroups, EngineFloat16Module):
     def __init__(self, config: EngineConfig, module: torch.nn.Module) -> None:
         before = {name: _bits(tensor) for name, tensor in declared_fp32_state(module)}
         super().__init__(config, module)
-        verify_fp32_state(self.module, "wrapping in Float16Module")
-        changed = [
-            name
-            for name, tensor in declared_fp32_state(self.module)
-            if tensor.device.type != "meta" and not torch.equal(_bits(tensor), before[name])
-        ]
+        changed = []
+        for name, tensor in declared_fp32_state(self.module):
+            kept = tensor.dtype == torch.float32
+            if kept and tensor.device.type != "meta":
+                kept = torch.equal(_bits(tensor), before[name])
+            if not kept:
+                changed.append(f"{name} is {tensor.dtype}")
         if changed:
-            raise PrecisionError(f"wrapping in Float16Module changed the value of {', '.join(changed)}")
+            raise PrecisionError(f"wrapping in Float16Module changed fp32 state: {'; '.join(changed)}")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load as every torch module does; the engine's wrapper has no `assign`."""

@@ -82,13 +82,8 @@ class Sharding:
         if machine is not None:
             machine *= layout.tensor_model_parallel_size
         bits = {None: None, "int8": 8, "int4": 4}[layout.zero_quantized_gradients]
-        return cls(
-            keep_gathered=run.derived.zero_stage == 2,
-            quantized_weights=layout.zero_quantized_weights,
-            machine=machine,
-            gradient_bits=bits,
-            offload=run.optimizer.optimizer_cpu_offload,
-        )
+        offload = run.optimizer.optimizer_cpu_offload
+        return cls(run.derived.zero_stage == 2, layout.zero_quantized_weights, machine, bits, offload)
 
 
 class FullyShardedDataParallel(torch.nn.Module):
@@ -145,15 +140,13 @@ class FullyShardedDataParallel(torch.nn.Module):
         The engine's schedules enter it for all micro-batches but the last. Gradients are reduced at each of them: they
         would not be spread over the ranks otherwise.
         """
-        self._reshard_after_backward(not self._keeps_gathered)
+        for unit in self._units:
+            unit.set_reshard_after_backward(not self._keeps_gathered, recurse=False)
         try:
             yield
         finally:
-            self._reshard_after_backward(True)
-
-    def _reshard_after_backward(self, enabled: bool) -> None:
-        for unit in self._units:
-            unit.set_reshard_after_backward(enabled, recurse=False)
+            for unit in self._units:
+                unit.set_reshard_after_backward(True, recurse=False)
 
     def _free_gathered(self) -> None:
         for unit in self._units:
@@ -207,7 +200,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         """Do nothing: each element of a weight is on one data-parallel rank."""
 
 
-def units(model: torch.nn.Module, pg_collection: ProcessGroups) -> Iterator[Unit]:
+def units(model: Any, pg_collection: ProcessGroups) -> Iterator[Unit]:
     """Yield the units of a language model, each after those within it; the last one is the model itself."""
     dtype = model.config.params_dtype
     for part in model.modules():
@@ -216,15 +209,10 @@ def units(model: torch.nn.Module, pg_collection: ProcessGroups) -> Iterator[Unit
             yield Unit(part, pg_collection.expt_dp, weights[0].dtype, is_island=weights[0].dtype != dtype)
         elif any(weight.dtype != dtype for weight in weights):
             yield Unit(part, pg_collection.dp_cp, torch.float32, is_island=True)
-    for layer in layers_of(model):
+    further = [] if getattr(model, "mtp", None) is None else [depth.transformer_layer for depth in model.mtp.layers]
+    for layer in (*model.decoder.layers, *further):
         yield Unit(layer, pg_collection.dp_cp, dtype)
     yield Unit(model, pg_collection.dp_cp, dtype, is_root=True)
-
-
-def layers_of(model: Any) -> list[torch.nn.Module]:
-    """Return the transformer layers of a language model, those of multi-token prediction last."""
-    further = [] if getattr(model, "mtp", None) is None else [depth.transformer_layer for depth in model.mtp.layers]
-    return [*model.decoder.layers, *further]
 
 
 def _shard(unit: Unit, sharding: Sharding) -> FSDPModule:
@@ -252,24 +240,30 @@ def _shard(unit: Unit, sharding: Sharding) -> FSDPModule:
     # themselves (torch can be asked to from 2.13 on): those of experts without a token get zeros as gradient, not none.
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
-    if not unit.is_island:
-        quantize_collectives(sharded, unit.group, sharding)
+    if size > 1 and not unit.is_island:
+        # ZeRO++ (arXiv 2306.10209) sends integers.
+        segments = cache(partial(_segments, sharded))
+        if sharding.quantized_weights:
+            sharded.set_custom_all_gather(QuantizedAllGather(segments, size))  # type: ignore[arg-type]
+        if sharding.gradient_bits is not None:
+            inside = neighbours(dist.get_process_group_ranks(unit.group), sharding.machine or ranks_of_machine())
+            # With one rank a machine nothing is added up inside it.
+            parts = partition(unit.group, inside) if 1 < inside < size else (None, None)
+            reduce_scatter: Any = QuantizedReduceScatter(segments, sharding.gradient_bits, *parts)
+            sharded.set_custom_reduce_scatter(reduce_scatter)
     for part, name, values in attributes:
         parameter: Any = part._parameters[name]
         vars(parameter).update(values)
         master: Any = torch.nn.Parameter(local(parameter).detach(), requires_grad=parameter.requires_grad)
         vars(master).update(values)
         parameter.main_param = master
-        register_sharded(parameter, ShardedWeight(_own_range(tuple(parameter.shape), unit.group), unit.dtype))
+        axis, rank = shard_axis(tuple(parameter.shape), size), unit.group.rank()
+        length = parameter.shape[axis]
+        share = -(-length // size)
+        own_range = (axis, min(rank * share, length), min((rank + 1) * share, length))
+        register_sharded(parameter, ShardedWeight(own_range, unit.dtype))
         parameter.main_grad = master.main_grad = None
     return sharded
-
-
-def _own_range(shape: tuple[int, ...], group: ProcessGroup) -> tuple[int, int, int]:
-    axis = shard_axis(shape, group.size())
-    length, rank = shape[axis], group.rank()
-    share = -(-length // group.size())
-    return axis, min(rank * share, length), min((rank + 1) * share, length)
 
 
 def shard_axis(shape: tuple[int, ...], ranks: int) -> int:
@@ -290,12 +284,9 @@ def shard_of(parameter: Tensor) -> torch.nn.Parameter:
     return parameter.main_param  # type: ignore[attr-defined]
 
 
-# ---- ZeRO++ (arXiv 2306.10209): a secondary partition, and weights and gradients that are sent as integers.
-
-
 @contextmanager
 def secondary_mesh(group: ProcessGroup, machine: int | None) -> Iterator[bool | int]:
-    """Yield what `fully_shard` takes as `reshard_after_forward` in the block: the size of the secondary partition.
+    """Yield what `fully_shard` takes as `reshard_after_forward` in the block: the size of ZeRO++'s secondary partition.
 
     It is the ranks of the group among `machine` neighbours of the world. Where that is one, as of experts that a
     machine has once, weights stay gathered: False.
@@ -313,20 +304,6 @@ def secondary_mesh(group: ProcessGroup, machine: int | None) -> Iterator[bool | 
     mesh = DeviceMesh.from_group([across, inside], platform.device().type, mesh=places, mesh_dim_names=names)
     with partition_mesh(mesh):
         yield size
-
-
-def quantize_collectives(module: FSDPModule, group: ProcessGroup, sharding: Sharding) -> None:
-    """Let a unit's gathers and reductions send integers where the flags ask for it and the group has several ranks."""
-    if group.size() == 1:
-        return
-    segments = cache(partial(_segments, module))
-    if sharding.quantized_weights:
-        module.set_custom_all_gather(QuantizedAllGather(segments, group.size()))
-    if sharding.gradient_bits is not None:
-        size = neighbours(dist.get_process_group_ranks(group), sharding.machine or ranks_of_machine())
-        # With one rank a machine nothing is added up inside it.
-        parts = partition(group, size) if 1 < size < group.size() else (None, None)
-        module.set_custom_reduce_scatter(QuantizedReduceScatter(segments, sharding.gradient_bits, *parts))
 
 
 def _segments(module: FSDPModule) -> Segments:

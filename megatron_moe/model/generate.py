@@ -23,6 +23,7 @@ from megatron_moe.engine.modules import fp32_parameters
 from megatron_moe.engine.schedules import get_attr_wrapped_model, get_forward_backward_func
 from megatron_moe.model.attention import SDPACoreAttention, attend_with_last
 from megatron_moe.model.mla import LatentAttention, rotated
+from megatron_moe.parallel.collectives import all_gather_rows
 from megatron_moe.parallel.sequence import context_parallel_slice, holder
 
 Chunks = Sequence[torch.nn.Module]
@@ -46,22 +47,18 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     """Choose a token for logits [V], fp32 on the CPU; `generator` is used if it is drawn."""
     if sampling.temperature <= 0.0:
         return int(logits.argmax())
-    probs = torch.softmax(_likely(logits / sampling.temperature, sampling), dim=-1)
-    return int(torch.multinomial(probs, 1, generator=generator))
-
-
-def _likely(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the logits with -inf for the tokens that are not drawn from. Of equally likely ones the first ids stay."""
-    if sampling.top_k is None and sampling.top_p >= 1.0:
-        return logits
-    ranked, ids = logits.sort(descending=True, stable=True)
-    ranked, ids = ranked[: sampling.top_k], ids[: sampling.top_k]
-    if sampling.top_p < 1.0:
-        probs = torch.softmax(ranked, dim=-1)
-        # A token stays while those before it have less than top_p: the likeliest one always does.
-        stays = probs.cumsum(-1) - probs < sampling.top_p
-        ranked, ids = ranked[stays], ids[stays]
-    return torch.full_like(logits, float("-inf")).scatter(0, ids, ranked)
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None or sampling.top_p < 1.0:
+        # What is not drawn from gets -inf. Of equally likely tokens the first ids stay.
+        ranked, ids = logits.sort(descending=True, stable=True)
+        ranked, ids = ranked[: sampling.top_k], ids[: sampling.top_k]
+        if sampling.top_p < 1.0:
+            probs = torch.softmax(ranked, dim=-1)
+            # A token stays while those before it have less than top_p: the likeliest one always does.
+            stays = probs.cumsum(-1) - probs < sampling.top_p
+            ranked, ids = ranked[stays], ids[stays]
+        logits = torch.full_like(logits, float("-inf")).scatter(0, ids, ranked)
+    return int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator))
 
 
 def next_token_logits(chunks: Chunks, tokens: Tensor, position: int) -> Tensor:
@@ -97,10 +94,11 @@ def next_token_logits(chunks: Chunks, tokens: Tensor, position: int) -> Tensor:
             collect_non_loss_data=True,
         )
     if outputs:
-        logits = _gather_vocabulary(outputs[0].float(), groups.tp)
+        logits = all_gather_rows(outputs[0].float().t(), groups.tp).t().contiguous()
     else:
-        logits = torch.empty(0, device=tokens.device)
-    logits = _from_last_stage(logits, batch, groups.pp)
+        logits = torch.empty(batch, get_attr_wrapped_model(chunks[0], "vocab_size"), device=tokens.device)
+    if groups.pp.size() > 1:
+        dist.broadcast(logits, dist.get_global_rank(groups.pp, groups.pp.size() - 1), group=groups.pp)
     if groups.cp.size() > 1:
         dist.broadcast(logits, dist.get_global_rank(groups.cp, cp_rank), group=groups.cp)
     return logits
@@ -141,19 +139,12 @@ def generate(
         tokens = torch.zeros(1, seq_length, dtype=torch.int64, device=device)
         tokens[0, : len(window)] = torch.tensor(window, device=device)
         logits = next_token_logits(chunks, tokens, len(window) - 1)[0, :vocab_size].cpu()
-        known.append(_agreed(choose(logits, sampling, generator)))
+        token = torch.tensor([choose(logits, sampling, generator)], device=device)
+        dist.broadcast(token, 0)  # model replicas may differ in the last bit, and so in a draw
+        known.append(int(token))
         if known[-1] == end_id:
             break
     return known[len(prompt_ids) :]
-
-
-def _agreed(token: int) -> int:
-    """Return rank 0's token, since model replicas may differ in the last bit and so in a draw."""
-    if dist.get_world_size() == 1:
-        return token
-    shared = torch.tensor([token], device=platform.device())
-    dist.broadcast(shared, 0)
-    return int(shared)
 
 
 def _micro_batches(tokens: Tensor, repeats: int, cp: ProcessGroup) -> Iterator[tuple[Tensor, Tensor, None]]:
@@ -162,28 +153,6 @@ def _micro_batches(tokens: Tensor, repeats: int, cp: ProcessGroup) -> Iterator[t
     if cp.size() > 1:
         tokens, positions = (context_parallel_slice(whole, cp.rank(), cp.size()) for whole in (tokens, positions))
     return iter([(tokens, positions, None)] * repeats)
-
-
-def _gather_vocabulary(logits: Tensor, group: ProcessGroup) -> Tensor:
-    """Return [B, V] from [B, V/TP] of every TP rank."""
-    if group.size() == 1:
-        return logits.contiguous()
-    parts = [torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, logits.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)
-
-
-def _from_last_stage(logits: Tensor, batch: int, group: ProcessGroup) -> Tensor:
-    """Broadcast the last pipeline stage's logits to every stage."""
-    if group.size() == 1:
-        return logits
-    last = dist.get_global_rank(group, group.size() - 1)
-    width = torch.tensor([logits.numel() // batch], device=logits.device)
-    dist.broadcast(width, last, group=group)
-    if logits.numel() == 0:
-        logits = torch.empty(batch, int(width), device=logits.device)
-    dist.broadcast(logits, last, group=group)
-    return logits
 
 
 @contextlib.contextmanager
@@ -338,7 +307,7 @@ class _CachedLatentAttention(torch.nn.Module):
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         """Attend as LatentAttention does."""
-        attention, entered = self.attention, hidden_states.dtype
+        attention, config, entered = self.attention, self.attention.config, hidden_states.dtype
         if fp32_parameters(attention) is not None:  # an island, whose own hooks are bypassed here
             hidden_states = hidden_states.float()
         query_latent, latent_and_key_pos = attention.latents(hidden_states)
@@ -348,7 +317,16 @@ class _CachedLatentAttention(torch.nn.Module):
             query, key, value = attention.query_key_value(query_latent, latent_and_key_pos)
             context = attention.core_attention(query, key, value, None, attn_mask_type=attention.attn_mask_type)
         else:
-            context = self._absorbed(*attention.query_parts(query_latent), kept)
+            # One token's query [1, B, n, dn] and [1, B, n, dr], over the cached rows. q . (K c) = (K' q) . c and
+            # sum p (V c) = V (sum p c): all heads share one key and one value per token.
+            query_rest, query_pos = attention.query_parts(query_latent)
+            up = attention.linear_kv_up_proj.weight.unflatten(0, (attention.num_heads, attention.key_value_width))
+            up_key, up_value = up.split((config.qk_head_dim, config.v_head_dim), dim=1)
+            # The weight of a module that is kept in fp32 is fp32, between tensors of the model's dtype.
+            query = torch.einsum("sbnd,ndr->sbnr", query_rest.to(up.dtype), up_key).to(query_rest.dtype)
+            query = torch.cat((query, self._rotated(query_pos)), dim=-1)
+            context = attend_with_last(query, kept, kept[..., : config.kv_lora_rank], attention.core_attention.scale)
+            context = torch.einsum("sbnr,nvr->sbnv", context.to(up.dtype), up_value).to(query_rest.dtype).flatten(2)
         output, bias = attention.linear_proj(context)
         return output.to(entered), bias
 
@@ -358,20 +336,6 @@ class _CachedLatentAttention(torch.nn.Module):
         if rotary is None:
             return x
         return rotated(x, *(t[known : known + x.shape[0]] for t in rotary.tables(self._length.capacity, x.device)))
-
-    def _absorbed(self, query_rest: Tensor, query_pos: Tensor, kept: Tensor) -> Tensor:
-        """Return the context [1, B, n dv] of one token's query, [1, B, n, dn] and [1, B, n, dr], over the cached rows.
-
-        q . (K c) = (K' q) . c and sum p (V c) = V (sum p c): all heads share one key and one value per token.
-        """
-        attention, config = self.attention, self.attention.config
-        up = attention.linear_kv_up_proj.weight.unflatten(0, (attention.num_heads, attention.key_value_width))
-        up_key, up_value = up.split((config.qk_head_dim, config.v_head_dim), dim=1)
-        # The weight of a module that is kept in fp32 is fp32, between tensors of the model's dtype.
-        query = torch.einsum("sbnd,ndr->sbnr", query_rest.to(up.dtype), up_key).to(query_rest.dtype)
-        query = torch.cat((query, self._rotated(query_pos)), dim=-1)
-        context = attend_with_last(query, kept, kept[..., : config.kv_lora_rank], attention.core_attention.scale)
-        return torch.einsum("sbnr,nvr->sbnv", context.to(up.dtype), up_value).to(query_rest.dtype).flatten(2)
 
 
 def _own(core: torch.nn.Module) -> SDPACoreAttention:

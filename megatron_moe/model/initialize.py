@@ -34,39 +34,15 @@ class Split:
 
 _WHOLE, _ROWS, _COLUMNS = Split(None), Split(0), Split(1)
 
-# (module, parameter) -> split. A parameter that is not listed is an error, so that none is left uninitialised.
-_SPLITS: dict[tuple[str, str], Split] = {
-    ("word_embeddings", "weight"): _ROWS,
-    ("output_layer", "weight"): _ROWS,
-    ("linear_qkv", "weight"): _ROWS,
-    ("linear_qkv", "bias"): _ROWS,
-    ("linear_q_proj", "weight"): _ROWS,
-    ("linear_q_up_proj", "weight"): _ROWS,
-    ("linear_kv_up_proj", "weight"): _ROWS,
-    ("linear_q_down_proj", "weight"): _WHOLE,
-    ("linear_kv_down_proj", "weight"): _WHOLE,
-    ("linear_proj", "weight"): _COLUMNS,
-    ("linear_proj", "bias"): _WHOLE,
-    ("linear_fc1", "weight"): _ROWS,
-    ("linear_fc1", "bias"): _ROWS,
-    ("linear_fc2", "weight"): _COLUMNS,
-    ("linear_fc2", "bias"): _WHOLE,
-    ("eh_proj", "weight"): _ROWS,
-    ("router", "weight"): _WHOLE,
-    ("shared_experts", "gate_weight"): _WHOLE,
-    **{
-        (norm, "weight"): _WHOLE
-        for norm in (
-            "input_layernorm",
-            "pre_mlp_layernorm",
-            "final_layernorm",
-            "q_layernorm",
-            "k_layernorm",
-            "kv_layernorm",
-            "enorm",
-            "hnorm",
-        )
-    },
+# Module -> split of its weight. One that is not listed is an error, so that no parameter is left uninitialised.
+_SPLITS = {
+    **dict.fromkeys("word_embeddings output_layer linear_qkv linear_q_proj linear_q_up_proj".split(), _ROWS),
+    **dict.fromkeys("linear_kv_up_proj linear_fc1 eh_proj".split(), _ROWS),
+    **dict.fromkeys("linear_q_down_proj linear_kv_down_proj router shared_experts".split(), _WHOLE),
+    **dict.fromkeys("input_layernorm pre_mlp_layernorm final_layernorm".split(), _WHOLE),
+    **dict.fromkeys("q_layernorm k_layernorm kv_layernorm enorm hnorm".split(), _WHOLE),
+    "linear_proj": _COLUMNS,
+    "linear_fc2": _COLUMNS,
 }
 _OUTPUT_PROJECTIONS = ("linear_proj", "linear_fc2")
 
@@ -109,10 +85,7 @@ def initialize_weights(chunk: torch.nn.Module, seed: int) -> None:
             parameter.fill_(1.0)
         else:
             width = output_std if module_name in _OUTPUT_PROJECTIONS else std
-            full_shape = list(parameter.shape)
-            if split.axis is not None:
-                full_shape[split.axis] *= ranks
-            full = normal(seed, full_name, tuple(full_shape), width)
+            full = normal(seed, full_name, whole_shape(tuple(parameter.shape), split, ranks), width)
             parameter.copy_(part(full, split, rank, ranks))
 
 
@@ -140,6 +113,14 @@ def global_name(chunk: torch.nn.Module, name: str) -> str:
     return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{layers[int(m[1])].layer_number - 1}.", name)
 
 
+def whole_shape(shape: tuple[int, ...], split: Split, ranks: int) -> tuple[int, ...]:
+    """Return the shape of the whole of which each of that many tensor-parallel ranks has a part of this shape."""
+    whole = list(shape)
+    if split.axis is not None:
+        whole[split.axis] *= ranks
+    return tuple(whole)
+
+
 def part(full: Tensor, split: Split, rank: int, ranks: int) -> Tensor:
     """Return a TP rank's part of every block of the full tensor."""
     if split.axis is None or ranks == 1:
@@ -154,7 +135,9 @@ def _experts(chunk: torch.nn.Module) -> list[tuple[str, Any]]:
 
 
 def _split(module_name: str, parameter_name: str, config: EngineConfig) -> Split:
-    split = _SPLITS[module_name, parameter_name]
+    split = _SPLITS[module_name]
+    if parameter_name == "bias" and split == _COLUMNS:
+        return _WHOLE
     gated = module_name == "linear_fc1" and config.gated_linear_unit
     return Split(split.axis, stride=2) if gated else split
 

@@ -20,10 +20,11 @@ from megatron_moe.parallel.collectives import all_gather_rows, all_reduce_sum, s
 from megatron_moe.platform.protocols import AutogradContext
 from megatron_moe.precision.contract import returns_wider
 
-
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
-"""Logits [B, S, V] fp32 without padding and labels [B, S] int64 -> the loss [B, S] of each token. A run multiplies by the
-loss mask and averages over the global batch, on every layout alike; S is a rank's part under context parallelism."""
+"""Logits [B, S, V] fp32 without padding and labels [B, S] int64 -> the loss [B, S] of each token.
+
+A run multiplies by the loss mask and averages over the global batch, on every layout alike; S is a rank's part under
+context parallelism."""
 
 
 class OutputLayer(DeepcopyKeepsGroups, ColumnParallelLinear):

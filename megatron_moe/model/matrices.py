@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_moe.config.schema import Run
-from megatron_moe.model.initialize import Split, placement
+from megatron_moe.model.initialize import Split, placement, whole_shape
 
 
 class MatrixLayout(NamedTuple):
@@ -25,19 +25,11 @@ class MatrixLayout(NamedTuple):
 
     split: Split
     stacked: bool
-    matrices: Callable[[Tensor], list[Tensor]]
+    matrices: Callable[[Tensor], Sequence[Tensor]]
 
 
 def _one(whole: Tensor) -> list[Tensor]:
     return [whole]
-
-
-def _each(whole: Tensor) -> list[Tensor]:
-    return list(whole.unbind(0))
-
-
-def _halves(whole: Tensor) -> list[Tensor]:
-    return list(whole.chunk(2))
 
 
 def _queries_keys_values(whole: Tensor, groups: int, head: int) -> list[Tensor]:
@@ -52,15 +44,6 @@ def _heads(whole: Tensor, widths: Sequence[int]) -> list[Tensor]:
     return [part for head in of_head.unbind(0) for part in head.split(list(widths))]
 
 
-def _head_widths(run: Run) -> dict[str, tuple[int, ...]]:
-    """Return projection to attention heads -> the rows of each matrix of a head."""
-    m = run.model
-    if not m.multi_latent_attention:
-        return {"linear_qkv": (run.derived.head_size,)}
-    query, key_value = (m.qk_head_dim + m.qk_pos_emb_head_dim,), (m.qk_head_dim, m.v_head_dim)
-    return {"linear_q_proj": query, "linear_q_up_proj": query, "linear_kv_up_proj": key_value}
-
-
 def matrices_of(run: Run, chunk: torch.nn.Module) -> dict[str, MatrixLayout]:
     """Return the weights of an unwrapped chunk that Muon updates, by name.
 
@@ -68,13 +51,19 @@ def matrices_of(run: Run, chunk: torch.nn.Module) -> dict[str, MatrixLayout]:
     and the gate of a shared expert, which are no maps between hidden states, tables, norms and biases are AdamW's.
     """
     found: dict[str, MatrixLayout] = {}
-    widths = _head_widths(run) if run.optimizer.muon_split_qkv_per_head else {}
+    m = run.model
+    widths: dict[str, tuple[int, ...]] = {}  # projection to attention heads -> the rows of each matrix of a head
+    if run.optimizer.muon_split_qkv_per_head and not m.multi_latent_attention:
+        widths = {"linear_qkv": (run.derived.head_size,)}
+    elif run.optimizer.muon_split_qkv_per_head:
+        query, key_value = (m.qk_head_dim + m.qk_pos_emb_head_dim,), (m.qk_head_dim, m.v_head_dim)
+        widths = {"linear_q_proj": query, "linear_q_up_proj": query, "linear_kv_up_proj": key_value}
     for name, (_, split) in placement(chunk).items():
         module, parameter = name.split(".")[-2:]
         if parameter == "weight" and (module.startswith("linear_") or module == "eh_proj"):
             found[name] = MatrixLayout(split, False, _one)
             if split.stride == 2:
-                found[name] = MatrixLayout(split, False, _halves)
+                found[name] = MatrixLayout(split, False, partial(torch.chunk, chunks=2))
             elif module in widths:
                 found[name] = MatrixLayout(split, False, partial(_heads, widths=widths[module]))
             elif module == "linear_qkv" and run.optimizer.muon_split_qkv:
@@ -82,7 +71,7 @@ def matrices_of(run: Run, chunk: torch.nn.Module) -> dict[str, MatrixLayout]:
                 found[name] = MatrixLayout(split, False, partial(_queries_keys_values, groups=groups, head=head))
     for name, _ in chunk.named_parameters():
         if name.endswith("experts.weight1"):
-            found[name] = MatrixLayout(Split(1), True, _each)
+            found[name] = MatrixLayout(Split(1), True, torch.unbind)
         elif name.endswith("experts.weight2"):
             found[name] = MatrixLayout(Split(1), True, _one)
     return {name: layout for name, layout in found.items() if chunk.get_parameter(name).requires_grad}
@@ -126,25 +115,15 @@ def is_matrix(weight: Tensor) -> bool:
     return weight in _COSTS
 
 
-def whole_shape(shape: tuple[int, ...], split: Split, ranks: int) -> tuple[int, ...]:
-    """Return the shape of the whole of which each of that many tensor-parallel ranks has a part of this shape."""
-    whole = list(shape)
-    if split.axis is not None:
-        whole[split.axis] *= ranks
-    return tuple(whole)
-
-
 def flops_of_block(layout: MatrixLayout, shape: tuple[int, ...], tp_size: int) -> float:
     """Return the FLOPs of a step of the iteration over all matrices of a block, of this shape on each rank of TP."""
     whole = torch.empty(whole_shape(shape, layout.split, tp_size), device="meta")
-    return sum(_flops(*sizes_of(matrix)) for matrix in layout.matrices(whole))
+    flops = 0.0
+    for matrix in layout.matrices(whole):
+        short, long = sorted(map(float, sizes_of(matrix)))
+        flops += 4 * short**2 * long + 2 * short**3
+    return flops
 
 
 def sizes_of(matrix: Tensor) -> tuple[int, int]:
     return matrix.shape[:-1].numel(), matrix.shape[-1]
-
-
-def _flops(rows: int, columns: int) -> float:
-    """Return the FLOPs of a step of the iteration."""
-    short, long = sorted((float(rows), float(columns)))
-    return 4 * short**2 * long + 2 * short**3

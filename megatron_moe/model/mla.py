@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,34 +90,18 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         self.rotary = Rotary(config, *cp_position) if rotary else None
         self.recompute_core = "core_attn" in recomputed
         self.recompute_up = "mla_up_proj" in recomputed
-        self._build_projections(config, submodules)
-        self.core_attention = submodules.core_attention(
-            config=config,
-            layer_number=layer_number,
-            attn_mask_type=attn_mask_type,
-            attention_type="self",
-            softmax_scale=softmax_scale(config),
-            k_channels=self.query_width,
-            v_channels=config.v_head_dim,
-            cp_comm_type=cp_comm_type,
-            pg_collection=pg_collection,
-        )
-
-    def _build_projections(self, config: EngineConfig, submodules: MLASubmodules) -> None:
         heads, hidden = config.num_attention_heads, config.hidden_size
 
         def column(input_size: int, output_size: int, buffer_name: str) -> Any:
+            options = {"gather_output": False, "bias": False, "skip_bias_add": False, "is_expert": False}
             return submodules.column_linear(
                 input_size,
                 output_size,
                 config=config,
                 init_method=config.init_method,
-                gather_output=False,
-                bias=False,
-                skip_bias_add=False,
-                is_expert=False,
                 tp_comm_buffer_name=buffer_name,
                 tp_group=self.tp_group,
+                **options,
             )
 
         def latent_norm(width: int) -> Any:
@@ -148,6 +133,17 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
             is_expert=False,
             tp_comm_buffer_name="proj",
             tp_group=self.tp_group,
+        )
+        self.core_attention = submodules.core_attention(
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type="self",
+            softmax_scale=softmax_scale(config),
+            k_channels=self.query_width,
+            v_channels=config.v_head_dim,
+            cp_comm_type=cp_comm_type,
+            pg_collection=pg_collection,
         )
 
     def forward(
@@ -188,7 +184,10 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
 
         key_value = key_value.unflatten(-1, (self.num_heads, self.key_value_width))
         key_rest, value = key_value.split((self.config.qk_head_dim, self.config.v_head_dim), dim=-1)
-        key_pos = self._shared_by_heads(key_pos).unsqueeze(2)
+        # The positional key [S or S/TP, B, dr] is for all heads. Backward: the gradients of all ranks' heads are
+        # summed, and each rank keeps its part of the sequence.
+        spread = all_gather_rows if self.config.sequence_parallel else shared_by_ranks
+        key_pos = spread(key_pos, self.tp_group).unsqueeze(2)
         if self.rotary is not None:
             return self.rotary.join(query_rest, query_pos), self.rotary.join(key_rest, key_pos), value
         query = torch.cat((query_rest, query_pos), dim=-1)
@@ -209,22 +208,10 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         latent, key_pos = latent_and_key_pos.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), dim=-1)
         return _normed(self.kv_layernorm, latent), key_pos
 
-    def _shared_by_heads(self, key_pos: Tensor) -> Tensor:
-        """Return the positional key [S, B, dr] for this rank's heads from its [S or S/TP, B, dr].
-
-        Backward: the gradients of all ranks' heads are summed, and each rank keeps its part of the sequence.
-        """
-        if self.config.sequence_parallel:
-            return all_gather_rows(key_pos, self.tp_group)
-        return shared_by_ranks(key_pos, self.tp_group)
-
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.recompute_core and self.training:
-            return checkpoint(self._core, False, query, key, value)
-        return self._core(query, key, value)
-
-    def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self.core_attention(query, key, value, None, attn_mask_type=self.attn_mask_type)
+        core = partial(self.core_attention, attention_mask=None, attn_mask_type=self.attn_mask_type)
+        recomputed = self.recompute_core and self.training
+        return checkpoint(core, False, query, key, value) if recomputed else core(query, key, value)
 
 
 class ReplicatedLinear(torch.nn.Module):
@@ -270,7 +257,7 @@ def softmax_scale(config: EngineConfig) -> float:
 
 
 class Rotary:
-    """A function that rotates the pairs of a head's positional part by position x frequency.
+    """The rotation of the pairs of a head's positional part by position x frequency.
 
     Args:
         config: the engine's MLATransformerConfig: qk_pos_emb_head_dim, rotary_base, rope_type and, for yarn,
@@ -292,18 +279,21 @@ class Rotary:
         self.frequencies = config.rotary_base**-exponents
         self.amplitude = 1.0
         if config.rope_type == "yarn":
-            factor = config.rotary_scaling_factor
-            self.frequencies = _interpolated(self.frequencies, config)
+            factor, positions = config.rotary_scaling_factor, config.original_max_position_embeddings
+
+            def dimension(rotations: float) -> float:
+                """Return the (fractional) index whose frequency makes this many rotations over the original context."""
+                return width * math.log(positions / (rotations * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+
+            # Slow frequencies are divided by the factor, fast ones kept, those between blended linearly.
+            low = max(math.floor(dimension(config.beta_fast)), 0)
+            high = min(math.ceil(dimension(config.beta_slow)), width - 1)
+            span = max(high - low, 0.001)  # as DeepSeek's code does, where both ends meet
+            slow = ((torch.arange(width // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+            self.frequencies = self.frequencies / factor * slow + self.frequencies * (1 - slow)
             self.amplitude = yarn_magnitude(factor, config.mscale) / yarn_magnitude(factor, config.mscale_all_dim)
         self._cp_rank, self._cp_size = cp_rank, cp_size
         self._tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return x [S / CP, B, heads, width] rotated by each row's position in the sequence.
-
-        The rotation is computed in fp32, the result in x's dtype.
-        """
-        return rotated(x, *self.tables(x.shape[0], x.device))
 
     def join(self, rest: Tensor, positional: Tensor) -> Tensor:
         """Return heads [S / CP, B, n, width + w]: `rest` [S / CP, B, n, width], and behind it the rotated `positional`.
@@ -369,19 +359,3 @@ class _JoinPositions(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         found = join_positions_backward(grad, cos, sin, ctx.width, ctx.shared)
         return grad[..., : ctx.width], found, None, None
-
-
-def _interpolated(frequencies: Tensor, config: EngineConfig) -> Tensor:
-    """Return yarn's frequencies: slow ones divided by the factor, fast ones kept, those between blended linearly."""
-    width, base = config.qk_pos_emb_head_dim, config.rotary_base
-
-    def dimension(rotations: float) -> float:
-        """Return the (fractional) index whose frequency makes this many rotations over the original context."""
-        wavelength = config.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return width * math.log(wavelength) / (2 * math.log(base))
-
-    low = max(math.floor(dimension(config.beta_fast)), 0)
-    high = min(math.ceil(dimension(config.beta_slow)), width - 1)
-    span = max(high - low, 0.001)  # as DeepSeek's code does, where both ends meet
-    slow = ((torch.arange(width // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
-    return frequencies / config.rotary_scaling_factor * slow + frequencies * (1 - slow)

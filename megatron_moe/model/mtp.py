@@ -78,16 +78,14 @@ class MTPLayer(DeepcopyKeepsGroups, MegatronModule):
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.enorm = submodules.norm(**norm)
         self.hnorm = submodules.norm(**norm)
+        options = {"gather_output": False, "bias": False, "skip_bias_add": False, "is_expert": False}
         self.eh_proj = submodules.column_linear(
             2 * config.hidden_size,
             config.hidden_size,
             config=config,
             init_method=config.init_method,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            is_expert=False,
             tp_group=self.tp_group,
+            **options,
         )
         # The engine adds the layers of the stages before this one to the number.
         before = get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
@@ -182,27 +180,19 @@ class MultiTokenPrediction:
         losses = self.token_losses(hidden_states, labels)
         if not self.training:
             return losses
-        further = self._further(depths, labels, rest.get("loss_mask"))
-        weighted = further.sum(dim=0) * (self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers)
-        # Adds zero, and a gradient; a non-finite loss makes the output non-finite, and the step is skipped.
-        return losses + (weighted - weighted.detach())
-
-    def _further(self: Any, depths: Iterable[Tensor], labels: Tensor, loss_mask: Tensor | None) -> Tensor:
-        """Return [D, B, S] fp32, the loss of each depth's prediction of the label at position s; 0 for the first k.
-
-        Args:
-            depths: the hidden states [S, B, H] of each depth.
-        """
+        # The loss of each depth's prediction of the label at position s, [D, B, S] fp32; 0 for the first k.
         group = self.pg_collection.cp
         found, targets = [], []
         for depth, hidden_at_depth in enumerate(depths, start=1):
-            losses = self.token_losses(hidden_at_depth, shifted(labels, depth, group))
-            found.append(shifted(losses, -depth, group))
+            of_depth = self.token_losses(hidden_at_depth, shifted(labels, depth, group))
+            found.append(shifted(of_depth, -depth, group))
             targets.append(shifted(torch.ones_like(labels), -depth, group))
         further = torch.stack(found)
         if torch.is_grad_enabled():
-            self._count(further.detach(), torch.stack(targets), loss_mask)
-        return further
+            self._count(further.detach(), torch.stack(targets), rest.get("loss_mask"))
+        weighted = further.sum(dim=0) * (self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers)
+        # Adds zero, and a gradient; a non-finite loss makes the output non-finite, and the step is skipped.
+        return losses + (weighted - weighted.detach())
 
     def further_logits(
         self: Any, hidden: Tensor, input_ids: Tensor, position_ids: Tensor, rotary_pos_emb: Tensor | None

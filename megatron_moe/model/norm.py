@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.kernels import choice
+from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.platform.protocols import AutogradContext, EngineConfig
 from megatron_moe.precision.contract import mixes_dtypes
 
@@ -58,37 +58,41 @@ def _fused(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     return platform.kernel(F.rms_norm)(x, weight.shape, weight.to(x.dtype), eps).to(dtype)
 
 
+@has_kernel("rms_norm_forward")
+@mixes_dtypes("the weight, in the model's dtype, is multiplied in fp32 without a copy of it")
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the norm [..., H] in a dtype, and one fp32 number per row, [..., 1], for the backward pass."""
+    wide = x.float()
+    inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    return (wide * inverse_rms).mul_(weight).to(dtype), inverse_rms
+
+
+@has_kernel("rms_norm_backward")
+@mixes_dtypes("the weight, in the model's dtype, is multiplied in fp32 without a copy of it")
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weight, in their dtypes."""
+    normed = x.float() * inverse_rms
+    wide = grad.float()
+    weight_grad = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    # d(x * inverse_rms): the part of the gradient along `normed` is taken out.
+    inner = wide * weight
+    along = (inner * normed).mean(-1, keepdim=True)
+    x_grad = inner.sub_(normed.mul_(along)).mul_(inverse_rms)
+    return x_grad.to(x.dtype), weight_grad
+
+
 class _RMSNormFunction(torch.autograd.Function):
     """The norm as a function that saves x in its own dtype and one fp32 number per row, and recomputes the rest."""
 
     @staticmethod
-    @mixes_dtypes("the weight, in the model's dtype, is multiplied in fp32 without a copy of it")
     def forward(ctx: AutogradContext, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        found = choice.rms_norm_forward(x, weight, eps, dtype) if choice.takes_c(x) else NotImplemented
-        if found is not NotImplemented:
-            y, inverse_rms = found
-            ctx.save_for_backward(x, weight, inverse_rms)
-            return y
-        wide = x.float()
-        inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+        y, inverse_rms = rms_norm_forward(x, weight, eps, dtype)
         ctx.save_for_backward(x, weight, inverse_rms)
-        return (wide * inverse_rms).mul_(weight).to(dtype)
+        return y
 
     @staticmethod
-    @mixes_dtypes("the weight, in the model's dtype, is multiplied in fp32 without a copy of it")
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight, inverse_rms = ctx.saved_tensors
-        found = choice.rms_norm_backward(grad, x, weight, inverse_rms) if choice.takes_c(grad) else NotImplemented
-        if found is not NotImplemented:
-            return *found, None, None
-        normed = x.float() * inverse_rms
-        wide = grad.float()
-        weight_grad = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        # d(x * inverse_rms): the part of the gradient along `normed` is taken out.
-        inner = wide * weight
-        along = (inner * normed).mean(-1, keepdim=True)
-        x_grad = inner.sub_(normed.mul_(along)).mul_(inverse_rms)
-        return x_grad.to(x.dtype), weight_grad, None, None
+        return *rms_norm_backward(grad, *ctx.saved_tensors), None, None
 
 
 BiasDropoutAdd = Callable[[tuple[Tensor, "Tensor | None"], Tensor, float], Tensor]

@@ -21,12 +21,10 @@ from megatron.core.models.common.model_chunk_schedule_plan import (
     TransformerModelChunkSchedulePlan,
 )
 from megatron.core.pipeline_parallel.utils import NoopScheduleNode
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_moe.engine.layers import TransformerLayer
+from megatron_moe.engine.layers import CheckpointWithoutOutput, TransformerLayer, get_cuda_rng_tracker
 from megatron_moe.moe.dispatch import PhasedDispatcher
 from megatron_moe.moe.grouped_gemm import DelayedWgrad
 from megatron_moe.moe.layer import MoELayer
@@ -158,7 +156,12 @@ class MoESteps(DenseSteps):
         state = node.layer_state
         hidden = self.attention(node, hidden)
         with self.random_streams():
-            normed, state.norm_checkpoint = self._norm(hidden)
+            norm, state.norm_checkpoint = self.layer.pre_mlp_layernorm, None
+            if self.layer.recompute_pre_mlp_layernorm:
+                state.norm_checkpoint = CheckpointWithoutOutput(fp8=None)
+                normed = state.norm_checkpoint.checkpoint(norm, hidden)
+            else:
+                normed = norm(hidden)
             tokens = normed.reshape(-1, normed.shape[-1])
             decision = self.moe.router.route(tokens, num_sequences=normed.shape[1])
             leaving, state.plan = self.dispatcher.prepare(tokens, decision)
@@ -167,13 +170,6 @@ class MoESteps(DenseSteps):
         state.residual = node.detach(hidden)
         state.shared = None if shared is None else node.detach(shared)
         return leaving
-
-    def _norm(self, hidden: Tensor) -> tuple[Tensor, Any]:
-        """Return the norm's output, and what recomputes it in the backward pass if that is asked for."""
-        if not self.layer.recompute_pre_mlp_layernorm:
-            return self.layer.pre_mlp_layernorm(hidden), None
-        checkpoint = CheckpointWithoutOutput(fp8=None)
-        return checkpoint.checkpoint(self.layer.pre_mlp_layernorm, hidden), checkpoint
 
     def dispatch(self, node: TransformerLayerNode, *leaving: Tensor) -> tuple[Tensor, ...]:
         """Return what arrived for this rank's experts."""

@@ -12,7 +12,9 @@ each of which computes with its slice of the expert, and the partial results are
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -221,27 +223,26 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     return order, inverse, ends
 
 
-def sort_kept(expert_ids: Tensor, num_experts: int, drops: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `sort_by_expert`; with `drops` ids may be `num_experts`, for choices that come last and have no end."""
-    order, inverse, ends = sort_by_expert(expert_ids, num_experts + drops)
-    return order, inverse, ends[:num_experts]
+def arrange_by_expert(
+    hidden: Tensor, probs: Tensor, expert_ids: Tensor, num_experts: int, rows_here: Callable[[Tensor], int] | None
+) -> tuple[ExpertInput, SortPlan]:
+    """Return copies of hidden [T, H] grouped by expert, and the sort that made them, for `sum_copies`.
 
-
-class LocalDispatcher(Dispatcher):
-    """A dispatcher for a rank that has all experts, which sorts and does not communicate."""
-
-    def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, SortPlan]:
-        num_tokens, topk = decision.expert_ids.shape
-        order, inverse, ends = sort_kept(self.destinations(decision), self.num_experts, self.drops)
-        if self.drops:
-            order, inverse = first_rows(order, inverse, self.rows_here(ends))
-        plan = SortPlan(source=order // topk, slots=inverse.view(num_tokens, topk))
-        rows = copy_rows(hidden, plan.source, plan.slots, partial=self.drops)
-        probs = copy_rows(decision.probs.flatten(), order, inverse.unsqueeze(1), partial=self.drops)
-        return ExpertInput(rows, probs, ends.to(torch.int32)), plan
-
-    def combine(self, rows: Tensor, plan: SortPlan) -> Tensor:
-        return sum_copies(rows, plan.source, plan.slots, partial=self.drops)
+    Args:
+        probs, expert_ids: [T, K], the weight and the expert of each choice.
+        num_experts: experts whose choices are here.
+        rows_here: how many choices these are, from the end of each expert's; None: all. Other choices have the id
+            `num_experts`, which sorts last, and are cut off.
+    """
+    partial = rows_here is not None
+    order, inverse, ends = sort_by_expert(expert_ids, num_experts + partial)
+    ends = ends[:num_experts]
+    if rows_here is not None:
+        order, inverse = first_rows(order, inverse, rows_here(ends))
+    plan = SortPlan(source=order // expert_ids.shape[1], slots=inverse.view(expert_ids.shape))
+    rows = copy_rows(hidden, plan.source, plan.slots, partial)
+    row_probs = copy_rows(probs.flatten(), order, inverse.unsqueeze(1), partial)
+    return ExpertInput(rows, row_probs, ends.to(torch.int32)), plan
 
 
 def first_rows(order: Tensor, inverse: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -249,11 +250,15 @@ def first_rows(order: Tensor, inverse: Tensor, num_rows: int) -> tuple[Tensor, T
     return order[:num_rows], inverse.clamp(max=num_rows)
 
 
-@dataclass(frozen=True)
-class GatherPlan:
-    """The rows of this rank among all ranks' tokens. In `sort`, slots of other ranks' rows point past the last row."""
+class LocalDispatcher(Dispatcher):
+    """A dispatcher for a rank that has all experts, which sorts and does not communicate."""
 
-    sort: SortPlan
+    def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, SortPlan]:
+        rows_here = self.rows_here if self.drops else None
+        return arrange_by_expert(hidden, decision.probs, self.destinations(decision), self.num_experts, rows_here)
+
+    def combine(self, rows: Tensor, plan: SortPlan) -> Tensor:
+        return sum_copies(rows, plan.source, plan.slots, partial=self.drops)
 
 
 class AllGatherDispatcher(Dispatcher):
@@ -263,23 +268,16 @@ class AllGatherDispatcher(Dispatcher):
     T has to be the same on all ranks.
     """
 
-    def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, GatherPlan]:
-        group, topk = self.groups.expert, decision.expert_ids.shape[1]
-        tokens = all_gather_rows(hidden, group)
-        probs = all_gather_rows(decision.probs, group)
-        local_ids = all_gather_rows(self.destinations(decision), group) - self.groups.ep_rank * self.num_local_experts
-        elsewhere = (local_ids < 0) | (local_ids >= self.num_local_experts)
-        local_ids = local_ids.masked_fill(elsewhere, self.num_local_experts)  # sorts last, and is cut off
-        order, inverse, ends = sort_kept(local_ids, self.num_local_experts, drops=True)
-        order, slots = first_rows(order, inverse, self.rows_here(ends))
-        plan = GatherPlan(SortPlan(source=order // topk, slots=slots.view(-1, topk)))
-        rows = copy_rows(tokens, plan.sort.source, plan.sort.slots, partial=True)
-        weights = copy_rows(probs.flatten(), order, slots.unsqueeze(1), partial=True)
-        return ExpertInput(rows, weights, ends.to(torch.int32)), plan
+    def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, SortPlan]:
+        group, experts = self.groups.expert, self.num_local_experts
+        tokens, probs = all_gather_rows(hidden, group), all_gather_rows(decision.probs, group)
+        local_ids = all_gather_rows(self.destinations(decision), group) - self.groups.ep_rank * experts
+        local_ids = local_ids.masked_fill((local_ids < 0) | (local_ids >= experts), experts)
+        return arrange_by_expert(tokens, probs, local_ids, experts, self.rows_here)
 
-    def combine(self, rows: Tensor, plan: GatherPlan) -> Tensor:
+    def combine(self, rows: Tensor, plan: SortPlan) -> Tensor:
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        sums = sum_copies(wide, plan.sort.source, plan.sort.slots, partial=True)
+        sums = sum_copies(wide, plan.source, plan.slots, partial=True)
         return reduce_scatter_rows(sums, self.groups.expert).to(rows.dtype)
 
 
@@ -392,7 +390,8 @@ class AllToAllDispatcher(PhasedDispatcher):
     def prepare(self, hidden: Tensor, decision: RoutingDecision) -> tuple[tuple[Tensor, ...], SendPlan]:
         num_tokens, topk = decision.expert_ids.shape
         etp, group = self.groups.etp_size, self.groups.expert
-        order, inverse, ends = sort_kept(self.destinations(decision), self.num_experts, self.drops)
+        order, inverse, ends = sort_by_expert(self.destinations(decision), self.num_experts + self.drops)
+        ends = ends[: self.num_experts]
         counts = ends.diff(prepend=ends.new_zeros(1)).view(self.groups.ep_size, self.num_local_experts)
         sent_counts = counts.repeat_interleave(etp, dim=0)  # [ranks, e]: every ETP rank of an expert gets its rows
         received_counts = torch.empty_like(sent_counts)
@@ -421,7 +420,7 @@ class AllToAllDispatcher(PhasedDispatcher):
         counts = send_plan.counts.flatten()
         local_experts = torch.arange(self.num_local_experts, device=counts.device).repeat(self.groups.expert.size())
         arrived_ids = local_experts.repeat_interleave(counts, output_size=num_rows)
-        order, inverse, ends = sort_kept(arrived_ids, self.num_local_experts, drops=False)
+        order, inverse, ends = sort_by_expert(arrived_ids, self.num_local_experts)
         rows, row_weights = unpack_weighted(arrived[0], order, inverse, send_plan.hidden, send_plan.dtype)
         host_offsets = send_plan.splits.result()[-self.num_local_experts :]
         back = ExchangePlan(send_plan.sent, plan.send_splits, plan.recv_splits, order, inverse)
@@ -459,19 +458,12 @@ def _with_copies(order: Tensor, inverse: Tensor, rows_to_ep: list[int], etp: int
     blocks = position.split(rows_to_ep)
     sent_position = torch.cat([block for block in blocks for _ in range(etp)])
     # A block that starts at row s of the sort starts at row s x ETP of the sent rows; its copies follow one another.
-    starts = torch.cat([torch.full_like(block, int(s)) for s, block in zip(_starts(rows_to_ep), blocks)])
+    starts = torch.cat([torch.full_like(block, int(s)) for s, block in zip(accumulate(rows_to_ep, initial=0), blocks)])
     lengths = torch.cat([torch.full_like(block, block.shape[0]) for block in blocks])
     copies = torch.arange(etp, device=order.device)
     sent_slot = (starts * etp + (position - starts)).unsqueeze(1) + lengths.unsqueeze(1) * copies
     behind = sent_slot.new_full((1, etp), order.shape[0] * etp)
     return order[sent_position], torch.cat([sent_slot, behind])[inverse]
-
-
-def _starts(lengths: list[int]) -> list[int]:
-    starts = [0]
-    for length in lengths[:-1]:
-        starts.append(starts[-1] + length)
-    return starts
 
 
 # ---- Padding of rows to the experts' capacity.
@@ -500,15 +492,18 @@ class PaddedDispatcher(Dispatcher):
         inner: the dispatcher that sends the tokens, without choices beyond the capacity.
     """
 
-    def __init__(self, inner: Dispatcher, options: MoEOptions, groups: MoEGroups, factor: float) -> None:
+    def __init__(self, inner: Dispatcher, groups: MoEGroups, factor: float) -> None:
         super().__init__(inner.num_experts, groups, drops=True)
-        self.inner, self.options, self.factor = inner, options, factor
+        self.inner, self.factor = inner, factor
         self.num_micro_batches = micro_batches_among(groups.expert.size(), groups.tp_cp.size())
 
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, PaddedPlan]:
         expert_input, plan = self.inner.dispatch(hidden, decision)
         ends, num_rows = expert_input.offsets.long(), expert_input.rows.shape[0]
-        size = self.rows_per_expert(decision.expert_ids.shape[0])
+        # The rows of every local expert, from the number of tokens of this rank.
+        num_tokens, topk = decision.expert_ids.shape
+        size = capacity(num_tokens * self.groups.tp_cp.size(), topk, self.num_experts, self.factor)
+        size = min(size * self.num_micro_batches, num_tokens * self.groups.expert.size())
         row = torch.arange(num_rows, device=hidden.device)
         expert = torch.searchsorted(ends, row, right=True)
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -524,12 +519,6 @@ class PaddedDispatcher(Dispatcher):
 
     def combine(self, rows: Tensor, plan: PaddedPlan) -> Tensor:
         return self.inner.combine(copy_rows(rows, plan.slots, plan.sources, partial=True), plan.inner)
-
-    def rows_per_expert(self, num_tokens: int) -> int:
-        """Return the number of rows of every local expert, from the number of tokens of this rank."""
-        of_micro_batch = num_tokens * self.groups.tp_cp.size()
-        size = capacity(of_micro_batch, self.options.topk, self.num_experts, self.factor)
-        return min(size * self.num_micro_batches, num_tokens * self.groups.expert.size())
 
 
 def micro_batches_among(expert_ranks: int, sharing_ranks: int) -> int:
@@ -571,7 +560,6 @@ def build_dispatcher(
 
 def build_layer_dispatcher(options: MoEOptions, groups: MoEGroups) -> Dispatcher:
     """Return the dispatcher of a layer with these options."""
-    if options.capacity_factor is None:
-        return build_dispatcher(options.dispatcher, options.num_experts, groups, **options.dispatcher_settings)
-    inner = build_dispatcher(options.dispatcher, options.num_experts, groups, drops=True, **options.dispatcher_settings)
-    return PaddedDispatcher(inner, options, groups, options.capacity_factor) if options.pad_to_capacity else inner
+    factor, settings = options.capacity_factor, options.dispatcher_settings
+    inner = build_dispatcher(options.dispatcher, options.num_experts, groups, factor is not None, **settings)
+    return inner if factor is None or not options.pad_to_capacity else PaddedDispatcher(inner, groups, factor)

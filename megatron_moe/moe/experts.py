@@ -211,16 +211,15 @@ class GroupedExperts(LocalExperts):
     def forward(self, expert_input: ExpertInput, later: DelayedWgrad | None = None) -> Tensor:
         """See `LocalExperts.forward`."""
         rows, probs, offsets = expert_input.rows, expert_input.probs, expert_input.offsets
-        gate_up_linear = self.gate_up_linear if later is None else later.grouped_linear
-        down_linear = self.grouped_linear if later is None else later.grouped_linear
+        gate_up_linear, down_linear = self.gate_up_linear, self.grouped_linear
+        if later is not None:
+            gate_up_linear = down_linear = later.grouped_linear
         if self.offsets_on_host:
             offsets = offsets.cpu() if expert_input.host_offsets is None else expert_input.host_offsets
         gate_up = gate_up_linear(rows, self.weight1, offsets)
-
-        def down(hidden: Tensor) -> Tensor:
-            return down_linear(hidden, self.weight2, offsets)
-
-        return self.activate_into(weighted_swiglu, down, gate_up, probs)
+        return self.activate_into(
+            weighted_swiglu, lambda hidden: down_linear(hidden, self.weight2, offsets), gate_up, probs
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

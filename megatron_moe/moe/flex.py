@@ -8,7 +8,7 @@ more for each rank than with the other dispatchers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,8 +23,7 @@ from megatron_moe.moe.dispatch import (
     ExpertInput,
     PhasedDispatcher,
     SortPlan,
-    copy_rows,
-    sort_by_expert,
+    arrange_by_expert,
     sum_copies,
 )
 from megatron_moe.moe.options import MoEGroups
@@ -86,17 +85,11 @@ class DeepEPDispatcher(PhasedDispatcher):
         return (rows, weights), DeepEPReceived(handle, local_ids, counts)
 
     def arrange(self, arrived: tuple[Tensor, ...], plan: DeepEPReceived) -> tuple[ExpertInput, FlexPlan]:
-        (rows, weights), topk = arrived, plan.local_ids.shape[1]
-        # A choice of another rank's expert sorts last, and is cut off.
+        rows, weights = arrived
         choices = plan.local_ids.masked_fill(plan.local_ids == _NOWHERE, self.num_local_experts)
-        order, inverse, ends = sort_by_expert(choices, self.num_local_experts + 1)
         num_rows = int(plan.counts.sum())
-        order, slots = order[:num_rows], inverse.clamp(max=num_rows)
-        sort = SortPlan(source=order // topk, slots=slots.view(-1, topk))
-        rows = copy_rows(rows, sort.source, sort.slots, partial=True)
-        row_weights = copy_rows(weights.flatten(), order, slots.unsqueeze(1), partial=True)
-        offsets = ends[: self.num_local_experts].to(torch.int32)
-        return ExpertInput(rows, row_weights, offsets, plan.counts.cumsum(dim=0)), FlexPlan(plan.handle, sort)
+        given, sort = arrange_by_expert(rows, weights, choices, self.num_local_experts, lambda ends: num_rows)
+        return replace(given, host_offsets=plan.counts.cumsum(dim=0)), FlexPlan(plan.handle, sort)
 
     def collect(self, rows: Tensor, plan: FlexPlan) -> Tensor:
         return sum_copies(rows, plan.sort.source, plan.sort.slots, partial=True)

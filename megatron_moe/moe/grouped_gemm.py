@@ -84,8 +84,10 @@ class _GateProduct(torch.autograd.Function):
     def forward(ctx: AutogradContext, hidden: Tensor, weight: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.parameter, ctx.fused = weight, fused
-        if _multiplies_into_fp32(hidden, weight, dtype):
-            # Products of half-precision numbers are exact in fp32: the sums are those of operands that were cast first.
+        half = hidden.dtype == weight.dtype and hidden.dtype in _HALF
+        if half and dtype == torch.float32 and not hardware.on_cpu(hidden):
+            # A product that adds in fp32 and returns fp32, which CUDA has. Products of half-precision numbers are exact
+            # in fp32: the sums are those of operands that were cast first.
             return torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=dtype).view(*hidden.shape[:-1], -1)
         with numerics.full_products():
             return F.linear(hidden.to(dtype), weight.to(dtype))
@@ -108,12 +110,6 @@ class _GateProduct(torch.autograd.Function):
                     add_product(total, grad.flatten(0, -2).t(), rows)
                     grad_weight = no_gradient(weight)
         return grad_hidden, grad_weight, None, None
-
-
-def _multiplies_into_fp32(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a device has a product of these operands that adds in fp32 and returns fp32: CUDA has."""
-    half = left.dtype in _HALF and left.dtype == right.dtype
-    return half and dtype == torch.float32 and not hardware.on_cpu(left)
 
 
 def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype, fused: bool = False) -> Tensor:
@@ -152,10 +148,6 @@ def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tenso
         gate_product(rows[a:b], w, rows.dtype) for a, b, w in zip(starts, ends, weights.flatten(1, -2).unbind(0))
     ]
     return torch.cat(outputs)
-
-
-_LeaveOut = Callable[[Callable[[Tensor], Tensor]], None]
-"""Takes a function of the weights that computes their gradient."""
 
 
 class DelayedWgrad:
@@ -248,7 +240,7 @@ class _GroupedMM(torch.autograd.Function):
         weights: Tensor,
         offsets: Tensor,
         fused: bool | None,
-        leave_out: _LeaveOut | None = None,
+        leave_out: Callable[[Callable[[Tensor], Tensor]], None] | None = None,
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, offsets)
         ctx.parameter = weights
@@ -328,21 +320,16 @@ class TransformerEngineProduct:
         matrices = weights.flatten(1, -2)
         shape = tuple(matrices.shape)
         if shape not in self._modules:
-            self._modules[shape] = _without_parameters(matrices)
+            from transformer_engine.pytorch import GroupedLinear as Module
+
+            experts, out_features, in_features = shape
+            module = Module(experts, in_features, out_features, bias=False, params_dtype=weights.dtype, device="meta")
+            names = [name for name, _ in module.named_parameters()]
+            for name in names:
+                delattr(module, name)
+            for expert in range(experts):  # what it passes to its function in place of a bias
+                setattr(module, f"bias{expert}", weights.new_empty(0))
+            self._modules[shape] = module, names
         module, names = self._modules[shape]
         with replaced([module], **dict(zip(names, matrices.unbind(0)))):
             return module(rows, splits)
-
-
-def _without_parameters(weights: Tensor) -> tuple[Any, list[str]]:
-    """Return a GroupedLinear for weights [e, out, in] without its own, and their names; it was on the meta device."""
-    from transformer_engine.pytorch import GroupedLinear as Module
-
-    experts, out_features, in_features = weights.shape
-    module = Module(experts, in_features, out_features, bias=False, params_dtype=weights.dtype, device="meta")
-    names = [name for name, _ in module.named_parameters()]
-    for name in names:
-        delattr(module, name)
-    for expert in range(experts):  # what it passes to its function in place of a bias
-        setattr(module, f"bias{expert}", weights.new_empty(0))
-    return module, names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -117,54 +116,6 @@ class SharedExperts(DeepcopyKeepsGroups, MLP):
         return sharded
 
 
-class SequentialSharedExperts:
-    """The schedule of a shared expert that computes when the routed experts are done."""
-
-    def fork(self, hidden: Tensor) -> Tensor:
-        """Return hidden [S, B, H] as `compute` takes it; called before the tokens are dispatched."""
-        return hidden
-
-    def compute(self, shared_experts: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """Return what `add` takes; called when the dispatch is queued, before the experts compute."""
-        return hidden
-
-    def add(self, shared_experts: Callable[[Tensor], Tensor], output: Tensor, shared: Tensor) -> Tensor:
-        """Return the combined output [S, B, H] with the shared expert's."""
-        return output + shared_experts(shared)
-
-
-class NoSharedExpert(SequentialSharedExperts):
-    """The schedule of a layer without a shared expert."""
-
-    def add(self, shared_experts: Callable[[Tensor], Tensor], output: Tensor, shared: Tensor) -> Tensor:
-        return output
-
-
-class OverlappedSharedExperts(SequentialSharedExperts):
-    """The schedule of a shared expert on a stream of its own, next to the dispatch, the experts and the combine.
-
-    It waits for the layer's input alone. In CPU time it comes after the dispatch, so that the all-to-all, which needs
-    few multiprocessors, is queued before products that take all of them.
-    """
-
-    def fork(self, hidden: Tensor) -> Tensor:
-        return hardware.fork(hidden)
-
-    def compute(self, shared_experts: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        with hardware.on_side():
-            return shared_experts(hidden)
-
-    def add(self, shared_experts: Callable[[Tensor], Tensor], output: Tensor, shared: Tensor) -> Tensor:
-        return output + hardware.join(shared)
-
-
-def shared_schedule(options: MoEOptions) -> SequentialSharedExperts:
-    """Return when the shared expert of a layer with these options computes; without CUDA there are no streams."""
-    if not options.shared_ffn_hidden_size:
-        return NoSharedExpert()
-    return OverlappedSharedExperts() if options.shared_overlap and hardware.has_streams() else SequentialSharedExperts()
-
-
 @dataclass(frozen=True)
 class MoESubmodules:
     """The classes of the shared expert's two linear layers: the engine's own, or Transformer Engine's."""
@@ -209,7 +160,9 @@ class MoELayer(DeepcopyKeepsGroups, MegatronModule):
             linears = submodules or MoESubmodules()
             products = MLPSubmodules(linear_fc1=linears.linear_fc1, linear_fc2=linears.linear_fc2)
             self.shared_experts = SharedExperts(config, options, products, groups.tp)
-        self.schedule = shared_schedule(options)
+        # The shared expert computes on a stream of its own, next to the dispatch, the experts and the combine, or, also
+        # without CUDA, which has no streams, when the routed experts are done.
+        self.shared_overlaps = self.shared_experts is not None and options.shared_overlap and hardware.has_streams()
         self.recompute = options.recompute
         self.recompute_shared_experts = options.recompute_shared_experts
         self.layer_number = layer_number
@@ -244,14 +197,20 @@ class MoELayer(DeepcopyKeepsGroups, MegatronModule):
             return self._mixture(hidden.to(dtype), is_padding).to(hidden.dtype)
 
     def _mixture(self, hidden: Tensor, is_padding: Tensor | None) -> Tensor:
-        """Route, dispatch, compute the experts, and combine; the shared expert computes when its schedule says."""
+        """Route, dispatch, compute the experts and the shared one, and combine."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         decision = self.router.route(tokens, is_padding, num_sequences=hidden.shape[1])
-        for_shared = self.schedule.fork(hidden)
+        for_shared = hardware.fork(hidden) if self.shared_overlaps else hidden
         expert_input, plan = self.dispatcher.dispatch(tokens, decision)
-        shared = self.schedule.compute(self.compute_shared, for_shared)
+        if self.shared_overlaps:
+            # It waits for the layer's input alone. In CPU time it comes after the dispatch, so that the all-to-all,
+            # which needs few multiprocessors, is queued before products that take all of them.
+            with hardware.on_side():
+                shared = self.compute_shared(for_shared)
         output = self.dispatcher.combine(self.compute_experts(expert_input), plan).view(hidden.shape)
-        return self.schedule.add(self.compute_shared, output, shared)
+        if self.shared_experts is None:
+            return output
+        return output + (hardware.join(shared) if self.shared_overlaps else self.compute_shared(hidden))
 
     def compute_experts(self, expert_input: ExpertInput, later: DelayedWgrad | None = None) -> Tensor:
         """Return the routed experts' output [R, H]; see `LocalExperts.forward`.

@@ -6,7 +6,6 @@ that a router keeps during a step: its tokens (`StepTokens`) and its auxiliary l
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -167,29 +166,6 @@ class StepTokens:
         self.num_tokens += num_tokens
 
 
-@dataclass(frozen=True)
-class BalancedTokens:
-    """The input of the auxiliary losses.
-
-    logits, scores: [T, E] of this rank; each row of `scores` is a distribution, or zeros for padding. counts: [B, E]
-    int64, choices per sequence and expert over all ranks of the micro-batch.
-    """
-
-    logits: Tensor
-    scores: Tensor
-    counts: Tensor
-    is_padding: Tensor | None
-    global_batch: GlobalBatch | None
-
-
-def z_loss_share(seen: BalancedTokens) -> Tensor:
-    """Return this rank's share of the router z-loss (ST-MoE, arXiv 2202.08906): sum over tokens of logsumexp^2."""
-    squares = torch.logsumexp(seen.logits, dim=-1).square()
-    if seen.is_padding is not None:
-        squares = squares.masked_fill(seen.is_padding, 0.0)
-    return squares.sum()
-
-
 class AuxLosses:
     """The auxiliary losses of one router, and their sums since the last step.
 
@@ -202,14 +178,9 @@ class AuxLosses:
         self.sums_to_one = SCORE_FUNCTIONS[options.score_function].sums_to_one
         self.totals: dict[str, Tensor] = {}
         self._counted: Tensor | None = None  # [1, E]: global_aux_loss without counts ahead
-        shares: dict[str, Callable[[BalancedTokens], Tensor]] = {
-            "aux_loss": self._micro_batch_share,
-            "seq_aux_loss": self._sequence_share,
-            "global_aux_loss": self._global_batch_share,
-        }
-        self._terms = [(name, coeff, shares[name]) for name, coeff in options.aux_losses]
+        self._terms = [*options.aux_losses]
         if options.z_loss_coeff:
-            self._terms.append(("z_loss", options.z_loss_coeff, z_loss_share))
+            self._terms.append(("z_loss", options.z_loss_coeff))
 
     def reset(self) -> None:
         """Reset the sums, after a step was committed or abandoned."""
@@ -238,31 +209,36 @@ class AuxLosses:
             weight = 1.0
         else:
             weight = self.options.topk / counts.sum().clamp(min=1).to(scores.dtype)
-        seen = BalancedTokens(routed.logits, scores, counts, is_padding, global_batch)
         probs = routed.decision.probs
-        for name, coeff, share in self._terms:
-            value = share(seen)
+        for name, coeff in self._terms:
+            if name == "z_loss":
+                # The router z-loss (ST-MoE, arXiv 2202.08906): the sum over tokens of logsumexp^2.
+                squares = torch.logsumexp(routed.logits, dim=-1).square()
+                if is_padding is not None:
+                    squares = squares.masked_fill(is_padding, 0.0)
+                value = squares.sum()
+            else:
+                value = balance_share(scores, self._counts_of_sets(name, counts, global_batch))
             previous = self.totals.get(name)
             now = value.detach().double()
             self.totals[name] = now if previous is None else previous + now
             probs = _Attached.apply(probs, value * coeff * weight)
         return routed.decision._replace(probs=probs)
 
-    def _sequence_share(self, seen: BalancedTokens) -> Tensor:
-        return balance_share(seen.scores, seen.counts)
-
-    def _micro_batch_share(self, seen: BalancedTokens) -> Tensor:
-        return balance_share(seen.scores, seen.counts.sum(dim=0, keepdim=True))
-
-    def _global_batch_share(self, seen: BalancedTokens) -> Tensor:
-        announced = seen.global_batch
+    def _counts_of_sets(self, name: str, counts: Tensor, announced: GlobalBatch | None) -> Tensor:
+        """Return the choices [sets, E] of the sets of a loss, from those [B, E] of the micro-batch's sequences."""
+        if name == "seq_aux_loss":
+            return counts
+        of_micro_batch = counts.sum(dim=0, keepdim=True)
+        if name == "aux_loss":
+            return of_micro_batch
         if announced is not None and announced.tokens_per_expert is not None:
-            return balance_share(seen.scores, announced.tokens_per_expert.unsqueeze(0))
+            return announced.tokens_per_expert.unsqueeze(0)
         # Without counts ahead, the part of the global batch that was seen so far, which is all of it if there is one
         # micro-batch. All TP x CP ranks of a micro-batch bring its counts: of every expert equally many times too much.
-        now = all_reduce_sum(seen.counts.sum(dim=0, keepdim=True), self.groups.tp_dp_cp)
+        now = all_reduce_sum(of_micro_batch, self.groups.tp_dp_cp)
         self._counted = now if self._counted is None else self._counted + now
-        return balance_share(seen.scores, self._counted)
+        return self._counted
 
 
 class _Attached(torch.autograd.Function):

@@ -10,8 +10,9 @@ no run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed import ProcessGroup
 from megatron_moe.config.model_flags import MoEConfig
 from megatron_moe.config.schema import Run
 from megatron_moe.config.setting import SCORE_FUNCTIONS
-from megatron_moe.engine.schedules import parallel_state
+from megatron_moe.engine.schedules import ProcessGroupCollection, parallel_state
 from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 
 _ROUTER_DTYPES = {None: torch.float32, "fp32": torch.float32, "fp64": torch.float64}
@@ -79,48 +80,15 @@ class MoEOptions:
         moe = run.moe
         if moe.num_experts is None:
             return None
-        kinds = moe.moe_router_load_balancing_type
-        score_function, pre_softmax = moe.moe_router_score_function, moe.moe_router_pre_softmax
-        norm_topk_prob = run.derived.norm_topk_prob
-        if "sinkhorn" in kinds:
-            score_function, pre_softmax, norm_topk_prob = _sinkhorn_weights(moe.moe_router_topk)
-        recomputed = run.derived.recomputed_modules
         return cls(
+            **_common(moe, run.derived.norm_topk_prob, run.derived.recomputed_modules),
             num_experts=moe.num_experts,
-            topk=moe.moe_router_topk,
             hidden_size=run.model.hidden_size,
             ffn_hidden_size=run.derived.moe_ffn_hidden_size,
-            shared_ffn_hidden_size=moe.moe_shared_expert_intermediate_size,
-            shared_gate=moe.moe_shared_expert_gate,
-            shared_overlap=moe.moe_shared_expert_overlap,
-            score_function=score_function,
-            pre_softmax=pre_softmax,
-            norm_topk_prob=norm_topk_prob,
-            num_groups=moe.moe_router_num_groups,
-            group_topk=moe.moe_router_group_topk,
             group_score=moe.moe_router_group_score,
-            scaling_factor=moe.moe_router_topk_scaling_factor,
-            enable_expert_bias=moe.moe_router_enable_expert_bias,
-            bias_update_rate=moe.moe_router_bias_update_rate,
-            bias_center=moe.moe_router_bias_center,
-            router_dtype=_ROUTER_DTYPES[moe.moe_router_dtype],
-            aux_losses=_aux_losses(kinds, moe.moe_aux_loss_coeff),
-            z_loss_coeff=moe.moe_z_loss_coeff or 0.0,
-            global_counts=moe.moe_global_aux_loss_counts,
-            sinkhorn="sinkhorn" in kinds,
-            force_load_balancing=moe.moe_router_force_load_balancing,
-            input_jitter_eps=moe.moe_input_jitter_eps,
-            capacity_factor=moe.moe_expert_capacity_factor,
-            drop_policy=moe.moe_token_drop_policy,
-            pad_to_capacity=moe.moe_pad_expert_input_to_capacity,
             per_token_loss=run.optimizer.calculate_per_token_loss,
-            **_dispatcher(moe),
-            backend=moe.moe_expert_backend,
             fp8_format=run.derived.fp8_format_of_experts,
             fuse_weight_gradients=run.precision.gradient_accumulation_fusion,
-            recompute="moe" in recomputed,
-            recompute_activation="moe_act" in recomputed,
-            recompute_shared_experts="shared_experts" in recomputed,
             delay_wgrad=moe.delay_wgrad_compute,
         )
 
@@ -132,101 +100,90 @@ class MoEOptions:
         of the global loss): an attribute with the schema's name is read if it is set, else the schema's default
         applies. The engine's `fp8` is Transformer Engine's, and is not read. Without the group score, groups are scored
         as megatron-core scores them. The gate is computed in fp32 unless the configuration asks for fp64; lower
-        precision is not supported. Sinkhorn routing has its own weights, see `_sinkhorn_weights`.
+        precision is not supported.
 
         Raises:
             ValueError: a score function that is not registered (megatron-core 0.19.2 has a third one), or
                 megatron-core's group score with fewer experts per token than groups, which scores all groups 0.
         """
-        topk = config.moe_router_topk
         score_function, pre_softmax = config.moe_router_score_function, config.moe_router_pre_softmax
         if score_function not in SCORE_FUNCTIONS:
             raise ValueError(f"moe_router_score_function {score_function}: our router has {', '.join(SCORE_FUNCTIONS)}")
         norm_topk_prob = getattr(config, "moe_router_norm_topk_prob", None)
+        topk, group_topk = config.moe_router_topk, config.moe_router_group_topk
         if norm_topk_prob is None:  # Megatron-LM's rule
             norm_topk_prob = not pre_softmax if score_function == "softmax" else topk > 1
-        kinds = config.moe_router_load_balancing_type
-        kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-        if "sinkhorn" in kinds:
-            score_function, pre_softmax, norm_topk_prob = _sinkhorn_weights(topk)
+        group_score = getattr(config, "moe_router_group_score", "megatron")
+        if group_score == "megatron" and group_topk is not None and topk < group_topk:
+            raise ValueError(
+                f"moe_router_topk {topk}, moe_router_group_topk {group_topk}: megatron-core's score of a group adds up "
+                f"its best topk // group_topk = 0 experts and is 0 for all groups; a moe_router_group_topk of {topk} "
+                'or less works, or moe_router_group_score "max" or "top2"'
+            )
         recomputed = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
         return cls(
+            **_common(config, norm_topk_prob, recomputed),
             num_experts=config.num_moe_experts,
-            topk=topk,
             hidden_size=config.hidden_size,
             ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
-            shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size,
-            shared_gate=bool(getattr(config, "moe_shared_expert_gate", False)),
-            shared_overlap=config.moe_shared_expert_overlap,
-            score_function=score_function,
-            pre_softmax=pre_softmax,
-            norm_topk_prob=norm_topk_prob,
-            num_groups=config.moe_router_num_groups,
-            group_topk=config.moe_router_group_topk,
-            group_score=_group_score(config),
-            scaling_factor=config.moe_router_topk_scaling_factor,
-            enable_expert_bias=config.moe_router_enable_expert_bias,
-            bias_update_rate=config.moe_router_bias_update_rate,
-            bias_center=bool(getattr(config, "moe_router_bias_center", False)),
-            router_dtype=_ROUTER_DTYPES[config.moe_router_dtype],
-            aux_losses=_aux_losses(kinds, config.moe_aux_loss_coeff),
-            z_loss_coeff=config.moe_z_loss_coeff or 0.0,
-            global_counts=getattr(config, "moe_global_aux_loss_counts", "batch"),
-            sinkhorn="sinkhorn" in kinds,
-            force_load_balancing=bool(config.moe_router_force_load_balancing),
-            input_jitter_eps=config.moe_input_jitter_eps,
-            capacity_factor=config.moe_expert_capacity_factor,
-            drop_policy=config.moe_token_drop_policy,
-            pad_to_capacity=config.moe_pad_expert_input_to_capacity,
+            group_score=group_score,
             per_token_loss=config.calculate_per_token_loss,
-            **_dispatcher(config),
-            backend=getattr(config, "moe_expert_backend", "grouped_mm"),
             fp8_format=getattr(config, "fp8_format", None),
             fuse_weight_gradients=config.gradient_accumulation_fusion,
-            recompute="moe" in recomputed,
-            recompute_activation="moe_act" in recomputed,
-            recompute_shared_experts="shared_experts" in recomputed,
         )
 
 
-def _dispatcher(config: MoEConfig | EngineConfig) -> dict[str, Any]:
-    """Return the dispatcher, and what its entry takes besides sizes and groups; only the flex dispatcher takes more.
+def _common(moe: MoEConfig | EngineConfig, norm_topk_prob: bool, recomputed: Collection[str]) -> dict[str, Any]:
+    """Return the options that the run's section and the engine's TransformerConfig have under one name.
 
-    config: the run's section or the engine's TransformerConfig, of which a later release has one number for all.
+    What the engine's lacks has the schema's default there, unless somebody has set it.
     """
-    if config.moe_token_dispatcher_type != "flex":
-        return {"dispatcher": config.moe_token_dispatcher_type, "dispatcher_settings": {}}
-    library = config.moe_flex_dispatcher_backend
-    own = {"deepep": config.moe_deepep_num_sms, "hybridep": config.moe_hybridep_num_sms}
-    num_sms = getattr(config, "moe_flex_dispatcher_num_sms", None) or own.get(library)
-    return {"dispatcher": "flex", "dispatcher_settings": {"library": library, "num_sms": num_sms}}
-
-
-def _aux_losses(kinds: Sequence[str], coeffs: float | Sequence[float]) -> tuple[tuple[str, float], ...]:
-    """Return the losses that have a coefficient, each its own or all one; "none" and "sinkhorn" have none."""
+    topk, score_function, pre_softmax = moe.moe_router_topk, moe.moe_router_score_function, moe.moe_router_pre_softmax
+    kinds, coeffs = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if "sinkhorn" in kinds:
+        # Megatron-LM's weights: the sigmoid for K = 1, else the softmax over all experts, not normalised.
+        score_function, pre_softmax, norm_topk_prob = "sigmoid" if topk == 1 else "softmax", topk > 1, False
     coeffs = [coeffs] * len(kinds) if isinstance(coeffs, (int, float)) else coeffs
-    return tuple((kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind not in ("none", "sinkhorn") and coeff)
-
-
-def _sinkhorn_weights(topk: int) -> tuple[str, bool, bool]:
-    """Return the score function, pre-softmax and normalisation of Megatron-LM's Sinkhorn routing.
-
-    It weighs by the sigmoid for K = 1, otherwise by the softmax over all experts, not normalised.
-    """
-    return "sigmoid" if topk == 1 else "softmax", topk > 1, False
-
-
-def _group_score(config: EngineConfig) -> str:
-    """Return the rule that scores groups of experts: megatron-core's own where the configuration names none."""
-    rule = getattr(config, "moe_router_group_score", "megatron")
-    topk, group_topk = config.moe_router_topk, config.moe_router_group_topk
-    if rule == "megatron" and group_topk is not None and topk < group_topk:
-        raise ValueError(
-            f"moe_router_topk {topk}, moe_router_group_topk {group_topk}: megatron-core's score of a group adds up its "
-            f"best topk // group_topk = 0 experts and is 0 for all groups; a moe_router_group_topk of {topk} or less "
-            'works, or moe_router_group_score "max" or "top2"'
-        )
-    return rule
+    losses = tuple((kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind not in ("none", "sinkhorn") and coeff)
+    settings: dict[str, Any] = {}  # what the dispatcher's entry takes besides sizes and groups
+    if moe.moe_token_dispatcher_type == "flex":
+        library = moe.moe_flex_dispatcher_backend
+        own = {"deepep": moe.moe_deepep_num_sms, "hybridep": moe.moe_hybridep_num_sms}
+        # A later release of the engine has one number for all libraries.
+        num_sms = getattr(moe, "moe_flex_dispatcher_num_sms", None) or own.get(library)
+        settings = {"library": library, "num_sms": num_sms}
+    return {
+        "topk": topk,
+        "shared_ffn_hidden_size": moe.moe_shared_expert_intermediate_size,
+        "shared_gate": bool(getattr(moe, "moe_shared_expert_gate", False)),
+        "shared_overlap": moe.moe_shared_expert_overlap,
+        "score_function": score_function,
+        "pre_softmax": pre_softmax,
+        "norm_topk_prob": norm_topk_prob,
+        "num_groups": moe.moe_router_num_groups,
+        "group_topk": moe.moe_router_group_topk,
+        "scaling_factor": moe.moe_router_topk_scaling_factor,
+        "enable_expert_bias": moe.moe_router_enable_expert_bias,
+        "bias_update_rate": moe.moe_router_bias_update_rate,
+        "bias_center": bool(getattr(moe, "moe_router_bias_center", False)),
+        "router_dtype": _ROUTER_DTYPES[moe.moe_router_dtype],
+        "aux_losses": losses,
+        "z_loss_coeff": moe.moe_z_loss_coeff or 0.0,
+        "global_counts": getattr(moe, "moe_global_aux_loss_counts", "batch"),
+        "sinkhorn": "sinkhorn" in kinds,
+        "force_load_balancing": bool(moe.moe_router_force_load_balancing),
+        "input_jitter_eps": moe.moe_input_jitter_eps,
+        "capacity_factor": moe.moe_expert_capacity_factor,
+        "drop_policy": moe.moe_token_drop_policy,
+        "pad_to_capacity": moe.moe_pad_expert_input_to_capacity,
+        "dispatcher": moe.moe_token_dispatcher_type,
+        "dispatcher_settings": settings,
+        "backend": getattr(moe, "moe_expert_backend", "grouped_mm"),
+        "recompute": "moe" in recomputed,
+        "recompute_activation": "moe_act" in recomputed,
+        "recompute_shared_experts": "shared_experts" in recomputed,
+    }
 
 
 # ---- process groups
@@ -264,29 +221,19 @@ class MoEGroups:
 
 def moe_groups(pg_collection: ProcessGroups | None = None) -> MoEGroups:
     """Return the groups from the engine's ProcessGroupCollection, or from its global state if None is given."""
-    if pg_collection is not None:
-        pg = pg_collection
-        tp, tp_cp, tp_dp_cp, expert, expert_dp = pg.tp, pg.tp_cp, pg.tp_dp_cp, pg.tp_ep, pg.expt_dp
-        ep, etp = pg.ep, pg.expt_tp
-    elif parallel_state.model_parallel_is_initialized():
-        tp = parallel_state.get_tensor_model_parallel_group()
-        tp_cp = parallel_state.get_tensor_and_context_parallel_group()
-        tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        expert = parallel_state.get_expert_tensor_and_model_parallel_group()
-        expert_dp = parallel_state.get_expert_data_parallel_group()
-        ep = parallel_state.get_expert_model_parallel_group()
-        etp = parallel_state.get_expert_tensor_parallel_group()
-    else:
-        alone: Any = _OneRank()
-        tp = tp_cp = tp_dp_cp = expert = expert_dp = ep = etp = alone
+    pg: Any = pg_collection
+    if pg is None and parallel_state.model_parallel_is_initialized():
+        pg = ProcessGroupCollection.use_mpu_process_groups()
+    elif pg is None:
+        pg = SimpleNamespace(**dict.fromkeys("tp tp_cp tp_dp_cp tp_ep expt_dp ep expt_tp".split(), _OneRank()))
     return MoEGroups(
-        tp=tp,
-        tp_cp=tp_cp,
-        tp_dp_cp=tp_dp_cp,
-        expert=expert,
-        expert_dp=expert_dp,
-        ep_size=ep.size(),
-        ep_rank=ep.rank(),
-        etp_size=etp.size(),
-        etp_rank=etp.rank(),
+        tp=pg.tp,
+        tp_cp=pg.tp_cp,
+        tp_dp_cp=pg.tp_dp_cp,
+        expert=pg.tp_ep,
+        expert_dp=pg.expt_dp,
+        ep_size=pg.ep.size(),
+        ep_rank=pg.ep.rank(),
+        etp_size=pg.expt_tp.size(),
+        etp_rank=pg.expt_tp.rank(),
     )

@@ -18,13 +18,12 @@ from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.moe.load_balance import AuxLosses, GlobalBatch, StepTokens, requested_counts
 from megatron_moe.moe.options import MoEOptions, moe_groups
 from megatron_moe.moe.routing import (
+    Choice,
     ExpertCapacity,
-    Limit,
     MicroBatch,
     RoutedTokens,
     RoutingDecision,
-    build_choice,
-    dropless,
+    chosen_experts,
     route,
 )
 from megatron_moe.parallel.collectives import all_reduce_sum
@@ -93,14 +92,10 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         dropped = None if options.capacity_factor is None else zeros.clone()
         self.register_buffer("local_dropped_per_expert", dropped, persistent=False)
         self.register_buffer("local_num_tokens", torch.zeros(1, dtype=torch.int64), persistent=False)
-        self.perturb = (
-            Jitter(options.input_jitter_eps, options.router_dtype) if options.input_jitter_eps else _unchanged
-        )
+        self.perturb = Jitter(options.input_jitter_eps or 0.0, options.router_dtype)
         self.score = SCORE_FUNCTIONS[options.score_function].scores
-        self.choose = build_choice(options, self.groups)
-        self.limit: Limit = dropless
-        if options.capacity_factor is not None:
-            self.limit = ExpertCapacity(options, self.groups, options.capacity_factor)
+        self.choose: Choice = partial(chosen_experts, options, self.groups)
+        self.limit = ExpertCapacity(options, self.groups)
         self.aux_losses: AuxLosses | None = None
         if options.aux_losses or options.z_loss_coeff:
             self.aux_losses = AuxLosses(options, self.groups)
@@ -187,17 +182,16 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
                 see(self, routed)
             if counted:
                 decision = self._balance(routed)
-        return self._dense(decision, is_padding) if dense else decision
-
-    def _dense(self, decision: RoutingDecision, is_padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (probs [T, E], routing_map [T, E] bool); padding and dropped choices are not in the map."""
-        shape = (decision.expert_ids.shape[0], self.options.num_experts)
-        probs = decision.probs.new_zeros(shape).scatter(1, decision.expert_ids, decision.probs)
-        routing_map = torch.zeros(shape, dtype=torch.bool, device=probs.device).scatter_(1, decision.expert_ids, True)
+        if not dense:
+            return decision
+        # Padding and dropped choices are not in the map.
+        ids, shape = decision.expert_ids, (hidden.shape[0], self.options.num_experts)
+        probs = decision.probs.new_zeros(shape).scatter(1, ids, decision.probs)
+        routing_map = torch.zeros(shape, dtype=torch.bool, device=probs.device).scatter_(1, ids, True)
         if is_padding is not None:
             routing_map &= ~is_padding.unsqueeze(1)
         if decision.kept is not None:
-            routing_map &= torch.zeros_like(routing_map).scatter_(1, decision.expert_ids, decision.kept)
+            routing_map &= torch.zeros_like(routing_map).scatter_(1, ids, decision.kept)
         return probs, routing_map
 
     def reset_counts(self) -> None:
@@ -242,14 +236,10 @@ class Jitter:
         self.eps, self.dtype = eps, dtype
 
     def __call__(self, hidden: Tensor, training: bool) -> Tensor:
-        if not training:
+        if not training or not self.eps:
             return hidden
         noise = torch.empty(hidden.shape, dtype=self.dtype, device=hidden.device)
         return hidden.to(self.dtype) * noise.uniform_(1 - self.eps, 1 + self.eps)
-
-
-def _unchanged(hidden: Tensor, training: bool) -> Tensor:
-    return hidden
 
 
 # ---- all routers of a model
@@ -285,21 +275,24 @@ def counting_ahead(model_chunks: Sequence[torch.nn.Module]) -> Iterator[list[Ten
         A tensor [E] int64 per router. After the block it holds the sum over all ranks, by a collective over TP x CP x
         DP.
     """
-    found = list(routers(model_chunks))
-    counts = [torch.zeros(r.options.num_experts, dtype=torch.int64, device=r.weight.device) for r in found]
+    counts = {
+        router: torch.zeros(router.options.num_experts, dtype=torch.int64, device=router.weight.device)
+        for router in routers(model_chunks)
+    }
+    found = list(counts.values())
+
+    def see(router: TopKRouter, routed: RoutedTokens) -> None:
+        counts[router] += requested_counts(routed).sum(dim=0)
+
     with torch.no_grad(), ExitStack() as stack:
-        for router, count in zip(found, counts):
-            stack.enter_context(router.observed_by(partial(_add_demand, count), every_pass=True))
-        yield counts
+        for router in counts:
+            stack.enter_context(router.observed_by(see, every_pass=True))
+        yield found
     if not found:
         return
-    total = all_reduce_sum(torch.cat(counts), found[0].groups.tp_dp_cp)
-    for count, of_all_ranks in zip(counts, total.split([len(count) for count in counts])):
+    total = all_reduce_sum(torch.cat(found), next(iter(counts)).groups.tp_dp_cp)
+    for count, of_all_ranks in zip(found, total.split([len(count) for count in found])):
         count.copy_(of_all_ranks)
-
-
-def _add_demand(count: Tensor, _: TopKRouter, routed: RoutedTokens) -> None:
-    count += requested_counts(routed).sum(dim=0)
 
 
 @dataclass(frozen=True)

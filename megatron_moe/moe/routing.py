@@ -1,7 +1,7 @@
 """Routing: logits -> scores -> choice of experts -> weights -> choices within the experts' capacity.
 
 `route` puts the steps together. What differs between routers is the choice: by score, by Sinkhorn's normalisation or
-round robin (`build_choice`). The expert bias is added to the scores for the choice and does not enter the weights
+round robin (`chosen_experts`). The expert bias is added to the scores for the choice and does not enter the weights
 (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), whatever the score function is. A decision consists of indices [T, K],
 without a dense [T, E] map.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -85,11 +86,7 @@ Choice = Callable[[Tensor, Tensor, "Tensor | None", MicroBatch], Tensor]
 """(logits [T, E], scores [T, E], expert_bias [E] or None, micro-batch) -> [T, K] int64, different ones in each row."""
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    return torch.softmax(logits, dim=-1)
-
-
-SCORE_FUNCTIONS.register("softmax", ScoreFunction(_softmax, sums_to_one=True))
+SCORE_FUNCTIONS.register("softmax", ScoreFunction(partial(torch.softmax, dim=-1), sums_to_one=True))
 SCORE_FUNCTIONS.register("sigmoid", ScoreFunction(torch.sigmoid, sums_to_one=False))
 
 
@@ -254,7 +251,7 @@ def route(
         options: the layer's options.
         micro_batch: the tokens' properties. The weights of padding are 0, so that it reaches no output and sends no
             gradient.
-        choose: the choice of experts, see `build_choice`.
+        choose: the choice of experts, see `chosen_experts`.
 
     Returns:
         The decision. The weights of a token with a logit that is not finite are NaN.
@@ -324,61 +321,41 @@ def positions(num_tokens: int, num_sequences: int, groups: MoEGroups, device: to
     return position * num_sequences + token % num_sequences
 
 
-class ByScore:
-    """A choice of the K best experts by score plus bias, within the token's groups."""
+def chosen_experts(
+    options: MoEOptions,
+    groups: MoEGroups,
+    logits: Tensor,
+    scores: Tensor,
+    expert_bias: Tensor | None,
+    micro_batch: MicroBatch,
+) -> Tensor:
+    """Return the K experts of each token, [T, K] int64: with the first two arguments given, a `Choice`.
 
-    def __init__(self, options: MoEOptions) -> None:
-        self.options = options
+    By score plus bias they are the best ones within the token's groups.
 
-    def __call__(self, logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        return choose_experts(ranked_values(logits, scores, self.options), expert_bias, self.options)
+    By Sinkhorn's normalisation they are the best ones in training, and those by score in evaluation. It is over the
+    micro-batch's tokens on all TP x CP ranks; in Megatron-LM, which this follows otherwise, every rank normalises its
+    own tokens.
 
-
-class BySinkhorn:
-    """A choice of the K best experts after Sinkhorn's normalisation in training, and by score in evaluation.
-
-    The normalisation is over the micro-batch's tokens on all TP x CP ranks. In Megatron-LM, which this follows
-    otherwise, every rank normalises its own tokens.
+    With a forced balance token p of the micro-batch gets the experts p K, p K + 1, ... modulo E, whatever its scores
+    are. Every expert gets the same number of choices where E divides the micro-batch's tokens x K.
     """
-
-    def __init__(self, options: MoEOptions, groups: MoEGroups) -> None:
-        self.options, self.groups = options, groups
-
-    def __call__(self, logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        if not micro_batch.training:
-            return choose_experts(scores, None, self.options)
-        balanced = sinkhorn_scores(logits, micro_batch.is_padding, self.groups.tp_cp)
-        return balanced.topk(self.options.topk, dim=-1).indices
-
-
-class RoundRobin:
-    """A choice that ignores the scores: token p of the micro-batch gets the experts p K, p K + 1, ... modulo E.
-
-    Every expert gets the same number of choices where E divides the micro-batch's tokens x K.
-    """
-
-    def __init__(self, options: MoEOptions, groups: MoEGroups) -> None:
-        self.options, self.groups = options, groups
-
-    def __call__(self, logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        position = positions(logits.shape[0], micro_batch.num_sequences, self.groups, logits.device)
-        turn = torch.arange(self.options.topk, device=logits.device)
-        return (position.unsqueeze(1) * self.options.topk + turn) % self.options.num_experts
-
-
-def build_choice(options: MoEOptions, groups: MoEGroups) -> Choice:
-    """Return the choice that the options ask for."""
     if options.force_load_balancing:
-        return RoundRobin(options, groups)
-    return BySinkhorn(options, groups) if options.sinkhorn else ByScore(options)
+        position = positions(logits.shape[0], micro_batch.num_sequences, groups, logits.device)
+        turn = torch.arange(options.topk, device=logits.device)
+        return (position.unsqueeze(1) * options.topk + turn) % options.num_experts
+    if not options.sinkhorn:
+        return choose_experts(ranked_values(logits, scores, options), expert_bias, options)
+    if not micro_batch.training:
+        return choose_experts(scores, None, options)
+    balanced = sinkhorn_scores(logits, micro_batch.is_padding, groups.tp_cp)
+    return balanced.topk(options.topk, dim=-1).indices
 
 
 # ---- Expert capacity, the limit on an expert's choices in a micro-batch.
 #
 # The micro-batch is that of all TP x CP ranks together, and the decision is made on all of its choices, so that every
 # layout keeps the same ones. At TP = CP = 1 the rules are Megatron-LM's, except that ties are broken by position.
-
-Limit = Callable[[RoutingDecision, MicroBatch], RoutingDecision]
 
 
 def capacity(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
@@ -414,17 +391,19 @@ def kept_choices(expert_ids: Tensor, weights: Tensor | None, position: Tensor, s
 
 
 class ExpertCapacity:
-    """A limit that drops the choices beyond the experts' capacity, which get weight 0 and are not dispatched.
+    """A limit that drops the choices beyond the experts' capacity, if any, which get weight 0 and are not dispatched.
 
     The other weights of the token do not change.
     """
 
-    def __init__(self, options: MoEOptions, groups: MoEGroups, factor: float) -> None:
-        self.options, self.groups, self.factor = options, groups, factor
+    def __init__(self, options: MoEOptions, groups: MoEGroups) -> None:
+        self.options, self.groups, self.factor = options, groups, options.capacity_factor
         self.by_weight = options.drop_policy == "probs"
 
     def __call__(self, decision: RoutingDecision, micro_batch: MicroBatch) -> RoutingDecision:
         """Return the decision with `kept`, and weights of 0 where it is False. Collective over TP x CP."""
+        if self.factor is None:
+            return decision
         ids, group = decision.expert_ids, self.groups.tp_cp
         num_tokens, num_experts = ids.shape[0], self.options.num_experts
         position = positions(num_tokens, micro_batch.num_sequences, self.groups, ids.device)
@@ -436,8 +415,3 @@ class ExpertCapacity:
         kept = kept_choices(gathered[:, :-1], weights, gathered[:, -1], size, num_experts)
         here = kept[group.rank() * num_tokens : (group.rank() + 1) * num_tokens]
         return decision._replace(probs=decision.probs.masked_fill(~here, 0.0), kept=here)
-
-
-def dropless(decision: RoutingDecision, micro_batch: MicroBatch) -> RoutingDecision:
-    """Return the decision as it is: every choice is kept."""
-    return decision

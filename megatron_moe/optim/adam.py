@@ -52,12 +52,6 @@ class AdamWithMomentsOnHost(Adam):
     piece_numel = 16 * 2**20
     """Elements that are updated at once, a multiple of what a CPU updates by one instruction."""
 
-    def allocate(self) -> None:
-        """Allocate the moments of all weights, zeros, page-locked where the weights are on another device."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                self._state_of(param)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, and wait until the moments are back in host memory."""
@@ -121,13 +115,8 @@ def rounding_at(rounding: StochasticRounding | None, begin: int) -> StochasticRo
 def _update_parts(parts: Sequence[tuple[Tensor, AdamState, StochasticRounding | None]], step: AdamStep) -> None:
     """Update all at once: a launch on a GPU takes longer than the update of a small weight."""
     if parts:
-        grads, states, rounding = [], [], []
-        for grad, state, drawn in parts:
-            grads.append(grad)
-            states.append(state)
-            if drawn is not None:
-                rounding.append(drawn)
-        adam_update(grads, states, step, rounding or None)
+        grads, states, drawn = map(list, zip(*parts))
+        adam_update(grads, states, step, None if drawn[0] is None else drawn)
 
 
 def pieces(numel: int, near: Tensor) -> Iterator[tuple[int, int]]:
@@ -138,6 +127,7 @@ def pieces(numel: int, near: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _update_piece(grad: Tensor, state: AdamState, step: AdamStep, rounding: StochasticRounding | None) -> None:
+    # Its own function, so that nothing of a piece is left in memory when the next is unpacked.
     main = unpacked_main(state) if state.main is None else state.main
     moments = [unpacked_moment(*stored) for stored in zip(state.moments, state.exponents)]
     update_by_torch(main, grad, moments, step)
@@ -179,7 +169,8 @@ class PrecisionAwareAdam(Adam):
             raise ValueError("this Adam decays weights by themselves: adam_w_mode=False is not among its forms")
         self._dtypes = tuple(stored_dtype(name, second=number == 1) for number, name in enumerate(moment_dtypes))
         self._seed, self._on_host = seed, on_host
-        self._weights: dict[Tensor, Tensor] = {}
+        self.packed: dict[Tensor, Tensor] = {}
+        """Main param that has no values of its own -> the bf16 weight that it is stored with."""
         self._places: dict[Tensor, StochasticRounding] = {}
 
     @property
@@ -204,14 +195,10 @@ class PrecisionAwareAdam(Adam):
     def pack_main_param(self, main: Tensor, weight: Tensor) -> None:
         """Store a main weight, an fp32 parameter of this optimizer, with the bf16 weight that it was made from."""
         assert weight.dtype == torch.bfloat16 and weight.numel() == main.numel()
-        self._weights[main] = weight
+        self.packed[main] = weight
         self.state[main]["low_bits"] = self._zeros(main, main.numel(), torch.int16)
         self.state[main]["carry_bits"] = self._zeros(main, -(-main.numel() // 8), torch.uint8)
         self._put_away(main)
-
-    def packs(self, main: Tensor) -> bool:
-        """Return whether a main param is stored with its bf16 weight, so that it has no values of its own."""
-        return main in self._weights
 
     def first_beta(self, param: Tensor, group: dict[str, Any]) -> float:
         """Return the decay of a parameter's first moment."""
@@ -223,7 +210,7 @@ class PrecisionAwareAdam(Adam):
 
     def drop_low_bits(self, *_: Any, **__: Any) -> None:
         """Make every packed main weight the bf16 weight that it is stored with, as after loading weights alone."""
-        for main in self._weights:
+        for main in self.packed:
             self.state[main]["low_bits"].zero_()
             self.state[main]["carry_bits"].zero_()
 
@@ -267,13 +254,9 @@ class PrecisionAwareAdam(Adam):
         return self._places[param]._replace(seeds=seeds_of(self._seed, group["step"] + 1))
 
     def _stored(self, param: Tensor) -> AdamState:
-        main: Tensor | None = None
-        weight = self._weights.get(param)
-        if weight is None:
-            main = param.detach().view(-1)
-        else:
-            weight = weight.detach().view(-1)
-        state = self.state[param]
+        weight, state = self.packed.get(param), self.state[param]
+        main = param.detach().view(-1) if weight is None else None
+        weight = None if weight is None else weight.detach().view(-1)
         first, second = (state[name] if name in state else self._no_moment(param) for name in MOMENTS)
         exponents = (state.get("exp_avg_exponents"), state.get("exp_avg_sq_exponents"))
         return AdamState(main, weight, state.get("low_bits"), state.get("carry_bits"), (first, second), exponents)
@@ -312,7 +295,7 @@ class PrecisionAwareAdam(Adam):
     def evidence(self) -> Iterator[Tensor]:
         """Yield tensors of floating dtypes, one of which is not finite where the stored state is not."""
         for param in self._params():
-            yield self._weights.get(param, param).detach()
+            yield self.packed.get(param, param).detach()
             state = self.state[param]
             for name in self.moments_of(param):
                 moment, exponents = state[name], state.get(f"{name}_exponents")
@@ -333,7 +316,7 @@ class PrecisionAwareAdam(Adam):
             moments = dict.fromkeys(MOMENTS, none)
             for name in self.moments_of(param):
                 moments[name] = self.values_of(param, name).to(device).view(param.shape)
-            if param in self._weights:
+            if param in self.packed:
                 param.data = self.main_param(param).to(device)
             self.state[param] = moments
         try:
@@ -344,7 +327,7 @@ class PrecisionAwareAdam(Adam):
         finally:
             for param, kept in stored.items():
                 self.state[param] = kept
-                if param in self._weights:
+                if param in self.packed:
                     self._put_away(param)
 
     def _pack(self, param: Tensor, kept: dict[str, Any]) -> None:

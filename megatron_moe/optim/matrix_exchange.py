@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
@@ -20,14 +20,27 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
-from megatron_moe.model.initialize import Split
-from megatron_moe.model.matrices import whole_shape
+from megatron_moe.model.initialize import Split, whole_shape
 from megatron_moe.parallel.collectives import all_to_all_rows
 
 ROUND_NUMEL = 2**25
 
 Part = Callable[[Tensor], Tensor]
 """Returns a part of a contiguous tensor, in the same memory."""
+
+
+class OwnedPart(NamedTuple):
+    """A range of a weight along an axis, or of all its elements in their order where the axis is None."""
+
+    axis: int | None
+    begin: int
+    end: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the part of a contiguous tensor of the weight's shape, in the same memory."""
+        if self.axis is None:
+            return tensor.view(-1)[self.begin : self.end]
+        return tensor.narrow(self.axis, self.begin, self.end - self.begin)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +56,7 @@ class MatrixBlock:
 
     shape: tuple[int, ...]
     split: Split
-    matrices: Callable[[Tensor], list[Tensor]]
+    matrices: Callable[[Tensor], Sequence[Tensor]]
     cost: float
     shares: Sequence[Part | None]
     replicated: bool
@@ -60,12 +73,9 @@ class Owner(NamedTuple):
 
 @dataclass
 class MatrixExchange:
-    """The blocks of weights that are spread over the same groups; built alike on all their ranks.
+    """The blocks of weights that are spread over the same groups, in the same order on all their ranks.
 
-    Args:
-        blocks: in the same order on all ranks of both groups.
-        dp, tp: the data-parallel and the tensor-parallel group of these weights.
-        dtype: in which values and results travel.
+    dtype: in which values and results travel.
     """
 
     blocks: Sequence[MatrixBlock]
@@ -76,30 +86,24 @@ class MatrixExchange:
 
     def __post_init__(self) -> None:
         most = ROUND_NUMEL * self.dp.size() * self.tp.size()
-        chosen: list[MatrixBlock] = []
+        rounds: list[list[MatrixBlock]] = []
         numel = 0
         for block in self.blocks:
             size = math.prod(whole_shape(block.shape, block.split, self.tp.size()))
-            if chosen and numel + size > most:
-                self.rounds.append(self._with_owners(chosen))
-                chosen, numel = [], 0
-            chosen.append(block)
+            if not rounds or numel + size > most:
+                rounds.append([])
+                numel = 0
+            rounds[-1].append(block)
             numel += size
-        if chosen:
-            self.rounds.append(self._with_owners(chosen))
-
-    def _with_owners(self, blocks: list[MatrixBlock]) -> list[tuple[MatrixBlock, Owner]]:
-        """Give each block to the rank that has least to do so far, the most expensive ones first."""
-        load: dict[Owner, float] = {}
-        for dp in range(self.dp.size()):
-            for tp in range(self.tp.size()):
-                load[Owner(dp, tp)] = 0.0
-        owners: dict[MatrixBlock, Owner] = {}
-        for block in sorted(blocks, key=lambda block: -block.cost):
-            owner = min(load, key=lambda owner: (load[owner], owner))
-            load[owner] += block.cost
-            owners[block] = owner
-        return [(block, owners[block]) for block in blocks]
+        # Each block goes to the rank that has least to do so far in the round, the most expensive ones first.
+        for blocks in rounds:
+            load = {Owner(*place): 0.0 for place in product(range(self.dp.size()), range(self.tp.size()))}
+            owners: dict[MatrixBlock, Owner] = {}
+            for block in sorted(blocks, key=lambda block: -block.cost):
+                owner = min(load, key=lambda owner: (load[owner], owner))
+                load[owner] += block.cost
+                owners[block] = owner
+            self.rounds.append([(block, owners[block]) for block in blocks])
 
     def run(
         self,
@@ -141,9 +145,7 @@ class MatrixExchange:
     ) -> None:
         """Bring what the data-parallel ranks have of blocks to the owners, or results `back` to all that update them.
 
-        Args:
-            parts: the blocks of this data-parallel rank as this tensor-parallel rank has them.
-            mine: returns what this rank has of a block.
+        parts: the blocks of this data-parallel rank as this tensor-parallel rank has them.
         """
         me = self.dp.rank()
         at_owners: list[list[Tensor]] = [[] for _ in range(self.dp.size())]
@@ -181,7 +183,7 @@ class MatrixExchange:
         for (block, _), whole in zip(own, wholes):
             for rank in range(ranks):
                 if back or block.split.axis is not None or rank == me:
-                    of_wholes[rank] += _pieces_of_rank(whole, block.split, rank, ranks)
+                    of_wholes[rank] += _pieces(whole, block.split, rank, ranks)
         if back:
             self._exchange(self.tp, of_wholes, of_parts)
         else:
@@ -198,27 +200,16 @@ class MatrixExchange:
             return
         sent = [piece.to(platform.device(), self.dtype).reshape(-1) for piece in chain.from_iterable(parcels)]
         flat = torch.cat([self._empty((0,)), *sent])
-        received = all_to_all_rows(flat, _numels(parcels), _numels(places), group)
+        sent_sizes, sizes = ([sum(map(Tensor.numel, of_rank)) for of_rank in every] for every in (parcels, places))
+        received = all_to_all_rows(flat, sent_sizes, sizes, group)
         begin = 0
         for place in chain.from_iterable(places):
             place.copy_(received[begin : begin + place.numel()].view(place.shape))
             begin += place.numel()
 
 
-def _numels(tensors: list[list[Tensor]]) -> list[int]:
-    """Return how many elements are for, or from, each rank."""
-    return [sum(map(Tensor.numel, of_rank)) for of_rank in tensors]
-
-
-def _pieces(part: Tensor, split: Split) -> Sequence[Tensor]:
-    """Return the pieces of a rank's part that are apart in the whole."""
+def _pieces(tensor: Tensor, split: Split, rank: int = 0, ranks: int = 1) -> Sequence[Tensor]:
+    """Return the pieces of a rank's part that are apart in the whole: in the part itself, or in that of all ranks."""
     if split.axis is None:
-        return [part]
-    return part.chunk(split.stride, split.axis)
-
-
-def _pieces_of_rank(whole: Tensor, split: Split, rank: int, ranks: int) -> Sequence[Tensor]:
-    """Return the same pieces of that rank's part, in the whole."""
-    if split.axis is None:
-        return [whole]
-    return [block.chunk(ranks, split.axis)[rank] for block in whole.chunk(split.stride, split.axis)]
+        return [tensor]
+    return [block.chunk(ranks, split.axis)[rank] for block in tensor.chunk(split.stride, split.axis)]

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from megatron_moe.config.run_flags import OptimizerConfig
 from megatron_moe.engine.adam import Adam
 from megatron_moe.model.matrices import MatrixLayout, flops_of_block, sizes_of
 from megatron_moe.optim.adam import MOMENTS, PrecisionAwareAdam, adam_update, pieces, rounding_at
-from megatron_moe.optim.matrix_exchange import MatrixBlock, MatrixExchange, Part
+from megatron_moe.optim.matrix_exchange import MatrixBlock, MatrixExchange, OwnedPart, Part
 from megatron_moe.platform.cpu_half_gemm import multiply_in_fp32
 from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.precision.contract import mixes_dtypes
@@ -120,20 +121,11 @@ class Muon(Adam):
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__(params, **options)
         self.matrices: set[Tensor] = set()
+        """The weights, or shards of them, that are left to Muon: their gradients will be their updates."""
         self.after_update: dict[Tensor, Callable[[Tensor], None]] = {}
         """Weight, or its shard -> what is done to it after each update."""
         self.momentum = 0.0
         """The decay of a matrix's momentum."""
-
-    def leave_to_muon(self, weight: Tensor) -> None:
-        """Take a weight, or the shard of one, for a matrix: its gradient will be its update."""
-        self.matrices.add(weight)
-
-    def allocate(self) -> None:
-        """Allocate the state of all weights, zeros."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                self._state_of(param)
 
     @torch.no_grad()
     def add_gradients(self, beta: float, *, nesterov: bool) -> None:
@@ -196,7 +188,6 @@ class PackedMuon(Muon, PrecisionAwareAdam):
     state: see `PrecisionAwareAdam`; a matrix has no second moment.
     """
 
-    allocate = PrecisionAwareAdam.allocate
     unpacked = PrecisionAwareAdam.unpacked
 
     def moments_of(self, param: Tensor) -> tuple[str, ...]:
@@ -223,13 +214,15 @@ class PackedMuon(Muon, PrecisionAwareAdam):
             for begin, end, near in self._near(self._main_alone(param), param):
                 _update_packed(update[begin:end], near, keep, rate)
 
+    @mixes_dtypes("main weights in fp32 are packed")
     def _finish(self, param: Tensor) -> None:
-        if param not in self._weights:
+        if param not in self.packed:
             return super()._finish(param)
         main = self.main_param(param)
         self.after_update[param](main)
         for begin, end, near in self._near(self._main_alone(param), param):
-            _pack_mains(main.view(-1)[begin:end], near)
+            for first, last in pieces(end - begin, main):
+                pack_main(main.view(-1)[begin + first : begin + last], near.part(first, last))
 
     def _main_alone(self, param: Tensor) -> AdamState:
         """Return what is stored of a main weight, without its moments."""
@@ -275,12 +268,6 @@ def _update_packed(update: Tensor, state: AdamState, keep: float, rate: float) -
             pack_main(main, part)
 
 
-@mixes_dtypes("main weights in fp32 are packed")
-def _pack_mains(main: Tensor, state: AdamState) -> None:
-    for begin, end in pieces(main.numel(), main):
-        pack_main(main[begin:end], state.part(begin, end))
-
-
 # ---- All matrices of a model, spread over ranks.
 
 
@@ -288,23 +275,20 @@ class MatrixWeight(NamedTuple):
     """A weight that Muon updates.
 
     main: what this rank updates of it, with its gradient; None: nothing. adam: the optimizer of `main`. own: the part
-    of the weight that `main` is, see `OwnedPart`.
+    of the weight that `main` is.
     """
 
     weight: torch.nn.Parameter
     layout: MatrixLayout
     main: Tensor | None
     adam: Muon | None
-    own: tuple[int | None, int, int]
+    own: OwnedPart
 
 
 class Orthogonalizer:
     """Replaces the gradients of all matrices of a model by Muon's updates.
 
-    Args:
-        options: of the run.
-        weights: of this rank, in the same order on all ranks that have parts of them.
-        pg: the engine's process groups. Construction is collective over them.
+    weights: of this rank, in the same order on all ranks that have parts of them. Construction is collective.
     """
 
     def __init__(self, options: OptimizerConfig, weights: Sequence[MatrixWeight], pg: ProcessGroups) -> None:
@@ -372,57 +356,36 @@ def _blocks(one: MatrixWeight, own: Sequence[Any], dp_rank: int, tp_size: int) -
     for index in range(shape[0]) if layout.stacked else (None,):
         of_blocks: list[Part | None] = []
         of_main: Part = _all  # of which nothing is asked where this rank has nothing of the block
-        for rank, (axis, begin, end) in enumerate(own):
-            share = _share(shape, axis, begin, end, index)
-            of_blocks.append(None if share is None else share.of_block)
-            if share is not None and rank == dp_rank:
-                of_main = share.of_main
+        for rank, part in enumerate(own):
+            of_block, of_part = _share(shape, OwnedPart(*part), index) or (None, _all)
+            of_blocks.append(of_block)
+            if rank == dp_rank:
+                of_main = of_part
         yield MatrixBlock(inner, layout.split, layout.matrices, cost, of_blocks, replicated, one.main, of_main)
 
 
-class _Share(NamedTuple):
-    """What a rank updates of a block: in a tensor of the block's shape, and in what it updates of the weight."""
+def _share(shape: tuple[int, ...], own: OwnedPart, index: int | None) -> tuple[Part, Part] | None:
+    """Return what a rank updates of a block: of a tensor of the block's shape, and of what it updates of the weight.
 
-    of_block: Part
-    of_main: Part
-
-
-def _share(shape: tuple[int, ...], axis: int | None, begin: int, end: int, index: int | None) -> _Share | None:
-    """Return a rank's share of a block of a weight of this shape; None where it has nothing of the block.
-
-    Args:
-        axis, begin, end: the part of the weight that the rank updates, see `OwnedPart`.
-        index: of the block along the first axis; None: the weight is one block.
+    None: nothing. own: the part of the weight that the rank updates. index: of the block along the first axis; None:
+    the weight, of this shape, is one block.
     """
+    axis, begin, end = own
     if axis is None:
-        numel, first = math.prod(shape), 0
-        if index is not None:
-            numel = math.prod(shape[1:])
-            first = index * numel
+        numel = math.prod(shape if index is None else shape[1:])
+        first = 0 if index is None else index * numel
         low, high = max(begin, first), min(end, first + numel)
         if low >= high:
             return None
-        return _Share(partial(_flat, low - first, high - first), partial(_flat, low - begin, high - begin))
+        return OwnedPart(None, low - first, high - first).of, OwnedPart(None, low - begin, high - begin).of
     if begin >= end or (axis == 0 and index is not None and not begin <= index < end):
         return None
     if index is None:
-        return _Share(partial(_along, axis, begin, end), _all)
+        return OwnedPart(axis, begin, end).of, _all
     if axis == 0:
-        return _Share(_all, partial(_at, index - begin))
-    return _Share(partial(_along, axis - 1, begin, end), partial(_at, index))
+        return _all, itemgetter(index - begin)
+    return OwnedPart(axis - 1, begin, end).of, itemgetter(index)
 
 
 def _all(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _at(index: int, tensor: Tensor) -> Tensor:
-    return tensor[index]
-
-
-def _along(axis: int, begin: int, end: int, tensor: Tensor) -> Tensor:
-    return tensor.narrow(axis, begin, end - begin)
-
-
-def _flat(begin: int, end: int, tensor: Tensor) -> Tensor:
-    return tensor.view(-1)[begin:end]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,6 +30,7 @@ from megatron_moe.model.fully_sharded import shard_of
 from megatron_moe.model.matrices import mark_matrices
 from megatron_moe.optim import param_groups
 from megatron_moe.optim.adam import AdamWithMomentsOnHost, PrecisionAwareAdam
+from megatron_moe.optim.matrix_exchange import OwnedPart
 from megatron_moe.optim.muon import MatrixWeight, Muon, Orthogonalizer, PackedMuon
 from megatron_moe.optim.param_groups import Schedule
 from megatron_moe.optim.qk_clip import QKClip, clipped_weights
@@ -70,14 +71,12 @@ def build_optimizer(
         adam: what updates the fp32 main params; default: what the run's flags say.
     """
     fully_sharded = run.derived.zero_stage >= 2
-    chunks: Any = list(model)
+    chunks: Any = [_Shards(chunk) for chunk in model] if fully_sharded else list(model)
     offloaded: list[torch.nn.Parameter] = []
-    if fully_sharded:
-        chunks = [_Shards(chunk) for chunk in model]
-        for chunk in chunks:
-            for _, shard in chunk.named_parameters():
-                if shard.device.type != platform.device().type:
-                    offloaded.append(shard)
+    for chunk in chunks if fully_sharded else ():
+        for _, shard in chunk.named_parameters():
+            if shard.device.type != platform.device().type:
+                offloaded.append(shard)
     with engine.adam_class(adam or _adam_of(run)), engine.cpu_shards_accepted(offloaded):
         optimizer = engine.get_megatron_optimizer(
             optimizer_config(run),
@@ -86,12 +85,9 @@ def build_optimizer(
             use_gloo_process_groups=False,
             pg_collection=pg_collection,
         )
-    orthogonalizer, qk_clip, scale = None, None, None
-    if run.optimizer.optimizer == "muon":
-        orthogonalizer = _orthogonalizer(run, model, optimizer, pg_collection)
-    if run.optimizer.qk_clip:
-        qk_clip = _qk_clip(run, model, optimizer, pg_collection)
-    _ADDITIONS[optimizer] = Additions(orthogonalizer, qk_clip)
+    if run.optimizer.optimizer == "muon" or run.optimizer.qk_clip:
+        _ADDITIONS[optimizer] = _build_additions(run, model, optimizer, pg_collection)
+    scale: SharedLossScale | None = None
     for part in engine.parts(optimizer):
         if fully_sharded:
             engine.adapt_to_fully_sharded(part)
@@ -102,7 +98,13 @@ def build_optimizer(
             part.optimizer.allocate()  # the engine would allocate them next to the weights, in fp32
         part.init_state_fn(part.optimizer, part.config)
         if run.optimizer.use_precision_aware_optimizer:
-            _pack(part)
+            # Each fp32 main param, or this rank's shard of it, becomes its bf16 weight plus 16 low bits.
+            packed = [pair for pair in engine.half_precision_pairs(part) if pair[0].dtype == torch.bfloat16]
+            for weight, main in packed:
+                part.optimizer.pack_main_param(main, weight)
+            if packed:
+                # The update writes the weights itself; and what is loaded into them alone leaves no low bits.
+                engine.leave_copies_to(part, part.optimizer.drop_low_bits)
         # An fp32 optimizer has no loss scale at all, a bf16 one has None.
         if getattr(part, "grad_scaler", None) is not None:
             scale = SharedLossScale(part.grad_scaler) if scale is None else scale
@@ -133,55 +135,37 @@ def _adam_of(run: Run) -> Callable[..., Adam] | None:
     return None
 
 
-def _orthogonalizer(
+def _build_additions(
     run: Run, model: Sequence[torch.nn.Module], optimizer: EngineOptimizer, pg: ProcessGroups
-) -> Orthogonalizer:
-    """Take the weights that are made of matrices from AdamW, before its state is allocated. Collective."""
-    adams = _adams(optimizer)
-    mains = {id(weight): main for weight, main in named_main_params(model, optimizer)}
-    weights = []
-    for weight, layout in mark_matrices(run, [unwrapped(chunk) for chunk in model]):
-        main = mains.get(id(weight))
-        adam = None if main is None else adams[id(main)]
-        if main is not None and adam is not None:
-            adam.leave_to_muon(main)
-        weights.append(MatrixWeight(weight, layout, main, adam, owned_part(optimizer, weight)))
-    return Orthogonalizer(run.optimizer, weights, pg)
+) -> Additions:
+    """Take what is made of matrices from AdamW, before its state is allocated, and have queries and keys scaled.
 
-
-def _qk_clip(run: Run, model: Sequence[torch.nn.Module], optimizer: EngineOptimizer, pg: ProcessGroups) -> QKClip:
-    """Have each update of a weight of queries or keys followed by its scaling."""
-    clip, adams = QKClip(run, pg), _adams(optimizer)
-    mains = {id(weight): main for weight, main in named_main_params(model, optimizer)}
-    for chunk in map(unwrapped, model):
-        for clipped in clipped_weights(run, chunk):
-            main = mains.get(id(clipped.weight))
-            if main is not None:
-                own = owned_part(optimizer, clipped.weight)
-                adams[id(main)].after_update[main] = partial(clip.scale, clipped, own)
-    return clip
-
-
-def _adams(optimizer: EngineOptimizer) -> dict[int, Any]:
-    """Return the id of each main param of this rank -> the optimizer that updates it."""
-    adams: dict[int, Any] = {}
+    Collective.
+    """
+    adams: dict[int, Any] = {}  # by main param, what updates it
     for part in engine.parts(optimizer):
         if not part.is_stub_optimizer:
             adams.update(dict.fromkeys(map(id, part.get_parameters()), part.optimizer))
-    return adams
-
-
-def _pack(part: Any) -> None:
-    """Replace each fp32 main param by its bf16 weight plus 16 low bits; a rank may have a shard of it."""
-    adam: PrecisionAwareAdam = part.optimizer
-    packed = False
-    for weight, main in engine.half_precision_pairs(part):
-        if weight.dtype == torch.bfloat16:
-            adam.pack_main_param(main, weight)
-            packed = True
-    if packed:
-        # The update writes the weights itself; and what is loaded into them alone leaves no low bits.
-        engine.leave_copies_to(part, adam.drop_low_bits)
+    mains = {id(weight): main for weight, main in named_main_params(model, optimizer)}
+    orthogonalizer = clip = None
+    if run.optimizer.optimizer == "muon":
+        matrices = []
+        for weight, layout in mark_matrices(run, [unwrapped(chunk) for chunk in model]):
+            main = mains.get(id(weight))
+            adam = None if main is None else adams[id(main)]
+            if main is not None and adam is not None:
+                adam.matrices.add(main)
+            matrices.append(MatrixWeight(weight, layout, main, adam, owned_part(optimizer, weight)))
+        orthogonalizer = Orthogonalizer(run.optimizer, matrices, pg)
+    if run.optimizer.qk_clip:
+        clip = QKClip(run, pg)
+        for chunk in map(unwrapped, model):
+            for clipped in clipped_weights(run, chunk):
+                main = mains.get(id(clipped.weight))
+                if main is not None:  # each update of it is followed by its scaling
+                    own = owned_part(optimizer, clipped.weight)
+                    adams[id(main)].after_update[main] = partial(clip.scale, clipped, own)
+    return Additions(orthogonalizer, clip)
 
 
 def _place(model: Sequence[torch.nn.Module], optimizer: EngineOptimizer, pg: ProcessGroups) -> None:
@@ -227,20 +211,6 @@ class _Shards:
                 yield name, shard
 
 
-class OwnedPart(NamedTuple):
-    """A range of a weight along an axis, or of all its elements in their order where the axis is None."""
-
-    axis: int | None
-    begin: int
-    end: int
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the part of a contiguous tensor of the weight's shape, in the same memory."""
-        if self.axis is None:
-            return tensor.view(-1)[self.begin : self.end]
-        return tensor.narrow(self.axis, self.begin, self.end - self.begin)
-
-
 def owned_part(optimizer: EngineOptimizer, parameter: torch.nn.Parameter) -> OwnedPart:
     """Return the part of a parameter whose reduced gradient this rank has, and which it updates.
 
@@ -263,7 +233,8 @@ class SharedLossScale:
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
-        self._floor = float(getattr(scaler, "min_scale", math.inf))
+        self.floor = float(getattr(scaler, "min_scale", math.inf))
+        """Overflows make no scale smaller than this; a constant one never."""
 
     @property
     def scale(self) -> torch.Tensor:
@@ -274,10 +245,6 @@ class SharedLossScale:
     def inv_scale(self) -> torch.Tensor:
         """Its reciprocal, fp32 [1]."""
         return self._scaler.inv_scale
-
-    def can_fall(self, scale: float) -> bool:
-        """Return whether overflows make this scale smaller: not a constant one, and not below its floor."""
-        return scale > self._floor
 
     def update(self, found_inf: bool) -> None:
         """Ignore the call: each engine optimizer makes it before all ranks have agreed on the step."""
@@ -326,7 +293,7 @@ def packing_adam(optimizer: EngineOptimizer, main: Tensor) -> PrecisionAwareAdam
     """Return the Adam that has a main param packed with the model's weight; None: the main param has its values."""
     for part in engine.parts(optimizer):
         adam = part.optimizer
-        if isinstance(adam, PrecisionAwareAdam) and adam.packs(main):
+        if isinstance(adam, PrecisionAwareAdam) and main in adam.packed:
             return adam
     return None
 
@@ -356,6 +323,15 @@ def named_main_params(
             yield owners[id(main)], main
 
 
+def optimizer_state(optimizer: EngineOptimizer) -> dict[Tensor, Any]:
+    """Return the state of each main param that this rank updates."""
+    state: dict[Tensor, Any] = {}
+    for part in engine.parts(optimizer):
+        if not part.is_stub_optimizer:
+            state.update(part.optimizer.state)
+    return state
+
+
 def named_optimizer_state(
     model: Sequence[torch.nn.Module], optimizer: EngineOptimizer
 ) -> Iterator[tuple[torch.nn.Parameter, str, Tensor]]:
@@ -363,10 +339,7 @@ def named_optimizer_state(
 
     A packed main param has no values of its own: its `low_bits` and `carry_bits` are yielded in its place.
     """
-    state: dict[Tensor, Any] = {}
-    for part in engine.parts(optimizer):
-        if not part.is_stub_optimizer:
-            state.update(part.optimizer.state)
+    state = optimizer_state(optimizer)
     for parameter, main in named_main_params(model, optimizer):
         if "low_bits" not in state[main]:
             yield parameter, MAIN_PARAM, main

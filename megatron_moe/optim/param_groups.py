@@ -8,8 +8,7 @@ shard of a weight in that of the weight.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,9 +27,6 @@ from megatron_moe.engine.optimizer import (
 from megatron_moe.model.fully_sharded import shard_of
 from megatron_moe.model.initialize import global_name
 
-Entries = dict[str, Any]
-"""Entries of a parameter group that differ from the default ones."""
-
 
 def overrides(run: Run, model: Sequence[torch.nn.Module]) -> dict[ParamKey, Any] | None:
     """Return the engine's overrides for the wrapped chunks; None, its own, where no flag sets parameters apart.
@@ -40,44 +36,33 @@ def overrides(run: Run, model: Sequence[torch.nn.Module]) -> dict[ParamKey, Any]
     settings = module_names.group_settings(run)
     if not settings:
         return None
+    standard = get_standard_config_overrides(OptimizerConfig())
+    not_decayed = [key for key, values in standard.items() if values.get("wd_mult") == 0.0]
     members: dict[tuple[tuple[str, Any], ...], set[int]] = {}
     for chunk in model:
         inner = unwrapped(chunk)
         for name, parameter in inner.named_parameters():
             own = settings.get(global_name(inner, name), GroupSettings())
-            entries = tuple(sorted(_entries(run, name, parameter, own).items()))
+            decay = own.weight_decay_mult
+            if decay is None:  # the engine's own rule leaves biases and vectors out
+                decay = 0.0 if any(key.matches(parameter, name) for key in not_decayed) else 1.0
+            changed: dict[str, Any] = {}
+            if own.lr_mult != 1.0:
+                changed["lr_mult"] = own.lr_mult
+            if decay != 1.0:
+                changed["wd_mult"] = decay
+            if own.is_decoupled:
+                peak, least = module_names.decoupled_range(run)
+                changed |= {"max_lr": peak, "min_lr": least, "is_decoupled_lr": True}
+            entries = tuple(sorted(changed.items()))
             optimized = shard_of(parameter) if run.derived.zero_stage >= 2 else parameter
             members.setdefault(entries, set()).add(id(optimized))
-    return {
-        ParamKey(with_name_predicate=ParamWithNamePredicate(repr(entries), partial(_is_among, ids))): dict(entries)
-        for entries, ids in members.items()
-        if entries
-    }
-
-
-def _is_among(ids: Collection[int], parameter: torch.nn.Parameter, name: str) -> bool:
-    return id(parameter) in ids
-
-
-def _entries(run: Run, name: str, parameter: torch.nn.Parameter, own: GroupSettings) -> Entries:
-    decay = own.weight_decay_mult
-    if decay is None:
-        decay = 0.0 if _is_not_decayed(name, parameter) else 1.0
-    entries: Entries = {}
-    if own.lr_mult != 1.0:
-        entries["lr_mult"] = own.lr_mult
-    if decay != 1.0:
-        entries["wd_mult"] = decay
-    if own.is_decoupled:
-        peak, least = module_names.decoupled_range(run)
-        entries |= {"max_lr": peak, "min_lr": least, "is_decoupled_lr": True}
-    return entries
-
-
-def _is_not_decayed(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Return whether the engine's own rule leaves a parameter out of the weight decay: biases, and vectors."""
-    standard = get_standard_config_overrides(OptimizerConfig())
-    return any(key.matches(parameter, name) for key, values in standard.items() if values.get("wd_mult") == 0.0)
+    found: dict[ParamKey, Any] = {}
+    for entries, ids in members.items():
+        if entries:
+            is_member = ParamWithNamePredicate(repr(entries), lambda parameter, _, ids=ids: id(parameter) in ids)
+            found[ParamKey(with_name_predicate=is_member)] = dict(entries)
+    return found
 
 
 class Schedule(OptimizerParamScheduler):
@@ -109,8 +94,3 @@ class Schedule(OptimizerParamScheduler):
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """Return the rate of a parameter group."""
         return super().get_lr(param_group) * param_group.get("lr_mult", 1.0)
-
-    @property
-    def base_rate(self) -> float:
-        """The rate that the next update uses for parameters that no flag sets apart."""
-        return float(self.get_lr({}))

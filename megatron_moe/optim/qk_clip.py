@@ -25,13 +25,8 @@ from megatron_moe.config.schema import Run
 from megatron_moe.engine.schedules import get_model_config
 from megatron_moe.model.attention import MeasuredCoreAttention, measured_attentions
 from megatron_moe.model.mla import LatentAttention
+from megatron_moe.optim.matrix_exchange import OwnedPart
 from megatron_moe.platform.protocols import ProcessGroups
-
-
-def forget_attention_logits(model: Sequence[torch.nn.Module]) -> None:
-    """Forget the logits that were measured so far: they belong to no step, or to one that has ended."""
-    for attention in measured_attentions(model):
-        attention.largest_logits = None
 
 
 def largest_attention_logits(model: Sequence[torch.nn.Module], pg: ProcessGroups) -> Tensor | None:
@@ -89,12 +84,7 @@ def clipped_weights(run: Run, chunk: torch.nn.Module) -> Iterator[ClippedWeight]
 
 
 class QKClip:
-    """Scales the weights of queries and keys, in the parts that this rank's optimizers update.
-
-    Args:
-        run: its flags say by how much.
-        pg: the engine's process groups.
-    """
+    """Scales the weights of queries and keys, in the parts that this rank's optimizers update."""
 
     def __init__(self, run: Run, pg: ProcessGroups) -> None:
         self._tp = pg.tp
@@ -109,17 +99,28 @@ class QKClip:
         etas = torch.where(largest > self.threshold, self.threshold / largest, 1.0)
         self._etas = etas.chunk(self._tp.size(), 1)[self._tp.rank()]
 
-    def scale(self, clipped: ClippedWeight, own: tuple[int | None, int, int], main: Tensor) -> None:
-        """Multiply what this rank updates of a weight; nothing before the first `begin`.
-
-        Args:
-            own: the part of the weight that it updates, see `OwnedPart`.
-            main: this part, fp32.
-        """
-        if self._etas is not None:
-            eta = self._etas[clipped.layer].to(main.device).unsqueeze(1)
-            factors = torch.cat([eta.pow(power).expand(-1, rows) for rows, power in clipped.rows], 1).flatten()
-            _multiply_rows(main, factors, clipped.weight.shape[1:].numel(), *own)
+    def scale(self, clipped: ClippedWeight, own: OwnedPart, main: Tensor) -> None:
+        """Multiply what this rank updates of a weight, `main`, fp32; nothing before the first `begin`."""
+        if self._etas is None:
+            return
+        eta = self._etas[clipped.layer].to(main.device).unsqueeze(1)
+        factors = torch.cat([eta.pow(power).expand(-1, rows) for rows, power in clipped.rows], 1).flatten()  # [R]
+        (axis, begin, end), width = own, clipped.weight.shape[1:].numel()
+        if axis is not None:
+            if axis == 0:
+                factors = factors[begin:end]
+            main.mul_(factors.view(-1, *[1] * (main.dim() - 1)))
+            return
+        flat = main.view(-1)
+        first, last = -(-begin // width), end // width  # the whole rows among those that it has elements of
+        if first > last:
+            flat.mul_(factors[last])
+            return
+        head, rows, tail = flat.split([first * width - begin, (last - first) * width, end - last * width])
+        rows.view(-1, width).mul_(factors[first:last].unsqueeze(1))
+        for piece, row in ((head, first - 1), (tail, last)):
+            if piece.numel():
+                piece.mul_(factors[row])
 
 
 def attention_figures(clip: QKClip | None, logits: Tensor | None) -> Tensor:
@@ -133,27 +134,3 @@ def attention_figures(clip: QKClip | None, logits: Tensor | None) -> Tensor:
     if clip is not None:
         figures.append((logits > clip.threshold).sum().double())
     return torch.stack(figures)
-
-
-def _multiply_rows(main: Tensor, factors: Tensor, width: int, axis: int | None, begin: int, end: int) -> None:
-    """Multiply a part of a weight [R, ...] by its rows' factors [R], where it is.
-
-    Args:
-        width: elements of a row.
-        axis, begin, end: which part it is, see `OwnedPart`.
-    """
-    if axis is not None:
-        if axis == 0:
-            factors = factors[begin:end]
-        main.mul_(factors.view(-1, *[1] * (main.dim() - 1)))
-        return
-    flat = main.view(-1)
-    first, last = -(-begin // width), end // width  # the whole rows among those that it has elements of
-    if first > last:
-        flat.mul_(factors[last])
-        return
-    head, rows, tail = flat.split([first * width - begin, (last - first) * width, end - last * width])
-    rows.view(-1, width).mul_(factors[first:last].unsqueeze(1))
-    for piece, row in ((head, first - 1), (tail, last)):
-        if piece.numel():
-            piece.mul_(factors[row])

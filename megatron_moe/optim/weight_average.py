@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from megatron_moe.config.schema import Run
-from megatron_moe.engine.optimizer import parts
 from megatron_moe.optim.adam import PrecisionAwareAdam
-from megatron_moe.optim.optimizer import OwnedPart, named_main_params, owned_part, packing_adam
+from megatron_moe.optim.matrix_exchange import OwnedPart
+from megatron_moe.optim.optimizer import named_main_params, optimizer_state, owned_part, packing_adam
 from megatron_moe.platform import host_memory
 from megatron_moe.platform.protocols import EngineOptimizer
 
@@ -39,18 +39,11 @@ class AveragedWeight:
 
 
 class WeightAverage:
-    """The averages of all main weights that this rank updates, next to their moments: on the device, or in host memory.
-
-    Args:
-        decay: of the average at each step, between 0 and 1.
-    """
+    """The averages of all main weights that this rank updates, on the device or in host memory, as their moments."""
 
     def __init__(self, decay: float, model: Sequence[torch.nn.Module], optimizer: EngineOptimizer) -> None:
         self.decay = decay
-        state: dict[Tensor, dict[str, Tensor]] = {}
-        for part in parts(optimizer):
-            if not part.is_stub_optimizer:
-                state.update(part.optimizer.state)
+        state = optimizer_state(optimizer)
         self.weights: list[AveragedWeight] = []
         for parameter, main in named_main_params(model, optimizer):
             if state[main]["exp_avg"].device == main.device:
@@ -64,9 +57,8 @@ class WeightAverage:
     @torch.no_grad()
     def restart(self) -> None:
         """Make the average the present weights."""
-        for weight in self.weights:
-            for target, near in _pieces(weight):
-                target.copy_(near)
+        for target, near in chain.from_iterable(map(_pieces, self.weights)):
+            target.copy_(near)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -75,15 +67,8 @@ class WeightAverage:
         Not as decay x average + (1 - decay) x weight: fp32 has no number for most decays near 1, the two factors would
         not add up to 1, and an average over many steps would be off by parts in ten thousand at 0.9999.
         """
-        for weight in self.weights:
-            for target, near in _pieces(weight):
-                target.lerp_(near, 1.0 - self.decay)
-
-
-def build_average(run: Run, model: Sequence[torch.nn.Module], optimizer: EngineOptimizer) -> WeightAverage | None:
-    """Return the average of the weights as they are, or None without `--ema-decay`."""
-    decay = run.optimizer.ema_decay
-    return None if decay is None else WeightAverage(decay, model, optimizer)
+        for target, near in chain.from_iterable(map(_pieces, self.weights)):
+            target.lerp_(near, 1.0 - self.decay)
 
 
 def _pieces(weight: AveragedWeight) -> Iterator[tuple[Tensor, Tensor]]:

@@ -105,7 +105,17 @@ def initialize(run: Run, fault_folder: Path | None = None) -> ProcessGroups:
             if backend == "nccl":
                 prepare_nccl(timeout, fault_folder)
             _init_distributed(backend, timeout)
-        _agree_on(run)
+        # Ranks that were not given the same flags would hang in collectives, or mix fp16 with bf16.
+        runs: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(runs, flatten(run))
+        for rank, other in enumerate(runs):
+            differing = [name for name in other if other[name] != runs[0][name]]
+            if differing:
+                shown = "; ".join(
+                    f"--{name.replace('_', '-')} is {other[name]} on rank {rank} and {runs[0][name]} on rank 0"
+                    for name in differing[:5]
+                )
+                raise ConfigError(f"all ranks need the same flags: {shown}; start every node with the same command")
         return _build(run)
     except BaseException:
         numerics.restore()
@@ -259,20 +269,6 @@ def destroy(abort: bool = False) -> None:
         dist.destroy_process_group()
 
 
-def _agree_on(run: Run) -> None:
-    """Refuse a run whose ranks were not given the same flags: collectives would hang, or mix fp16 with bf16."""
-    runs: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(runs, flatten(run))
-    for rank, other in enumerate(runs):
-        differing = [name for name in other if other[name] != runs[0][name]]
-        if differing:
-            shown = "; ".join(
-                f"--{name.replace('_', '-')} is {other[name]} on rank {rank} and {runs[0][name]} on rank 0"
-                for name in differing[:5]
-            )
-            raise ConfigError(f"all ranks need the same flags: {shown}; start every node with the same command")
-
-
 def _init_distributed(backend: str, timeout: timedelta) -> None:
     """Create the default process group."""
     if backend == "nccl":
@@ -322,10 +318,13 @@ def _count_arrivals(met: threading.Event) -> None:
     waiting, store = launched.Waiting(), None
     with suppress(RuntimeError):  # of the store, as which torch's own call fails too
         while not met.is_set():
-            if store is None and _listens(address, port):
-                timeout = timedelta(seconds=_STORE_SECONDS)
-                store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
-                store.add(key, 1)
+            if store is None:
+                with suppress(OSError):
+                    # Only where somebody listens: torch's connection would wait for it, with lines on the screen.
+                    socket.create_connection((address, port), timeout=_STORE_SECONDS).close()
+                    timeout = timedelta(seconds=_STORE_SECONDS)
+                    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+                    store.add(key, 1)
             if store is not None and rank != 0:
                 return
             if store is not None and waiting.is_due():
@@ -336,15 +335,6 @@ def _count_arrivals(met: threading.Event) -> None:
                         f"{address}:{port}, for {waiting.seconds:.0f} s"
                     )
             met.wait(_POLL_SECONDS)
-
-
-def _listens(address: str, port: int) -> bool:
-    """Return whether the store is there: torch's connection would wait for it, with lines on the screen."""
-    try:
-        with socket.create_connection((address, port), timeout=_STORE_SECONDS):
-            return True
-    except OSError:
-        return False
 
 
 # ---- NCCL: its settings by environment variables, and its record of the collectives of this process.

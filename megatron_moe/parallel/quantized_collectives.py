@@ -88,7 +88,9 @@ class Segments:
     def pack(self, rows: Tensor, bits: int) -> Tensor:
         """Return rows [..., sum(lengths)] as bytes [rows, bytes], uint8, part by part."""
         parts = (part.reshape(-1, part.shape[-1]) for part in rows.split(self.lengths, dim=-1))
-        packed = [quantize(part, bits) if mine else _bytes_of(part) for part, mine in zip(parts, self.quantized)]
+        packed = []
+        for part, mine in zip(parts, self.quantized):
+            packed.append(quantize(part, bits) if mine else part.contiguous().view(torch.uint8))
         return torch.cat(packed, dim=1)
 
     def unpack(self, packed: Tensor, dtype: torch.dtype, bits: int, into: Tensor | None = None) -> Tensor:
@@ -113,10 +115,6 @@ class Segments:
             wide = dequantize(found, part.shape[1], bits) if mine else found.contiguous().view(torch.float32)
             part.copy_(wide.view(ranks, *part.shape).sum(dim=0))
         return sums
-
-
-def _bytes_of(rows: Tensor) -> Tensor:
-    return rows.contiguous().view(torch.uint8)
 
 
 class _Allocating:

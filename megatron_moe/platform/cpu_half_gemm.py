@@ -79,7 +79,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 # In fp32 each group has copies of its own, so that those of all rows and matrices are never there together. Natively,
 # oneDNN keeps up to 1,024 products and torch as many descriptions of them, a quarter of a megabyte each, for shapes of
 # which most do not come again; spread over the heap they cost as much again, and making them takes a fifth of a small
-# model's step (docs/precision.md). A group is therefore multiplied as numbers of rows that come again: with a matrix in
+# model's step. A group is therefore multiplied as numbers of rows that come again: with a matrix in
 # pieces, each a power of two; a sum over rows, which is rounded once, as one piece that is filled up. What fills it up
 # changes nothing: a row of a product depends on no other row, and a sum over rows gets zeros added.
 
@@ -131,9 +131,22 @@ def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
         for group, product in products_over_rows(left, right, offsets):
             sums[group] = product
         return sums
+    products = left.new_empty((left.shape[0], right.shape[-1]))
     with without_autocast(left.device.type):
-        groups = _groups(offsets)
-        return _by_matrices_in_fp32(left, right, groups) if in_fp32 else _by_matrices(left, right, groups)
+        for (start, end), matrix in zip(_groups(offsets), right.unbind(0)):
+            if start < end and in_fp32:  # from fp32 copies of one group after the other
+                products[start:end] = torch.mm(left[start:end].float(), matrix.float())
+            elif start < end:
+                # With the rows behind it, whose products those of their own groups overwrite afterwards.
+                for piece in pieces_of_rows(end - start):
+                    behind = start + piece
+                    if behind <= left.shape[0]:
+                        torch.mm(left[start:behind], matrix, out=products[start:behind])
+                    else:
+                        filled = F.pad(left[start:end], (0, 0, 0, behind - end))
+                        products[start:end] = torch.mm(filled, matrix)[: end - start]
+                    start = behind
+    return products
 
 
 def multiplies_group_by_group(operand: Tensor) -> bool:
@@ -169,33 +182,6 @@ def products_over_rows(left: Tensor, right: Tensor, offsets: Tensor) -> Iterator
 def _groups(offsets: Tensor) -> list[tuple[int, int]]:
     ends = offsets.tolist()
     return list(zip([0, *ends], ends))
-
-
-def _by_matrices_in_fp32(rows: Tensor, matrices: Tensor, groups: list[tuple[int, int]]) -> Tensor:
-    """Return what `_by_matrices` returns, from fp32 copies of one group after the other."""
-    products = rows.new_empty((rows.shape[0], matrices.shape[-1]))
-    for (start, end), matrix in zip(groups, matrices.unbind(0)):
-        if start < end:
-            products[start:end] = torch.mm(rows[start:end].float(), matrix.float())
-    return products
-
-
-def _by_matrices(rows: Tensor, matrices: Tensor, groups: list[tuple[int, int]]) -> Tensor:
-    """Return the products of each group [start, end) of rows [R, K] with its matrix [K, N]: [R, N].
-
-    A group is multiplied with the rows behind it, whose products those of their own groups overwrite afterwards.
-    """
-    products = rows.new_empty((rows.shape[0], matrices.shape[-1]))
-    for (start, end), matrix in zip(groups, matrices.unbind(0)):
-        for piece in pieces_of_rows(end - start) if start < end else ():
-            behind = start + piece
-            if behind <= rows.shape[0]:
-                torch.mm(rows[start:behind], matrix, out=products[start:behind])
-            else:
-                filled = F.pad(rows[start:end], (0, 0, 0, behind - end))
-                products[start:end] = torch.mm(filled, matrix)[: end - start]
-            start = behind
-    return products
 
 
 def _padded(rows: Tensor) -> Tensor:

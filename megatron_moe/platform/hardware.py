@@ -78,10 +78,7 @@ def has_streams() -> bool:
 
 
 def on_cpu(tensor: Tensor) -> bool:
-    """Return whether a CPU works on this tensor.
-
-    That is so if it is in a CPU's memory, or on the meta device and there is no CUDA device, real or faked.
-    """
+    """Return whether a CPU works on this tensor: it is there, or on the meta device without a CUDA device."""
     return tensor.device.type == "cpu" or (tensor.is_meta and not has_cuda())
 
 
@@ -106,31 +103,22 @@ _ON_THE_CPU = f"set {host.VISIBLE}= (empty) to run on the CPU"
 
 
 def check_devices() -> None:
-    """Refuse this process's devices where a run on them would not be what was asked for.
-
-    Raises:
-        MachineError: torch cannot use the machine's NVIDIA devices and they are not hidden, or it can, and the launcher
-            gave this machine more ranks than it has devices, or did not number them.
-    """
+    """Refuse, by a MachineError, NVIDIA devices that torch cannot use and that are not hidden, and too many ranks."""
     if torch.cuda.is_available():
         _check_ranks(os.environ, torch.cuda.device_count())
     elif (expected := host.expected_devices(os.environ)) is not None:
+        reason = "torch gives no reason"
+        try:
+            with warnings.catch_warnings():  # the error repeats them
+                warnings.simplefilter("ignore")
+                torch.cuda.init()
+        except Exception as error:  # AssertionError of a build without CUDA, RuntimeError of the driver
+            reason = " ".join(str(error).split())
         raise MachineError(
             f"{expected}: torch {torch.__version__} cannot use the NVIDIA devices of {socket.gethostname()}: "
-            f"{_why_unavailable()}; make them usable (the driver, the container's devices, a torch that is built for "
+            f"{reason}; make them usable (the driver, the container's devices, a torch that is built for "
             f"this CUDA), or {_ON_THE_CPU}"
         )
-
-
-def _why_unavailable() -> str:
-    """Return what torch says when it is made to use CUDA."""
-    try:
-        with warnings.catch_warnings():  # the error repeats them
-            warnings.simplefilter("ignore")
-            torch.cuda.init()
-    except Exception as error:  # AssertionError of a build without CUDA, RuntimeError of the driver
-        return " ".join(str(error).split())
-    return "torch gives no reason"
 
 
 def _check_ranks(environment: Mapping[str, str], devices: int) -> None:
@@ -153,8 +141,7 @@ def backend(override: str | None = None) -> str:
     """Return the torch.distributed backend: nccl with CUDA, gloo without, or `override` where it can work.
 
     Raises:
-        ConfigError: `override` is nccl without a CUDA device, or gloo with one (tensors are on the device, and gloo has
-            no all-to-all there).
+        ConfigError: `override` is nccl without a CUDA device, or gloo with one, which has no all-to-all there.
         MachineError: see `device`.
     """
     if _fake_machine.get() is None:
@@ -299,10 +286,7 @@ def join(tensor: Tensor) -> Tensor:
 
 
 def keep(value: Any) -> None:
-    """Keep the memory of tensors for the current stream, which reads what others have written.
-
-    value: a tensor, or a tuple, list or dataclass of such; all else in it is passed over.
-    """
+    """Keep the memory of a tensor, or of all in a tuple, list or dataclass, for the current stream, which reads it."""
     if isinstance(value, Tensor):
         if value.is_cuda:
             value.record_stream(torch.cuda.current_stream())
@@ -356,10 +340,7 @@ def on_device(values: Sequence[float], dtype: torch.dtype, to: torch.device | No
 
 # What of a library has to be loaded before it can be used. apex without its extensions offers an Adam that cannot be
 # made; an unrelated package of that name has no optimizers.
-_MODULES = {
-    "transformer_engine": ("transformer_engine.pytorch",),
-    "apex": ("apex.optimizers", "amp_C"),
-}
+_MODULES = {"transformer_engine": ("transformer_engine.pytorch",), "apex": ("apex.optimizers", "amp_C")}
 LIBRARIES = {"transformer_engine": "Transformer Engine", "apex": "apex"}
 NOT_INSTALLED = "it is not installed"
 _REASON_LENGTH = 300
@@ -375,7 +356,10 @@ def hide_unusable(*, cuda: bool) -> None:
         if library in sys.modules or not _is_installed(library):
             continue
         if not cuda or why_not_loaded(library) is not None:
-            _hide(library)
+            # `import library` raises ModuleNotFoundError, and the parts of it that were loaded are forgotten.
+            for name in [name for name in sys.modules if name.startswith(f"{library}.")]:
+                del sys.modules[name]
+            sys.modules[library] = None  # type: ignore[assignment]
 
 
 @functools.cache
@@ -389,26 +373,15 @@ def why_not_loaded(library: str) -> str | None:
         for module in _MODULES[library]:
             importlib.import_module(module)
     except Exception as error:  # whatever its own code raises
-        return f"it is installed and cannot be loaded: {_one_line(error)}"
+        text = " ".join(str(error).split())
+        shown = text if len(text) <= _REASON_LENGTH else text[:_REASON_LENGTH] + " ..."
+        return f"it is installed and cannot be loaded: {type(error).__name__}: {shown}".removesuffix(": ")
     return None
 
 
 def _is_installed(library: str) -> bool:
     """Return whether there is a library of this name, also one that is hidden."""
     return library in sys.modules or importlib.util.find_spec(library) is not None
-
-
-def _hide(library: str) -> None:
-    """Let `import library` raise ModuleNotFoundError, and forget the parts of it that were loaded."""
-    for name in [name for name in sys.modules if name.startswith(f"{library}.")]:
-        del sys.modules[name]
-    sys.modules[library] = None  # type: ignore[assignment]
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    shown = text if len(text) <= _REASON_LENGTH else text[:_REASON_LENGTH] + " ..."
-    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
 
 
 def why_no_transformer_engine() -> str | None:
@@ -422,15 +395,7 @@ def have_transformer_engine() -> bool:
 
 
 def require_transformer_engine(flag: str, instead: str) -> None:
-    """Refuse a flag that needs Transformer Engine where it cannot be used.
-
-    Args:
-        flag: with its value, as it is typed.
-        instead: the flag that works without.
-
-    Raises:
-        ConfigError: it cannot be used here.
-    """
+    """Refuse a flag that needs Transformer Engine where it cannot be used; `instead` is the one that works."""
     why = why_no_transformer_engine()
     if why is not None:
         raise ConfigError(

@@ -54,10 +54,7 @@ def cannot_have_a_gpu(environment: Mapping[str, str]) -> bool:
 
 
 def available_bytes() -> int:
-    """Return how many bytes can still be allocated, within the limit of the control group.
-
-    That is a container's, or a batch system's. What files occupy in memory counts as free.
-    """
+    """Return how many bytes can still be allocated in the control group; what files occupy counts as free."""
     available = psutil.virtual_memory().available
     for folder, limit, used in _CONTROL_GROUPS:
         try:

@@ -57,10 +57,7 @@ def _attribute(module: Any, path: str, wanted: Any) -> Switch:
 
 
 def _reduction(dtype: str) -> Switch:
-    """Return the switch that lets cuBLAS add the parts of a split product in half precision.
-
-    A split as such stays allowed: its parts are then added in fp32. torch keeps both in one setting.
-    """
+    """Return the switch that lets cuBLAS add the parts of a split product in half precision; a split stays allowed."""
     module, name = torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction"
 
     def write(value: bool) -> None:
@@ -71,40 +68,47 @@ def _reduction(dtype: str) -> Switch:
 
 _backends: Any = torch.backends  # whose attributes are set up where type checkers do not see them
 
-# torch has an older and a newer interface to TF32, and getters of the older one that raise where the two disagree: the
-# older one is set first, then what it leaves open.
+_FULL, _TF32 = ("ieee", "ieee"), ("tf32", "ieee")  # of a GPU and of a CPU
 
 
-def _read_products() -> tuple[str, str]:
-    return _backends.cuda.matmul.fp32_precision, _backends.mkldnn.matmul.fp32_precision
+def _fp32_precision(name: str, first: Any, second: Any, write_older: Callable[[tuple[str, str]], None]) -> Switch:
+    """Return the switch of TF32 in two of torch's backends.
+
+    torch has an older and a newer interface to it, and getters of the older one that raise where the two disagree: the
+    older one is set first, then what it leaves open.
+    """
+
+    def read() -> tuple[str, str]:
+        return first.fp32_precision, second.fp32_precision
+
+    def write(value: tuple[str, str]) -> None:
+        write_older(value)
+        if read() != value:
+            first.fp32_precision, second.fp32_precision = value
+
+    return Switch(f"torch.backends.{name}.fp32_precision (TF32)", _FULL, read, write)
 
 
-def _write_products(value: tuple[str, str]) -> None:
+def _write_older_products(value: tuple[str, str]) -> None:
     older = "medium" if "bf16" in value else "high" if "tf32" in value else "highest"
     torch.set_float32_matmul_precision(older)
-    if _read_products() != value:
-        _backends.cuda.matmul.fp32_precision, _backends.mkldnn.matmul.fp32_precision = value
 
 
-def _read_cudnn() -> tuple[str, str]:
-    return _backends.cudnn.conv.fp32_precision, _backends.cudnn.rnn.fp32_precision
-
-
-def _write_cudnn(value: tuple[str, str]) -> None:
-    _backends.cudnn.allow_tf32 = "tf32" in value
-    if _read_cudnn() != value:
-        _backends.cudnn.conv.fp32_precision, _backends.cudnn.rnn.fp32_precision = value
-
-
-_FULL, _TF32 = ("ieee", "ieee"), ("tf32", "ieee")  # of a GPU and of a CPU
-_PRODUCTS = Switch("torch.backends.{cuda,mkldnn}.matmul.fp32_precision (TF32)", _FULL, _read_products, _write_products)
+_PRODUCTS = _fp32_precision(
+    "{cuda,mkldnn}.matmul", _backends.cuda.matmul, _backends.mkldnn.matmul, _write_older_products
+)
 
 ARITHMETIC = (
     _reduction("bf16"),
     _reduction("fp16"),
     _attribute(torch.backends.cuda.matmul, "torch.backends.cuda.matmul.allow_fp16_accumulation", False),
     _PRODUCTS,
-    Switch("torch.backends.cudnn.{conv,rnn}.fp32_precision (TF32)", _FULL, _read_cudnn, _write_cudnn),
+    _fp32_precision(
+        "cudnn.{conv,rnn}",
+        _backends.cudnn.conv,
+        _backends.cudnn.rnn,
+        lambda value: setattr(_backends.cudnn, "allow_tf32", "tf32" in value),
+    ),
     Switch(
         "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
         False,
@@ -116,15 +120,11 @@ ARITHMETIC = (
 `--allow-tf32` alone a GPU multiplies in TF32."""
 
 
-def _read_algorithms() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
 DETERMINISTIC = (
     Switch(
         "torch.use_deterministic_algorithms",
         (True, False),
-        _read_algorithms,
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
     ),
     _attribute(torch.backends.cudnn, "torch.backends.cudnn.deterministic", True),
@@ -135,15 +135,9 @@ DETERMINISTIC = (
 """The switches of `--deterministic-mode`, in addition."""
 
 
-class _Applied:
-    """What a run has set, and what was there before."""
-
-    def __init__(self) -> None:
-        self.before: list[tuple[Switch, Any]] = []
-        self.environment: dict[str, str | None] = {}
-
-
-_applied = _Applied()
+_before: list[tuple[Switch, Any]] = []
+_environment_before: dict[str, str | None] = {}
+"""What was there before a run has set its own."""
 
 
 def apply(deterministic: bool, allow_tf32: bool = False) -> None:
@@ -158,31 +152,31 @@ def apply(deterministic: bool, allow_tf32: bool = False) -> None:
     """
     restore()
     environment = env_vars.deterministic_environment() if deterministic else {}
-    _applied.environment = {name: os.environ.get(name) for name in environment}
+    _environment_before.update((name, os.environ.get(name)) for name in environment)
     os.environ.update(environment)
     for switch in (*ARITHMETIC, *(DETERMINISTIC if deterministic else ())):
         if switch is _PRODUCTS and allow_tf32:
             switch = replace(switch, wanted=_TF32)
-        _applied.before.append((switch, switch.read()))
+        _before.append((switch, switch.read()))
         switch.write(switch.wanted)
 
 
 def restore() -> None:
     """Put back what `apply` found; do nothing where it was not called."""
-    while _applied.before:
-        switch, value = _applied.before.pop()
+    while _before:
+        switch, value = _before.pop()
         switch.write(value)
-    for name, earlier in _applied.environment.items():
+    for name, earlier in _environment_before.items():
         if earlier is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = earlier
-    _applied.environment = {}
+    _environment_before.clear()
 
 
 def states() -> Iterator[Departure]:
     """Yield each switch that `apply` has set, with its present value; none where a program keeps its own settings."""
-    for switch, _ in _applied.before:
+    for switch, _ in _before:
         yield Departure(switch.name, switch.read(), switch.wanted)
 
 
@@ -197,11 +191,7 @@ def differing(switches: dict[str, Any]) -> list[str]:
 
 
 def facts(deterministic: bool) -> dict[str, str]:
-    """Return what the bits of a run depend on in addition to its flags, ranks and versions; nothing without CUDA.
-
-    Args:
-        deterministic: whether the run has `--deterministic-mode`.
-    """
+    """Return what the bits of a run depend on besides its flags, ranks and versions; nothing without CUDA."""
     if not hardware.has_cuda():
         return {}
     return {
@@ -222,15 +212,15 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 @contextmanager
 def full_products() -> Iterator[None]:
     """Multiply fp32 numbers in the block as they are, also in a run with `--allow-tf32`."""
-    value = _read_products()
+    value = _PRODUCTS.read()
     if value == _FULL:
         yield
         return
-    _write_products(_FULL)
+    _PRODUCTS.write(_FULL)
     try:
         yield
     finally:
-        _write_products(value)
+        _PRODUCTS.write(value)
 
 
 def is_autocast_on(device_type: str) -> bool:

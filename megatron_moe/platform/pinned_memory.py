@@ -35,46 +35,27 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> to
     Where CUDA refuses (a container's limits, or no memory to lock) the tensor is pageable, which is slower to copy to,
     and that is reported once per process.
     """
+    global _reported
     size = math.prod(shape) * dtype.itemsize
     if not pinned or not has_cuda() or size == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     pages = mmap.mmap(-1, size)  # shared with forked processes, which would otherwise be given copies of locked pages
     tensor = torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
-    refused = _page_lock(tensor.data_ptr(), size)
-    if refused is None:
-        weakref.finalize(pages, _unlock, tensor.data_ptr()).atexit = False
-    else:
-        _report(refused, size)
-    return tensor
-
-
-def page_locked_bytes(size: int) -> int:
-    """Return the bytes that `host_memory` takes for a page-locked tensor of `size` bytes: whole pages."""
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _page_lock(address: int, size: int) -> str | None:
-    """Register memory with CUDA; return why that is not possible, None where it is done."""
+    address, refused = tensor.data_ptr(), None
     try:
-        error = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
+        if error := int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)):
+            refused = f"cudaHostRegister: error {error}"
     except (RuntimeError, AttributeError, AssertionError) as refusal:  # torch without CUDA's runtime
-        return f"{type(refusal).__name__}: {refusal}"
-    return None if error == 0 else f"cudaHostRegister: error {error}"
-
-
-def _unlock(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def _report(refused: str, size: int) -> None:
-    """Report the first refusal of this process."""
-    global _reported
-    if not _reported:
+        refused = f"{type(refusal).__name__}: {refusal}"
+    if refused is None:
+        weakref.finalize(pages, lambda: torch.cuda.cudart().cudaHostUnregister(address)).atexit = False
+    elif not _reported:
         _reported = True
         note(
             f"local rank {local_rank()}: {size_text(size)} of host memory cannot be page-locked ({refused}): copies "
             "from the device, for checkpoints, are slower; look at the memory that the node and the container have left"
         )
+    return tensor
 
 
 # ---- Storages that are kept in host memory for a while.
@@ -182,10 +163,12 @@ class PinnedPool:
         if index < len(self._free):
             buffer = self._free.pop(index)
         else:
-            if self._free:
-                _wait(self._free.pop(0))
+            dropped = self._free.pop(0) if self._free else None
+            if dropped is not None and dropped.free_after is not None:
+                dropped.free_after.synchronize()  # its last copy
             allocate = kernel(host_memory)
-            buffer = _Buffer(allocate((_rounded(size),), torch.uint8, pinned=True))
+            step = 1 << max(size.bit_length() - 4, 12)  # room for a few rows more: up to an eighth
+            buffer = _Buffer(allocate((-(-size // step) * step,), torch.uint8, pinned=True))
         self.in_use += buffer.size
         return buffer
 
@@ -197,15 +180,3 @@ class PinnedPool:
 
 
 _SIZE = operator.attrgetter("size")
-
-
-def _rounded(size: int) -> int:
-    """Return a size with room for a few rows more: up to an eighth above."""
-    step = 1 << max(size.bit_length() - 4, 12)
-    return -(-size // step) * step
-
-
-def _wait(buffer: _Buffer) -> None:
-    """Wait for the last copy of a buffer that is dropped."""
-    if buffer.free_after is not None:
-        buffer.free_after.synchronize()

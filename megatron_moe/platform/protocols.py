@@ -53,26 +53,19 @@ class EngineOptimizer(Protocol):
     config: Any
     is_stub_optimizer: bool
 
-    def get_parameters(self) -> list[torch.nn.Parameter]:
-        """Return what it updates: main params, or this rank's shards of them."""
-
-    def get_loss_scale(self) -> Tensor:
-        """Return the loss scale, fp32 [1]."""
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss times its scale."""
-
-    def zero_grad(self) -> None:
-        """Forget the gradients of the model's weights and of the main params."""
-
-    def prepare_grads(self) -> bool:
-        """Copy the gradients to the main params, divided by the loss scale; return whether one is not finite."""
-
-    def step_with_ready_grads(self) -> bool:
-        """Update the main params, and copy them to the model's weights."""
-
-    def reload_model_params(self) -> None:
-        """Take the main params from the model's weights."""
+    get_parameters: Callable[[], list[torch.nn.Parameter]]
+    """Returns what it updates: main params, or this rank's shards of them."""
+    get_loss_scale: Callable[[], Tensor]
+    """Returns the loss scale, fp32 [1]."""
+    scale_loss: Callable[[Tensor], Tensor]
+    zero_grad: Callable[[], None]
+    """Forgets the gradients of the model's weights and of the main params."""
+    prepare_grads: Callable[[], bool]
+    """Copies the gradients to the main params, divided by the loss scale; returns whether one is not finite."""
+    step_with_ready_grads: Callable[[], bool]
+    """Updates the main params, and copies them to the model's weights."""
+    reload_model_params: Callable[[], None]
+    """Takes the main params from the model's weights."""
 
 
 class OptimizerPart(EngineOptimizer, Protocol):
@@ -84,13 +77,6 @@ class OptimizerPart(EngineOptimizer, Protocol):
     model_param_group_index_map: dict[torch.nn.Parameter, tuple[int, int]]
     _copy_main_params_to_model_params: Callable[..., None]
     _copy_model_params_to_main_params: Callable[..., None]
-
-
-class GradientBuffer(Protocol):
-    """The engine's buffer of gradients, and where each parameter lies: start, end, number of the bucket."""
-
-    buckets: Sequence[Any]
-    param_index_map: dict[torch.nn.Parameter, tuple[int, int, int]]
 
 
 class EngineConfig(Protocol):

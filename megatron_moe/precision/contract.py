@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
@@ -109,13 +110,6 @@ def make_island(module: torch.nn.Module, emits: Emits | None) -> None:
         module.register_forward_hook(crossing.leave)
 
 
-def declared_fp32_parameters(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter of an island, with its qualified name."""
-    for path, part in module.named_modules():
-        for name in fp32_parameters(part) or ():
-            yield (f"{path}.{name}" if path else name), part._parameters[name]  # type: ignore[misc]
-
-
 class _Crossing:
     """The forward hooks of one island. A module does not call itself, so one stored dtype is enough."""
 
@@ -126,18 +120,19 @@ class _Crossing:
     def enter(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        self.entered = _first_floating_dtype((args, kwargs))
-        return _mapped(args, _widened), _mapped(kwargs, _widened)
+        self.entered = None
+
+        def widened(tensor: Tensor) -> Tensor:
+            self.entered = self.entered or tensor.dtype  # the first one's
+            return tensor.float() if tensor.dtype in _NARROW else tensor
+
+        return _mapped(args, widened), _mapped(kwargs, widened)
 
     def leave(self, module: torch.nn.Module, args: object, output: Any) -> Any:
         if self.emits.as_computed:
             return output
         dtype = self.entered if self.emits.dtype is None else self.emits.dtype()
         return output if dtype is None else _mapped(output, lambda tensor: tensor.to(dtype))
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _NARROW else tensor
 
 
 def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
@@ -156,17 +151,6 @@ def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _first_floating_dtype(value: object) -> torch.dtype | None:
-    found: list[torch.dtype] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor.dtype)
-        return tensor
-
-    _mapped(value, note)
-    return found[0] if found else None
-
-
 class PrecisionError(RuntimeError):
     """An error for a tensor that breaks the precision contract, with its name, its dtype and the right one."""
 
@@ -179,27 +163,9 @@ def declared_fp32_state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]
                 tensor = getattr(submodule, name)
                 if tensor is not None:
                     yield (f"{path}.{name}" if path else name), tensor
-    yield from declared_fp32_parameters(module)
-
-
-def verify_fp32_state(module: torch.nn.Module, boundary: str) -> int:
-    """Check that all declared fp32 state of `module` is float32.
-
-    Args:
-        module: any module; its submodules are searched.
-        boundary: the point of the check, for the message ("wrapping in Float16Module").
-
-    Returns:
-        The number of tensors checked.
-
-    Raises:
-        PrecisionError: naming every tensor that is not float32.
-    """
-    checked = list(declared_fp32_state(module))
-    broken = [f"{name} is {tensor.dtype}" for name, tensor in checked if tensor.dtype != torch.float32]
-    if broken:
-        raise PrecisionError(f"after {boundary}, state that must be torch.float32 is not: {'; '.join(broken)}")
-    return len(checked)
+    for path, part in module.named_modules():
+        for name in fp32_parameters(part) or ():
+            yield (f"{path}.{name}" if path else name), part._parameters[name]  # type: ignore[misc]
 
 
 _MOST_NAMED = 10
@@ -271,50 +237,33 @@ class PrecisionGuard:
 # dtype"), modules away from the cause, or until one silently promotes it.
 
 
-class _Trail:
-    """The name of the module that returned last, which is the likely producer of the next tensor."""
-
-    def __init__(self) -> None:
-        self.last = "the model's input"
+def _note_return(name: str, trail: list[str], module: torch.nn.Module, args: object, output: object) -> None:
+    """Record, as a forward hook, that a module without submodules has returned."""
+    trail[0] = name
 
 
-class _Note:
-    """A forward hook that records that a module without submodules has returned."""
-
-    def __init__(self, name: str, trail: _Trail) -> None:
-        self._name, self._trail = name, trail
-
-    def __call__(self, module: torch.nn.Module, args: object, output: object) -> None:
-        self._trail.last = self._name
-
-
-class _Gate:
-    """A forward pre-hook that checks the input of a module that multiplies it by its weights."""
-
-    def __init__(self, name: str, trail: _Trail) -> None:
-        self._name, self._trail = name, trail
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rows = getattr(args[0], "rows", args[0]) if args else None  # the experts get their rows in a record
-        given = kwargs.get("weight")  # tied tables are passed in
-        weights = [given] if isinstance(given, Tensor) else list(module.parameters(recurse=False))
-        if not isinstance(rows, Tensor):
-            return
-        for weight in weights:
-            if weight.dim() <= 1 or weight.dtype == rows.dtype:
-                continue
-            made_by = f" (last operation {rows.grad_fn.name()})" if rows.grad_fn is not None else ""
-            autocast = (
-                " (torch.autocast is on: call the model without it)"
-                if numerics.is_autocast_on(rows.device.type)
-                else ""
-            )
-            raise PrecisionError(
-                f"{self._name} ({type(module).__name__}) got {rows.dtype} input {list(rows.shape)}, its weight is "
-                f"{weight.dtype}; the input came from {self._trail.last}{made_by}, which has to return {weight.dtype}. "
-                f"megatron-moe audit, or --audit-precision, names the line that changed it; --keep-fp32 {self._name} "
-                f"makes this module compute in fp32{autocast}"
-            )
+def _check_input(
+    name: str, trail: list[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Check, as a forward pre-hook, the input of a module that multiplies it by its weights."""
+    rows = getattr(args[0], "rows", args[0]) if args else None  # the experts get their rows in a record
+    given = kwargs.get("weight")  # tied tables are passed in
+    weights = [given] if isinstance(given, Tensor) else list(module.parameters(recurse=False))
+    if not isinstance(rows, Tensor):
+        return
+    for weight in weights:
+        if weight.dim() <= 1 or weight.dtype == rows.dtype:
+            continue
+        made_by = f" (last operation {rows.grad_fn.name()})" if rows.grad_fn is not None else ""
+        autocast = ""
+        if numerics.is_autocast_on(rows.device.type):
+            autocast = " (torch.autocast is on: call the model without it)"
+        raise PrecisionError(
+            f"{name} ({type(module).__name__}) got {rows.dtype} input {list(rows.shape)}, its weight is "
+            f"{weight.dtype}; the input came from {trail[0]}{made_by}, which has to return {weight.dtype}. "
+            f"megatron-moe audit, or --audit-precision, names the line that changed it; --keep-fp32 {name} "
+            f"makes this module compute in fp32{autocast}"
+        )
 
 
 def install_gates(model: torch.nn.Module, multiplies: Callable[[torch.nn.Module], bool]) -> int:
@@ -328,12 +277,12 @@ def install_gates(model: torch.nn.Module, multiplies: Callable[[torch.nn.Module]
     Returns:
         The number of gates.
     """
-    trail, count = _Trail(), 0
+    trail, count = ["the model's input"], 0  # the module that returned last, which likely made the next tensor
     for path, module in model.named_modules():
         name = path or type(model).__name__
         if multiplies(module):
-            module.register_forward_pre_hook(_Gate(name, trail), with_kwargs=True)
+            module.register_forward_pre_hook(partial(_check_input, name, trail), with_kwargs=True)
             count += 1
         if next(module.children(), None) is None:
-            module.register_forward_hook(_Note(name, trail))
+            module.register_forward_hook(partial(_note_return, name, trail))
     return count

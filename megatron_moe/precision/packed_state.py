@@ -230,15 +230,27 @@ def pack_moment(values: Tensor, stored: Tensor, exponents: Tensor | None, bits: 
     groups = torch.nn.functional.pad(values, (0, -values.numel() % GROUP)).view(-1, GROUP)
     finite = groups.isfinite().all(1)
     largest = groups.abs().amax(1).masked_fill(~finite, 0.0)
-    exponents.copy_(torch.where(finite, _exponents_for(largest, _LIMITS[stored.dtype], square), NOT_FINITE))
+    # The smallest exponent e with the largest number at most limit 2^e, or limit 4^e for squares.
+    base, limit = 2 if square else 1, _LIMITS[stored.dtype]
+    exponent = (((largest.view(torch.int32) >> 23) - 127).to(torch.float32) / base).trunc().to(torch.int32) - 20
+    exponent = exponent.clamp(min=-126 // base)
+    for _ in range(24):
+        exponent = torch.where(largest > limit * _power_of_two(base * exponent), exponent + 1, exponent)
+    exponents.copy_(torch.where(finite, exponent, NOT_FINITE))
     inverse = _power_of_two(-exponents.to(torch.int32)).masked_fill(~finite, 0.0)
     inverse = inverse.repeat_interleave(GROUP)[: values.numel()]
     size, share = values.abs() * inverse, chance.to(torch.float32) / 65536.0
     size = size.masked_fill(~values.isfinite(), 0.0)
     if square:
-        codes = _square_codes(size * inverse, share)
+        value = size * inverse
+        root = value.sqrt().trunc()
+        root = torch.where(root * root > value, root - 1.0, root)
+        root = torch.where((root + 1.0) * (root + 1.0) <= value, root + 1.0, root)
+        codes = root.to(torch.int32) + (value - root * root > share * (root + root + 1.0)).to(torch.int32)
     elif stored.dtype == torch.float8_e4m3fn:
-        codes = _fp8_codes(size, chance, share)
+        small = (size * 512.0 + share).to(torch.int32)
+        large = ((size.view(torch.int32) + (chance << 4).to(torch.int32)) >> 20) - 960
+        codes = torch.where(size < 2.0**-6, small, large)
     else:
         codes = (size + share).to(torch.int32)
     if second:
@@ -253,27 +265,3 @@ def pack_moment(values: Tensor, stored: Tensor, exponents: Tensor | None, bits: 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
     return ((exponents.to(torch.int32).clamp(-126, 127) + 127) << 23).view(torch.float32)
-
-
-def _exponents_for(largest: Tensor, limit: float, square: bool) -> Tensor:
-    """Return the smallest exponent e, int32, with the largest at most limit 2^e, or limit 4^e for squares."""
-    base = 2 if square else 1
-    exponent = (((largest.view(torch.int32) >> 23) - 127).to(torch.float32) / base).trunc().to(torch.int32) - 20
-    exponent = exponent.clamp(min=-126 // base)
-    for _ in range(24):
-        exponent = torch.where(largest > limit * _power_of_two(base * exponent), exponent + 1, exponent)
-    return exponent
-
-
-def _square_codes(value: Tensor, share: Tensor) -> Tensor:
-    root = value.sqrt().trunc()
-    root = torch.where(root * root > value, root - 1.0, root)
-    root = torch.where((root + 1.0) * (root + 1.0) <= value, root + 1.0, root)
-    over = value - root * root
-    return root.to(torch.int32) + (over > share * (root + root + 1.0)).to(torch.int32)
-
-
-def _fp8_codes(size: Tensor, chance: Tensor, share: Tensor) -> Tensor:
-    small = (size * 512.0 + share).to(torch.int32)
-    large = ((size.view(torch.int32) + (chance << 4).to(torch.int32)) >> 20) - 960
-    return torch.where(size < 2.0**-6, small, large)

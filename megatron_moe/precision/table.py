@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_moe.config import module_names
@@ -85,7 +84,11 @@ def contract(run: Run) -> tuple[TensorClass, ...]:
             for row in (*part.tensors, *part.state.values()):
                 rows.setdefault(row.name, _resolved(row, its_words))
     whole_classes = {part.alias for part in every_part() if part.tensors}
-    own_lines = [_kept_line(pattern) for pattern in kept if pattern not in whole_classes]
+    own_lines = [
+        TensorClass(f"modules {pattern}", "fp32", "fp32", "fp32", "fp32", "fp32", "--keep-fp32")
+        for pattern in kept
+        if pattern not in whole_classes
+    ]
     words |= {"products": "e4m3", "gradients_of_products": _FP8_GRADIENTS.get(run.precision.fp8_format or "", NONE)}
     others = [_resolved(row, words) for row in (_EVALUATION, *_BACKWARD_AND_FILES)]
     everything = (*rows.values(), others[0], *own_lines, *others[1:])
@@ -111,11 +114,6 @@ def _rounded_per_micro_batch(run: Run, model: str) -> str:
     }
     names = [name for name, unrounded in added.items() if unrounded]
     return f"{note}, but for: {', '.join(names)}" if names else note
-
-
-def _kept_line(pattern: str) -> TensorClass:
-    """Return the line of a pattern of `--keep-fp32` that is not a whole class of this table."""
-    return TensorClass(f"modules {pattern}", "fp32", "fp32", "fp32", "fp32", "fp32", "--keep-fp32")
 
 
 def _resolved(row: TensorClass, words: dict[str, str]) -> TensorClass:
@@ -154,20 +152,8 @@ _SWITCHES = ("fp32_residual_connection", "grad_reduce_in_bf16", "eval_in_fp32")
 
 def text(run: Run) -> str:
     """Return the contract in columns, for `--print-precision`."""
-    lines = list(_lines(run))
+    lines = [("tensor", *_COLUMNS[1:])]
+    lines += [tuple(getattr(row, column) for column in _COLUMNS) for row in contract(run)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
     rows = ["  ".join(word.ljust(width) for word, width in zip(line, widths)).rstrip() for line in lines]
     return "\n".join([title(run), "", *rows])
-
-
-def markdown(run: Run) -> str:
-    """Return the contract as a table of a document."""
-    heading, *lines = (f"| {' | '.join(line)} |" for line in _lines(run))
-    return "\n".join([heading, "| --- " * len(_COLUMNS) + "|", *lines])
-
-
-def _lines(run: Run) -> Iterator[tuple[str, ...]]:
-    """Yield the heading, then each line."""
-    yield ("tensor", *_COLUMNS[1:])
-    for row in contract(run):
-        yield tuple(getattr(row, column) for column in _COLUMNS)

@@ -64,36 +64,6 @@ MOST_STEPS = 10_000
 """Steps that a log line is about at most, the last ones, where `--log-interval` is longer."""
 
 
-class Interval:
-    """The steps since the last log line, of which the last `MOST_STEPS` are kept.
-
-    Counts per expert are half a megabyte a step with 58 layers x 256 experts, and are kept of the newest step alone.
-    """
-
-    def __init__(self) -> None:
-        self._records: deque[StepRecord] = deque(maxlen=MOST_STEPS)
-
-    def add(self, record: StepRecord) -> None:
-        """Take one more step."""
-        if self._records:
-            self._records[-1] = self._records[-1].replace(tokens_per_expert={}, dropped_per_expert={})
-        self._records.append(record)
-
-    def line(self, train_iters: int | None, width: int | None = None) -> str:
-        """Return the log line of the interval, which holds at least one step: each metric's part of it.
-
-        With a width in characters, the parts at the end that do not fit are left out.
-        """
-        records = list(self._records)
-        digits = len(str(train_iters)) if train_iters else 6
-        head = f"iteration {records[-1].iteration:>{digits}}" + (f"/{train_iters}" if train_iters else "")
-        by_rank = sorted(metrics(), key=lambda metric: metric.console_rank)
-        line = " | ".join([head, *filter(None, (metric.console_text(records) for metric in by_rank))])
-        while width is not None and len(line) > width and " | " in line:
-            line = line.rpartition(" | ")[0]
-        return line
-
-
 class ConsoleSink(Sink):
     """A sink that prints a line at the first step of this process, every `log_interval` steps and at the last one.
 
@@ -107,7 +77,9 @@ class ConsoleSink(Sink):
         self._stream = stream
         self._train_iters = train_iters
         self._log_interval = max(1, log_interval)
-        self._interval = Interval()
+        self._records: deque[StepRecord] = deque(maxlen=MOST_STEPS)
+        """The steps since the last log line, with counts per expert of the newest alone: they are half a megabyte a
+        step with 58 layers x 256 experts."""
         self._seen_a_step = False
 
     def start(self, facts: dict[str, Any]) -> None:
@@ -123,13 +95,21 @@ class ConsoleSink(Sink):
             self._write(f"{key:<{width}}  {shown}")
 
     def step(self, record: StepRecord) -> None:
-        self._interval.add(record)
+        if self._records:
+            self._records[-1] = self._records[-1].replace(tokens_per_expert={}, dropped_per_expert={})
+        self._records.append(record)
         due = record.iteration % self._log_interval == 0 or record.iteration == self._train_iters
         if due or not self._seen_a_step:
-            clock, width = time.strftime(self._CLOCK), self._width()
-            room = None if width is None else width - len(clock) - 1
-            self._write(f"{clock} {self._interval.line(self._train_iters, room)}")
-            self._interval = Interval()
+            total, width = self._train_iters, self._width()
+            digits = len(str(total)) if total else 6
+            head = f"iteration {record.iteration:>{digits}}" + (f"/{total}" if total else "")
+            by_rank = sorted(metrics(), key=lambda metric: metric.console_rank)
+            parts = [metric.console_text(list(self._records)) for metric in by_rank]
+            line = " | ".join([f"{time.strftime(self._CLOCK)} {head}", *filter(None, parts)])
+            while width is not None and len(line) > width and " | " in line:
+                line = line.rpartition(" | ")[0]
+            self._write(line)
+            self._records.clear()
         self._seen_a_step = True
 
     def evaluation(self, record: EvalRecord) -> None:
@@ -244,12 +224,8 @@ class LiveDashboard:
         self._rates.add(record.tokens_per_second)
         if record.expert_load is not None:
             self._load, self._empty = record.expert_load, record.empty_experts
-        loads = {}
-        for layer, counts in record.tokens_per_expert.items():
-            load = load_max_over_mean(counts)
-            if load is not None:
-                loads[layer] = load
-        self._loads = loads or self._loads
+        loads = {layer: load_max_over_mean(counts) for layer, counts in record.tokens_per_expert.items()}
+        self._loads = {layer: load for layer, load in loads.items() if load is not None} or self._loads
 
     def evaluation(self, record: EvalRecord) -> None:
         """Take an evaluation."""
@@ -265,10 +241,8 @@ class LiveDashboard:
         columns, rows = SMALLEST
         if self._panel and options.max_width >= columns and console.size.height >= rows:
             yield self._as_panel(self._last, min(options.max_width, _WIDEST))
-        else:
-            yield self._as_line(self._last)
-
-    def _as_line(self, record: StepRecord) -> RenderableType:
+            return
+        record = self._last
         parts = [self._count(), f"loss {record.loss:.3f}", f"{record.tokens_per_second:,.0f} tok/s"]
         if record.grad_norm is not None:
             parts.append(f"gnorm {record.grad_norm:.2f}")
@@ -277,7 +251,7 @@ class LiveDashboard:
         parts.append("SKIPPED" if record.skipped else f"left {duration_text(record.seconds_left)}")
         grid = Table.grid(padding=(0, 1))
         grid.add_row(self._bar(20), Text(" ".join(parts), no_wrap=True, overflow="ellipsis"))
-        return grid
+        yield grid
 
     def _as_panel(self, record: StepRecord, width: int) -> RenderableType:
         grid = Table.grid(padding=(0, 2))
@@ -306,33 +280,23 @@ class LiveDashboard:
         if record.memory_bytes:
             speed.append(f"  memory {size_text(record.memory_bytes)}")
         grid.add_row("speed", speed)
-        self._add_loads(grid, room)
+        # The most uneven layers, in the order of the model.
+        shown = sorted(self._loads, key=self._loads.__getitem__)[-_LAYERS:]
+        if shown:
+            worst = f"; worst {len(shown)} of {len(self._loads)} layers" if len(shown) < len(self._loads) else ""
+            grid.add_row("load", Text(f"busiest expert / mean; {self._empty} empty{worst}"))
+        for layer in sorted(shown):
+            load, colour = self._loads[layer], "green"
+            if load >= _EVEN:
+                colour = "yellow" if load < _UNEVEN else "red"
+            eighths = round(min(load / _FULL, 1.0) * room * 8)  # of a character
+            bar = "\u2588" * (eighths // 8) + _PARTS_OF_A_BLOCK[eighths % 8].strip()
+            grid.add_row(f"layer {layer}", Text.assemble((bar, colour), f"  {load:.2f}"))
         for number, event in enumerate(self._events):
             grid.add_row("" if number else "events", Text(event, style="dim"))
         clock = f"{time.strftime('%H:%M:%S')}, for {duration_text(time.monotonic() - self._began)}"
         return Panel(grid, title=self._title or None, title_align="left", subtitle=clock, subtitle_align="right",
                      width=width)  # fmt: skip
-
-    def _add_loads(self, grid: Table, room: int) -> None:
-        """Add a row for each of the most uneven layers, in the order of the model."""
-        if not self._loads:
-            return
-        shown = sorted(self._loads, key=self._loads.__getitem__)[-_LAYERS:]
-        head = f"busiest expert / mean; {self._empty} empty"
-        if len(shown) < len(self._loads):
-            head += f"; worst {len(shown)} of {len(self._loads)} layers"
-        grid.add_row("load", Text(head))
-        for layer in sorted(shown):
-            load = self._loads[layer]
-            if load < _EVEN:
-                colour = "green"
-            elif load < _UNEVEN:
-                colour = "yellow"
-            else:
-                colour = "red"
-            eighths = round(min(load / _FULL, 1.0) * room * 8)  # of a character
-            bar = "\u2588" * (eighths // 8) + _PARTS_OF_A_BLOCK[eighths % 8].strip()
-            grid.add_row(f"layer {layer}", Text.assemble((bar, colour), f"  {load:.2f}"))
 
     def _bar(self, width: int) -> ProgressBar:
         return ProgressBar(total=self._total, completed=self._done, width=max(width, 10), pulse=self._total is None)

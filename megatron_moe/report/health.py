@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,7 @@ class Health:
 
     @property
     def worst(self) -> dict[str, float]:
-        """The worst layer's value of each figure; dead_experts and hot_experts are sums over the layers.
-
-        Figures that no layer has are left out.
-        """
+        """The worst layer's value of each known figure; dead_experts and hot_experts are sums over the layers."""
         of_layers = [layer.figures() for layer in self.layers.values()]
         worst = {}
         for name, combine in WORST_OF_LAYERS.items():
@@ -132,17 +128,6 @@ def load_health(counts: list[int]) -> LoadHealth | None:
     )
 
 
-def health_from_json(line: dict[str, Any] | None) -> Health | None:
-    """Return the health that `dataclasses.asdict` and JSON made `line` of; None for None."""
-    if line is None:
-        return None
-    layers = {}
-    for number, layer in line["layers"].items():
-        load = LoadHealth(**layer["load"]) if layer["load"] is not None else None
-        layers[int(number)] = LayerHealth(**{**layer, "load": load})
-    return Health(**{**line, "layers": layers})
-
-
 def scalars(health: Health) -> dict[str, float]:
     """Return one number per figure: `health/NAME` of the run and the worst layer, `health_by_layer/NAME_LAYER`."""
     found = {f"health/{name}": value for name, value in health.worst.items()}
@@ -157,10 +142,7 @@ def scalars(health: Health) -> dict[str, float]:
 
 
 def summary_line(health: Health) -> str:
-    """Return the part of a log line about the health: the figures of the worst layer, "" where there are none.
-
-    MaxVio and dead experts are not among them: every line has the load and the empty experts.
-    """
+    """Return the part of a log line about the health: figures of the worst layer that not every line has, or ""."""
     worst = health.worst
     parts = []
     if health.gradient_swallowed:

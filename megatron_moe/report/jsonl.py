@@ -18,11 +18,11 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import finite
-from megatron_moe.report.health import health_from_json
+from megatron_moe.report.health import Health, LayerHealth, LoadHealth
 from megatron_moe.report.metric import added_metrics, metrics
 from megatron_moe.report.records import EvalRecord, EventRecord, StepRecord
 from megatron_moe.report.run_info import Totals, info_path, read_info
@@ -57,7 +57,12 @@ def step_from_json(line: dict[str, Any]) -> StepRecord:
     for metric in metrics():
         if metric.exact and f"{metric.name}_hex" in values:
             values[metric.name] = float.fromhex(values.pop(f"{metric.name}_hex"))
-    values["health"] = health_from_json(values.get("health"))
+    if (health := values.get("health")) is not None:
+        layers = {}
+        for number, layer in health["layers"].items():
+            load = LoadHealth(**layer["load"]) if layer["load"] is not None else None
+            layers[int(number)] = LayerHealth(**{**layer, "load": load})
+        values["health"] = Health(**{**health, "layers": layers})
     for name in ("tokens_per_expert", "dropped_per_expert"):
         values[name] = {int(layer): counts for layer, counts in (values.get(name) or {}).items()}
     values["mtp_losses"] = [math.nan if loss is None else loss for loss in values.get("mtp_losses") or ()]
@@ -77,13 +82,6 @@ def eval_from_json(line: dict[str, Any]) -> EvalRecord:
     if "loss_hex" in line:
         values["loss"] = float.fromhex(line["loss_hex"])
     return EvalRecord(**values)
-
-
-def event_from_json(line: dict[str, Any]) -> EventRecord:
-    """Return the record that `to_json` made the line of."""
-    facts = dict(line)
-    known = {name: facts.pop(name) for name in _EVENT_KEYS}
-    return EventRecord(**known, facts=facts)
 
 
 # The files.
@@ -116,8 +114,9 @@ def read_evaluations(metrics_file: Path) -> Iterator[EvalRecord]:
 def read_events(metrics_file: Path) -> Iterator[EventRecord]:
     """Yield the events that belong to a metrics file, in the order in which they happened; none where there is none."""
     if events_path(metrics_file).exists():
-        for line in _lines(events_path(metrics_file)):
-            yield event_from_json(line)
+        for facts in _lines(events_path(metrics_file)):
+            known = {name: facts.pop(name) for name in _EVENT_KEYS}
+            yield EventRecord(**known, facts=facts)
 
 
 def require_metrics(path: Path) -> None:
@@ -153,7 +152,7 @@ class JsonlSink(Sink):
     """
 
     def __init__(self, path: Path, start_iteration: int) -> None:
-        self.artifact = path
+        self.artifact: Path = path
         self.cut_lines = 0
         """Lines of an abandoned incarnation that were removed at the start."""
         self.missing = 0
@@ -165,14 +164,21 @@ class JsonlSink(Sink):
         counted_steps = _count(steps, start_iteration, self.totals)
         counted_evaluations, counted_events = _count(evaluations, start_iteration), _count(events, None)
         if start_iteration == 0:
-            _set_aside(path)
+            about = [part for part in (info_path(path), events) if part.exists()]
+            records = [part for part in (evaluations, path) if part.exists() and part.stat().st_size]
+            # The steps last: where a kill interrupts this, the next start goes on with it.
+            for part in [*about, *records]:
+                if records:
+                    os.replace(part, part.with_name(f"{part.name}.previous"))
+                else:  # a start without one step has left it
+                    part.unlink()
         else:
             self.cut_lines = _cut(steps, counted_steps) + _cut(evaluations, counted_evaluations)
             _cut(events, counted_events)  # a line that a kill tore apart
         self.missing = start_iteration - counted_steps.kept
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._steps, self._evaluations, self._events = _Appended(steps), _Appended(evaluations), _Appended(events)
-        self._steps.open()
+        self._files = {steps: open(steps, "a", encoding="utf-8")}  # noqa: SIM115 (open as long as the run)
+        """Those that have a line; that of the steps is there from the start."""
         # Later ones were cut, and earlier ones are not made again.
         self._evaluated = {_identity(one) for one in read_evaluations(path) if one.iteration == start_iteration}
 
@@ -180,51 +186,32 @@ class JsonlSink(Sink):
         """Return whether an earlier attempt has evaluated a split with the weights that this one starts from."""
         return any(one[1] == split for one in self._evaluated)
 
+    def _append(self, path: Path, record: StepRecord | EvalRecord | EventRecord) -> None:
+        if path not in self._files:
+            self._files[path] = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._files[path].write(json.dumps(to_json(record), allow_nan=False) + "\n")
+        self._files[path].flush()
+
     def step(self, record: StepRecord) -> None:
-        self._steps.append(record)
+        self._append(self.artifact, record)
 
     def evaluation(self, record: EvalRecord) -> None:
         """Write an evaluation once: a run that was killed after its last evaluation repeats it after a restart."""
         if _identity(record) not in self._evaluated:
             self._evaluated = {one for one in self._evaluated if one[0] == record.iteration} | {_identity(record)}
-            self._evaluations.append(record)
+            self._append(evaluations_path(self.artifact), record)
 
     def event(self, record: EventRecord) -> None:
-        self._events.append(record)
+        self._append(events_path(self.artifact), record)
 
     def flush(self) -> None:
-        for file in (self._steps, self._evaluations, self._events):
-            file.sync()
+        for file in self._files.values():
+            if not file.closed:
+                os.fsync(file.fileno())
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        for file in (self._steps, self._evaluations, self._events):
+        for file in self._files.values():
             file.close()
-
-
-class _Appended:
-    """A file that lines are appended to; the first one makes it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: IO[str] | None = None
-
-    def open(self) -> IO[str]:
-        if self._file is None:
-            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
-        return self._file
-
-    def append(self, record: StepRecord | EvalRecord | EventRecord) -> None:
-        file = self.open()
-        file.write(json.dumps(to_json(record), allow_nan=False) + "\n")
-        file.flush()
-
-    def sync(self) -> None:
-        if self._file is not None and not self._file.closed:
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
 
 
 def _identity(record: EvalRecord) -> tuple[int, str, int, str]:
@@ -260,25 +247,9 @@ def _line(path: Path, number: int, raw: bytes) -> dict[str, Any] | None:
     return line
 
 
-def _set_aside(metrics_file: Path) -> None:
-    """Rename the files of the run before this one; what a start without one step has left is removed instead."""
-    about = [part for part in (info_path(metrics_file), events_path(metrics_file)) if part.exists()]
-    records = []
-    for part in (evaluations_path(metrics_file), metrics_file):
-        if part.exists() and part.stat().st_size:
-            records.append(part)
-    for part in [*about, *records]:  # the steps last: where a kill interrupts this, the next start goes on with it
-        if records:
-            os.replace(part, part.with_name(f"{part.name}.previous"))
-        else:
-            part.unlink()
-
-
 # The beginning of a line as `to_json` writes it. What follows grows with layers x experts, to 80 KB with 58 x 256, and
 # is not needed to continue a run: a file of a million such lines is read in minutes, and parsed in half an hour.
-_HEAD = re.compile(
-    rb'\{"iteration": (\d+), "[^{\[]*?"tokens": (\d+), "seconds": (\d+(?:\.\d+)?(?:e[+-]?\d+)?), ',
-)
+_HEAD = re.compile(rb'\{"iteration": (\d+), "[^{\[]*?"tokens": (\d+), "seconds": (\d+(?:\.\d+)?(?:e[+-]?\d+)?), ')
 _START = b'{"iteration": '
 
 
@@ -324,10 +295,7 @@ def _count(path: Path, up_to: int | None, totals: Totals | None = None) -> _Line
 
 
 def _cut(path: Path, lines: _Lines) -> int:
-    """Cut off the lines that are not kept; return their number.
-
-    A cut is whole or was not made, and needs no space, as a copy would.
-    """
+    """Cut off the lines that are not kept, which needs no space, as a copy would; return their number."""
     if lines.kept < lines.all:
         with open(path, "r+b") as file:
             file.truncate(lines.bytes_kept)

@@ -97,11 +97,7 @@ class Metric:
     """The JSON line also has NAME_hex, the float's bits, so that two runs can be compared bit by bit, NaN included."""
 
     def value(self, facts: StepFacts) -> Any:
-        """Compute the value.
-
-        Raises:
-            MetricError: `compute` raised, or returned what cannot be written or shown.
-        """
+        """Compute the value; a MetricError if `compute` raised, or returned what cannot be written or shown."""
         assert self.compute is not None, self.name
         try:
             value = self.compute(facts)
@@ -184,11 +180,6 @@ def _mean_mtp_losses(records: Sequence[StepRecord]) -> str | None:
     return f"mtp{text}" if text else None
 
 
-def _grad_norm(records: Sequence[StepRecord]) -> str:
-    norm = records[-1].grad_norm
-    return "grad norm -" if norm is None else f"grad norm {norm:.3f}"
-
-
 def _mean_rate(records: Sequence[StepRecord], name: str) -> float:
     """Return the mean of a rate over the time of all steps."""
     amount = seconds = 0.0
@@ -202,16 +193,6 @@ def _tokens_per_second(records: Sequence[StepRecord]) -> str:
     seconds = sum(record.seconds for record in records)
     rate = sum(record.tokens for record in records) / seconds if seconds > 0 else 0.0
     return f"{rate:,.0f} tok/s"
-
-
-def _model_tflops(records: Sequence[StepRecord]) -> str:
-    return f"{_mean_rate(records, 'model_tflops'):.3g} TFLOP/s"
-
-
-def _mfu(records: Sequence[StepRecord]) -> str | None:
-    if records[-1].mfu is None:
-        return None
-    return f"MFU {100 * _mean_rate(records, 'mfu'):.1f}%"
 
 
 def _health(records: Sequence[StepRecord]) -> str | None:
@@ -245,32 +226,9 @@ def _skipped(records: Sequence[StepRecord]) -> str | None:
     return f"SKIPPED {skipped} (loss scale {records[-1].loss_scale:g})" if skipped else None
 
 
-def _left(records: Sequence[StepRecord]) -> str:
-    return f"left {duration_text(records[-1].seconds_left)}"
-
-
-# TensorBoard scalars of metrics that are more than one number.
-
-
 def _layer_loads(record: StepRecord) -> dict[str, float | None]:
     tag = "experts_by_layer/load_max_over_mean"
     return {f"{tag}_{layer}": load_max_over_mean(counts) for layer, counts in record.tokens_per_expert.items()}
-
-
-def _empty_experts(record: StepRecord) -> dict[str, float | None]:
-    return {"experts/empty": float(record.empty_experts)} if record.tokens_per_expert else {}
-
-
-def _aux_losses(record: StepRecord) -> dict[str, float | None]:
-    return {f"loss/{name}": value for name, value in record.aux_losses.items()}
-
-
-def _mtp_losses(record: StepRecord) -> dict[str, float | None]:
-    return {f"loss/mtp_{depth}": loss for depth, loss in enumerate(record.mtp_losses, start=1)}
-
-
-def _health_scalars(record: StepRecord) -> dict[str, float | None]:
-    return {} if record.health is None else dict(scalars(record.health))
 
 
 def _timers(record: StepRecord) -> dict[str, float | None]:
@@ -283,78 +241,107 @@ def _timers(record: StepRecord) -> dict[str, float | None]:
 
 BUILT_IN: tuple[Metric, ...] = (
     Metric("iteration"),
-    Metric("consumed_samples", unit="sequences"),
-    Metric("loss", unit="nats per token", exact=True, console=_mean_loss, console_rank=10, tensorboard="loss/train"),
+    Metric("consumed_samples", "sequences"),
+    Metric("loss", "nats per token", exact=True, console=_mean_loss, console_rank=10, tensorboard="loss/train"),
     Metric("learning_rate", console="lr {:.2e}", console_rank=20, tensorboard="optimizer/learning_rate"),
-    Metric("grad_norm", exact=True, console=_grad_norm, console_rank=30, tensorboard="optimizer/grad_norm"),
+    Metric(
+        "grad_norm",
+        exact=True,
+        console=lambda steps: "grad norm -" if steps[-1].grad_norm is None else f"grad norm {steps[-1].grad_norm:.3f}",
+        console_rank=30,
+        tensorboard="optimizer/grad_norm",
+    ),
     Metric("loss_scale", tensorboard="optimizer/loss_scale"),
     Metric("skipped", console=_skipped, console_rank=16, tensorboard="optimizer/skipped"),
-    Metric("tokens", unit="tokens"),
-    Metric("seconds", unit="s", tensorboard="speed/step_seconds"),
+    Metric("tokens", "tokens"),
+    Metric("seconds", "s", tensorboard="speed/step_seconds"),
     Metric(
         "tokens_per_second",
-        unit="tokens/s, all devices",
+        "tokens/s, all devices",
         console=_tokens_per_second,
         console_rank=40,
         tensorboard="speed/tokens_per_second",
     ),
     Metric(
         "model_tflops",
-        unit="10^12 model FLOPs/s, of a device",
-        console=_model_tflops,
+        "10^12 model FLOPs/s, of a device",
+        console=lambda steps: f"{_mean_rate(steps, 'model_tflops'):.3g} TFLOP/s",
         console_rank=50,
         tensorboard="speed/model_tflops",
     ),
-    Metric("mfu", unit="share of --peak-tflops", console=_mfu, console_rank=60, tensorboard="speed/mfu"),
-    Metric("tokens_per_expert", unit="choices, by layer", tensorboard=_layer_loads),
+    Metric(
+        "mfu",
+        "share of --peak-tflops",
+        console=lambda steps: None if steps[-1].mfu is None else f"MFU {100 * _mean_rate(steps, 'mfu'):.1f}%",
+        console_rank=60,
+        tensorboard="speed/mfu",
+    ),
+    Metric("tokens_per_expert", "choices, by layer", tensorboard=_layer_loads),
     Metric(
         "expert_load",
-        unit="max / mean of the worst layer",
+        "max / mean of the worst layer",
         console=_load,
         console_rank=70,
         tensorboard="experts/load_max_over_mean",
     ),
-    Metric("empty_experts", unit="(layer, expert) pairs", tensorboard=_empty_experts),
-    Metric("expert_bias_max", unit="largest magnitude", tensorboard="experts/bias_max"),
-    Metric("aux_losses", unit="nats per token", tensorboard=_aux_losses),
-    Metric("seconds_left", unit="s", console=_left, console_rank=100),
-    Metric("global_batch_size", unit="sequences", tensorboard="batch/global_batch_size"),
-    Metric("memory_bytes", unit="bytes, the peak of the rank that writes", tensorboard="memory/peak_bytes"),
-    Metric("health", console=_health, console_rank=110, tensorboard=_health_scalars),
+    Metric(
+        "empty_experts",
+        "(layer, expert) pairs",
+        tensorboard=lambda record: {"experts/empty": record.empty_experts} if record.tokens_per_expert else {},
+    ),
+    Metric("expert_bias_max", "largest magnitude", tensorboard="experts/bias_max"),
+    Metric(
+        "aux_losses",
+        "nats per token",
+        tensorboard=lambda record: {f"loss/{name}": loss for name, loss in record.aux_losses.items()},
+    ),
+    Metric(
+        "seconds_left", "s", console=lambda steps: f"left {duration_text(steps[-1].seconds_left)}", console_rank=100
+    ),
+    Metric("global_batch_size", "sequences", tensorboard="batch/global_batch_size"),
+    Metric("memory_bytes", "bytes, the peak of the rank that writes", tensorboard="memory/peak_bytes"),
+    Metric(
+        "health",
+        console=_health,
+        console_rank=110,
+        tensorboard=lambda record: {} if record.health is None else scalars(record.health),
+    ),
     Metric(
         "dropped_per_expert",
-        unit="choices, by layer",
+        "choices, by layer",
         console=_dropped,
         console_rank=80,
         tensorboard=lambda record: {"experts/dropped_share": dropped_share(record)},
     ),
-    Metric("mtp_losses", unit="nats per target", console=_mean_mtp_losses, console_rank=15, tensorboard=_mtp_losses),
+    Metric(
+        "mtp_losses",
+        "nats per target",
+        console=_mean_mtp_losses,
+        console_rank=15,
+        tensorboard=lambda record: {f"loss/mtp_{i}": loss for i, loss in enumerate(record.mtp_losses, start=1)},
+    ),
     Metric("params_norm", console="params norm {:.3f}", console_rank=31, tensorboard="params-norm"),
     Metric(
-        "num_zeros",
-        unit="elements of all gradients",
-        console="num zeros {:.0f}",
-        console_rank=32,
-        tensorboard="num-zeros",
+        "num_zeros", "elements of all gradients", console="num zeros {:.0f}", console_rank=32, tensorboard="num-zeros"
     ),
     Metric(
         "max_attention_logit", console="max attention logit {:.4g}", console_rank=33, tensorboard="max_attention_logit"
     ),
     Metric(
         "clipped_heads",
-        unit="heads of all layers",
+        "heads of all layers",
         console="clipped heads {:.0f}",
         console_rank=34,
         tensorboard="optimizer/clipped_heads",
     ),
-    Metric("timers", unit="s per iteration, by part", tensorboard=_timers),
-    Metric("memory", unit="by statistic of the allocator", tensorboard=lambda record: record.memory),
-    Metric("world_size", unit="ranks", tensorboard="world-size"),
+    Metric("timers", "s per iteration, by part", tensorboard=_timers),
+    Metric("memory", "by statistic of the allocator", tensorboard=lambda record: record.memory),
+    Metric("world_size", "ranks", tensorboard="world-size"),
     Metric("data_hash"),
     Metric("expert_bias_hash"),
-    Metric("time", unit="UTC, ISO 8601"),
-    Metric("run_id", unit="16 hex digits"),
-    Metric("attempt", unit="1 for the first start, +1 at each that continues"),
+    Metric("time", "UTC, ISO 8601"),
+    Metric("run_id", "16 hex digits"),
+    Metric("attempt", "1 for the first start, +1 at each that continues"),
 )
 
 
@@ -408,20 +395,12 @@ def register_metric(metric: Metric) -> None:
 
 
 def unregister_metric(name: str) -> None:
-    """Take a metric out again that `register_metric` has added.
-
-    Raises:
-        ValueError: none of this name was added.
-    """
+    """Take out a metric that `register_metric` has added; a ValueError if there is none of this name."""
     if name not in _added:
         raise ValueError(f"metric {name}: none of this name was added; there are {', '.join(_added) or 'none'}")
     del _added[name]
 
 
 def with_added_metrics(facts: StepFacts) -> StepRecord:
-    """Return the record of a step with the metrics that a program added.
-
-    Raises:
-        MetricError: one of them failed.
-    """
+    """Return the record of a step with the metrics that a program added; a MetricError if one failed."""
     return facts.record.replace(extra={name: metric.value(facts) for name, metric in _added.items()})

@@ -12,10 +12,10 @@ from megatron_moe.report.health import Health
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """The metrics of one optimizer step, in the order of the keys in metrics.jsonl; docs/reference/metrics.md describes each.
+    """The metrics of one optimizer step, in the order of the keys in metrics.jsonl.
 
-    Metrics that a program registered, and keys of lines that another program wrote, are in `extra`; they can be read as
-    attributes, too.
+    docs/reference/metrics.md describes each. Metrics that a program registered, and keys of lines that another program
+    wrote, are in `extra`; they can be read as attributes, too.
     """
 
     iteration: int
@@ -115,11 +115,7 @@ class EventRecord:
 
 
 def exact(record: StepRecord) -> dict[str, Any]:
-    """Return the values of a step that two runs must agree on to the bit, as plain values.
-
-    Checkpoints keep them, and `verify-resume` compares them. Floats are float.hex, so that NaN and infinity can be
-    compared too.
-    """
+    """Return the values of a step that two runs must agree on to the bit; floats as float.hex, NaN among them."""
     return {
         "iteration": record.iteration,
         "consumed_samples": record.consumed_samples,

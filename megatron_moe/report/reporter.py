@@ -122,10 +122,7 @@ class Reporter:
         return next((sink.failure for sink in self._own if sink.failure is not None), None)
 
     def start(self, facts: dict[str, Any]) -> None:
-        """Show what is worth knowing about the run, in the order given.
-
-        `unigram_entropy` (nats per token), where it is among the facts, is also drawn as a line in the plot.
-        """
+        """Show facts of the run in their order; `unigram_entropy` (nats per token) is a line in the plot, too."""
         if self._sinks:
             self._info.start(facts)
         for sink in self._sinks:
@@ -201,11 +198,7 @@ class Reporter:
                     console.message(f"wrote {sink.artifact}")
 
     def on_abort(self, ending: str, fault: str | None = None) -> None:
-        """Record how the attempt ends where the process is about to be ended, from any thread. Sinks are not closed.
-
-        Args:
-            fault: the text of the fault that ends it.
-        """
+        """Record how the attempt ends and by which fault, where the process is ended; sinks stay open."""
         if self._closed or not self._sinks:
             return
         self._closed = True

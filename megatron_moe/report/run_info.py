@@ -52,11 +52,7 @@ def info_path(metrics_file: Path) -> Path:
 
 
 def read_info(metrics_file: Path) -> dict[str, Any]:
-    """Return what is kept about the run of a metrics file; nothing where there is none.
-
-    Raises:
-        ConfigError: the file next to the metrics is something else; the message names the flag.
-    """
+    """Return what is kept about the run of a metrics file, if any; a ConfigError if it is something else."""
     path = info_path(metrics_file)
     if not path.exists():
         return {}

@@ -61,10 +61,7 @@ class SinkError(Exception):
 
 
 class OwnSink:
-    """Stands for a program's own sink on the rank that writes.
-
-    The sink's first error is kept, for all ranks to end the run together, and the sink is not called again.
-    """
+    """Stands for a program's own sink, and keeps its first error, for all ranks to end together; then it is silent."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -105,11 +102,7 @@ _OVER_SAMPLES = {
 
 
 def step_scalars(record: StepRecord, options: LoggingConfig) -> Iterator[tuple[str, float]]:
-    """Yield the scalars of a step, by the tags of `--tensorboard-names`.
-
-    Raises:
-        MetricError: two metrics have one tag.
-    """
+    """Yield the scalars of a step, by the tags of `--tensorboard-names`; a MetricError if two have one."""
     written: dict[str, str] = {}
     for metric in metrics():
         for tag, number in metric.scalars(record).items():

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from importlib.util import find_spec
@@ -66,11 +66,7 @@ Say = Callable[[str, str], None]
 
 
 def require_trackers(run: Run) -> None:
-    """Refuse a service whose package is missing, before anything is allocated; nothing is imported.
-
-    Raises:
-        ConfigError: the message names the flag.
-    """
+    """Refuse a service whose package is missing, by a ConfigError with the flag; nothing is imported."""
     flags = run.logging
     for flag, (module, package) in _PACKAGES.items():
         given = getattr(flags, flag)
@@ -104,10 +100,7 @@ def _is_installed(module: str) -> bool:
 
 
 class TrackerSink(Sink):
-    """Hands a run to the process of a service.
-
-    Nothing here waits but `close`, for a bounded time, and nothing raises for the service's sake: where its process is
-    gone, or takes no more, that is one warning and the sink is off.
+    """Hands a run to the process of a service. Only `close` waits; a process that is gone is one warning.
 
     Args:
         flag: the flag that asks for the service, a key of `SERVICES`.
@@ -219,7 +212,11 @@ class TrackerSink(Sink):
             if self._pipes is None:
                 return
             self._write()
-            has_ended = self._read()
+            has_ended = False
+            with suppress(BlockingIOError):
+                while data := os.read(self._pipes[1].fileno(), 2**16):
+                    self._unread += data
+                has_ended = True
             *lines, rest = bytes(self._unread).split(b"\n")
             self._unread = bytearray(rest)
             replies = [json.loads(line) for line in lines]
@@ -246,15 +243,6 @@ class TrackerSink(Sink):
                 del self._unsent[: os.write(pipe.fileno(), self._unsent[: 2**16])]
         if self._closing and not self._unsent:
             pipe.close()
-
-    def _read(self) -> bool:
-        """Read what the process has said; return whether it has ended."""
-        assert self._pipes is not None
-        with suppress(BlockingIOError):
-            while data := os.read(self._pipes[1].fileno(), 2**16):
-                self._unread += data
-            return True
-        return False
 
     def _give_up(self, why: str) -> None:
         """Report once that the service gets no more, and leave its process to its own end."""
@@ -334,7 +322,7 @@ class _Wandb:
                 self._run.summary[f"last_{message['kind']}"] = message["text"]
                 if message["kind"] == "fault":
                     self._run.alert(f"fault at iteration {iteration}", message["text"], level="ERROR")
-            elif not _is_there(message, self._there):
+            elif not (message["again"] and iteration <= self._there):
                 self._run.log({**message["values"], "iteration": iteration}, step=iteration + self._shift)
 
     def finish(self, ending: str) -> None:
@@ -399,12 +387,11 @@ class _Mlflow:
             step = message["iteration"]
             if "kind" in message:
                 tags[f"megatron_moe.last_{message['kind']}"] = message["text"]
-            elif not _is_there(message, self._there):
+            elif not (message["again"] and step <= self._there):
                 at = round(datetime.fromisoformat(message["time"]).timestamp() * 1000)
                 for name, value in {**message["values"], "iteration": step}.items():
                     metrics.append(Metric(name, float(value), at, step))
-        for part in _parts(metrics, "metrics"):
-            self._client.log_batch(self._id, metrics=part)
+        self._send("metrics", metrics)
         self._log("tags", tags)
 
     def finish(self, ending: str) -> None:
@@ -417,25 +404,17 @@ class _Mlflow:
         from mlflow.entities import Param, RunTag
 
         make = {"params": Param, "tags": RunTag}[kind]
-        for part in _parts([make(name, _cut(str(value), kind)) for name, value in values.items()], kind):
-            self._client.log_batch(self._id, **{kind: part})
+        self._send(kind, [make(name, _cut(str(value), kind)) for name, value in values.items()])
+
+    def _send(self, kind: str, values: list[Any]) -> None:
+        most = _MOST_OF_MLFLOW[kind]  # that it takes at once
+        for first in range(0, len(values), most):
+            self._client.log_batch(self._id, **{kind: values[first : first + most]})
 
 
 def _cut(text: str, kind: str) -> str:
     longest = _LONGEST_OF_MLFLOW[kind]
     return text if len(text) <= longest else text[: longest - 1] + "…"
-
-
-def _parts(values: list[Any], kind: str) -> Iterator[list[Any]]:
-    """Yield the values in parts that MLflow takes at once."""
-    most = _MOST_OF_MLFLOW[kind]
-    for first in range(0, len(values), most):
-        yield values[first : first + most]
-
-
-def _is_there(message: Message, last: int) -> bool:
-    """Return whether a service that has values up to iteration `last` has the same ones of this step."""
-    return bool(message["again"]) and message["iteration"] <= last
 
 
 def _text(error: BaseException) -> str:
@@ -488,10 +467,7 @@ class _Input:
 
 
 def _patiently(act: Callable[[], None], say: Say, at_end: threading.Event) -> None:
-    """Call `act` until it works, with the waits of `RETRY_SECONDS`, the first failure being reported.
-
-    At the end of the input it is tried once more, at once.
-    """
+    """Call `act` until it works, with waits of `RETRY_SECONDS`, and once more at the end; report the first failure."""
     for number, seconds in enumerate(RETRY_SECONDS):
         try:
             return act()

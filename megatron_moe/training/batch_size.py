@@ -75,15 +75,9 @@ def batch_schedule(run: Run, world_size: int) -> BatchSchedule:
     training = run.training
     dp = run.derived.data_parallel_size(world_size)
     final = run.derived.global_batch_size(world_size)
-    ramp = training.rampup_batch_size
-    if ramp is not None:
-        _check_ramp(ramp, final, training.micro_batch_size * dp)
-        return BatchSchedule(training.micro_batch_size, dp, final, (ramp[0], ramp[1], ramp[2]))
-    return BatchSchedule(training.micro_batch_size, dp, final)
-
-
-def _check_ramp(ramp: tuple[int, ...], final: int, step: int) -> None:
-    shown = " ".join(map(str, ramp))
+    if (ramp := training.rampup_batch_size) is None:
+        return BatchSchedule(training.micro_batch_size, dp, final)
+    step, shown = training.micro_batch_size * dp, " ".join(map(str, ramp))
     if len(ramp) != 3 or min(ramp) < 1:
         raise ConfigError(
             f"--rampup-batch-size {shown}: give START INCREMENT SAMPLES, three positive numbers, "
@@ -100,3 +94,4 @@ def _check_ramp(ramp: tuple[int, ...], final: int, step: int) -> None:
             f"--rampup-batch-size {shown}: every size on the way must be a multiple of micro-batch-size x DP = {step}; "
             f"for example {step} {step} {ramp[2]}"
         )
+    return BatchSchedule(training.micro_batch_size, dp, final, (start, increment, ramp[2]))

@@ -24,18 +24,19 @@ from megatron_moe.config.schema import Run
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.index_file import label_entropy
 from megatron_moe.hf.importing import fill
+from megatron_moe.io.program import say
 from megatron_moe.kernels import choice
 from megatron_moe.model.build import build_model
 from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
-from megatron_moe.optim.weight_average import build_average
+from megatron_moe.optim.weight_average import WeightAverage
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import RankFacts, seed_everything
 from megatron_moe.precision.contract import PrecisionGuard
 from megatron_moe.report.reporter import MakePageSink, Reporter
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.node_files import require_one_view
-from megatron_moe.training.program import ProgramParts, ProgramSamples
 from megatron_moe.training.plan import RunPlan, evaluates_test_split, same_data_notes
+from megatron_moe.training.program import ProgramParts, ProgramSamples
 from megatron_moe.training.state_checks import check_precision, damage_on_ranks
 from megatron_moe.training.step_sums import max_over_ranks
 from megatron_moe.training.trainer import RECORDS_KEPT, Splits, Trainer, fault_folder
@@ -82,7 +83,7 @@ def build_trainer(
     parts = parts or ProgramParts()
     ranks = _meet(planned.run, resources)
     # A checkpoint whose content was verified; it may be an earlier step than was planned.
-    start_from = verified_checkpoint(planned.run, planned.start_from, _say)
+    start_from = verified_checkpoint(planned.run, planned.start_from, say)
     if start_from.known_bad:
         notes = same_data_notes(planned.run, planned.data, start_from)
         planned = replace(planned, data_notes=[*planned.data_notes, *notes])
@@ -96,9 +97,8 @@ def build_trainer(
     # Each split with as many samples as the run will read.
     steps_left = max((run.training.train_iters or 0) - progress.iteration, 0)
     trained_on = planned.schedule.samples_after(steps_left, progress.consumed_samples)
-    evaluated, tested = run.training.eval_iters * planned.schedule.final, 0
-    if evaluates_test_split(run):
-        tested = evaluated
+    evaluated = run.training.eval_iters * planned.schedule.final
+    tested = evaluated if evaluates_test_split(run) else 0
     if parts.data is not None:
         valid = None
         if parts.valid_data is not None and evaluated:
@@ -109,6 +109,10 @@ def build_trainer(
             *build_datasets(run, planned.tokenizer, trained_on, evaluated, tested, pg_collection=ranks.pg_collection)
         )
     is_writer = ranks.facts.rank == 0
+    # The entropy of the tokens that the validation predicts, under their own frequencies, where rank 0 reads them.
+    unigram_entropy = None
+    if is_writer and evaluated and splits.valid is not None and parts.data is None:
+        unigram_entropy = label_entropy(splits.valid, evaluated)
     reporter = Reporter(run, is_writer=is_writer, start_iteration=progress.iteration, also=also, page_sink=page_sink)
     resources.enter_context(reporter)
     if ranks.watchdog is not None:
@@ -126,8 +130,7 @@ def build_trainer(
         saver = Saver(run, where, reporter.event, saved)
     evaluation_pending = bool(resumed.get("evaluation_owed"))
     if evaluation_pending:  # the loaded step was saved before it; without a metrics file it is made again
-        is_missing = is_writer and not reporter.has_evaluated("valid")
-        evaluation_pending = bool(max_over_ranks(is_missing)[0])
+        evaluation_pending = bool(max_over_ranks(is_writer and not reporter.has_evaluated("valid"))[0])
     trainer = Trainer(
         run=run,
         rank_facts=ranks.facts,
@@ -156,7 +159,7 @@ def build_trainer(
         guard=built.guard,
         watchdog=ranks.watchdog,
         saver=saver,
-        unigram_entropy=_unigram_entropy(planned, ranks, splits),
+        unigram_entropy=unigram_entropy,
         precision_warnings=built.loaded.precision_warnings,
         checkpoint_warnings=planned.start_from.warnings,
         progress=progress,
@@ -207,12 +210,14 @@ def _build_and_load(planned: RunPlan, ranks: RunRanks, parts: ProgramParts) -> L
     guard = PrecisionGuard()
     model = build_model(run, ranks.pg_collection, planned.vocab_size, guard=guard, token_loss=parts.loss)
     optimizer = build_optimizer(run, model, ranks.pg_collection, parts.optimizer)
-    scheduler, average = build_scheduler(run, optimizer), build_average(run, model, optimizer)
+    scheduler, average = build_scheduler(run, optimizer), None
+    if run.optimizer.ema_decay is not None:
+        average = WeightAverage(run.optimizer.ema_decay, model, optimizer)
     trained = TrainState(model, optimizer, scheduler, ranks.pg_collection, average)
     check_precision(guard, "building the optimizer", run, trained)
     loaded = Loaded(TrainingProgress(), [], [])
     if planned.imported is not None:
-        filled = fill(run, planned.imported, trained, _say)
+        filled = fill(run, planned.imported, trained, say)
         if average is not None:
             average.restart()
         loaded = Loaded(TrainingProgress(), [*planned.imported.notes, *filled.notes], filled.precision_warnings)
@@ -233,18 +238,3 @@ def _check_loaded(start: str, run: Run, trained: TrainState, guard: PrecisionGua
     check_precision(guard, start, run, trained)
     if (damage := damage_on_ranks(trained, ranks.facts)) is not None:
         raise ConfigError(f"{start}: {damage}; start from another step, or from a sound copy")
-
-
-def _unigram_entropy(planned: RunPlan, ranks: RunRanks, splits: Splits) -> float | None:
-    """Return the entropy in nats per token of the tokens that the validation predicts, under their own frequencies.
-
-    Computed where rank 0 reads; None where there is no validation, and on the other ranks.
-    """
-    evaluations = planned.run.training.eval_iters
-    if ranks.facts.rank != 0 or not evaluations or splits.valid is None or planned.run.data.program_data:
-        return None
-    return label_entropy(splits.valid, evaluations * planned.schedule.final)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

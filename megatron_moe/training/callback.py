@@ -117,15 +117,12 @@ class OwnCallbacks(Callback):
         return [note for callback in self._callbacks for note in callback.notes()]
 
     def before_training(self) -> None:
-        """Call the callbacks, see `Callback`."""
         self._call("before_training", lambda callback: callback.before_training())
 
     def before_step(self, step: Step) -> None:
-        """Call the callbacks, see `Callback`."""
         self._call("before_step", lambda callback: callback.before_step(step))
 
     def before_update(self, step: Step) -> None:
-        """Call the callbacks, see `Callback`."""
         self._call("before_update", lambda callback: callback.before_update(step))
 
     def after_step(self, step: Step, result: StepResult) -> None:
@@ -137,24 +134,22 @@ class OwnCallbacks(Callback):
                 self.trainer.stop_reason = reasons[0]
 
     def after_training(self) -> None:
-        """Call the callbacks, see `Callback`."""
         self._call("after_training", lambda callback: callback.after_training())
 
     def on_error(self, error: BaseException) -> None:
         """Call the callbacks; what they raise themselves is reported beside the error."""
-        for callback in self._callbacks:
-            try:
-                callback.on_error(error)
-            except Exception as another:
-                self.trainer.reporter.event("warning", str(_failure(callback, "on_error", another)))
+        self._report("on_error", lambda callback: callback.on_error(error))
 
     def close(self) -> None:
         """Close all callbacks; what one raises is reported."""
+        self._report("close", lambda callback: callback.close())
+
+    def _report(self, hook: str, call: Callable[[Callback], None]) -> None:
         for callback in self._callbacks:
             try:
-                callback.close()
+                call(callback)
             except Exception as error:
-                self.trainer.reporter.event("warning", str(_failure(callback, "close", error)))
+                self.trainer.reporter.event("warning", str(_failure(callback, hook, error)))
 
     def _call(self, hook: str, call: Callable[[Callback], None]) -> None:
         """Call the method `hook` of all callbacks. Collective over all ranks where one of them has callbacks.

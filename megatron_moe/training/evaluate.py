@@ -10,13 +10,12 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.data.batches import Batch
-from megatron_moe.engine.schedules import configured_in_fp32, get_forward_backward_func
+from megatron_moe.engine.schedules import configured, configured_in_fp32, get_forward_backward_func
 from megatron_moe.platform.numerics import without_autocast
 from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.training.step import forward_step
 from megatron_moe.training.step_sums import Model, local_loss, max_over_ranks, sum_over_ranks
-from megatron_moe.training.timers import untimed
 
 _NARROW = (torch.bfloat16, torch.float16)
 _ROUND_SECONDS = 1.0
@@ -95,7 +94,7 @@ def _rounds(num_micro_batches: int, stages: int, between: Callable[[], None] | N
 @contextlib.contextmanager
 def evaluation_mode(model: Model) -> Iterator[None]:
     """Gather all parameters and run the block in evaluation mode without gradients; restore training mode."""
-    with gathered_parameters(model), untimed(model), torch.no_grad():
+    with gathered_parameters(model), configured(model, timers=None), torch.no_grad():
         for chunk in model:
             chunk.eval()
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,11 +51,6 @@ def finalize_model_grads(
     Args:
         model: the chunks of this rank, wrapped in DDP.
         num_tokens: tokens of the global batch on this rank, for a per-token loss; None otherwise.
-        pg_collection: the engine's process groups; its default ones if None.
-        force_all_reduce: as the engine's.
-
-    Returns:
-        Exact global counts, the new biases and the auxiliary losses of this rank's layers.
 
     Raises:
         PrecisionError: if a count or a bias is not float32: it would have been rounded already.
@@ -74,7 +69,19 @@ def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
     """
     found = list(routers(model))
     counts = _global_counts(found)
-    aux_losses = _global_aux_losses(found, counts)
+    # Each layer's auxiliary losses, as the mean over the tokens of the global batch.
+    aux_losses: list[dict[str, Tensor]] = [{} for _ in found]
+    shares: dict[tuple[int, str], Tensor] = {}
+    for layer, router in enumerate(found):
+        if router.aux_losses is not None:
+            for name, share in sorted(router.aux_losses.totals.items()):
+                shares[layer, name] = share
+    if shares:
+        totals, group = torch.stack(list(shares.values())), found[0].groups.tp_dp_cp
+        if group.size() > 1:
+            dist.all_reduce(totals, group=group)
+        for (layer, name), total in zip(shares, totals):
+            aux_losses[layer][name] = total / counts[layer].tokens.squeeze().clamp(min=1)
     biases: list[Tensor | None] = []
     dropped: list[Tensor | None] = []
     for router, count in zip(found, counts):
@@ -94,25 +101,16 @@ def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
     )
 
 
-@dataclass(frozen=True)
-class _LayerCounts:
-    """Counts of one layer over TP x CP x DP, int64."""
+class _LayerCounts(NamedTuple):
+    """Counts of one layer over TP x CP x DP, int64: [E] choices dispatched, [E] beyond the capacity, [1] tokens."""
 
     kept: Tensor
-    """[E], the choices dispatched to each expert."""
     dropped: Tensor
-    """[E], those beyond its capacity."""
     tokens: Tensor
-    """[1]."""
 
 
 def _global_counts(found: list[TopKRouter]) -> list[_LayerCounts]:
-    """Add up the counts of all layers, which may differ in E, with one all-reduce.
-
-    Raises:
-        PrecisionError: a count or a bias is not float32.
-        TokenCountError: a token of the global batch was not given K experts once, in some layer.
-    """
+    """Add up the counts of all layers, which may differ in E, with one all-reduce; check that no token is lost."""
     if not found:
         return []
     local = []
@@ -135,36 +133,13 @@ def _global_counts(found: list[TopKRouter]) -> list[_LayerCounts]:
         count = _LayerCounts(*own.split([experts, experts, 1]))
         counts.append(count)
         sums.append(torch.stack([count.kept.sum(), count.dropped.sum(), count.tokens.sum()]))
-    for router, (got, dropped_counts, num_tokens) in zip(found, torch.stack(sums).tolist()):
-        _require_conservation(router, got, dropped_counts, num_tokens)
+    for router, (got, lost, num_tokens) in zip(found, torch.stack(sums).tolist()):
+        announced, topk = router.step.global_batch, router.options.topk
+        wanted = num_tokens if announced is None else announced.num_tokens
+        if num_tokens != wanted or got + lost != wanted * topk:
+            raise TokenCountError(
+                f"layer {router.layer_number}: {wanted} tokens of the global batch x {topk} experts are "
+                f"{wanted * topk} choices, but {got} were dispatched and {lost} dropped, of {num_tokens} tokens "
+                "counted. Tokens are lost or counted twice; the step is not applied."
+            )
     return counts
-
-
-def _require_conservation(router: TopKRouter, got: int, dropped: int, num_tokens: int) -> None:
-    announced, topk = router.step.global_batch, router.options.topk
-    wanted = num_tokens if announced is None else announced.num_tokens
-    if num_tokens != wanted or got + dropped != wanted * topk:
-        raise TokenCountError(
-            f"layer {router.layer_number}: {wanted} tokens of the global batch x {topk} experts are "
-            f"{wanted * topk} choices, but {got} were dispatched and {dropped} dropped, of {num_tokens} tokens "
-            "counted. Tokens are lost or counted twice; the step is not applied."
-        )
-
-
-def _global_aux_losses(found: list[TopKRouter], counts: list[_LayerCounts]) -> list[dict[str, Tensor]]:
-    """Return each layer's auxiliary losses, as the mean over the tokens of the global batch."""
-    losses: list[dict[str, Tensor]] = [{} for _ in found]
-    names, shares = [], []
-    for layer, router in enumerate(found):
-        if router.aux_losses is not None:
-            for name, share in sorted(router.aux_losses.totals.items()):
-                names.append((layer, name))
-                shares.append(share)
-    if not names:
-        return losses
-    totals, group = torch.stack(shares), found[0].groups.tp_dp_cp
-    if group.size() > 1:
-        dist.all_reduce(totals, group=group)
-    for (layer, name), total in zip(names, totals):
-        losses[layer][name] = total / counts[layer].tokens.squeeze().clamp(min=1)
-    return losses

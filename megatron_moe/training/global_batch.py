@@ -19,12 +19,11 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.data.batches import Batch
 from megatron_moe.engine.layers import get_cuda_rng_tracker
-from megatron_moe.engine.schedules import get_attr_wrapped_model, get_forward_backward_func
+from megatron_moe.engine.schedules import configured, get_attr_wrapped_model, get_forward_backward_func
 from megatron_moe.moe.load_balance import GlobalBatch
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import announce_global_batch, counting_ahead
 from megatron_moe.platform.protocols import ProcessGroups
-from megatron_moe.training.timers import untimed
 
 
 def prepare_global_batch(
@@ -67,39 +66,47 @@ def prepare_global_batch(
             torch.distributed.all_reduce(tokens)
             weight = tokens / num_tokens
         if counts_ahead:
-            counted = _count(model, read, forward_step, micro_batch_size, seq_length)
-        batches = [iter(chunk) for chunk in read]
+            iterators = list(map(iter, read))
+            with same_random_states(), configured(model, timers=None), counting_ahead(model) as counted:
+                get_forward_backward_func()(
+                    forward_step_func=forward_step,
+                    data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                    model=list(model),
+                    num_microbatches=num_micro_batches,
+                    seq_length=seq_length,
+                    micro_batch_size=micro_batch_size,
+                    forward_only=True,
+                )
+        batches = list(map(iter, read))
     announce_global_batch(model, GlobalBatch(num_tokens, weight), counted)
     return batches
 
 
-def _count(
-    model: Sequence[torch.nn.Module],
-    read: list[list[Batch]],
-    forward_step: Callable[..., Any],
-    micro_batch_size: int,
-    seq_length: int,
-) -> list[Tensor]:
-    """Run the micro-batches forward as the step will and return the counts of `counting_ahead`; change nothing."""
-    iterators = [iter(chunk) for chunk in read]
-    with same_random_states(), untimed(model), counting_ahead(model) as counted:
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=list(model),
-            num_microbatches=len(read[0]),
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            forward_only=True,
-        )
-    return counted
+RandomStates = tuple[Tensor, Tensor | None, dict[str, Tensor]]
+"""Of torch's generators, the CPU's and the device's, and of the engine's."""
+
+
+def random_states() -> RandomStates:
+    """Return the states of the random generators."""
+    tracked = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
+    device = torch.get_device_module(platform.device()).get_rng_state() if platform.has_cuda() else None
+    return torch.get_rng_state(), device, tracked
+
+
+def set_random_states(states: RandomStates) -> None:
+    """Set the states of the random generators."""
+    host, device, tracked = states
+    torch.set_rng_state(host)
+    if device is not None:
+        torch.get_device_module(platform.device()).set_rng_state(device)
+    get_cuda_rng_tracker().set_states({name: state.clone() for name, state in tracked.items()})
 
 
 @contextmanager
 def same_random_states() -> Iterator[None]:
-    """Restore the states of torch's and the engine's random generators after the block."""
-    tracker = get_cuda_rng_tracker()
-    states = {name: state.clone() for name, state in tracker.get_states().items()}
-    with torch.random.fork_rng(devices=[platform.device()] if platform.has_cuda() else []):
+    """Restore the states of the random generators after the block."""
+    states = random_states()
+    try:
         yield
-    tracker.set_states(states)
+    finally:
+        set_random_states(states)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +20,11 @@ from megatron_moe.optim.optimizer import main_param, shared_loss_scale
 from megatron_moe.platform.protocols import EngineOptimizer
 
 
-def main_gradients(optimizer: EngineOptimizer) -> Iterator[Tensor]:
-    """Yield the gradients that this rank's updates use, once they are prepared.
+def main_gradients(part: EngineOptimizer) -> list[Tensor]:
+    """Return the gradients that this rank's updates use, once they are prepared.
 
     Their norm is no substitute: of a weight that tensor parallel ranks replicate it counts the first rank's gradient.
     """
-    for part in parts(optimizer):
-        yield from _gradients_of(part)
-
-
-def _gradients_of(part: EngineOptimizer) -> list[Tensor]:
     if part.is_stub_optimizer:
         return []
     return [main.grad for main in part.get_parameters() if main.grad is not None]
@@ -40,10 +35,7 @@ def all_finite(tensors: Iterable[Tensor], exactly: bool = False) -> Tensor:
     """Return whether every element is finite, a bool on the device.
 
     Each element is read once, to be summed. A sum of finite numbers may overflow: what is not finite by its sum has to
-    be looked at again, element by element.
-
-    Args:
-        exactly: whether to look at each element.
+    be looked at again, element by element (`exactly`).
     """
     finite = torch.ones((), dtype=torch.bool, device=platform.device())
     for found in _by_device(tensors):
@@ -115,16 +107,14 @@ def _norm_square(members: Sequence[Any]) -> Tensor:
 
 def _gradients_of_norm(part: Any) -> list[Tensor]:
     # The second engine release has another name for it.
-    gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
-    return gradients()
+    return (getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm)()
 
 
 def joint_norm(squares: Sequence[float]) -> float:
     """Return the norm of all gradients from the squares of the parts' norms, rounded as the engine's."""
-    norms = [square**0.5 for square in squares]
-    if len(norms) == 1:
-        return norms[0]
-    return math.sqrt(sum(norm**2 for norm in norms))
+    if len(squares) == 1:
+        return squares[0] ** 0.5
+    return math.sqrt(sum((square**0.5) ** 2 for square in squares))
 
 
 @torch.no_grad()
@@ -149,10 +139,9 @@ def count_zeros(optimizer: EngineOptimizer) -> Tensor:
     The gradients are those of the norm: what several TP ranks have counts once, and so does a table that two stages
     share. Rows that pad the vocabulary are among them.
     """
-
-    def zeros(part: EngineOptimizer) -> list[Tensor]:
-        return [gradient.numel() - gradient.count_nonzero() for gradient in _gradients_of_norm(part)]
-
+    zeros = []
+    for part in parts(optimizer):
+        zeros.append([one.numel() - one.count_nonzero() for one in _gradients_of_norm(part)])
     return _over_groups(optimizer, zeros)
 
 
@@ -162,24 +151,21 @@ def weights_norm(optimizer: EngineOptimizer) -> float:
 
     Call it while the gradients of the last step are there: the weights are those whose gradients are in their norm.
     """
-
-    def squares(part: EngineOptimizer) -> list[Tensor]:
+    squares: list[list[Tensor]] = []
+    for part in parts(optimizer):
         counted = set(map(id, _gradients_of_norm(part)))
-        found = []
+        squares.append([])
         for main in part.get_parameters():
             if main.grad is not None and id(main.grad) in counted:
-                found.append(torch.linalg.vector_norm(main_param(part, main)).double().square())
-        return found
-
+                squares[-1].append(torch.linalg.vector_norm(main_param(part, main)).double().square())
     return math.sqrt(_over_groups(optimizer, squares).item())
 
 
-def _over_groups(optimizer: EngineOptimizer, numbers: Callable[[Any], Sequence[Tensor]]) -> Tensor:
-    """Return the sum of the numbers of all parts, each over the ranks that share it, fp64 [1]. Collective."""
+def _over_groups(optimizer: EngineOptimizer, numbers: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the sum of the numbers of each part, each over the ranks that share it, fp64 [1]. Collective."""
     sums = []
-    for part in parts(optimizer):
+    for part, own in zip(parts(optimizer), numbers):
         total = torch.zeros(1, dtype=torch.float64, device=platform.device())
-        own = numbers(part)
         if own:
             total += torch.stack(list(own)).sum().to(total)  # of offloaded weights they are on the host
         torch.distributed.all_reduce(total, group=part.get_grad_stats_parallel_group())
@@ -191,7 +177,7 @@ def _over_groups(optimizer: EngineOptimizer, numbers: Callable[[Any], Sequence[T
 def clip_gradients(optimizer: EngineOptimizer, grad_norm: float) -> None:
     """Scale all main gradients in place so that their joint norm is at most `--clip-grad`; 0 leaves them alone."""
     for part in parts(optimizer):
-        gradients = _gradients_of(part)
+        gradients = main_gradients(part)
         if not gradients or part.config.clip_grad <= 0.0:
             continue
         share = part.config.clip_grad / (grad_norm + 1e-6)  # the engine's formula

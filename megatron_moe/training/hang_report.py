@@ -2,14 +2,13 @@
 
 What a thread is doing is read from its stack. Under gloo a rank waits in a collective. Under NCCL it goes on while the
 device waits, up to the next line that reads from the device: `x.item()` waits in C, and the thread's stack ends with
-the frame of the line that calls it. A line may have several calls; the frame's instruction says which of them is
-running.
+the frame of the line that calls it; of several calls in the line, the frame's instruction says which one is running.
 
 `diagnose` puts the `RankStatus` of all ranks together, which the watchdog collects. Under NCCL all ranks look alike
 while they wait for their devices, and differ in what they have begun: torch's flight recorder has every collective of
 every process group, its number in the group, name, shapes, and whether it has ended. `progress` reads one rank's
-record, `behind` compares those of all ranks. The format is that of torch's JSON dump, whose fields are described in
-torch's tutorial on the recorder. Sends and receives between two ranks are not read.
+record, `behind` compares those of all ranks. The format is that of torch's JSON dump (see its tutorial on the
+recorder). Sends and receives between two ranks are not read.
 
 The standard library is enough for all of it: it has to work while everything else hangs.
 """
@@ -26,12 +25,13 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
-from megatron_moe.io.texts import inwards, place_in
+from megatron_moe.io.texts import inwards, listed, place_in
 
 FAILED, DOING = "failed", "doing"
 GONE, STOPPED, SILENT, LEFT = "gone", "stopped", "silent", "left"
@@ -57,8 +57,7 @@ Frames = list[tuple[FrameType, int, int]]
 FOR_DEVICE = ", for the device"
 # Wrappers around a collective, which are no collectives themselves.
 _WRAPPERS = ("wrapper", "_object_to_tensor", "_tensor_to_object")
-_WAIT = "wait"
-_SYNCHRONIZE = ("synchronize", "_cuda_synchronize")
+_WAITS = ("wait", "synchronize", "_cuda_synchronize")
 # Methods and functions that copy from the device to the host, or need a number that is there.
 _READS = (
     *("item", "tolist", "cpu", "numpy", "to", "nonzero", "is_nonzero", "equal", "allclose", "masked_select"),
@@ -84,15 +83,13 @@ class ThreadActivity:
 def current_activity(ignored: tuple[int, ...] = (), on_device: bool = False) -> ThreadActivity:
     """Return what this process is doing: the main thread, unless another thread waits in a collective.
 
-    Backward passes run in threads of their own.
-
-    Args:
-        ignored: identifiers of threads that do not count.
-        on_device: whether tensors are on a CUDA device, so that reading one waits for everything that is queued there.
+    Backward passes run in threads of their own. ignored: identifiers of threads that do not count. on_device: whether
+    tensors are on a CUDA device, so that reading one waits for everything that is queued there.
     """
     found = []
-    for _, frame in _threads(ignored):
-        doing = activity_of(outwards(frame), on_device)
+    for _, innermost in threads(ignored):
+        frames = [(frame, line, frame.f_lasti) for frame, line in traceback.walk_stack(innermost)]
+        doing = activity_of(frames, on_device)
         if doing.waits_in is not None:
             return doing
         found.append(doing)
@@ -107,30 +104,11 @@ def of_error(error: BaseException) -> ThreadActivity:
     return activity_of(list(reversed(list(inwards(error.__traceback__)))), on_device=False)
 
 
-def stacks(ignored: tuple[int, ...] = ()) -> str:
-    """Return the stacks of all threads of this process, main thread first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    texts = []
-    for ident, frame in _threads(ignored):
-        lines = "".join(traceback.format_stack(frame)).rstrip()
-        texts.append(f"thread {names.get(ident, ident)}:\n{lines}")
-    return "\n".join(texts)
-
-
-def _threads(ignored: tuple[int, ...]) -> list[tuple[int, FrameType]]:
+def threads(ignored: tuple[int, ...]) -> list[tuple[int, FrameType]]:
     """Return (identifier, innermost frame) of this process's threads, the main thread first."""
     main = threading.main_thread().ident
     frames = [entry for entry in sys._current_frames().items() if entry[0] not in ignored]
     return sorted(frames, key=lambda entry: (entry[0] != main, entry[0]))
-
-
-def outwards(frame: FrameType | None) -> Frames:
-    """Return a frame and those that called it."""
-    frames: Frames = []
-    while frame is not None:
-        frames.append((frame, frame.f_lineno, frame.f_lasti))
-        frame = frame.f_back
-    return frames
 
 
 def activity_of(frames: Frames, on_device: bool) -> ThreadActivity:
@@ -145,32 +123,28 @@ def activity_of(frames: Frames, on_device: bool) -> ThreadActivity:
             break
     if collective is not None:
         values = collective.f_locals
-        return ThreadActivity(collective.f_code.co_name, _tensor(values), _number(values), at)
-    call = _waiting_call(*frames[0], on_device) if frames else None
-    if call is None:
-        return ThreadActivity(None, None, None, at)
-    if call == _WAIT:  # for a collective that was started before
-        return ThreadActivity(f"a wait in {frames[0][0].f_code.co_name}", None, None, at)
-    return ThreadActivity(f"{call}{FOR_DEVICE}", None, None, at)
+        tensor = number = None
+        for name in ("tensor", "input_tensor", "input", "output", "object_list", "obj"):
+            value: Any = values.get(name)
+            if tensor is None and _is_tensor(value):
+                tensor = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        if "group" in values and "torch.distributed" in sys.modules:
+            group = values["group"] or sys.modules["torch.distributed"].group.WORLD
+            try:
+                number = group._get_sequence_number_for_group()
+            except (AttributeError, RuntimeError):  # a group of another kind, or one that is being taken down
+                pass
+        return ThreadActivity(collective.f_code.co_name, tensor, number, at)
+    waits_in = _waiting_call(*frames[0], on_device) if frames else None
+    if waits_in == "wait":  # for a collective that was started before
+        waits_in = f"a wait in {frames[0][0].f_code.co_name}"
+    elif waits_in is not None:
+        waits_in += FOR_DEVICE
+    return ThreadActivity(waits_in, None, None, at)
 
 
-def _tensor(values: dict[str, Any]) -> str | None:
-    """Return dtype and shape of the tensor that a collective was given."""
-    for name in ("tensor", "input_tensor", "input", "output", "object_list", "obj"):
-        value = values.get(name)
-        if hasattr(value, "shape") and hasattr(value, "dtype"):
-            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return None
-
-
-def _number(values: dict[str, Any]) -> int | None:
-    """Return how many collectives the group has begun, counted by torch."""
-    if "group" not in values or "torch.distributed" not in sys.modules:
-        return None
-    try:
-        return (values["group"] or sys.modules["torch.distributed"].group.WORLD)._get_sequence_number_for_group()
-    except (AttributeError, RuntimeError):  # a group of another kind, or one that is being taken down
-        return None
+def _is_tensor(value: object) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def _waiting_call(frame: FrameType, line: int, instruction: int, on_device: bool) -> str | None:
@@ -178,57 +152,37 @@ def _waiting_call(frame: FrameType, line: int, instruction: int, on_device: bool
 
     With `on_device`, calls that read from a CUDA device count, and so does a condition on a tensor.
     """
-    if "threading" in frame.f_code.co_filename:
+    file, code = frame.f_code.co_filename, frame.f_code
+    if "threading" in file:
         return None
-    text = linecache.getline(frame.f_code.co_filename, line)
-    reads_tensor = False
-    if on_device:
-        for name in re.findall(r"[^\W\d]\w*", text):
-            value = frame.f_locals.get(name, frame.f_globals.get(name))
-            reads_tensor = reads_tensor or (hasattr(value, "shape") and hasattr(value, "dtype"))
-    if instruction >= 0:
-        name = dis.opname[frame.f_code.co_code[instruction]]
-        if ("JUMP" in name and "_IF_" in name) or name in ("UNARY_NOT", "TO_BOOL"):
-            return "a condition" if reads_tensor else None
-    waits: tuple[str, ...] = (_WAIT, *_SYNCHRONIZE)
+    text, reads_tensor = linecache.getline(file, line), False
+    waits: tuple[str, ...] = _WAITS
     if on_device:
         waits += _READS
-    call = _call(frame, instruction)
-    if isinstance(call, ast.Name):
-        return call.id if reads_tensor and call.id in _CONVERSIONS else None
-    if isinstance(call, ast.Attribute) and call.attr in waits:
-        return _shown(call.attr)
-    if call is None:
-        for name in waits:
-            if f".{name}(" in text:
-                return _shown(name)
+        for name in re.findall(r"[^\W\d]\w*", text):
+            reads_tensor = reads_tensor or _is_tensor(frame.f_locals.get(name, frame.f_globals.get(name)))
+    if instruction >= 0:
+        name = dis.opname[code.co_code[instruction]]
+        if ("JUMP" in name and "_IF_" in name) or name in ("UNARY_NOT", "TO_BOOL"):
+            return "a condition" if reads_tensor else None
+    # The call by its place in the source, from Python 3.11 on.
+    places = list(getattr(code, "co_positions", list)())
+    first_line, last_line, begin, end = (places[instruction // 2 :] or [(None, None, 0, 0)])[0]
+    call = None
+    if instruction >= 0 and first_line is not None and first_line == last_line:
+        source = linecache.getline(file, first_line).encode()[begin:end].decode(errors="replace").strip()
+        try:
+            call = ast.parse(source, mode="eval").body
+        except (SyntaxError, ValueError):
+            pass
+    if call is None:  # the source is not there, or the call is spread over lines
+        return next((name.removeprefix("_cuda_") for name in waits if f".{name}(" in text), None)
+    called = call.func if isinstance(call, ast.Call) else None
+    if isinstance(called, ast.Name) and reads_tensor and called.id in _CONVERSIONS:
+        return called.id
+    if isinstance(called, ast.Attribute) and called.attr in waits:
+        return called.attr.removeprefix("_cuda_")
     return None
-
-
-def _shown(name: str) -> str:
-    return "synchronize" if name in _SYNCHRONIZE else name
-
-
-def _call(frame: FrameType, instruction: int) -> ast.expr | None:
-    """Return what is being called, by the instruction, a constant for what is no call.
-
-    None where the source is not there, or spread over lines.
-    """
-    positions = getattr(frame.f_code, "co_positions", None)  # of Python 3.11
-    if instruction < 0 or positions is None:
-        return None
-    places = list(positions())
-    if instruction // 2 >= len(places):
-        return None
-    line, last_line, first, last = places[instruction // 2]
-    if line is None or line != last_line:
-        return None
-    text = linecache.getline(frame.f_code.co_filename, line).encode()[first:last].decode(errors="replace")
-    try:
-        expression = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
-        return None
-    return expression.func if isinstance(expression, ast.Call) else ast.Constant(None)
 
 
 # NCCL's flight recorder.
@@ -288,18 +242,16 @@ def progress(dump: Mapping[str, Any]) -> tuple[GroupProgress, ...]:
     """
     about: dict[str, str] = {}
     name_of_number: dict[str, str] = {}
+    entries: dict[str, dict[int, Mapping[str, Any]]] = {}
     for config in dump["pg_config"].values():
         about[str(config["name"])] = str(config["desc"])
-    recorded = []
     for entry in dump.get("entries", ()):  # from the oldest on: a group may have the name of an earlier one
-        name, description = entry["process_group"]
-        about[str(name)] = str(description)
-        name_of_number[str(entry["pg_id"])] = str(name)
+        name, description = map(str, entry["process_group"])
+        if about.get(name) != description:
+            entries.pop(name, None)
+        about[name] = description
+        name_of_number[str(entry["pg_id"])] = name
         if not entry["is_p2p"]:
-            recorded.append((str(name), str(description), entry))
-    entries: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for name, description, entry in recorded:
-        if about[name] == description:
             entries.setdefault(name, {})[int(entry["collective_seq_id"])] = entry
     status = {}
     for number, value in dump["pg_status"].items():
@@ -321,18 +273,12 @@ def progress(dump: Mapping[str, Any]) -> tuple[GroupProgress, ...]:
         elif own:
             ended = max(completed, default=min(own) - 1)
         if ended is not None and ended < begun and ended + 1 in own:
-            opened = _collective_text(own[ended + 1])
+            entry = own[ended + 1]
+            opened = str(entry["profiling_name"]).rpartition(":")[2]  # all_reduce of Float[8], for example
+            brought = map("{}{}".format, entry.get("input_dtypes", ()), map(list, entry.get("input_sizes", ())))
+            opened = " of ".join(filter(None, (opened, ", ".join(brought))))
         found.append(GroupProgress(name, about.get(name, ""), tuple(map(int, ranks)), begun, ended, opened))
     return tuple(found)
-
-
-def _collective_text(entry: Mapping[str, Any]) -> str:
-    """Return all_reduce of Float[8], for example."""
-    name = str(entry["profiling_name"]).rpartition(":")[2]
-    brought = []
-    for dtype, sizes in zip(entry.get("input_dtypes", ()), entry.get("input_sizes", ())):
-        brought.append(f"{dtype}{list(sizes)}")
-    return f"{name} of {', '.join(brought)}" if brought else name
 
 
 @dataclass(frozen=True)
@@ -361,9 +307,6 @@ class _Wait:
         name = (self.group.open or "").partition(" of ")[0]
         return self.group.open if name in _EQUAL_SHAPES or self.group.open is None else name
 
-    def is_same(self, other: _Wait) -> bool:
-        return (self.group.name, self.number) == (other.group.name, other.number)
-
 
 def behind(of_ranks: Mapping[int, Sequence[GroupProgress]]) -> tuple[tuple[int, ...], str] | None:
     """Return the ranks that keep the others waiting, and what to say of them; None where nothing is open.
@@ -371,7 +314,22 @@ def behind(of_ranks: Mapping[int, Sequence[GroupProgress]]) -> tuple[tuple[int, 
     A rank that did not join a collective because it waits in another one is not to blame: the one that keeps it is.
     Where all have joined, no rank is named.
     """
-    waits = _waits(of_ranks)
+    # Every rank's open collective of every group, in the order of the ranks.
+    waits = []
+    for rank, groups in sorted(of_ranks.items()):
+        for group in groups:
+            begun = {other: 0 for other, theirs in of_ranks.items() if theirs and other in group.ranks}
+            for other, theirs in of_ranks.items():  # the last collective that each rank with a record has begun
+                for one in theirs:
+                    if one.name == group.name:
+                        begun[other] = one.begun
+            number = group.ended
+            if number is None:
+                number = min(begun.values())
+            number += 1
+            if number <= group.begun:
+                missing = tuple(sorted(other for other, last in begun.items() if last < number))
+                waits.append(_Wait(rank, group, number, missing))
     absent: set[int] = set()
     kept_waiting: set[int] = set()
     for wait in waits:
@@ -381,48 +339,22 @@ def behind(of_ranks: Mapping[int, Sequence[GroupProgress]]) -> tuple[tuple[int, 
     if absent:
         blamed = sorted(absent - kept_waiting) or sorted(absent)
         wait = next(wait for wait in waits if blamed[0] in wait.absent)
-        others = []
-        for other in waits:
-            if other.is_same(wait) and other.absent == wait.absent:
-                others.append(str(other.rank))
+        others = filter(lambda other: (other.place, other.absent) == (wait.place, wait.absent), waits)
         named = tuple(rank for rank in blamed if rank in wait.absent)
-        ranks = "rank" if len(others) == 1 else "ranks"
-        return named, f"did not join {wait.collective}, in which {ranks} {', '.join(others)} wait"
+        return named, f"did not join {wait.collective}, in which {_ranks(map(_RANK, others), len(waits))} wait"
     for wait in waits:
         kinds: set[str | None] = set()
         brought: list[str] = []
-        for other in waits:
-            if other.is_same(wait):
-                kinds.add(other.kind)
-                brought.append(f"rank {other.rank}: {other.group.open}")
+        for same in waits:
+            if same.place == wait.place:
+                kinds.add(same.kind)
+                brought.append(f"rank {same.rank}: {same.group.open}")
         if len(kinds) > 1:
             return (), f"the ranks brought different collectives as {wait.place}: {'; '.join(brought)}"
     if waits:
         stands_still = "which does not end: a link, or a device, stands still"
         return (), f"all ranks have joined {waits[0].collective}, {stands_still}"
     return None
-
-
-def _waits(of_ranks: Mapping[int, Sequence[GroupProgress]]) -> list[_Wait]:
-    """Return every rank's open collective of every group, in the order of the ranks."""
-    waits = []
-    for rank, groups in sorted(of_ranks.items()):
-        for group in groups:
-            begun: dict[int, int] = {}  # the last collective that each rank with a record has begun
-            for other, theirs in of_ranks.items():
-                if theirs and other in group.ranks:
-                    begun[other] = 0
-                for one in theirs:
-                    if one.name == group.name:
-                        begun[other] = one.begun
-            number = group.ended
-            if number is None:
-                number = min(begun.values())
-            number += 1
-            if number <= group.begun:
-                absent = tuple(sorted(other for other, last in begun.items() if last < number))
-                waits.append(_Wait(rank, group, number, absent))
-    return waits
 
 
 # The conclusion.
@@ -528,17 +460,14 @@ def _cause(answers: Mapping[int, RankStatus], missing: Mapping[int, str], marks:
     waiting: list[RankStatus] = []
     working: list[RankStatus] = []
     for status in answers.values():
-        if status.waits_in:
-            waiting.append(status)
-        else:
-            working.append(status)
+        (waiting if status.waits_in else working).append(status)
     # The device works off what was queued, or waits for other ranks itself.
     device_is_waited_for = [str(status.waits_in).endswith(FOR_DEVICE) for status in waiting]
     if waiting and working:
         what = "the collective"
         if all(device_is_waited_for):
             what = "what the others wait for"
-        return f"{_ranks_of(working)} did not come to {what}: {working[0]}"
+        return f"{_ranks(map(_RANK, working))} did not come to {what}: {working[0]}"
     if any(device_is_waited_for):
         unknown = [status.without_groups for status in waiting if not status.groups]
         known = "every collective that was begun has ended, and a kernel has not"
@@ -553,16 +482,13 @@ def _cause(answers: Mapping[int, RankStatus], missing: Mapping[int, str], marks:
         if counts[0][1] == counts[1][1]:
             return f"the ranks {what}, half of them each"
         odd = [status for status in answers.values() if key(status) != counts[0][0]]
-        return f"the ranks {what}: {_ranks_of(odd)} {odd[0]}, unlike the others"
+        return f"the ranks {what}: {_ranks(map(_RANK, odd))} {odd[0]}, unlike the others"
     return "all ranks wait in the same place: what connects them does not, or one of them left a collective out before"
 
 
-def _ranks_of(answers: Sequence[RankStatus]) -> str:
-    return _ranks([status.rank for status in answers])
+_RANK = attrgetter("rank")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:_RANKS_SHOWN]))
-    if len(ranks) > _RANKS_SHOWN:
-        shown += f" and {len(ranks) - _RANKS_SHOWN} more"
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+def _ranks(of: Iterable[int], most: int = _RANKS_SHOWN) -> str:
+    ranks = sorted(of)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks, most)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_moe.data.batches import BatchIterator
+from megatron_moe.data.batches import BatchIterator, batch_iterators
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.replay import StepReplay
 from megatron_moe.training.step import connect, train_step
@@ -18,9 +18,11 @@ def train(trainer: Trainer, callbacks: Sequence[Callback]) -> None:
         RunFault: a callback found that the run cannot go on, on all ranks.
         SaveError: a checkpoint could not be written, and `--on-save-error` is stop or it was the last.
     """
-    trained = trainer.trained
+    trained, consumed = trainer.trained, trainer.progress.consumed_samples
+    batches = batch_iterators(
+        trainer.splits.train, trainer.run, consumed_samples=consumed, pg_collection=trained.pg_collection
+    )
     connect(trained.model, trained.optimizer)
-    batches = trainer.batches(trainer.splits.train, trainer.progress.consumed_samples)
     replay = StepReplay(batches, trained.pg_collection, lambda number: trainer.at_step(f"micro-batch {number}"))
     for callback in callbacks:
         callback.attach(trainer)

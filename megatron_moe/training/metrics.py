@@ -65,15 +65,7 @@ def expert_load(update: RouterUpdate, pg_collection: ProcessGroups) -> ExpertLoa
 
 def _layer_loads(update: RouterUpdate) -> list[LayerLoad]:
     """Return the load of each layer of this rank, with one read from the device."""
-    layers = list(
-        zip(
-            update.layer_numbers,
-            update.tokens_per_expert,
-            update.expert_bias,
-            update.aux_losses,
-            update.dropped_per_expert,
-        )
-    )
+    layers = list(zip(*vars(update).values()))
     tensors: list[Tensor] = []
     for _, counts, bias, losses, dropped in layers:
         tensors += [counts, *losses.values()]
@@ -102,8 +94,7 @@ class Meter:
     """Makes the records of steps from their results; it keeps the last steps' times to estimate the time left."""
 
     def __init__(self, run: Run, *, world_size: int, padded_vocab_size: int) -> None:
-        self._run = run
-        self._world_size = world_size
+        self._run, self._world_size = run, world_size
         self._flops_per_token = run.derived.flops_per_token(padded_vocab_size)
         self._recent: deque[float] = deque(maxlen=50)
 
@@ -196,8 +187,7 @@ def raise_together(failure: Exception | None, then: str = "") -> None:
     Raises:
         RunFault: one rank has failed.
     """
-    if not max_over_ranks(failure is not None)[0]:
-        return
-    for rank, reason in enumerate(all_gather_object(None if failure is None else str(failure))):
-        if reason is not None:
-            raise RunFault(f"{reason} (rank {rank}){then}") from failure
+    if max_over_ranks(failure is not None)[0]:
+        for rank, reason in enumerate(all_gather_object(None if failure is None else str(failure))):
+            if reason is not None:
+                raise RunFault(f"{reason} (rank {rank}){then}") from failure

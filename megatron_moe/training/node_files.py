@@ -49,10 +49,9 @@ class _View:
 
 
 def require_one_view(planned: RunPlan, ranks: RankFacts) -> list[str]:
-    """Check that all nodes read the same files and share the folders that rank 0 writes. Collective over all ranks.
+    """Check that all nodes read the same files and share the folders that rank 0 writes; return what was compared.
 
-    Returns:
-        What was compared, for the log.
+    Collective over all ranks.
 
     Raises:
         ConfigError: on all ranks, with the file or the flag, and the host.
@@ -61,7 +60,18 @@ def require_one_view(planned: RunPlan, ranks: RankFacts) -> list[str]:
     if here == ranks.world_size:
         return []
     identities: dict[str, tuple[int, ...] | None] = {}
-    for path in _paths(planned):
+    # The tokenizer's files are compared by their hash.
+    paths: list[str | Path] = []
+    for prefix in planned.data:
+        paths += [f"{prefix}.bin", f"{prefix}.idx"]
+        if os.path.exists(sidecar_path(prefix)):
+            paths.append(sidecar_path(prefix))
+    if planned.imported is not None:
+        of_model = planned.imported.folder
+        paths += [of_model.path / name for name in ("config.json", *of_model.identities)]
+    if planned.start_from.source is not None:
+        paths += [path for path in sorted(planned.start_from.source.step.rglob("*")) if path.is_file()]
+    for path in map(str, paths):
         try:
             about = os.stat(path)
         except OSError:
@@ -75,14 +85,12 @@ def require_one_view(planned: RunPlan, ranks: RankFacts) -> list[str]:
             raise ConfigError(f"the tokenizer of rank {rank} on {view.host} is not that of rank 0; {_REMEDY}")
         for path in sorted(views[0].identities.keys() | view.identities.keys()):
             first, other = views[0].identities.get(path), view.identities.get(path)
-            if first is None and other is None:
-                continue
-            if first is None or other is None:
+            if (first is None) != (other is None):
                 where = "rank 0"
                 if other is None:
                     where = f"rank {rank} on {view.host}"
                 raise ConfigError(f"{path}: is not there for {where}; {_REMEDY}")
-            if first[0] != other[0]:
+            if first is not None and other is not None and first[0] != other[0]:
                 raise ConfigError(
                     f"{path}: has {other[0]} bytes for rank {rank} on {view.host}, and {first[0]} for rank 0; {_REMEDY}"
                 )
@@ -102,29 +110,20 @@ def require_one_view(planned: RunPlan, ranks: RankFacts) -> list[str]:
     return notes
 
 
-def _paths(planned: RunPlan) -> Iterator[str]:
-    """Yield the files that ranks read on every node, beside those of the tokenizer, which is compared by its hash."""
-    for prefix in planned.data:
-        yield from (f"{prefix}.bin", f"{prefix}.idx")
-        if os.path.exists(sidecar_path(prefix)):
-            yield str(sidecar_path(prefix))
-    if planned.imported is not None:
-        folder = planned.imported.folder
-        for name in ("config.json", *folder.identities):
-            yield str(folder.path / name)
-    if planned.start_from.source is not None:
-        for path in sorted(planned.start_from.source.step.rglob("*")):
-            if path.is_file():
-                yield str(path)
-
-
 def _require_same_content(
     planned: RunPlan, copies: dict[str, int], views: list[_View], local_rank: int, here: int
 ) -> list[str]:
     """Compare files that are not one file for all ranks, each rank of a node with its part of the blocks."""
     limit = planned.run.data.data_verify_gb * 10**9
     whole = sum(copies.values()) <= limit
-    blocks = [(path, *block) for path, size in copies.items() for block in _blocks(size, whole)]
+    blocks: list[tuple[str, int, int]] = []
+    for path, size in copies.items():
+        if whole or size <= _SAMPLE * _SAMPLES:
+            for at in range(0, size, _BLOCK):
+                blocks.append((path, at, min(_BLOCK, size - at)))
+        else:
+            for number in range(_SAMPLES):
+                blocks.append((path, (size - _SAMPLE) * number // (_SAMPLES - 1), _SAMPLE))
     digests = {}
     for path, at, size in blocks[local_rank::here]:
         with open(path, "rb") as file:
@@ -144,16 +143,6 @@ def _require_same_content(
     return [
         f"{len(copies)} files that are no one file for all nodes are equal on {len(of_node)} of them, by {compared}"
     ]
-
-
-def _blocks(size: int, whole: bool) -> Iterator[tuple[int, int]]:
-    """Yield start and length of the parts to compare of a file of so many bytes."""
-    if whole or size <= _SAMPLE * _SAMPLES:
-        for at in range(0, size, _BLOCK):
-            yield at, min(_BLOCK, size - at)
-        return
-    for number in range(_SAMPLES):
-        yield (size - _SAMPLE) * number // (_SAMPLES - 1), _SAMPLE
 
 
 def shared_folders(run: Run) -> Iterator[tuple[str, Path]]:

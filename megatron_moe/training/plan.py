@@ -19,13 +19,12 @@ from megatron_moe.data.checks import (
     check_data,
     data_fingerprint,
     read_sources,
-    require_same_data,
-    require_same_order,
+    require_same_samples,
     require_sequence,
 )
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import Tokenizer
-from megatron_moe.hf.import_plan import Import, plan_import
+from megatron_moe.hf.config import Import, plan_import
 from megatron_moe.io.source_version import other_source
 from megatron_moe.io.texts import size_text
 from megatron_moe.platform import host
@@ -54,8 +53,12 @@ class RunPlan:
     """Notes of packages that a dry run did without."""
 
     def with_start(self, start_from: CheckpointPlan) -> RunPlan:
-        """Return the plan with another start."""
-        run = _to_the_last_sample(self.run, self.schedule, start_from)
+        """Return the plan with this start: `--train-samples` ends it, whatever batches the run began with."""
+        run, source, done = self.run, start_from.source, start_from.start_iteration
+        if run.training.train_samples is not None:
+            consumed = source.state["consumed_samples"] if source is not None and done else 0
+            steps = self.schedule.steps_to(run.training.train_samples, consumed)
+            run = replace_settings(run, train_iters=done + steps)
         return replace(self, run=run, start_from=start_from)
 
     @property
@@ -89,14 +92,11 @@ class RunPlan:
 def check_start(run: Run, world_size: int, ranks_here: int | None) -> None:
     """Check what a run needs of this machine and of its files, without torch and without reading whole files.
 
-    `pretrain` checks the same once more, when torch is loaded, and what takes longer.
-
-    Args:
-        ranks_here: how many of the ranks this machine has; None where that is not known.
+    `pretrain` checks the same once more, when torch is loaded, and what takes longer. ranks_here: how many of the ranks
+    this machine has; None where that is not known.
 
     Raises:
-        ConfigError: the run cannot start; the message is the one that `plan_run` would raise, or names a limit of this
-            machine that no run of these sizes stays within.
+        ConfigError: the run cannot start, as `plan_run` says, or for a limit of this machine.
     """
     if run.parallel.distributed_backend == "nccl" and host.cannot_have_a_gpu(os.environ):
         raise ConfigError(
@@ -106,26 +106,16 @@ def check_start(run: Run, world_size: int, ranks_here: int | None) -> None:
     if run.logging.metrics_file is not None:
         require_metrics(Path(run.logging.metrics_file))
     planned = plan_run(run, world_size, deep=False)
-    _require_room(run, planned.vocab_size, world_size, ranks_here)
-
-
-def require_profiler(run: Run, *, has_gpu: bool) -> None:
-    """Refuse CUDA's profiler without a GPU."""
-    if run.logging.profile and not run.logging.use_pytorch_profiler and not has_gpu:
-        raise ConfigError("--profile: records by CUDA's profiler, and there is no GPU; add --use-pytorch-profiler")
-
-
-def _require_room(run: Run, vocab_size: int, world_size: int, ranks: int | None) -> None:
-    """Refuse worker processes and weights that are certainly too many for this machine."""
-    workers, most = run.data.num_workers * (ranks or 1), max(16, WORKERS_PER_CORE * host.cores())
+    # Worker processes and weights that are certainly too many for this machine.
+    workers, most = run.data.num_workers * (ranks_here or 1), max(16, WORKERS_PER_CORE * host.cores())
     if workers > most:
         raise ConfigError(
             f"--num-workers {run.data.num_workers}: makes {workers} processes on this machine of {host.cores()} "
-            f"cores; use at most --num-workers {most // (ranks or 1)}, or 0"
+            f"cores; use at most --num-workers {most // (ranks_here or 1)}, or 0"
         )
-    if not host.cannot_have_a_gpu(os.environ) or ranks != world_size:
+    if not host.cannot_have_a_gpu(os.environ) or ranks_here != world_size:
         return  # the memory that counts is a device's, or partly another machine's
-    padded = run.derived.padded_vocab_size(vocab_size)
+    padded = run.derived.padded_vocab_size(planned.vocab_size)
     needed, there = run.derived.training_bytes(padded), host.total_bytes()
     # The hidden states of one micro-batch, which every training step has in memory.
     width = 4 if run.derived.params_dtype_name == "float32" else 2
@@ -138,6 +128,12 @@ def _require_room(run: Run, vocab_size: int, world_size: int, ranks: int | None)
             f"{run.model.seq_length}, take {size_text(needed)} and this machine has {size_text(there)}; use a smaller "
             "model (--preset tiny), or see what it takes with megatron-moe plan"
         )
+
+
+def require_profiler(run: Run, *, has_gpu: bool) -> None:
+    """Refuse CUDA's profiler without a GPU."""
+    if run.logging.profile and not run.logging.use_pytorch_profiler and not has_gpu:
+        raise ConfigError("--profile: records by CUDA's profiler, and there is no GPU; add --use-pytorch-profiler")
 
 
 def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
@@ -171,7 +167,7 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
     if deep is not False:
         data_notes += same_data_notes(run, data, start_from)
     return RunPlan(
-        run=_to_the_last_sample(run, schedule, start_from),
+        run=run,
         schedule=schedule,
         start_from=start_from,
         imported=imported,
@@ -179,17 +175,7 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
         data=data,
         data_notes=data_notes,
         missing=[f"WARNING: not on this machine, and a run needs it: {text}" for text in missing],
-    )
-
-
-def _to_the_last_sample(run: Run, schedule: BatchSchedule, start_from: CheckpointPlan) -> Run:
-    """Return a run of `--train-samples` with the iterations that it ends after, whatever batches it began with."""
-    samples = run.training.train_samples
-    if samples is None:
-        return run
-    source, done = start_from.source, start_from.start_iteration
-    consumed = source.state["consumed_samples"] if source is not None and done else 0
-    return replace_settings(run, train_iters=done + schedule.steps_to(samples, consumed))
+    ).with_start(start_from)
 
 
 def same_data_notes(run: Run, data: Fingerprint, start_from: CheckpointPlan) -> list[str]:
@@ -209,8 +195,7 @@ def same_data_notes(run: Run, data: Fingerprint, start_from: CheckpointPlan) -> 
     saved, notes = source.state.get("data", {}), []
     if run.data.mock_data and (other := other_source(source.state.get("versions", {}))):
         notes.append(f"WARNING: --mock-data: {source.step} is of another version, which may draw other tokens: {other}")
-    notes += require_same_data(run, data, saved, str(source.step))
-    return notes + require_same_order(run, data, source.config, saved, str(source.step))
+    return notes + require_same_samples(run, data, source.config, saved, str(source.step))
 
 
 def evaluates_test_split(run: Run) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,7 +60,7 @@ class ProgramParts:
                 "eval_iters to 0"
             )
         if self.loss is not None and run.model.cross_entropy_loss_fusion:
-            raise ConfigError("--cross-entropy-loss-fusion: never has the logits that a loss of your own reads; drop it")
+            raise ConfigError("--cross-entropy-loss-fusion: has no logits for a loss of your own to read; drop it")
         if self.optimizer is None:
             return
         for flag, is_set in (
@@ -88,7 +88,8 @@ class ProgramSamples(Dataset):
         self._width = run.model.seq_length
         self._stream: Iterator[Any] | None = None
         self._read = 0
-        self._size = len(data) if hasattr(data, "__getitem__") and hasattr(data, "__len__") else None
+        numbered: Any = data if hasattr(data, "__getitem__") and hasattr(data, "__len__") else None
+        self._size = None if numbered is None else len(numbered)
         if self._size == 0:
             raise ConfigError(f"{name}: has no samples")
 

@@ -9,29 +9,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
-from megatron_moe import platform
 from megatron_moe.data.batches import Batch, BatchIterator
-from megatron_moe.engine.layers import get_cuda_rng_tracker
 from megatron_moe.engine.schedules import configured, gradients_kept_on_their_ranks
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.moe.router import RouterSnapshot
 from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.training.evaluate import gathered_parameters
-from megatron_moe.training.global_batch import same_random_states
+from megatron_moe.training.global_batch import random_states, same_random_states, set_random_states
 from megatron_moe.training.step import run_micro_batches
 from megatron_moe.training.step_sums import Model
-from megatron_moe.training.timers import untimed
 
 
 class StepReplay:
     """The micro-batches of the present step, kept as the run's iterators give them out, to run the step once more.
 
-    Args:
-        batches: one iterator of micro-batches per model chunk.
-        pg_collection: the groups that the model was built with.
-        on_micro_batch: is called with the number of every micro-batch that is taken, from 0.
+    batches: one iterator of micro-batches per model chunk. on_micro_batch: is called with the number of every
+    micro-batch that is taken, from 0.
     """
 
     def __init__(
@@ -72,20 +65,15 @@ class StepReplay:
         try:
             with (
                 # Micro-batches one after the other, by calls of whole modules, which hooks can watch.
-                configured(model, no_sync_func=None, overlap_moe_expert_parallel_comm=False),
-                untimed(model),
+                configured(model, no_sync_func=None, overlap_moe_expert_parallel_comm=False, timers=None),
                 gathered_parameters(model),
                 gradients_kept_on_their_ranks(reducing),
                 same_random_states(),
             ):
-                host, device, tracked = self._states
-                torch.set_rng_state(host)
-                if device is not None:
-                    torch.get_device_module(platform.device()).set_rng_state(device)
-                get_cuda_rng_tracker().set_states({name: state.clone() for name, state in tracked.items()})
+                set_random_states(self._states)
                 run_micro_batches(
                     model,
-                    [iter(kept) for kept in self.micro_batches],
+                    list(map(iter, self.micro_batches)),
                     None,
                     num_micro_batches=len(self.micro_batches[0]),
                     micro_batch_size=micro_batch_size,
@@ -94,10 +82,3 @@ class StepReplay:
                 )
         finally:
             snapshot.restore()
-
-
-def random_states() -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
-    """Return the states of torch's generators, the CPU's and the device's, and of the engine's."""
-    tracked = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
-    device = torch.get_device_module(platform.device()).get_rng_state() if platform.has_cuda() else None
-    return torch.get_rng_state(), device, tracked

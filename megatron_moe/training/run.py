@@ -72,9 +72,19 @@ def pretrain(
         KeyboardInterrupt: Ctrl-C.
         StoppedEarly: with `--exit-signal-handler`, SIGTERM or SIGUSR1 before the first step.
     """
+    # What cannot work by the flags alone is refused first.
     parts = parts or ProgramParts()
-    _check(run, audit)
+    rules.check(run, launched_world()[1])
     parts.check(run)
+    if run.precision.audit_precision and audit is None:
+        raise ConfigError(
+            "--audit-precision needs the tracer that pretrain_moe.py hands to pretrain(); "
+            "hand in audit=megatron_moe_tools.audit.step.auditing, or leave the flag out"
+        )
+    platform.backend(run.parallel.distributed_backend)
+    require_profiler(run, has_gpu=platform.has_cuda())
+    if run.training.deterministic_mode:
+        env_vars.deterministic_environment()
     planned = plan_run(run, launched_world()[1])
     if run.logging.dry_run:
         _say("\n".join([*planned.notes, "dry run: the configuration is sound"]))
@@ -88,9 +98,33 @@ def pretrain(
                 trainer = build_trainer(planned, resources, also, stage, page_sink, parts)
                 report_start(trainer)
                 stop.before_end = partial(_before_end, trainer)
-                _train(trainer, stop, audit, callbacks)
+                if trainer.finished:
+                    done = trainer.progress.iteration
+                    trainer.reporter.message(
+                        f"nothing to train: the checkpoint is at iteration {done} of --train-iters "
+                        f"{trainer.run.training.train_iters}"  # which --train-samples may have set
+                    )
+                every: list[Callback] = [
+                    Profiler(),
+                    Reporting(),
+                    NonFinite(),
+                    Spikes(),
+                    Replicas(),
+                    PrecisionAudit(audit),
+                    GarbageCollection(),
+                    OwnCallbacks(callbacks),  # before the run decides whether it stops, and before it saves
+                    PrecisionCheck(),
+                    Stopping(stop),
+                    Checkpointing(),
+                    Evaluation(stop),
+                ]
+                train(trainer, every)
+                stopped, iteration = trainer.stop_reason, trainer.progress.iteration
+                if stopped is None:
+                    trainer.reporter.message(f"done: {iteration} iterations")
+                else:
+                    trainer.reporter.event("stop", f"stopped at iteration {iteration} {stopped.text}", by=stopped.text)
                 summary = _summary(trainer, planned.tokenizer, stop)
-                stopped = trainer.stop_reason
                 trainer.reporter.close(summary, FINISHED if stopped is None else f"stopped {stopped.text}")
                 trainer.require_sinks()
             clean = True
@@ -146,48 +180,8 @@ def recorded(run: Run) -> list[dict[str, Any]]:
     return kept.records
 
 
-def _check(run: Run, audit: StepAudit | None) -> None:
-    """Refuse what cannot work, by the flags alone."""
-    rules.check(run, launched_world()[1])
-    if run.precision.audit_precision and audit is None:
-        raise ConfigError(
-            "--audit-precision needs the tracer that pretrain_moe.py hands to pretrain(); "
-            "hand in audit=megatron_moe_tools.audit.step.auditing, or leave the flag out"
-        )
-    platform.backend(run.parallel.distributed_backend)
-    require_profiler(run, has_gpu=platform.has_cuda())
-    if run.training.deterministic_mode:
-        env_vars.deterministic_environment()
-
-
-def _train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None, own: Sequence[Callback]) -> None:
-    """Run the loop with all callbacks, in the order in which it calls them, and report why it ended."""
-    iterations = trainer.run.training.train_iters
-    if trainer.finished:
-        done = trainer.progress.iteration
-        trainer.reporter.message(
-            f"nothing to train: the checkpoint is at iteration {done} of --train-iters {iterations}"
-        )
-    callbacks: list[Callback] = [
-        Profiler(),
-        Reporting(),
-        NonFinite(),
-        Spikes(),
-        Replicas(),
-        PrecisionAudit(audit),
-        GarbageCollection(),
-        OwnCallbacks(own),  # before the run decides whether it stops, and before it saves
-        PrecisionCheck(),
-        Stopping(stop),
-        Checkpointing(),
-        Evaluation(stop),
-    ]
-    train(trainer, callbacks)
-    iteration, stopped = trainer.progress.iteration, trainer.stop_reason
-    if stopped is None:
-        trainer.reporter.message(f"done: {iteration} iterations")
-    else:
-        trainer.reporter.event("stop", f"stopped at iteration {iteration} {stopped.text}", by=stopped.text)
+# The likeliest token each time leads a small model into a loop; this keeps to likely ones.
+TEMPERATURE = 0.7
 
 
 def _summary(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals) -> dict[str, Any]:
@@ -203,9 +197,21 @@ def _summary(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals) -> dict[
             if run.logging.sample_prompt is not None:
                 if check is not None:
                     check()
-                text = sample_text(trainer, tokenizer, run.logging.sample_prompt, run.logging.sample_tokens)
-                summary["sample"] = text
-                trainer.reporter.message(f"sample: {text}")
+                # The prompt and its continuation, drawn with the run's seed; the same on every rank.
+                with gathered_parameters(trainer.trained.model):
+                    new_ids = generate(
+                        trainer.trained.model,
+                        tokenizer.tokenize(run.logging.sample_prompt) or [tokenizer.eod],
+                        run.logging.sample_tokens,
+                        run.model.seq_length,
+                        vocab_size=tokenizer.vocab_size,
+                        temperature=TEMPERATURE,
+                        seed=run.training.seed,
+                        end_id=tokenizer.eod,
+                    )
+                text = tokenizer.detokenize([token for token in new_ids if token != tokenizer.eod])
+                summary["sample"] = run.logging.sample_prompt + text
+                trainer.reporter.message(f"sample: {summary['sample']}")
         except StopAsked as asked:
             trainer.reporter.message(f"the rest of the summary is left out: {asked}")
     if trainer.precision_warnings:
@@ -216,27 +222,6 @@ def _summary(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals) -> dict[
         summary["cpu_kernels"] = "torch" if choice.why_no_c() else "c"
     summary["checkpoint"] = str(trainer.saved) if trainer.saved is not None else None
     return summary
-
-
-# The likeliest token each time leads a small model into a loop; this keeps to likely ones.
-TEMPERATURE = 0.7
-
-
-def sample_text(trainer: Trainer, tokenizer: Tokenizer, prompt: str, num_tokens: int) -> str:
-    """Return the prompt and its continuation, drawn with the run's seed; the same on every rank."""
-    prompt_ids = tokenizer.tokenize(prompt) or [tokenizer.eod]
-    with gathered_parameters(trainer.trained.model):
-        new_ids = generate(
-            trainer.trained.model,
-            prompt_ids,
-            num_tokens,
-            trainer.run.model.seq_length,
-            vocab_size=tokenizer.vocab_size,
-            temperature=TEMPERATURE,
-            seed=trainer.run.training.seed,
-            end_id=tokenizer.eod,
-        )
-    return prompt + tokenizer.detokenize([token for token in new_ids if token != tokenizer.eod])
 
 
 def _quiet_engine() -> None:

@@ -39,31 +39,25 @@ class StopSignals:
         started: when the run began, by `time.monotonic`.
         stop_signal: the number of the signal that asked for a checkpoint and the end; 0: none did.
         interrupted: whether Ctrl-C was pressed.
+        loop_looks: set on all ranks at the same time: the training loop sees to signals that save.
         before_end: called with a signal's number, from a thread, before that signal ends this process at once.
 
     Args:
-        save: `--exit-signal-handler`: after `wait_for_loop` SIGTERM and SIGUSR1 set `stop_signal`; before, they
+        save: `--exit-signal-handler`: after `loop_looks` is set SIGTERM and SIGUSR1 set `stop_signal`; before, they
             raise StoppedEarly in the main thread.
         grace_seconds: how long the main thread may take to leave by itself, after Ctrl-C or StoppedEarly.
     """
 
     def __init__(self, *, save: bool, grace_seconds: float = 2.0) -> None:
         self.started = time.monotonic()
-        self.stop_signal = 0
-        self.interrupted = False
-        self.before_end: Callable[[int], None] | None = None
-        self._save = save
-        self._loop_looks = False
-        self._leaving = False
-        self._grace_seconds = grace_seconds
+        self.stop_signal, self.interrupted = 0, False
+        self.before_end: Callable[[int], None] = lambda _: None
+        self._save, self._grace_seconds = save, grace_seconds
+        self.loop_looks = self._leaving = False
         self._previous: dict[int, object] = {}
         self._wakeup_in, self._wakeup_out = socket.socketpair()
         self._previous_fd = -1
         self._left = threading.Event()
-
-    def wait_for_loop(self) -> None:
-        """Leave a signal that saves to the training loop from now on. To be called on all ranks at the same time."""
-        self._loop_looks = True
 
     def __enter__(self) -> StopSignals:
         self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_interrupt)
@@ -86,7 +80,7 @@ class StopSignals:
         # The first one counts: a second changes nothing, and does not disturb the checkpoint or the way out.
         if not self._save or self._leaving:
             return
-        if self._loop_looks:
+        if self.loop_looks:
             self.stop_signal = self.stop_signal or number
         else:
             self._leaving = True
@@ -111,25 +105,30 @@ class StopSignals:
                 self._wakeup_out.close()
                 return
             if signal.SIGINT in numbers and not self._left.wait(self._grace_seconds):
-                self._say_why(signal.SIGINT)
+                self.before_end(signal.SIGINT)
                 end_interrupted()
             for number in SAVING:
-                if number not in numbers or (self._save and self._loop_looks):
+                if number not in numbers or (self._save and self.loop_looks):
                     continue
                 if not self._save:
-                    self._say_why(number)
-                    # By the signal's default action; Python's own `signal` works in the main thread only.
-                    set_handler = ctypes.pythonapi.PyOS_setsig
-                    set_handler.restype = ctypes.c_void_p
-                    set_handler(number, ctypes.c_void_p(0))
+                    self.before_end(number)
+                    _set_c_handler(number, signal.SIG_DFL)
                     os.kill(os.getpid(), number)
-                elif not self._left.wait(self._grace_seconds) and not self._loop_looks:
-                    self._say_why(number)
+                elif not self._left.wait(self._grace_seconds) and not self.loop_looks:
+                    self.before_end(number)
                     os._exit(DONE)
 
-    def _say_why(self, number: int) -> None:
-        if self.before_end is not None:
-            self.before_end(number)
+
+def ignore_sigterm() -> None:
+    """Ignore SIGTERM from now on; callable from any thread."""
+    _set_c_handler(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _set_c_handler(number: int, handler: int) -> None:
+    """Set what the system does on a signal; Python's own `signal` works in the main thread only."""
+    set_handler = ctypes.pythonapi.PyOS_setsig
+    set_handler.restype = ctypes.c_void_p
+    set_handler(number, ctypes.c_void_p(handler))
 
 
 def die_with_launcher() -> None:

@@ -9,45 +9,17 @@ from megatron_moe import platform
 from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
 from megatron_moe.config.schema import Run
 from megatron_moe.engine import defects
+from megatron_moe.io.texts import listed
 from megatron_moe.kernels import choice
 from megatron_moe.model.build import count_frozen
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_form
 from megatron_moe.platform import env_vars
-from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.training.trainer import Trainer
 
 
 def report_start(trainer: Trainer) -> None:
     """Report the run's facts and notes. Collective over all ranks."""
-    run = trainer.run
-    trainer.reporter.start(_facts(trainer))
-    if trainer.started_from is not None:
-        trainer.reporter.event("loaded", f"read {trainer.started_from}", shown=False, path=str(trainer.started_from))
-    kernels = []
-    if not platform.has_cuda():
-        kernels.append("CPU kernels: C")
-        if (reason := choice.why_no_c()) is not None:
-            kernels = [f"CPU kernels: torch's operations, not C ({reason})"]
-    warnings = {*trainer.precision_warnings, *trainer.checkpoint_warnings}
-    for note in (
-        *run.warnings,
-        *platform.unusable_libraries(),
-        *trainer.build_notes,
-        *_precision_notes(run),
-        *_frozen_notes(trainer, trainer.trained.pg_collection),
-        *_sharding_notes(run, trainer.rank_facts.world_size),
-        *_offload_notes(run),
-        *_expert_notes(trainer),
-        *kernels,
-        *defects.start_lines(defects.engine_version()),
-    ):
-        trainer.reporter.event("warning" if note in warnings else "message", note)
-
-
-def _facts(trainer: Trainer) -> dict[str, Any]:
-    """Return what is worth knowing at the start, in the order to show."""
     run, ranks = trainer.run, trainer.rank_facts
-    parameters = run.derived.parameter_count(trainer.padded_vocab_size)
     facts: dict[str, Any] = {
         "device": str(platform.device()),
         "ranks": ranks.world_size,
@@ -56,7 +28,7 @@ def _facts(trainer: Trainer) -> dict[str, Any]:
             f"ETP {ranks.etp_size}"
         ),
         "dtype": run.derived.params_dtype_name,
-        "parameters": parameters,
+        "parameters": run.derived.parameter_count(trainer.padded_vocab_size),
         "active_parameters": run.derived.active_parameter_count(trainer.padded_vocab_size),
         "vocabulary": trainer.padded_vocab_size,
         "global_batch_size": trainer.schedule.final,
@@ -66,7 +38,35 @@ def _facts(trainer: Trainer) -> dict[str, Any]:
     }
     if trainer.unigram_entropy is not None:
         facts["unigram_entropy"] = trainer.unigram_entropy
-    return facts
+    trainer.reporter.start(facts)
+    if trainer.started_from is not None:
+        trainer.reporter.event("loaded", f"read {trainer.started_from}", shown=False, path=str(trainer.started_from))
+    kernels = []
+    if not platform.has_cuda():
+        kernels.append("CPU kernels: C")
+        if (reason := choice.why_no_c()) is not None:
+            kernels = [f"CPU kernels: torch's operations, not C ({reason})"]
+    warnings = {*trainer.precision_warnings, *trainer.checkpoint_warnings}
+    frozen = []
+    if patterns := run.optimizer.freeze:
+        number, every = count_frozen(trainer.trained.model, trainer.trained.pg_collection), facts["parameters"]
+        frozen.append(
+            f"--freeze {' '.join(patterns)}: {number:,} of {every:,} parameters are frozen: no gradient, no "
+            "moments, no weight decay, and no share of the gradient's norm; the expert bias of a frozen router stays "
+            "too"
+        )
+    for note in (
+        *run.warnings,
+        *platform.unusable_libraries(),
+        *trainer.build_notes,
+        *_precision_notes(run),
+        *frozen,
+        *_sharding_notes(run, ranks.world_size),
+        *_expert_notes(trainer),
+        *kernels,
+        *defects.start_lines(defects.engine_version()),
+    ):
+        trainer.reporter.event("warning" if note in warnings else "message", note)
 
 
 def _precision_notes(run: Run) -> list[str]:
@@ -101,10 +101,7 @@ def _precision_notes(run: Run) -> list[str]:
             f"products in FP8 of {forms}. This was not verified on hardware that has FP8"
         )
     if kept := kept_in_fp32(run):
-        shown = ", ".join(kept[:4])
-        if len(kept) > 4:
-            shown += f" and {len(kept) - 4} more"
-        notes.append(f"in fp32 by --keep-fp32: {shown}")
+        notes.append(f"in fp32 by --keep-fp32: {listed(kept, 4)}")
     return notes
 
 
@@ -116,43 +113,25 @@ _FP8_FORMS = {
 }
 
 
-def _frozen_notes(trainer: Trainer, groups_of_ranks: ProcessGroups) -> list[str]:
-    """Say how many parameters of the whole model are frozen. Collective over all ranks where there are any."""
-    patterns = trainer.run.optimizer.freeze
-    if not patterns:
-        return []
-    number = count_frozen(trainer.trained.model, groups_of_ranks)
-    every = trainer.run.derived.parameter_count(trainer.padded_vocab_size)
-    return [
-        f"--freeze {' '.join(patterns)}: {number:,} of {every:,} parameters are frozen: no gradient, no "
-        "moments, no weight decay, and no share of the gradient's norm; the expert bias of a frozen router stays too"
-    ]
-
-
 def _sharding_notes(run: Run, world_size: int) -> list[str]:
-    """Say where the layout leaves a sharding flag without an effect, a line each."""
+    """Say where a flag of sharding or offloading has no effect, a line each."""
     notes: list[str] = []
-    if run.derived.zero_stage < 2:
-        return notes
-    if run.moe.num_experts is not None and run.derived.expert_data_parallel_size(world_size) == 1:
+    stage, size = run.derived.zero_stage, run.parallel.zero_hpz_partition_size
+    if stage >= 2 and run.moe.num_experts is not None and run.derived.expert_data_parallel_size(world_size) == 1:
         notes.append(
-            f"ZeRO stage {run.derived.zero_stage}: there is one copy of each expert (expert-DP 1), and so nothing of "
-            "the experts to share; the other weights are sharded"
+            f"ZeRO stage {stage}: there is one copy of each expert (expert-DP 1), and so nothing of the experts to "
+            "share; the other weights are sharded"
         )
-    size = run.parallel.zero_hpz_partition_size
-    if size == run.derived.data_parallel_size(world_size) * run.parallel.context_parallel_size:
+    if stage >= 2 and size == run.derived.data_parallel_size(world_size) * run.parallel.context_parallel_size:
         notes.append(
             f"--zero-hpz-partition-size {size}: these are all ranks that share weights, as without the flag; with the "
             "ranks of one machine, the backward pass gathers within it"
         )
+    if run.training.fine_grained_activation_offloading and not platform.has_cuda():
+        notes.append(
+            "--fine-grained-activation-offloading has no effect here: without a CUDA device, memory is the host's"
+        )
     return notes
-
-
-def _offload_notes(run: Run) -> list[str]:
-    """Say where no activation is offloaded."""
-    if not run.training.fine_grained_activation_offloading or platform.has_cuda():
-        return []
-    return ["--fine-grained-activation-offloading has no effect here: without a CUDA device, memory is the host's"]
 
 
 def _expert_notes(trainer: Trainer) -> list[str]:

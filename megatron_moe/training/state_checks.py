@@ -14,6 +14,7 @@ from megatron_moe import platform
 from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.checkpoint.state import TrainState
 from megatron_moe.config.schema import Run
+from megatron_moe.io.texts import listed
 from megatron_moe.model.float16_module import model_dtypes, without_wrappers
 from megatron_moe.model.fully_sharded import local
 from megatron_moe.moe.router import TopKRouter
@@ -24,7 +25,7 @@ from megatron_moe.precision.contract import PrecisionGuard, TensorDtype
 from megatron_moe.precision.packed_state import NOT_FINITE, stored_dtype
 
 _LAYER = re.compile(r"decoder\.layers\.\d+$")
-_RANKS_SHOWN = 4
+RANKS_SHOWN = 4
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -107,31 +108,18 @@ def damage_on_ranks(trained: TrainState, place: RankFacts) -> str | None:
 
 def damage_text(state_of_ranks: Sequence[tuple[str, list[str]]]) -> str:
     """Return the first of all damaged tensors, how many more there are, and the ranks, as one sentence."""
-    damaged = [(rank, names) for rank, names in state_of_ranks if names]
-    more = sum(len(names) for _, names in damaged) - 1
-    what = damaged[0][1][0]
+    ranks, found = zip(*((rank, names) for rank, names in state_of_ranks if names))
+    more = sum(map(len, found)) - 1
+    what = found[0][0]
     if more:
         what += f" (and {more} more)"
-    return f"{what}, on {ranks_text([rank for rank, _ in damaged])}"
-
-
-def ranks_text(ranks: Sequence[str]) -> str:
-    """Return the first ranks by name, and the number of the others."""
-    shown = ", ".join(ranks[:_RANKS_SHOWN])
-    if len(ranks) > _RANKS_SHOWN:
-        shown += f" and {len(ranks) - _RANKS_SHOWN} more ranks"
-    return shown
+    return f"{what}, on {listed(ranks, RANKS_SHOWN, 'more ranks')}"
 
 
 def check_precision(guard: PrecisionGuard, boundary: str, run: Run, trained: TrainState) -> int:
     """Check every dtype of this rank's model and optimizer; a few milliseconds, no arithmetic on any tensor.
 
-    Args:
-        guard: remembers the boundaries at which all was right.
-        boundary: the point of the run at which the check is made, for messages.
-
-    Returns:
-        How many tensors were checked.
+    guard: remembers the `boundary`, a point of the run, where all is right. Returns how many tensors were checked.
 
     Raises:
         PrecisionError: see `PrecisionGuard.check`. On this rank only: the launcher ends the others.

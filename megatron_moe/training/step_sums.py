@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.data.batches import NOTHING, added, words_of
+from megatron_moe.data.batches import hex_of
 from megatron_moe.engine.schedules import get_attr_wrapped_model, get_model_config
-from megatron_moe.platform.hardware import HostCopy, on_device
+from megatron_moe.platform.hardware import on_device
 from megatron_moe.platform.protocols import ProcessGroups
-from megatron_moe.training.finalize_model_grads import RouterUpdate
 from megatron_moe.training.gradients import joint_norm
 
 Model = Sequence[torch.nn.Module]
@@ -26,16 +25,15 @@ class StepSums:
 
     loss_sum: float
     """The sum of the losses of all tokens in nats; not finite where that of any rank is not."""
-    tokens: float
+    token_sum: float
     """Tokens that count for the loss."""
     non_finite_ranks: float
     """Ranks whose gradients, or the norm of these, are not finite."""
     damaged_ranks: float
     """Ranks whose weights, moments or expert_bias were not finite before the step."""
-    sample_words: tuple[float, ...]
-    """The hash of the samples, in two words."""
-    bias_words: tuple[float, ...]
-    """The hash of expert_bias, in two words."""
+    sample_words: tuple[float, float]
+    """The hash of the samples, in two words, and of expert_bias."""
+    bias_words: tuple[float, float]
     mtp_sums: tuple[float, ...]
     """The loss sum and the number of targets of each depth of multi-token prediction in turn."""
     overflows: float
@@ -45,45 +43,61 @@ class StepSums:
     loss_scale: float
     """The loss scale of the step."""
     gradient_zeros: int | None = None
-    """Elements of all gradients that are 0, where they were counted."""
+    """Elements of all gradients that are 0; None where they were not counted and where the step is not committed."""
     max_attention_logit: float | None = None
-    """The largest attention logit of all heads, where they were measured."""
+    """The largest attention logit of any head; None where they were not measured."""
     clipped_heads: int | None = None
-    """Heads with a logit above the threshold of QK-clip, where there is one."""
+    """Heads of all layers with a logit above the threshold of QK-clip, whose weights are scaled; None without QK-clip
+    and where the step is not committed."""
 
     @property
     def decided(self) -> bool:
         """Whether nothing is in doubt: a sum of finite numbers, by which the first look goes, may overflow."""
-        return self.damaged_ranks == 0 and (self.non_finite_ranks == 0 or self.overflows > 0)
+        return not self.damaged and (self.non_finite_ranks == 0 or self.overflows > 0)
 
     @property
     def sound(self) -> bool:
         """Whether the loss, all gradients and the state before the step are finite."""
-        return self.non_finite_ranks == 0 and self.damaged_ranks == 0 and math.isfinite(self.loss_sum)
+        return self.non_finite_ranks == 0 and not self.damaged and math.isfinite(self.loss_sum)
 
     @property
     def empty(self) -> bool:
-        """Whether nothing but a lack of tokens keeps the step from being applied."""
-        return self.sound and self.tokens == 0
+        """No token of the global batch counts for the loss: not committed, and fp16's loss scale stays too."""
+        return self.sound and self.token_sum == 0
 
     @property
     def committed(self) -> bool:
-        """Whether the step is applied."""
+        """Whether the step is applied; weights, moments, expert_bias and the learning-rate schedule stay otherwise."""
         return self.sound and not self.empty
 
     @property
-    def overflowed(self) -> bool:
-        """Whether gradients, and nothing else, are not finite."""
-        return self.non_finite_ranks > 0 and self.damaged_ranks == 0 and math.isfinite(self.loss_sum)
+    def damaged(self) -> bool:
+        """Whether the state was not finite before the step, which no later step heals: not committed."""
+        return self.damaged_ranks > 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the global batch that count for the loss."""
+        return int(self.token_sum)
 
     @property
     def loss(self) -> float:
-        """The mean loss per token; NaN without tokens."""
-        return self.loss_sum / self.tokens if self.tokens else math.nan
+        """The mean loss per token of the global batch, in nats; NaN without tokens."""
+        return self.loss_sum / self.token_sum if self.token_sum else math.nan
+
+    @property
+    def data_hash(self) -> str | None:
+        """The hash of the step's samples (`data/batches.py`); None where the batches are not a run's own."""
+        return hex_of(*self.sample_words)
+
+    @property
+    def expert_bias_hash(self) -> str | None:
+        """The hash of every layer's expert_bias after the step; None where there is none, or no step was committed."""
+        return hex_of(*self.bias_words) if self.committed else None
 
     @property
     def mtp_losses(self) -> tuple[float, ...]:
-        """The mean loss per target of each depth; NaN without targets."""
+        """The mean loss per target of each depth of multi-token prediction, unweighted; NaN without targets."""
         found = []
         for total, count in zip(self.mtp_sums[::2], self.mtp_sums[1::2]):
             found.append(total / count if count else math.nan)
@@ -113,24 +127,25 @@ class OwnSums:
 
     def over_all_ranks(self) -> StepSums:
         """Return the sums over all ranks. Collective over all ranks: one all-reduce, and one read from the device."""
-        flags = torch.stack([~self.gradients_finite, ~self.state_finite]).double()
+        norm_finite = (self.overflows == 0) & self.grad_norm_squares.isfinite().all()
+        flags = torch.stack([~(self.gradients_finite & norm_finite), ~self.state_finite]).double()
         words = on_device((*self.sample_words, *self.bias_words), torch.float64)
         added = torch.cat([self.loss, flags, words, self.overflows.double().view(1), self.mtp_sums.double()])
         scale_and_squares = torch.cat([self.loss_scale.view(1), self.grad_norm_squares]).double()
         shared = torch.cat([scale_and_squares, self.gradient_zeros, self.attention])
         numbers = sum_over_ranks(added, shared)
-        loss_sum, tokens, non_finite, damaged, *words_found = numbers[:8]
+        loss_sum, tokens, non_finite, damaged, *found = numbers[:8]
         mtp = numbers[9 : len(added)]
         loss_scale, *rest = numbers[len(added) :]
         norms, counts = len(self.grad_norm_squares), len(self.gradient_zeros)
         squares, zeros, attention = rest[:norms], rest[norms : norms + counts], rest[norms + counts :]
-        return StepSums(
+        sums = StepSums(
             loss_sum=loss_sum,
-            tokens=tokens,
+            token_sum=tokens,
             non_finite_ranks=non_finite,
             damaged_ranks=damaged,
-            sample_words=tuple(words_found[:2]),
-            bias_words=tuple(words_found[2:]),
+            sample_words=(found[0], found[1]),
+            bias_words=(found[2], found[3]),
             mtp_sums=tuple(mtp),
             overflows=numbers[8],
             grad_norm=math.nan if numbers[8] > 0 else joint_norm(squares),
@@ -139,6 +154,7 @@ class OwnSums:
             max_attention_logit=attention[0] if attention else None,
             clipped_heads=int(attention[1]) if attention[1:] else None,
         )
+        return sums if sums.committed else replace(sums, gradient_zeros=None, clipped_heads=None)
 
 
 def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroups) -> Tensor:
@@ -162,27 +178,6 @@ def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroups) ->
     return total
 
 
-def copied_biases(update: RouterUpdate, pg_collection: ProcessGroups) -> HostCopy | None:
-    """Start one copy to the host of the `expert_bias` of all layers, on the one rank of the stage that hashes them."""
-    biases = [bias for bias in update.expert_bias if bias is not None]
-    if not biases or pg_collection.tp.rank() or pg_collection.dp_cp.rank():
-        return None
-    return HostCopy(torch.cat(biases))
-
-
-def local_bias_words(update: RouterUpdate, copied: HostCopy | None) -> tuple[float, float]:
-    """Return the hash of the `expert_bias` of this stage's layers. copied: of `copied_biases`, which is waited for."""
-    if copied is None:
-        return NOTHING
-    numbers, sizes = [], []
-    for number, bias in zip(update.layer_numbers, update.expert_bias):
-        if bias is not None:
-            numbers.append(number)
-            sizes.append(len(bias))
-    on_host = copied.result().split(sizes)
-    return added(words_of(number, bias.numpy().tobytes()) for number, bias in zip(numbers, on_host))
-
-
 def pop_mtp_losses(model: Model) -> Tensor | None:
     """Take [D, 2] loss sum and targets of each depth of multi-token prediction since the last call.
 
@@ -191,15 +186,6 @@ def pop_mtp_losses(model: Model) -> Tensor | None:
     if not get_model_config(model[-1]).mtp_num_layers:
         return None
     return get_attr_wrapped_model(model[-1], "pop_mtp_losses")()
-
-
-def local_mtp_sums(model: Model, pg_collection: ProcessGroups) -> Tensor:
-    """Return loss sum and targets of each depth in turn, equally many numbers on every rank, counted as the loss is."""
-    taken = pop_mtp_losses(model)
-    if taken is None or pg_collection.tp.rank() != 0:
-        depths = get_model_config(model[-1]).mtp_num_layers or 0
-        return torch.zeros(2 * depths, dtype=torch.float64, device=platform.device())
-    return taken.flatten()
 
 
 def max_over_ranks(*values: float) -> list[float]:

@@ -10,7 +10,6 @@ from typing import Any
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.state import TrainingProgress, TrainState
 from megatron_moe.config.schema import Run
-from megatron_moe.data.batches import BatchIterator, batch_iterators
 from megatron_moe.data.checks import Fingerprint
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.precision.contract import PrecisionGuard
@@ -144,15 +143,6 @@ class Trainer:
     def end_run(self, reason: str) -> None:
         """End the run after this step, saved; `reason` follows "stopped at iteration 7"."""
         self.stop_reason = StopReason(reason, urgent=False)
-
-    def batches(self, dataset: Any, consumed_samples: int) -> list[BatchIterator]:
-        """Return one iterator of micro-batches per model chunk, all beginning behind `consumed_samples` sequences."""
-        return batch_iterators(
-            dataset,
-            self.run,
-            consumed_samples=consumed_samples,
-            pg_collection=self.trained.pg_collection,
-        )
 
     def check_precision(self, boundary: str) -> None:
         """Check every dtype of model and optimizer against the contract; `boundary` is for messages."""

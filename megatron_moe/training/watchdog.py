@@ -9,7 +9,6 @@ ended by SIGKILL from a rank on their machine.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -19,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,17 +27,8 @@ from megatron_moe.checkpoint.errors import SharedError
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.io import launched
 from megatron_moe.training import hang_report
-from megatron_moe.training.hang_report import (
-    DOING,
-    FAILED,
-    GONE,
-    GONE_WORDS,
-    LEFT,
-    SILENT,
-    STOPPED,
-    GroupProgress,
-    RankStatus,
-)
+from megatron_moe.training.hang_report import DOING, FAILED, GONE, GONE_WORDS, LEFT, SILENT, STOPPED, RankStatus
+from megatron_moe.training.signals import ignore_sigterm
 
 BROKEN = 1
 """Exit status of every rank of a run that the watchdog ended."""
@@ -151,21 +141,16 @@ class RankBoard:
             return {}
         return json.loads(self._store.get(f"{self._prefix}/beat/{rank}"))
 
-    def is_done(self, rank: int) -> bool:
-        """Return whether a rank has reported that it is done."""
-        return self.beat_of(rank).get("state") == "done"
-
     def process_of(self, rank: int) -> Process | None:
         """Return the process of a rank, where it is on this machine."""
         beat = self.beat_of(rank)
-        if not beat:
+        if not beat or beat["process"]["host"] != this_process().host:
             return None
-        process = Process(**beat["process"])
-        return process if process.host == this_process().host else None
+        return Process(**beat["process"])
 
     def is_lost(self, rank: int, process: Process | None) -> bool:
         """Return whether a rank's process ended without having reported that it is done."""
-        return process is not None and process.is_gone() and not self.is_done(rank)
+        return process is not None and process.is_gone() and self.beat_of(rank).get("state") != "done"
 
     def status_of(self, rank: int) -> RankStatus | None:
         """Return a rank's answer, if it has answered."""
@@ -182,10 +167,8 @@ class Watchdog:
 
     Args:
         store: a connection of its own, shared with nobody in this process; None for a run of one rank.
-        rank, world_size: of this process.
         timeout: seconds without progress after which all ranks are ended.
-        folder: where the stacks, a file per rank, and the conclusion are written, besides standard error. May be set
-            later.
+        folder: of the stacks, a file per rank, and the conclusion, besides standard error; may be set later.
         settle: seconds that ranks have to answer.
         prefix: see `RankBoard`.
         on_device: whether tensors are on a CUDA device, so that this rank waits where it reads from it.
@@ -211,7 +194,8 @@ class Watchdog:
         self.folder, self._settle = folder, max(settle, 3 * self._tick)
         self._on_device, self._recorded = on_device, recorded
         # The ranks on this machine by the launcher's environment variables; all ranks without them.
-        number, first = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), 0
+        number = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        first = 0
         if number < world_size:
             first = rank - int(os.environ.get("LOCAL_RANK", rank))
         self._here = list(range(first, min(first + number, world_size)))
@@ -225,7 +209,7 @@ class Watchdog:
         self._failure: tuple[BaseException, float] | None = None
         self._host: Process | None = None
         """Rank 0's process where it is on this machine: without a launcher it holds the store."""
-        self.on_abort: Callable[[str, str], None] | None = None
+        self.on_abort: Callable[[str, str], None] = lambda _reason, _conclusion: None
         """Called where this rank concludes why the run ends, with "failed: " and the reason, and the reason."""
 
     # Called by the run.
@@ -243,7 +227,17 @@ class Watchdog:
         """End the watch. An error of a kind that all ranks raise is an end of the run; any other is this rank's own."""
         if error is not None:
             self.notice(kind, error, trace)
-            self._report_failure()
+        if error is not None and self._failure is not None and self._board is not None and not self._stop.is_set():
+            # The others do not know of it. In a run of one rank it is raised further.
+            ignore_sigterm()
+            status = self._status()
+            if status.failed_by_itself:
+                _print("".join(traceback.format_exception(self._failure[0])))
+                from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+                # torchrun names the first rank that failed by this file; without it, it goes by exit times.
+                get_error_handler().record_exception(self._failure[0])
+            self._end(status)
         with self._ending:  # which another thread may be about, and then ends the process
             self._stop.set()
             if self._board is not None:
@@ -264,24 +258,6 @@ class Watchdog:
         """
         if error is not None and not isinstance(error, _SHARED) and self._failure is None:
             self._failure = (error, time.time())
-
-    def _report_failure(self) -> None:
-        """Report the error that this rank's main thread raised and the others do not know of; end the process.
-
-        Without such an error, and in a run of one rank, it returns, and what was raised is raised further.
-        """
-        if self._failure is None or self._board is None or self._stop.is_set():
-            return
-        error, _ = self._failure
-        _ignore_sigterm()
-        status = self._status()
-        if status.failed_by_itself:
-            _print("".join(traceback.format_exception(error)))
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            # torchrun names the first rank that failed by this file; without it, it goes by exit times.
-            get_error_handler().record_exception(error)
-        self._end(status)
 
     def report_before_end(self) -> None:
         """Report, before a signal ends this rank, if that is because another rank died; end the process then."""
@@ -336,25 +312,12 @@ class Watchdog:
             state, text = FAILED, _short(f"{type(error).__name__}: {str(error).strip()}")
             cause = _short(error.cause) if isinstance(error, SharedError) else ""
             doing = hang_report.of_error(error)
-        groups: tuple[GroupProgress, ...] = ()
-        why_none = ""
-        if self._recorded is not None and (state == DOING or doing.waits_in is not None):
-            # Half of the time in which the others expect this rank's answer.
-            groups, why_none = hang_report.within(self._settle / 2, self._recorded)
-        return RankStatus(
-            rank=self._rank,
-            state=state,
-            mark=self._mark,
-            at=doing.at,
-            waits_in=doing.waits_in,
-            tensor=doing.tensor,
-            number=doing.number,
-            text=text,
-            cause=cause,
-            failed_at=failed_at,
-            groups=groups,
-            without_groups=why_none,
-        )
+        status = RankStatus(self._rank, state, self._mark, **vars(doing), text=text, cause=cause, failed_at=failed_at)
+        if self._recorded is None or status.failed_by_itself:
+            return status
+        # Half of the time in which the others expect this rank's answer.
+        groups, why_none = hang_report.within(self._settle / 2, self._recorded)
+        return replace(status, groups=groups, without_groups=why_none)
 
     def _own_threads(self) -> tuple[int, ...]:
         return tuple(thread.ident or 0 for thread in self._threads)
@@ -371,13 +334,19 @@ class Watchdog:
             self._ending.release()
             return
         try:
-            _ignore_sigterm()  # the launcher's, when the first rank has left: the conclusion is not printed yet
-            self._end_in_any_case(status)
+            ignore_sigterm()  # the launcher's, when the first rank has left: the conclusion is not printed yet
+            # A store which is stopped, or whose machine died, gives neither an answer nor an error. `_end_together`
+            # waits for answers four times at most.
+            patience = 5 * self._settle
+            silence = TimeoutError(f"no answer for {patience:.0f} s")
+            timer = threading.Timer(patience, self._end_without_store, (status, silence))
+            timer.daemon = True
+            timer.start()
             if self._board is None:
                 self._write_stacks(status)
                 text = f"rank {self._rank} is ended: {reason}; {status}"
                 _print(f"{launched.name()}: {text}")
-                self._record(text)
+                self.on_abort(f"failed: {text}", text)
             else:
                 try:
                     self._end_together(self._board, status, reason)
@@ -399,15 +368,13 @@ class Watchdog:
         if self._rank == min(answers):
             missing: dict[int, str] = {}
             marks: dict[int, str] = {}
-            for rank in everyone:
-                if rank in answers:
-                    continue
-                marks[rank] = board.beat_of(rank).get("mark", "unknown")
-                if board.is_done(rank):
+            for rank in sorted(set(everyone) - answers.keys()):
+                beat, process = board.beat_of(rank), board.process_of(rank)
+                marks[rank], missing[rank] = beat.get("mark", "unknown"), SILENT
+                if beat.get("state") == "done":
                     missing[rank] = LEFT
-                    continue
-                process = board.process_of(rank)
-                missing[rank] = SILENT if process is None else process.state()
+                elif process is not None:
+                    missing[rank] = process.state()
             text = f"the job of {self._world} ranks is ended"
             if reason:
                 text += f" ({reason})"
@@ -419,34 +386,26 @@ class Watchdog:
                 _print(f"{launched.name()}: {text}")
             self._write("verdict.txt", text + "\n")
             board.write("verdict", text)
-            self._record(text)
+            self.on_abort(f"failed: {text}", text)
         # A rank that is stopped is named before it is woken: it would answer then.
         deadline = time.monotonic() + self._settle
         while not board.has("verdict") and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        self._end_missing([board.process_of(rank) for rank in self._here if rank not in answers])
-
-    def _record(self, text: str) -> None:
-        if self.on_abort is not None:
-            self.on_abort(f"failed: {text}", text)
-
-    def _end_in_any_case(self, status: RankStatus) -> None:
-        """Start a timer that ends this process where the store gives neither an answer nor an error.
-
-        That is a store which is stopped, or whose machine died. `_end_together` waits for answers four times at most.
-        """
-        patience = 5 * self._settle
-
-        def give_up() -> None:
-            self._end_without_store(status, TimeoutError(f"no answer for {patience:.0f} s"))
-            os._exit(BROKEN)
-
-        timer = threading.Timer(patience, give_up)
-        timer.daemon = True
-        timer.start()
+        # End the processes left on this machine, which the launcher would wait for: a stopped one gets no SIGTERM.
+        left: list[Process] = []
+        for process in [board.process_of(rank) for rank in self._here if rank not in answers]:
+            if process is not None and not process.is_gone():
+                left.append(process)
+                process.send(signal.SIGUSR2)  # its stacks, from C, whatever holds its interpreter
+                process.send(signal.SIGCONT)
+        deadline = time.monotonic() + self._settle
+        while any(not process.is_gone() for process in left) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        for process in left:
+            process.send(signal.SIGKILL)
 
     def _end_without_store(self, status: RankStatus, error: Exception) -> None:
-        """Report that the store ended or stopped with the process that runs it: the launcher, or rank 0 without one."""
+        """Report that the store ended or stopped with its process, the launcher or rank 0; end this one."""
         self._write_stacks(status)
         state = SILENT if self._host is None else self._host.state()
         holder = "its launcher, or the machine of rank 0, is gone or does not answer"
@@ -460,6 +419,7 @@ class Watchdog:
         )
         if state == STOPPED and self._host is not None:
             self._host.send(signal.SIGKILL)
+        os._exit(BROKEN)
 
     def _answers(self, board: RankBoard, ranks: Iterable[int]) -> dict[int, RankStatus]:
         """Return the status of the ranks that answer in time; do not wait for those that are gone from this machine."""
@@ -471,30 +431,19 @@ class Watchdog:
                 if status is not None:
                     answers[rank] = status
             silent -= set(answers)
-            processes = [board.process_of(rank) for rank in silent]
-            all_gone = all(process is not None and process.is_gone() for process in processes)
-            if all_gone or time.monotonic() > deadline:
+            processes = map(board.process_of, silent)
+            if all(process is not None and process.is_gone() for process in processes) or time.monotonic() > deadline:
                 return answers
             time.sleep(_POLL_SECONDS)
-
-    def _end_missing(self, processes: Iterable[Process | None]) -> None:
-        """End the processes left on this machine, which the launcher would wait for: a stopped one gets no SIGTERM."""
-        left: list[Process] = []
-        for process in processes:
-            if process is not None and not process.is_gone():
-                left.append(process)
-                process.send(signal.SIGUSR2)  # its stacks, from C, whatever holds its interpreter
-                process.send(signal.SIGCONT)
-        deadline = time.monotonic() + self._settle
-        while any(not process.is_gone() for process in left) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        for process in left:
-            process.send(signal.SIGKILL)
 
     def _write_stacks(self, status: RankStatus) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         head = f"{now} rank {self._rank} on {socket.gethostname()}, process {os.getpid()}: {status}\n{status.text}"
-        text = f"==== {head.rstrip()}\n{hang_report.stacks(self._own_threads())}\n"
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        text = f"==== {head.rstrip()}\n"
+        for ident, frame in hang_report.threads(self._own_threads()):
+            stack = "".join(traceback.format_stack(frame)).rstrip()
+            text += f"thread {names.get(ident, ident)}:\n{stack}\n"
         if launched.folder() is None:
             _print(text)
         self._write(f"stacks_rank_{self._rank:05d}.txt", text)
@@ -508,12 +457,6 @@ class Watchdog:
             (folder / name).write_text(text, encoding="utf-8")
         except OSError as error:
             _print(f"rank {self._rank}: cannot write {folder / name}: {error}")
-
-
-def _ignore_sigterm() -> None:
-    """Ignore SIGTERM from now on; callable from any thread, which Python's own `signal` is not."""
-    ctypes.pythonapi.PyOS_setsig.restype = ctypes.c_void_p
-    ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, ctypes.c_void_p(1))  # SIG_IGN
 
 
 def _print(text: str) -> None:

@@ -6,9 +6,8 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
@@ -25,8 +24,6 @@ from megatron_moe_tools import compat
 NAME = "megatron-moe audit"
 
 if TYPE_CHECKING:  # flags and files are checked before torch is loaded
-    import torch
-
     from megatron_moe_tools.audit.findings import Audit
 
 CLEAN, FOUND = 0, 1
@@ -93,7 +90,7 @@ def _main(argv: list[str]) -> int:
             )
         from megatron_moe_tools.audit.step import audit_run
 
-        audit = audit_run(run, say)
+        audit = audit_run(run, tokenizer, say)
     from megatron_moe_tools.audit.findings import html_report, json_report, text_report
 
     report, shown = audit.as_dict(), []
@@ -109,6 +106,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
+    """Audit the model of `--module` or `--hf`."""
     if flags.module is not None and flags.hf is not None:
         raise ConfigError("--module and --hf: audit one model at a time")
     half, hint = {"--bf16": "bfloat16", "--fp16": "float16"}, " (--hf takes --bf16 or --fp16)"
@@ -119,30 +117,61 @@ def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
             raise ConfigError(f"{word} does not go with --module or --hf{hint}")
     if len(rest) > 1:
         raise ConfigError(f"{' '.join(rest)}: choose one dtype")
-    if flags.module is not None:
-        name, _, factory = flags.module.rpartition(":")
-        if not Path(name).is_file() or not name.endswith(".py") or not factory:
-            raise ConfigError(f"--module {flags.module}: write FILE.py:FACTORY with a Python file that exists")
-    elif not (Path(flags.hf) / "config.json").is_file():
+    subject, device = flags.module or flags.hf, "the factory's"
+    name, _, factory = subject.rpartition(":")
+    if flags.module is not None and not (Path(name).is_file() and name.endswith(".py") and factory):
+        raise ConfigError(f"--module {subject}: write FILE.py:FACTORY with a Python file that exists")
+    folder = Path(subject)
+    if flags.hf is not None and not (folder / "config.json").is_file():
         raise ConfigError(
-            f"--hf {flags.hf}: has no config.json; name a folder with a Hugging Face model{hub_hint(flags.hf)}"
+            f"--hf {subject}: has no config.json; name a folder with a Hugging Face model{hub_hint(subject)}"
         )
     import torch
 
     from megatron_moe import platform
+    from megatron_moe_tools.audit.operations import dtype_name, dtypes_of
     from megatron_moe_tools.audit.step import audit_module
 
-    inputs: Sequence[object] | dict[str, Any]
     if flags.module is not None:
-        subject, device = flags.module, "the factory's"
-        module, inputs = _from_factory(subject)
+        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+        assert spec is not None and spec.loader is not None  # as of every file that ends with .py
+        code = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        say(f"building {subject}")
+        try:
+            spec.loader.exec_module(code)
+            made = getattr(code, factory)()
+        except Exception as error:
+            raise ConfigError(f"--module {subject}: building it failed with {type(error).__name__}: {error}") from error
+        if not isinstance(made, tuple) or len(made) != 2:
+            made = made, ()
+        module, inputs = made
+        if not isinstance(module, torch.nn.Module) or not isinstance(inputs, (tuple, list, dict)):
+            raise ConfigError(
+                f"--module {subject}: {factory}() must return a torch module, or (module, tuple or dict of inputs)"
+            )
     else:
-        subject, device = flags.hf, str(platform.device())
-        dtype = half.get("".join(rest), "float32")
-        module, inputs = _from_folder(Path(subject), getattr(torch, dtype))
+        try:
+            from transformers import AutoConfig, AutoModelForCausalLM
+        except ImportError:
+            raise ConfigError(f"--hf {subject}: needs the package transformers; install it, or use --module") from None
+        name = half.get("".join(rest), "float32")
+        has_weights = any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+        say(f"building {subject} in {name} with {'its' if has_weights else 'random'} weights")
+        dtype, options = getattr(torch, name), {"trust_remote_code": False, "local_files_only": True}
+        try:
+            if has_weights:
+                module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+            else:
+                config = AutoConfig.from_pretrained(folder, **options)
+                module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"--hf {subject}: {error}") from error
+        device = str(platform.device())
+        tokens = torch.randint(0, module.config.vocab_size, _HF_TOKENS, device=device)
+        module, inputs = module.to(device).train(), {"input_ids": tokens, "labels": tokens}
     about = {
         "subject": f"forward and backward of {subject}",
-        "dtype": ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in module.parameters()})),
+        "dtype": ", ".join(sorted(map(dtype_name, dtypes_of(module.parameters())))),
         "device": device,
         "flags": {"module": flags.module, "hf": flags.hf},
         "versions": versions(),
@@ -151,57 +180,3 @@ def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
     if isinstance(inputs, dict):
         return audit_module(module, kwargs=inputs, about=about)
     return audit_module(module, inputs, about=about)
-
-
-def _from_factory(text: str) -> tuple[torch.nn.Module, Sequence[object] | dict[str, Any]]:
-    import torch
-
-    name, _, factory = text.rpartition(":")
-    path = Path(name)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"--module {text}: {path} is not a Python file")
-    code = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = code
-    say(f"building {text}")
-    try:
-        spec.loader.exec_module(code)
-        made = getattr(code, factory)()
-    except Exception as error:
-        raise ConfigError(f"--module {text}: building it failed with {type(error).__name__}: {error}") from error
-    if not isinstance(made, tuple) or len(made) != 2:
-        made = made, ()
-    module, inputs = made
-    if not isinstance(module, torch.nn.Module) or not isinstance(inputs, (tuple, list, dict)):
-        raise ConfigError(
-            f"--module {text}: {factory}() must return a torch module, or (module, tuple or dict of inputs)"
-        )
-    return module, inputs
-
-
-def _from_folder(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    import torch
-
-    from megatron_moe import platform
-
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise ConfigError(f"--hf {folder}: needs the package transformers; install it, or use --module") from None
-    whose = "random"
-    if [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
-        whose = "its"
-    say(f"building {folder} in {str(dtype).removeprefix('torch.')} with {whose} weights")
-    try:
-        if whose == "its":
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, trust_remote_code=False, local_files_only=True
-            )
-        else:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--hf {folder}: {error}") from error
-    device = platform.device()
-    tokens = torch.randint(0, model.config.vocab_size, _HF_TOKENS, device=device)
-    return model.to(device).train(), {"input_ids": tokens, "labels": tokens}

@@ -10,6 +10,7 @@ import html
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,20 +19,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_moe.platform import numerics
 from megatron_moe.precision.contract import wider_output
-from megatron_moe_tools.audit.operations import OperationLocation, dtype_name, dtype_names, floating, widest, width
+from megatron_moe_tools.audit.operations import OperationLocation, dtype_name, dtype_names, floating, widest
 
-COUNTED = (
-    "unintended_promotions",
-    "mixed_matmuls",
-    "casts",
-    "other_conversions",
-    "declared_promotions",
-    "accumulations",
-    "low_precision_reductions",
-    "fp32_state_violations",
-)
-TOP_COUNTS = ("unintended_promotions", "mixed_matmuls", "casts", "other_conversions")
-"""Counts that are also at the top level of the JSON report."""
+LISTS = {
+    "unintended_promotions": "unintended_promotion_list",
+    "mixed_matmuls": "mixed_matmul_list",
+    "casts": "cast_list",
+    "other_conversions": "other_conversion_list",
+    "declared_promotions": "declared_promotions",
+    "accumulations": "accumulations",
+    "low_precision_reductions": "low_precision_reductions",
+    "fp32_state_violations": "fp32_state_violations",
+}
+"""Kind of finding -> the key of its list in a report; where that is another, the kind's key has the count."""
 FINDING_LISTS = ("unintended_promotion_list", "mixed_matmul_list", "fp32_state_violations", "widened_modules")
 # Casts in this file replace half-precision instructions that the processor lacks; the model did not ask for them.
 PROCESSOR_WORKAROUND = "platform/cpu_half_gemm.py"
@@ -63,6 +63,8 @@ class AuditFindings:
 
     def __init__(self) -> None:
         self._entries: dict[tuple[object, ...], AuditFinding] = {}
+        self.count = 0
+        """The number of events, which is at least that of the findings."""
 
     def add(
         self,
@@ -82,17 +84,13 @@ class AuditFindings:
         if entry is None:
             entry = AuditFinding(operation, dtypes, result, **asdict(location), detail=detail, first=order)
             self._entries[key] = entry
+        self.count += 1
         entry.count += 1
         entry.seconds += seconds
         entry.bytes += bytes_
 
-    @property
-    def count(self) -> int:
-        """The number of events, which is at least that of the findings."""
-        return sum(entry.count for entry in self._entries.values())
-
     def __iter__(self) -> Iterator[AuditFinding]:
-        return iter(sorted(self._entries.values(), key=lambda entry: entry.first))
+        return iter(self._entries.values())
 
 
 @dataclass
@@ -104,26 +102,6 @@ class ModuleDtypes:
     inputs: set[str] = field(default_factory=set)
     outputs: set[str] = field(default_factory=set)
     calls: int = 0
-
-
-@dataclass
-class Widened:
-    """A module whose output was wider than its inputs and parameters.
-
-    operation and where are the first promotion (or cast) that caused it; taken_over_from is the inner module that had
-    returned the wide tensor already.
-    """
-
-    module: str
-    kind: str
-    input: str
-    parameters: str
-    output: str
-    caused_by: str
-    operation: str
-    where: str
-    taken_over_from: str | None
-    count: int = 1
 
 
 @dataclass
@@ -143,7 +121,7 @@ class Audit:
     low_precision_reductions: AuditFindings = field(default_factory=AuditFindings)
     fp32_state_violations: AuditFindings = field(default_factory=AuditFindings)
     modules: dict[str, ModuleDtypes] = field(default_factory=dict)
-    widened_modules: dict[tuple[str, ...], Widened] = field(default_factory=dict)
+    widened_modules: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict)
     declared_wider: dict[str, str] = field(default_factory=dict)
     operations: int = 0
     kernel_seconds: float = 0.0
@@ -160,7 +138,6 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON: counts as integers at the top level, next to their lists."""
-        counts = {name: getattr(self, name).count for name in COUNTED}
         workaround: dict[str, float] = {"count": 0, "seconds": 0, "bytes": 0}
         seconds, moved = 0.0, 0
         for cast in self.casts:
@@ -169,12 +146,11 @@ class Audit:
                 workaround["count"] += cast.count
                 workaround["seconds"] += cast.seconds
                 workaround["bytes"] += cast.bytes
-        report = {
+        report: dict[str, Any] = {
             **self.about,
             "failed": self.failed,
             "error": self.error,
-            **{name: counts[name] for name in TOP_COUNTS},
-            "counts": counts,
+            "counts": {},
             "cast_share_of_time": seconds / (self.kernel_seconds or 1.0),
             "cast_share_of_bytes": moved / (self.kernel_bytes or 1),
             "casts_for_this_processor": workaround,
@@ -182,29 +158,17 @@ class Audit:
             "kernel_seconds": self.kernel_seconds,
             "kernel_bytes": self.kernel_bytes,
             "wall_seconds": self.wall_seconds,
-            "widened_modules": list(map(asdict, self.widened_modules.values())),
+            "widened_modules": list(self.widened_modules.values()),
             "declared_wider_modules": self.declared_wider,
+            "modules": {},
         }
-        for name, findings in (
-            ("declared_promotions", self.declared_promotions),
-            ("accumulations", self.accumulations),
-            ("low_precision_reductions", self.low_precision_reductions),
-            ("fp32_state_violations", self.fp32_state_violations),
-            ("unintended_promotion_list", self.unintended_promotions),
-            ("mixed_matmul_list", self.mixed_matmuls),
-            ("cast_list", self.casts),
-            ("other_conversion_list", self.other_conversions),
-        ):
-            report[name] = list(map(asdict, findings))
-        report["modules"] = {}
+        for name, key in LISTS.items():
+            findings: AuditFindings = getattr(self, name)
+            report[name] = report["counts"][name] = findings.count
+            report[key] = list(map(asdict, findings))
         for name, entry in self.modules.items():
-            report["modules"][name] = {
-                "kind": entry.kind,
-                "parameters": list(entry.parameters),
-                "inputs": sorted(entry.inputs),
-                "outputs": sorted(entry.outputs),
-                "calls": entry.calls,
-            }
+            dtypes = {"inputs": sorted(entry.inputs), "outputs": sorted(entry.outputs)}
+            report["modules"][name] = {**asdict(entry), **dtypes}
         return {"verdict": summary_line(report), **report}
 
 
@@ -241,15 +205,6 @@ class Cause:
     location: OperationLocation
 
 
-@dataclass(frozen=True)
-class _WideReturn:
-    """The return of something wide by a module, after `at` operations."""
-
-    at: int
-    module: str
-    cause: Cause | None
-
-
 def _first(causes: list[Cause]) -> Cause | None:
     """Return the first promotion, or else the first cast."""
     return min(causes, key=lambda cause: (not cause.promotion, cause.order), default=None)
@@ -266,7 +221,7 @@ class Widening:
         self._audit = audit
         self._causes = WeakTensorKeyDictionary()
         self._declared = WeakTensorKeyDictionary()
-        self._widened: list[_WideReturn] = []
+        self._widened: list[tuple[int, str, Cause | None]] = []  # of a module's return: operations before it, name
         self._parameters: dict[int, list[Tensor]] = {}
 
     def follow(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], own: Cause | None) -> None:
@@ -285,17 +240,15 @@ class Widening:
         if cause is None:
             return
         for tensor in floating(outputs):
-            if width(tensor.dtype) >= _WIDE:
+            if tensor.itemsize >= _WIDE:
                 self._causes[tensor] = cause
 
     def _causes_of(self, tensors: Sequence[Tensor]) -> list[Cause]:
-        if not self._causes:
-            return []
-        return [self._causes[tensor] for tensor in tensors if tensor in self._causes]
+        return list(filter(None, map(self._causes.get, tensors))) if self._causes else []
 
     def origin(self, operands: Sequence[Tensor]) -> str:
         """Return words on where the widest operand was widened, if an operation of this step did it; else ""."""
-        tensor = max(operands, key=lambda operand: width(operand.dtype))
+        tensor = max(operands, key=lambda operand: operand.itemsize)
         cause: Cause | None = self._causes.get(tensor)
         if cause is None:
             return ""
@@ -320,7 +273,7 @@ class Widening:
         if parameters is None:
             parameters = self._parameters[id(module)] = floating(module.parameters())
         known = widest((*inputs, *parameters))
-        wide = [tensor for tensor in floating(returned) if 0 < known < width(tensor.dtype)]
+        wide = [tensor for tensor in floating(returned) if 0 < known < tensor.itemsize]
         if not wide:
             return
         reason = wider_output(module)
@@ -330,7 +283,7 @@ class Widening:
             self._audit.declared_wider[name] = reason
             self._declared.update(dict.fromkeys(wide, True))
             return
-        since, causes = [one for one in self._widened if one.at > begin], self._causes_of(wide)
+        since, causes = [one for one in self._widened if one[0] > begin], self._causes_of(wide)
         if not (inputs or since or causes):
             return  # made here of numbers that were not narrow before, such as a table of positions
         cause = _first(causes)
@@ -338,75 +291,71 @@ class Widening:
         if cause is not None:
             caused_by = "promotion" if cause.promotion else "cast"
             operation, where = cause.operation, cause.location.where
-        entry = Widened(
-            module=name,
-            kind=type(module).__qualname__,
-            input=dtype_names(inputs),
-            parameters=dtype_names(parameters),
-            output=dtype_name(wide[0].dtype),
-            caused_by=caused_by,
-            operation=operation,
-            where=where,
-            taken_over_from=next((one.module for one in since if one.cause is cause), None),
-        )
-        known_entry = self._audit.widened_modules.setdefault((name, entry.output, where), entry)
-        known_entry.count += known_entry is not entry
-        self._widened.append(_WideReturn(self._audit.operations, name, cause))
+        output = dtype_name(wide[0].dtype)
+        entry = {
+            "module": name,
+            "kind": type(module).__qualname__,
+            "input": dtype_names(inputs),
+            "parameters": dtype_names(parameters),
+            "output": output,
+            "caused_by": caused_by,  # the first promotion, or cast, on the way here
+            "operation": operation,
+            "where": where,
+            # the inner module that had returned the wide tensor already
+            "taken_over_from": next((inner for _, inner, returned in since if returned is cause), None),
+            "count": 0,
+        }
+        self._audit.widened_modules.setdefault((name, output, where), entry)["count"] += 1
+        self._widened.append((self._audit.operations, name, cause))
 
 
 # ---- Reports.
 
-_FINDING = ("count", "operation", "dtypes", "result", "module", "where", "phase", "detail")
+_FINDING = "count operation dtypes result module where phase"
 
 # Heading, key of the list, columns, and what a reader needs to know of it.
-_TABLES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
+_TABLES = (
     (
         "Unintended promotions",
         "unintended_promotion_list",
-        _FINDING,
+        f"{_FINDING} detail",
         "operands of different dtypes that torch widened, in code that does not declare it",
     ),
-    ("Matrix products of mixed dtypes", "mixed_matmul_list", _FINDING, "torch refuses them, or a kernel casts"),
+    (
+        "Matrix products of mixed dtypes",
+        "mixed_matmul_list",
+        f"{_FINDING} detail",
+        "torch refuses them, or a kernel casts",
+    ),
     (
         "Widened modules",
         "widened_modules",
-        (
-            "count",
-            "module",
-            "kind",
-            "input",
-            "parameters",
-            "output",
-            "caused_by",
-            "operation",
-            "where",
-            "taken_over_from",
-        ),
+        "count module kind input parameters output caused_by operation where taken_over_from",
         "output wider than input and parameters; `where` is the first promotion or cast that caused it",
     ),
     (
         "Violations of fp32 state",
         "fp32_state_violations",
-        _FINDING,
+        f"{_FINDING} detail",
         "tensors declared as fp32, seen in less; switches of another value",
     ),
     (
         "Low-precision reductions",
         "low_precision_reductions",
-        _FINDING,
+        f"{_FINDING} detail",
         "'result rounded': added in fp32 inside the kernel, rounded once; the others add in it",
     ),
     (
         "Casts",
         "cast_list",
-        ("count", "dtypes", "bytes", "seconds", "operation", "module", "where", "phase"),
+        "count dtypes bytes seconds operation module where phase",
         "between floating dtypes; slowest first",
     ),
-    ("Declared promotions", "declared_promotions", (*_FINDING[:-1], "reason"), "mixed on purpose, with the reason"),
+    ("Declared promotions", "declared_promotions", f"{_FINDING} reason", "mixed on purpose, with the reason"),
     (
         "Accumulations",
         "accumulations",
-        ("count", "operation", "dtypes", "module", "where", "phase"),
+        "count operation dtypes module where phase",
         "in place into the widest operand: no promotion",
     ),
 )
@@ -423,7 +372,7 @@ def json_report(report: dict[str, Any]) -> str:
 def text_report(report: dict[str, Any]) -> str:
     """Return the report as text for a terminal: the overall result, the figures, then every table that has rows."""
     lines = [report["verdict"], ""]
-    for name, value in _figures(report):
+    for name, value in _figures(report).items():
         lines.append(f"{name:<22} {value}")
     error = report["error"]
     if error is not None:
@@ -447,52 +396,48 @@ def text_report(report: dict[str, Any]) -> str:
 
 def html_report(report: dict[str, Any]) -> str:
     """Return the report as one HTML file that loads nothing else; a click on a column's head sorts by it."""
-    kind = "bad" if report["failed"] else "good"
-    parts = [_HEAD, f'<h1 class="{kind}">{html.escape(report["verdict"])}</h1>', "<dl>"]
-    for name, value in _figures(report):
+    error, kind = report["error"], "bad" if report["failed"] else "good"
+    parts = [f'<h1 class="{kind}">{html.escape(report["verdict"])}</h1>', "<dl>"]
+    for name, value in _figures(report).items():
         parts.append(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>")
     parts.append("</dl>")
-    error = report["error"]
     if error is not None:
         parts.append(
             f"<p class=bad>The step failed in module {html.escape(error['module'] or '(the model)')}, "
             f"{html.escape(error['where'])}:</p><pre>{html.escape(error['type'] + ': ' + error['message'])}</pre>"
         )
     for heading, note, columns, rows in _tables(report):
-        title = f"<h2>{html.escape(heading)} <small>{html.escape(note)}</small></h2>"
+        parts.append(f"<h2>{html.escape(heading)} <small>{html.escape(note)}</small></h2>")
         if not rows:
-            parts.append(f"{title}<p>none</p>")
+            parts.append("<p>none</p>")
             continue
-        body = "\n".join(f"<tr>{_cells('td', row)}</tr>" for row in rows)
-        head = f"<table><thead><tr>{_cells('th', columns)}</tr></thead><tbody>"
-        parts.append(f"{title}{head}\n{body}\n</tbody></table>")
+        parts.append(f"<table><thead>{_row(columns, 'th')}</thead><tbody>")
+        parts += map(_row, rows)
+        parts.append("</tbody></table>")
     flags = json.dumps({"flags": report.get("flags"), "versions": report.get("versions")}, indent=2, default=str)
-    parts += [f"<h2>Flags and versions</h2><pre>{html.escape(flags)}</pre>", _SCRIPT, "</body></html>", ""]
-    return "\n".join(parts)
+    parts.append(f"<h2>Flags and versions</h2><pre>{html.escape(flags)}</pre>")
+    page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    return page.replace("<!-- THE REPORT -->", "\n".join(parts))
 
 
-def _cells(tag: str, row: Sequence[str]) -> str:
-    return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+def _row(cells: Sequence[str], tag: str = "td") -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
-def _figures(report: dict[str, Any]) -> list[tuple[str, str]]:
-    casts, local = report["counts"]["casts"], report["casts_for_this_processor"]
-    figures = [
-        ("traced", f"{report.get('subject', '?')}, {report.get('dtype', '?')} on {report.get('device', '?')}"),
-        ("operations", f"{report['operations']:,} in {report['wall_seconds']:.2f} s with the tracer"),
-        ("time in kernels", f"{report['kernel_seconds']:.3f} s"),
-        (
-            "casts",
-            f"{casts:,}: {report['cast_share_of_time']:.1%} of the kernels' time, "
-            f"{report['cast_share_of_bytes']:.1%} of the bytes they move",
-        ),
-    ]
-    if local["count"]:
-        figures.append(
-            ("of these", f"{local['count']:,} on this rank only because this processor has no half-precision products")
-        )
+def _figures(report: dict[str, Any]) -> dict[str, str]:
+    counts, local = report["counts"], report["casts_for_this_processor"]
     loose = [f"{name} {report['switches'][name]}" for name in numerics.differing(report["switches"])]
-    figures.append(("beneath the dtypes", ", ".join(loose) or "half-precision products add in fp32, no TF32"))
+    time, traffic = report["cast_share_of_time"], report["cast_share_of_bytes"]
+    figures = {
+        "traced": f"{report.get('subject', '?')}, {report.get('dtype', '?')} on {report.get('device', '?')}",
+        "operations": f"{report['operations']:,} in {report['wall_seconds']:.2f} s with the tracer",
+        "time in kernels": f"{report['kernel_seconds']:.3f} s",
+        "casts": f"{counts['casts']:,}: {time:.1%} of the kernels' time, {traffic:.1%} of the bytes they move",
+    }
+    if local["count"]:
+        why = "on this rank only because this processor has no half-precision products"
+        figures["of these"] = f"{local['count']:,} {why}"
+    figures["beneath the dtypes"] = ", ".join(loose) or "half-precision products add in fp32, no TF32"
     for name in (
         "unintended_promotions",
         "mixed_matmuls",
@@ -500,12 +445,11 @@ def _figures(report: dict[str, Any]) -> list[tuple[str, str]]:
         "low_precision_reductions",
         "declared_promotions",
     ):
-        figures.append((name.replace("_", " "), f"{report['counts'][name]:,}"))
+        figures[name.replace("_", " ")] = f"{counts[name]:,}"
     if report.get("ranks", 1) > 1:
-        ranks = f"{report['ranks']}: counts and findings are all ranks', modules, casts and times rank 0's"
-        figures.append(("ranks", ranks))
+        figures["ranks"] = f"{report['ranks']}: counts and findings are all ranks', modules, casts and times rank 0's"
     if report.get("step_committed") is False:
-        figures.append(("note", "the step was skipped (overflow): the optimizer's update was not traced"))
+        figures["note"] = "the step was skipped (overflow): the optimizer's update was not traced"
     return figures
 
 
@@ -515,7 +459,10 @@ def _tables(report: dict[str, Any]) -> Iterator[tuple[str, str, Sequence[str], l
         entries = report[key]
         if key == "cast_list":
             entries = sorted(entries, key=lambda entry: -entry["seconds"])
-        yield heading, note, columns, [[_cell(name, entry.get(name)) for name in columns] for entry in entries]
+        names, rows = columns.split(), []
+        for entry in entries:
+            rows.append(list(map(_cell, names, map(entry.get, names))))
+        yield heading, note, names, rows
     modules = []
     for name, one in report["modules"].items():
         row = [_cell("module", name), one["kind"], str(one["calls"])]
@@ -529,32 +476,3 @@ def _cell(name: str, value: object) -> str:
     if name == "module" and value == "":
         return "(the model)"
     return f"{value:.6f}" if name == "seconds" else str(value)
-
-
-_HEAD = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>Precision audit</title>
-<style>
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2em; color: #1c1c1c; background: #fff }
-h1 { font-size: 1.3em; padding: .6em .8em; border-left: 6px solid } h2 { font-size: 1.1em; margin-top: 2em }
-small { font-weight: normal; color: #666 } .good { border-color: #2a7d3f; background: #eef7f0 }
-.bad { border-color: #b3261e; background: #fcefee } dl { display: grid; grid-template-columns: max-content 1fr }
-dt { padding-right: 1.5em; color: #555 } dd { margin: 0 } pre { white-space: pre-wrap }
-table { border-collapse: collapse; font-size: 13px } th { cursor: pointer; text-align: left; background: #f0f0f0 }
-th, td { border: 1px solid #ddd; padding: .2em .5em; vertical-align: top } td { overflow-wrap: anywhere }
-</style></head><body>"""
-
-_SCRIPT = """<script>
-document.querySelectorAll("th").forEach(function (head) {
-  head.addEventListener("click", function () {
-    var body = head.closest("table").tBodies[0], column = head.cellIndex, down = head.dataset.down !== "yes";
-    var key = function (row) { return row.cells[column].textContent; };
-    var rows = Array.from(body.rows).sort(function (a, b) {
-      var x = Number(key(a)), y = Number(key(b));
-      var order = isNaN(x) || isNaN(y) ? key(a).localeCompare(key(b)) : x - y;
-      return down ? -order : order;
-    });
-    head.dataset.down = down ? "yes" : "no";
-    rows.forEach(function (row) { body.appendChild(row); });
-  });
-});
-</script>"""

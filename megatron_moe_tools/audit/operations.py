@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_moe.precision.contract import declaration
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
 _MATMULS = frozenset(
     "mm addmm _addmm_activation bmm baddbmm addbmm addr mv addmv dot vdot matmul linear _grouped_mm convolution "
@@ -53,33 +53,17 @@ _OWN_STATISTICS = frozenset(
 
 @dataclass(frozen=True)
 class Operation:
-    """The properties of one overload of an operation, whatever its operands.
+    """The properties of one overload of an operation, whatever its operands."""
 
-    Attributes:
-        name: e.g. "aten.mul".
-        base: the name without its namespace.
-        statistics: positions of the arguments that are a kernel's own statistics.
-        statistics_names: their names.
-        written: positions of the arguments that are written to.
-        written_names: their names.
-        returns_view: whether the result is a view of an argument.
-        listed: whether operands are lists whose n-th members belong together.
-        matmul: whether it is a matrix product.
-        cast: whether it is a cast or a copy.
-        communicates: whether it is a collective.
-    """
-
-    name: str
-    base: str
-    statistics: frozenset[int]
-    statistics_names: frozenset[str]
-    written: tuple[int, ...]
-    written_names: tuple[str, ...]
-    returns_view: bool
-    listed: bool
+    name: str  # e.g. "aten.mul"
+    base: str  # the name without its namespace
+    statistics: dict[int, str]  # the arguments that are a kernel's own statistics, position -> name
+    written: dict[int, str]  # the arguments that are written to, position -> name
+    returns_view: bool  # of an argument
+    listed: bool  # whether operands are lists whose n-th members belong together
     matmul: bool
-    cast: bool
-    communicates: bool
+    cast: bool  # or a copy
+    communicates: bool  # whether it is a collective
 
 
 @functools.cache
@@ -98,10 +82,8 @@ def describe(func: Any) -> Operation:
     return Operation(
         name=f"{namespace}.{base}",
         base=base,
-        statistics=frozenset(statistics),
-        statistics_names=frozenset(statistics.values()),
-        written=tuple(written),
-        written_names=tuple(written.values()),
+        statistics=statistics,
+        written=written,
         returns_view=not written and any(r.alias_info is not None for r in schema.returns),
         listed=base.startswith(("_foreach_", "_fused_", "_amp_foreach")),
         matmul=namespace == "aten" and base in _MATMULS,
@@ -128,7 +110,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def floating(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors of a floating-point dtype."""
-    return [tensor for tensor in tensors if tensor.is_floating_point()]
+    return list(filter(Tensor.is_floating_point, tensors))
 
 
 def dtypes_of(tensors: Iterable[Tensor]) -> set[torch.dtype]:
@@ -138,7 +120,7 @@ def dtypes_of(tensors: Iterable[Tensor]) -> set[torch.dtype]:
 
 def widest(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the widest of the tensors' dtypes; 0 without a tensor."""
-    return max(map(width, dtypes_of(tensors)), default=0)
+    return max((tensor.itemsize for tensor in tensors), default=0)
 
 
 def mixed_operands(op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[Tensor]]:
@@ -156,14 +138,17 @@ def mixed_operands(op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -
         length = max(map(len, members), default=0)
         groups += zip(*(member for member in members if len(member) == length))
     else:
-        values = [value for position, value in enumerate(args) if position not in op.statistics]
+        values = []
+        for position, value in enumerate(args):
+            if position not in op.statistics:
+                values.append(value)
         for name, value in kwargs.items():
-            if name not in op.statistics_names:
+            if name not in op.statistics.values():
                 values.append(value)
         groups.append(tensors_in(values))
     mixed = []
     for operands in map(floating, groups):
-        deciding = [tensor for tensor in operands if tensor.dim() > 0] or operands
+        deciding = list(filter(Tensor.dim, operands)) or operands
         if len(dtypes_of(deciding)) > 1:
             mixed.append(deciding)
     return mixed
@@ -172,7 +157,7 @@ def mixed_operands(op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -
 def written_tensors(op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that the operation writes to."""
     found = []
-    for position, name in zip(op.written, op.written_names):
+    for position, name in op.written.items():
         if position < len(args):
             found.append(args[position])
         elif name in kwargs:
@@ -195,6 +180,11 @@ def low_precision_reduction(
         return "result rounded"
     if op.base in _ACCUMULATED or (op.base in _INDEX_PUT and len(args) > 3 and args[3]):
         return "may round every addition"
+    is_low = len(inputs) > 1 and dtypes_of(inputs) <= LOW_PRECISION
+    if is_low and op.base in ("add", "add_") and _phase() == "backward":
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name().endswith("AccumulateGrad"):  # it adds to a parameter's `.grad`
+            return "every addition rounds"
     return ""
 
 
@@ -208,17 +198,11 @@ def dtype_names(tensors: Sequence[Tensor]) -> str:
     return ", ".join(dict.fromkeys(dtype_name(tensor.dtype) for tensor in tensors))
 
 
-def width(dtype: torch.dtype) -> int:
-    """Return the bytes of a floating-point dtype; the wider of two has more."""
-    return dtype.itemsize
-
-
 # ---- Where an operation was asked for: module, source line and declaration, from the Python frames above it.
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(__file__) + os.sep
-_TRACER_FILES = frozenset(_HERE + name for name in ("operations.py", "step.py"))
+_TRACER_FILES = (__file__, os.path.join(os.path.dirname(__file__), "step.py"))
 _ENGINE_RUN = "_engine_run_backward"
 _MODULE_CALL = ("_call_impl", "_wrapped_call_impl")
 UNKNOWN = "?"
@@ -261,40 +245,8 @@ class LocationFinder:
 
     def current(self) -> OperationLocation:
         """Return the location of the operation that is being dispatched."""
-        phase = "forward"
-        if torch._C._current_graph_task_id() != -1:
-            phase = "backward"
-        location = self._from_frames(sys._getframe(2), phase)
-        if phase == "backward" and UNKNOWN in (location.module, location.where):
-            location = self._from_node(location)
-        thread = threading.get_ident()
-        # The node of an operation is made just before it is dispatched; a later operation without a node of its own
-        # finds the entry taken.
-        self._nodes.setdefault((thread, torch.autograd._get_sequence_nr() - 1), location)
-        return location
-
-    def gradient_accumulation(self) -> bool:
-        """Return whether the current operation adds to a parameter's `.grad`."""
-        if torch._C._current_graph_task_id() == -1:
-            return False
-        node = torch._C._current_autograd_node()
-        return node is not None and node.name().endswith("AccumulateGrad")
-
-    def error_location(self, trace: TracebackType | None) -> OperationLocation:
-        """Return the location of an exception: its innermost frame outside torch, and the innermost module."""
-        module, where = UNKNOWN, UNKNOWN
-        while trace is not None:
-            frame = trace.tb_frame
-            if not self._is_internal(frame.f_code):
-                where = source_line(frame.f_code.co_filename, trace.tb_lineno)
-            name = self._module_of(frame)
-            if name is not None:
-                module = name
-            trace = trace.tb_next
-        return OperationLocation(module, where, "forward")
-
-    def _from_frames(self, frame: FrameType | None, phase: str) -> OperationLocation:
-        where, reason, module, open_scope = UNKNOWN, None, UNKNOWN, True
+        phase, where, reason, module, open_scope = _phase(), UNKNOWN, None, UNKNOWN, True
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = frame.f_code
             if code.co_name == _ENGINE_RUN:
@@ -308,13 +260,31 @@ class LocationFinder:
                     self._declared[code] = declaration(code)
                 reason = self._declared[code]
             if module == UNKNOWN:
-                name = self._module_of(frame)
-                if name is not None:
-                    module = name
+                module = self._module_of(frame)
             if module != UNKNOWN and where != UNKNOWN and not open_scope:
                 break
             frame = frame.f_back
-        return OperationLocation(module, where, phase, reason)
+        location = OperationLocation(module, where, phase, reason)
+        if phase == "backward" and UNKNOWN in (module, where):
+            location = self._from_node(location)
+        thread = threading.get_ident()
+        # The node of an operation is made just before it is dispatched; a later operation without a node of its own
+        # finds the entry taken.
+        self._nodes.setdefault((thread, torch.autograd._get_sequence_nr() - 1), location)
+        return location
+
+    def error_location(self, trace: TracebackType | None) -> OperationLocation:
+        """Return the location of an exception: its innermost frame outside torch, and the innermost module."""
+        module, where = UNKNOWN, UNKNOWN
+        while trace is not None:
+            frame = trace.tb_frame
+            if not self._is_internal(frame.f_code):
+                where = source_line(frame.f_code.co_filename, trace.tb_lineno)
+            inner = self._module_of(frame)
+            if inner != UNKNOWN:
+                module = inner
+            trace = trace.tb_next
+        return OperationLocation(module, where, "forward")
 
     def _from_node(self, location: OperationLocation) -> OperationLocation:
         """Return `location` with what frames do not say taken from the current autograd node's forward operation."""
@@ -342,14 +312,14 @@ class LocationFinder:
             return replace(location, module=made.module)
         return location
 
-    def _module_of(self, frame: FrameType) -> str | None:
+    def _module_of(self, frame: FrameType) -> str:
         code = frame.f_code
         if not code.co_argcount or code.co_varnames[0] != "self":
-            return None
+            return UNKNOWN
         owner = frame.f_locals.get("self")
         if not isinstance(owner, torch.nn.Module):
-            return None
-        return self._names.get(id(owner))
+            return UNKNOWN
+        return self._names.get(id(owner), UNKNOWN)
 
     def _is_internal(self, code: CodeType) -> bool:
         """Return whether the code is torch's or the tracer's own, which is not where an operation was asked for."""
@@ -364,16 +334,18 @@ class LocationFinder:
         return self._skipped[code]
 
 
+@functools.cache
 def source_line(filename: str, line: int) -> str:
     """Return "file:line", with the file relative to the installed packages, to this one or to the working directory."""
-    return f"{_relative_path(filename)}:{line}"
-
-
-@functools.cache
-def _relative_path(filename: str) -> str:
     path = Path(filename)
     installed = (Path(entry) for entry in sys.path if entry.endswith("site-packages"))
     for base in (*installed, Path(__file__).parents[2], Path.cwd()):
         if path.is_relative_to(base):
-            return str(path.relative_to(base))
-    return filename
+            return f"{path.relative_to(base)}:{line}"
+    return f"{filename}:{line}"
+
+
+def _phase() -> str:
+    if torch._C._current_graph_task_id() == -1:
+        return "forward"
+    return "backward"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from megatron_moe import platform
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.datasets import build_datasets
-from megatron_moe.data.tokenizer_choice import build_tokenizer
+from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.files import replace_text
 from megatron_moe.model.build import build_model
 from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
@@ -42,9 +42,8 @@ from megatron_moe.training.batch_size import batch_schedule
 from megatron_moe.training.state_checks import optimizer_dtypes
 from megatron_moe.training.step import connect, train_step
 from megatron_moe_tools.audit.findings import (
-    COUNTED,
     FINDING_LISTS,
-    TOP_COUNTS,
+    LISTS,
     Audit,
     Cause,
     ModuleDtypes,
@@ -55,7 +54,6 @@ from megatron_moe_tools.audit.findings import (
     text_report,
 )
 from megatron_moe_tools.audit.operations import (
-    LOW_PRECISION,
     UNKNOWN,
     LocationFinder,
     Operation,
@@ -69,7 +67,6 @@ from megatron_moe_tools.audit.operations import (
     mixed_operands,
     tensors_in,
     widest,
-    width,
     written_tensors,
 )
 
@@ -103,7 +100,7 @@ class Tracer(TorchDispatchMode):
         self._states: dict[int, str] = {}
         self._widening = Widening(self.audit)
         self._calls: list[tuple[int, int]] = []
-        self._undo: list[Callable[[], None]] = []
+        self._hooks = ExitStack()
         self._started = 0.0
 
     def __enter__(self) -> Tracer:
@@ -118,9 +115,9 @@ class Tracer(TorchDispatchMode):
             lambda module, args: self._calls.append((id(module), self.audit.operations))
         )
         after = register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True)
-        attention = _AttentionCheck(self)
-        attention.__enter__()
-        self._undo = [before.remove, after.remove, lambda: attention.__exit__(None, None, None)]
+        for handle in (before, after):
+            self._hooks.callback(handle.remove)
+        self._hooks.enter_context(_AttentionCheck(self._record_matmul))
         self._started = time.perf_counter()
         super().__enter__()
         return self
@@ -131,8 +128,7 @@ class Tracer(TorchDispatchMode):
         """Remove the hooks; record state and switches that are not right after the step, and the error of the step."""
         super().__exit__(kind, error, trace)
         self.audit.wall_seconds += time.perf_counter() - self._started
-        while self._undo:
-            self._undo.pop()()
+        self._hooks.close()
         self._check_states("after the step")
         self._check_switches("after the step")
         if error is not None:
@@ -154,7 +150,6 @@ class Tracer(TorchDispatchMode):
         op, location, audit = describe(func), self._locations.current(), self.audit
         audit.operations += 1
         inputs = tensors_in((args, kwargs))
-        dtypes = [tensor.dtype for tensor in inputs]
         if location.module == UNKNOWN:
             # The optimizer runs outside of every module: it is the module whose parameter is an input.
             owned = filter(self._owners.__contains__, map(id, inputs))
@@ -187,16 +182,14 @@ class Tracer(TorchDispatchMode):
             for operands in mixed:
                 cause = self._record_promotion(op, operands, written, outputs, location) or cause
         how = low_precision_reduction(op, inputs, outputs, args)
-        low = len(dtypes) > 1 and set(dtypes) <= set(LOW_PRECISION)
-        if not how and low and op.base in ("add", "add_") and self._locations.gradient_accumulation():
-            how = "every addition rounds"
         if how:
-            added, rounded = dtype_name(dtypes[0]), dtype_names(outputs[:1])
+            added, rounded = dtype_names(inputs[:1]), dtype_names(outputs[:1])
             audit.low_precision_reductions.add(location, op.name, added, rounded, order=audit.operations, detail=how)
         self._widening.follow(inputs, [*outputs, *written], cause)
         return result
 
-    def _record_matmul(self, name: str, operands: Sequence[Tensor], location: OperationLocation) -> None:
+    def _record_matmul(self, name: str, operands: Sequence[Tensor], location: OperationLocation | None = None) -> None:
+        location = location or self._locations.current()
         wide, order = self._widening.origin(operands), self.audit.operations
         self.audit.mixed_matmuls.add(location, name, dtype_names(operands), "", order=order, detail=wide)
 
@@ -222,9 +215,9 @@ class Tracer(TorchDispatchMode):
                     (target, source, "is written from a narrower one"),
                 ):
                     state = self._states.get(_storage(held))
-                    if state is not None and width(other.dtype) < 4:
+                    if state is not None and other.itemsize < 4:
                         self._violation(location, op.name, direction, result, f"{state} {what}")
-                if width(target.dtype) > width(source.dtype):
+                if target.itemsize > source.itemsize:
                     cause = Cause(order, False, op.name, location)
             share, bytes_ = seconds / len(pairs), moved // len(pairs)
             findings.add(location, op.name, direction, result, order=order, seconds=share, bytes_=bytes_)
@@ -242,7 +235,7 @@ class Tracer(TorchDispatchMode):
         dtypes, order, ids = dtype_names(operands), self.audit.operations, set(map(id, operands))
         targets = [tensor for tensor in written if id(tensor) in ids]
         result = dtype_name((targets or floating(outputs) or outputs or operands)[0].dtype)
-        if targets and {widest(operands)} == set(map(width, dtypes_of(targets))):
+        if targets and {widest(operands)} == {target.itemsize for target in targets}:
             self.audit.accumulations.add(location, op.name, dtypes, result, order=order)
             for target in targets:
                 if (state := self._states.get(_storage(target))) is not None:
@@ -306,17 +299,13 @@ class Tracer(TorchDispatchMode):
             location, held = OperationLocation(name.rpartition(".")[0], when, "forward"), dtype_name(dtype)
             self._violation(location, "held", held, held, detail)
 
-    def attention(self, operands: Sequence[Tensor]) -> None:
-        """Record an attention whose query, key and value differ in dtype, which torch refuses above the dispatcher."""
-        self._record_matmul("scaled_dot_product_attention", operands, self._locations.current())
-
 
 class _AttentionCheck(TorchFunctionMode):
     """A function mode that reports attention of mixed dtypes, which torch refuses before it reaches the dispatcher."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, record: Callable[[str, Sequence[Tensor]], None]) -> None:
         super().__init__()
-        self._tracer = tracer
+        self._record = record
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -325,7 +314,7 @@ class _AttentionCheck(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             operands = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
             if len(dtypes_of(operands)) > 1:
-                self._tracer.attention(operands)
+                self._record("scaled_dot_product_attention", operands)
         return func(*args, **kwargs)
 
 
@@ -338,7 +327,7 @@ def _names(roots: Sequence[torch.nn.Module]) -> tuple[dict[int, str], dict[int, 
     owners: dict[int, str] = {}
     for index, root in enumerate(roots):
         core: Any = root
-        while [name for name, _ in core.named_children()] == ["module"]:
+        while list(dict(core.named_children())) == ["module"]:
             names[id(core)] = f"({type(core).__name__})"
             core = core.module
         prefix = f"chunk{index}." if len(roots) > 1 else ""
@@ -405,7 +394,7 @@ def audit_module(
 # ---- A run: one training step, by itself or inside a training process.
 
 
-def audit_run(run: Run, report: Callable[[str], None] = print) -> Audit:
+def audit_run(run: Run, tokenizer: Tokenizer, report: Callable[[str], None]) -> Audit:
     """Build the run's model in this process and trace one training step of it.
 
     Args:
@@ -416,7 +405,6 @@ def audit_run(run: Run, report: Callable[[str], None] = print) -> Audit:
         The audit; an exception of the step is in its `error`.
     """
     schedule = batch_schedule(run, 1)
-    tokenizer = build_tokenizer(run.data, run.model.vocab_size)
     vocab_size = run.model.vocab_size or tokenizer.vocab_size
     vocabulary = run.derived.padded_vocab_size(vocab_size)
     clean = False
@@ -496,17 +484,16 @@ def merge(audit: Audit) -> dict[str, Any]:
     merged = audit.as_dict()
     reports: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(reports, {name: merged[name] for name in ("counts", "failed", *FINDING_LISTS)})
-    merged |= {"ranks": len(reports), "failed": False, "counts": dict.fromkeys(COUNTED, 0)}
-    merged |= {name: [] for name in FINDING_LISTS}
+    merged |= {"ranks": len(reports), **{name: [] for name in FINDING_LISTS}}
+    for name, key in LISTS.items():
+        merged["counts"][name] = sum(report["counts"][name] for report in reports)
+        if key != name:
+            merged[name] = merged["counts"][name]
     for rank, report in enumerate(reports):
-        merged["failed"] = merged["failed"] or report["failed"]
-        for name in COUNTED:
-            merged["counts"][name] += report["counts"][name]
+        merged["failed"] |= report["failed"]
         for name in FINDING_LISTS:
             for entry in report[name]:
                 merged[name].append({**entry, "rank": rank})
-    for name in TOP_COUNTS:
-        merged[name] = merged["counts"][name]
     return {**merged, "verdict": summary_line(merged)}
 
 

@@ -39,10 +39,28 @@ def parse(argv: Sequence[str], filled_in: FillIn | None = None, world_size: int 
     try:
         command = cli.read(translated.argv, parser())
     except cli.UnknownKey as error:
-        hint = megatron_flags.hint_for_key(error.name)
-        raise error if hint is None else ConfigError(f"{error.where}: unknown key{hint}") from None
-    path = _deepspeed_path(command.starts)
-    defaults = _defaults(command.starts.get("defaults"), path)
+        row = megatron_flags.row_for("--" + error.name.replace("_", "-"), ())
+        if row is None:
+            raise
+        hint = f"; Megatron-LM's {row.flag} is {row.answer}: {row.says}"
+        if row.answer == "unknown":
+            hint = megatron_flags.instead(row)
+        raise ConfigError(f"{error.where}: unknown key{hint}") from None
+    # The file of `--deepspeed-config`, or of `--deepspeed` as in transformers' programs.
+    path, switch = command.starts.get("deepspeed_config"), command.starts.get("deepspeed", "")
+    if switch is None and path is None:
+        raise ConfigError("--deepspeed: names no file; use --deepspeed-config FILE")
+    if switch and path not in (None, switch):
+        raise ConfigError(f"--deepspeed {switch}, --deepspeed-config {path}: name two files; keep one")
+    path = path or switch or None
+    defaults, known = command.starts.get("defaults"), megatron_settings.NAMES
+    if defaults is not None and defaults not in known:
+        raise ConfigError(f"--defaults {defaults}: not one of {', '.join(known)}{suggestion(defaults, known)}")
+    if defaults == "megatron" and path is not None:
+        raise ConfigError(
+            f"--defaults {defaults}, --deepspeed-config {path}: what the file leaves out has DeepSpeed's meaning;"
+            " keep one"
+        )
     of_file, notes_of_file = deepspeed.settings_of(path, command.preset, command.above_preset, world_size)
     places = {fields[flag]: typed for flag, typed in translated.sources.items()}
     sources = [
@@ -76,7 +94,7 @@ def parser() -> Parser:
     start.add_argument(
         "--defaults",
         metavar="{" + ",".join(megatron_settings.NAMES) + "}",
-        help="whose defaults to use for what nothing else sets (default: ours; docs/reference/megatron_defaults.md lists the others)",
+        help="whose defaults fill what nothing else sets (default: ours; others: docs/reference/megatron_defaults.md)",
     )
     start.add_argument(
         "--deepspeed-config",
@@ -88,26 +106,3 @@ def parser() -> Parser:
         "--deepspeed", metavar="FILE", nargs="?", help="the same; ignored without FILE if --deepspeed-config is given"
     )
     return own
-
-
-def _deepspeed_path(starts: dict[str, str | None]) -> str | None:
-    """Return the path that `--deepspeed-config` gives, or `--deepspeed` as in transformers' programs."""
-    path, switch = starts.get("deepspeed_config"), starts.get("deepspeed", "")
-    if switch is None and path is None:
-        raise ConfigError("--deepspeed: names no file; use --deepspeed-config FILE")
-    if switch and path not in (None, switch):
-        raise ConfigError(f"--deepspeed {switch}, --deepspeed-config {path}: name two files; keep one")
-    return path or switch or None
-
-
-def _defaults(name: str | None, deepspeed_path: str | None) -> str | None:
-    """Return whose defaults are asked for, None where the command does not say."""
-    known = megatron_settings.NAMES
-    if name is not None and name not in known:
-        raise ConfigError(f"--defaults {name}: not one of {', '.join(known)}{suggestion(name, known)}")
-    if name == "megatron" and deepspeed_path is not None:
-        raise ConfigError(
-            f"--defaults {name}, --deepspeed-config {deepspeed_path}: what the file leaves out has DeepSpeed's meaning;"
-            " keep one"
-        )
-    return name

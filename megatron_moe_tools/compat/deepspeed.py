@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from dataclasses import field as dataclass_field
-from functools import lru_cache
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -40,14 +39,22 @@ class Taken:
     """A key that is read.
 
     Args:
-        kind: the type of its value, as text.
-        sets: the field of the schema that takes the value as it is; None where `means` or code here says more.
+        kind: the type of its value, as text; a pair is a list of two numbers.
+        sets: the fields that take the value as it is; empty where `means` or code here says more.
         means: value -> settings, for values that are not taken as they are.
     """
 
     kind: str
-    sets: str | None = None
-    means: Mapping[Any, Mapping[str, Any]] = dataclass_field(default_factory=dict)
+    sets: str = ""
+    means: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
+
+    def settings(self, value: Any) -> Mapping[str, Any]:
+        """Return what a value of the key sets."""
+        if value in self.means:
+            return self.means[value]
+        if self.kind == "pair":
+            return dict(zip(self.sets.split(), value))
+        return dict.fromkeys(self.sets.split(), value)
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,16 @@ class Refused:
     harmless: tuple[Any, ...] = (False,)
     switched: bool = False
 
+    def asks(self, value: object, name: str | None = None) -> bool:
+        """Return whether a value, which is that of `name` in a mapping, asks for something."""
+        if isinstance(value, dict):
+            return any(self.asks(inner, key) for key, inner in value.items())
+        if name is None:
+            return not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.harmless)
+        if self.switched:
+            return name == "enabled" and value is True
+        return value is not None and value != AUTO
+
 
 @dataclass(frozen=True)
 class KeyTables:
@@ -78,8 +95,6 @@ class KeyTables:
     reasons: dict[str, str]
     mappings: set[str]
     aliases: dict[str, str]
-    loss_scale: list[str]
-    optimizers: list[str]
     other_optimizers: dict[str, str]
     schedulers: dict[str, dict[str, Any]]
     other_schedulers: dict[str, str]
@@ -87,6 +102,11 @@ class KeyTables:
     rivals: dict[str, dict[str, list[Any]]]
     implied: dict[str, dict[Any, dict[str, Any]]]
     dtypes: dict[str, str]
+
+    @cached_property
+    def known(self) -> set[str]:
+        """Every key with a value."""
+        return {*self.taken, *self.refused, *self.reasons}
 
 
 @lru_cache(maxsize=1)
@@ -98,8 +118,11 @@ def tables() -> KeyTables:
         for mapping, names in row["keys"].items():
             for name in names.split():
                 reasons[f"{mapping}.{name}" if mapping else name] = row["why"]
-    taken = {key: Taken(**row) for key, row in content.pop("taken").items()}
-    refused = {key: Refused(**row) for key, row in content.pop("refused").items()}
+    taken, refused = content.pop("taken"), content.pop("refused")
+    for key, row in taken.items():
+        taken[key] = Taken(**row)
+    for key, row in refused.items():
+        refused[key] = Refused(**row)
     mappings = {key.rpartition(".")[0] for key in (*taken, *refused, *reasons)} - {""}
     return KeyTables(taken, refused, reasons, mappings, **content)
 
@@ -109,24 +132,23 @@ def tables() -> KeyTables:
 # Strings are kept as they are; of comments and of commas before a closing bracket nothing is left.
 _TEXT_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|\#[^\n]*|/\*.*?\*/', re.DOTALL)
 _TEXT_OR_COMMA = re.compile(r'"(?:\\.|[^"\\])*"|,(?=\s*[}\]])')
-_NOUNS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "list": "a list"}
+_NOUNS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+_NOUNS["pair"] = "two numbers, e.g. [0.9, 0.95]"
 
 
-@dataclass(frozen=True)
+@dataclass
 class DeepSpeedFile:
-    """The keys of one file that are taken.
-
-    Args:
-        path: as the flag gives it.
-        values: key with dots -> value of the key's type, in the order of the file; without those that are "auto".
-        automatic: keys whose value is "auto", so that flags and defaults of this framework decide.
-        notes: a line for each reason why keys are read past.
-    """
+    """The keys of one file."""
 
     path: str
-    values: dict[str, Any]
-    automatic: frozenset[str]
-    notes: tuple[str, ...]
+    given: dict[str, Any] = field(default_factory=dict)
+    """Key with dots -> value as the file has it, in its order."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Those that are taken, of the key's type; without those that are "auto"."""
+    automatic: set[str] = field(default_factory=set)
+    """Keys whose value is "auto", so that flags and defaults of this framework decide."""
+    meaningless: dict[str, list[str]] = field(default_factory=dict)
+    """Reason -> keys that are read past."""
 
     @property
     def name(self) -> str:
@@ -135,7 +157,65 @@ class DeepSpeedFile:
 
     def refusal(self, key: str, rule: str) -> ConfigError:
         """Return the error to raise for a key with the value that it has."""
-        return _refusal(self.path, key, self.values.get(key), rule)
+        shown = json.dumps(self.given.get(key))
+        if len(shown) > 80:
+            shown = f"{shown[:76]} ..."
+        return ConfigError(f"--deepspeed-config {self.path}: {key} {shown}: {rule}")
+
+    def take(self, mapping: dict[str, Any], above: str = "") -> None:
+        """Take the keys of a mapping, whose own key with a dot is `above`, and of the known mappings in it."""
+        table = tables()
+        # An optimizer or schedule of another kind is refused before its parameters are called unknown.
+        for name, value in sorted(mapping.items(), key=lambda item: item[0] != "type"):
+            if name.startswith(("_", "//")) or name in ("comment", "comments"):
+                continue
+            key = table.aliases.get(above + name, above + name)
+            if key == "zero_optimization" and isinstance(value, bool):  # the first form of the setting
+                key, value = "zero_optimization.stage", int(value)
+            if value is None or (value == AUTO and key in table.mappings):
+                continue
+            if key in self.given:
+                raise ConfigError(f"--deepspeed-config {self.path}: key {key} is given twice; keep one")
+            if key in table.mappings - table.known:
+                if not isinstance(value, dict):
+                    self.given[key] = value
+                    raise self.refusal(key, f'holds keys; write {{"{name}": {{...}}}}')
+                self.take(value, f"{key}.")
+                continue
+            if key not in table.known:
+                every = sorted(table.known | table.mappings)
+                elsewhere = [one for one in every if one.rpartition(".")[2] == key.rpartition(".")[2]]
+                near = f"; did you mean {elsewhere[0]}?" if elsewhere else suggestion(key, every) or "; remove it"
+                raise ConfigError(f"--deepspeed-config {self.path}: {key}: unknown key{near}")
+            self.given[key] = value
+            if value == AUTO:
+                self.automatic.add(key)
+            elif key in table.taken:
+                self.values[key] = self._converted(key)
+            elif key in table.reasons:
+                self.meaningless.setdefault(table.reasons[key], []).append(key)
+            elif table.refused[key].asks(value):
+                raise self.refusal(key, f"{table.refused[key].rule}; use {table.refused[key].works}")
+
+    def _converted(self, key: str) -> Any:
+        """Return a value in the type of its key, if it is one of the key's values."""
+        taken, table = tables().taken[key], tables()
+        converted = _of_kind(taken.kind, self.given[key])
+        if converted is None:
+            raise self.refusal(key, f'is not {_NOUNS[taken.kind]}; or use "{AUTO}", for the flags to decide')
+        if taken.means and not taken.sets and converted not in taken.means:
+            rule = f"not one of {', '.join(map(json.dumps, taken.means))}"
+            if converted == "nvme":
+                rule += '; nothing is kept on NVMe, and --optimizer-cpu-offload is what "cpu" is taken for'
+            raise self.refusal(key, rule)
+        if key == "optimizer.type" and converted.lower() not in ("adam", "adamw"):
+            rule = table.other_optimizers.get(converted.lower(), "is another optimizer")
+            raise self.refusal(key, f"{rule}; a file names AdamW alone: use AdamW")
+        if key == "scheduler.type" and converted not in table.schedulers:
+            near = f"not one of {', '.join(table.schedulers)}{suggestion(converted, table.schedulers)}"
+            rule = table.other_schedulers.get(converted, near)
+            raise self.refusal(key, f"{rule}; without a scheduler in the file the flags decide")
+        return converted
 
 
 def read(path: str) -> DeepSpeedFile:
@@ -148,156 +228,55 @@ def read(path: str) -> DeepSpeedFile:
         ConfigError: the file cannot be read or is not JSON, a key is given twice, is unknown or asks for something that
             this framework does not do, or a value has another type than its key.
     """
-    document = _document(path)
-    _check_types(path, document)
-    known = tables()
-    keys: dict[str, Any] = {}
-    _collect(path, document, "", keys)
-    values: dict[str, Any] = {}
-    automatic = set()
-    meaningless: dict[str, list[str]] = {}
-    for key, value in keys.items():
-        if value == AUTO:
-            automatic.add(key)
-        elif key in known.taken:
-            values[key] = _value_of_kind(path, key, value)
-        elif key in known.refused:
-            refused = known.refused[key]
-            if _asks_for_something(value, refused):
-                raise _refusal(path, key, value, f"{refused.rule}; use {refused.works}")
-        else:
-            meaningless.setdefault(known.reasons[key], []).append(key)
-    notes = []
-    for reason, named in meaningless.items():
-        notes.append(f"{Path(path).name}: {', '.join(named)}: no meaning here: {reason}")
-    return DeepSpeedFile(path, values, frozenset(automatic), tuple(notes))
-
-
-def _document(path: str) -> dict[str, Any]:
     text = read_settings("--deepspeed-config", path, "JSON")
+    twice: list[str] = []
 
     def kept(match: re.Match[str]) -> str:
         return match[0] if match[0].startswith('"') else " "
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def mapping_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for name, value in sorted(pairs, key=lambda pair: pair[0]):
+        for name, value in pairs:
             if name in found:
-                raise ConfigError(f"--deepspeed-config {path}: key {name} is given twice; keep one")
+                twice.append(name)
             found[name] = value
-        return dict(pairs)
+        return found
 
+    text = _TEXT_OR_COMMA.sub(kept, _TEXT_OR_COMMENT.sub(kept, text))
     try:
-        document = json.loads(_TEXT_OR_COMMA.sub(kept, _TEXT_OR_COMMENT.sub(kept, text)), object_pairs_hook=once)
-    except ConfigError:
-        raise
+        document = json.loads(text, object_pairs_hook=mapping_of)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise ConfigError(
             f"--deepspeed-config {path}: is not JSON: {error}; write keys and text in double quotes"
         ) from None
+    if twice:
+        raise ConfigError(f"--deepspeed-config {path}: key {twice[0]} is given twice; keep one")
     if not isinstance(document, dict):
         raise ConfigError(f'--deepspeed-config {path}: holds no mapping; write {{"zero_optimization": {{"stage": 3}}}}')
-    return document
+    file = DeepSpeedFile(path)
+    file.take(document)
+    return file
 
 
-def _check_types(path: str, document: dict[str, Any]) -> None:
-    """Refuse optimizers and schedules of other kinds, before their parameters are called unknown."""
-    known = tables()
-    for block in ("optimizer", "scheduler"):
-        mapping = document.get(block)
-        kind = mapping.get("type") if isinstance(mapping, dict) else None
-        if not isinstance(kind, str) or kind == AUTO:
-            continue
-        if block == "optimizer" and kind.lower() not in known.optimizers:
-            rule = known.other_optimizers.get(kind.lower(), "is another optimizer")
-            raise _refusal(path, "optimizer.type", kind, f"{rule}; a file names AdamW alone: use AdamW")
-        if block == "scheduler" and kind not in known.schedulers:
-            choices = list(known.schedulers)
-            rule = known.other_schedulers.get(kind, f"not one of {', '.join(choices)}{suggestion(kind, choices)}")
-            raise _refusal(path, "scheduler.type", kind, f"{rule}; without a scheduler in the file the flags decide")
-
-
-def _collect(path: str, mapping: dict[str, Any], above: str, found: dict[str, Any]) -> None:
-    """Put the keys of a mapping into `found`, with those of the mappings in it that are known."""
-    table = tables()
-    known, mappings = {*table.taken, *table.refused, *table.reasons}, table.mappings
-    for name, value in mapping.items():
-        if name.startswith(("_", "//")) or name in ("comment", "comments"):
-            continue
-        key = above + name
-        key = table.aliases.get(key, key)
-        if key == "zero_optimization" and isinstance(value, bool):  # the first form of the setting
-            key, value = "zero_optimization.stage", int(value)
-        if value is None or (value == AUTO and key in mappings):
-            continue
-        if key in mappings and key not in known:
-            if not isinstance(value, dict):
-                raise _refusal(path, key, value, f'holds keys; write {{"{name}": {{...}}}}')
-            _collect(path, value, f"{key}.", found)
-        elif key not in known:
-            every = sorted(known | mappings)
-            elsewhere = [one for one in every if one.rpartition(".")[2] == key.rpartition(".")[2]]
-            near = f"; did you mean {elsewhere[0]}?" if elsewhere else suggestion(key, every) or "; remove it"
-            raise ConfigError(f"--deepspeed-config {path}: {key}: unknown key{near}")
-        elif key in found:
-            raise ConfigError(f"--deepspeed-config {path}: key {key} is given twice; keep one")
-        else:
-            found[key] = value
-
-
-def _asks_for_something(value: object, refused: Refused) -> bool:
-    """Return whether a key that is refused has a value other than those that ask for nothing."""
-    if isinstance(value, dict):
-        leaves = _leaves(value)
-        if refused.switched:
-            return any(name == "enabled" and on is True for name, on in leaves)
-        return bool(leaves)
-    return not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in refused.harmless)
-
-
-def _leaves(mapping: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return the names and values in a mapping, at any depth, that are given."""
-    found = []
-    for name, value in mapping.items():
-        if isinstance(value, dict):
-            found += _leaves(value)
-        elif value is not None and value != AUTO:
-            found.append((name, value))
-    return found
-
-
-def _value_of_kind(path: str, key: str, value: Any) -> Any:
-    """Return a value in the type of its key. As for DeepSpeed, 5e8 is a whole number, and "true" and 1 are true."""
-    taken = tables().taken[key]
-    converted: Any = None
-    if taken.kind == "bool":
-        converted = {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower())
-    elif taken.kind in ("int", "float") and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if taken.kind == "float" and not math.isnan(number):
-            converted = number
-        elif number.is_integer():
-            converted = int(number)
-    elif type(value).__name__ == taken.kind:
-        converted = value
-    if converted is None:
-        raise _refusal(path, key, value, f'is not {_NOUNS[taken.kind]}; or use "{AUTO}", for the flags to decide')
-    if taken.means and taken.sets is None and converted not in taken.means:
-        rule = f"not one of {', '.join(json.dumps(choice) for choice in taken.means)}"
-        if converted == "nvme":
-            rule += '; nothing is kept on NVMe, and --optimizer-cpu-offload is what "cpu" is taken for'
-        raise _refusal(path, key, value, rule)
-    return converted
-
-
-def _refusal(path: str, key: str, value: object, rule: str) -> ConfigError:
-    shown = json.dumps(value)
-    if len(shown) > 80:
-        shown = f"{shown[:76]} ..."
-    return ConfigError(f"--deepspeed-config {path}: {key} {shown}: {rule}")
+def _of_kind(kind: str, value: Any) -> Any:
+    """Return a value as one of a kind, or None. As for DeepSpeed, 5e8 is a whole number, and "true" and 1 are true."""
+    if kind == "bool":
+        return {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower())
+    if kind == "str" and isinstance(value, str):
+        return value
+    if kind == "pair" and isinstance(value, list) and len(value) == 2 and set(map(type, value)) <= {int, float}:
+        return tuple(map(float, value))
+    if kind not in ("int", "float") or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if kind == "int" and number.is_integer():
+        return int(number)
+    if kind == "float" and not math.isnan(number):
+        return number
+    return None
 
 
 # ---- Settings
@@ -319,25 +298,29 @@ def settings_of(
     if path is None:
         return Source({}), []
     file = read(path)
-    merge = _Merge(file, below, above)
-    values = file.values
+    merge, values = _Merge(file, below, above), file.values
     if values.get("fp16.enabled") and values.get("bf16.enabled"):
         raise file.refusal(
             "fp16.enabled", 'and bf16.enabled true: weights have one dtype; use "enabled": false in one of the two'
         )
-    found: dict[str, Mapping[str, Any]] = {}
+    of_schedule = (*values, *sorted(file.automatic))
+    for block, example, keys in (("optimizer", "AdamW", values), ("scheduler", "WarmupLR", of_schedule)):
+        for key in keys:
+            if key.startswith(f"{block}.params.") and f"{block}.type" not in file.given:
+                raise file.refusal(key, f'DeepSpeed reads it with a type alone; add "type": "{example}" to {block}')
     for key, value in values.items():
-        taken = tables().taken[key]
-        if key in tables().loss_scale:
-            continue  # these depend on the dtype of the run
-        if taken.means and value in taken.means:
-            found[key] = taken.means[value]
-        elif taken.sets is not None:
-            found[key] = {taken.sets: value}
-    schedule, notes = _scheduler_settings(file)
-    for key, settings in {**found, **_optimizer_settings(file), **schedule}.items():
-        merge.take(key, settings)
-    merge.notes += notes
+        if not _is_of_loss_scale(key):  # these depend on the dtype of the run
+            merge.take(key, tables().taken[key].settings(value))
+    decay = values.get("optimizer.params.weight_decay", 0.0)
+    if values.get("optimizer.type", "").lower() == "adam" and not values.get("optimizer.params.adam_w_mode", True):
+        if decay != 0.0:
+            raise file.refusal(
+                "optimizer.params.adam_w_mode",
+                f"makes the weight_decay of {decay:g} an L2 penalty, which Adam divides by the second moment, and here"
+                " weights decay by themselves; use true, or a weight_decay of 0",
+            )
+        merge.take("optimizer.params.adam_w_mode", {"weight_decay": 0.0})
+    _take_schedule(merge)
     of_optimizer = values.get("zero_optimization.offload_optimizer.device")
     if values.get("zero_optimization.offload_param.device") == "cpu" and of_optimizer != "cpu":
         merge.note("zero_optimization.offload_param: the optimizer's state goes to host memory with the weights")
@@ -350,7 +333,7 @@ def settings_of(
             merge.take("tensorboard.output_path", {"tensorboard_dir": str(PurePath(folder) / job)})
     if values.get("wandb.enabled"):
         merge.take("wandb.project", {"wandb_project": values.get("wandb.project", "deepspeed")})
-    left = [key for key in ("bf16.enabled", "fp16.enabled") if key in file.automatic]
+    left = sorted(file.automatic & {"bf16.enabled", "fp16.enabled"})
     if left and not (merge.flat.get("bf16") or merge.flat.get("fp16")):
         merge.note(f'WARNING: {" and ".join(left)} "{AUTO}": no flag names a dtype, and the run is fp32; add --bf16')
     _take_loss_scale(merge)
@@ -365,7 +348,7 @@ class _Merge:
     def __init__(self, file: DeepSpeedFile, below: Mapping[str, Any], above: Mapping[str, Any]) -> None:
         self.file, self.above = file, above
         self._without = {**below, **above}
-        self.notes: list[str] = []
+        self._notes: list[str] = []
         self._taken: dict[str, Any] = {}
         self._places: dict[str, str] = {}
 
@@ -374,70 +357,128 @@ class _Merge:
         """All settings so far."""
         return {**self._without, **self._taken}
 
+    def get(self, name: str) -> Any:
+        """Return a setting so far, or its default."""
+        return self.flat.get(name, _field(name).default)
+
     def take(self, key: str, settings: Mapping[str, Any]) -> None:
         """Add the settings of a key, without those that flags or `--config` override."""
-        for field, value in settings.items():
-            winner = self._winner(field, value)
+        for name, value in settings.items():
+            # The field of a flag or of `--config` that contradicts the setting, if there is one.
+            winner = name if name in self.above and self.above[name] != value else None
+            if name not in self.above and value:
+                for rival, agreeing in tables().rivals.get(name, {}).items():
+                    if winner is None and self.above.get(rival) and value not in agreeing:
+                        winner = rival
             if winner is not None:
-                shown = self.file.values.get(key, value)
-                self.note(f"{key} {json.dumps(shown)} is overridden by {_typed(winner, self.above[winner])}")
-            elif field not in self.above:
-                self._taken[field] = value
-                self._places[field] = f"{key} in {self.file.name}"
-                for other, implied in tables().implied.get(field, {}).get(value, {}).items():
+                shown = json.dumps(self.file.values.get(key, value))
+                self.note(f"{key} {shown} is overridden by {_field(winner).typed(self.above[winner])}")
+            elif name not in self.above:
+                self._taken[name] = value
+                self._places[name] = f"{key} in {self.file.name}"
+                for other, implied in tables().implied.get(name, {}).get(value, {}).items():
                     if other not in self.above and other not in self._places:
                         self._taken[other] = implied
 
-    def _winner(self, field: str, value: Any) -> str | None:
-        """Return the field of a flag or of `--config` that contradicts a setting, if there is one."""
-        if field in self.above:
-            return None if self.above[field] == value else field
-        for rival, agreeing in tables().rivals.get(field, {}).items():
-            if self.above.get(rival) and value and value not in agreeing:
-                return rival
-        return None
-
     def note(self, text: str) -> None:
         """Add a note about the file."""
-        self.notes.append(f"{self.file.name}: {text}")
+        self._notes.append(f"{self.file.name}: {text}")
 
     def result(self) -> tuple[Source, list[str]]:
         """Return the settings, with notes: what the file sets, what it leaves to defaults, what has no meaning."""
-        sets = []
-        for field, value in self.flat.items():
-            if value != self._without.get(field, _default(field)):
-                sets.append(_typed(field, value))
-        lines = [f"{self.file.name} sets {' '.join(sets) or 'nothing that is not so already'}", *self.notes]
+        name, sets = self.file.name, []
+        for each, value in self.flat.items():
+            if value != self._without.get(each, _field(each).default):
+                sets.append(_field(each).typed(value))
+        lines = [f"{name} sets {' '.join(sets) or 'nothing that is not so already'}", *self._notes]
         for key, defaults in tables().defaults.items():  # where DeepSpeed has another default
             of_optimizer = key != "gradient_clipping"
-            given = key in self.file.values or key in self.file.automatic
-            if given or (of_optimizer and "optimizer.type" not in self.file.values):
+            if key in self.file.given or (of_optimizer and "optimizer.type" not in self.file.values):
                 continue
-            for field, theirs in defaults.items():
-                ours = self.flat.get(field, _default(field))
-                if ours != theirs and field not in self.above and field not in self._places:
+            for each, theirs in defaults.items():
+                ours, typed = self.get(each), _field(each).typed
+                if ours != theirs and each not in self.above and each not in self._places:
                     lines.append(
-                        f"{self.file.name} leaves out {key}: DeepSpeed's default is {_typed(field, theirs)}, here"
-                        f" {_typed(field, ours)} holds"
+                        f"{name} leaves out {key}: DeepSpeed's default is {typed(theirs)}, here {typed(ours)} holds"
                     )
-        return Source(self._taken, self._places), [*lines, *self.file.notes]
+        for reason, keys in self.file.meaningless.items():
+            lines.append(f"{name}: {', '.join(keys)}: no meaning here: {reason}")
+        return Source(self._taken, self._places), lines
+
+
+def _field(name: str) -> Any:
+    return all_fields()[name]
+
+
+def _is_of_loss_scale(key: str) -> bool:
+    """Return whether a run without fp16 does not read a key; DeepSpeed does not either."""
+    return key.startswith("fp16.") and key != "fp16.enabled"
+
+
+def _take_schedule(merge: _Merge) -> None:
+    """Take the schedule, which equals one here as a function of the iteration.
+
+    With t iterations done, W iterations of warm-up, and rates `low` and `high`, these are in DeepSpeed:
+
+        WarmupLR, linear        low + (high - low) min(t / W, 1)
+        WarmupDecayLR, linear   the same up to W, then low + (high - low) max((T - t) / (T - W), 0)
+        OneCycle                low + (high - low) t / W up to W, down again in the same way until T, then low
+
+    and the schedules `constant` and `linear` here, with `low` as `--lr-warmup-init` and `--min-lr`. DeepSpeed counts
+    the steps of the first two from the second step on: its first two steps use `low`, where here the first does.
+    """
+    file, above = merge.file, "scheduler.params."
+    kind = file.values.get("scheduler.type")
+    if kind is None:
+        return
+    rows = tables().schedulers[kind]["params"]
+    for key in (*file.values, *sorted(file.automatic)):
+        if key.startswith(above) and key.removeprefix(above) not in rows:
+            raise file.refusal(key, f"{kind} has no such parameter; it has {', '.join(rows)}")
+    merge.take("scheduler.type", {"lr_decay_style": tables().schedulers[kind]["style"]})
+    params: dict[str, Any] = {}
+    for name, row in rows.items():
+        key = above + name
+        if "left_out" in row and key not in file.values:
+            merge.note(f"{kind}: {row['left_out']}")
+        if key in file.automatic and name != "cycle_momentum":  # which no flag decides
+            continue
+        params[name] = value = file.values.get(key, params.get(row.get("like"), row.get("default")))
+        if value is None and "needed" in row:
+            raise file.refusal("scheduler.type", f'needs {name}; add it to params, or "auto" for {row["needed"]}')
+        if value is None or row.get("like", name) not in params:
+            continue
+        if value != row.get("only", value) or value < row.get("least", value):
+            raise file.refusal(key, row["rule"])
+        if name == "decay_lr_rate" and value and params.get("decay_step_size"):
+            raise file.refusal(key, "after the cycle the rate is constant here; use 0")
+        if name == "warmup_num_steps":
+            # DeepSpeed's logarithm is not defined for one step, and so its shortest warm-up has two.
+            value = max(2, value)
+            merge.note(f"{kind}: here the warm-up's first rate is that of the first step; DeepSpeed uses it for two")
+        if name == "cycle_second_step_size":
+            value += params["cycle_first_step_size"]
+        rate = file.values.get("optimizer.params.lr", value)
+        if row.get("sets") == "lr" and rate != value:
+            merge.note(f"optimizer.params.lr {rate:g} is not used: {name} {value:g} decides, as in DeepSpeed")
+        merge.take(key, dict.fromkeys(row.get("sets", "").split(), value))
 
 
 def _take_loss_scale(merge: _Merge) -> None:
     """Take the settings of the loss scale in so far as they are read: in fp16, and of a constant scale that alone."""
     file, values = merge.file, merge.file.values
-    given = [key for key in tables().loss_scale if key in values]
+    given = list(filter(_is_of_loss_scale, values))
     if not merge.flat.get("fp16"):
         if given:
             merge.note(f"{', '.join(given)}: a run without fp16 has no loss scale")
         return
-    scale = values.get("fp16.loss_scale")
-    if scale is not None:
-        merge.take("fp16.loss_scale", {"loss_scale": scale or None})
-    dynamic = [key for key in given if key != "fp16.loss_scale"]
+    given.sort(key=lambda key: key != "fp16.loss_scale")
+    if "fp16.loss_scale" in values:
+        key = given.pop(0)
+        merge.take(key, tables().taken[key].settings(values[key]))
     if merge.flat.get("loss_scale") is not None:
-        if dynamic:
-            merge.note(f"{', '.join(dynamic)}: a constant loss scale does not change")
+        if given:
+            merge.note(f"{', '.join(given)}: a constant loss scale does not change")
         return
     power = values.get("fp16.initial_scale_power")
     if power is not None:
@@ -446,12 +487,10 @@ def _take_loss_scale(merge: _Merge) -> None:
                 "fp16.initial_scale_power", f"must be at least 0 and at most {_MAX_SCALE_POWER}; e.g. 16"
             )
         merge.take("fp16.initial_scale_power", {"initial_loss_scale": 2.0**power})
-    for key in dynamic:
-        field = tables().taken[key].sets
-        if field is not None:
-            merge.take(key, {field: values[key]})
+    for key in given:
+        merge.take(key, tables().taken[key].settings(values[key]))
     # Refilled after every step without an overflow, a count of one is what it is without.
-    if values.get("fp16.consecutive_hysteresis") and merge.flat.get("hysteresis", _default("hysteresis")) != 1:
+    if values.get("fp16.consecutive_hysteresis") and merge.get("hysteresis") != 1:
         raise file.refusal(
             "fp16.consecutive_hysteresis",
             "overflows are counted over a whole loss_scale_window here; use false, or a hysteresis of 1",
@@ -508,7 +547,7 @@ def _take_batch_sizes(merge: _Merge, world_size: int | None) -> None:
     if world_size is None or world_size % derived.model_ranks:
         return  # the rules refuse a layout that does not fit the ranks
     ranks = derived.data_parallel_size(world_size)
-    typed = [name for name in ("global_batch_size", "micro_batch_size") if name in merge.above]
+    typed = sorted(merge.above.keys() & {"global_batch_size", "micro_batch_size"})
     train = merge.above.get("global_batch_size", values.get(_TRAIN))
     micro = merge.above.get("micro_batch_size", values.get(_MICRO))
     steps = values.get(_STEPS)
@@ -525,7 +564,7 @@ def _take_batch_sizes(merge: _Merge, world_size: int | None) -> None:
         return
     unit = (micro or 1) * steps * ranks
     if train is None:
-        micro = micro or merge.flat.get("micro_batch_size", _default("micro_batch_size"))
+        micro = micro or merge.get("micro_batch_size")
         merge.take(_STEPS, {"global_batch_size": micro * steps * ranks})
         return
     if micro is None and train % unit == 0:
@@ -539,7 +578,7 @@ def _take_batch_sizes(merge: _Merge, world_size: int | None) -> None:
     else:
         why = f"{micro} x {steps} x DP {ranks} = {unit}, not {train}"
     if typed:  # a flag wins over the accumulation of the file
-        flags = " and ".join(_typed(name, merge.above[name]) for name in typed)
+        flags = " and ".join(_field(name).typed(merge.above[name]) for name in typed)
         merge.note(f"{_STEPS} {steps} is overridden by {flags}: {why}")
         return
     given = ", ".join(f"{key} {values[key]}" for key in (_MICRO, _STEPS) if key in values)
@@ -548,149 +587,3 @@ def _take_batch_sizes(merge: _Merge, world_size: int | None) -> None:
         f"{given}: must be micro-batch x accumulation x DP, but {why}; use {_TRAIN} {unit}, or leave one of the keys"
         " out",
     )
-
-
-def _default(field: str) -> Any:
-    return all_fields()[field].default
-
-
-def _typed(field: str, value: Any) -> str:
-    return all_fields()[field].typed(value)
-
-
-# ---- Optimizer and schedule
-#
-# The schedules that are taken equal one here, as functions of the iteration. With t iterations
-# done, W iterations of warm-up, and rates `low` and `high`, these are in DeepSpeed:
-#
-#     WarmupLR, linear        low + (high - low) min(t / W, 1)
-#     WarmupDecayLR, linear   the same up to W, then low + (high - low) max((T - t) / (T - W), 0)
-#     OneCycle                low + (high - low) t / W up to W, down again in the same way until T, then low
-#
-# and the schedules `constant` and `linear` here, with `low` as `--lr-warmup-init` and `--min-lr`. DeepSpeed counts the
-# steps of the first two from the second step on: its first two steps use `low`, where here the first does.
-
-Settings = dict[str, dict[str, Any]]
-"""Key of the file -> the fields that it sets."""
-
-_PARAMS = "scheduler.params."
-
-
-def _optimizer_settings(file: DeepSpeedFile) -> Settings:
-    """Return what `optimizer` sets, in addition to the parameters that are taken as they are."""
-    found: Settings = {}
-    kind, params = file.values.get("optimizer.type"), "optimizer.params."
-    if kind is None:
-        given = [key for key in file.values if key.startswith(params)]
-        if given and "optimizer.type" not in file.automatic:
-            raise file.refusal(given[0], 'DeepSpeed reads it with a type alone; add "type": "AdamW" to optimizer')
-    decoupled = file.values.get(f"{params}adam_w_mode", True)
-    if kind is not None and kind.lower() == "adam" and not decoupled:
-        decay = file.values.get(f"{params}weight_decay", 0.0)
-        if decay != 0.0:
-            raise file.refusal(
-                f"{params}adam_w_mode",
-                f"makes the weight_decay of {decay:g} an L2 penalty, which Adam divides by the second moment, and here"
-                " weights decay by themselves; use true, or a weight_decay of 0",
-            )
-        found[f"{params}adam_w_mode"] = {"weight_decay": 0.0}
-    betas = file.values.get(f"{params}betas")
-    if betas is not None:
-        if len(betas) != 2 or not all(type(beta) in (int, float) for beta in betas):
-            raise file.refusal(f"{params}betas", "takes two numbers, e.g. [0.9, 0.95]")
-        found[f"{params}betas"] = {"adam_beta1": float(betas[0]), "adam_beta2": float(betas[1])}
-    return found
-
-
-def _scheduler_settings(file: DeepSpeedFile) -> tuple[Settings, list[str]]:
-    """Return what `scheduler` sets, and notes."""
-    kind = file.values.get("scheduler.type")
-    given = [key for key in (*file.values, *sorted(file.automatic)) if key.startswith(_PARAMS)]
-    if kind is None:
-        if given and "scheduler.type" not in file.automatic:
-            raise file.refusal(given[0], 'DeepSpeed reads it with a type alone; add "type": "WarmupLR" to scheduler')
-        return {}, []
-    stray = [key for key in given if key.removeprefix(_PARAMS) not in tables().schedulers[kind]]
-    if stray:
-        raise file.refusal(stray[0], f"{kind} has no such parameter; it has {', '.join(tables().schedulers[kind])}")
-
-    def param(name: str) -> Any:
-        """Return a parameter: DeepSpeed's default where it is left out, None where it is "auto"."""
-        if _PARAMS + name in file.automatic:
-            return None
-        return file.values.get(_PARAMS + name, tables().schedulers[kind][name])
-
-    if kind == "OneCycle":
-        return _one_cycle(file, param)
-    return _warmup(file, kind, param)
-
-
-def _warmup(file: DeepSpeedFile, kind: str, param: Callable[[str], Any]) -> tuple[Settings, list[str]]:
-    """Return the settings of a warm-up that is followed by a constant rate, or by a linear decay."""
-    decays = kind == "WarmupDecayLR"
-    steps, shape, notes = param("warmup_num_steps"), f"{_PARAMS}warmup_type", []
-    if shape not in file.values:
-        notes.append(f"{file.name}: {kind}: the warm-up is linear here (DeepSpeed's default is logarithmic)")
-    elif param("warmup_type") not in ("linear", None):
-        raise file.refusal(shape, 'the warm-up here is linear; use "warmup_type": "linear"')
-    found: Settings = {"scheduler.type": {"lr_decay_style": "constant"}}
-    low, high = param("warmup_min_lr"), param("warmup_max_lr")
-    if low is not None:
-        found[f"{_PARAMS}warmup_min_lr"] = {"lr_warmup_init": low}
-    if decays:
-        found["scheduler.type"]["lr_decay_style"] = "linear"
-        if low is not None:
-            found[f"{_PARAMS}warmup_min_lr"]["min_lr"] = low
-    if high is not None:
-        found[f"{_PARAMS}warmup_max_lr"] = {"lr": high}
-        notes += _unused_rate(file, high, "warmup_max_lr")
-    if steps is not None:
-        if steps < 1:
-            raise file.refusal(f"{_PARAMS}warmup_num_steps", "must be at least 1; leave scheduler out for no warm-up")
-        # DeepSpeed's logarithm is not defined for one step, and so its shortest warm-up has two.
-        found[f"{_PARAMS}warmup_num_steps"] = {"lr_warmup_iters": max(2, steps)}
-        notes.append(
-            f"{file.name}: {kind}: here the warm-up's first rate is that of the first step; DeepSpeed uses it for two"
-        )
-    if decays and f"{_PARAMS}total_num_steps" not in file.automatic:
-        total = param("total_num_steps")
-        if total is None:
-            raise file.refusal("scheduler.type", 'needs total_num_steps; add it to params, or "auto" for --train-iters')
-        found[f"{_PARAMS}total_num_steps"] = {"lr_decay_iters": total}
-    return found, notes
-
-
-def _one_cycle(file: DeepSpeedFile, param: Callable[[str], Any]) -> tuple[Settings, list[str]]:
-    """Return the settings of one linear rise and fall, which leaves Adam's betas and the last rate alone."""
-    if param("cycle_momentum") is not False:
-        raise file.refusal(f"{_PARAMS}cycle_momentum", "Adam's betas are constant here; use false")
-    for name in ("cycle_first_stair_count", "cycle_second_stair_count"):
-        if param(name):
-            raise file.refusal(_PARAMS + name, "the rate changes in every step, not in stairs; use 0")
-    if param("decay_lr_rate") and param("decay_step_size"):
-        raise file.refusal(f"{_PARAMS}decay_lr_rate", "after the cycle the rate is constant here; use 0")
-    found: Settings = {"scheduler.type": {"lr_decay_style": "linear"}}
-    for name in ("cycle_min_lr", "cycle_max_lr"):
-        if param(name) is None and _PARAMS + name not in file.automatic:
-            raise file.refusal("scheduler.type", f'needs {name}; add it to params, or "auto" for the flags to decide')
-    low, high = param("cycle_min_lr"), param("cycle_max_lr")
-    if low is not None:
-        found[f"{_PARAMS}cycle_min_lr"] = {"lr_warmup_init": low, "min_lr": low}
-    if high is not None:
-        found[f"{_PARAMS}cycle_max_lr"] = {"lr": high}
-    rise = param("cycle_first_step_size")
-    fall = param("cycle_second_step_size")
-    if f"{_PARAMS}cycle_second_step_size" not in (*file.values, *file.automatic):
-        fall = rise
-    if rise is not None:
-        found[f"{_PARAMS}cycle_first_step_size"] = {"lr_warmup_iters": rise}
-        if fall is not None:
-            found[f"{_PARAMS}cycle_second_step_size"] = {"lr_decay_iters": rise + fall}
-    return found, [] if high is None else _unused_rate(file, high, "cycle_max_lr")
-
-
-def _unused_rate(file: DeepSpeedFile, high: float, name: str) -> list[str]:
-    rate = file.values.get("optimizer.params.lr", high)
-    if rate == high:
-        return []
-    return [f"{file.name}: optimizer.params.lr {rate:g} is not used: {name} {high:g} decides, as in DeepSpeed"]

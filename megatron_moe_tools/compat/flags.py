@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 
 import yaml
 
@@ -61,7 +62,7 @@ def _main(argv: list[str]) -> int:
     if "--help" in switches or not (files or words):
         say(f"usage: {NAME} {USAGE}")
         return DONE
-    read = Script(flags=[parts(group) for group in groups(words)])
+    read = Script(flags=list(map(parts, groups(words))))
     for file in files:
         text = read_settings("--script", file, "shell script")
         found = read_test_case(text, file) if file.endswith((".yaml", ".yml")) else read_script(text)
@@ -75,14 +76,17 @@ def _main(argv: list[str]) -> int:
         read.conditions.update(found.conditions)
         read.launcher = found.launcher or read.launcher
         read.sourced += found.sourced
-    asked = [ask(flag, values, list(map(read.resolved, values))) for flag, values in read.flags]
+    asked, lost = [], []
+    for flag, values in read.flags:
+        asked.append(ask(flag, values, list(map(read.resolved, values))))
+        if asked[-1].answer in ("refused", "unknown"):
+            lost.append(flag)
     if "--json" in switches:
         say(json.dumps({one.flag: {"answer": one.answer, "reason": one.reason} for one in asked}, indent=2))
     elif "--rewrite" in switches:
         say(rewritten(asked, read))
     else:
         say(listed(asked, read))
-    lost = [one.flag for one in asked if one.answer in ("refused", "unknown")]
     if lost and (files or "--rewrite" in switches):
         note(f"{NAME}: another model trains without what is refused or unknown: {', '.join(lost)}")
         return FAILED
@@ -115,7 +119,7 @@ def ask(flag: str, values: Sequence[str], resolved: Sequence[str]) -> Asked:
         values: as typed. resolved: the same without quotes, with what is known of the variables put in.
     """
     rows = megatron_flags.table().get(flag, ())
-    if not values and any(one.values for one in rows):
+    if not values and rows and rows[0].values:
         said = []
         for one in rows:
             answer = f"{', '.join(one.values) or 'any other'}: {one.answer} {one.target}".strip()
@@ -128,17 +132,16 @@ def ask(flag: str, values: Sequence[str], resolved: Sequence[str]) -> Asked:
         return Asked(flag, tuple(values), "taken", _own()[flag], None)
     if row is None or row.answer == "unknown":
         return Asked(flag, tuple(values), "unknown", megatron_flags.unknown(flag, _own()), None)
-    target = f"{row.target}: " if row.target else ""
-    return Asked(flag, tuple(values), row.answer, target + row.reason, row)
+    return Asked(flag, tuple(values), row.answer, row.says, row)
 
 
 @lru_cache(maxsize=1)
 def _own() -> dict[str, str]:
     """Return this project's flags, each with the help of its field."""
-    helps = {name: field.help for name, field in all_fields().items()}
     found: dict[str, str] = {}
     for action in compat.parser()._actions:
-        found |= dict.fromkeys(action.option_strings, helps.get(action.dest, action.help or ""))
+        about = all_fields().get(action.dest, action).help
+        found |= dict.fromkeys(action.option_strings, about or "")
     return found
 
 
@@ -159,7 +162,7 @@ def rewritten(asked: Sequence[Asked], read: Script) -> str:
 
     What the script leaves open has Megatron-LM's defaults there, which the command takes.
     """
-    comments: list[str] = []
+    comments = [f"# {line}" for line in _open_in(read)]
     lines: dict[str, list[str]] = {"--defaults": ["--defaults", "megatron"]}
     for one in asked:
         typed = " ".join([one.flag, *one.values])
@@ -176,13 +179,15 @@ def rewritten(asked: Sequence[Asked], read: Script) -> str:
                     comments.append(f"# given more than once, the last is kept: {' '.join(lines[group[0]])}")
                 lines[group[0]] = group
     words = [*read.launcher, "pretrain_moe.py"] if read.launcher else ["megatron-moe", "train"]
-    command = " \\\n  ".join(" ".join(group) for group in (words, *lines.values()))
-    return "\n".join([*(f"# {line}" for line in _open_in(read)), *comments, command])
+    command = " \\\n  ".join(map(" ".join, (words, *lines.values())))
+    return "\n".join([*comments, command])
 
 
 def _open_in(read: Script) -> list[str]:
     """Return what a script's text leaves open, a line each."""
-    lines = [f"not read: {file}, which the script sources; add --script for it" for file in read.sourced]
+    lines = []
+    for file in read.sourced:
+        lines.append(f"not read: {file}, which the script sources; add --script for it")
     for flag, test in read.conditions.items():
         lines.append(f"only if {test}: {flag}; take it out if that does not hold")
     return lines
@@ -262,57 +267,70 @@ def unquoted(text: str) -> str:
 def read_script(text: str) -> Script:
     """Return the flags of the training command in a script's text, those of the arrays it names included."""
     script = Script()
-    held: dict[str, list[str]] = {}
-    commands: list[tuple[str, list[str]]] = []
-    launchers: dict[str, list[str]] = {}
+    held: dict[str, list[str]] = {}  # lists of words with flags in them
+    ranked: dict[int, list[tuple[list[str], list[str]]]] = {}  # how near to a training program -> flags and launchers
     tests: list[str] = []  # of the `if`s that the command stands in, the innermost last
     for command in _commands(text):
-        first, rest = command[0].text, " ".join(word.text for word in command[1:])
+        texts = [word.text for word in command]
+        first, rest = texts[0], " ".join(texts[1:])
         if first == "if":
             tests.append(rest)
-        elif first == "elif" and tests:
-            tests[-1] = rest
-        elif first == "else" and tests:
-            tests[-1] = f"not {tests[-1]}"
-        elif first == "fi" and tests:
-            tests.pop()
-        _take_assignments(command, script, held, tests)
-        texts = [word.text for word in command]
-        program = next((i for i, word in enumerate(texts) if unquoted(word).endswith(".py")), None)
-        if unquoted(first) in ("source", ".") and len(command) > 1:
+        elif tests and first in ("elif", "else", "fi"):
+            last = tests.pop()
+            if first != "fi":
+                tests.append(rest if first == "elif" else f"not {last}")
+        for word in command:
+            match = _ASSIGNED.match(word.text)
+            if match is None:
+                continue
+            inside = word.inside
+            if inside is None:
+                inside = unquoted(word.text[match.end() :])
+                own_default = re.fullmatch(rf"\$\{{{match[1]}:?-(.*)\}}", inside, re.DOTALL)  # NAME=${NAME:-value}
+                script.variables[match[1]] = inside if own_default is None else own_default[1]
+            words = [found.text for found in _words(inside, in_list=True)]
+            if any(is_flag(found) or found.startswith("$") for found in words):
+                held.setdefault(match[1], []).extend(words)
+                if tests:
+                    script.conditions |= dict.fromkeys(dict(_flags(words)), " and ".join(tests))
+        program = _first(texts, r"\.py\Z")
+        if unquoted(first) in ("source", ".") and rest:
             script.sourced.append(unquoted(texts[1]))
-        elif program is not None:
-            name = unquoted(texts[program])
-            commands.append((name, texts[program + 1 :]))
-            at = 0  # of torchrun or Python, before which is what starts that
-            while at < program and not re.search(r"(^|/)(torchrun|python[\d.]*)$", unquoted(texts[at])):
-                at += 1
-            launcher = texts[at:program]
+        elif program < len(texts):
+            launcher = texts[_first(texts[:program], r"(^|/)(torchrun|python[\d.]*)$") : program]
             if launcher[1:3] in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):
                 launcher = ["torchrun", *launcher[3:]]
-            launchers[name] = launcher
+            rank = 0 if "train" in unquoted(texts[program]).rpartition("/")[2] else 2
+            ranked.setdefault(rank, []).append((texts[program + 1 :], launcher))
         elif is_flag(first) or first.startswith("$"):
-            commands.append(("", texts))
-    training = [words for name, words in commands if "train" in name.rpartition("/")[2]]
-    chosen = training or [words for name, words in commands if not name] or [words for _, words in commands]
+            ranked.setdefault(1, []).append((texts, []))
+    chosen = ranked.get(min(ranked, default=0), [])
     named: set[str] = set()
-    for words in chosen:
+    for words, _ in chosen:
         named |= _references(words, held)
-    lists = [words for name, words in held.items() if name in named]
-    if not named and not training:
-        lists = list(held.values())
-    for words in [*lists, *chosen]:
+    lists = []
+    for name, words in held.items():
+        if name in named or not (named or 0 in ranked):
+            lists.append(words)
+    for words in [*lists, *map(itemgetter(0), chosen)]:
         kept = []
-        for word in words:  # not a variable that holds flags, as in `--seed 1 $ARGS`: it is no value of `--seed`
-            alone = re.fullmatch(r"\$(\w+|\{\w+\})", unquoted(word))
-            inside = [one for name in _references([word], held) for one in held[name]]
-            if not (alone and any(map(is_flag, inside))):
-                kept.append(word)
+        for text in words:  # not a variable that holds flags, as in `--seed 1 $ARGS`: it is no value of `--seed`
+            is_alone = re.fullmatch(r"\$(\w+|\{\w+\})", unquoted(text))
+            if not is_alone or not any(any(map(is_flag, held[name])) for name in _references([text], held)):
+                kept.append(text)
         script.flags += _flags(kept)
-    trained = next((name for name, words in commands if words in chosen and name), "")
-    for word in launchers.get(trained, []):
-        script.launcher += _with_arrays(word, held)
+    for _, launcher in chosen[:1]:
+        for text in launcher:
+            script.launcher += _with_arrays(text, held)
     return script
+
+
+def _first(words: list[str], pattern: str) -> int:
+    """Return the number of the first word whose text without quotes has the pattern; how many there are without one."""
+    for number, word in enumerate(words):
+        if re.search(pattern, unquoted(word)):
+            return number
+    return len(words)
 
 
 def read_test_case(text: str, file: str) -> Script:
@@ -357,26 +375,7 @@ def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
     for group in groups(words):
         flag, values = parts(group)
         if is_flag(group[0]) and "$" not in flag and flag[2:].replace("_", "-") not in _LAUNCHERS:
-            yield flag, [value for value in values if "[@]" not in value and "[*]" not in value]
-
-
-def _take_assignments(command: list[Word], script: Script, held: dict[str, list[str]], tests: list[str]) -> None:
-    """Add what a command assigns: to the variables, and to the lists of words where there are flags in it."""
-    for word in command:
-        match = _ASSIGNED.match(word.text)
-        if match is None:
-            continue
-        value = word.text[match.end() :]
-        inside = word.inside
-        if inside is None:
-            inside = unquoted(value)
-            own_default = re.fullmatch(rf"\$\{{{match[1]}:?-(.*)\}}", inside, re.DOTALL)  # NAME=${NAME:-value}
-            script.variables[match[1]] = inside if own_default is None else own_default[1]
-        words = [found.text for found in _words(inside, in_list=True)]
-        if any(is_flag(found) or found.startswith("$") for found in words):
-            held.setdefault(match[1], []).extend(words)
-            if tests:
-                script.conditions |= dict.fromkeys((flag for flag, _ in _flags(words)), " and ".join(tests))
+            yield flag, [value for value in values if not re.search(r"\[[@*]\]", value)]
 
 
 def _references(words: list[str], held: dict[str, list[str]]) -> set[str]:
@@ -396,7 +395,7 @@ def _commands(text: str) -> Iterator[list[Word]]:
     command: list[Word] = []
     for word in [*_words(text), Word("", True)]:
         if word.first and command:
-            texts = [unquoted(w.text) for w in command]
+            texts = [unquoted(each.text) for each in command]
             at = 2
             while at < len(texts) and not (texts[at - 1] == "-c" and texts[at - 2].endswith("sh")):
                 at += 1

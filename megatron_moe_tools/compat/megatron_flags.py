@@ -10,6 +10,7 @@ Megatron-LM has. This file does not import torch.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -41,24 +42,30 @@ class Answer:
 
     def fits(self, given: Sequence[str]) -> bool:
         """Return whether the row is about these values."""
-        return not self.values or (bool(given) and all(any(_same(v, word) for v in self.values) for word in given))
+        return not self.values or (bool(given) and all(_is_among(self.values, word) for word in given))
 
     def in_place(self, given: Sequence[str]) -> list[str]:
         """Return the words that take the place of the flag and its values: the target with the values put in."""
         words: list[str] = []
         for word in self.target.split():
-            if word == "{}":
-                words += given
-            else:
-                words.append(word)
+            words += given if word == "{}" else [word]
         return words
 
+    @property
+    def says(self) -> str:
+        """The reason, after what takes the flag's place, if anything does."""
+        return f"{self.target}: {self.reason}" if self.target else self.reason
 
-def _same(value: str, word: str) -> bool:
-    try:
-        return value == word or float(value) == float(word)
-    except ValueError:
-        return False
+
+def _is_among(values: Sequence[str], word: str) -> bool:
+    """Return whether a word is one of the values, as text or as a number."""
+    if word in values:
+        return True
+    for value in values:
+        with suppress(ValueError):
+            if float(value) == float(word):
+                return True
+    return False
 
 
 @lru_cache(maxsize=1)
@@ -80,7 +87,10 @@ def row_for(flag: str, given: Sequence[str]) -> Answer | None:
     if not rows and flag.startswith("--no-"):
         switched_on = table().get("--" + flag.removeprefix("--no-"), ())
         rows = tuple(replace(row, flag=flag) for row in switched_on if (row.answer, row.takes) == ("ignored", "0"))
-    return next((row for row in rows if row.fits(given)), None)
+    for row in rows:
+        if row.fits(given):
+            return row
+    return None
 
 
 @dataclass
@@ -91,42 +101,13 @@ class Translation:
         argv: the words for the parser.
         problems: an error for each flag that is unknown, refused, or used in a wrong way.
         sources: flag of this project -> Megatron-LM's as it was typed, which it stands for.
+        notes: what to report at the start of the run, a line each.
     """
 
     argv: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
-    _always: list[str] = field(default_factory=list)
-    _aliases: list[str] = field(default_factory=list)
-    _ignored: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What to report at the start of the run, a line each."""
-        notes = list(self._aliases)
-        if self._always:
-            notes.insert(0, f"always so here: {', '.join(dict.fromkeys(self._always))}")
-        for reason, flags in self._ignored.items():
-            notes.append(f"ignored: {', '.join(flags)}: {reason}")
-        return tuple(notes)
-
-    def add(self, row: Answer, given: Sequence[str]) -> None:
-        """Add a flag of Megatron-LM's by its row."""
-        typed = " ".join([row.flag, *given])
-        if row.answer == "refused":
-            self.problems.append(f"{typed}: {row.reason}")
-        elif (row.takes == "+" and not given) or (row.takes.isdigit() and int(row.takes) != len(given)):
-            self.problems.append(f"{typed}: takes {row.takes} values, and {len(given)} follow it")
-        elif row.answer == "alias":
-            words = row.in_place(given)
-            self.argv += words
-            for group in groups(words):
-                self.sources[parts(group)[0]] = typed
-            self._aliases.append(f"{typed} is {' '.join(words)} here: {row.reason}")
-        elif row.answer == "always":
-            self._always.append(typed)
-        else:
-            self._ignored.setdefault(row.reason, []).append(typed)
+    notes: list[str] = field(default_factory=list)
 
 
 def translate(argv: Sequence[str], own: Collection[str]) -> Translation:
@@ -138,6 +119,8 @@ def translate(argv: Sequence[str], own: Collection[str]) -> Translation:
     found = Translation()
     replaced: list[tuple[str, list[str]]] = []
     kept: dict[str, list[str]] = {}
+    always: dict[str, None] = {}
+    ignored: dict[str, list[str]] = {}
     for group in groups(argv):
         flag, given = parts(group)
         row = row_for(_LAUNCHERS_SPELLINGS.get(flag, flag), given)
@@ -148,14 +131,30 @@ def translate(argv: Sequence[str], own: Collection[str]) -> Translation:
                 found.argv += group
                 kept[flag] = given
             continue
-        found.add(row, given)
-        if row.answer == "alias":
-            replaced.append((" ".join([flag, *given]), row.in_place(given)))
+        typed = " ".join([row.flag, *given])
+        if row.answer == "refused":
+            found.problems.append(f"{typed}: {row.reason}")
+        elif (row.takes == "+" and not given) or (row.takes.isdigit() and int(row.takes) != len(given)):
+            found.problems.append(f"{typed}: takes {row.takes} values, and {len(given)} follow it")
+        elif row.answer == "alias":
+            words = row.in_place(given)
+            found.argv += words
+            found.notes.append(f"{typed} is {' '.join(words)} here: {row.reason}")
+            replaced.append((typed, words))
+        elif row.answer == "always":
+            always[typed] = None
+        else:
+            ignored.setdefault(row.reason, []).append(typed)
     for typed, words in replaced:
         for flag, given in map(parts, groups(words)):
+            found.sources[flag] = typed
             if flag in kept and kept[flag] != given:
                 both = f"{typed}, {' '.join([flag, *kept[flag]])}"
                 found.problems.append(f"{both}: the first is {' '.join([flag, *given])} here; keep one")
+    if always:
+        found.notes.insert(0, f"always so here: {', '.join(always)}")
+    for reason, flags in ignored.items():
+        found.notes.append(f"ignored: {', '.join(flags)}: {reason}")
     return found
 
 
@@ -174,17 +173,6 @@ def unknown(flag: str, own: Collection[str]) -> str:
     hint = instead(row) if row is not None and row.answer == "unknown" else ""
     theirs = (name for name, rows in table().items() if rows[0].answer != "unknown")
     return unknown_flag(flag, own, theirs, hint)
-
-
-def hint_for_key(name: str) -> str | None:
-    """Return what a key of a `--config` file is that is named like a flag of Megatron-LM's; None where it is none."""
-    row = row_for("--" + name.replace("_", "-"), ())
-    if row is None:
-        return None
-    if row.answer == "unknown":
-        return instead(row)
-    target = f"{row.target}: " if row.target else ""
-    return f"; Megatron-LM's {row.flag} is {row.answer}: {target}{row.reason}"
 
 
 def help_texts() -> dict[str, str]:

@@ -7,15 +7,19 @@ with a note; a run of our own flags is not changed: there, the rules refuse them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES
 from megatron_moe.config.rules.model import YARN_FIELDS
-from megatron_moe.config.rules.rule import UNREAD, set_among, spelled
+from megatron_moe.config.rules.rule import UNREAD, Unread, set_among, spelled
 from megatron_moe.config.rules.training import NOT_KEPT
 from megatron_moe.config.run_flags import TIKTOKEN_FIELDS
 from megatron_moe.config.schema import Run, build
@@ -50,7 +54,7 @@ def _other_group_score(given: Given) -> bool:
     return _read(given, "moe_router_topk") // group_topk != 2
 
 
-_WHERE: dict[str, Callable[[Given], bool]] = {
+RUNS: dict[str, Callable[[Given], bool]] = {
     "always": lambda given: True,
     "a dense model": lambda given: not _experts(given),
     "experts": _experts,
@@ -71,24 +75,9 @@ _WHERE: dict[str, Callable[[Given], bool]] = {
 """The runs that a default makes a difference to."""
 
 
-def _gated_width(given: Given) -> int:
-    """Return two thirds of 4 x hidden-size, down to a multiple of 64: as many weights as without the gate."""
-    return int(8 * _read(given, "hidden_size") / 3 / 64) * 64
-
-
 @dataclass(frozen=True)
 class MegatronDefault:
-    """A default of Megatron-LM's that is another one here.
-
-    Args:
-        field: the schema's field.
-        value: Megatron-LM's, None where it has none; or how it follows from the settings.
-        answer: `taken` by `--defaults megatron`; `to give`, there is no such setting here, or no default there, and the
-            command has to give one; `kept`, ours stays.
-        where: the runs that it makes a difference to, a key of `_WHERE`.
-        trains: whether what is trained differs, and not only what is reported or how fast.
-        reason: why it is not taken, or what it is.
-    """
+    """A default of Megatron-LM's that is another one here: a row of `megatron_defaults.yaml`, which says of what."""
 
     field: str
     value: Any
@@ -100,11 +89,7 @@ class MegatronDefault:
     @property
     def theirs(self) -> str:
         """Megatron-LM's value in words."""
-        if self.value is None:
-            return "none"
-        if callable(self.value):
-            return "8/3 x hidden-size, down to a multiple of 64"
-        return _shown(self.value)
+        return "none" if self.value is None else _shown(self.value)
 
     @property
     def ours(self) -> str:
@@ -112,75 +97,17 @@ class MegatronDefault:
         given = {"ffn_hidden_size": "4 x hidden-size", "accumulate_allreduce_grads_in_fp32": "on"}.get(self.field)
         return given or _shown(all_fields()[self.field].default)
 
-    def of(self, given: Given) -> Any:
-        """Return Megatron-LM's value for these settings."""
-        return self.value(given) if callable(self.value) else self.value
-
 
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, float) and value >= 2**16:
         return f"2^{value.hex().split('p+')[1]}"
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-DEFAULTS: tuple[MegatronDefault, ...] = (
-    # the model
-    MegatronDefault("num_layers", None, "to give", reason="no default there"),
-    MegatronDefault("hidden_size", None, "to give", reason="no default there"),
-    MegatronDefault("num_attention_heads", None, "to give", reason="no default there"),
-    MegatronDefault("seq_length", None, "to give", reason="no default there"),
-    MegatronDefault("normalization", "LayerNorm", "to give", reason="models here have RMSNorm"),
-    MegatronDefault("norm_epsilon", 1e-5),
-    MegatronDefault("position_embedding_type", "learned_absolute", "to give", reason="no learned positions here"),
-    MegatronDefault("swiglu", False, "to give", "experts", reason="experts here are gated"),
-    MegatronDefault("swiglu", False, "taken", "a dense model"),
-    MegatronDefault("ffn_hidden_size", _gated_width, "taken", "--swiglu"),
-    MegatronDefault("add_bias_linear", True, "to give", "experts", reason="experts here have no biases"),
-    MegatronDefault("add_bias_linear", True, "taken", "a dense model"),
-    MegatronDefault("attention_dropout", 0.1),
-    MegatronDefault("hidden_dropout", 0.1),
-    MegatronDefault(
-        "rope_type", "yarn", "taken", "latent attention", trains=False, reason="the same at --rotary-scaling-factor 1"
-    ),
-    MegatronDefault("kv_lora_rank", 32, "taken", "latent attention"),
-    MegatronDefault(
-        "transformer_impl",
-        "transformer_engine",
-        "kept",
-        trains=False,
-        reason="the same layers; ask for Transformer Engine's by the flag",
-    ),
-    # experts
-    MegatronDefault("moe_router_load_balancing_type", ("aux_loss",), "taken", "an auxiliary coefficient"),
-    MegatronDefault(
-        "moe_router_group_score", "megatron", "taken", "groups of experts ranked otherwise", reason="no flag there"
-    ),
-    MegatronDefault("moe_global_aux_loss_counts", "running", "taken", "global_aux_loss", reason="no flag there"),
-    MegatronDefault(
-        "moe_router_dtype", None, "kept", "experts in bf16, fp16", reason="the router computes in fp32 at least"
-    ),
-    MegatronDefault(
-        "moe_token_dispatcher_type", "allgather", "taken", "EP > 1", False, "the same sums, in another order"
-    ),
-    # layout and precision
-    MegatronDefault("cp_comm_type", "p2p", "kept", "CP > 1", trains=False, reason="the same attention"),
-    MegatronDefault("attention_softmax_in_fp32", False, "kept", "bf16, fp16", reason="attention here has it in fp32"),
-    MegatronDefault("accumulate_allreduce_grads_in_fp32", False, "taken", "fp16"),
-    MegatronDefault("initial_loss_scale", 2.0**32, "taken", "fp16 without --loss-scale"),
-    MegatronDefault("fp8_recipe", "delayed", "to give", "FP8", reason="scales here are per block"),
-    # optimizer
-    MegatronDefault("lr", None, "to give", reason="no default there"),
-    MegatronDefault("lr_decay_style", "linear"),
-    MegatronDefault("adam_beta2", 0.999),
-    MegatronDefault("muon_extra_scale_factor", 1.0, "taken", "Muon"),
-    # the run
-    MegatronDefault("eval_iters", 100, trains=False),
-    MegatronDefault("num_workers", 2, trains=False),
-    MegatronDefault("on_nan", "stop", trains=False, reason="--no-check-for-nan-in-loss-and-grad there"),
-    MegatronDefault("log_interval", 100, trains=False),
-)
+_ROWS = yaml.safe_load(Path(__file__).with_name("megatron_defaults.yaml").read_text(encoding="utf-8"))
+DEFAULTS = tuple(MegatronDefault(**row) for row in _ROWS)
 
 
 def closed_by(preset: Given, folder: bool) -> frozenset[str]:
@@ -192,9 +119,9 @@ def closed_by(preset: Given, folder: bool) -> frozenset[str]:
         folder: whether the architecture is that of a folder, which decides it likewise.
     """
     fields = all_fields()
-    sections = {fields[name].section for name in preset}
-    if folder:
-        sections |= {"model", "moe"}
+    sections = {"model", "moe"} if folder else set()
+    for name in preset:
+        sections.add(fields[name].section)
     return frozenset(name for name, field in fields.items() if field.section in sections)
 
 
@@ -205,7 +132,7 @@ def open_defaults(given: Given, closed: Collection[str]) -> Iterator[MegatronDef
         closed: fields that are decided although the settings do not contain them.
     """
     for default in DEFAULTS:
-        if default.field not in given and default.field not in closed and _WHERE[default.where](given):
+        if default.field not in given and default.field not in closed and RUNS[default.where](given):
             yield default
 
 
@@ -232,7 +159,10 @@ def taken(given: Given, closed: Collection[str]) -> tuple[dict[str, Any], tuple[
     settings = dict(given)
     for default in DEFAULTS:
         if default.answer == "taken" and default in tuple(open_defaults(settings, closed)):
-            settings[default.field] = default.of(settings)
+            value = default.value
+            if default.field == "ffn_hidden_size":  # as many weights as without the gate
+                value = int(8 * _read(settings, "hidden_size") / 3 / 64) * 64
+            settings[default.field] = tuple(value) if isinstance(value, list) else value
     notes, kept = [], []
     typed = [fields[name].typed(settings[name]) for name in settings if name not in given]
     if typed:
@@ -263,15 +193,91 @@ def note_of_open(given: Given, closed: Collection[str]) -> tuple[str, ...]:
 
 Change = tuple[dict[str, Any], str]
 """New values by field, and the note."""
+
+
 Find = Callable[[Run, Given], Change | None]
 
-_FINDERS: list[Find] = []
+
+def _leaves_out(names: Sequence[str], where: Callable[[Run], Any], note: str, readers: Sequence[str] = ()) -> Find:
+    """Return what leaves settings out of a run that does without them, `where`; the note names `readers` after them."""
+
+    def find(run: Run, given: Given) -> Change | None:
+        stray = set_among(run, names)
+        if not stray or not where(run):
+            return None
+        return _left_out(stray), f"{_typed(run, (*stray, *readers))}: {note}"
+
+    return find
+
+
+def _shards_gradients(run: Run) -> bool:
+    """Return whether gradients are sharded: ZeRO stage 2 or 3."""
+    strategy = run.parallel.data_parallel_sharding_strategy
+    return strategy in SHARDING_STRATEGIES[2:] or run.parallel.use_torch_fsdp2
+
+
+_FINDERS: list[Find] = [
+    _leaves_out(
+        ["sequence_parallel"],
+        lambda run: run.parallel.tensor_model_parallel_size == 1,
+        "is off, as in Megatron-LM: there is one TP rank",
+    ),
+    _leaves_out(
+        ["moe_expert_capacity_factor"],
+        lambda run: (run.moe.moe_expert_capacity_factor or 0) < 0,
+        "is none, as in Megatron-LM: no token is dropped",
+    ),
+    _leaves_out(
+        ["overlap_grad_reduce", "overlap_param_gather"],
+        _shards_gradients,
+        "always so from ZeRO stage 2 on: each layer is gathered and reduced behind the computation of the next",
+    ),
+    _leaves_out(
+        ["overlap_moe_expert_parallel_comm", "delay_wgrad_compute"],
+        lambda run: run.moe.overlap_moe_expert_parallel_comm and _shards_gradients(run),
+        "NOT OVERLAPPED from ZeRO stage 2 on, where a layer's weights are gathered when it is called as a whole; the"
+        " numbers are the same",
+    ),
+    _leaves_out(
+        ["fine_grained_activation_offloading", "offload_modules"],
+        lambda run: (
+            run.moe.overlap_moe_expert_parallel_comm
+            and run.training.fine_grained_activation_offloading
+            and run.training.offload_modules
+        ),
+        "ACTIVATIONS STAY ON THE DEVICE and take its memory, since --overlap-moe-expert-parallel-comm computes layers"
+        " in parts; the numbers are the same",
+    ),
+    _leaves_out(
+        ["fp8_param_gather"],
+        lambda run: True,
+        "NOT STORED IN FP8, weights are stored and gathered in the model's dtype and rounded to FP8 for a product,"
+        " which is more exact and takes more memory and traffic",
+    ),
+    _leaves_out(
+        ["delay_wgrad_compute"],
+        lambda run: run.precision.fp8_format is not None,
+        "left out, FP8 products find the gradients of rows and weights together; the numbers are the same",
+    ),
+    _leaves_out(
+        ["use_rope_scaling"],
+        lambda run: run.model.multi_latent_attention,
+        "left out, latent attention does not read it; its positions are scaled by --rope-type yarn",
+        ["rope_type"],
+    ),
+    _leaves_out(
+        TIKTOKEN_FIELDS,
+        lambda run: run.data.tokenizer_type != "TikTokenizer",
+        "left out, TikTokenizer alone reads it",
+        ["tokenizer_type"],
+    ),
+]
 
 
 def as_megatron_reads(given: Given) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the settings without those that Megatron-LM accepts and ignores, with a note for each change."""
     settings, notes = dict(given), []
-    for find in (*_FINDERS, *_unread()):
+    for find in (*_FINDERS, *map(_unread, UNREAD)):
         change = find(build(settings), settings)
         if change is not None:
             settings |= change[0]
@@ -279,38 +285,15 @@ def as_megatron_reads(given: Given) -> tuple[dict[str, Any], tuple[str, ...]]:
     return settings, tuple(notes)
 
 
-def _unread() -> Iterator[Find]:
-    """Yield what leaves settings out that the rules refuse because a run does not read them."""
-    for entry in UNREAD:
-        if not entry.in_megatron:
-            continue
-        names = [name for name in entry.fields if name not in entry.refused_there]
-        why, _, _ = entry.reason.partition("; ")
-        yield _leaves_out(names, entry.readers, entry.is_read, why)
-    yield _leaves_out(
-        ["use_rope_scaling"],
-        ("rope_type",),
-        lambda run: not run.model.multi_latent_attention,
-        "latent attention does not read it; its positions are scaled by --rope-type yarn",
-    )
-    yield _leaves_out(
-        TIKTOKEN_FIELDS,
-        ("tokenizer_type",),
-        lambda run: run.data.tokenizer_type == "TikTokenizer",
-        "TikTokenizer alone reads it",
-    )
+def _unread(entry: Unread) -> Find:
+    """Return what leaves out settings that the rules refuse because a run does not read them."""
+    names = [name for name in entry.fields if name not in entry.refused_there]
 
+    def is_unread(run: Run) -> bool:
+        has_rule = run.moe.num_experts is None and all_fields()[names[0]].section == "moe"  # about a dense model
+        return entry.in_megatron and not (has_rule or entry.is_read(run))
 
-def _leaves_out(names: Iterable[str], readers: tuple[str, ...], is_read: Callable[[Run], Any], why: str) -> Find:
-    def find(run: Run, given: Given) -> Change | None:
-        stray = set_among(run, names)
-        if not stray or is_read(run):
-            return None
-        if run.moe.num_experts is None and all_fields()[stray[0]].section == "moe":
-            return None  # a dense model has a rule about all of them
-        return _left_out(stray), f"{_typed(run, (*stray, *readers))}: left out, {why}"
-
-    return find
+    return _leaves_out(names, is_unread, f"left out, {entry.reason.partition('; ')[0]}", entry.readers)
 
 
 def _finder(find: Find) -> Find:
@@ -320,19 +303,11 @@ def _finder(find: Find) -> Find:
 
 
 def _typed(run: Run, names: Iterable[str]) -> str:
-    return ", ".join(spelled(run, name) for name in names)
+    return ", ".join(map(partial(spelled, run), names))
 
 
 def _left_out(names: Iterable[str]) -> dict[str, Any]:
     return {name: all_fields()[name].default for name in names}
-
-
-@_finder
-def sequence_parallelism_of_one_rank(run: Run, given: Given) -> Change | None:
-    """Switch sequence parallelism off without TP, since it splits activations over the TP ranks."""
-    if not run.parallel.sequence_parallel or run.parallel.tensor_model_parallel_size != 1:
-        return None
-    return {"sequence_parallel": False}, "--sequence-parallel: is off, as in Megatron-LM: there is one TP rank"
 
 
 @_finder
@@ -363,11 +338,15 @@ def yarn_of_latent_attention(run: Run, given: Given) -> Change | None:
 def losses_without_weight(run: Run, given: Given) -> Change | None:
     """Leave out auxiliary losses whose coefficient is 0."""
     kinds, coeffs = run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff
-    idle = [kind for kind, coeff in zip(kinds, coeffs) if kind not in ("none", "sinkhorn") and not coeff]
+    idle, rest = [], []
+    for kind, coeff in zip(kinds, coeffs):
+        if kind in ("none", "sinkhorn") or coeff:
+            rest.append((kind, coeff))
+        else:
+            idle.append(kind)
     if not idle or len(kinds) != len(coeffs) or run.moe.num_experts is None:
         return None
-    rest = [pair for pair in zip(kinds, coeffs) if pair[0] not in idle] or [("none", 0.0)]
-    left_kinds, left_coeffs = zip(*rest)
+    left_kinds, left_coeffs = zip(*rest or [("none", 0.0)])
     return {"moe_router_load_balancing_type": left_kinds, "moe_aux_loss_coeff": left_coeffs}, (
         f"--moe-router-load-balancing-type {' '.join(idle)}: NOT ADDED, its coefficient is 0, Megatron-LM's default;"
         " --moe-aux-loss-coeff 0.01 adds it"
@@ -387,59 +366,6 @@ def coefficients_without_losses(run: Run, given: Given) -> Change | None:
 
 
 @_finder
-def capacity_below_zero(run: Run, given: Given) -> Change | None:
-    """Take a capacity below zero for none."""
-    factor = run.moe.moe_expert_capacity_factor
-    if factor is None or factor >= 0:
-        return None
-    return {"moe_expert_capacity_factor": None}, (
-        f"--moe-expert-capacity-factor {factor}: is none, as in Megatron-LM: no token is dropped"
-    )
-
-
-def _shards_gradients(run: Run) -> bool:
-    """Return whether gradients are sharded: ZeRO stage 2 or 3."""
-    strategy = run.parallel.data_parallel_sharding_strategy
-    return strategy in SHARDING_STRATEGIES[2:] or run.parallel.use_torch_fsdp2
-
-
-@_finder
-def buckets_of_sharded_gradients(run: Run, given: Given) -> Change | None:
-    """Leave out the overlap of the engine's buckets from ZeRO stage 2 on, which has none and overlaps by itself."""
-    names = set_among(run, ("overlap_grad_reduce", "overlap_param_gather"))
-    if not names or not _shards_gradients(run):
-        return None
-    return _left_out(names), (
-        f"{_typed(run, names)}: always so from ZeRO stage 2 on: each layer is gathered and reduced behind the"
-        " computation of the next"
-    )
-
-
-@_finder
-def overlap_of_sharded_layers(run: Run, given: Given) -> Change | None:
-    """Leave out from ZeRO stage 2 on the overlap of two micro-batches, which takes sharded layers apart."""
-    names = set_among(run, ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"))
-    if not run.moe.overlap_moe_expert_parallel_comm or not _shards_gradients(run):
-        return None
-    return _left_out(names), (
-        f"{_typed(run, names)}: NOT OVERLAPPED from ZeRO stage 2 on, where a layer's weights are gathered when it is"
-        " called as a whole; the numbers are the same"
-    )
-
-
-@_finder
-def offload_of_overlapping_batches(run: Run, given: Given) -> Change | None:
-    """Leave out the offload of activations where micro-batches overlap, whose layers are computed in parts."""
-    names = set_among(run, ("fine_grained_activation_offloading", "offload_modules"))
-    if len(names) < 2 or not run.moe.overlap_moe_expert_parallel_comm:
-        return None
-    return _left_out(names), (
-        f"{_typed(run, names)}: ACTIVATIONS STAY ON THE DEVICE and take its memory, since"
-        " --overlap-moe-expert-parallel-comm computes layers in parts; the numbers are the same"
-    )
-
-
-@_finder
 def offload_of_what_is_not_kept(run: Run, given: Given) -> Change | None:
     """Leave out of the offloaded modules those whose inputs are recomputed."""
     modules, recomputed = run.training.offload_modules or (), run.training.recompute_modules or ()
@@ -451,28 +377,6 @@ def offload_of_what_is_not_kept(run: Run, given: Given) -> Change | None:
     return {"offload_modules": None, **changed}, (
         f"{_typed(run, ['offload_modules'])}: without {' '.join(lost)}, which"
         f" {_typed(run, ['recompute_modules'])} does not keep"
-    )
-
-
-@_finder
-def weights_in_fp8(run: Run, given: Given) -> Change | None:
-    """Store and gather in the model's dtype what Megatron-LM stores in FP8: a product rounds the weight itself."""
-    if not run.precision.fp8_param_gather:
-        return None
-    return {"fp8_param_gather": False}, (
-        "--fp8-param-gather: NOT STORED IN FP8, weights are stored and gathered in the model's dtype and rounded to FP8"
-        " for a product, which is more exact and takes more memory and traffic"
-    )
-
-
-@_finder
-def later_gradients_of_fp8_products(run: Run, given: Given) -> Change | None:
-    """Compute the gradients of FP8 products' weights in their place: they are found together with those of rows."""
-    if not run.moe.delay_wgrad_compute or run.precision.fp8_format is None:
-        return None
-    return {"delay_wgrad_compute": False}, (
-        "--delay-wgrad-compute: left out, FP8 products find the gradients of rows and weights together; the numbers are"
-        " the same"
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import operator
 import platform
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -49,25 +50,23 @@ def non_finite(tensor: Tensor) -> int:
     return count
 
 
-def require_finite(tensor: Tensor, name: str, where: str) -> None:
-    """Check that all numbers are finite.
-
-    Raises:
-        ConfigError: some are not; the message names the tensor and how many.
-    """
-    if count := non_finite(tensor):
+def taken(tensor: Tensor, dtype: torch.dtype, entry: Row, name: str, where: str) -> Tensor:
+    """Return a tensor of the source, checked and cast, and complete its entry. Raises ConfigError: it is damaged."""
+    if tensor.is_floating_point() and (count := non_finite(tensor)):
         raise ConfigError(
             f"{where}: tensor {name} holds {count} of {tensor.numel()} numbers that are not finite (NaN or Inf); a "
             "model that has them is damaged: bring the file back from its source"
         )
+    if "sha256" not in entry:
+        entry["sha256"] = sha256(tensor)
+    result = cast(tensor, dtype, name)
+    if entry["dtype"] != dtype_name(dtype):
+        entry["sha256_as_written"] = sha256(result)
+    return result
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Return the tensor in another dtype; widening is exact.
-
-    Raises:
-        ConfigError: a number is too large for the dtype.
-    """
+    """Return the tensor in another dtype; widening is exact. Raises ConfigError: a number is too large for it."""
     if tensor.dtype == dtype:
         return tensor
     result = tensor.to(dtype)
@@ -79,27 +78,15 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return result
 
 
-def rounded_before(name: str, dtype: torch.dtype, path: Path, kept: str) -> str:
-    """Return the warning about a tensor that is fp32 in every model and was stored in another dtype."""
-    return (
-        f"PRECISION WARNING: {name} is {dtype_name(dtype)} in {path}, must be float32: it was rounded before it was "
-        f"saved; {kept}"
-    )
-
-
-def hf_entry(name: str, shape: Shape, dtype: torch.dtype, digest: str) -> Row:
-    """Return a row's entry of one tensor of a Hugging Face folder."""
-    return {"name": name, "shape": list(shape), "dtype": dtype_name(dtype), "sha256": digest}
-
-
 def native_entry(key: str, start: Shape, block: Tensor) -> Row:
     """Return a row's entry of one block of a native checkpoint, hashed."""
     dtype, shape = dtype_name(block.dtype), list(block.shape)
     return {"key": key, "start": list(start), "shape": shape, "dtype": dtype, "sha256": sha256(block)}
 
 
-def cast_name(before: str, after: str) -> str | None:
+def cast_name(entries: Iterable[Row], dtype: torch.dtype) -> str | None:
     """Return a row's name for a change of dtype; None if there is none."""
+    before, after = " and ".join(sorted(set(map(operator.itemgetter("dtype"), entries)))), dtype_name(dtype)
     return None if before == after else f"{before} -> {after}"
 
 
@@ -109,27 +96,18 @@ def expected(entry: Row) -> str:
 
 
 def require_same(found: str, wanted: str, name: str, what: str) -> None:
-    """Check that a hash is the expected one.
-
-    Raises:
-        ConfigError: it is not; the message names the tensor.
-    """
+    """Check that a hash is the expected one. Raises ConfigError: it is not; the message names the tensor."""
     if found != wanted:
         raise ConfigError(f"{name}: {what}: SHA-256 {found} instead of {wanted}; nothing was published")
 
 
 def require_shapes(found: dict[str, Shape], wanted: dict[str, Shape], head: str, unknown: str) -> None:
-    """Check that tensors are exactly the wanted ones, by name and shape.
+    """Check that tensors are exactly the wanted ones, by name and shape. Raises ConfigError: a list after `head`.
 
-    Args:
-        head: the beginning of the message.
-        unknown: what the message says of a tensor that is not wanted.
-
-    Raises:
-        ConfigError: they are not; the message lists them.
+    unknown: what the message says of a tensor that is not wanted.
     """
-    wrong = [f"missing: {key}" for key in sorted(wanted.keys() - found.keys())]
-    wrong += [f"{unknown}: {key}" for key in sorted(found.keys() - wanted.keys())]
+    wrong = list(map("missing: {}".format, sorted(wanted.keys() - found.keys())))
+    wrong += map(f"{unknown}: {{}}".format, sorted(found.keys() - wanted.keys()))
     for key in sorted(found.keys() & wanted.keys()):
         if found[key] != wanted[key]:
             wrong.append(f"{key}: shape {list(found[key])}, its configuration says {list(wanted[key])}")
@@ -140,52 +118,50 @@ def require_shapes(found: dict[str, Shape], wanted: dict[str, Shape], head: str,
 def require_coverage(rows: Sequence[Row], names: Iterable[str], shapes: dict[str, Shape], where: str) -> None:
     """Check that every tensor of the folder, and every element of the native tensors, is in exactly one row.
 
-    Args:
-        rows: the certificate's rows.
-        names: names of the folder's tensors that have to be there.
-        shapes: shapes of the native tensors, by key.
-        where: the source, for the message.
-
-    Raises:
-        ConfigError: some are not; the message lists them.
+    names: of the folder's tensors. shapes: of the native tensors, by key. where: the source, for the ConfigError.
     """
-    used = Counter(entry["name"] for row in rows for entry in row.get("hf", ()))
-    wanted = set(names)
-    wrong = [f"{name} is used {used[name]} times" for name in sorted(wanted | used.keys()) if used[name] != 1]
-    wrong += [f"{name} is unexpected" for name in sorted(used.keys() - wanted)]
-    boxes: dict[str, list[index.TensorPart]] = {}
+    used, wanted = Counter[str](), set(names)
+    boxes: dict[str, list[tuple[Shape, Shape]]] = {}
     for row in rows:
-        box = row["native"]
-        part = index.TensorPart(tuple(box["start"]), tuple(box["shape"]), index.StoredBytes("", 0, 0))
-        boxes.setdefault(box["key"], []).append(part)
+        native = row["native"]
+        for entry in row.get("hf", ()):
+            used[entry["name"]] += 1
+        boxes.setdefault(native["key"], []).append((tuple(native["start"]), tuple(native["shape"])))
+    wrong = list(map("{} is unexpected".format, sorted(used.keys() - wanted)))
+    for name in sorted(wanted | used.keys()):
+        if used[name] != 1:
+            wrong.append(f"{name} is used {used[name]} times")
     for key in sorted(boxes.keys() | shapes.keys()):
-        parts, shape = boxes.get(key, []), shapes.get(key)
-        if shape is None:
+        if key not in shapes:
             wrong.append(f"{key} is not a tensor of the model")
-            continue
-        filled = sum(math.prod(part.shape) for part in parts)
-        outside = any(a + n > b for part in parts for a, n, b in zip(part.start, part.shape, shape))
-        if filled != math.prod(shape) or outside or index.overlap(parts):
-            wrong.append(
-                f"{key}: {filled} of {math.prod(shape)} elements in {len(parts)} blocks, each to be there once"
-            )
+        elif defect := uncovered(boxes.get(key, ()), shapes[key]):
+            wrong.append(f"{key}: {defect}")
     if wrong:
         raise ConfigError(listing(f"{where}: not every tensor is converted exactly once:", wrong))
 
 
+def uncovered(boxes: Sequence[tuple[Shape, Shape]], whole: Shape) -> str | None:
+    """Return what is wrong with boxes (start, shape) that are to fill a tensor; None if each element is in one."""
+    parts, filled, total = [], 0, math.prod(whole)
+    for start, shape in boxes:
+        parts.append(index.TensorPart(start, shape, index.StoredBytes("", 0, 0)))
+        filled += math.prod(shape)
+        if len(shape) != len(whole) or any(map(int.__gt__, map(int.__add__, start, shape), whole)):
+            return f"{list(shape)} from {list(start)} on is not within it, which has {list(whole)}"
+    if filled != total or index.overlap(parts):
+        return f"{filled} of {total} elements in {len(parts)} blocks, each to be there once"
+    return None
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the programs that a conversion depends on."""
-    return {
-        **source_version(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": importlib.metadata.version("numpy"),
-    }
+    found = {**source_version(), "python": platform.python_version(), "torch": torch.__version__}
+    return {**found, "numpy": importlib.metadata.version("numpy")}
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write a certificate, whole or not at all; a line per tensor."""
     tensors = content["tensors"]
     head = json.dumps({**content, "tensors": []}, indent=1, allow_nan=False)
-    rows = ",\n".join(f"  {json.dumps(row, separators=(', ', ': '), allow_nan=False)}" for row in tensors)
-    replace_text(path, head.replace('"tensors": []', f'"tensors": [\n{rows}\n ]') + "\n")
+    rows = ",\n  ".join(map(json.JSONEncoder(allow_nan=False).encode, tensors))
+    replace_text(path, head.replace('"tensors": []', f'"tensors": [\n  {rows}\n ]') + "\n")

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,8 @@ from megatron_moe_tools.models.source import locate
 NAME = "megatron-moe convert"
 
 if TYPE_CHECKING:  # flags and folders are checked before torch is loaded
-    from megatron_moe_tools.convert.exported_files import ExportedTokenizer
     from megatron_moe_tools.convert.parity import Parity
-    from megatron_moe_tools.convert.pipeline import Conversion
+    from megatron_moe_tools.convert.pipeline import ConversionSink
     from megatron_moe_tools.convert.workspace import Workspace
 
 DONE, NOT_VERIFIED = 0, 1
@@ -60,9 +60,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--load", required=True, metavar="DIR", help="the source: a folder of Hugging Face's with "
                    "config.json and .safetensors files; a folder of checkpoints, or one iter_* of it, of this "
                    "framework or Megatron-LM's (--ckpt-format torch_dist or torch)")  # fmt: skip
-    p.add_argument(
-        "--ckpt-step", type=int, metavar="N", help="which step of a folder of checkpoints; default: the newest"
-    )
+    p.add_argument("--ckpt-step", type=int, metavar="N", help="which step of a folder of checkpoints (default: newest)")
     p.add_argument("--save", required=True, metavar="DIR", help="the output: a folder that is empty or not there yet")
     p.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp8"), help="cast weights; expert_bias stays fp32. "
                    "fp8, to hf: linear layers in e4m3 with a scale per 128 x 128 block, as DeepSeek publishes them, "
@@ -96,49 +94,60 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Convert as the flags say and return the exit status."""
-    return run_program(
-        NAME,
-        _main,
-        argv,
-        interrupted="interrupted; the same command goes on from here",
-        errors=(ConfigError, OSError),
-        rank=0,
-    )
+    again = "interrupted; the same command goes on from here"
+    return run_program(NAME, run, argv, interrupted=again, errors=(ConfigError, OSError), rank=0)
 
 
-def _main(argv: list[str]) -> int:
+def run(argv: list[str]) -> int:
+    """Convert as the flags say and return the exit status. Raises ConfigError, OSError: nothing is left."""
     args, words = parser().parse_known_args(argv)
-    _check_flags(args)
+    _check(args)
     args.given = _given(args, words)
-    _require_source(args)
-    _require_target(args)
-    args.exported = _tokenizer(args)
-    from megatron_moe_tools.convert.pipeline import convert, interruptible
+    args.exported = None
+    if (args.origin, args.target) == ("native", "hf") and not args.verify_only:  # found before torch is loaded
+        from megatron_moe_tools.convert.exported_files import exported_tokenizer
+
+        step, _ = folder.step_of(Path(args.load), args.ckpt_step) or (None, None)
+        named = {name: getattr(args, name) for name in TOKENIZER_FIELDS if getattr(args, name) is not None}
+        if step is not None:
+            args.exported = exported_tokenizer(step, named, args.no_tokenizer)
+    from megatron_moe_tools.convert.pipeline import convert
     from megatron_moe_tools.convert.workspace import Workspace, hidden_folder, published_before, require_free
 
     if args.verify_only:
         return DONE if _parity(args, Path(args.save)).passed else NOT_VERIFIED
     load, save = Path(args.load), Path(os.path.abspath(args.save))
-    conversion = _planned(args)
-    identity = conversion.identity()
+    sink = _planned(args)
+    identity = sink.identity()
     if published_before(save, identity):
         shutil.rmtree(hidden_folder(save))
         print(f"{save} was complete already")
         return DONE
     require_free(save, load)
     if args.verify:  # is there memory for the model, before hours of conversion
-        from megatron_moe_tools.convert.parity import require_memory
+        from megatron_moe_tools.convert.parity import require_memory_to_verify
 
-        require_memory(locate(load, args.ckpt_step, args.family), args.verify_layers)
-    for line in (*conversion.notes, *conversion.warnings):
+        require_memory_to_verify(locate(load, args.ckpt_step, args.family), args.verify_layers)
+    for line in (*sink.source.notes, *sink.source.warnings):
         note(line)
     if args.dry_run:
-        print("\n".join(conversion.plan_lines(save)))
+        inputs, free = sink.source.inputs, free_bytes(save.parent)
+        blocks = sum(len(file.content) for file in sink.files)
+        read = sum(path.stat().st_size for path in inputs.values())
+        left = "an unknown number of bytes" if free is None else size_text(free, exact=True)
+        print(f"{sink.direction}: {sink.source.path} -> {save}\n  {sink.summary}")
+        print(f"  reads {size_text(read, exact=True)} in {len(inputs)} files")
+        print(
+            f"  writes {size_text(sink.num_bytes, exact=True)} at most, {blocks} blocks in "
+            f"{len(sink.files)} files and small ones; {left} free"
+        )
+        for file in sink.files:
+            print(f"    {file.name}: {len(file.content)} blocks, {size_text(file.num_bytes)}")
         return DONE
     workspace = Workspace(save, identity)
-    with interruptible(), workspace.open():
+    with workspace.open():
         try:
-            content = convert(conversion, workspace)
+            content = convert(sink, workspace)
             if args.verify:
                 content["verification"] = _parity(args, workspace.output).as_dict()
             return _publish(args, workspace, content)
@@ -148,46 +157,42 @@ def _main(argv: list[str]) -> int:
             workspace.discard()
             if not full or free is None:
                 raise
-            needed, left = size_text(conversion.num_bytes, exact=True), size_text(free, exact=True)
-            raise ConfigError(
-                f"--save {save}: the disk is full: {needed} are needed in all, {left} were left"
-            ) from error
+            size, left = size_text(sink.num_bytes, exact=True), size_text(free, exact=True)
+            raise ConfigError(f"--save {save}: the disk is full: {size} are needed in all, {left} were left") from error
 
 
-def _check_flags(args: argparse.Namespace) -> None:
-    way = (args.origin, args.target)
+def _check(args: argparse.Namespace) -> None:
+    """Check flags, --load by its small files and headers, and --save, before torch is loaded."""
+    way, verifies = (args.origin, args.target), args.verify or args.verify_only
     if way == ("hf", "hf"):
         raise ConfigError("--from hf --to hf: there is nothing to convert; one of them is native")
     if "megatron" in way and "native" not in way:
         raise ConfigError(f"--from {args.origin} --to {args.target}: is done in two steps, by way of --to native")
     if args.no_optim and "hf" in way:
-        raise ConfigError(
-            "--no-optim: is for --from native --to native, and for checkpoints of Megatron-LM; a folder of Hugging "
-            "Face's has no optimizer"
-        )
+        raise ConfigError("--no-optim: is for --from native --to native, and megatron; a Hugging Face folder has none")
     if args.average_steps is not None and (way != ("native", "native") or args.ckpt_step is not None):
         shown = f"--average-steps {' '.join(map(str, args.average_steps))}"
         raise ConfigError(f"{shown}: is for --from native --to native, and takes the place of --ckpt-step")
     if args.ema and (args.origin != "native" or args.target == "megatron" or args.average_steps is not None):
         raise ConfigError("--ema: is for --from native --to native and --to hf, and a step's own average")
-    if args.ema and (args.verify or args.verify_only):
+    if args.ema and verifies:
         raise ConfigError("--ema: --verify compares with the step's weights, which are others; drop one of the two")
-    if (args.verify or args.verify_only or args.verify_layers is not None) and "hf" not in way:
-        raise ConfigError(
-            "--verify: compares with a Hugging Face folder; between checkpoints, hashes are compared anyway"
-        )
+    if (verifies or args.verify_layers is not None) and "hf" not in way:
+        raise ConfigError("--verify: compares with a Hugging Face folder; hashes of checkpoints are compared anyway")
     if args.transformer_impl is not None and args.target != "megatron":
         raise ConfigError(f"--transformer-impl {args.transformer_impl}: is for --to megatron")
     if args.expert_model_parallel_size is not None and (args.target != "megatron" or args.no_optim):
-        shown = f"--expert-model-parallel-size {args.expert_model_parallel_size}"
-        raise ConfigError(f"{shown}: is for --to megatron with the optimizer; weights alone fit any number of ranks")
+        raise ConfigError(
+            f"--expert-model-parallel-size {args.expert_model_parallel_size}: is for --to megatron with the optimizer; "
+            "weights alone fit any number of ranks"
+        )
     if args.drop_mtp and "megatron" in way:
         raise ConfigError("--drop-mtp: is for folders of Hugging Face; from and to megatron nothing is left out")
-    if args.verify_layers is not None and not (args.verify or args.verify_only):
+    if args.verify_layers is not None and not verifies:
         raise ConfigError(f"--verify-layers {args.verify_layers}: says how much is verified; add --verify")
     if args.verify_layers is not None and args.verify_layers < 1:
         raise ConfigError(f"--verify-layers {args.verify_layers}: must be at least 1")
-    if args.allow_suspicious_weights and args.origin == "native" and not (args.verify or args.verify_only):
+    if args.allow_suspicious_weights and args.origin == "native" and not verifies:
         raise ConfigError(f"{ALLOW}: is for --from hf and megatron, and for --verify; drop it")
     if args.family is not None and args.target != "hf":
         raise ConfigError(f"--family {args.family}: is for --to hf; a folder's config.json says what it is")
@@ -200,10 +205,32 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"--{tokenizers[0].replace('_', '-')}: is for --from native --to hf")
     if args.ckpt_step is not None and args.origin == "hf":
         raise ConfigError(f"--ckpt-step {args.ckpt_step}: is for --from native; a Hugging Face folder has no steps")
-    if args.verify and importlib.util.find_spec("transformers") is None:
+    if verifies and importlib.util.find_spec("transformers") is None:
         raise ConfigError("--verify: compares with transformers, which is not installed; install it, or leave it out")
     require_writable("--certificate", args.certificate)
     args.max_shard_bytes = _size(args.max_shard_size)
+    load, save = Path(args.load), Path(os.path.abspath(args.save))
+    steps = [load, *(folder.step_folder(load, number) for number in folder.steps(load))]
+    is_ours = (load / folder.OWNER).exists() or any((step / folder.STATE).exists() for step in steps)
+    if args.origin != "native" and load.is_dir() and (is_ours or (args.origin == "hf" and len(steps) > 1)):
+        raise ConfigError(f"--from {args.origin}: --load {load} is a checkpoint of ours; --from native converts it")
+    if args.origin == "hf" and load.is_dir():
+        settings_of(HFFolder.open(load), f"--load {load}")
+    elif (load / folder.CONFIG).exists() and not any((load / file).exists() for file in (folder.STATE, folder.LATEST)):
+        raise ConfigError(f"--from {args.origin}: --load {load} is a Hugging Face folder; --from hf converts it")
+    elif args.origin == "native" or not load.is_dir():
+        locate(load, args.ckpt_step, args.family)
+    from megatron_moe_tools.convert.workspace import hidden_folder, require_free
+
+    if args.verify_only:
+        if not save.is_dir():
+            raise ConfigError(f"--verify-only: --save {args.save} is no folder; name one that was converted to")
+    elif save in (Path.cwd(), Path(save.anchor)):
+        # The output is renamed to its target, which would take the current folder away from the shell.
+        raise ConfigError(f"--save {args.save}: is a folder that is in use; name a new folder")
+    elif not hidden_folder(save).is_dir():  # otherwise an earlier start has left work there
+        require_writable_folder("--save", args.save)
+        require_free(save, load)
 
 
 def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
@@ -213,33 +240,16 @@ def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     if words and (args.origin, args.target) != ("megatron", "native"):
         raise ConfigError(f"unexpected argument {words[0]!r}: flags of the model are for --from megatron")
     given: dict[str, Any] = {}
-
-    def kept(settings: dict[str, Any]) -> dict[str, Any]:
-        given.update(settings)
-        return settings
-
     if words:
-        compat.parse(words, filled_in=kept)
+        compat.parse(words, filled_in=lambda settings: given.update(settings) or settings)
     fields = all_fields()
-    others = [
-        fields[name].typed(value) for name, value in given.items() if fields[name].section not in ("model", "moe")
-    ]
+    others = []
+    for name, value in given.items():
+        if fields[name].section not in ("model", "moe"):
+            others.append(fields[name].typed(value))
     if others:
         raise ConfigError(f"{', '.join(others)}: is no setting of the model, which a conversion is about; drop it")
     return given
-
-
-def _tokenizer(args: argparse.Namespace) -> ExportedTokenizer | None:
-    """Return the tokenizer that an export gets, or None; a mistake about it is found before torch is loaded."""
-    if (args.origin, args.target) != ("native", "hf") or args.verify_only:
-        return None
-    found = folder.step_of(Path(args.load), args.ckpt_step)
-    if found is None:
-        return None
-    from megatron_moe_tools.convert.exported_files import exported_tokenizer
-
-    given = {name: getattr(args, name) for name in TOKENIZER_FIELDS if getattr(args, name) is not None}
-    return exported_tokenizer(found[0], given, args.no_tokenizer)
 
 
 def _size(text: str) -> int:
@@ -254,75 +264,32 @@ def _size(text: str) -> int:
     return number
 
 
-def _require_source(args: argparse.Namespace) -> None:
-    """Check --load by its small files and headers, before torch is loaded."""
-    load = Path(args.load)
-    steps = [folder.step_folder(load, number) for number in folder.steps(load)]
-    if args.origin == "hf" and load.is_dir():
-        if (load / folder.OWNER).exists() or (load / folder.STATE).exists() or steps:
-            raise ConfigError(f"--from hf: --load {load} is a checkpoint of this framework; --from native converts it")
-        settings_of(HFFolder.open(load), f"--load {load}")
-    elif (load / folder.CONFIG).exists() and not any((load / file).exists() for file in (folder.STATE, folder.LATEST)):
-        raise ConfigError(f"--from {args.origin}: --load {load} is a Hugging Face folder; --from hf converts it")
-    elif args.origin == "megatron" and any((step / folder.STATE).exists() for step in (load, *steps)):
-        raise ConfigError(f"--from megatron: --load {load} is a checkpoint of this framework; --from native is right")
-    elif args.origin == "native" or not load.is_dir():
-        locate(load, args.ckpt_step, args.family)
-
-
-def _require_target(args: argparse.Namespace) -> None:
-    """Check --save before torch is loaded, unless an earlier start of a conversion has left work there."""
-    from megatron_moe_tools.convert.workspace import hidden_folder, require_free
-
-    save = Path(os.path.abspath(args.save))
-    if args.verify_only:
-        if not save.is_dir():
-            raise ConfigError(f"--verify-only: --save {args.save} is no folder; name one that was converted to")
-    elif save in (Path.cwd(), Path(save.anchor)):
-        # The output is renamed to its target, which would take the current folder away from the shell.
-        raise ConfigError(f"--save {args.save}: is a folder that is in use; name a new folder")
-    elif not hidden_folder(save).is_dir():
-        require_writable_folder("--save", args.save)
-        require_free(save, Path(args.load))
-
-
-def _planned(args: argparse.Namespace) -> Conversion:
-    """Return the conversion that the flags ask for; the source's small files and headers are read."""
+def _planned(args: argparse.Namespace) -> ConversionSink:
+    """Return the output that the flags ask for; the source's small files and headers are read."""
     from megatron_moe_tools.convert import certificate
     from megatron_moe_tools.convert.hugging_face import HuggingFaceSink, HuggingFaceSource
     from megatron_moe_tools.convert.megatron import MegatronSink, MegatronSource, open_checkpoint
-    from megatron_moe_tools.convert.native import AveragedSource, NativeSink, NativeSource, steps_to_average
-    from megatron_moe_tools.convert.pipeline import Conversion, ConversionOptions
+    from megatron_moe_tools.convert.native import AveragedSource, NativeSink, NativeSource
+    from megatron_moe_tools.convert.pipeline import ConversionOptions
 
-    fp8 = args.dtype == "fp8"
-    options = ConversionOptions(
-        dtype=None if args.dtype is None else certificate.DTYPES["bf16" if fp8 else args.dtype],
-        fp8=fp8,
-        family=args.family,
-        drop_mtp=args.drop_mtp,
-        no_optim=args.no_optim,
-        ema=args.ema,
-        allow_suspicious_weights=args.allow_suspicious_weights,
-        max_shard_bytes=args.max_shard_bytes,
-    )
+    args.fp8 = args.dtype == "fp8"
+    args.dtype = certificate.DTYPES.get("bf16" if args.fp8 else args.dtype)
+    options = ConversionOptions(**{field.name: getattr(args, field.name) for field in fields(ConversionOptions)})
     load = Path(args.load)
     if args.origin == "megatron":
-        megatron = MegatronSource(open_checkpoint(load, args.ckpt_step), options, args.given)
-        return Conversion(megatron, NativeSink(megatron))
+        return NativeSink(MegatronSource(open_checkpoint(load, args.ckpt_step), options, args.given))
     if args.origin == "hf":
-        hugging_face = HuggingFaceSource(HFFolder.open(load), options)
-        return Conversion(hugging_face, NativeSink(hugging_face))
+        return NativeSink(HuggingFaceSource(HFFolder.open(load), options))
     if args.average_steps is not None:
-        averaged = AveragedSource(steps_to_average(load, args.average_steps), options)
-        return Conversion(averaged, NativeSink(averaged))
+        return NativeSink(AveragedSource(load, args.average_steps, options))
     model = locate(load, args.ckpt_step, args.family)
     native = NativeSource(model.path, options, model.notes)
     if args.target == "hf":
-        return Conversion(native, HuggingFaceSink(native, model, args.exported))
+        return HuggingFaceSink(native, model, args.exported)
     if args.target == "megatron":
         impl = args.transformer_impl or "transformer_engine"
-        return Conversion(native, MegatronSink(native, model, impl, args.expert_model_parallel_size))
-    return Conversion(native, NativeSink(native))
+        return MegatronSink(native, model, impl, args.expert_model_parallel_size)
+    return NativeSink(native)
 
 
 def _publish(args: argparse.Namespace, workspace: Workspace, content: dict[str, Any]) -> int:

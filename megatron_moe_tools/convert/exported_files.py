@@ -13,8 +13,9 @@ A tokenizer that should be there and is not is an error before anything is writt
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,11 @@ from megatron_moe.data.tokenizer_choice import tokenizer_of_step
 from megatron_moe.data.tokenizers import HuggingFaceTokenizer
 from megatron_moe.data.transformers_files import PIECES, TEMPLATE, transformers_files
 from megatron_moe.hf.families import Family
-from megatron_moe.io.hashing import FileEntry
 
 GENERATION = "generation_config.json"
 _NULL = "NullTokenizer"
 _VOCABULARIES = (JSON, PIECES, KIMI_FILE, "vocab.json")
-_TOKENIZER_FILES = {
-    *(*_VOCABULARIES, SETTINGS, TEMPLATE, "merges.txt", SPECIAL, ADDED, "vocab.txt", "chat_template.json"),
-}
+_TOKENIZER_FILES = {*_VOCABULARIES, SETTINGS, TEMPLATE, "merges.txt", SPECIAL, ADDED, "vocab.txt", "chat_template.json"}
 
 
 @dataclass(frozen=True)
@@ -66,12 +64,8 @@ AS_IT_CAME = ExportedTokenizer("as it came with the model")
 def exported_tokenizer(step: Path, given: Mapping[str, Any], without: bool) -> ExportedTokenizer:
     """Return the tokenizer that the export of a step gets.
 
-    Args:
-        given: the flags of a tokenizer, by field.
-        without: `--no-tokenizer`.
-
-    Raises:
-        ConfigError: it is not known, its files are gone or have changed, or transformers would read it otherwise.
+    given: the flags of a tokenizer, by field. without: `--no-tokenizer`. Raises ConfigError: it is not known, its files
+    are gone or have changed, or transformers would read it otherwise.
     """
     config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
     trained_with = state.get("tokenizer") or {}
@@ -85,13 +79,29 @@ def exported_tokenizer(step: Path, given: Mapping[str, Any], without: bool) -> E
         if given:
             flags = ", ".join(all_fields()[name].flag for name in given)
             raise ConfigError(f"--no-tokenizer, {flags}: one says to write no tokenizer, the other which; keep one")
-        without_files = ExportedTokenizer("none: --no-tokenizer", {}, names)
-        if came:
-            return without_files
-        return replace(without_files, ids=_ids(trained_with.get("eod"), trained_with.get("bos"), None))
+        ids = None if came else _ids(trained_with.get("eod"), trained_with.get("bos"), None)
+        return ExportedTokenizer("none: --no-tokenizer", {}, names, ids)
     if not given and names & set(_VOCABULARIES):
-        _require_trained_with(step, trained_with, came, config)
-        return AS_IT_CAME
+        # A model that was trained here on texts was so with the tokenizer that came with it.
+        wanted = trained_with.get("sha256")
+        if wanted is None or trained_with.get("type") == _NULL:
+            return AS_IT_CAME
+        found, pair = {came[name]["sha256"] for name in (JSON, PIECES) if name in came}, ("vocab.json", "merges.txt")
+        if came.keys() >= set(pair):
+            contents = [(step / origin.FOLDER / name).read_bytes() for name in pair]
+            found.add(hashlib.sha256(b"\0".join(contents)).hexdigest())
+        if wanted not in found and KIMI_FILE in came:
+            found.add(kimi_tokenizer(step / origin.FOLDER).sha256)
+        if wanted not in found and JSON in came:
+            found.add(HuggingFaceTokenizer(step / origin.FOLDER).sha256)
+        if wanted in found:
+            return AS_IT_CAME
+        there = config.get("tokenizer_model") or config.get("vocab_file")
+        raise ConfigError(
+            f"--load {step}: was trained with {trained_with.get('type')} {there} (SHA-256 {wanted[:12]}...), and the "
+            "model came with another tokenizer: name the first with --tokenizer-type and --tokenizer-model to export "
+            "it, or write none: --no-tokenizer"
+        )
     imported = state.get(origin.FOLDER) is not None
     if not given and imported and trained_with.get("type", _NULL) == _NULL:
         note = "no tokenizer is written: the model came without one; --tokenizer-type and its files name one"
@@ -102,9 +112,8 @@ def exported_tokenizer(step: Path, given: Mapping[str, Any], without: bool) -> E
             "files, e.g. --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH, or write none: --no-tokenizer"
         )
     vocab_size = config.get("vocab_size") or state.get("vocab_size") or 0
-    where = f"--load {step}"
     try:
-        tokenizer, data = tokenizer_of_step(config, trained_with, given, vocab_size, where)
+        tokenizer, data = tokenizer_of_step(config, trained_with, given, vocab_size, f"--load {step}")
     except ConfigError as error:
         raise ConfigError(f"{error}; --no-tokenizer writes none") from None
     if tokenizer.vocab_size > vocab_size:
@@ -113,9 +122,7 @@ def exported_tokenizer(step: Path, given: Mapping[str, Any], without: bool) -> E
             "that it was trained with, or write none: --no-tokenizer"
         )
     length = config.get("max_position_embeddings") or config.get("seq_length") or 0
-    model_file = None
-    if data.tokenizer_model is not None:
-        model_file = Path(data.tokenizer_model)
+    model_file = None if data.tokenizer_model is None else Path(data.tokenizer_model)
     made = transformers_files(tokenizer, model_file, length)
     words = f"{tokenizer.name}, SHA-256 {tokenizer.sha256}"
     if made is None:
@@ -137,30 +144,6 @@ def generation_ids(ids: Mapping[str, int | None]) -> dict[str, int]:
     if "eos_token_id" in found:
         found.setdefault("pad_token_id", found["eos_token_id"])
     return found
-
-
-def _require_trained_with(
-    step: Path, trained_with: Mapping[str, Any], came: Mapping[str, FileEntry], config: Mapping[str, Any]
-) -> None:
-    """Check that a model that was trained here on texts was so with the tokenizer that came with it."""
-    wanted = trained_with.get("sha256")
-    if wanted is None or trained_with.get("type") == _NULL:
-        return
-    found = {came[name]["sha256"] for name in (JSON, PIECES) if name in came}
-    if {"vocab.json", "merges.txt"} <= came.keys():
-        contents = (step / origin.FOLDER / name for name in ("vocab.json", "merges.txt"))
-        found.add(hashlib.sha256(b"\0".join(path.read_bytes() for path in contents)).hexdigest())
-    if wanted not in found and KIMI_FILE in came:
-        found.add(kimi_tokenizer(step / origin.FOLDER).sha256)
-    if wanted not in found and JSON in came:
-        found.add(HuggingFaceTokenizer(step / origin.FOLDER).sha256)
-    if wanted not in found:
-        there = config.get("tokenizer_model") or config.get("vocab_file")
-        raise ConfigError(
-            f"--load {step}: was trained with {trained_with.get('type')} {there} (SHA-256 {wanted[:12]}...), and the "
-            "model came with another tokenizer: name the first with --tokenizer-type and --tokenizer-model to export "
-            "it, or write none: --no-tokenizer"
-        )
 
 
 # ---- The model card: README.md with front matter, of facts that the checkpoint knows.
@@ -205,17 +188,12 @@ def model_card(
 ) -> str:
     """Return a model card in Markdown.
 
-    Args:
-        run: the model, with its vocabulary.
-        dtype: the dtype of the weights as they are written, in words.
-        config: the settings of the step, by field. state: its state.
-        tokenizer: the tokenizer in words; "none: ..." where the folder has none.
+    run: the model, with its vocabulary. dtype: of the weights as they are written, in words. config: the settings of
+    the step, by field. state: its state. tokenizer: in words; "none: ..." where the folder has none.
     """
     model, moe = run.model, run.moe
     count = run.derived.parameter_count(model.vocab_size or 0)
-    loading = ""
-    if not tokenizer.startswith("none"):
-        loading = _WITH_TOKENIZER
+    loading = "" if tokenizer.startswith("none") else _WITH_TOKENIZER
     attention, experts = f"{model.num_attention_heads}", f"{moe.moe_router_topk}"
     if model.multi_latent_attention:
         attention += ", latent"
@@ -239,13 +217,10 @@ def model_card(
         depths = f"{model.mtp_num_layers}, which transformers leaves out"
         of_model.insert(5, ("layers of multi-token prediction", depths))
     sequences, length = state.get("consumed_samples", 0), config.get("seq_length") or 0
-    started, precision = "random weights", "fp32"
+    started = "random weights"
     if state.get("hf") is not None:
         started = "the weights of another model"
-    if config.get("fp16"):
-        precision = "fp16"
-    if config.get("bf16"):
-        precision = "bf16"
+    precision = next((name for name in ("bf16", "fp16") if config.get(name)), "fp32")
     if config.get("fp8_format"):
         precision += f", products in fp8 ({config['fp8_format']})"
     files = []
@@ -266,12 +241,16 @@ def model_card(
         ("learning rate", f"{config.get('lr')}, {config.get('lr_decay_style')}"),
         ("precision", precision),
         ("data", data),
-        ("versions", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))),
+        ("versions", ", ".join(map(" ".join, sorted(versions.items())))),
     ]
+    size = str(count)
+    for limit, unit in ((10**3, "K"), (10**6, "M"), (10**9, "B")):
+        if count >= limit:
+            size = f"{count / limit:.3g}{unit}"
     return "\n\n".join(
         [
             _FRONT.format(family=family.name),
-            f"# {family.architecture}, {_count(count)} parameters",
+            f"# {family.architecture}, {size} parameters",
             f"A mixture-of-experts language model, trained and exported with megatron_moe {__version__}. This card "
             "says what the checkpoint knows of itself; licence, intended use, evaluation and the texts' origin are for "
             "its authors to add. `conversion_certificate.json` has the SHA-256 of every tensor.",
@@ -284,12 +263,5 @@ def model_card(
     )
 
 
-def _count(number: int) -> str:
-    for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= limit:
-            return f"{number / limit:.3g}{unit}"
-    return str(number)
-
-
 def _table(rows: Iterable[tuple[str, str]]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+    return "\n".join(["| | |", "|---|---|", *itertools.starmap("| {} | {} |".format, rows)])

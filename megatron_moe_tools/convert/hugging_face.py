@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import itertools
+import operator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +22,7 @@ from megatron_moe.hf import folder as hf_folder
 from megatron_moe.hf.config import config_of, differences, settings, settings_of
 from megatron_moe.hf.families import DEEPSEEK
 from megatron_moe.hf.folder import BLOCK, HFFolder
-from megatron_moe.hf.mapping import MappedBlock, Mapping, mapping, require_tensors
+from megatron_moe.hf.mapping import MappedBlock, mapping, require_tensors
 from megatron_moe.hf.safetensors_file import StreamedFile, bytes_of, parse_object, read_small
 from megatron_moe.hf.tensors import TensorReader, dtype_name, sha256, write_tensor
 from megatron_moe.hf.transforms import Shape, Vocabulary
@@ -53,6 +56,7 @@ from megatron_moe_tools.convert.pipeline import (
 from megatron_moe_tools.models.source import PRECISION_FLAGS, ModelSource
 
 _TIED = "lm_head.weight"
+_DROPPED = "--drop-mtp: {count} tensors of multi-token prediction are left out"
 _PER_TENSOR = 256
 """Bytes of a header's entry, at most."""
 
@@ -61,11 +65,7 @@ _PER_TENSOR = 256
 
 
 class HuggingFaceSource(ConversionSource):
-    """A Hugging Face folder.
-
-    Raises:
-        ConfigError: the folder's tensors are not those of its configuration, or of several dtypes.
-    """
+    """A Hugging Face folder. Raises ConfigError where its tensors are not those of its configuration."""
 
     kind: ClassVar[str] = "Hugging Face"
 
@@ -76,15 +76,20 @@ class HuggingFaceSource(ConversionSource):
         described = settings_of(found, where)
         self.family = described.family
         self.notes += [*found.notes, *described.notes]
-        stored = {name: self.reader.shape(name) for name in self.reader.names()}
+        stored = self.reader.folder.shapes()
         self.table = mapping(build(described.flat), self.family.names)
-        self.copies, self.ignored = require_tensors(self.table, stored, where)
-        self.notes += [f"{name} follows from the configuration and is left out" for name in self.ignored]
+        copies, self.ignored = require_tensors(self.table, stored, where)
+        self.notes += map("{} follows from the configuration and is left out".format, self.ignored)
         flat = dict(described.flat)
         self.dropped: list[str] = []
         if options.drop_mtp:
             flat["mtp_num_layers"] = None
-            self._drop(mapping(build(flat), self.family.names), stored)
+            whole, self.table = self.table, mapping(build(flat), self.family.names)
+            kept = self.table.hf_shapes.keys() | self.table.copies.keys()
+            gone = (whole.hf_shapes.keys() | whole.copies.keys()) - kept
+            self.dropped = sorted(gone & stored.keys())
+            self.notes.append(_DROPPED.format(count=len(self.dropped)))
+        self.copies = {name: self.table.copies[name] for name in copies if name in self.table.copies}
         wide: list[str] = []
         self.dtype = options.dtype or self._narrowest_dtype(where, wide)
         self.run = build({**flat, **PRECISION_FLAGS[dtype_name(self.dtype)]})
@@ -92,24 +97,18 @@ class HuggingFaceSource(ConversionSource):
             patterns = patterns_of(self.run, wide)
             self.run = replace(self.run, keep_fp32=patterns)
             self.notes.append(f"fp32 weights stay in fp32: --keep-fp32 {' '.join(patterns)}, which a run needs too")
-        self.shapes = self.table.shapes
-        self.names = set(stored) - {*self.copies, *self.ignored, *self.dropped}
+        self.shapes, self._pieces = self.table.shapes, self.table.by_place
+        self.names = set(stored) - {*copies, *self.ignored, *self.dropped}
         self.weights = WeightCheck(self.reader, self.table)
         for tensor in found.tensors.values():
             self.inputs[tensor.file] = found.path / tensor.file
-        self.companions = {name: path for name, path in found.companions.items() if name != hf_folder.CERTIFICATE}
-        self.inputs |= self.companions
+        for name, path in sorted(found.companions.items()):
+            if name != hf_folder.CERTIFICATE:
+                self.inputs[name] = path
+                self.companions[f"{origin.FOLDER}/{name}"] = name
         if (found.path / hf_folder.INDEX).exists():
             self.inputs[hf_folder.INDEX] = found.path / hf_folder.INDEX
         self.summary = model_words(self.run, self.family.name, dtype_name(self.dtype))
-
-    def _drop(self, kept: Mapping, stored: dict[str, Shape]) -> None:
-        """Leave out what a table without multi-token prediction does not have."""
-        gone = (self.table.hf_shapes.keys() | self.table.copies.keys()) - kept.hf_shapes.keys() - kept.copies.keys()
-        self.dropped = [name for name in sorted(gone) if name in stored]
-        self.copies = [name for name in self.copies if name in kept.copies]
-        self.notes.append(f"--drop-mtp: {len(self.dropped)} tensors of multi-token prediction are left out")
-        self.table = kept
 
     def _narrowest_dtype(self, where: str, wide: list[str]) -> torch.dtype:
         """Return the dtype of the weights; append the keys of those that are fp32 beside it to `wide`."""
@@ -118,7 +117,7 @@ class HuggingFaceSource(ConversionSource):
             for name in piece.hf:
                 if not piece.fp32:
                     dtypes.setdefault(self.reader.dtype(name), []).append(piece)
-        narrow = [dtype for dtype in dtypes if dtype != torch.float32]
+        narrow = list(dtypes.keys() - {torch.float32})
         if len(narrow) > 1 or not {*map(dtype_name, dtypes)} <= PRECISION_FLAGS.keys():
             examples = "; ".join(f"{dtype_name(dtype)}: {len(of)}, {of[0].hf[0]}" for dtype, of in dtypes.items())
             raise ConfigError(
@@ -127,45 +126,35 @@ class HuggingFaceSource(ConversionSource):
             )
         if not narrow:
             return torch.float32
-        wide += dict.fromkeys(piece.key for piece in dtypes.get(torch.float32, ()))
+        wide += dict.fromkeys(map(operator.attrgetter("key"), dtypes.get(torch.float32, ())))
         return narrow[0]
 
     def read(self, block: Block) -> tuple[Tensor, Row]:
         piece = self._pieces[block.place]
         tensors, entries = [], []
         for name in piece.hf:
-            tensor, entry = self._tensor(name, block.dtype)
-            tensors.append(tensor)
+            tensor, digests = self.reader.read_hashed(name, torch.float32 if block.dtype == torch.float32 else None)
+            self.weights.require_certified(digests)
+            stored = self.reader.folder.tensors[name]
+            entry: Row = {"name": name, "shape": list(stored.shape), "dtype": stored.dtype, "sha256": digests[name]}
+            tensors.append(certificate.taken(tensor, block.dtype, entry, name, str(self.path)))
+            if doubt := self.weights.doubt(name, tensor, digests[name]):
+                if not self.options.allow_suspicious_weights:
+                    raise refusal(doubt)
+                entry["suspicious"] = doubt
+            for scale in self.reader.sources(name)[1:]:
+                entry["scale"] = {"name": scale, "sha256": digests[scale]}
             entries.append(entry)
         values = piece.transform.to_native(tensors)
-        before = " and ".join(sorted({entry["dtype"] for entry in entries}))
         row = {
             "native": certificate.native_entry(block.key, block.start, values),
             "transform": piece.transform.name,
-            "cast": certificate.cast_name(before, dtype_name(values.dtype)),
+            "cast": certificate.cast_name(entries, values.dtype),
             "hf": entries,
         }
         return values, row
 
-    def _tensor(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Row]:
-        """Return a tensor of the folder in the block's dtype, and its entry of a row."""
-        tensor, digests = self.reader.read_hashed(name, torch.float32 if dtype == torch.float32 else None)
-        self.weights.require_certified(digests)
-        certificate.require_finite(tensor, name, str(self.path))
-        stored = self.reader.folder.tensors[name]
-        entry: Row = {"name": name, "shape": list(stored.shape), "dtype": stored.dtype, "sha256": digests[name]}
-        if doubt := self.weights.doubt(name, tensor, digests[name]):
-            if not self.options.allow_suspicious_weights:
-                raise refusal(doubt)
-            entry["suspicious"] = doubt
-        for scale in self.reader.sources(name)[1:]:
-            entry["scale"] = {"name": scale, "sha256": digests[scale]}
-        tensor = certificate.cast(tensor, dtype, name)
-        if stored.dtype != dtype_name(dtype):
-            entry["sha256_as_written"] = sha256(tensor)
-        return tensor, entry
-
-    def require_used(self, rows: list[Row]) -> None:
+    def require_coverage(self, rows: list[Row]) -> None:
         hashes = {}
         for row in rows:
             for entry in row["hf"]:
@@ -173,13 +162,9 @@ class HuggingFaceSource(ConversionSource):
                 if "suspicious" in entry:
                     self.warnings.append(f"WARNING: {entry['suspicious']}: taken as it is")
                     note(self.warnings[-1])
-        for copy in self.copies:
-            original = self.table.copies[copy]
+        for copy, original in self.copies.items():
             if (self.reader.digest(copy), self.reader.folder.tensors[copy].dtype) != hashes[original]:
-                raise ConfigError(
-                    f"{self.path}: {copy} differs from {original}, which it has to be a copy of: the model has one "
-                    "tensor for both"
-                )
+                raise ConfigError(f"{self.path}: {copy} differs from {original}: the model has one tensor for both")
 
     def require_made_back(self, row: Row, block: Tensor) -> None:
         native = row["native"]
@@ -187,41 +172,26 @@ class HuggingFaceSource(ConversionSource):
         for tensor, entry in zip(transform.to_hf(block), row["hf"], strict=True):
             require_same(sha256(tensor), expected(entry), entry["name"], f"{native['key']} gives another one")
 
-    # A step made of it.
-
     def step_blocks(self) -> list[Block]:
-        self._pieces = self.table.by_place
         in_fp32, blocks = kept_in_fp32(self.run), []
         for piece in self.table.pieces:
             dtype = torch.float32 if piece.fp32 or is_inside(piece.key, in_fp32) else self.dtype
             blocks.append(Block(piece.key, piece.start, piece.transform.native_shape, dtype))
             for name in piece.hf:
-                if piece.fp32 and self.reader.dtype(name) != torch.float32:
+                if piece.fp32:
                     kept = "converted as it is and kept in float32 from now on"
-                    self.warnings.append(certificate.rounded_before(name, self.reader.dtype(name), self.path, kept))
+                    self.warn_if_rounded(name, self.reader.dtype(name), kept)
         return blocks
 
-    def step_config(self) -> dict[str, Any]:
-        return flatten(self.run)
-
-    def step_state(self) -> dict[str, Any]:
-        about = {"family": self.family.name, "copies": self.copies, "dropped": self.dropped}
-        return {**native_state(self.run, self.warnings), origin.FOLDER: about}
-
-    def write_companions(self, step: Path) -> dict[str, FileEntry]:
-        written = {}
-        if self.companions:
-            (step / origin.FOLDER).mkdir(exist_ok=True)
-        for name in sorted(self.companions):
-            content = self.reader.folder.companion(name)  # unchanged since the folder was checked
-            written[f"{origin.FOLDER}/{name}"] = write_bytes(step / origin.FOLDER / name, content)
-        return written
+    def step_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        about = {"family": self.family.name, "copies": list(self.copies), "dropped": self.dropped}
+        return flatten(self.run), {**native_state(self.run, self.warnings), origin.FOLDER: about}
 
     def facts(self) -> dict[str, Any]:
         return {
             "family": self.family.name,
             "dtype": dtype_name(self.dtype),
-            "copies": {name: self.table.copies[name] for name in self.copies},
+            "copies": self.copies,
             "dropped": self.dropped,
             "ignored": self.ignored,
         }
@@ -231,15 +201,9 @@ class HuggingFaceSource(ConversionSource):
 
 
 class HuggingFaceSink(ConversionSink):
-    """A Hugging Face folder of a native step's weights.
+    """A Hugging Face folder of a native step's weights, with a tokenizer.
 
-    Args:
-        source: the step.
-        model: what the step says of its model.
-        tokenizer: the tokenizer that the folder gets.
-
-    Raises:
-        ConfigError: the step's tensors are not those of its configuration, or its family is not known.
+    Raises ConfigError: the step's tensors are not those of its configuration, or its family is not known.
     """
 
     kind: ClassVar[str] = "Hugging Face"
@@ -248,31 +212,44 @@ class HuggingFaceSink(ConversionSink):
         super().__init__(source)
         self.source: NativeSource = source
         self.options, self.state, self.tokenizer = source.options, source.state, tokenizer
-        self.identity = {"tokenizer": tokenizer.facts()}
-        self.notes += tokenizer.notes
+        source.identity = {"tokenizer": tokenizer.facts()}
+        source.notes += tokenizer.notes
         self.family = model.required_family
         self.run = source.with_stored_padding(model.run)
         if self.options.drop_mtp and self.run.model.mtp_num_layers:
             self.run = replace(self.run, mtp_num_layers=None)
         self.table = mapping(self.run, self.family.names)
-        self.names = set(self.table.hf_shapes)
+        source.names = set(self.table.hf_shapes)
         self._pieces = self.table.by_place
         if self.options.fp8:
-            self.notes += uneven_blocks(self.table.pieces)
-        self.dropped = sorted(key for key in source.weights if self.options.drop_mtp and key.startswith("mtp."))
+            source.notes += uneven_blocks(self.table.pieces)
+        self.dropped: list[str] = []
+        source.shapes = {}
+        for key, shape in sorted(source.weights.items()):
+            if self.options.drop_mtp and key.startswith("mtp."):
+                self.dropped.append(key)
+            else:
+                source.shapes[key] = shape
         if self.dropped:
-            self.notes.append(f"--drop-mtp: {len(self.dropped)} tensors of multi-token prediction are left out")
-        source.shapes = {key: shape for key, shape in source.weights.items() if key not in self.dropped}
+            source.notes.append(_DROPPED.format(count=len(self.dropped)))
         head = f"--load {source.path}: its tensors are not those of a {self.family.name} of its configuration:"
         unknown = f"{self.family.name} has no tensor for it"
         certificate.require_shapes(source.shapes, self.table.shapes, head, unknown)
+        dtypes = set()
         for piece in self.table.pieces:
-            stored = source.reader.dtype(piece.key)
-            if piece.fp32 and stored != torch.float32:
-                kept = "written as it is, in float32"
-                self.warnings.append(certificate.rounded_before(piece.key, stored, source.path, kept))
+            if piece.fp32:
+                source.warn_if_rounded(piece.key, source.reader.dtype(piece.key), "written as it is, in float32")
+            else:
+                dtypes.add(self._dtype(piece))
+        self._dtypes = sorted(dtypes, key=lambda dtype: (dtype.itemsize, str(dtype)))
+        words = list(map(dtype_name, self._dtypes))
+        if self.options.fp8:
+            words.insert(0, f"{dtype_name(FP8)} in blocks of 128 x 128")
+        self.dtype_words = " and ".join(words)
         self.copies = self._copies()
-        companions = {name: path for name, path in model.companions.items() if name not in tokenizer.left_out}
+        companions = dict(model.companions)
+        for name in tokenizer.left_out:
+            companions.pop(name, None)
         self.contents = {**tokenizer.files, hf_folder.CONFIG: self._config(companions)}
         if tokenizer.ids is not None:  # otherwise generation_config.json stays as it came
             generation, came = {}, companions.get(GENERATION)
@@ -282,63 +259,50 @@ class HuggingFaceSink(ConversionSink):
                 generation.pop(name, None)
             self.contents[GENERATION] = json_bytes({**generation, **generation_ids(tokenizer.ids)})
         if self.state.get("iteration"):  # a model that was converted and not trained here keeps the card that it has
-            words, config = self._dtype_words(), source.config
-            card = model_card(self.run, self.family, words, config, self.state, self.tokenizer.words)
+            card = model_card(self.run, self.family, self.dtype_words, source.config, self.state, tokenizer.words)
             self.contents[CARD] = card.encode()
-        replaced = self.contents.keys() - {CARD}
-        self.companions = {name: path for name, path in companions.items() if name not in replaced}
+        for name in self.contents.keys() - {CARD}:
+            companions.pop(name, None)
+        self.companions = companions
         self.files = self.planned()
-        self.summary = model_words(self.run, self.family.name, self._dtype_words())
+        self.summary = model_words(self.run, self.family.name, self.dtype_words)
 
-    def _copies(self) -> list[str]:
-        """Return the names of copies to write: those that the source had, or that readers of the family need."""
-        kept = self.state.get("hf") or {}
-        needed = [name for name in self.table.copies if name != _TIED or self.family.served_untied]
-        wanted = kept.get("copies", needed)
-        unknown = [name for name in wanted if name not in self.table.copies]
+    def _copies(self) -> dict[str, str]:
+        """Return copies to write, with what they are of: those that the source had, or that readers need."""
+        wanted = (self.state.get("hf") or {}).get("copies", self.table.copies)
+        found, unknown = {}, []
+        for name in wanted:
+            if name not in self.table.copies:
+                unknown.append(name)
+            elif wanted is not self.table.copies or name != _TIED or self.family.served_untied:
+                found[name] = self.table.copies[name]
         if unknown and not self.options.drop_mtp:
             raise ConfigError(
-                f"--load {self.source.path}: state.json names copies that the model has not: {unknown[:5]}"
+                f"--load {self.source.path}: state.json names copies of nothing that is here: {unknown[:3]}"
             )
-        return [name for name in wanted if name not in unknown]
-
-    # Configuration.
+        return found
 
     def _dtype(self, piece: MappedBlock) -> torch.dtype:
         if piece.fp32:
             return torch.float32
         return self.options.dtype or self.source.reader.dtype(piece.key)
 
-    def _dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes of the weights as they are written, the narrowest first."""
-        found = {self._dtype(piece) for piece in self.table.pieces if not piece.fp32}
-        return sorted(found, key=lambda dtype: (dtype.itemsize, str(dtype)))
-
-    def _dtype_words(self) -> str:
-        words = [dtype_name(dtype) for dtype in self._dtypes()]
-        if self.options.fp8:
-            words.insert(0, f"{dtype_name(FP8)} in blocks of 128 x 128")
-        return " and ".join(words)
-
     def _config(self, companions: dict[str, Path]) -> bytes:
         """Return config.json: the source's own, byte for byte where nothing in it changes, or a new one."""
-        dtypes = self._dtypes()
-        dtype = dtype_name(dtypes[0])
-        if len(dtypes) > 1:
-            self.notes.append(f"weights stay in {self._dtype_words()}, as the run kept them; --dtype writes all in one")
+        dtype, notes = dtype_name(self._dtypes[0]), self.source.notes
+        if len(self._dtypes) > 1:
+            notes.append(f"weights stay in {self.dtype_words}, as the run kept them; --dtype writes all in one")
         added: dict[str, Any] = dict(self.tokenizer.ids or {})
         if self.options.fp8:
-            added["quantization_config"] = quantization = {
-                "quant_method": "fp8",
-                "fmt": "e4m3",
-                "activation_scheme": "dynamic",
-                "weight_block_size": list(BLOCK),
-            }
+            quantization: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+            added["quantization_config"] = quantization
+            quantization["weight_block_size"] = list(BLOCK)
             if self.family.names is not DEEPSEEK:  # whose code knows which matrices stay as they are
                 names: list[str] = []
                 for piece in self.table.pieces:
                     if not piece.is_linear and len(piece.transform.hf_shapes[0]) == 2:
-                        names += [name.removesuffix(".weight") for name in piece.hf]
+                        for name in piece.hf:
+                            names.append(name.removesuffix(".weight"))
                 names.remove("model.embed_tokens")
                 quantization["modules_to_not_convert"] = names
         path = companions.get(hf_folder.CONFIG)
@@ -347,35 +311,27 @@ class HuggingFaceSink(ConversionSink):
         data = read_small(path, hf_folder.LARGEST_CONFIG)
         config = parse_object(data, str(path))
         has_depths = self.run.model.mtp_num_layers is not None
-        described = settings(config, has_prediction_layers=has_depths, where=str(path))
-        if wrong := differences(self.run, described.flat):
+        if wrong := differences(self.run, settings(config, has_prediction_layers=has_depths, where=str(path)).flat):
             head = (
                 f"--load {self.source.path}: the run is no longer the model that its hf/config.json describes; "
                 f"--family {self.family.name} writes a new one:"
             )
             raise ConfigError(listing(head, wrong))
-        changed = {**self._changed(config, dtype), **added}
-        return data if changed == config else json_bytes(changed)
-
-    def _changed(self, config: dict[str, Any], dtype: str) -> dict[str, Any]:
-        """Return the source's config.json with the dtype and the layers that are written."""
-        changed = dict(config)
+        changed = dict(config)  # the dtype and the layers that are written
         if changed.pop("quantization_config", None) is not None and not self.options.fp8:
-            self.notes.append(f"quantization_config is left out of config.json: the weights are written in {dtype}")
+            notes.append(f"quantization_config is left out of config.json: the weights are written in {dtype}")
         named: list[str] = [key for key in ("torch_dtype", "dtype") if key in config]
         for key in named or ["torch_dtype"]:
             if changed.get(key) != dtype:
-                self.notes.append(f"config.json: {key} {changed.get(key)!r} is {dtype!r} now")
+                notes.append(f"config.json: {key} {changed.get(key)!r} is {dtype!r} now")
                 changed[key] = dtype
-        dropped = self.dropped or (self.state.get("hf") or {}).get("dropped")
-        if dropped and self.run.model.mtp_num_layers is None:
+        if (self.dropped or (self.state.get("hf") or {}).get("dropped")) and not has_depths:
             for key in ("num_nextn_predict_layers", "num_mtp_layers"):
                 if changed.get(key):
-                    self.notes.append(f"config.json: {key} is 0 now: these layers were dropped")
+                    notes.append(f"config.json: {key} is 0 now: these layers were dropped")
                     changed[key] = 0
-        return changed
-
-    # Files.
+        changed |= added
+        return data if changed == config else json_bytes(changed)
 
     def planned(self) -> list[OutputFile]:
         """Return the files: pieces in the table's order, then the copies, cut where a file is full."""
@@ -385,13 +341,11 @@ class HuggingFaceSink(ConversionSink):
             dtype = self.source.reader.dtype(piece.key) if self._in_fp8(piece) else self._dtype(piece)
             blocks.append(Block(piece.key, piece.start, piece.transform.native_shape, dtype))
             first.update(dict.fromkeys(piece.hf, blocks[-1]))
-        for name in self.copies:
-            of = first[self.table.copies[name]]
-            blocks.append(Block(of.key, of.start, of.shape, of.dtype, copy=name))
+        blocks += [dataclasses.replace(first[original], copy=name) for name, original in self.copies.items()]
         shards: list[list[Block]] = [[]]
         filled = 0
         for block in blocks:
-            size = self._bytes(block)
+            size = self._bytes([block])
             if shards[-1] and filled + size > self.options.max_shard_bytes:
                 shards.append([])
                 filled = 0
@@ -400,115 +354,107 @@ class HuggingFaceSink(ConversionSink):
         files = []
         for number, shard in enumerate(shards, 1):
             name = hf_folder.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            files.append(OutputFile(name, sum(self._bytes(block) + _PER_TENSOR for block in shard), tuple(shard)))
+            files.append(OutputFile(name, self._bytes(shard) + _PER_TENSOR * len(shard), tuple(shard)))
         return files
 
     def _in_fp8(self, piece: MappedBlock) -> bool:
         return self.options.fp8 and piece.is_linear
 
-    def _layout(self, block: Block) -> dict[str, tuple[str, Shape]]:
-        """Return dtype and shape of the tensors that are stored for a block; scales follow their weights."""
-        piece = self._pieces[block.place]
-        names = piece.hf if block.copy is None else (block.copy,)
-        in_fp8 = self._in_fp8(piece)
-        dtype = dtype_name(self._dtype(piece))
-        if in_fp8:
-            dtype = dtype_name(FP8)
-        layout = {}
-        for name, shape in zip(names, piece.transform.hf_shapes):
-            layout[name] = (dtype, shape)
-            if in_fp8:
-                layout[name + hf_folder.SCALE] = ("float32", tuple(-(-n // edge) for n, edge in zip(shape, BLOCK)))
-        return layout
-
-    def _layouts(self, files: Iterable[OutputFile]) -> dict[str, tuple[str, Shape]]:
+    def _layout(self, blocks: Iterable[Block | str]) -> dict[str, tuple[str, Shape]]:
+        """Return dtype and shape of the tensors that are stored for blocks; scales follow their weights."""
         layout: dict[str, tuple[str, Shape]] = {}
-        for file in files:
-            for block in file.content:
-                assert isinstance(block, Block)
-                layout |= self._layout(block)
+        for block in blocks:
+            assert isinstance(block, Block)
+            piece = self._pieces[block.place]
+            in_fp8 = self._in_fp8(piece)
+            dtype = dtype_name(self._dtype(piece))
+            if in_fp8:
+                dtype = dtype_name(FP8)
+            for name, shape in zip(_names(piece, block), piece.transform.hf_shapes):
+                layout[name] = (dtype, shape)
+                if in_fp8:
+                    layout[name + hf_folder.SCALE] = ("float32", tuple(-(-n // edge) for n, edge in zip(shape, BLOCK)))
         return layout
 
-    def _bytes(self, block: Block) -> int:
-        return sum(bytes_of(dtype, shape) for dtype, shape in self._layout(block).values())
+    def _bytes(self, blocks: Iterable[Block | str]) -> int:
+        return sum(itertools.starmap(bytes_of, self._layout(blocks).values()))
 
     def write(self, file: OutputFile, output: Path, advance: Advance) -> Record:
         rows: list[Row] = []
-        with StreamedFile(output / file.name, self._layouts([file])) as opened:
+        with StreamedFile(output / file.name, self._layout(file.content)) as opened:
             for block in file.content:
                 assert isinstance(block, Block)
                 values, row = self.source.read(block)
                 piece, entries, rounded_values = self._pieces[block.place], [], []
                 transform, native = piece.transform, row["native"]
-                if self._in_fp8(piece):  # each weight followed by its scales
-                    for name, tensor in zip(piece.hf, transform.to_hf(values), strict=True):
+                if isinstance(transform, Vocabulary):
+                    values[transform.size :] = 0  # rows of no token; reading back pads with zeros
+                    native["sha256_as_written"] = sha256(values)
+                for name, tensor in zip(_names(piece, block), transform.to_hf(values)):
+                    entry: Row = {"name": name, "shape": list(tensor.shape)}
+                    if self._in_fp8(piece):  # each weight followed by its scales
                         weight = rounded(tensor)
-                        digest = write_tensor(opened, name, weight.numbers)
+                        rounded_values.append(weight.values)
+                        entry |= {"dtype": dtype_name(FP8), "sha256": write_tensor(opened, name, weight.numbers)}
                         scale = {"name": name + hf_folder.SCALE}
                         scale["sha256"] = write_tensor(opened, scale["name"], weight.scales)
-                        entry = certificate.hf_entry(name, tuple(tensor.shape), FP8, digest)
-                        entries.append({**entry, "scale": scale, "rounding": weight.error})
-                        rounded_values.append(weight.values)
+                        entry |= {"scale": scale, "rounding": weight.error}
+                    else:
+                        entry |= {"dtype": dtype_name(tensor.dtype), "sha256": write_tensor(opened, name, tensor)}
+                    entries.append(entry)
+                if rounded_values:
                     native["sha256_as_written"] = sha256(transform.to_native(rounded_values))
-                    row["cast"] = certificate.cast_name(native["dtype"], dtype_name(FP8))
-                else:
-                    if isinstance(transform, Vocabulary):
-                        values[transform.size :] = 0  # rows of no token; reading back pads with zeros
-                        native["sha256_as_written"] = sha256(values)
-                    names = piece.hf if block.copy is None else (block.copy,)
-                    for name, tensor in zip(names, transform.to_hf(values)):
-                        digest = write_tensor(opened, name, tensor)
-                        entries.append(certificate.hf_entry(name, tuple(tensor.shape), tensor.dtype, digest))
+                    row["cast"] = certificate.cast_name([native], FP8)
                 if block.copy is None:
-                    certified = {"native": row["native"], "transform": piece.transform.name}
+                    certified = {"native": native, "transform": transform.name}
                     rows.append({**certified, "cast": row["cast"], "hf": entries})
-                advance(self._bytes(block) + _PER_TENSOR)
+                advance(self._bytes([block]) + _PER_TENSOR)
         path = output / file.name
         return {"entry": FileEntry(bytes=path.stat().st_size, sha256=sha256_of_file(path)), "rows": rows}
 
-    def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
+    def finish(self, output: Path, records: list[Record], inputs: dict[str, FileEntry]) -> dict[str, FileEntry]:
         files: dict[str, FileEntry] = {record["name"]: record["entry"] for record in records}
         if len(records) > 1:
-            weight_map = {name: file.name for file in self.files for name in self._layouts([file])}
-            total = sum(bytes_of(dtype, shape) for dtype, shape in self._layouts(self.files).values())
+            weight_map: dict[str, str] = {}
+            total = 0
+            for file in self.files:
+                weight_map |= dict.fromkeys(self._layout(file.content), file.name)
+                total += self._bytes(file.content)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             files[hf_folder.INDEX] = write_bytes(output / hf_folder.INDEX, json_bytes(index))
         for name, content in sorted(self.contents.items()):
             files[name] = write_bytes(output / name, content)
-        for name in sorted(self.companions):
-            known = self.source.listed[f"{origin.FOLDER}/{name}"]
+        for name, path in sorted(self.companions.items()):
             target = CARD_OF_THE_FIRST if name == CARD and CARD in self.contents else name
-            files[target] = copy_file(self.companions[name], output / target, known)
+            files[target] = copy_file(path, output / target, inputs[f"{origin.FOLDER}/{name}"])
         return files
 
-    def open_again(self, output: Path) -> None:
+    def read_again(self, output: Path, rows: list[Row]) -> Iterator[tuple[Row, Tensor]]:
         written = HFFolder.open(output, "--save")
-        if wrong := sorted(self._layouts(self.files).keys() ^ written.tensors.keys()):
+        wanted = set[str]().union(*(self._layout(file.content) for file in self.files))
+        if wrong := sorted(wanted ^ written.tensors.keys()):
             raise ConfigError(f"{output}: its tensors are not those of the model: {wrong[:5]}; nothing was published")
         for piece in self.table.pieces:
             for name in piece.hf:
                 if piece.fp32 and written.tensors[name].dtype != "float32":
                     raise ConfigError(f"{output}: {name} is not float32, which it always is; nothing was published")
-        self._back = TensorReader(written)
-
-    def read_back(self, row: Row) -> Tensor:
-        native, tensors = row["native"], []
-        for entry in row["hf"]:
-            tensor, digests = self._back.read_hashed(entry["name"])
-            require_same(digests[entry["name"]], entry["sha256"], entry["name"], "it reads otherwise than written")
-            if scale := entry.get("scale"):
-                require_same(digests[scale["name"]], scale["sha256"], scale["name"], "it does too")
-            tensors.append(tensor)
-        block = self._pieces[native["key"], tuple(native["start"])].transform.to_native(tensors)
-        require_same(sha256(block), expected(native), native["key"], "it is made back into another")
-        return block
-
-    def close(self, rows: list[Row]) -> None:
-        hashes = {entry["name"]: entry["sha256"] for row in rows for entry in row["hf"]}
-        for copy in self.copies:
-            original = self.table.copies[copy]
-            require_same(self._back.digest(copy), hashes[original], copy, f"it is no copy of {original}")
-        self._back.close()
+        hashes: dict[str, str] = {}
+        with TensorReader(written) as reader:
+            for row in rows:
+                native, tensors = row["native"], []
+                for entry in row["hf"]:
+                    tensor, digests = reader.read_hashed(entry["name"])
+                    hashes |= digests
+                    for one in (entry, entry.get("scale", entry)):
+                        require_same(
+                            digests[one["name"]], one["sha256"], one["name"], "it reads otherwise than written"
+                        )
+                    tensors.append(tensor)
+                block = self._pieces[native["key"], tuple(native["start"])].transform.to_native(tensors)
+                require_same(sha256(block), expected(native), native["key"], "it is made back into another")
+                yield row, block
+            for copy, original in self.copies.items():
+                require_same(reader.digest(copy), hashes[original], copy, f"it is no copy of {original}")
 
     def facts(self, rows: list[Row]) -> dict[str, Any]:
         rounding: dict[str, Any] | None = None
@@ -523,13 +469,17 @@ class HuggingFaceSink(ConversionSink):
             rounding |= {"block": list(BLOCK), "dtype": "float8_e4m3fn"}
         return {
             "family": self.family.name,
-            "dtype": self._dtype_words(),
-            "copies": {name: self.table.copies[name] for name in self.copies},
+            "dtype": self.dtype_words,
+            "copies": self.copies,
             "dropped": self.dropped,
             "ignored": [key for key in self.source.reader.index.tensors if key not in self.source.weights],
             "tokenizer": self.tokenizer.facts(),
             "rounding": rounding,
         }
+
+
+def _names(piece: MappedBlock, block: Block) -> tuple[str, ...]:
+    return piece.hf if block.copy is None else (block.copy,)
 
 
 # ---- FP8, as DeepSeek publishes models: e4m3 numbers, and a scale for each 128 x 128 block.
@@ -559,11 +509,9 @@ def rounded(weight: Tensor) -> RoundedWeight:
     difference = (exact - original).abs()
     largest = float(original.abs().max())
     size = float(original.norm())
-    error = {
-        "largest": float(difference.max()),
-        "largest_number": largest,
-        "relative_rms": float(difference.norm()) / size if size else 0.0,
-    }
+    error = {"largest": float(difference.max()), "largest_number": largest, "relative_rms": 0.0}
+    if size:
+        error["relative_rms"] = float(difference.norm()) / size
     rows, columns = weight.shape
     numbers = tiles.numbers[:rows, :columns].contiguous()
     return RoundedWeight(numbers, tiles.scales.contiguous(), exact.to(torch.bfloat16), error)

@@ -8,11 +8,13 @@ layout loads them. Here there is one data file per layer.
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import operator
 import pickle
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple, cast
@@ -29,11 +31,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_moe.checkpoint import folder, index, manifest, step_reader
+from megatron_moe.checkpoint import folder, index, manifest, origin, step_reader
 from megatron_moe.checkpoint.index import LARGEST_VALUE
-from megatron_moe.checkpoint.step_reader import PER_PART, AveragedReader, StepReader, by_itself
+from megatron_moe.checkpoint.step_reader import AVERAGE, PER_PART, StepReader, by_itself
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import Run
+from megatron_moe.config.schema import Run, flatten
 from megatron_moe.config.schema import replace as replace_settings
 from megatron_moe.hf.tensors import dtype_name, sha256
 from megatron_moe.hf.transforms import Shape
@@ -66,57 +68,48 @@ _REWRITTEN = (".metadata", "metadata.json", step_reader.COMMON, folder.CONFIG, f
 
 
 class NativeSource(ConversionSource):
-    """A native step: its weights, or their averages with `--ema`.
-
-    Raises:
-        ConfigError: the step is damaged, or has no averages.
-    """
+    """A native step: its weights, or with `--ema` their averages. Raises ConfigError: it is damaged, or has none."""
 
     kind: ClassVar[str] = "native"
 
     def __init__(self, step: Path, options: ConversionOptions, notes: Iterable[str] = ()) -> None:
         super().__init__(step, options)
         self.notes += notes
-        self.reader = AveragedReader(step) if options.ema else StepReader(step)
-        if isinstance(self.reader, AveragedReader) and not self.reader.has_averages:
+        self.reader = StepReader(step)
+        if options.ema and not any(key.startswith(AVERAGE) for key in self.reader.index.tensors):
             raise ConfigError(f"--ema: {step} has no average of its weights, which a run with --ema-decay saves")
         self.config, self.state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
         self.iteration = int(step.name.removeprefix("iter_"))
-        self.files = self.listed = manifest.read(step).files
-        self.inputs = {name: step / name for name in self.files}
-        stored = self.reader.index.tensors
-        self.weights = {key: one.shape for key, one in stored.items() if not key.startswith(OPTIMIZER)}
-        self.keeps_optimizer = len(self.weights) < len(stored) and not (options.no_optim or options.ema)
+        self.listed = manifest.read(step).files
+        for name in self.listed:
+            self.inputs[name] = step / name
+            if not (name.endswith(".distcp") or name in _REWRITTEN):
+                self.companions[name] = name
+        self.stored = shapes_of(self.reader)
+        self.weights = shapes_of(self.reader, with_optimizer=False)
+        self.keeps_optimizer = len(self.weights) < len(self.stored) and not (options.no_optim or options.ema)
 
     def read(self, block: Block) -> tuple[Tensor, Row]:
         values = self._values(block)
-        if values.is_floating_point():
-            certificate.require_finite(values, block.key, str(self.path))
         native = certificate.native_entry(block.key, block.start, values)
-        cast_values = certificate.cast(values, block.dtype, block.key)
-        if native["dtype"] != dtype_name(block.dtype):
-            native["sha256_as_written"] = sha256(cast_values)
-        return cast_values, {"native": native, "cast": certificate.cast_name(native["dtype"], dtype_name(block.dtype))}
+        values = certificate.taken(values, block.dtype, native, block.key, str(self.path))
+        return values, {"native": native, "cast": certificate.cast_name([native], block.dtype)}
 
     def _values(self, block: Block) -> Tensor:
-        return self.reader.read(block.key, block.start, block.shape)
+        # What has no average is read as it is: frozen weights, and state such as expert_bias.
+        averaged = self.options.ema and AVERAGE + block.key in self.reader.index.tensors
+        return self.reader.read(AVERAGE + block.key if averaged else block.key, block.start, block.shape)
 
     def with_stored_padding(self, run: Run) -> Run:
-        """Return a run with the vocabulary padded as in the step; the padding depends on the run's layout.
-
-        Raises:
-            ConfigError: the step has no table of its vocabulary.
-        """
+        """Return a run with the vocabulary padded as in the step. Raises ConfigError: it has no table of tokens."""
         table, vocab_size = self.weights.get(EMBEDDING), run.model.vocab_size
         if table is None or len(table) != 2 or vocab_size is None or table[0] < vocab_size:
             found = "no" if table is None else list(table)
             raise ConfigError(f"--load {self.path}: {EMBEDDING}: {found}, for a vocabulary of {vocab_size} tokens")
         return replace_settings(run, padded_vocab_size=table[0], tensor_model_parallel_size=1)
 
-    # A step made of it.
-
     def step_blocks(self) -> list[Block]:
-        options, tensors = self.options, self.reader.index.tensors
+        options = self.options
         if options.dtype is not None and self.keeps_optimizer:
             raise ConfigError(
                 f"--dtype: the optimizer's main weights belong to weights of the step's own dtype; add --no-optim to "
@@ -130,70 +123,54 @@ class NativeSource(ConversionSource):
         if options.drop_mtp or options.family is not None:
             flag = "--drop-mtp" if options.drop_mtp else "--family"
             raise ConfigError(f"{flag}: is for folders of Hugging Face; from native to native nothing is left out")
-        self.shapes = dict(self.weights)
+        self.shapes, kept = dict(self.weights), "the averages of the weights" if options.ema else "weights alone"
         if self.keeps_optimizer:
-            self.shapes = {key: tensor.shape for key, tensor in tensors.items()}
-        kept = "weights alone"
-        if self.keeps_optimizer:
-            kept = "with the optimizer's state"
-        elif options.ema:
-            kept = "the averages of the weights"
+            self.shapes, kept = dict(self.stored), "with the optimizer's state"
         self.summary = f"step {self.iteration}, {len(self.shapes)} tensors, {kept}"
         blocks = []
         for key in sorted(self.shapes):
-            dtype = stored = self.reader.dtype(key)
+            dtype = self.reader.dtype(key)
             if key.endswith(_BIAS) and not key.startswith(OPTIMIZER):
                 dtype = torch.float32
-            elif options.dtype is not None and stored.is_floating_point:
+            elif options.dtype is not None and dtype.is_floating_point:
                 dtype = options.dtype
             blocks += blocks_of(key, self.shapes[key], dtype)
         for key in self.weights:
-            if key.endswith(_BIAS) and self.reader.dtype(key) != torch.float32:
-                kept = "kept in float32 from now on"
-                self.warnings.append(certificate.rounded_before(key, self.reader.dtype(key), self.path, kept))
+            if key.endswith(_BIAS):
+                self.warn_if_rounded(key, self.reader.dtype(key), "kept in float32 from now on")
+        for name, stored in sorted(self.reader.index.values.items()):
+            with open(self.path / stored.file, "rb") as file:
+                file.seek(stored.offset)
+                self.values[name] = file.read(min(stored.length, LARGEST_VALUE))
+        if step_reader.COMMON in self.listed:
+            self.common = step_reader.read_file(self.path, step_reader.COMMON)
+        if not self.keeps_optimizer:
+            self.common.pop("optimizer", None)
         return blocks
 
-    def step_config(self) -> dict[str, Any]:
-        if self.options.dtype is None:
-            return self.config
-        bf16, fp16 = self.options.dtype == torch.bfloat16, self.options.dtype == torch.float16
-        return {**self.config, "bf16": bf16, "fp16": fp16, "keep_fp32": None, "fp8_format": None}
-
-    def step_state(self) -> dict[str, Any]:
-        state = dict(self.state)
+    def step_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        config, state, dtype = self.config, dict(self.state), self.options.dtype
+        if dtype is not None:
+            half = {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
+            config = {**config, **half, "keep_fp32": None, "fp8_format": None}
         for name in ("has_optimizer", folder.HAS_AVERAGE):
             state[name] = bool(self.state.get(name)) and self.keeps_optimizer
         if self.options.ema:
             state["averaged"] = True
-        return state
-
-    def step_values(self) -> dict[str, bytes]:
-        found = {}
-        for name, stored in sorted(self.reader.index.values.items()):
-            with open(self.path / stored.file, "rb") as file:
-                file.seek(stored.offset)
-                found[name] = file.read(min(stored.length, LARGEST_VALUE))
-        return found
-
-    def step_common(self) -> dict[Any, Any]:
-        common: dict[Any, Any] = {}
-        if step_reader.COMMON in self.files:
-            common = step_reader.read_file(self.path, step_reader.COMMON)
-        if not self.keeps_optimizer:
-            common.pop("optimizer", None)
-        return common
-
-    def write_companions(self, step: Path) -> dict[str, FileEntry]:
-        copied = {}
-        for name, known in self.files.items():
-            if not (name.endswith(".distcp") or name in _REWRITTEN):
-                (step / name).parent.mkdir(exist_ok=True)
-                copied[name] = copy_file(self.path / name, step / name, known)
-        return copied
+        return config, state
 
     def facts(self) -> dict[str, Any]:
-        dropped = [key for key in self.reader.index.tensors if key not in self.shapes]
+        dropped = [key for key in self.stored if key not in self.shapes]
         return {"family": (self.state.get("hf") or {}).get("family"), "iteration": self.iteration, "dropped": dropped}
+
+
+def shapes_of(reader: StepReader, *, with_optimizer: bool = True) -> dict[str, Shape]:
+    """Return the shapes of a step's tensors by key, with or without the optimizer's."""
+    found = {}
+    for key, tensor in reader.index.tensors.items():
+        if with_optimizer or not key.startswith(OPTIMIZER):
+            found[key] = tensor.shape
+    return found
 
 
 class AveragedSource(NativeSource):
@@ -201,26 +178,34 @@ class AveragedSource(NativeSource):
 
     The main weights are averaged where a step has them, else the weights; expert_bias is averaged too. The result is
     rounded to the weights' dtype. It has no optimizer state: moments belong to one trajectory.
-
-    Raises:
-        ConfigError: the steps are not of one model.
     """
 
-    def __init__(self, steps: Sequence[Path], options: ConversionOptions) -> None:
+    direction: ClassVar[str] = "average of native steps"
+
+    def __init__(self, load: Path, numbers: Sequence[int], options: ConversionOptions) -> None:
+        shown = f"--average-steps {' '.join(map(str, numbers))}"
+        if len(set(numbers)) < len(numbers) or len(numbers) < 2:
+            raise ConfigError(f"{shown}: name two steps or more, each once")
+        there = folder.steps(load)
+        if not there:
+            raise ConfigError(f"{shown}: --load {load} has no steps; name the folder that a run saved its steps in")
+        self.iterations, steps = sorted(numbers), []
+        for number in self.iterations:
+            if number not in there:
+                has = ", ".join(map(str, sorted(there)))
+                raise ConfigError(f"{shown}: --load {load} has no step {number}; it has {has}")
+            steps.append(folder.step_folder(load, number))
         super().__init__(steps[-1], replace(options, no_optim=True))
-        self._readers = [StepReader(step) for step in steps]
-        self.listed = {}
-        for step in steps:
+        self._readers = list(map(StepReader, steps))
+        self.companions = dict(zip(self.companions, map(f"{steps[-1].name}/{{}}".format, self.companions)))
+        self.listed, self.inputs = {}, {}
+        for step, reader in zip(steps, self._readers):
             for name, entry in manifest.read(step).files.items():
                 self.listed[f"{step.name}/{name}"] = entry
-        self.inputs = {name: steps[0].parent / name for name in self.listed}
-        for step, reader in zip(steps, self._readers):
-            shapes = {key: one.shape for key, one in reader.index.tensors.items() if not key.startswith(OPTIMIZER)}
-            differ = sorted(shapes.keys() ^ self.weights.keys())
-            differ += sorted(key for key, shape in shapes.items() if self.weights.get(key, shape) != shape)
-            if differ:
+                self.inputs[f"{step.name}/{name}"] = step / name
+            shapes = shapes_of(reader, with_optimizer=False)
+            if differ := sorted(dict(shapes.items() ^ self.weights.items())):
                 raise ConfigError(f"--average-steps: {step} is of another model than {self.path}: {differ[0]} differs")
-        self.iterations = [int(step.name.removeprefix("iter_")) for step in steps]
 
     def _values(self, block: Block) -> Tensor:
         if not self.reader.dtype(block.key).is_floating_point:
@@ -238,54 +223,74 @@ class AveragedSource(NativeSource):
         self.summary = f"mean of steps {', '.join(map(str, self.iterations))} in fp64, {len(self.shapes)} tensors"
         return blocks
 
-    def direction(self, to: str) -> str:
-        return "average of native steps"
-
-    def step_state(self) -> dict[str, Any]:
-        return {**super().step_state(), "average_of_steps": self.iterations}
-
-
-def steps_to_average(load: Path, numbers: Sequence[int]) -> list[Path]:
-    """Return the folders of the steps of a checkpoint folder, oldest first.
-
-    Raises:
-        ConfigError: fewer than two, one twice, or one that is not there.
-    """
-    shown = f"--average-steps {' '.join(map(str, numbers))}"
-    if len(set(numbers)) < len(numbers) or len(numbers) < 2:
-        raise ConfigError(f"{shown}: name two steps or more, each once")
-    there = folder.steps(load)
-    if not there:
-        raise ConfigError(f"{shown}: --load {load} has no steps; name the folder that a run saved its steps in")
-    missing = [number for number in numbers if number not in there]
-    if missing:
-        raise ConfigError(
-            f"{shown}: --load {load} has no step {missing[0]}; it has {', '.join(map(str, sorted(there)))}"
-        )
-    return [folder.step_folder(load, number) for number in sorted(numbers)]
+    def step_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        config, state = super().step_json()
+        return config, {**state, "average_of_steps": self.iterations}
 
 
 # ---- The sink.
 
 
+class MemorySource(ConversionSource):
+    """The tensors of a model in this process, as a step. like: the checkpoint that it was read from, if it was.
+
+    tokenizer: what a step keeps of the tokenizer of a model that was trained here.
+    """
+
+    kind: ClassVar[str] = "memory"
+
+    def __init__(
+        self, run: Run, tensors: Mapping[str, Tensor], tokenizer: dict[str, Any], like: ConversionSource | None
+    ) -> None:
+        super().__init__(Path("memory") if like is None else like.path, ConversionOptions(no_optim=True))
+        self.run, self.tensors, self.tokenizer, self.like = run, tensors, tokenizer, like
+        self.shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        self.summary = f"{len(tensors)} tensors"
+        if like is not None:
+            for name, among_inputs in like.companions.items():
+                if name.startswith(f"{origin.FOLDER}/"):
+                    self.companions[name] = among_inputs
+                    self.inputs[among_inputs] = like.inputs[among_inputs]
+
+    def read(self, block: Block) -> tuple[Tensor, Row]:
+        box = tuple(slice(first, first + count) for first, count in zip(block.start, block.shape))
+        values = self.tensors[block.key].detach()[box].cpu().contiguous()
+        return values, {"native": certificate.native_entry(block.key, block.start, values), "cast": None}
+
+    def step_blocks(self) -> list[Block]:
+        blocks: list[Block] = []
+        for key, tensor in sorted(self.tensors.items()):
+            blocks += blocks_of(key, self.shapes[key], tensor.dtype)
+        return blocks
+
+    def step_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        config, state = flatten(self.run), {**native_state(self.run, []), "tokenizer": self.tokenizer}
+        if self.like is not None:
+            config, state = self.like.step_json()
+            config |= {"bf16": self.run.precision.bf16, "fp16": self.run.precision.fp16, "keep_fp32": None}
+        table = self.shapes[EMBEDDING][0]
+        return config, {**state, "has_optimizer": False, "padded_vocab_size": table}
+
+    def facts(self) -> dict[str, Any]:
+        return {"family": None, "iteration": 0, "dropped": []}
+
+
 class TorchDistSink(ConversionSink):
     """A step in the engine's format torch_dist: a data file per layer, a block per expert.
 
-    Attributes:
-        name: the step's folder.
-        tensors: dtype and shape of the tensors in the output, by their names there.
+    name: the step's folder. tensors: dtype and shape of the tensors in the output, by their names there. stored_index:
+    the index as it was written, for a step without a manifest.
     """
 
     name: str
+    tensors: dict[str, tuple[str, Shape]]
+    stored_index: index.StepIndex | None = None
 
-    def __init__(self, source: ConversionSource) -> None:
-        super().__init__(source)
-        self.tensors: dict[str, tuple[str, Shape]] = {}
-
-    def planned(self, blocks: list[Block], values: dict[str, bytes]) -> list[OutputFile]:
+    def planned(self, blocks: list[Block]) -> list[OutputFile]:
         """Return the data files: one for each layer's blocks, and one for the values that are no tensors."""
         # Weights come before the optimizer; then what is outside of the layers, each layer, each depth of multi-token
         # prediction.
+        self.tensors = {}
         contents: dict[tuple[bool, int, int], list[Block]] = {}
         for block in blocks:
             key = block.copy or block.key
@@ -293,43 +298,37 @@ class TorchDistSink(ConversionSink):
             if (found := _LAYER.search(key)) is not None:
                 part, number = _PARTS.index(found.group(1)), int(found.group(2))
             contents.setdefault((key.startswith(OPTIMIZER), part, number), []).append(block)
-            name, shape = self.tensor_of(block)
+            name, shape, _, _ = self.placed(block)
             self.tensors[name] = (dtype_name(block.dtype), shape)
         files = []
         for at, order in enumerate(sorted(contents)):
-            size = sum(block.num_bytes + PER_PART for block in contents[order])
+            size = sum(map(operator.attrgetter("num_bytes"), contents[order])) + PER_PART * len(contents[order])
             files.append(OutputFile(f"{self.name}/__0_{at}.distcp", size, tuple(contents[order])))
-        if values:
+        if values := self.source.values:
             name = f"{self.name}/__0_{len(files)}.distcp"
             files.append(OutputFile(name, sum(map(len, values.values())), tuple(values)))
-        self.values = values
         return files
 
-    def tensor_of(self, block: Block) -> tuple[str, Shape]:
-        """Return name and shape in the output of the tensor that a block is of."""
-        return block.key, self.source.shapes[block.key]
-
-    def box_of(self, block: Block) -> tuple[Shape, Shape]:
-        """Return start and shape of a block in the output."""
-        return block.start, block.shape
+    def placed(self, block: Block) -> tuple[str, Shape, Shape, Shape]:
+        """Return the name and shape in the output of the tensor that a block is of, and the block's start and shape."""
+        return block.key, self.source.shapes[block.key], block.start, block.shape
 
     def write(self, file: OutputFile, output: Path, advance: Advance) -> Record:
         rows: list[Row] = []
-        values: list[StoredPart] = []
+        parts, values = list[StoredPart](), list[StoredPart]()
         with new_file(output / file.name) as opened:
-            data = DataFile(opened)
             for item in file.content:
                 if isinstance(item, str):
-                    content = self.values[item]
+                    content = self.source.values[item]
                     values.append(StoredPart(item, (), (), opened.path.name, opened.tell(), len(content)))
                     opened.write(content)
                     continue
                 tensor, row = self.source.read(item)
-                start, shape = self.box_of(item)
-                data.add(self.tensor_of(item)[0], start, tensor.reshape(shape))
+                name, _, start, shape = self.placed(item)
+                parts.append(append_block(opened, name, start, tensor.reshape(shape)))
                 rows.append(self.completed(row, item, tensor))
                 advance(item.num_bytes + PER_PART)
-        return {"entry": opened.entry(), "parts": data.parts, "values": values, "rows": rows}
+        return {"entry": opened.entry(), "parts": parts, "values": values, "rows": rows}
 
     def completed(self, row: Row, block: Block, tensor: Tensor) -> Row:
         """Return a row together with what the output has of it."""
@@ -337,9 +336,12 @@ class TorchDistSink(ConversionSink):
 
     def write_format(self, step: Path, records: list[Record], common: dict[Any, Any]) -> dict[str, FileEntry]:
         """Write the index and the engine's small files; return their entries and those of the data files."""
-        files: dict[str, FileEntry] = {Path(record["name"]).name: record["entry"] for record in records}
-        parts = [StoredPart(*part) for record in records for part in record["parts"]]
-        values = [StoredPart(*part) for record in records for part in record["values"]]
+        files: dict[str, FileEntry] = {}
+        parts, values = list[StoredPart](), list[StoredPart]()
+        for record in records:
+            files[Path(record["name"]).name] = record["entry"]
+            parts += itertools.starmap(StoredPart, record["parts"])
+            values += itertools.starmap(StoredPart, record["values"])
         files[index.NAME] = write_index(step, self.tensors, parts, values)
         content = io.BytesIO()
         torch.save(common, content)
@@ -347,25 +349,21 @@ class TorchDistSink(ConversionSink):
         files["metadata.json"] = write_bytes(step / "metadata.json", json.dumps(folder.ENGINE_FORMAT).encode())
         return files
 
-    def open_again(self, output: Path) -> None:
-        step = output / self.name
-        self._back = self.reader_of(step)
-        found = {name: (tensor.dtype, tensor.shape) for name, tensor in self._back.index.tensors.items()}
+    def read_again(self, output: Path, rows: list[Row]) -> Iterator[tuple[Row, Tensor]]:
+        reader = StepReader(output / self.name, self.stored_index)
+        found = {name: (tensor.dtype, tensor.shape) for name, tensor in reader.index.tensors.items()}
         if found != self.tensors:
-            raise ConfigError(f"{step}: its tensors are not those of the model; nothing was published")
-        if self._back.index.values.keys() != self.values.keys():
-            raise ConfigError(f"{step}: values are missing; nothing was published")
-
-    def reader_of(self, step: Path) -> StepReader:
-        """Return a reader of the step that was written."""
-        return StepReader(step)
-
-    def read_back(self, row: Row) -> Tensor:
-        native = row["native"]
-        block = self._back.read(native["key"], tuple(native["start"]), tuple(native["shape"]))
-        written = certificate.expected(native)
-        certificate.require_same(sha256(block), written, native["key"], "it reads otherwise than it was written")
-        return block
+            raise ConfigError(f"{reader.step}: its tensors are not those of the model; nothing was published")
+        if reader.index.values.keys() != self.source.values.keys():
+            raise ConfigError(f"{reader.step}: values are missing; nothing was published")
+        blocks = list[Block]()
+        for file in self.files:
+            blocks += (item for item in file.content if isinstance(item, Block))
+        for block, row in zip(blocks, rows, strict=True):
+            (name, _, start, shape), expected = self.placed(block), certificate.expected(row["native"])
+            values = reader.read(name, start, shape)
+            certificate.require_same(sha256(values), expected, name, "it reads otherwise than it was written")
+            yield row, values
 
 
 class NativeSink(TorchDistSink):
@@ -375,17 +373,19 @@ class NativeSink(TorchDistSink):
 
     def __init__(self, source: ConversionSource) -> None:
         super().__init__(source)
-        blocks = source.step_blocks()
         self.name = folder.step_folder(Path(), source.iteration).name
-        self.files = self.planned(blocks, source.step_values())
+        self.files = self.planned(source.step_blocks())
         self.summary = source.summary
 
-    def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
+    def finish(self, output: Path, records: list[Record], inputs: dict[str, FileEntry]) -> dict[str, FileEntry]:
         step, source = output / self.name, self.source
-        files = self.write_format(step, records, source.step_common())
-        files |= source.write_companions(step)
-        files[folder.CONFIG] = write_json(step / folder.CONFIG, source.step_config())
-        files[folder.STATE] = write_json(step / folder.STATE, source.step_state())
+        files = self.write_format(step, records, source.common)
+        for name, among_inputs in source.companions.items():
+            (step / name).parent.mkdir(exist_ok=True)
+            files[name] = copy_file(source.inputs[among_inputs], step / name, inputs[among_inputs])
+        config, state = source.step_json()
+        files[folder.CONFIG] = write_json(step / folder.CONFIG, config)
+        files[folder.STATE] = write_json(step / folder.STATE, state)
         (step / manifest.NAME).unlink(missing_ok=True)
         manifest.write(step, source.iteration, files)
         if defect := manifest.structure_defect(step):
@@ -415,18 +415,11 @@ class StoredPart(NamedTuple):
     length: int
 
 
-class DataFile:
-    """A data file `__0_N.distcp` to which blocks are appended."""
-
-    def __init__(self, file: HashingFile) -> None:
-        self._file, self._name = file, file.path.name
-        self.parts: list[StoredPart] = []
-
-    def add(self, key: str, start: Shape, block: Tensor) -> None:
-        """Write a block of a tensor."""
-        offset = self._file.tell()
-        torch.save(by_itself(block.contiguous()), cast(IO[bytes], self._file))
-        self.parts.append(StoredPart(key, start, tuple(block.shape), self._name, offset, self._file.tell() - offset))
+def append_block(file: HashingFile, key: str, start: Shape, block: Tensor) -> StoredPart:
+    """Append a block of a tensor to a data file `__0_N.distcp`."""
+    offset = file.tell()
+    torch.save(by_itself(block.contiguous()), cast(IO[bytes], file))
+    return StoredPart(key, start, tuple(block.shape), file.path.name, offset, file.tell() - offset)
 
 
 def write_index(
@@ -434,16 +427,8 @@ def write_index(
 ) -> FileEntry:
     """Write `.metadata`, with the same bytes for the same content.
 
-    Args:
-        step: the step's folder.
-        tensors: dtype (without `torch.`) and shape by key, in order.
-        parts: blocks of the tensors.
-        values: parts that are no tensors.
+    tensors: dtype (without `torch.`) and shape by key, in order. parts: blocks. values: parts that are no tensors.
     """
-
-    def info(part: StoredPart) -> _StorageInfo:
-        return _StorageInfo(sys.intern(part.file), part.offset, part.length)
-
     chunks: dict[str, list[StoredPart]] = {}
     for part in parts:
         chunks.setdefault(part.key, []).append(part)
@@ -455,20 +440,18 @@ def write_index(
         properties = TensorProperties(getattr(torch, dtype))
         listed[key] = TensorStorageMetadata(properties, torch.Size(shape), boxes)
         for number, part in enumerate(chunks[name]):
-            storage[MetadataIndex(key, part.start, number)] = info(part)
+            storage[MetadataIndex(key, part.start, number)] = _StorageInfo(
+                sys.intern(part.file), part.offset, part.length
+            )
     for part in values:
         key = sys.intern(part.key)
         listed[key] = BytesStorageMetadata()
-        storage[MetadataIndex(key)] = info(part)
+        storage[MetadataIndex(key)] = _StorageInfo(sys.intern(part.file), part.offset, part.length)
     return write_bytes(step / index.NAME, pickle.dumps(Metadata(listed, None, storage), protocol=4))
 
 
 def copy_file(source: Path, target: Path, known: FileEntry) -> FileEntry:
-    """Copy a file of a step and check its hash.
-
-    Raises:
-        ConfigError: it is not what the step's manifest says.
-    """
+    """Copy a file of a step and check its hash. Raises ConfigError: it is not the known one."""
     with open(source, "rb") as content, new_file(target) as file:
         while block := content.read(1 << 22):
             file.write(block)

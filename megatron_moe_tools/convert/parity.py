@@ -14,30 +14,29 @@ epsilon only where activations are small, and a wrong frequency only far into a 
 from __future__ import annotations
 
 import gc
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.families import Family
 from megatron_moe.hf.folder import ALLOW, HFFolder
-from megatron_moe.hf.mapping import Mapping
-from megatron_moe.io.texts import size_text
 from megatron_moe.model.mla import LatentAttention
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import MicroBatch, group_scores, ranked_values
-from megatron_moe_tools.models.load_model import LoadedCheckpoint, load_model, one_process
+from megatron_moe_tools.models.load_model import LoadedCheckpoint, bytes_needed, load_model, one_process, require_memory
 from megatron_moe_tools.models.source import ModelSource, locate
-from megatron_moe_tools.models.trace import Routing, trace, working_bytes
+from megatron_moe_tools.models.trace import trace, working_bytes
 
 if TYPE_CHECKING:  # it is imported when a model is loaded
     from transformers import PreTrainedModel
@@ -52,8 +51,8 @@ LOSS_TOLERANCE = 1e-5
 """Largest difference of losses of at most 1; relative to larger ones."""
 WEIGHT_TOLERANCE = 1e-4
 """Largest relative difference of an expert's weight."""
-GRADIENT_TOLERANCE = 1e-4
-"""Largest relative difference of a gradient's norm."""
+SEED = 1234
+"""Seed of the tokens."""
 FREQUENCY_TOLERANCE = 1e-5
 """Largest relative difference of a rotary frequency: both sides compute them in fp32."""
 
@@ -62,125 +61,32 @@ FREQUENCY_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
-class Constants:
-    """The numbers of a model that are no weights.
-
-    Attributes:
-        epsilons: epsilons of the norms, by the name of their weight in a folder.
-        frequencies: rotary frequencies in radians per position, [pairs].
-        amplitude: factor of the rotation. Both are None for a model without a rotary embedding that is known here.
-    """
-
-    epsilons: dict[str, float]
-    frequencies: Tensor | None
-    amplitude: float | None
-
-
-def native_constants(chunk: torch.nn.Module, table: Mapping) -> Constants:
-    """Return the constants of our whole model."""
-    epsilons = {}
-    for piece in table.pieces:
-        module = chunk.get_submodule(piece.key.rpartition(".")[0])
-        if isinstance(epsilon := getattr(module, "eps", None), float):
-            epsilons[piece.hf[0]] = epsilon
-    latent = next((module for module in chunk.modules() if isinstance(module, LatentAttention)), None)
-    if latent is not None and latent.rotary is not None:
-        return Constants(epsilons, latent.rotary.frequencies.cpu(), latent.rotary.amplitude)
-    rotary = getattr(chunk, "rotary_pos_emb", None)
-    if latent is not None or rotary is None:
-        return Constants(epsilons, None, None)
-    return Constants(epsilons, rotary.inv_freq.detach().float().cpu(), 1.0)
-
-
-def differences(ours: Constants, theirs: Constants, depths: set[str]) -> Iterator[str]:
-    """Yield the differences between two models' constants, in words.
-
-    Args:
-        ours: constants of our model.
-        theirs: constants of transformers' model.
-        depths: names that only ours has: layers of multi-token prediction.
-    """
-    names = (ours.epsilons.keys() | theirs.epsilons.keys()) - depths
-    wrong = [name for name in sorted(names) if ours.epsilons.get(name) != theirs.epsilons.get(name)]
-    if wrong:
-        name = wrong[0]
-        yield (
-            f"epsilon of {len(wrong)} norms: {name}: {ours.epsilons.get(name)} here, {theirs.epsilons.get(name)} there"
-        )
-    if ours.frequencies is None or theirs.frequencies is None:
-        if (ours.frequencies is None) != (theirs.frequencies is None):
-            yield "rotary frequencies: on one side only"
-        return
-    if ours.frequencies.shape != theirs.frequencies.shape:
-        yield f"rotary frequencies: {len(ours.frequencies)} pairs here, {len(theirs.frequencies)} there"
-    elif not torch.allclose(ours.frequencies, theirs.frequencies, rtol=FREQUENCY_TOLERANCE, atol=0.0):
-        apart = ((ours.frequencies - theirs.frequencies).abs() / theirs.frequencies).max()
-        yield f"rotary frequencies differ by {float(apart):.2e} of their size"
-    if ours.amplitude is not None and abs(ours.amplitude - (theirs.amplitude or 0.0)) > FREQUENCY_TOLERANCE:
-        yield f"rotary amplitude is {ours.amplitude:.7f} here, {theirs.amplitude:.7f} there"
-
-
-@dataclass
 class ReferenceResult:
-    """What transformers' model computes from some tokens, on the CPU.
+    """What transformers' model computes from some tokens, on the CPU, and its numbers that are no weights.
 
-    Attributes:
-        logits: [B, S, V] fp32.
-        loss: mean cross entropy.
-        experts: chosen experts, layer -> [B * S, K] int64.
-        weights: their weights, layer -> [B * S, K] fp32.
-        grad_norms: name in the folder -> norm of the loss's gradient; None unless asked for.
-        constants: epsilons and rotary frequencies.
+    logits: [B, S, V] fp32. loss: mean cross entropy. experts: chosen ones, layer -> [B * S, K] int64. weights: theirs,
+    layer -> [B * S, K] fp32. epsilons: of the norms, by the name of their weight in a folder. frequencies: rotary, in
+    radians per position, [pairs]. amplitude: factor of the rotation; both are None without a known rotary embedding.
     """
 
     logits: Tensor
     loss: float
-    experts: dict[int, Tensor] = field(default_factory=dict)
-    weights: dict[int, Tensor] = field(default_factory=dict)
-    grad_norms: dict[str, float] | None = None
-    constants: Constants | None = None
-
-
-def run_reference(
-    folder: HFFolder,
-    family: Family,
-    tokens: Tensor,
-    *,
-    layers: int | None = None,
-    rounded_to: torch.dtype | None = None,
-    gradients: bool = False,
-) -> ReferenceResult:
-    """Load the folder's model, run it on tokens [B, S] int64 and free it.
-
-    Args:
-        folder: the Hugging Face folder.
-        family: its family.
-        tokens: [B, S] int64.
-        layers: number of layers from the first; None: all.
-        rounded_to: round the parameters to this dtype first; the router's biases are buffers and stay as they are.
-        gradients: compute the norms of the loss's gradient too.
-
-    Raises:
-        ConfigError: transformers is missing, or does not load the folder.
-    """
-    model = load_reference(folder, family, layers)
-    try:
-        if rounded_to is not None:
-            round_parameters(model, rounded_to)
-        return run_model(model, tokens, gradients=gradients)
-    finally:
-        del model
-        gc.collect()  # modules and their hooks refer to each other
+    experts: dict[int, Tensor]
+    weights: dict[int, Tensor]
+    epsilons: dict[str, float]
+    frequencies: Tensor | None = None
+    amplitude: float | None = None
 
 
 @torch.no_grad()
 def round_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Round parameters to the values that another dtype has."""
+    """Round parameters to the values that another dtype has; the router's biases are buffers and stay as they are."""
     for parameter in model.parameters():
         parameter.copy_(parameter.to(dtype))
 
 
-def run_model(model: PreTrainedModel, tokens: Tensor, *, gradients: bool = False) -> ReferenceResult:
+@torch.no_grad()
+def run_model(model: PreTrainedModel, tokens: Tensor) -> ReferenceResult:
     """Run a causal language model of transformers on tokens [B, S] int64."""
     experts: dict[int, Tensor] = {}
     weights: dict[int, Tensor] = {}
@@ -192,47 +98,32 @@ def run_model(model: PreTrainedModel, tokens: Tensor, *, gradients: bool = False
             epsilons[f"{name}.weight"] = epsilon
         if not type(module).__name__.lower().endswith("topkrouter"):
             continue
-        layer = int(name.split(".layers.")[1].split(".")[0])
 
-        def record(module: object, inputs: object, output: tuple[Tensor, ...], layer: int = layer) -> None:
+        def record(module: object, inputs: object, output: tuple[Tensor, ...], layer: int = _layer_of(name)) -> None:
             # (logits, weights, experts); older releases leave logits out
             (chosen,) = [part for part in output if not part.is_floating_point()]
             others = [part for part in output if part.is_floating_point() and part.shape == chosen.shape]
-            experts[layer], weights[layer] = chosen.detach().long().cpu(), others[-1].detach().float().cpu()
+            experts[layer], weights[layer] = chosen.long().cpu(), others[-1].float().cpu()
 
         hooks.append(module.register_forward_hook(record))
     try:
-        with torch.set_grad_enabled(gradients):
-            logits = model(input_ids=tokens.to(next(model.parameters()).device), use_cache=False).logits.float()
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten().to(logits.device))
-            if gradients:
-                loss.backward()
+        logits = model(input_ids=tokens.to(next(model.parameters()).device), use_cache=False).logits.float().cpu()
     finally:
         for hook in hooks:
             hook.remove()
-    constants = Constants(epsilons, None, None)
-    rotary = getattr(model.model, "rotary_emb", None)
-    if rotary is not None:
-        constants = Constants(epsilons, rotary.inv_freq.detach().float().cpu(), float(rotary.attention_scaling))
-    result = ReferenceResult(logits.detach().cpu(), float(loss.detach()), experts, weights, None, constants)
-    if gradients:
-        result.grad_norms = _grad_norms(model)
-    return result
+    loss = float(F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
+    if (rotary := getattr(model.model, "rotary_emb", None)) is None:
+        return ReferenceResult(logits, loss, experts, weights, epsilons)
+    frequencies, amplitude = rotary.inv_freq.float().cpu(), float(rotary.attention_scaling)
+    return ReferenceResult(logits, loss, experts, weights, epsilons, frequencies, amplitude)
 
 
 def load_reference(folder: HFFolder, family: Family, layers: int | None = None) -> PreTrainedModel:
-    """Return transformers' model of a folder: fp32, evaluation mode, on this machine's device.
+    """Return transformers' model of a folder's first layers: fp32, evaluation mode. Raises ConfigError: it fails."""
+    import transformers
 
-    Raises:
-        ConfigError: see `run_reference`.
-    """
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigError(
-            "--verify: transformers is not installed, and it is what the model is compared with; install it with "
-            "`pip install transformers`, or leave the flag out"
-        ) from None
+    transformers.utils.logging.set_verbosity_error()  # what matters of its remarks is checked here
+    transformers.utils.logging.disable_progress_bar()
     content = dict(folder.config)
     content.pop("quantization_config", None)
     if layers is not None:
@@ -246,19 +137,18 @@ def load_reference(folder: HFFolder, family: Family, layers: int | None = None) 
         config_class = type(transformers.AutoConfig.for_model(family.model_types[0]))
         config = config_class.from_dict({**content, "model_type": family.model_types[0]})
         model_class = getattr(transformers, family.architecture)
-        with _quiet(transformers):
-            options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
-            if folder.scales:
-                where, options["state_dict"] = None, _dequantised(folder)
-            else:
-                where, options["local_files_only"], options["use_safetensors"] = folder.path, True, True
-            model, info = model_class.from_pretrained(where, output_loading_info=True, **options)
+        options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
+        if folder.scales:
+            where, options["state_dict"] = None, _dequantised(folder)
+        else:
+            where, options["local_files_only"], options["use_safetensors"] = folder.path, True, True
+        model, info = model_class.from_pretrained(where, output_loading_info=True, **options)
     except (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"--verify: transformers {transformers.__version__} does not load {folder.path} as {family.architecture}: "
             f"{type(error).__name__}: {str(error)[:300]}"
         ) from error
-    wrong = [*info["missing_keys"], *(str(entry) for entry in info["mismatched_keys"])]
+    wrong = [*info["missing_keys"], *map(str, info["mismatched_keys"])]
     if wrong:
         shown = ", ".join(sorted(wrong)[:5])
         raise ConfigError(
@@ -272,9 +162,8 @@ def _dequantised(folder: HFFolder) -> dict[str, Tensor]:
     """Return all tensors but scales; a weight in fp8 becomes each number times its block's scale, as bfloat16."""
     found: dict[str, Tensor] = {}
     height, width = folder.block
-    for file in sorted({stored.file for stored in folder.tensors.values()}):
-        with safe_open(str(folder.path / file), framework="pt") as content:
-            found |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118  it is no dict
+    for file in set(map(operator.attrgetter("file"), folder.tensors.values())):
+        found |= load_file(folder.path / file)
     for name, scale_name in folder.scales.items():
         weight, scale = found[name].float(), found.pop(scale_name).float()
         row = torch.arange(weight.shape[0]) // height
@@ -283,46 +172,15 @@ def _dequantised(folder: HFFolder) -> dict[str, Tensor]:
     return found
 
 
-@contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Silence transformers' progress bars and remarks; what matters of them is checked here."""
-    logging = transformers.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def _grad_norms(model: PreTrainedModel) -> dict[str, float]:
-    """Return the norms of the gradients under the folder's names, to which transformers itself converts them back."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    norms, gradients = {}, {}
-    for name, parameter in model.named_parameters():
-        gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    for name, gradient in revert_weight_conversion(model, gradients).items():
-        norms[name] = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-    return norms
-
-
 # ---- The comparison.
 
 
 @dataclass(frozen=True)
 class LayerChoices:
-    """A comparison of one layer's choices of experts.
+    """A comparison of one layer's choices of experts, in tokens.
 
-    Attributes:
-        tokens: number of tokens.
-        equal: number of tokens with the same experts.
-        ties: number of tokens with other experts, within the margin of a tie.
-        largest_margin: largest margin of a choice that differs.
-        weight_difference: largest relative difference of the weights of the same experts.
+    equal: with the same experts. ties: with others, within the margin of a tie. largest_margin: of a choice that
+    differs. weight_difference: largest relative difference of the weights of the same experts.
     """
 
     tokens: int
@@ -331,28 +189,13 @@ class LayerChoices:
     largest_margin: float
     weight_difference: float
 
-    @property
-    def passed(self) -> bool:
-        """Whether all choices but ties are equal, and all weights."""
-        return self.equal + self.ties == self.tokens and self.weight_difference <= WEIGHT_TOLERANCE
-
 
 @dataclass(frozen=True)
 class Parity:
-    """The result of a comparison of two implementations.
+    """The result of a comparison of two implementations on `shape` random tokens, through `layers` layers.
 
-    Attributes:
-        seed: seed of the random tokens.
-        shape: number of sequences, and of tokens of each.
-        layers: number of layers that were compared.
-        logit_difference: largest difference of logits.
-        largest_logit: largest absolute value of the reference's logits.
-        loss: our loss.
-        reference_loss: the reference's loss.
-        choices: choices of experts by layer.
-        failures: what is out of tolerance, in words; empty if it passed.
-        gradient_difference: largest relative difference of the norm of a tensor's gradient; None without gradients.
-        not_covered: what was not compared.
+    logit_difference: the largest. largest_logit: absolute, of the reference. choices: of experts, by layer. failures:
+    what is out of tolerance, in words. not_covered: what was not compared.
     """
 
     seed: int
@@ -364,8 +207,7 @@ class Parity:
     reference_loss: float
     choices: dict[int, LayerChoices]
     failures: tuple[str, ...]
-    gradient_difference: float | None = None
-    not_covered: tuple[str, ...] = ()
+    not_covered: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
@@ -388,8 +230,8 @@ class Parity:
             f"  logits differ by {self.logit_difference:.2e} at most, the largest is {self.largest_logit:.1f}",
             f"  loss {self.loss:.6f}, transformers {self.reference_loss:.6f}",
             f"  experts: {equal} of {compared} choices equal, {ties} ties",
-            *(f"  FAILED: {failure}" for failure in self.failures),
-            *(f"  not covered: {what}" for what in self.not_covered),
+            *map("  FAILED: {}".format, self.failures),
+            *map("  not covered: {}".format, self.not_covered),
         ]
 
 
@@ -398,88 +240,72 @@ def compare(
     native_path: Path,
     *,
     layers: int | None = None,
-    seed: int = 1234,
     batch: int = TOKENS[0],
     length: int = TOKENS[1],
     ckpt_step: int | None = None,
-    gradients: bool = False,
     allow_constant: bool = False,
 ) -> Parity:
     """Run transformers on a Hugging Face folder and our model on a checkpoint, on the same random tokens.
 
-    Where the two were stored in different dtypes, each side's weights are rounded to the other's first.
-
-    Args:
-        hf_path: the Hugging Face folder.
-        native_path: a run's folder or a step of it; a Hugging Face folder is opened too.
-        layers: both sides are cut to the first `layers` layers; None: all.
-        seed: seed of the tokens.
-        batch: number of sequences.
-        length: tokens of each; fewer if the model has fewer positions.
-        ckpt_step: which step of a run's folder; None: the newest.
-        gradients: compare the norms of the loss's gradient too.
-        allow_constant: pass although the logits are the same for all tokens, which compares hardly any weight.
-
-    Raises:
-        ConfigError: transformers is missing or does not know the model, one of the two cannot be opened, or there is
-            not enough memory for one of them.
+    Where the two were stored in different dtypes, each side's weights are rounded to the other's first. layers: both
+    sides are cut to so many; None: all. batch, length: sequences, and tokens of each; fewer if the model has fewer
+    positions. ckpt_step: of a run's folder; None: the newest. allow_constant: pass although the logits are the same for
+    all tokens, which compares hardly any weight. Raises ConfigError: transformers does not know the model, a side
+    cannot be opened, or there is not enough memory.
     """
     folder, reference_source, source = HFFolder.open(hf_path), locate(hf_path), locate(native_path, ckpt_step)
-    run, least, total = source.run, _fewest_layers(source), source.run.model.num_layers
+    run, total, least = source.run, source.run.model.num_layers, _fewest_layers(source)
     if layers is not None and not least <= layers <= total:
         raise ConfigError(
             f"--verify-layers {layers}: the model has {total} layers, and layer {least - 1} is the first with experts; "
             f"between {least} and {total} are compared"
         )
     length = min(length, run.derived.max_position_embeddings)
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, run.model.vocab_size or 0, (batch, length), generator=generator)
-    require_memory(source, layers, fp8=bool(folder.scales), tokens=tokens.shape, gradients=gradients)
-    differ = source.dtype != reference_source.dtype
-    reference = run_reference(
-        folder,
-        reference_source.required_family,
-        tokens,
-        layers=layers,
-        rounded_to=getattr(torch, source.dtype) if differ else None,
-        gradients=gradients,
-    )
-    with load_model(source, layers=layers, gradients=gradients) as found:
+    tokens = torch.randint(0, run.model.vocab_size or 0, (batch, length), generator=torch.Generator().manual_seed(SEED))
+    require_memory_to_verify(source, layers, fp8=bool(folder.scales), tokens=tokens.shape)
+    model = load_reference(folder, reference_source.required_family, layers)
+    if differ := source.dtype != reference_source.dtype:
+        round_parameters(model, getattr(torch, source.dtype))
+    reference = run_model(model, tokens)
+    del model
+    gc.collect()  # modules refer to each other
+    with load_model(source, layers=layers) as found:
         if differ:
             round_parameters(found.chunk, getattr(torch, reference_source.dtype))
-        return compare_with(reference, found, tokens, seed=seed, gradients=gradients, allow_constant=allow_constant)
+        return compare_with(reference, found, tokens, allow_constant=allow_constant)
 
 
 def compare_with(
-    reference: ReferenceResult,
-    found: LoadedCheckpoint,
-    tokens: Tensor,
-    *,
-    seed: int = 0,
-    gradients: bool = False,
-    allow_constant: bool = False,
+    reference: ReferenceResult, found: LoadedCheckpoint, tokens: Tensor, *, allow_constant: bool = False
 ) -> Parity:
     """Run our model on the tokens [B, S] of a reference and compare the two."""
     with force_routing_on_ties(found.chunk, reference.experts, tokens.shape[0]) as margins:
-        ours = trace(found, tokens, routing=True, gradients=gradients)
+        ours = trace(found, tokens, routing=True)
     layers, loss = found.run.model.num_layers, float(ours.loss)
     choices, failures = {}, []
-    mine, theirs = sorted(layer for layer in ours.routing if layer < layers), sorted(reference.experts)
+    mine, theirs = sorted(ours.routing.keys() & set(range(layers))), sorted(reference.experts)
     if theirs and mine != theirs:
         failures.append(f"layers with experts are {mine} here, {theirs} there")
     for layer in sorted(ours.routing.keys() & reference.experts.keys()):
-        one = choices[layer] = _choices(ours.routing[layer], reference, layer, margins[layer])
-        shape_here, shape_there = ours.routing[layer].topk_idx.shape, reference.experts[layer].shape
-        if shape_here != shape_there:
-            failures.append(f"layer {layer}: {shape_here[-1]} experts per token here, {shape_there[-1]} there")
-        elif one.equal + one.ties < one.tokens:
+        here, there, margin = ours.routing[layer], reference.experts[layer], margins[layer]
+        if here.topk_idx.shape != there.shape:
+            choices[layer] = LayerChoices(len(here.topk_idx), 0, 0, 0.0, 0.0)
+            failures.append(f"layer {layer}: {here.topk_idx.shape[-1]} experts per token here, {there.shape[-1]} there")
+            continue
+        same = (here.topk_idx.sort(dim=-1).values == there.sort(dim=-1).values).all(-1)
+        weights, wanted, apart = here.probs.gather(1, there)[same], reference.weights[layer][same], 0.0
+        if len(wanted):
+            apart = _largest((weights - wanted).abs() / wanted.abs().clamp(min=float(wanted.abs().max()) * 1e-2))
+        ties = sum(map(TIE.__ge__, margin))
+        one = LayerChoices(len(same), int(same.sum()) - ties, ties, max(margin, default=0.0), apart)
+        choices[layer] = one
+        if one.equal + one.ties < one.tokens:
             failures.append(
                 f"layer {layer}: {one.tokens - one.equal - one.ties} of {one.tokens} tokens go to other experts, by "
                 f"margins up to {one.largest_margin:.2e}; a tie is {TIE:.0e}"
             )
         elif one.weight_difference > WEIGHT_TOLERANCE:
-            apart = f"{one.weight_difference:.2e} of their size"
-            failures.append(f"layer {layer}: weights of the same experts differ by {apart}")
+            failures.append(f"layer {layer}: weights of the same experts differ by {apart:.2e} of their size")
 
     vocab_size = min(ours.logits.shape[-1], reference.logits.shape[-1])
     difference = _largest(ours.logits[..., :vocab_size] - reference.logits[..., :vocab_size])
@@ -497,27 +323,21 @@ def compare_with(
             f"logits are the same for all tokens ({float(rows[0, 0]):.4g}): the weights that make them are damaged or "
             f"were never trained, and equal logits show nothing; {ALLOW} passes that"
         )
-    if reference.constants is not None:
-        constants = native_constants(found.chunk, found.mapping)
-        depths = {name for name in constants.epsilons if _layer_of(name, 0) >= layers}
-        failures += differences(constants, reference.constants, depths)
-    gradient_difference = None
-    if ours.grad_norms is not None and reference.grad_norms is not None:
-        gradient_difference, words = _gradients(ours.grad_norms, reference.grad_norms, layers)
-        failures += words
+    failures += _other_constants(found, reference)
     whole, not_covered = found.source.run.model, []
     if whole.mtp_num_layers:
         not_covered.append(f"multi-token prediction, {whole.mtp_num_layers} layers: transformers has none")
     if layers < whole.num_layers:
         not_covered.append(f"layers {layers} to {whole.num_layers - 1}: left out by --verify-layers {layers}")
-    every = (found.run.moe.num_experts or 0) * len(reference.experts)
-    chosen = sum(len(experts.unique()) for experts in reference.experts.values())
+    every, chosen = (found.run.moe.num_experts or 0) * len(reference.experts), 0
+    for experts in reference.experts.values():
+        chosen += len(experts.unique())
     if chosen < every:
         not_covered.append(f"the weights of {every - chosen} of {every} experts, which none of the tokens chose")
     if not reference.experts:
         not_covered.append("the experts chosen: this release of transformers has no routers of their own to ask")
     return Parity(
-        seed=seed,
+        seed=SEED,
         shape=(tokens.shape[0], tokens.shape[1]),
         layers=layers,
         logit_difference=difference,
@@ -526,44 +346,42 @@ def compare_with(
         reference_loss=reference.loss,
         choices=choices,
         failures=tuple(failures),
-        gradient_difference=gradient_difference,
         not_covered=tuple(not_covered),
     )
 
 
-def _layer_of(name: str, otherwise: int) -> int:
-    """Return the number of the layer that a tensor of a folder is in."""
-    return int(name.split(".layers.")[1].split(".")[0]) if ".layers." in name else otherwise
+def _other_constants(found: LoadedCheckpoint, theirs: ReferenceResult) -> Iterator[str]:
+    """Yield the differences between two models' numbers that are no weights; depths of prediction are ours alone."""
+    chunk, epsilons = found.chunk, {}
+    for piece in found.mapping.pieces:
+        epsilon = getattr(chunk.get_submodule(piece.key.rpartition(".")[0]), "eps", None)
+        if isinstance(epsilon, float) and _layer_of(piece.hf[0]) < found.run.model.num_layers:
+            epsilons[piece.hf[0]] = epsilon
+    wrong = sorted(dict(epsilons.items() ^ theirs.epsilons.items()))
+    if wrong:
+        here, there = epsilons.get(wrong[0]), theirs.epsilons.get(wrong[0])
+        yield f"epsilon of {len(wrong)} norms: {wrong[0]}: {here} here, {there} there"
+    latent = next((module for module in chunk.modules() if isinstance(module, LatentAttention)), None)
+    ours, amplitude, wanted = None, 1.0, theirs.frequencies
+    if latent is not None and latent.rotary is not None:
+        ours, amplitude = latent.rotary.frequencies.cpu(), latent.rotary.amplitude
+    elif latent is None and (rotary := getattr(chunk, "rotary_pos_emb", None)) is not None:
+        ours = rotary.inv_freq.detach().float().cpu()
+    if ours is None or wanted is None:
+        if ours is not wanted:
+            yield "rotary frequencies: on one side only"
+        return
+    if ours.shape != wanted.shape:
+        yield f"rotary frequencies: {len(ours)} pairs here, {len(wanted)} there"
+    elif not torch.allclose(ours, wanted, rtol=FREQUENCY_TOLERANCE, atol=0.0):
+        yield f"rotary frequencies differ by {float(((ours - wanted).abs() / wanted).max()):.2e} of their size"
+    if abs(amplitude - (theirs.amplitude or 0.0)) > FREQUENCY_TOLERANCE:
+        yield f"rotary amplitude is {amplitude:.7f} here, {theirs.amplitude:.7f} there"
 
 
-def _choices(ours: Routing, reference: ReferenceResult, layer: int, margins: list[float]) -> LayerChoices:
-    experts, weights = reference.experts[layer], reference.weights[layer]
-    tokens = ours.topk_idx.shape[0]
-    if ours.topk_idx.shape != experts.shape:
-        return LayerChoices(tokens, 0, 0, 0.0, 0.0)
-    same = (ours.topk_idx.sort(dim=-1).values == experts.sort(dim=-1).values).all(-1)
-    mine, theirs = ours.probs.gather(1, experts)[same], weights[same]
-    difference = 0.0
-    if len(theirs):
-        difference = _largest((mine - theirs).abs() / theirs.abs().clamp(min=float(theirs.abs().max()) * 1e-2))
-    ties = sum(margin <= TIE for margin in margins)
-    return LayerChoices(tokens, int(same.sum()) - ties, ties, max(margins, default=0.0), difference)
-
-
-def _gradients(ours: dict[str, float], theirs: dict[str, float], layers: int) -> tuple[float, list[str]]:
-    """Return the largest relative difference, and what is wrong; transformers has no multi-token prediction."""
-    mine = {name: norm for name, norm in ours.items() if _layer_of(name, -1) < layers}
-    words = [f"gradient of {name}: on one side only" for name in sorted(mine.keys() ^ theirs.keys())[:5]]
-    # A tensor with hardly any gradient is compared on the scale of the others.
-    floor = 1e-6 * max(theirs.values(), default=1.0)
-    largest, worst = 0.0, ""
-    for name in sorted(mine.keys() & theirs.keys()):
-        apart = abs(mine[name] - theirs[name]) / max(theirs[name], floor)
-        if apart > largest or apart != apart:
-            largest, worst = apart, name
-    if not largest <= GRADIENT_TOLERANCE:
-        words.append(f"gradient of {worst}: norm {mine[worst]:.6e} here, {theirs[worst]:.6e} there")
-    return largest, words
+def _layer_of(name: str) -> int:
+    """Return the number of the layer that a tensor or a module is in, by its name in a folder; 0 outside of layers."""
+    return int(name.split(".layers.")[1].split(".")[0]) if ".layers." in name else 0
 
 
 def _largest(values: Tensor) -> float:
@@ -577,43 +395,20 @@ def _fewest_layers(source: ModelSource) -> int:
     return pattern.index(1) + 1 if 1 in pattern else 1
 
 
-def require_memory(
-    source: ModelSource,
-    layers: int | None,
-    *,
-    fp8: bool = False,
-    tokens: Sequence[int] = TOKENS,
-    gradients: bool = False,
+def require_memory_to_verify(
+    source: ModelSource, layers: int | None, *, fp8: bool = False, tokens: Sequence[int] = TOKENS
 ) -> None:
-    """Check, before anything is loaded, that the model fits into memory.
-
-    Raises:
-        ConfigError: it does not; the message says what is needed, what is free and how many layers would fit.
-    """
+    """Check, before anything is loaded, that either model fits into memory. Raises ConfigError: it does not."""
+    run, width = one_process(source.run, layers=layers), 4 + 2 * fp8  # with fp8, bfloat16 is in memory beside fp32
+    working = 2 * working_bytes(run, tokens[0], tokens[1], False)
+    least, fitting = _fewest_layers(source), (layers or source.run.model.num_layers) - 1
     available = platform.available_memory_bytes()
-    # In fp32; weights in fp8 are in memory as bfloat16 at the same time.
-    width = 4 * (1 + gradients) + 2 * fp8
-
-    def needed(count: int | None) -> int:
-        run = one_process(source.run, layers=count)
-        padded = run.derived.padded_vocab_size(run.model.vocab_size or 0)
-        work = working_bytes(run, tokens[0], tokens[1], gradients)
-        return run.derived.parameter_count(padded) * width + 2 * work + 2**28
-
-    wanted = needed(layers)
-    if wanted <= available:
-        return
-    total, least = layers or source.run.model.num_layers, _fewest_layers(source)
-    fitting = total - 1
-    while fitting >= least and needed(fitting) > available:
+    while fitting >= least and bytes_needed(one_process(source.run, layers=fitting), width, working) > available:
         fitting -= 1
-    remedy = f"--verify-layers {fitting} compares as many as fit"
+    remedy = f"--verify-layers {fitting} compares as many as fit; or leave the verification out"
     if fitting < least:
-        remedy = f"not even the first {least} would fit"
-    raise ConfigError(
-        f"--verify: {source.path} takes {size_text(wanted)} in fp32, and {size_text(available)} are "
-        f"free: {remedy}; or leave the flag out"
-    )
+        remedy = f"not even the first {least} layers would fit; leave the verification out"
+    require_memory(source, run, width, working, remedy)
 
 
 # ---- Ties between experts.
@@ -623,19 +418,12 @@ def require_memory(
 def force_routing_on_ties(
     chunk: torch.nn.Module, experts: dict[int, Tensor], num_sequences: int
 ) -> Iterator[dict[int, list[float]]]:
-    """Have the routers take given choices in place of their own where the two differ by a tie.
+    """Have the routers take given choices, layer -> [B * S, K], in place of their own where the two differ by a tie.
 
-    Args:
-        chunk: the model.
-        experts: the choices, layer -> [B * S, K].
-        num_sequences: B.
-
-    Yields:
-        layer -> the margins of the choices that differ.
+    Yields layer -> the margins of the choices that differ.
     """
-    margins: dict[int, list[float]] = {layer: [] for layer in experts}
-    routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
-    before = [router.choose for router in routers]
+    margins: dict[int, list[float]] = {}
+    before: list[tuple[TopKRouter, Callable[..., Tensor]]] = []
 
     def wrapped(router: TopKRouter, theirs: Tensor, found: list[float]) -> Callable[..., Tensor]:
         choose = router.choose
@@ -653,25 +441,21 @@ def force_routing_on_ties(
 
         return chosen
 
-    for router in routers:
-        layer = (router.layer_number or 0) - 1
-        if layer in experts:
-            router.choose = wrapped(router, experts[layer], margins[layer])
+    for router in chunk.modules():
+        if isinstance(router, TopKRouter) and (layer := (router.layer_number or 0) - 1) in experts:
+            before.append((router, router.choose))
+            router.choose = wrapped(router, experts[layer], margins.setdefault(layer, []))
     try:
         yield margins
     finally:
-        for router, choose in zip(routers, before):
+        for router, choose in before:
             router.choose = choose
 
 
 def choice_margin(scores: Tensor, expert_bias: Tensor | None, options: MoEOptions, wanted: Tensor) -> Tensor:
     """Return [T], by how much scores would have to change for a choice to be the best one; 0 where it is.
 
-    Args:
-        scores: [T, E], what the router ranks by before its bias.
-        expert_bias: the router's bias [E], or None.
-        options: the router's options.
-        wanted: the choice [T, K].
+    scores: [T, E], what the router ranks by before its bias. expert_bias: [E], or None. wanted: the choice [T, K].
     """
     scores = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
     inside = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, wanted, True)

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,12 +30,10 @@ from megatron_moe.io.texts import duration_text, size_text
 
 _SECONDS_BETWEEN_LINES = 5.0
 _JOURNAL, _OUTPUT = "journal.jsonl", "output"
-PUBLISHED = "published"
-"""The name in the journal of the last thing that is done."""
 
 
 class ConversionProgress:
-    """A progress report on bytes; `done` of them were done by an earlier start. A line every few seconds, and one last.
+    """A progress report on bytes, `done` of them by an earlier start: a line every few seconds, and a last one.
 
     It shows the word `what`, bytes, rate and time left.
     """
@@ -59,19 +58,15 @@ class ConversionProgress:
         seconds = max(self._last_line - self._started, 1e-3)
         rate = (self._done - self._before) / seconds
         share = 100 * self._done // self._total if self._total else 100
-        time_words = duration_text(seconds)
+        left = duration_text(seconds)
         if rate and self._done < self._total:
-            time_words = f"{duration_text((self._total - self._done) / rate)} left"
-        done, total = size_text(self._done), size_text(self._total)
-        note(f"{self._what} {done} of {total} ({share}%), {size_text(int(rate))}/s, {time_words}")
+            left = f"{duration_text((self._total - self._done) / rate)} left"
+        amount = f"{size_text(self._done)} of {size_text(self._total)} ({share}%), {size_text(int(rate))}/s"
+        note(f"{self._what} {amount}, {left}")
 
 
 def require_free(target: Path, source: Path) -> None:
-    """Check that the output would not overwrite anything, and is neither the source nor in it.
-
-    Raises:
-        ConfigError: it would or it is; the message names the flag.
-    """
+    """Check that the output overwrites nothing, and is neither the source nor in it. Raises ConfigError: it is."""
     require_writable_folder("--save", str(target.parent))
     real, other = target.resolve(), source.resolve()
     if real == other or real in other.parents or other in real.parents:
@@ -85,13 +80,9 @@ def require_free(target: Path, source: Path) -> None:
 class Workspace:
     """The hidden folder of one conversion.
 
-    Args:
-        target: the folder that the output becomes.
-        identity: what has to be the same for a second start to go on with the work of the first.
-
-    Attributes:
-        output: folder that the files are written to.
-        done: the journal's records by name, those of an earlier start included.
+    target: the folder that the output becomes. identity: what has to be the same for a second start to go on with the
+    work of the first. output: folder that the files are written to. done: the journal's records by name, those of an
+    earlier start included.
     """
 
     def __init__(self, target: Path, identity: dict[str, Any]) -> None:
@@ -100,16 +91,11 @@ class Workspace:
         self.output = self.hidden / _OUTPUT
         self.identity: dict[str, Any] = json.loads(json.dumps(identity))
         self.done: dict[str, dict[str, Any]] = {}
-        self.resumed = False
         self._descriptor = -1
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Lock the folder, and take over what an earlier start of the same conversion has done.
-
-        Raises:
-            ConfigError: another process converts to the same folder.
-        """
+        """Lock the folder and go on with what is done; SIGTERM is as Ctrl-C. Raises ConfigError: it is in use."""
         missing = [folder for folder in self.hidden.parents if not folder.exists()]
         self.hidden.mkdir(parents=True, exist_ok=True)
         for folder in missing:
@@ -122,41 +108,41 @@ class Workspace:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
                 raise ConfigError(f"--save {self.target}: another process is converting to it; wait for it") from None
-            self._take_over()
-            yield
+            lines, sound = _complete_lines(self.hidden / _JOURNAL)
+            if lines and lines[0] == {"identity": self.identity}:
+                os.ftruncate(self._descriptor, sound)
+                self.done = {line["name"]: line for line in lines[1:]}
+            else:
+                shutil.rmtree(self.output, ignore_errors=True)
+                os.ftruncate(self._descriptor, 0)
+                self.output.mkdir()
+                self._append({"identity": self.identity})
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGTERM, before)
         finally:
             os.close(self._descriptor)
 
-    def _take_over(self) -> None:
-        lines, sound = _complete_lines(self.hidden / _JOURNAL)
-        if not lines or lines[0] != {"identity": self.identity}:
-            shutil.rmtree(self.output, ignore_errors=True)
-            os.ftruncate(self._descriptor, 0)
-            self.output.mkdir()
-            self._append({"identity": self.identity})
-            return
-        os.ftruncate(self._descriptor, sound)
-        self.done = {line["name"]: line for line in lines[1:]}
-        self.resumed = bool(self.done)
-
     def record(self, name: str, content: dict[str, Any]) -> None:
         """Append to the journal that something is complete and on the disk."""
-        line = {"name": name, **content}
-        self._append(line)
-        self.done[name] = json.loads(json.dumps(line))  # of the types that a later start reads: lists, not tuples
+        self.done[name] = self._append({"name": name, **content})
 
-    def _append(self, line: dict[str, Any]) -> None:
-        data = (json.dumps(line, separators=(",", ":")) + "\n").encode()
+    def _append(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Append a line, and return it in the types that a later start reads: lists, not tuples."""
+        text = json.dumps(line, separators=(",", ":"))
+        data = f"{text}\n".encode()
         while data:
             data = data[os.write(self._descriptor, data) :]
         os.fsync(self._descriptor)
+        result: dict[str, Any] = json.loads(text)
+        return result
 
     def publish(self) -> None:
         """Rename the complete output to its target, and remove the hidden folder."""
         for path, _, _ in os.walk(self.output):
             sync(Path(path))
-        if PUBLISHED not in self.done:
-            self.record(PUBLISHED, {})
         os.rename(self.output, self.target)
         sync(self.target.parent)
         self.discard()
@@ -168,13 +154,11 @@ class Workspace:
 
 def published_before(target: Path, identity: dict[str, Any]) -> bool:
     """Return whether an earlier start of this conversion is complete except for the removal of the hidden folder."""
-    hidden = hidden_folder(target)
-    if not hidden.is_dir() or (hidden / _OUTPUT).exists() or not target.is_dir():
+    journal, output = hidden_folder(target) / _JOURNAL, hidden_folder(target) / _OUTPUT
+    if output.exists() or not journal.exists() or not target.is_dir():
         return False
-    if not (hidden / _JOURNAL).exists():  # the journal is made before the output is, and removed after it
-        return any(target.iterdir())
-    lines, _ = _complete_lines(hidden / _JOURNAL)
-    return bool(lines) and lines[0] == {"identity": json.loads(json.dumps(identity))} and lines[-1]["name"] == PUBLISHED
+    lines, _ = _complete_lines(journal)
+    return bool(lines) and lines[0] == {"identity": json.loads(json.dumps(identity))}
 
 
 def hidden_folder(target: Path) -> Path:

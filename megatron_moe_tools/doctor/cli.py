@@ -7,7 +7,6 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +44,14 @@ _LARGEST_WORLD = 1 << 20
 # In fp32 scores of two layouts differ by some 1e-7; a choice with a smaller margin than this proves nothing.
 CLEAR_MARGIN = 1e-5
 _SEEDS, _CANDIDATES = 6, 1024
+_COLUMNS = {
+    "losses": "loss",
+    "gradient_norms": "grad_norm",
+    "loss_scales": "loss_scale",
+    "steps_applied": "committed",
+}
+"""What the report has of the oracle's steps."""
 _SIZES_SHOWN = ("num_layers", "hidden_size", "num_experts", "seq_length", "global_batch_size")
-
-Log = Callable[[str], None]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -110,7 +114,7 @@ def _main(argv: list[str]) -> int:
     from megatron_moe_tools.doctor.compare import details
 
     try:
-        report = check_layouts(own, copy, choice, flags.steps, flags.timeout, say)
+        report = check_layouts(own, copy, choice, flags.steps, flags.timeout)
     except RankFailure as error:
         say(f"the oracle, one process, could not be measured:\n{error}")
         return DIFFERENT
@@ -122,7 +126,7 @@ def _main(argv: list[str]) -> int:
     return DIFFERENT if report.failed else SAME
 
 
-def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds: float, log: Log) -> DoctorReport:
+def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds: float) -> DoctorReport:
     """Measure the oracle and every layout, and compare each as soon as it is measured.
 
     Args:
@@ -131,71 +135,74 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
         choice: the layouts.
         steps: optimizer steps of each layout.
         seconds: a layout that takes longer has hung.
-        log: called with lines of progress.
 
     Raises:
         RankFailure: the oracle itself could not be measured.
     """
-    from megatron_moe_tools.doctor.compare import (
-        DoctorReport,
-        LayoutFinding,
-        compare,
-        log_line,
-        matching_patterns,
-        tolerances_of,
-    )
-    from megatron_moe_tools.doctor.measure import MeasuringRanks, assemble
+    from megatron_moe_tools.doctor import compare, measure
 
     began, layouts = time.monotonic(), choice.layouts
     given, defaults = flatten(own), flatten(Run())
     ranks = max(layout.ranks for layout in layouts)
     sizes = ", ".join(f"{name} {flatten(copy)[name]}" for name in _SIZES_SHOWN)
-    models = list(filter(None, dict.fromkeys(layout.model for layout in layouts)))
+    models = {}
+    for layout in layouts:
+        if layout.model:
+            models[layout.model] = MODELS[layout.model]
     if models:
-        log(f"small copies of models: {', '.join(models)}; demo: {sizes}")
+        say(f"small copies of models: {', '.join(models)}; demo: {sizes}")
     else:
-        log(f"a small copy in fp32: {sizes}")
+        say(f"a small copy in fp32: {sizes}")
     if choice.reduced_from:
-        log(f"the layout in use ({choice.reduced_from}), at size 2 and at most {ranks} ranks")
-    log(f"starting {ranks} processes for {len(layouts)} layouts; nothing leaves this machine, no GPU is used")
-    report = DoctorReport(
+        say(f"the layout in use ({choice.reduced_from}), at size 2 and at most {ranks} ranks")
+    say(f"starting {ranks} processes for {len(layouts)} layouts; nothing leaves this machine, no GPU is used")
+    report = compare.DoctorReport(
         {
             "flags": {name: value for name, value in given.items() if value != defaults[name]},
             "layout_in_use": choice.reduced_from,
             "shrunk": {name: list(pair) for name, pair in changed_fields(own, copy).items()},
             "features": sorted(frozenset().union(*(layout.features for layout in layouts))),
-            "models": {name: MODELS[name] for name in models},
+            "models": models,
             "steps": steps,
             "versions": versions(),
             "oracles": [],
         },
         refused=choice.refused,
     )
-    with MeasuringRanks(ranks, seconds) as pool:
+    with measure.MeasuringRanks(ranks, seconds) as pool:
         oracles: dict[tuple[Run, bool, str], tuple[AssembledModel, Request]] = {}
         for number, layout in enumerate(layouts, start=1):
             key = layout.copy, layout.masked, layout.run.derived.params_dtype_name
             if key not in oracles:
-                oracles[key] = oracle, request = _oracle(pool, layout, steps, log)
-                report.about["oracles"].append(_about_oracle(layout.model, oracle, request))
+                oracles[key] = oracle, request = _oracle(pool, layout, steps)
+                about: dict[str, Any] = {
+                    "model": layout.model,
+                    "dtype": request.run.derived.params_dtype_name,
+                    "masked": request.masked,
+                    "data_seed": request.data_seed,
+                }
+                for name, of_step in _COLUMNS.items():
+                    about[name] = [_finite(step[of_step]) for step in oracle.steps]
+                about["smallest_margin"] = _finite(oracle.smallest_margin)
+                report.about["oracles"].append(about)
             (oracle, request), at = oracles[key], time.monotonic()
             try:
-                whole = assemble(pool.measure(dataclasses.replace(request, run=layout.run), layout.ranks))
+                whole = measure.assemble(pool.measure(dataclasses.replace(request, run=layout.run), layout.ranks))
             except RankFailure as failure:
-                finding = LayoutFinding(layout, time.monotonic() - at, error=str(failure))
+                finding = compare.LayoutFinding(layout, time.monotonic() - at, error=str(failure))
             else:
-                comparison = compare(whole, oracle, tolerances_of(layout.run))
-                fits = matching_patterns(whole, oracle, comparison, one_process=not layout.masked)
-                finding = LayoutFinding(layout, time.monotonic() - at, comparison, fits)
+                comparison = compare.compare(whole, oracle, compare.tolerances_of(layout.run))
+                fits = compare.matching_patterns(whole, oracle, comparison, one_process=not layout.masked)
+                finding = compare.LayoutFinding(layout, time.monotonic() - at, comparison, fits)
             report.findings.append(finding)
-            log(log_line(number, len(layouts), finding))
+            say(compare.log_line(number, len(layouts), finding))
     for layout, rule in choice.refused:
-        log(f"not tried: {layout.name}: {rule}")
-    log(f"{time.monotonic() - began:.0f} s")
+        say(f"not tried: {layout.name}: {rule}")
+    say(f"{time.monotonic() - began:.0f} s")
     return report
 
 
-def _oracle(pool: MeasuringRanks, layout: Layout, steps: int, log: Log) -> tuple[AssembledModel, Request]:
+def _oracle(pool: MeasuringRanks, layout: Layout, steps: int) -> tuple[AssembledModel, Request]:
     """Return the result of one process, on the first samples whose choices of experts all have a clear margin.
 
     Where the layout is in half precision, each step's samples are picked from many: two runs may differ in a logit by
@@ -233,24 +240,12 @@ def _oracle(pool: MeasuringRanks, layout: Layout, steps: int, log: Log) -> tuple
     if not math.isinf(margin):
         closest = f"; the closest choice of an expert is decided by {margin:.1e}"
     losses = ", ".join(f"{step['loss']:.5f}" for step in best[0].steps)
-    log(f"the oracle, one process{about}: losses {losses}{closest}")
+    say(f"the oracle, one process{about}: losses {losses}{closest}")
     if margin < clear:
-        log(f"that is less than {clear:.0e}: counts may differ by a choice without any fault of a layout")
+        say(f"that is less than {clear:.0e}: counts may differ by a choice without any fault of a layout")
     return best
 
 
-def _about_oracle(name: str, oracle: AssembledModel, request: Request) -> dict[str, Any]:
-    dtype = request.run.derived.params_dtype_name
-    about = {"model": name, "dtype": dtype, "masked": request.masked, "data_seed": request.data_seed}
-    columns: dict[str, list[Any]] = {"losses": [], "gradient_norms": [], "loss_scales": [], "steps_applied": []}
-    for step in oracle.steps:
-        columns["losses"].append(step["loss"])
-        columns["gradient_norms"].append(_finite(step["grad_norm"]))
-        columns["loss_scales"].append(step["loss_scale"])
-        columns["steps_applied"].append(step["committed"])
-    return {**about, **columns, "smallest_margin": _finite(oracle.smallest_margin)}
-
-
-def _finite(value: float) -> float | None:
+def _finite(value: float | None) -> float | None:
     """Return the value; None where JSON has no number for it."""
-    return value if math.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None

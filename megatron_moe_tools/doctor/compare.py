@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_moe.config.schema import Run
 from megatron_moe_tools.doctor.layouts import Layout, common_to, names_of
-from megatron_moe_tools.doctor.measure import AssembledModel, step_of
+from megatron_moe_tools.doctor.measure import AssembledModel, LayoutDifference, absent, step_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Tolerances:
 FP32 = Tolerances()
 _ROUNDINGS_PER_LAYER = 36
 """Approximate number of roundings on a gradient's way through a layer, forward and backward."""
+_ROUTER = re.compile(r"router\.weight$")
 _EXPERT = re.compile(r"\.experts\.(expert\d+\.)?weight[12]$")
 
 
@@ -88,27 +89,6 @@ def tolerances_of(run: Run) -> Tolerances:
 
 
 @dataclass(frozen=True)
-class LayoutDifference:
-    """A quantity that was compared with the oracle's.
-
-    Attributes:
-        quantity: what was compared, e.g. "gradient, step 1".
-        name: which tensor or layer, where there are several.
-        step: the step from 1; 0 for the weights before the first.
-        error: relative error; largest absolute difference where bits are compared.
-        allowed: tolerance of the error; 0 where bits are compared.
-        detail: the values, or what is known about the difference.
-    """
-
-    quantity: str
-    name: str
-    step: int
-    error: float
-    allowed: float
-    detail: str = ""
-
-
-@dataclass(frozen=True)
 class Comparison:
     """All differences, by step and within a step worst first, and the largest error of each kind of quantity."""
 
@@ -131,13 +111,7 @@ def compare(got: AssembledModel, wanted: AssembledModel, tolerances: Tolerances 
         largest[kind] = max(largest.get(kind, 0.0), one.error)
         if not one.error <= one.allowed:
             differences.append(one)
-    for pair in got.disagreements:
-        along = " and ".join(map(str.upper, pair.axes)) or "no axis"
-        detail = f"ranks {pair.ranks[0]} and {pair.ranks[1]}, which differ along {along}, should hold the same bits"
-        quantity = f"copies of {pair.quantity}"
-        differences.append(LayoutDifference(quantity, pair.name, pair.step, pair.error, 0.0, detail))
-    for quantity, name in got.missing:
-        differences.append(_absent(quantity, name, step_of(quantity), "no rank has all of it"))
+    differences += got.differences
 
     def rank(one: LayoutDifference) -> tuple[int, float, float]:
         excess = math.inf  # bits that differ, and NaN
@@ -147,10 +121,6 @@ def compare(got: AssembledModel, wanted: AssembledModel, tolerances: Tolerances 
 
     differences.sort(key=rank)
     return Comparison(differences, largest)
-
-
-def _absent(quantity: str, name: str, step: int, detail: str) -> LayoutDifference:
-    return LayoutDifference(quantity, name, step, math.inf, 0.0, detail)
 
 
 def _number(quantity: str, name: str, step: int, got: float, wanted: float, allowed: float) -> LayoutDifference:
@@ -178,7 +148,7 @@ def _steps(got: AssembledModel, wanted: AssembledModel, tolerances: Tolerances) 
     for step, (mine, theirs) in pairs:
         for name in sorted({*mine["layers"], *theirs["layers"]}):
             if name not in mine["layers"] or name not in theirs["layers"]:
-                yield _absent("token counts", name, step, "one of the two has no such layer")
+                yield absent("token counts", name, step, "one of the two has no such layer")
                 continue
             yield from _layer(name, step, mine["layers"][name], theirs["layers"][name], tolerances)
 
@@ -216,7 +186,7 @@ def _tensors(got: AssembledModel, wanted: AssembledModel, tolerances: Tolerances
         total = float(torch.stack([t.double().norm() for t in theirs.values()]).norm())
         for name in sorted({*mine, *theirs}):
             if name not in mine or name not in theirs:
-                yield _absent(quantity, name, step, "one of the two has no such tensor")
+                yield absent(quantity, name, step, "one of the two has no such tensor")
                 continue
             a, b, detail = mine[name].double(), theirs[name].double(), ""
             if quantity == "initial weight":
@@ -274,67 +244,58 @@ def matching_patterns(
     """
     if comparison.agrees:
         return []
-    first = comparison.differences[0].step
-    here = [one for one in comparison.differences if one.step == first]
-    if one_process:
-        return _batches(here)
-    return [*_weights_and_counts(here, got, wanted), *_gradients(here, got, wanted)]
-
-
-def _batches(here: list[LayoutDifference]) -> list[str]:
-    losses, gradients = set(), False
-    for one in here:
-        gradients = gradients or one.quantity.startswith("gradient,")
-        if one.quantity.endswith("loss"):
-            losses.add(one.quantity)
-    if "loss" in losses or not gradients:
-        return []
-    shown = "the auxiliary losses as they are logged neither"
-    if losses:
-        shown = f"{', '.join(sorted(losses))} too"
-    return [
-        f"the loss does not differ, gradients do, {shown}: what joins the gradient in addition to the loss, an "
-        "auxiliary loss or a further prediction, is not weighed per token of the global batch"
-    ]
-
-
-def _weights_and_counts(here: list[LayoutDifference], got: AssembledModel, wanted: AssembledModel) -> Iterator[str]:
-    weights, along, counts = [], set(), []
+    step = comparison.differences[0].step
+    here = [one for one in comparison.differences if one.step == step]
+    found, weights, along, ratios, other_losses = [], [], set(), set(), set()
     for one in here:
         if one.quantity == "initial weight":
             weights.append(one.name)
         elif one.quantity.startswith("copies of"):
             along.add(one.detail.partition(" along ")[2].partition(",")[0])
+        elif one.quantity.endswith("loss"):
+            other_losses.add(one.quantity)
         elif one.quantity == "token counts":
-            counts.append(one.name)
+            mine = got.steps[step - 1]["layers"].get(one.name)
+            theirs = wanted.steps[step - 1]["layers"].get(one.name)
+            if mine is not None and theirs is not None and (meant := int(theirs["counts"].sum())):
+                ratios.add(int(mine["counts"].sum()) / meant)
+    if one_process:
+        if "loss" in other_losses or not any(one.quantity.startswith("gradient,") for one in here):
+            return []
+        shown = "the auxiliary losses as they are logged neither"
+        if other_losses:
+            shown = f"{', '.join(sorted(other_losses))} too"
+        return [
+            f"the loss does not differ, gradients do, {shown}: what joins the gradient in addition to the loss, an "
+            "auxiliary loss or a further prediction, is not weighed per token of the global batch"
+        ]
     if weights:
-        found = f"{len(weights)} weights"
+        which = f"{len(weights)} weights"
         if all(map(_EXPERT.search, weights)):
-            found += " (routed experts only)"
-        yield f"{found} differ before the first step: how they are initialised depends on the layout"
+            which += " (routed experts only)"
+        found.append(f"{which} differ before the first step: how they are initialised depends on the layout")
     if along:
         groups = ", ".join(sorted(along))
-        yield f"copies differ between ranks along {groups}: a reduction or broadcast over that group is amiss"
-    ratios = set()
-    for name in counts:
-        mine, theirs = (side.steps[here[0].step - 1]["layers"].get(name) for side in (got, wanted))
-        if mine is not None and theirs is not None and (meant := int(theirs["counts"].sum())):
-            ratios.add(int(mine["counts"].sum()) / meant)
+        found.append(f"copies differ between ranks along {groups}: a reduction or broadcast over that group is amiss")
     if ratios == {1.0}:
-        yield (
+        found.append(
             "all choices are counted, some for another expert: the logits differ by more than the closest choice's "
             f"margin, {wanted.smallest_margin:.1e}"
         )
     elif ratios:
         shown = ", ".join(f"{ratio:.3g}" for ratio in sorted(ratios))
-        yield f"the counts sum to {shown} times the batch's choices: they are summed over a wrong group (TP x CP x DP)"
+        found.append(
+            f"the counts sum to {shown} times the batch's choices: they are summed over a wrong group (TP x CP x DP)"
+        )
+    return [*found, *_gradients(here, got, wanted, bool(other_losses - {"loss"}))]
 
 
-def _gradients(here: list[LayoutDifference], got: AssembledModel, wanted: AssembledModel) -> Iterator[str]:
-    names, quantity, norm_differs, other_loss = set(), "", False, False
+def _gradients(
+    here: list[LayoutDifference], got: AssembledModel, wanted: AssembledModel, other_loss: bool
+) -> Iterator[str]:
+    names, quantity, norm_differs = set(), "", False
     for one in here:
         norm_differs = norm_differs or one.quantity == "gradient norm"
-        other_loss = other_loss or (one.quantity.endswith("loss") and one.quantity != "loss")
         if one.quantity.startswith("gradient,"):
             names.add(one.name)
             quantity = quantity or one.quantity
@@ -352,7 +313,14 @@ def _gradients(here: list[LayoutDifference], got: AssembledModel, wanted: Assemb
         return
     mine, theirs = got.tensors[quantity], wanted.tensors[quantity]
     experts = set(filter(_EXPERT.search, theirs))
-    shared = _shared([factor(mine[name].double(), theirs[name].double()) for name in names if name in mine])
+    scales = []
+    for name in names.intersection(mine):
+        scale = factor(mine[name].double(), theirs[name].double())
+        scales.append(math.nan if scale is None else scale)
+    scales.sort()
+    shared = None  # the middle one of factors that agree to one per cent
+    if scales and all(math.isclose(scale, scales[len(scales) // 2], rel_tol=0.01) for scale in scales):
+        shared = scales[len(scales) // 2]
     if names == set(theirs) and shared is not None:
         yield f"every gradient is {times(shared)} the oracle's: the loss's scale, or what gradients are divided by"
     elif names == experts:
@@ -360,23 +328,12 @@ def _gradients(here: list[LayoutDifference], got: AssembledModel, wanted: Assemb
         if shared is not None:
             multiple = f" and {times(shared)} the oracle's"
         yield f"the gradients of all routed experts are off{multiple}, no other: expert data parallelism, or its scale"
-    elif names == {name for name in theirs if name.endswith("router.weight")}:
+    elif names == set(filter(_ROUTER.search, theirs)):
         yield "only router weights are off: their sum over TP (the sequence_parallel mark), or an auxiliary loss"
     elif got.cut_over_tp and not names & (got.cut_over_tp | experts):
         yield "only weights that every TP rank holds whole are off: their sum over TP is missing or done twice"
     elif other_loss:
         yield "an auxiliary loss differs as well: its set of tokens, or its scale"
-
-
-def _shared(scales: list[float | None]) -> float | None:
-    """Return the middle one of factors that agree to one per cent; None where they do not, or one is no factor."""
-    known = sorted(scale for scale in scales if scale is not None)
-    if not known or len(known) < len(scales):
-        return None
-    middle = known[len(known) // 2]
-    if all(math.isclose(scale, middle, rel_tol=0.01) for scale in known):
-        return middle
-    return None
 
 
 # ---- The report.
@@ -415,7 +372,8 @@ class LayoutFinding:
         }
         if self.comparison is not None:
             differences = self.comparison.differences
-            result["largest_errors"] = {kind: _plain(value) for kind, value in self.comparison.largest.items()}
+            largest = self.comparison.largest
+            result["largest_errors"] = dict(zip(largest, map(_plain, largest.values())))
             result["fits"] = self.patterns
             result["number_of_differences"] = len(differences)
             result["differences"] = [{**asdict(one), "error": _plain(one.error)} for one in differences[:_KEPT]]
@@ -433,12 +391,15 @@ class DoctorReport:
     @property
     def failed(self) -> list[Layout]:
         """The layouts that differ or could not be measured."""
-        return [finding.layout for finding in self.findings if not finding.good]
+        return self._layouts(good=False)
 
     @property
     def common(self) -> list[str]:
         """Kinds of parallelism and features that all layouts that failed have, and no layout that agrees."""
-        return common_to(self.failed, [finding.layout for finding in self.findings if finding.good])
+        return common_to(self.failed, self._layouts(good=True))
+
+    def _layouts(self, good: bool) -> list[Layout]:
+        return [finding.layout for finding in self.findings if finding.good == good]
 
     def summary(self) -> str:
         """Return the overall result in one line."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from megatron_moe.config import rules
@@ -30,7 +30,7 @@ from megatron_moe.config.model_flags import SHARDING_STRATEGIES, ParallelConfig,
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.config import filled_in
 from megatron_moe_tools import compat
-from megatron_moe_tools.doctor.small_copy import DEPTHS, LAYERS, small_copy, with_few_choices
+from megatron_moe_tools.doctor.small_copy import DEPTHS, LAYERS, small_copy
 
 # Features: what the default layouts have to cover, and what layouts that fail may have in common.
 
@@ -181,10 +181,13 @@ def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> L
     Raises:
         ConfigError: no layout has a wanted name, or every layout is refused.
     """
-    in_use = [f"{kind} {size}" for kind, name in _SIZES.items() if (size := getattr(own.parallel, name)) > 1]
-    kinds = set(EVERY_KIND)
-    if in_use:
-        kinds = {"DP", *(words.split()[0] for words in in_use)}
+    in_use, kinds = [], {"DP"}
+    for kind, name in _SIZES.items():
+        if getattr(own.parallel, name) > 1:
+            in_use.append(f"{kind} {getattr(own.parallel, name)}")
+            kinds.add(kind)
+    if not in_use:
+        kinds = set(EVERY_KIND)
     if copy.moe.num_experts is None:
         kinds.discard("EP")
     layouts = []
@@ -236,32 +239,48 @@ def other_batches(copy: Run) -> Iterator[Layout]:
 
 
 def combinations_of(own: Run, kinds: set[str], max_ranks: int) -> Iterator[Layout]:
-    """Yield single kinds of parallelism, then pairs, then triples on eight ranks; each without and with EP."""
-    dense = [kind for kind in DENSE if kind in kinds]
+    """Yield single kinds of parallelism, then pairs, then triples on eight ranks; each without and with EP.
+
+    Last come the fullest layout without one of the run's extras, for each, to see whether that one is at fault.
+    """
+    dense = sorted(kinds.intersection(DENSE), key=DENSE.index)
     fullest: Layout | None = None
-    for number in range(1, max_ranks.bit_length()):
-        for chosen in combinations(dense, number):
-            for experts in (False, True):
-                if experts and "EP" not in kinds:
-                    continue
-                for etp in _expert_tensor_sizes(own, chosen, experts):
-                    fullest = _layout(own, chosen, experts, etp)
-                    yield fullest
-    if fullest is not None:
-        yield from _without_extras(own, fullest)
-
-
-def _expert_tensor_sizes(own: Run, chosen: Sequence[str], experts: bool) -> list[int | None]:
-    """Return the ETP sizes to try: the run's own relation to TP where it fits, both where the run does not say."""
-    ranks_left, rest = divmod(2 ** len(chosen), 2 ** (experts + ("PP" in chosen)))
-    if rest:
-        return []
-    if own.moe.num_experts is None or "TP" not in chosen:
-        return [None]
     given = own.parallel.expert_tensor_parallel_size
-    if ranks_left < 2 or given not in (None, own.parallel.tensor_model_parallel_size):
-        return [1]
-    return [2, 1] if given is None and experts else [2]
+    for number in range(1, max_ranks.bit_length()):
+        for chosen, experts in product(combinations(dense, number), (False, True)):
+            ranks_left, rest = divmod(2 ** len(chosen), 2 ** (experts + ("PP" in chosen)))
+            if rest or (experts and "EP" not in kinds):
+                continue
+            # ETP: the run's own relation to TP where it fits, both where the run does not say.
+            sizes: list[int | None] = [2]
+            if own.moe.num_experts is None or "TP" not in chosen:
+                sizes = [None]
+            elif ranks_left < 2 or given not in (None, own.parallel.tensor_model_parallel_size):
+                sizes = [1]
+            elif given is None and experts:
+                sizes = [2, 1]
+            for etp in sizes:
+                fullest = _layout(own, chosen, experts, etp)
+                yield fullest
+    if fullest is None:
+        return
+    extras = {
+        "distributed-optimizer": ("use_distributed_optimizer", "overlap_param_gather"),
+        "sharded-gradients": ("data_parallel_sharding_strategy",),
+        "overlap": ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size"),
+        "virtual-stages": ("num_layers_per_virtual_pipeline_stage",),
+        "uneven-stages": ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        "letters": ("pipeline_model_parallel_layout",),
+    }
+    for word, names in extras.items():
+        flags = dict(fullest.flags)
+        for name in names:
+            flags.pop(name, None)
+        if flags != fullest.flags:
+            yield dataclasses.replace(fullest, name=f"{fullest.name}-no-{word}", flags=flags)
+    if own.training.recompute_granularity is not None:
+        flags = {**fullest.flags, **dict.fromkeys(_RECOMPUTE)}
+        yield dataclasses.replace(fullest, name=f"{fullest.name}-no-recompute", flags=flags)
 
 
 def _layout(own: Run, chosen: Sequence[str], experts: bool, etp: int | None) -> Layout:
@@ -280,13 +299,24 @@ def _layout(own: Run, chosen: Sequence[str], experts: bool, etp: int | None) -> 
         flags["expert_tensor_parallel_size"] = etp
     if "PP" in chosen:
         if p.pipeline_model_parallel_layout is not None:
-            flags["pipeline_model_parallel_layout"] = _small_stages(own)
+            # With virtual stages and ends without layers where the run has them. Multi-token prediction is with the
+            # loss: a stage of its own takes three ranks.
+            stages, parts = own.derived.pipeline_stages, ["", ""]
+            if own.derived.virtual_pipeline_size is not None:
+                parts *= 2
+            first, last = int(not stages[0].layers), len(parts) - 1 - int(not stages[-1].layers)
+            for layer in range(LAYERS):
+                parts[min(first + layer, max(last, 0))] += "t"
+            parts[0] = f"E{parts[0]}"
+            parts[-1] += "m" * min(own.model.mtp_num_layers or 0, DEPTHS) + "L"
+            flags["pipeline_model_parallel_layout"] = "|".join(parts)
         elif p.num_layers_per_virtual_pipeline_stage is not None or p.num_virtual_stages_per_pipeline_rank is not None:
             flags["num_layers_per_virtual_pipeline_stage"] = 1
-        elif p.decoder_first_pipeline_num_layers is not None:
-            flags["decoder_first_pipeline_num_layers"] = 1
-        elif p.decoder_last_pipeline_num_layers is not None:
-            flags["decoder_last_pipeline_num_layers"] = 1
+        else:
+            for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+                if getattr(p, name) is not None:
+                    flags[name] = 1
+                    break
     # ZeRO++ is left out: what it rounds is meant to differ from one process.
     stage = own.derived.zero_stage
     if stage >= 2 and "PP" not in chosen:
@@ -297,41 +327,6 @@ def _layout(own: Run, chosen: Sequence[str], experts: bool, etp: int | None) -> 
         if getattr(p, name) != getattr(ParallelConfig(), name):
             flags[name] = getattr(p, name)
     return Layout("-".join(words), 2 ** len(chosen), flags, frozenset(kinds))
-
-
-def _small_stages(own: Run) -> str:
-    """Return letters for a small copy on two ranks, with virtual stages and ends without layers where the run has them.
-
-    Multi-token prediction is with the loss: a stage of its own takes three ranks.
-    """
-    stages, parts = own.derived.pipeline_stages, ["", ""]
-    if own.derived.virtual_pipeline_size is not None:
-        parts *= 2
-    first, last = int(not stages[0].layers), len(parts) - 1 - int(not stages[-1].layers)
-    for layer in range(LAYERS):
-        parts[min(first + layer, max(last, 0))] += "t"
-    parts[0] = f"E{parts[0]}"
-    parts[-1] += "m" * min(own.model.mtp_num_layers or 0, DEPTHS) + "L"
-    return "|".join(parts)
-
-
-def _without_extras(own: Run, fullest: Layout) -> Iterator[Layout]:
-    """Yield the fullest layout without one of the run's extras, for each, to see whether that one is at fault."""
-    extras = {
-        "distributed-optimizer": ("use_distributed_optimizer", "overlap_param_gather"),
-        "sharded-gradients": ("data_parallel_sharding_strategy",),
-        "overlap": ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size"),
-        "virtual-stages": ("num_layers_per_virtual_pipeline_stage",),
-        "uneven-stages": ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-        "letters": ("pipeline_model_parallel_layout",),
-    }
-    for word, names in extras.items():
-        flags = {name: value for name, value in fullest.flags.items() if name not in names}
-        if flags != fullest.flags:
-            yield Layout(f"{fullest.name}-no-{word}", fullest.ranks, flags, fullest.kinds)
-    if own.training.recompute_granularity is not None:
-        plain = dict.fromkeys(_RECOMPUTE)
-        yield Layout(f"{fullest.name}-no-recompute", fullest.ranks, {**fullest.flags, **plain}, fullest.kinds)
 
 
 def common_to(failed: Sequence[Layout], passed: Sequence[Layout]) -> list[str]:
@@ -429,30 +424,37 @@ DEFAULT_LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
 
 @cache
 def model(name: str) -> tuple[Run, Run]:
-    """Return a model as its flags give it, and its small copy, in half precision where the flags say so."""
+    """Return a model as its flags give it, and its small copy, in half precision where the flags say so.
+
+    Such a copy has few choices of experts: two layers, short sequences, no groups. Then samples can be found in which
+    no choice depends on rounding. Fewer layers also mean fewer roundings, and so smaller tolerances.
+    """
     own = compat.parse(shlex.split(MODELS[name]), filled_in)
     copy = small_copy(own)
     if name in _HALF:
-        copy = dataclasses.replace(with_few_choices(copy), precision=own.precision)
+        groups = {"moe_router_num_groups": None, "moe_router_group_topk": None, "moe_router_group_score": "top2"}
+        copy = replace(copy, num_layers=2, moe_layer_freq=1, seq_length=8, mtp_num_layers=None, **groups)
+        copy = dataclasses.replace(copy, precision=own.precision)
     return own, copy
 
 
 def default_choice(max_ranks: int, wanted: Sequence[str] = ()) -> LayoutChoice:
     """Return the default layouts of at most `max_ranks` ranks; `wanted` has the meaning that it has in `choose`."""
     own, _ = model("demo")
-    known = {layout.name: layout for ranks in (4, max_ranks) for layout in combinations_of(own, EVERY_KIND, ranks)}
-    listed = {name for name, _, _ in DEFAULT_LAYOUTS}
-    rows = DEFAULT_LAYOUTS + [(name, "demo", _PLAIN) for name in known if name not in listed]
-    layouts = []
-    for name, of, options in rows:
+    known: dict[str, Layout] = {}
+    for layout in (*combinations_of(own, EVERY_KIND, 4), *combinations_of(own, EVERY_KIND, max_ranks)):
+        known[layout.name] = layout
+    layouts, unlisted = [], dict.fromkeys(known)
+    for name, of, options in DEFAULT_LAYOUTS:
+        unlisted.pop(name, None)
         _, copy = model(of)
-        layout = known.get(name)
-        for other in other_batches(copy):
-            if other.name == name:
-                layout = other
-        assert layout is not None, name
+        for layout in (*other_batches(copy), *known.values()):
+            if layout.name == name:
+                break
         flags = {**layout.flags, **options}
         layouts.append(dataclasses.replace(layout, name=f"{name}+{of}", flags=flags, model=of, copy=copy))
+    for name in unlisted:
+        layouts.append(dataclasses.replace(known[name], name=f"{name}+demo", model="demo", copy=model("demo")[1]))
     for name, flags in _HALF.items():  # one process in half precision, whose oracle is in fp32
         wide = dataclasses.replace(model(name)[1], precision=PrecisionConfig())
         layouts.append(Layout(f"{name}-against-fp32", 1, flags, frozenset(), model=name, copy=wide))

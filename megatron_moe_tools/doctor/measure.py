@@ -354,8 +354,8 @@ class MeasuringRanks:
         Raises:
             RankFailure: some rank raised, died or hung; the next request gets new processes.
         """
-        options = {name: value for name, value in vars(request).items() if name != "run"}
-        argument = {"flags": flatten(request.run), "options": options, "folder": str(self.ranks.folder)}
+        options = dict(vars(request))
+        argument = {"flags": flatten(options.pop("run")), "options": options, "folder": str(self.ranks.folder)}
         return [torch.load(path, weights_only=True) for path in self.ranks.call(argument, ranks)]
 
 
@@ -515,28 +515,38 @@ AXES = ("tp", "pp", "cp", "dp", "ep", "etp")
 
 
 @dataclass(frozen=True)
-class Disagreement:
-    """A quantity that two ranks should hold with the same bits and do not."""
+class LayoutDifference:
+    """A quantity that was compared with the oracle's.
+
+    Attributes:
+        quantity: what was compared, e.g. "gradient, step 1".
+        name: which tensor or layer, where there are several.
+        step: the step from 1; 0 for the weights before the first.
+        error: relative error; largest absolute difference where bits are compared.
+        allowed: tolerance of the error; 0 where bits are compared.
+        detail: the values, or what is known about the difference.
+    """
 
     quantity: str
     name: str
     step: int
     error: float
-    ranks: tuple[int, int]
-    axes: tuple[str, ...]
-    """Axes of the layout along which the two ranks differ."""
+    allowed: float
+    detail: str = ""
 
 
 @dataclass
 class AssembledModel:
-    """The result of one layout: tensors by quantity and name, steps as one process would report them, disagreements."""
+    """The result of one layout: tensors by quantity and name, and steps as one process would report them.
+
+    differences: copies of a quantity that should have the same bits and do not, and tensors of which no rank had some
+    element.
+    """
 
     tensors: dict[str, dict[str, Tensor]]
     steps: list[dict[str, Any]]
     cut_over_tp: set[str] = field(default_factory=set)
-    disagreements: list[Disagreement] = field(default_factory=list)
-    missing: list[tuple[str, str]] = field(default_factory=list)
-    """(quantity, name) of tensors of which no rank had some element."""
+    differences: list[LayoutDifference] = field(default_factory=list)
 
     @property
     def smallest_margin(self) -> float:
@@ -552,8 +562,18 @@ class AssembledModel:
     ) -> None:
         """Record that two ranks hold a quantity with other bits."""
         one, other = places[ranks[0]], places[ranks[1]]
-        axes = tuple(axis for axis in AXES if one[f"{axis}_rank"] != other[f"{axis}_rank"])
-        self.disagreements.append(Disagreement(quantity, name, step, error, ranks, axes))
+        axes = []
+        for axis in AXES:
+            if one[f"{axis}_rank"] != other[f"{axis}_rank"]:
+                axes.append(axis.upper())
+        along = " and ".join(axes) or "no axis"
+        detail = f"ranks {ranks[0]} and {ranks[1]}, which differ along {along}, should hold the same bits"
+        self.differences.append(LayoutDifference(f"copies of {quantity}", name, step, error, 0.0, detail))
+
+
+def absent(quantity: str, name: str, step: int, detail: str) -> LayoutDifference:
+    """Return the difference that something is not there."""
+    return LayoutDifference(quantity, name, step, math.inf, 0.0, detail)
 
 
 def matching_views(full: Tensor, local: Tensor, cuts: tuple[Cut, ...]) -> list[tuple[Tensor, Tensor]]:
@@ -577,7 +597,10 @@ def full_shape(local: Tensor, cuts: tuple[Cut, ...]) -> list[int]:
 
 
 def assemble(records: Sequence[dict[str, Any]]) -> AssembledModel:
-    """Assemble the ranks' records of one layout."""
+    """Assemble the ranks' records of one layout.
+
+    Steps are as rank 0 reports them, with the layers of all ranks; what several ranks report must be equal.
+    """
     places = [record["place"] for record in records]
     whole = AssembledModel({}, [])
     for quantity in records[0]["tensors"]:
@@ -590,7 +613,23 @@ def assemble(records: Sequence[dict[str, Any]]) -> AssembledModel:
         for name, found in owners.items():
             whole.tensors[quantity][name] = _assemble_tensor(whole, quantity, name, found, places)
     for number, steps in enumerate(zip(*(record["steps"] for record in records)), start=1):
-        whole.steps.append(_merge_step(whole, number, steps, places))
+        joined = {**steps[0], "layers": {}}
+        first_rank: dict[str, int] = {}
+        for rank, step in enumerate(steps):
+            for key in ("loss", "tokens", "grad_norm", "committed", "loss_scale", "mtp_losses"):
+                if step[key] != joined[key] and step[key] == step[key]:
+                    whole.disagree(_QUANTITIES.get(key, key), "", number, math.inf, (0, rank), places)
+            for name, layer in step["layers"].items():
+                if name not in joined["layers"]:
+                    joined["layers"][name], first_rank[name] = dict(layer), rank
+                    continue
+                known, ranks = joined["layers"][name], (first_rank[name], rank)
+                known["margin"] = min(known["margin"], layer["margin"])
+                known["router_error"] = max(known["router_error"], layer["router_error"])
+                for key in ("counts", "dropped", "expert_bias"):
+                    if known[key] is not None and not torch.equal(known[key], layer[key]):
+                        whole.disagree(_QUANTITIES.get(key, key), name, number, math.inf, ranks, places)
+        whole.steps.append(joined)
     return whole
 
 
@@ -632,28 +671,7 @@ def _assemble_tensor(whole: AssembledModel, quantity: str, name: str, owners: li
             other.copy_(torch.where(twice, other, mine))
             known.copy_(torch.where(twice, known, rank))
         if bool((source < 0).any()):
-            whole.missing.append((quantity, name))
+            whole.differences.append(absent(quantity, name, step_of(quantity), "no rank has all of it"))
         for target, own in matching_views(full, local, cuts):
             target.copy_(own)
     return full
-
-
-def _merge_step(whole: AssembledModel, number: int, steps: Sequence[dict[str, Any]], places: Places) -> dict[str, Any]:
-    """Return one step as rank 0 reports it, with the layers of all ranks; what several ranks report must be equal."""
-    joined = {**steps[0], "layers": {}}
-    first_rank: dict[str, int] = {}
-    for rank, step in enumerate(steps):
-        for key in ("loss", "tokens", "grad_norm", "committed", "loss_scale", "mtp_losses"):
-            if step[key] != joined[key] and step[key] == step[key]:
-                whole.disagree(_QUANTITIES.get(key, key), "", number, math.inf, (0, rank), places)
-        for name, layer in step["layers"].items():
-            if name not in joined["layers"]:
-                joined["layers"][name], first_rank[name] = dict(layer), rank
-                continue
-            known, ranks = joined["layers"][name], (first_rank[name], rank)
-            known["margin"] = min(known["margin"], layer["margin"])
-            known["router_error"] = max(known["router_error"], layer["router_error"])
-            for key in ("counts", "dropped", "expert_bias"):
-                if known[key] is not None and not torch.equal(known[key], layer[key]):
-                    whole.disagree(_QUANTITIES.get(key, key), name, number, math.inf, ranks, places)
-    return joined

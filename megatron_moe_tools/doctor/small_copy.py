@@ -52,9 +52,9 @@ _RESET = (
 def small_copy(run: Run) -> Run:
     """Return the small copy of `run` on one rank; a layout adds its own flags."""
     defaults, flat = flatten(Run()), flatten(run)
-    reset = {name for section in _RESET_SECTIONS for name in vars(getattr(run, section))}
-    for name in reset.union(_RESET):
-        flat[name] = defaults[name]
+    for names in (_RESET, *(vars(getattr(run, section)) for section in _RESET_SECTIONS)):
+        for name in names:
+            flat[name] = defaults[name]
     flat |= {
         **_sizes(run),
         **_experts(run),
@@ -81,28 +81,13 @@ def small_copy(run: Run) -> Run:
     return replace(Run(), **flat)
 
 
-def with_few_choices(copy: Run) -> Run:
-    """Return a small copy with few choices of experts: two layers, short sequences, no groups.
-
-    For such a copy samples can be found in which no choice of an expert depends on rounding in half precision. Fewer
-    layers also mean fewer roundings, and so smaller tolerances.
-    """
-    return replace(
-        copy,
-        num_layers=2,
-        moe_layer_freq=1,
-        seq_length=8,
-        moe_router_num_groups=None,
-        moe_router_group_topk=None,
-        moe_router_group_score="top2",
-        mtp_num_layers=None,
-    )
-
-
 def changed_fields(run: Run, copy: Run) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which the small copy differs, with both values."""
-    before, after = flatten(run), flatten(copy)
-    return {name: (value, after[name]) for name, value in before.items() if value != after[name]}
+    after, changed = flatten(copy), {}
+    for name, value in flatten(run).items():
+        if value != after[name]:
+            changed[name] = (value, after[name])
+    return changed
 
 
 def _sizes(run: Run) -> dict[str, Any]:

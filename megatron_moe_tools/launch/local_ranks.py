@@ -1,18 +1,17 @@
 """Local gloo ranks that a program starts, gives work to, and ends with itself. No torch in the parent.
 
-A rank (`serve`) reads requests from standard input, each a line of JSON: number, ranks, store, seconds, argument. For
-each it joins a process group, calls the function with the argument, and answers on standard output with a line of JSON:
-the number, and the function's value, a refusal or a traceback. It ends when its standard input does, and when the
-process that started it is gone.
+A rank (`serve`) reads requests from a pipe, each in JSON: ranks, store, seconds, argument. For each it joins a process
+group, calls the function with the argument, and answers in JSON: the function's value, a refusal or a traceback. It
+ends when its pipe does, and when the process that started it is gone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
 import os
-import selectors
 import shutil
 import signal
 import subprocess
@@ -23,8 +22,9 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing import Pipe, connection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import megatron_moe
 from megatron_moe.config.errors import ConfigError
@@ -35,9 +35,7 @@ START_SECONDS = 180.0
 GRACE_SECONDS = 10.0
 STACK_SECONDS = 1.5
 _POLL_SECONDS = 1.0
-_RANK = (
-    "import sys; sys.path[0] = sys.argv[1]; from megatron_moe_tools.launch.local_ranks import serve; serve(sys.argv[2])"
-)
+_RANK = "import sys; sys.path[0] = sys.argv[1]; from megatron_moe_tools.launch.local_ranks import serve; serve()"
 """Code of a rank. Python would search the folder first in which the program was started; the package's goes there."""
 _SHOWN_CHARACTERS = 3000
 """Characters of a dead rank's output that a failure shows."""
@@ -66,6 +64,9 @@ class LocalRanks:
         number: of processes; a request may use fewer.
         seconds: a request that takes longer has hung.
         threads: of torch in each rank; default: OMP_NUM_THREADS, or 1 where it is not set.
+
+    Attributes:
+        folder: for files that the ranks and the caller exchange; it goes when the ranks do.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class LocalRanks:
         self._function = f"{function.__module__}:{function.__qualname__}"
         self._number, self._seconds = number, seconds
         self._threads = os.environ.get("OMP_NUM_THREADS", "1") if threads is None else str(threads)
-        self._folder = Path(tempfile.mkdtemp(prefix="local-ranks-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="local-ranks-"))
         self._processes: list[_RankProcess] = []
         self._requests = 0
 
@@ -83,12 +84,7 @@ class LocalRanks:
 
     def __exit__(self, *_: object) -> None:
         self._end()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    @property
-    def folder(self) -> Path:
-        """A folder for files that the ranks and the caller exchange; it goes when the ranks do."""
-        return self._folder
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def call(self, argument: object, ranks: int | None = None) -> list[Any]:
         """Call the function with `argument` on `ranks` ranks, default all, and return their values in order.
@@ -98,35 +94,32 @@ class LocalRanks:
         """
         try:
             if not self._processes:
-                self._start()
+                environment = {
+                    **os.environ,
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "OMP_NUM_THREADS": self._threads,
+                    "OMP_WAIT_POLICY": "passive",
+                    "PYTHONPATH": os.pathsep.join([str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+                }
+                for rank in range(self._number):
+                    self._processes.append(_RankProcess(rank, self._function, environment, self.folder))
+                _collect(self._processes, START_SECONDS)
             self._requests += 1
             called = self._processes[:ranks]
             request = {
-                "number": self._requests,
                 "ranks": len(called),
-                "store": str(self._folder / f"store{self._requests}"),
+                "store": str(self.folder / f"store{self._requests}"),
                 "seconds": self._seconds,
                 "argument": argument,
             }
             for process in called:
-                process.give(request)
-            answers = _collect(called, "number", self._seconds)
+                with contextlib.suppress(ConnectionError):  # one that is dead is reported when its answer is awaited
+                    process.pipe.send_bytes(json.dumps(request).encode())
+            answers = _collect(called, self._seconds)
         except BaseException:
             self._end()  # one that hangs is of no more use; the next request gets new ones
             raise
         return [answers[process.rank]["value"] for process in called]
-
-    def _start(self) -> None:
-        environment = {
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": self._threads,
-            "OMP_WAIT_POLICY": "passive",
-            "PYTHONPATH": os.pathsep.join([str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        }
-        for rank in range(self._number):
-            self._processes.append(_RankProcess(rank, self._function, environment, self._folder))
-        _collect(self._processes, "ready", START_SECONDS)
 
     def _end(self) -> None:
         for process in self._processes:
@@ -135,47 +128,22 @@ class LocalRanks:
 
 
 class _RankProcess:
-    """One rank's process, its pipes and its log."""
+    """One rank's process, the pipe to it, and its log."""
 
     def __init__(self, rank: int, function: str, environment: Mapping[str, str], folder: Path) -> None:
         self.rank, self.log = rank, folder / f"rank{rank}.log"
-        command = [sys.executable, "-W", "ignore", "-c", _RANK, str(PACKAGE_ROOT), function]
-        with open(self.log, "wb") as log:
+        self.pipe, theirs = Pipe()
+        command = [sys.executable, "-W", "ignore", "-c", _RANK, str(PACKAGE_ROOT), function, str(theirs.fileno())]
+        with open(self.log, "wb") as log, theirs:
             self.process = subprocess.Popen(
                 command,
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        assert self.process.stdout is not None
-        os.set_blocking(self.process.stdout.fileno(), False)
-        self._pending = b""
-
-    def give(self, request: dict[str, Any]) -> None:
-        """Send a request. A process that is dead is reported when its answer is awaited."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass
-
-    def take(self) -> dict[str, Any] | None:
-        """Return the next answer, an empty dict while its line is incomplete, None once the process has ended."""
-        assert self.process.stdout is not None
-        ended = self.process.poll() is not None
-        try:
-            read = os.read(self.process.stdout.fileno(), 1 << 16)
-        except BlockingIOError:
-            return None if ended else {}
-        self._pending += read
-        line, newline, rest = self._pending.partition(b"\n")
-        if not newline:
-            return {} if read else None
-        self._pending = rest
-        return json.loads(line)
 
     def last_output(self, start: int = 0) -> str:
         """Return the end of what the process has printed, from byte `start` of its log on."""
@@ -184,21 +152,14 @@ class _RankProcess:
 
     def end(self) -> None:
         """Kill the process and all that it has started, and wait for it."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            try:
-                if pipe is not None:
-                    pipe.close()
-            except BrokenPipeError:
-                pass
+        self.pipe.close()
 
 
-def _collect(processes: list[_RankProcess], key: str, seconds: float) -> dict[int, dict[str, Any]]:
-    """Wait for an answer that has `key` from every process; returns rank -> answer.
+def _collect(processes: list[_RankProcess], seconds: float) -> dict[int, dict[str, Any]]:
+    """Wait for an answer from every process; returns rank -> answer.
 
     Raises:
         RankFailure: not every process answered well within `seconds`.
@@ -206,64 +167,51 @@ def _collect(processes: list[_RankProcess], key: str, seconds: float) -> dict[in
     deadline = time.monotonic() + seconds
     answers: dict[int, dict[str, Any]] = {}
     failures: dict[int, str] = {}
-    waiting = {process.rank: process for process in processes}
-    with selectors.DefaultSelector() as selector:
-        for process in processes:
-            assert process.process.stdout is not None
-            selector.register(process.process.stdout, selectors.EVENT_READ, process)
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            heard = [event.data for event, _ in selector.select(min(left, _POLL_SECONDS))]
-            if not heard:
-                # The pipe of a dead rank does not end while a process that the rank has started holds it open.
-                heard = [one for one in waiting.values() if one.process.poll() is not None]
-            for process in heard:
-                answer = process.take()
-                if answer is None:
-                    status = process.process.wait()
-                    failures[process.rank] = f"ended with status {status}; its last output:\n{process.last_output()}"
-                elif key not in answer:
-                    continue
-                elif answer.get("error"):
-                    failures[process.rank] = f"raised\n{answer['error'].strip()}"
-                answers[process.rank] = answer or {}
-                selector.unregister(process.process.stdout)  # type: ignore[arg-type]
-                del waiting[process.rank]
-                if failures:
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-    if waiting or failures:
-        why = ""
-        if not failures:
-            why = f"{len(waiting)} of {len(processes)} ranks did not end within {seconds:g} s\n"
-        refusals = [answers[rank].get("refusal") for rank in sorted(answers)]
-        refusal = next(filter(None, refusals), None)
-        raise RankFailure(why + _report(failures | _stacks(list(waiting.values()))), refusal)
-    return answers
-
-
-def _stacks(hanging: list[_RankProcess]) -> dict[int, str]:
-    """Return where each of these processes is, from its faulthandler."""
-    sizes, found = [], {}
-    for process in hanging:
-        sizes.append(process.log.stat().st_size)
+    waiting = {process.pipe: process for process in processes}
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        heard = connection.wait(list(waiting), min(left, _POLL_SECONDS))
+        # The pipe of a dead rank does not end while a process that the rank has started holds it open.
+        for process in list(waiting.values()):
+            if process.pipe not in heard and (heard or process.process.poll() is None):
+                continue
+            del waiting[process.pipe]
+            answer: dict[str, Any] = {}
+            try:
+                if not process.pipe.poll():
+                    raise EOFError
+                answer = json.loads(process.pipe.recv_bytes())
+            except (EOFError, OSError):
+                status = process.process.wait()
+                failures[process.rank] = f"ended with status {status}; its last output:\n{process.last_output()}"
+            if answer.get("error"):
+                failures[process.rank] = f"raised\n{answer['error'].strip()}"
+            answers[process.rank] = answer
+            if failures:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    if not waiting and not failures:
+        return answers
+    why = ""
+    if not failures:
+        why = f"{len(waiting)} of {len(processes)} ranks did not end within {seconds:g} s\n"
+    # Where the others are is told by their faulthandlers.
+    sizes = {process: process.log.stat().st_size for process in waiting.values()}
+    for process in sizes:
         if process.process.poll() is None:
             process.process.send_signal(signal.SIGUSR1)
-    if hanging:
+    if sizes:
         time.sleep(STACK_SECONDS)
-    for process, size in zip(hanging, sizes):
-        found[process.rank] = f"did not end; it is at\n{process.last_output(size)}"
-    return found
-
-
-def _report(texts: dict[int, str]) -> str:
-    """Return the ranks' reports, first the ones that failed for a reason of their own: the others lost their peer."""
+    for process, size in sizes.items():
+        failures[process.rank] = f"did not end; it is at\n{process.last_output(size)}"
+    # The ones come first that failed for a reason of their own: the others lost their peer.
     own, consequences = [], []
-    for rank, text in sorted(texts.items()):
+    for rank, text in sorted(failures.items()):
         shown = f"--- rank {rank} {text}"
         if "Connection closed by peer" in text or "Connection reset by peer" in text or text.startswith("did not"):
             consequences.append(shown)
         else:
             own.append(shown)
-    return "\n".join(own + consequences)
+    refusals = [answers[rank].get("refusal") for rank in sorted(answers)]
+    raise RankFailure(why + "\n".join(own + consequences), next(filter(None, refusals), None))
 
 
 # Functions that run in a rank's process.
@@ -284,18 +232,21 @@ def join_group(store: str, rank: int, world_size: int, seconds: float) -> None:
     dist.barrier()  # a rank that leaves the group at once would cut off ranks that still connect
 
 
-def serve(target: str) -> None:
-    """Answer requests until standard input ends. Libraries' output goes to the log, and the stacks at SIGUSR1."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def serve() -> None:
+    """Answer requests until the pipe ends. What libraries print goes to the log, and the stacks at SIGUSR1."""
+    target, number = sys.argv[2:]
+    pipe = connection.Connection(int(number))
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name)  # a costly import, before the first request is timed
-    _answer(answers, {"ready": os.getpid()})
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer: dict[str, Any] = {"number": request["number"], "value": None, "error": None, "refusal": None}
+    pipe.send_bytes(json.dumps({}).encode())
+    while True:
+        try:
+            request = json.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            return
+        answer: dict[str, Any] = {"value": None, "error": None, "refusal": None}
         try:
             import torch.distributed as dist
 
@@ -307,12 +258,7 @@ def serve(target: str) -> None:
             answer |= {"value": None, "error": traceback.format_exc()}
             if isinstance(error, ConfigError):
                 answer["refusal"] = str(error)
-        _answer(answers, answer)
-
-
-def _answer(answers: TextIO, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
+        pipe.send_bytes(json.dumps(answer).encode())
 
 
 def _end_with(parent: int) -> None:

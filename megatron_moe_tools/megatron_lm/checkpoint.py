@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import math
 import re
 import zipfile
@@ -25,7 +26,7 @@ from torch import Tensor
 from megatron_moe.checkpoint import index, step_reader
 from megatron_moe.checkpoint.index import StoredBytes, UntrustedError
 from megatron_moe.checkpoint.step_reader import Section, StepReader
-from megatron_moe.config.errors import ConfigError, listing
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.families import DEEPSEEK
 from megatron_moe.hf.mapping import mapping
@@ -33,7 +34,6 @@ from megatron_moe.hf.tensors import dtype_name
 from megatron_moe.hf.transforms import Shape
 from megatron_moe.io.hashing import FileEntry
 from megatron_moe_tools.megatron_lm import dialect
-from megatron_moe_tools.megatron_lm.dialect import Progress
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _COMMON_VALUE = "common_state/shard_0_1"
@@ -80,26 +80,27 @@ class Contents:
     unmapped: list[str] = field(default_factory=list)
 
     def add(self, key: str, part: Part) -> None:
-        """Add a part of one of our tensors."""
-        self.parts.setdefault(key, []).append(part)
+        """Add a part of one of our tensors, or a copy of one that is there."""
+        parts = self.parts.setdefault(key, [])
+        if any(other.start == part.start for other in parts):
+            parts = self.copies.setdefault(key, [])
+        parts.append(part)
 
 
 class MegatronCheckpoint(ABC):
     """A checkpoint of Megatron-LM: one step, opened, its small values read.
 
-    Attributes:
-        path: the step's folder.
-        args: the arguments of the command that wrote it, by name: those that are plain values.
-        common: the other plain values, by name.
-        files: its files by name.
-        notes: what a user should know.
-        doubts: why its files may not be those of the ranks that they are named after.
+    args: the arguments of the command that wrote it, by name: those that are plain values. common: the other plain
+    values. vocabulary_rows: of the embedding table, those of padding too; None without it. iteration, consumed_samples:
+    how far the run had come. files: by name. notes: what a user should know. doubts: why its files may not be those of
+    the ranks that they are named after.
     """
 
     form = ""
     args: dict[str, Any]
     common: dict[str, Any]
     files: dict[str, Path]
+    vocabulary_rows: int | None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,70 +108,17 @@ class MegatronCheckpoint(ABC):
         self.doubts: list[str] = []
 
     @abstractmethod
-    def vocabulary_rows(self) -> int:
-        """Return the rows of the embedding table, those of padding too."""
-
-    @abstractmethod
     def contents(self, shapes: Mapping[str, Shape]) -> Contents:
-        """Return what is stored, by our keys.
+        """Return what is stored by our keys, for a model of tensors of these shapes."""
 
-        Args:
-            shapes: the shapes of the model's tensors, by our keys.
-        """
-
-    @property
-    def progress(self) -> Progress:
-        """How far the run had come."""
-        counts = [0, 0]
-        for at, number in enumerate((self.common.get("iteration"), self.args.get("consumed_train_samples"))):
-            if type(number) is int and number >= 0:
-                counts[at] = number
-        return Progress(*counts)
-
-
-def require_complete(
-    contents: Contents, shapes: Mapping[str, Shape], where: str, *, with_optimizer: bool
-) -> dict[str, Shape]:
-    """Check that a checkpoint has exactly the tensors of a model, each element once.
-
-    Returns:
-        The shapes of what is converted, by key: the model's, then the optimizer's.
-
-    Raises:
-        ConfigError: tensors are missing, unknown or of another shape; the message lists them.
-    """
-    wanted = dict(shapes)
-    if with_optimizer:
-        for key in sorted(contents.parts):
-            if dialect.weight_of(key) in shapes:
-                wanted[key] = shapes[dialect.weight_of(key)]
-    wrong = [*contents.wrong]
-    wrong += [f"missing: {key}" for key in wanted if key not in contents.parts]
-    for key in sorted(contents.parts.keys() - wanted.keys()):
-        if with_optimizer or not key.startswith("optimizer."):
-            wrong.append(f"the model of its arguments has no {key} ({contents.parts[key][0].name})")
-    for key in wanted.keys() & contents.parts.keys():
-        wrong += _defects(key, contents.parts[key], wanted[key])
-    if wrong:
-        raise ConfigError(
-            listing(f"{where}: its tensors are not those of the model that its arguments describe:", wrong)
-        )
-    return wanted
-
-
-def _defects(key: str, parts: list[Part], shape: Shape) -> list[str]:
-    boxes, outside, filled = [], [], 0
-    for part in parts:
-        boxes.append(index.TensorPart(part.start, part.shape, StoredBytes("", 0, 0)))
-        filled += math.prod(part.shape)
-        if len(part.shape) != len(shape) or any(a + n > b for a, n, b in zip(part.start, part.shape, shape)):
-            box = f"{list(part.shape)} from {list(part.start)} on"
-            outside.append(f"{part.name}: {box} is not within {key}, which has {list(shape)}")
-    if outside:
-        return outside
-    if filled != math.prod(shape) or index.overlap(boxes):
-        return [f"{key}: {filled} of {math.prod(shape)} elements in {len(parts)} parts, each to be there once"]
-    return []
+    def _read_settings(self) -> None:
+        """Take what describes the model and the run from `common`."""
+        args = self.common.get("args")
+        if not isinstance(args, argparse.Namespace):
+            raise ConfigError(f"--load {self.path}: has no `args`, and so is no checkpoint of Megatron-LM's")
+        self.args = dict(vars(args))
+        counts = (self.common.get("iteration"), self.args.get("consumed_train_samples"))
+        self.iteration, self.consumed_samples = (n if type(n) is int and n >= 0 else 0 for n in counts)
 
 
 def tensors_of(run: Run) -> tuple[dict[str, Shape], frozenset[str]]:
@@ -179,31 +127,11 @@ def tensors_of(run: Run) -> tuple[dict[str, Shape], frozenset[str]]:
     return table.shapes, frozenset(piece.key for piece in table.pieces if piece.fp32)
 
 
-def arguments(common: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the arguments among the plain values of a checkpoint.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    args = common.get("args")
-    if not isinstance(args, argparse.Namespace):
-        raise ConfigError(
-            f"--load {path}: has no `args`, by which Megatron-LM says what the model is: it is not one of its "
-            "checkpoints"
-        )
-    return dict(vars(args))
-
-
 # ---- Files of torch.save, read without running any of them.
 
 
 class Record:
-    """What a file says of an object of a class that is not imported: how it was made, and its state.
-
-    Attributes:
-        arguments: the values that it was made of, for a member of an enumeration its value.
-        state: what was restored into it.
-    """
+    """What a file says of an object of a class that is not imported: what it was made of, and its restored state."""
 
     def __new__(cls, *arguments: Any) -> Record:
         """Make a record of an object, whatever its class would have done."""
@@ -224,36 +152,8 @@ class Record:
         return f"{type(self).__name__}{self.arguments}"
 
 
-def read_archive(path: Path) -> Any:
-    """Return what a file of torch.save holds; tensors stay in the file until they are used.
-
-    Raises:
-        UntrustedError: the file is damaged, or names something that has no place in a checkpoint.
-    """
-    return _read(path, path.name, mmap=True)
-
-
-def require_intact(file: Any, name: str) -> None:
-    """Check the checksums of an archive of torch.save, which is read once for that.
-
-    Args:
-        file: the archive, open for reading.
-        name: the archive, for a message.
-
-    Raises:
-        UntrustedError: a record is not what was written, or it is no archive.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
-    # zipfile's errors for a changed header, by which a record seems encrypted or compressed in an unknown way.
-    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
-        raise UntrustedError(f"{name} is damaged: {str(error)[:100]}") from None
-    if damaged is not None:
-        raise UntrustedError(f"{name} is damaged: {damaged} does not have the checksum (CRC-32) it was written with")
-
-
-def _read(source: Any, name: str, *, mmap: bool) -> Any:
+def read_archive(source: Path | io.BytesIO, name: str) -> Any:
+    """Return what a file of torch.save holds, mapped if it is a path. Raises UntrustedError: it is harmful."""
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     except Exception as error:  # whatever an archive made for it can raise
@@ -267,20 +167,28 @@ def _read(source: Any, name: str, *, mmap: bool) -> Any:
         source.seek(0)
     try:
         with torch.serialization.safe_globals(known):
-            return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
+            return torch.load(source, map_location="cpu", mmap=isinstance(source, Path), weights_only=True)
     except Exception as error:  # whatever a pickle or an archive made for it can raise
         raise UntrustedError(f"{name} is damaged or harmful: {step_reader.words(error)}") from None
+
+
+def require_intact(file: Any, name: str) -> None:
+    """Check the checksums of an open archive of torch.save. Raises UntrustedError: it is damaged, or no archive."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    # zipfile's errors for a changed header, by which a record seems encrypted or compressed in an unknown way.
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise UntrustedError(f"{name} is damaged: {str(error)[:100]}") from None
+    if damaged is not None:
+        raise UntrustedError(f"{name} is damaged: {damaged} does not have the checksum (CRC-32) it was written with")
 
 
 # ---- The format torch_dist: tensors in parts, an index, and plain values in `common.pt` or in a part.
 
 
 class TorchDist(MegatronCheckpoint):
-    """A step in the format torch_dist.
-
-    Raises:
-        ConfigError: it is damaged or harmful, or has no arguments.
-    """
+    """A step in the format torch_dist. Raises ConfigError: it is damaged or harmful, or has no arguments."""
 
     form = "torch_dist"
 
@@ -295,30 +203,26 @@ class TorchDist(MegatronCheckpoint):
             sizes = {name: FileEntry(bytes=file.stat().st_size, sha256="") for name, file in self.files.items()}
             self._index = index.read(path, sizes, listed_in=str(path), with_plans=True)
             self._reader = StepReader(path, self._index)
-            self.common = self._values()
+            if step_reader.COMMON in self.files:
+                content = read_archive(self.files[step_reader.COMMON], step_reader.COMMON)
+            elif (place := self._index.values.get(_COMMON_VALUE)) is not None:
+                with open(path / place.file, "rb") as opened:
+                    opened.seek(place.offset)
+                    data = io.BytesIO(opened.read(place.length))
+                content = read_archive(data, f"{_COMMON_VALUE} in {place.file}")
+                if isinstance(content, list) and len(content) == 1:
+                    content = content[0]
+            else:
+                raise UntrustedError(f"it has neither {step_reader.COMMON} nor {_COMMON_VALUE}")
+            if not isinstance(content, dict):
+                raise UntrustedError("its plain values are no dictionary")
         except (UntrustedError, OSError) as error:
             raise ConfigError(f"--load {path}: refused: {error}") from None
-        self.args = arguments(self.common, path)
-
-    def _values(self) -> dict[str, Any]:
-        if step_reader.COMMON in self.files:
-            content = read_archive(self.files[step_reader.COMMON])
-        elif (place := self._index.values.get(_COMMON_VALUE)) is not None:
-            with open(self.path / place.file, "rb") as file:
-                file.seek(place.offset)
-                content = _read(io.BytesIO(file.read(place.length)), f"{_COMMON_VALUE} in {place.file}", mmap=False)
-            if isinstance(content, list) and len(content) == 1:
-                content = content[0]
-        else:
-            raise UntrustedError(f"it has neither {step_reader.COMMON} nor {_COMMON_VALUE}")
-        if not isinstance(content, dict):
-            raise UntrustedError("its plain values are no dictionary")
-        return content
-
-    def vocabulary_rows(self) -> int:
-        if (table := self._index.tensors.get(EMBEDDING)) is None:
-            raise ConfigError(f"--load {self.path}: has no tensor {EMBEDDING}: it is not a GPT model of megatron-core")
-        return table.shape[0]
+        self.common = content
+        table = self._index.tensors.get(EMBEDDING)
+        if table is not None:
+            self.vocabulary_rows = table.shape[0]
+        self._read_settings()
 
     def contents(self, shapes: Mapping[str, Shape]) -> Contents:
         result = Contents()
@@ -337,87 +241,66 @@ class TorchDist(MegatronCheckpoint):
         name, tensor = dialect.ours(stored), self._index.tensors[stored]
         places: list[Shape] = [()]
         if name.stacked and tensor.shape:
-            places = [(layer,) for layer in range(tensor.shape[0])]
+            places = list(zip(range(tensor.shape[0])))
         for at in places:
-            layer = at[0] if at else None
-            key = name.key
-            if at:
-                key = key.replace("{}", str(layer))
-            whole = shapes.get(key)
-            box = tensor.shape[len(at) :]
-            if whole is None:
-                result.add(name.full_key.replace("{}", str(layer)), self._part(stored, at, (0,) * len(box), box, box))
-                continue
-            if name.state is not None and not _fits(name, box, whole):
+            key = name.key.replace("{}", str(at[0])) if at else name.key
+            full, box, whole = replace(name, key=key).full_key, tensor.shape[len(at) :], shapes.get(key)
+            boxes = [((), (0,) * len(box), box)] if whole is None else _boxes(name, box, whole)
+            if boxes is None and name.state is not None:
                 result.unmapped.append(stored)
                 return
-            if not _fits(name, box, whole):
-                wanted = f"{key} of the model has {list(whole)}"
-                result.wrong.append(f"{stored}: {list(box)} does not fit: {wanted}")
+            if boxes is None:
+                result.wrong.append(f"{stored}: {list(box)} does not fit: {key} of the model has {list(whole or ())}")
                 continue
-            full = replace(name, key=key).full_key
-            for within, start, shape in _boxes(name, box, whole):
-                result.add(full, self._part(stored, (*at, *within), start, shape, box))
+            for within, start, shape in boxes:
+                result.add(full, self._part(stored, (*at, *within), start, shape))
 
-    def _require_intact(self, stored: str) -> None:
-        """Check the checksums of a tensor's parts, once."""
-        for part in self._index.tensors[stored].parts:
-            if part.place in self._intact:
-                continue
-            try:
-                with open(self.path / part.place.file, "rb") as file:
-                    require_intact(Section(file, part.place), f"{stored} in {part.place.file}")
-            except (UntrustedError, OSError) as error:
-                raise ConfigError(f"--load {self.path}: refused: {error}") from None
-            self._intact.add(part.place)
-
-    def _part(self, stored: str, at: Shape, start: Shape, shape: Shape, box: Shape) -> Part:
+    def _part(self, stored: str, at: Shape, start: Shape, shape: Shape) -> Part:
         """Return a part of ours that is a box of a stored tensor: one element of its first axes, which `at` numbers."""
         tensor = self._index.tensors[stored]
         first = (*at, *(0,) * (len(tensor.shape) - len(at)))
         extent = (*(1,) * len(at), *tensor.shape[len(at) :])
 
         def read() -> Tensor:
-            self._require_intact(stored)
+            for part in tensor.parts:
+                if part.place in self._intact:  # its checksums were checked
+                    continue
+                try:
+                    with open(self.path / part.place.file, "rb") as file:
+                        require_intact(Section(file, part.place), f"{stored} in {part.place.file}")
+                except (UntrustedError, OSError) as error:
+                    raise ConfigError(f"--load {self.path}: refused: {error}") from None
+                self._intact.add(part.place)
             return self._reader.read(stored, first, extent).reshape(shape)
 
         shown = stored
         if at:
             shown += f"[{', '.join(map(str, at))}]"
-        return Part(shown, start or (0,) * len(shape), shape, tensor.dtype, read)
+        return Part(shown, start, shape, tensor.dtype, read)
 
 
-def _fits(name: dialect.Name, box: Shape, whole: Shape) -> bool:
-    """Return whether a stored tensor, without its axis of layers, has the elements that our tensor wants of it."""
-    count = math.prod(whole)
-    if name.expert is not None:
-        count //= whole[0]
-    if name.half is not None:
-        count //= 2
-    experts = name.key.endswith(_EXPERTS)
-    plain = name.expert is None and name.half is None and not experts
-    if plain:
-        return box == whole
-    same_first = name.expert is not None or name.half is not None or box[:1] == whole[:1]
-    return math.prod(box) == count and box[-1:] == whole[-1:] and same_first
+def _boxes(name: dialect.Name, box: Shape, whole: Shape) -> list[tuple[Shape, Shape, Shape]] | None:
+    """Return where in the stored tensor, from where on in ours, and of which shape: experts one by one.
 
-
-def _boxes(name: dialect.Name, box: Shape, whole: Shape) -> Iterator[tuple[Shape, Shape, Shape]]:
-    """Yield where in the stored tensor, from where on in ours, and of which shape: experts one by one."""
-    zeros = (0,) * (len(whole) - 1)
-    if name.key.endswith(_EXPERTS):
-        inner = whole[1:]
-        if name.half is not None:
-            yield (), (name.expert or 0, name.half, *zeros[1:]), (1, 1, *inner[1:])
-        elif name.expert is not None:
-            yield (), (name.expert, *zeros), (1, *inner)
-        else:
-            for expert in range(whole[0]):
-                yield (expert,), (expert, *zeros), (1, *inner)
+    None where the stored tensor, without its axis of layers, does not have the elements that ours wants of it.
+    """
+    zeros, inner, half = (0,) * (len(whole) - 1), whole[1:], name.half or 0
+    if not name.key.endswith(_EXPERTS) and name.half is None:
+        return [((), (0,) * len(whole), whole)] if box == whole else None
+    if not name.key.endswith(_EXPERTS):
+        found: list[tuple[Shape, Shape, Shape]] = [((), (half * whole[0] // 2, *zeros), (whole[0] // 2, *inner))]
     elif name.half is not None:
-        yield (), (name.half * whole[0] // 2, *zeros), (whole[0] // 2, *whole[1:])
+        found = [((), (name.expert or 0, half, *zeros[1:]), (1, 1, *inner[1:]))]
+    elif name.expert is not None:
+        found = [((), (name.expert, *zeros), (1, *inner))]
+    elif box[:1] == whole[:1]:
+        found = [((expert,), (expert, *zeros), (1, *inner)) for expert in range(whole[0])]
     else:
-        yield (), (0,) * len(whole), whole
+        return None
+    count = sum(math.prod(shape) for _, _, shape in found)
+    if math.prod(box) != count or box[-1:] != whole[-1:]:
+        return None
+    return found
 
 
 # ---- The older format torch: a file of torch.save per tensor, pipeline and expert rank.
@@ -429,6 +312,7 @@ def _boxes(name: dialect.Name, box: Shape, whole: Shape) -> Iterator[tuple[Shape
 
 _FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?", re.ASCII)
+_MODEL = re.compile(r"model\d*")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _GATED = ("mlp.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight")
 _BY_COLUMNS = ("linear_proj.weight", "mlp.linear_fc2.weight", "mlp.shared_experts.linear_fc2.weight")
@@ -451,11 +335,7 @@ class RankFile:
 
 
 class LegacyTorch(MegatronCheckpoint):
-    """A step in the format torch.
-
-    Raises:
-        ConfigError: a file is missing, damaged or harmful, or of a release whose layout is another.
-    """
+    """A step in the format torch. Raises ConfigError: a file is missing, damaged, harmful, or of another release."""
 
     form = "torch"
 
@@ -469,7 +349,13 @@ class LegacyTorch(MegatronCheckpoint):
         for name, file in zip(folders, self.files):
             content[name] = self._read(file)
         self.common = next(iter(content.values()))
-        self.args = arguments(self.common, path)
+        self._read_settings()
+        rows = 0
+        for of_rank in content.values():
+            for key in filter(_MODEL.fullmatch, map(str, of_rank)):
+                table = of_rank[key].get(EMBEDDING)
+                if not rows and isinstance(table, Tensor) and table.dim() == 2:
+                    rows = int(table.shape[0])
         version = self.common.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 3:
             raise ConfigError(
@@ -477,60 +363,55 @@ class LegacyTorch(MegatronCheckpoint):
                 "read: load it with Megatron-LM and save it again"
             )
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-        self._tp, self._pp, self._ep = map(self._size, sizes)
-        self._ranks = [self._rank(name, found, content[name]) for name, found in folders.items()]
-        tensors = {(one.tensor, one.pipeline) for one in self._ranks}
-        experts = {(one.expert, one.pipeline) for one in self._ranks}
-        stages, missing = range(self._pp), []
-        for kind, ranks, there in (("TP", self._tp, tensors), ("EP", self._ep, experts)):
-            for rank in range(ranks):
-                missing += [f"{kind} rank {rank}, PP rank {p}" for p in stages if (rank, p) not in there]
+        for name in sizes:
+            if type(size := self.args.get(name, 1)) is not int or size < 1:
+                raise ConfigError(f"--load {self.path}: its arguments say --{name.replace('_', '-')} {size!r}")
+        self._tp, self._pp, self._ep = map(self.args.get, sizes, (1, 1, 1))
+        self.vocabulary_rows = rows * self._tp or None
+        self._ranks, there, missing = [], set[tuple[str, int, int]](), []
+        self._optimizers: list[str] = []
+        for name, found in folders.items():
+            one = self._rank(name, found, content[name])
+            self._ranks.append(one)
+            if "optimizer" in content[name]:
+                self._optimizers.append(f"{name}: optimizer")
+            there |= {("TP", one.tensor, one.pipeline), ("EP", one.expert, one.pipeline)}
+        for kind, ranks in (("TP", self._tp), ("EP", self._ep)):
+            for place in itertools.product((kind,), range(ranks), range(self._pp)):
+                if place not in there:
+                    missing.append("{} rank {}, PP rank {}".format(*place))
         if missing:
             raise ConfigError(
                 f"--load {self.path}: files are missing: of {'; '.join(missing[:5])} (mp_rank_TP_PP_EP; its arguments "
                 f"say TP {self._tp}, PP {self._pp}, EP {self._ep})"
             )
         self._compare_places(content)
-        self._optimizers = [f"{name}: optimizer" for name, one in content.items() if "optimizer" in one]
 
     def _read(self, file: str) -> dict[str, Any]:
         try:
-            content = read_archive(self.files[file])
+            content = read_archive(self.files[file], _FILE)
             with open(self.files[file], "rb") as archive:
                 require_intact(archive, file)
         except (UntrustedError, OSError) as error:
             raise ConfigError(f"--load {self.path}: refused: {file}: {error}") from None
-        if not isinstance(content, dict) or not any(re.fullmatch(r"model\d*", str(key)) for key in content):
+        if not isinstance(content, dict) or not any(map(_MODEL.fullmatch, map(str, content))):
             raise ConfigError(f"--load {self.path}: {file} has no `model`: it is no checkpoint of Megatron-LM's")
         return content
 
-    def _size(self, name: str) -> int:
-        size = self.args.get(name, 1)
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"--load {self.path}: its arguments say --{name.replace('_', '-')} {size!r}")
-        return size
-
     def _rank(self, name: str, found: re.Match[str], content: dict[str, Any]) -> RankFile:
-        numbers = [int(number) for number in found.groups() if number is not None]
+        numbers = list(map(int, filter(None, found.groups())))
         tensor, rest, pipeline, expert = numbers[0], numbers[1:], 0, 0
         if rest and self._pp > 1:
             pipeline = rest.pop(0)
         if rest and self._ep > 1:
             expert = rest.pop(0)
         if rest or tensor >= self._tp or pipeline >= self._pp or expert >= self._ep:
-            raise ConfigError(
-                f"--load {self.path}: {name} does not belong to TP {self._tp}, PP {self._pp} and EP {self._ep} of its "
-                "arguments"
-            )
-        keys = sorted((key for key in content if re.fullmatch(r"model\d*", str(key))), key=lambda key: (len(key), key))
-        return RankFile(name, tensor, pipeline, expert, tuple(content[key] for key in keys))
+            raise ConfigError(f"--load {self.path}: {name} is not of TP {self._tp}, PP {self._pp}, EP {self._ep}")
+        keys = sorted(filter(_MODEL.fullmatch, map(str, content)), key=lambda key: (len(key), key))
+        return RankFile(name, tensor, pipeline, expert, tuple(map(content.__getitem__, keys)))
 
     def _compare_places(self, content: Mapping[str, dict[str, Any]]) -> None:
-        """Compare the places that files are named after with what they hold of the processes that wrote them.
-
-        Raises:
-            ConfigError: they are of several steps, or the first or last pipeline stage is another.
-        """
+        """Compare the names of files with what they hold of their ranks. Raises ConfigError: a stage is another."""
         steps = {one.get("iteration"): name for name, one in content.items()}
         if len(steps) > 1:
             shown = ", ".join(f"{name} of iteration {step}" for step, name in list(steps.items())[:2])
@@ -549,41 +430,33 @@ class LegacyTorch(MegatronCheckpoint):
         for name, file in content.items():
             args[name] = vars(file.get("args", argparse.Namespace()))
             ranks[name] = args[name].get("rank")
-        if len(set(ranks.values())) == 1 or not all(type(rank) is int for rank in ranks.values()):
+        if len(set(ranks.values())) == 1 or set(map(type, ranks.values())) != {int}:
             self.notes.append(
                 "its files do not say which rank wrote each: the names mp_rank_* alone put them in order, and exchanged"
                 " files would not be noticed"
             )
             return
         for one in self._ranks:
-            if (place := self._place(args[one.name])) != (one.tensor, one.pipeline, one.expert):
+            # the process that wrote the file, by Megatron-LM's order of ranks
+            wrote, rank, context = args[one.name], ranks[one.name], args[one.name].get("context_parallel_size") or 1
+            pipeline = rank // max((wrote.get("world_size") or 1) // self._pp, 1)
+            if wrote.get("use_tp_pp_dp_mapping"):
+                pipeline = rank // (self._tp * context) % self._pp
+            expert_tensor = wrote.get("expert_tensor_parallel_size") or self._tp
+            place = (rank % self._tp, pipeline, rank // expert_tensor % self._ep)
+            if place != (one.tensor, one.pipeline, one.expert):
                 self.doubts.append(
                     f"{one.name}: was written by rank {ranks[one.name]}, which is TP rank {place[0]}, PP rank "
                     f"{place[1]}, EP rank {place[2]}: files were exchanged or copied"
                 )
 
-    def _place(self, args: Mapping[str, Any]) -> tuple[int, int, int]:
-        """Return TP, PP and EP rank of the process that wrote a file, by Megatron-LM's order of ranks."""
-        rank, context = args["rank"], args.get("context_parallel_size") or 1
-        per_stage = max((args.get("world_size") or 1) // self._pp, 1)
-        pipeline = rank // per_stage
-        if args.get("use_tp_pp_dp_mapping"):
-            pipeline = rank // (self._tp * context) % self._pp
-        expert_tensor = args.get("expert_tensor_parallel_size") or self._tp
-        return rank % self._tp, pipeline, rank // expert_tensor % self._ep
-
-    def vocabulary_rows(self) -> int:
-        for one in self._ranks:
-            table = one.chunks[0].get(EMBEDDING)
-            if isinstance(table, Tensor) and table.dim() == 2:
-                return int(table.shape[0]) * self._tp
-        raise ConfigError(f"--load {self.path}: has no tensor {EMBEDDING}: it is not a GPT model of megatron-core")
-
     def contents(self, shapes: Mapping[str, Shape]) -> Contents:
         result = Contents(unmapped=list(self._optimizers))
         # The number of the first layer of each (pipeline rank, chunk): virtual stages go around the ranks.
-        of_rank = {one.pipeline: one for one in self._ranks}
-        chunks = {len(one.chunks) for one in self._ranks}
+        of_rank, chunks = {}, set()
+        for one in self._ranks:
+            of_rank[one.pipeline] = one
+            chunks.add(len(one.chunks))
         if len(chunks) != 1:
             raise ConfigError(f"--load {self.path}: its files have different numbers of virtual stages")
         first, offsets = 0, {}
@@ -595,7 +468,6 @@ class LegacyTorch(MegatronCheckpoint):
                     if layer := _LAYER.match(name):
                         layers.add(layer[1])
                 first += len(layers)
-        seen: set[tuple[str, Shape]] = set()
         for one in sorted(self._ranks, key=lambda one: (one.pipeline, one.expert, one.tensor)):
             for number, chunk in enumerate(one.chunks):
                 for name, value in chunk.items():
@@ -607,7 +479,7 @@ class LegacyTorch(MegatronCheckpoint):
                         if layer := _LAYER.match(stored):
                             in_model = offsets[one.pipeline, number] + int(layer[1])
                             stored = f"decoder.layers.{in_model}.{stored[layer.end() :]}"
-                        self._add(result, seen, one, stored, where, value, shapes)
+                        self._add(result, one, stored, where, value, shapes)
                     elif value is not None:
                         result.wrong.append(f"{where}: {type(value).__name__}, of which nothing is known here")
         return result
@@ -615,7 +487,6 @@ class LegacyTorch(MegatronCheckpoint):
     def _add(
         self,
         result: Contents,
-        seen: set[tuple[str, Shape]],
         one: RankFile,
         stored: str,
         where: str,
@@ -631,9 +502,7 @@ class LegacyTorch(MegatronCheckpoint):
         boxes = self._expert_boxes if _EXPERT_WEIGHTS in f".{key}" else self._boxes
         try:
             for start, extent, view in boxes(one, stored, value, shape):
-                into = result.copies if (key, start) in seen else result.parts
-                into.setdefault(key, []).append(_part(where, start, extent, view))
-                seen.add((key, start))
+                result.add(key, _part(where, start, extent, view))
         except _Misfit:
             result.wrong.append(f"{where}: {list(value.shape)} does not fit: {key} of the model has {list(shape)}")
 

@@ -114,22 +114,17 @@ def ours(name: str) -> Name:
 
 
 def theirs(key: str, *, transformer_engine: bool, latent: bool, moe: bool) -> str:
-    """Return Megatron-LM's name in torch_dist of a tensor of ours, with layers by their number.
+    """Return Megatron-LM's name in torch_dist of a weight of ours, with layers by their number.
 
-    Args:
-        key: our name, without the optimizer's prefix.
-        transformer_engine: whether its layers are Transformer Engine's; local ones name some norms otherwise.
-        latent: whether attention is latent.
-        moe: whether the layer has experts.
+    transformer_engine: whether its layers are Transformer Engine's; local ones name some norms otherwise. latent:
+    whether attention is latent. moe: whether the layer has experts.
     """
     layer = _LAYER.match(key)
     if layer is None:
         return key
     prefix, inner = key[: layer.end()], key[layer.end() :]
-    renamed = {
-        "mlp.experts.weight1": "mlp.experts.experts.linear_fc1.weight",
-        "mlp.experts.weight2": "mlp.experts.experts.linear_fc2.weight",
-    }
+    experts = "mlp.experts.experts.linear_fc{}.weight"
+    renamed = {f"mlp.experts.weight{number}": experts.format(number) for number in (1, 2)}
     if not latent:
         renamed["input_layernorm.weight"] = "self_attention.linear_qkv.layer_norm_weight"
     if latent and transformer_engine:
@@ -169,7 +164,7 @@ def name_there(key: str, run: Run, transformer_impl: str) -> str:
     )
 
 
-def extra_states(shapes: Mapping[str, Shape], run: Run) -> list[str]:
+def extra_states(shapes: Mapping[str, Shape]) -> list[str]:
     """Return the names of the values that layers ask for and that are empty without FP8, whosever layers they are."""
     found: dict[str, None] = {}
     for key, shape in shapes.items():
@@ -235,14 +230,8 @@ _READ_BY: dict[str, Callable[[Run], bool]] = {
 def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: str) -> tuple[Run, list[str]]:
     """Return the run of a checkpoint's arguments, without the dtypes of its weights, and notes for the user.
 
-    Args:
-        args: the arguments by name.
-        given: settings that go before the checkpoint's, by field.
-        rows: of the embedding table, as stored.
-        where: the checkpoint, as messages name it.
-
-    Raises:
-        ConfigError: the model is none of those here; the message names each argument with its value.
+    given: settings that go before the checkpoint's, by field. rows: of the embedding table, as stored. where: the
+    checkpoint, as messages name it. Raises ConfigError: the model is none of those here; each argument is named.
     """
     fields = all_fields()
     flat: dict[str, Any] = {}
@@ -250,18 +239,18 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
     for name in (*architecture_keys(), *_ALSO_TAKEN):
         if name in given:
             continue
-        value = _plain(next((args[known] for known in _names(name) if args.get(known) is not None), None))
+        value = _plain(name, next((args[known] for known in _names(name) if args.get(known) is not None), None))
         if value is None:
             continue
         try:
-            flat[name] = from_file(fields[name], _as_here(name, value), fields[name].flag)
+            flat[name] = from_file(fields[name], value, fields[name].flag)
         except ConfigError as error:
             row = megatron_flags.row_for(fields[name].flag, [str(value)])
             if row is not None and row.values:
                 error = ConfigError(f"{error}: {row.reason}")
             problems.append(str(error))
     for name, neutral in ELSEWHERE.items():
-        value = _plain(args.get(name))
+        value = _plain(name, args.get(name))
         if value is None or value in neutral:
             continue
         flag, reason = f"--{name.replace('_', '-')}", "it makes another model"
@@ -271,7 +260,15 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
         problems.append(f"{flag} {value}: {reason}")
     if problems:
         raise ConfigError(listing(f"{where}: is a model that is not here, by its arguments:", problems))
-    notes = _vocabulary(flat, given, rows, where)
+    notes, size = [], given.get("vocab_size", flat.get("vocab_size"))
+    if size is None:
+        size = flat["vocab_size"] = rows
+        notes.append(
+            f"{where}: does not say how many of its {rows} rows are tokens: all are; --vocab-size says it, and the "
+            "rest then take no part in the softmax"
+        )
+    if size > rows:
+        raise ConfigError(f"--vocab-size {size}: {where} has {rows} rows of tokens, fewer than that")
     flat |= {**given, "padded_vocab_size": rows}
     missing = [name for name in architecture_keys() if name not in given and args.keys().isdisjoint(_names(name))]
     closed = frozenset(name for name, field in fields.items() if field.section not in ("model", "moe"))
@@ -303,15 +300,11 @@ def _names(field: str) -> tuple[str, ...]:
     return (field, *_OTHER_NAMES.get(field, ()))
 
 
-def _plain(value: Any) -> Any:
-    """Return the value of a member of an enumeration, and other values as they are."""
+def _plain(name: str, value: Any) -> Any:
+    """Return an argument as our setting has it: of a member of an enumeration its value."""
     arguments = getattr(value, "arguments", None)
     if isinstance(arguments, tuple) and len(arguments) == 1:
-        return arguments[0]
-    return value
-
-
-def _as_here(name: str, value: Any) -> Any:
+        value = arguments[0]
     if name == "moe_layer_freq" and isinstance(value, (list, tuple)):
         return f"[{','.join(map(str, value))}]"
     if name == "moe_layer_freq" and isinstance(value, str) and re.fullmatch(r"\d+", value):
@@ -319,20 +312,6 @@ def _as_here(name: str, value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
     return value
-
-
-def _vocabulary(flat: dict[str, Any], given: Mapping[str, Any], rows: int, where: str) -> list[str]:
-    """Fill in how many rows of the table are tokens, if the arguments do not say it."""
-    size = given.get("vocab_size", flat.get("vocab_size"))
-    if size is None:
-        flat["vocab_size"] = rows
-        return [
-            f"{where}: does not say how many of its {rows} rows are tokens: all are; --vocab-size says it, and the "
-            "rest then take no part in the softmax"
-        ]
-    if size > rows:
-        raise ConfigError(f"--vocab-size {size}: {where} has {rows} rows of tokens, fewer than that")
-    return []
 
 
 def _defaults_taken(run: Run, missing: list[str], where: str) -> list[str]:
@@ -363,7 +342,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN = "param"
 SETTINGS = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
 """Settings that the groups of weights carry. Megatron-LM trains on with the betas and the epsilon of a checkpoint."""
-_WITHOUT = "add --no-optim to convert the weights alone"
+WITHOUT = "add --no-optim to convert the weights alone"
 
 
 def optimizer_keys(weights: Mapping[str, Any], fp32_state: frozenset[str], *, half: bool) -> dict[str, Any]:
@@ -380,11 +359,7 @@ def optimizer_keys(weights: Mapping[str, Any], fp32_state: frozenset[str], *, ha
 
 
 def optimizer_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's settings among arguments or a configuration, those of `SETTINGS` that are there.
-
-    Raises:
-        ConfigError: one is no number.
-    """
+    """Return those of `SETTINGS` that arguments or a configuration have. Raises ConfigError: one is no number."""
     fields = all_fields()
     found = {}
     for name in SETTINGS:
@@ -394,15 +369,11 @@ def optimizer_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def updates_of(common: Mapping[str, Any], where: str) -> int:
-    """Return how many updates the optimizer has made.
-
-    Raises:
-        ConfigError: its groups do not say it, or disagree.
-    """
+    """Return how many updates the optimizer has made. Raises ConfigError: its groups do not say it, or disagree."""
     steps = set(_updates(common.get("optimizer")))
     if len(steps) != 1:
         shown = ", ".join(map(str, sorted(steps))) or "none"
-        raise ConfigError(f"{where}: its optimizer has no one number of updates (found: {shown}); {_WITHOUT}")
+        raise ConfigError(f"{where}: its optimizer has no one number of updates (found: {shown}); {WITHOUT}")
     return steps.pop()
 
 
@@ -479,26 +450,16 @@ _NOT_THERE = frozenset({"moe_router_group_score", "moe_router_norm_topk_prob"})
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far the run had come that wrote a checkpoint: steps, and sequences consumed."""
-
-    iteration: int
-    consumed_samples: int
-
-
-@dataclass(frozen=True)
 class Continued:
     """What a run goes on from besides its weights.
 
-    Attributes:
-        progress: how far it had come.
-        updates: of the optimizer.
-        scheduler: our schedule's state, which counts iterations.
-        batch: sequences of an iteration.
-        experts_apart: whether experts are spread over ranks there, and then have an optimizer of their own.
+    iteration, consumed_samples: how far it had come. updates: of the optimizer. scheduler: our schedule's state, which
+    counts iterations. batch: sequences of an iteration. experts_apart: whether experts are spread over ranks there, and
+    then have an optimizer of their own.
     """
 
-    progress: Progress
+    iteration: int
+    consumed_samples: int
     updates: int
     scheduler: Mapping[str, Any]
     batch: int
@@ -506,17 +467,13 @@ class Continued:
 
 
 def common(run: Run, *, transformer_impl: str, half: str | None, continued: Continued | None) -> dict[str, Any]:
-    """Return the plain values of a checkpoint that Megatron-LM loads.
+    """Return the plain values of a checkpoint that Megatron-LM loads, of a run or, without `continued`, weights alone.
 
-    Args:
-        run: the model's settings and, if it is continued, the optimizer's.
-        transformer_impl: whose layers it is to be loaded into.
-        half: `bf16` or `fp16`, the dtype of the weights; None for fp32.
-        continued: None for weights alone.
+    transformer_impl: whose layers it is to be loaded into. half: `bf16` or `fp16`, of the weights; None: fp32.
     """
-    progress = Progress(0, 0)
+    iteration = consumed_samples = 0
     if continued is not None:
-        progress = continued.progress
+        iteration, consumed_samples = continued.iteration, continued.consumed_samples
     there = {*architecture_keys()} - _NOT_THERE
     values = {name: value for name, value in flatten(run).items() if name in there}
     values |= {
@@ -538,8 +495,8 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
         "ckpt_format": "torch_dist",
         "no_save_optim": continued is None,
         "no_save_rng": True,
-        "iteration": progress.iteration,
-        "consumed_train_samples": progress.consumed_samples,
+        "iteration": iteration,
+        "consumed_train_samples": consumed_samples,
         "consumed_valid_samples": 0,
         "skipped_train_samples": 0,
     }
@@ -549,7 +506,7 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
     layout = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
     values |= dict.fromkeys((*layout, "context_parallel_size", "world_size", "data_parallel_size"), 1)
     args = argparse.Namespace(**values)
-    found = {"args": args, "checkpoint_version": 3.0, "iteration": progress.iteration}
+    found = {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
     found["content_metadata"] = dict(_CONTENT)
     if continued is None:
         return found
@@ -566,5 +523,5 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
         batch = 1
     for name in ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps"):
         schedule[name] *= batch
-    schedule["num_steps"] = continued.progress.consumed_samples
+    schedule["num_steps"] = continued.consumed_samples
     return {**found, "optimizer": own, "opt_param_scheduler": schedule}

@@ -60,11 +60,7 @@ class LoadedCheckpoint:
 
     @property
     def mapping(self) -> Mapping:
-        """Mapping of its tensors to those of a Hugging Face folder.
-
-        Raises:
-            ConfigError: the model belongs to no family.
-        """
+        """Mapping of its tensors to those of a Hugging Face folder. Raises ConfigError: it belongs to no family."""
         return mapping(self.run, self.source.required_family.names)
 
     @property
@@ -84,65 +80,66 @@ def load_model(
 ) -> Iterator[LoadedCheckpoint]:
     """Build the model of a checkpoint and fill it; the process groups of one process exist within the block.
 
-    Weights are widened exactly, or rounded where `dtype` is narrower; the router's biases are fp32 in any case.
-
-    Args:
-        source: from `source.locate`.
-        dtype: float32, bfloat16 or float16.
-        layers: build this many of the first layers, and no layers of multi-token prediction.
-        gradients: whether gradients will be computed, which counts their memory.
-        working_bytes: bytes that the caller needs in addition.
-
-    Raises:
-        ConfigError: there is too little memory or more than one process, no model has these settings, or the tensors
-            are not those of the model.
+    Weights are widened exactly, or rounded where `dtype`, float32, bfloat16 or float16, is narrower; the router's
+    biases are fp32 in any case. layers: build this many of the first, and none of multi-token prediction. gradients:
+    whether their memory counts. working_bytes: needed in addition. Raises ConfigError: there is too little memory or
+    more than one process, no model has these settings, or the tensors are not those of the model.
     """
     if dist.is_initialized():
         raise RuntimeError("a checkpoint is opened in a process that is in no process group")
-    if launched_world()[1] != 1:
-        raise ConfigError(f"WORLD_SIZE {os.environ['WORLD_SIZE']}: this needs one process; start it without torchrun")
-    run = one_process(source.run, dtype, layers)
-    parameters = run.derived.parameter_count(run.derived.padded_vocab_size(_vocab_size(run)))
-    what = f"{parameters:,} parameters in {run.derived.params_dtype_name}"
-    weights = parameters * dtype.itemsize
-    if gradients:
-        what += " with gradients"
-        weights *= 2
-    needed, available = weights + working_bytes + _RESERVE, platform.available_memory_bytes()
-    if needed > available:
-        raise ConfigError(
-            f"{source.path}: {what} take {size_text(weights)}, {size_text(needed)} with what is computed; "
-            f"{size_text(available)} are free on this machine ({platform.device().type}): free some, use a larger "
-            "machine, or fewer and shorter sequences where those are what takes it"
-        )
     try:
-        pg_collection = groups.initialize(run)
-        (chunk,) = build_model(run, pg_collection, _vocab_size(run), wrap=False, draw=False)
-        chunk.to(platform.device())
-        model: torch.nn.Module = chunk
-        if run.precision.bf16 or run.precision.fp16:
-            model = Float16Module(transformer_config(run), chunk)
-        model.eval()
-        fill(saved_tensors(chunk), source.blocks(run), str(source.path), {key: _vocab_size(run) for key in _TABLES})
-        yield LoadedCheckpoint(source, run, model, chunk)
+        yield open_model(source, dtype, layers, 1 + gradients, working_bytes)
     finally:
         groups.destroy()
 
 
-def one_process(run: Run, dtype: torch.dtype = torch.float32, layers: int | None = None) -> Run:
-    """Return the run of one process that evaluates a model: the architecture, and defaults for everything else.
+def open_model(
+    source: ModelSource, dtype: torch.dtype, layers: int | None = None, copies: int = 1, working_bytes: int = 0
+) -> LoadedCheckpoint:
+    """Build and fill a model as `load_model` does; the process groups of one process stay.
 
-    Raises:
-        ConfigError: no model has these settings.
+    copies: of the parameters that memory is needed for.
     """
+    if launched_world()[1] != 1:
+        raise ConfigError(f"WORLD_SIZE {os.environ['WORLD_SIZE']}: this needs one process; start it without torchrun")
+    run = one_process(source.run, dtype, layers)
+    remedy = "free some, use a larger machine, or fewer and shorter sequences where those are what takes it"
+    require_memory(source, run, dtype.itemsize * copies, working_bytes, remedy)
+    (chunk,) = build_model(run, groups.initialize(run), _vocab_size(run), wrap=False, draw=False)
+    chunk.to(platform.device())
+    model: torch.nn.Module = chunk
+    if run.precision.bf16 or run.precision.fp16:
+        model = Float16Module(transformer_config(run), chunk)
+    model.eval()
+    fill(saved_tensors(chunk), source.blocks(run), str(source.path), dict.fromkeys(_TABLES, _vocab_size(run)))
+    return LoadedCheckpoint(source, run, model, chunk)
+
+
+def require_memory(source: ModelSource, run: Run, width: int, working_bytes: int, remedy: str) -> None:
+    """Check that a model with `width` bytes a parameter fits into memory. Raises ConfigError, with `remedy`."""
+    needed, available = bytes_needed(run, width, working_bytes), platform.available_memory_bytes()
+    if needed > available:
+        parameters = (needed - working_bytes - _RESERVE) // width
+        raise ConfigError(
+            f"{source.path}: {parameters:,} parameters, at {width} bytes each, take {size_text(parameters * width)}, "
+            f"{size_text(needed)} with what is computed; {size_text(available)} are free on this machine "
+            f"({platform.device().type}): {remedy}"
+        )
+
+
+def bytes_needed(run: Run, width: int, working_bytes: int) -> int:
+    """Return the bytes of a model of one process with `width` bytes a parameter, and of what is computed."""
+    parameters = run.derived.parameter_count(run.derived.padded_vocab_size(_vocab_size(run)))
+    return parameters * width + working_bytes + _RESERVE
+
+
+def one_process(run: Run, dtype: torch.dtype = torch.float32, layers: int | None = None) -> Run:
+    """Return the run of one process that evaluates a model: the architecture, and defaults for everything else."""
     flat = schema.flatten(run)
     kept = {name: flat[name] for name in (*architecture_keys(), "moe_router_dtype", *_PADDING)}
     kept["max_position_embeddings"] = kept["seq_length"] = run.derived.max_position_embeddings
-    kept |= {
-        "cross_entropy_loss_fusion": False,
-        "cross_entropy_chunk_tokens": None,
-        **PRECISION_FLAGS[dtype_name(dtype)],
-    }
+    kept |= {"cross_entropy_loss_fusion": False, "cross_entropy_chunk_tokens": None}
+    kept |= PRECISION_FLAGS[dtype_name(dtype)]
     if layers is not None:
         kept |= {"num_layers": layers, "mtp_num_layers": None}
         if run.moe.num_experts is not None:
@@ -168,18 +165,11 @@ def _vocab_size(run: Run) -> int:
 
 @torch.no_grad()
 def fill(tensors: Named[str, Tensor], blocks: Iterable[BlockValues], where: str, rows: Named[str, int]) -> None:
-    """Copy blocks into a model's tensors, which are filled with NaN first.
+    """Copy blocks, boxes that do not overlap, into a model's tensors, widened or rounded to their dtypes.
 
-    Args:
-        tensors: the tensors by key; their dtype stays, and values are widened or rounded to it.
-        blocks: boxes that do not overlap.
-        where: the checkpoint, as messages name it.
-        rows: for tables that are padded, here or in the checkpoint, the number of rows that are tokens. Rows after them
-            are left out of the blocks, and zero in the model.
-
-    Raises:
-        ConfigError: a tensor is left out or written in part, a block belongs to no tensor or is not within it, or it
-            contains a number that is not finite.
+    rows: for tables that are padded, here or in the checkpoint, the number of rows that are tokens; rows after them are
+    left out of the blocks, and zero in the model. Raises ConfigError, naming `where`: a tensor is not written once, a
+    block belongs to no tensor or is not within it, or contains a number that is not finite.
     """
     written = dict.fromkeys(tensors, 0)
     for key, tensor in tensors.items():
@@ -193,18 +183,16 @@ def fill(tensors: Named[str, Tensor], blocks: Iterable[BlockValues], where: str,
         tensor, values = tensors[block.key], block.values
         if block.key in rows:
             values = values[: max(rows[block.key] - block.start[0], 0)]
-        ends = [first + count for first, count in zip(block.start, values.shape)]
-        if len(ends) != tensor.dim() or any(end > count for end, count in zip(ends, tensor.shape) if values.numel()):
+        ends, wide = list(map(int.__add__, block.start, values.shape)), tensor.shape
+        if len(ends) != tensor.dim() or (values.numel() and any(map(int.__gt__, ends, wide))):
             raise ConfigError(
                 f"{where}: {block.name}: {list(values.shape)} at {list(block.start)} is not within {block.key}, "
                 f"which has the shape {list(tensor.shape)}"
             )
         if not torch.isfinite(values).all():
-            raise ConfigError(
-                f"{where}: {block.name} contains NaN or infinity: it is damaged, or was saved after a fault"
-            )
+            raise ConfigError(f"{where}: {block.name} contains NaN or infinity: it is damaged, or of a faulty run")
         if values.numel():
-            tensor[tuple(slice(first, end) for first, end in zip(block.start, ends))].copy_(values)
+            tensor[tuple(map(slice, block.start, ends))].copy_(values)
         written[block.key] += values.numel()
     wrong = [key for key, count in written.items() if count != tensors[key].numel()]
     if wrong:

@@ -18,8 +18,10 @@ from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
 from megatron_moe.config.schema import Run
+from megatron_moe.data.tokenizer_choice import tokenizer_of_folder, tokenizer_of_step
+from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.hf.config import settings_of
-from megatron_moe.hf.families import FAMILIES, Family, family_of, family_of_run
+from megatron_moe.hf.families import FAMILIES, Family, family_of_run
 from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.mapping import mapping, require_tensors
 from megatron_moe.hf.transforms import Shape
@@ -69,11 +71,7 @@ class ModelSource:
 
     @property
     def required_family(self) -> Family:
-        """Family of the model at Hugging Face.
-
-        Raises:
-            ConfigError: it has none.
-        """
+        """Family of the model at Hugging Face. Raises ConfigError: it has none."""
         if self.family is None:
             raise ConfigError(
                 f"{self.path}: the model's family at Hugging Face is not known, whose names of tensors are needed; "
@@ -82,33 +80,27 @@ class ModelSource:
         return self.family
 
 
-def locate(path: Path, ckpt_step: int | None = None, family: str | None = None, flag: str = "--load") -> ModelSource:
+def locate(path: Path, ckpt_step: int | None = None, family: str | None = None) -> ModelSource:
     """Find out what a folder is: a run's, one step of it, or a Hugging Face folder.
 
-    Args:
-        ckpt_step: which step of a run's folder; default: the newest undamaged one.
-        family: the family that a model that was trained here is to have.
-        flag: the flag that named the path, for messages.
-
-    Raises:
-        ConfigError: the folder is none of these, or damaged.
+    ckpt_step: which step of a run's folder; default: the newest undamaged one. family: the one that a model that was
+    trained here is to have. Raises ConfigError: it is none of these, or damaged.
     """
-    found = folder.step_of(path, ckpt_step, flag)
+    found = folder.step_of(path, ckpt_step)
     if found is not None:
         return _native(*found, family)
     if not (path / "config.json").exists():
         raise ConfigError(
-            f"{flag} {path}: is no checkpoint: it has neither steps (iter_*) nor the config.json of a Hugging Face "
+            f"--load {path}: is no checkpoint: it has neither steps (iter_*) nor the config.json of a Hugging Face "
             f"folder{folder.steps_below(path)}"
         )
     if ckpt_step is not None:
-        raise ConfigError(f"--ckpt-step {ckpt_step}: {flag} {path} is a Hugging Face folder, which has no steps")
+        raise ConfigError(f"--ckpt-step {ckpt_step}: --load {path} is a Hugging Face folder, which has no steps")
     if family is not None:
-        raise ConfigError(f"--family {family}: {flag} {path} is a Hugging Face folder, whose config.json says which")
-    opened, where = HFFolder.open(path, flag), f"{flag} {path}"
-    hf_family = family_of(opened.config, where)
-    architecture = settings_of(opened, where)
-    run = schema.build(architecture.flat)
+        raise ConfigError(f"--family {family}: --load {path} is a Hugging Face folder, whose config.json says which")
+    opened = HFFolder.open(path)
+    architecture = settings_of(opened, f"--load {path}")
+    hf_family, run = architecture.family, schema.build(architecture.flat)
     notes, scales, dtypes = (*opened.notes, *architecture.notes), set(opened.scales.values()), set[str]()
     for name, stored in opened.tensors.items():
         if name in opened.scales:
@@ -141,10 +133,11 @@ def _native(step: Path, notes: list[str], family: str | None) -> ModelSource:
     if name is not None and name not in FAMILIES:
         raise ConfigError(f"--family {name}: is none of {', '.join(FAMILIES)}")
     content = manifest.read(step)
-    companions = {file[len(_COMPANIONS) :]: step / file for file in content.files if file.startswith(_COMPANIONS)}
-    known_family = family_of_run(run)
-    if name is not None:
-        known_family = FAMILIES[name]
+    companions = {}
+    for file in content.files:
+        if file.startswith(_COMPANIONS):
+            companions[file.removeprefix(_COMPANIONS)] = step / file
+    known_family = family_of_run(run) if name is None else FAMILIES[name]
     dtype = "float32"
     if config.get("bf16") and not config.get("keep_fp32"):
         dtype = "bfloat16"
@@ -187,5 +180,30 @@ def _pieces(found: HFFolder, family: Family, whole: Run, run: Run) -> Iterator[B
                     "has one tensor for both"
                 )
         for piece in mapping(run, family.names).pieces:
-            tensors = [reader.read(name) for name in piece.hf]
+            tensors = list(map(reader.read, piece.hf))
             yield BlockValues(piece.key, piece.start, piece.transform.to_native(tensors), " and ".join(piece.hf))
+
+
+def companions_folder(source: ModelSource) -> Path:
+    """Return the folder of the files that came with a model beside its weights."""
+    return source.path / origin.FOLDER if (source.path / folder.STATE).is_file() else source.path
+
+
+def tokenizer_of_model(source: ModelSource) -> Tokenizer:
+    """Return the tokenizer that came with a model, else the one that it was trained with.
+
+    Raises:
+        ConfigError: there is none, or its files are gone or have changed.
+    """
+    there = companions_folder(source)
+    came_along = tokenizer_of_folder(there, source.companions)
+    if came_along is not None:
+        return came_along
+    if there == source.path:
+        raise ConfigError(
+            f"--load {source.path}: holds neither tokenizer.json nor tokenizer.model nor tiktoken.model; name one with "
+            "--tokenizer-type and --tokenizer-model"
+        )
+    config = folder.read_json(source.path / folder.CONFIG)
+    trained_with = folder.read_json(source.path / folder.STATE).get("tokenizer") or {}
+    return tokenizer_of_step(config, trained_with, {}, source.run.model.vocab_size or 0, f"--load {source.path}")[0]

@@ -45,8 +45,7 @@ class Trace:
     loss: fp32 scalar in nats, mean of the cross entropy with which the first S - 1 positions predict the next token.
     routing: layer -> its routing; empty unless requested. Layers are numbered from 0, and depths of multi-token
         prediction after the last layer, as in Hugging Face's names.
-    mtp_logits: [D, B, S, V] fp32; depth k predicts at s the token s + k + 1. A depth's last k positions have no
-    meaning:
+    mtp_logits: [D, B, S, V] fp32; depth k predicts at s the token s + k + 1. A depth's last k positions mean nothing:
         there is no token that far ahead. None for a model without such depths.
     grad_norms: name at Hugging Face -> L2 norm of the loss's gradient; None unless requested.
     """
@@ -68,16 +67,10 @@ class Trace:
 
 
 def trace(found: LoadedCheckpoint, input_ids: Tensor, *, routing: bool = False, gradients: bool = False) -> Trace:
-    """Run a model on tokens.
+    """Run a model, in evaluation mode, on tokens [B, S] below the vocabulary's size, S at least 2.
 
-    Args:
-        found: the model, in evaluation mode.
-        input_ids: [B, S] integers below the vocabulary's size, S at least 2.
-        routing: whether to record every layer's routing.
-        gradients: whether to run the backward pass too and record the norms of gradients.
-
-    Raises:
-        ConfigError: gradients are requested, and the model belongs to no family that has names for them.
+    routing: record every layer's routing. gradients: run the backward pass too and record the norms of gradients.
+    Raises ConfigError for a model of no family that has names for them.
     """
     table, grad_norms = None, None
     if gradients:
@@ -192,7 +185,7 @@ def _grad_norms(found: LoadedCheckpoint, table: Mapping) -> dict[str, float]:
         if tensor.grad is None:
             norms.update(dict.fromkeys(piece.hf, 0.0))
             continue
-        box = tuple(slice(first, first + count) for first, count in zip(piece.start, piece.transform.native_shape))
-        for name, part in zip(piece.hf, piece.transform.to_hf(tensor.grad[box])):
+        ends = map(int.__add__, piece.start, piece.transform.native_shape)
+        for name, part in zip(piece.hf, piece.transform.to_hf(tensor.grad[tuple(map(slice, piece.start, ends))])):
             norms[name] = float(torch.linalg.vector_norm(part, dtype=torch.float64))
     return norms

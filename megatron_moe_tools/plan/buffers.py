@@ -14,6 +14,7 @@ unit of `FullyShardedDataParallel` is gathered, freed and reduced, tensors as la
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -30,115 +31,103 @@ from megatron_moe.model.matrices import is_matrix, matrix_cost
 from megatron_moe.parallel.groups import neighbours
 from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, Segments
 from megatron_moe.platform.protocols import AutogradContext
+from megatron_moe_tools.plan.meta_tracer import ranks_of
 
 Rates = Mapping[float, int]
 """FLOPs of a step of Muon's iteration over the elements of a matrix -> how many elements have as many."""
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """A flat gradient buffer of the engine: elements with and without padding, and the ranks it is reduced over.
+@dataclass(frozen=True, kw_only=True)
+class HeldTogether:
+    """Weights whose gradients or shards are held together.
 
-    rates: of what Muon updates. fewest_matrices: elements that Muon updates on the rank that has fewest of them, where
-    each updates a part. largest_block: of the largest that it updates at once, on a tensor-parallel rank.
+    parameter_bytes: of an element. ranks: those that share it, see `ranks_of`. expert: whether routed experts.
+    rates: of the elements of a rank that Muon updates. largest_block: of the largest that it updates at once, on a
+    tensor-parallel rank.
+    """
+
+    parameter_bytes: int
+    ranks: tuple[int, ...]
+    expert: bool
+    rates: Rates
+    largest_block: int = 0
+
+    @property
+    def matrices(self) -> int:
+        """Elements of a rank that Muon updates."""
+        return sum(self.rates.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer(HeldTogether):
+    """A flat gradient buffer of the engine: elements with and without padding; it is reduced over `ranks`.
+
+    fewest_matrices: elements that Muon updates on the rank that has fewest of them, where each updates a part.
     """
 
     numel: int
     used: int
-    rates: Rates
     fewest_matrices: int
-    largest_block: int
-    parameter_bytes: int
     gradient_bytes: int
-    ranks: tuple[int, ...]
-    expert: bool
-
-    @property
-    def matrices(self) -> int:
-        """Elements that Muon updates."""
-        return sum(self.rates.values())
 
 
-def rates_of(weights: Iterable[tuple[Tensor, int]]) -> Rates:
-    """Return the rates of what Muon updates, of weights that `mark_matrices` has seen, each with its elements."""
-    found: Counter[float] = Counter()
-    for weight, numel in weights:
-        if (cost := matrix_cost(weight)) is not None:
-            found[cost.flops] += numel
-    return found
-
-
-def largest_block(weights: Iterable[Tensor]) -> int:
-    """Return the elements of the largest block that Muon brings together; 0 without one."""
-    most = 0
-    for weight in weights:
-        if (cost := matrix_cost(weight)) is not None:
-            most = max(most, cost.block_numel)
-    return most
-
-
-def buffers_of(chunks: Sequence[Any]) -> Iterator[Buffer]:
-    """Yield the gradient buffers of wrapped chunks."""
-    for chunk in chunks:
-        for expert, buffers in ((False, chunk.buffers), (True, chunk.expert_parallel_buffers)):
-            for one in buffers:
-                yield Buffer(
-                    numel=one.numel,
-                    used=one.numel_unpadded,
-                    rates=rates_of((weight, weight.numel()) for weight in one.param_index_map),
-                    fewest_matrices=_fewest_matrices(one),
-                    largest_block=largest_block(one.param_index_map),
-                    parameter_bytes=one.param_dtype.itemsize,
-                    gradient_bytes=one.grad_dtype.itemsize,
-                    ranks=tuple(torch.distributed.get_process_group_ranks(one.data_parallel_group)),
-                    expert=expert,
-                )
-
-
-def _fewest_matrices(buffer: Any) -> int:
-    """Return the elements that Muon updates on the rank that has fewest, where each bucket is cut among the ranks."""
-    ranks = buffer.data_parallel_group.size()
-    found = [0] * ranks
-    for parameter, (start, end, number) in buffer.param_index_map.items():
-        if is_matrix(parameter):
-            bucket = buffer.buckets[number]
-            share = bucket.grad_data.numel() // ranks
-            start, end = start - bucket.offset, end - bucket.offset
-            for rank in range(start // share, -(-end // share)):
-                found[rank] += min(end, (rank + 1) * share) - max(start, rank * share)
-    return min(found)
-
-
-@dataclass(frozen=True)
-class GatheredUnit:
+@dataclass(frozen=True, kw_only=True)
+class GatheredUnit(HeldTogether):
     """Weights that a fully sharded model gathers together.
 
-    segments: a rank's shards, padding included. parameter_bytes: of a gathered element. ranks: the world's that share
-    it. neighbours: how many of them are in a secondary partition, or else on a machine. expert: whether routed experts.
-    is_island: whether `--keep-fp32` names it. is_root: whether it stays gathered until the end of the backward pass.
-    rates: of the elements of a rank's shards that Muon updates. largest_block: elements of the largest that it updates
-    at once, on a tensor-parallel rank.
+    segments: a rank's shards, padding included. neighbours: how many of the ranks are in a secondary partition, or else
+    on a machine. is_island: whether `--keep-fp32` names it. is_root: whether it stays gathered until the end of the
+    backward pass.
     """
 
     segments: Segments
-    parameter_bytes: int
-    ranks: tuple[int, ...]
     neighbours: int
-    expert: bool
-    is_island: bool
-    is_root: bool
-    rates: Rates
-    largest_block: int
-
-    @property
-    def matrices(self) -> int:
-        """Elements of a rank's shards that Muon updates."""
-        return sum(self.rates.values())
+    is_island: bool = False
+    is_root: bool = False
 
     @property
     def share(self) -> int:
         """Elements of a rank's shards, padding included."""
         return sum(self.segments.lengths)
+
+
+def _muon_facts(weights: Iterable[Tensor], numels: Iterable[int]) -> tuple[Rates, int]:
+    """Return the rates of what Muon updates of marked weights, and the elements of its largest block."""
+    rates: Counter[float] = Counter()
+    largest = 0
+    for weight, numel in zip(weights, numels):
+        if (cost := matrix_cost(weight)) is not None:
+            rates[cost.flops] += numel
+            largest = max(largest, cost.block_numel)
+    return rates, largest
+
+
+def buffers_of(chunks: Sequence[Any]) -> Iterator[Buffer]:
+    """Yield the gradient buffers of wrapped chunks."""
+    for chunk, expert in itertools.product(chunks, (False, True)):
+        for one in chunk.expert_parallel_buffers if expert else chunk.buffers:
+            ranks = ranks_of(one.data_parallel_group)
+            matrices = [0] * len(ranks)  # elements that Muon updates on each, where each bucket is cut among the ranks
+            for parameter, (start, end, number) in one.param_index_map.items():
+                if not is_matrix(parameter):
+                    continue
+                bucket = one.buckets[number]
+                share = bucket.grad_data.numel() // len(ranks)
+                start, end = start - bucket.offset, end - bucket.offset
+                for rank in range(start // share, -(-end // share)):
+                    matrices[rank] += min(end, (rank + 1) * share) - max(start, rank * share)
+            rates, largest = _muon_facts(one.param_index_map, map(Tensor.numel, one.param_index_map))
+            yield Buffer(
+                numel=one.numel,
+                used=one.numel_unpadded,
+                rates=rates,
+                fewest_matrices=min(matrices),
+                largest_block=largest,
+                parameter_bytes=one.param_dtype.itemsize,
+                gradient_bytes=one.grad_dtype.itemsize,
+                ranks=ranks,
+                expert=expert,
+            )
 
 
 @dataclass
@@ -178,7 +167,7 @@ def planned_units(found: Iterator[Unit], machine: int) -> list[PlannedUnit]:
         weights: list[torch.nn.Parameter] = []
         shares: list[int] = []
         quantized: list[bool] = []
-        ranks = tuple(torch.distributed.get_process_group_ranks(unit.group))
+        ranks = ranks_of(unit.group)
         for part in unit.module.modules():
             for weight in part.parameters(recurse=False):
                 if id(weight) in seen:
@@ -189,6 +178,7 @@ def planned_units(found: Iterator[Unit], machine: int) -> list[PlannedUnit]:
                 length = weight.shape[shard_axis(tuple(weight.shape), len(ranks))]
                 shares.append(weight.numel() // length * -(-length // len(ranks)))
                 quantized.append(is_quantized(part, weight.shape) and not unit.is_island)
+        rates, largest = _muon_facts(weights, shares)
         facts = GatheredUnit(
             segments=Segments(tuple(shares), tuple(quantized)),
             parameter_bytes=unit.dtype.itemsize,
@@ -197,8 +187,8 @@ def planned_units(found: Iterator[Unit], machine: int) -> list[PlannedUnit]:
             expert=any(not getattr(weight, "allreduce", True) for weight in weights),
             is_island=unit.is_island,
             is_root=unit.is_root,
-            rates=rates_of(zip(weights, shares)),
-            largest_block=largest_block(weights),
+            rates=rates,
+            largest_block=largest,
         )
         planned.append(PlannedUnit(unit, facts, weights))
     return planned
@@ -266,10 +256,16 @@ class Gathering:
     def _before_forward(self, unit: PlannedUnit, _: torch.nn.Module, inputs: tuple, named: dict) -> tuple[tuple, dict]:
         self._start(unit)
         self._finish(unit, in_forward=not _in_backward())
-        leaves = [leaf for leaf in _tensors((inputs, named)) if leaf.requires_grad]
+        leaves: list[Tensor] = []
+
+        def seen(leaf: Tensor) -> Tensor:
+            leaves.append(leaf)
+            return leaf
+
+        _with_grad((inputs, named), seen)
         if leaves and torch.is_grad_enabled():
-            passed = _Passed.apply(partial(self._after_backward, unit), *leaves)
-            return _replaced((inputs, named), dict(zip(map(id, leaves), passed)))
+            passed = dict(zip(leaves, _Passed.apply(partial(self._after_backward, unit), *leaves)))
+            return _with_grad((inputs, named), passed.__getitem__)
         return inputs, named
 
     def _after_forward(self, unit: PlannedUnit, _: torch.nn.Module, inputs: tuple, output: object) -> None:
@@ -280,9 +276,12 @@ class Gathering:
             self._order.append(unit)
         if unit.facts.is_root:
             self._last_output = None
-        for leaf in _tensors(output):
-            if leaf.requires_grad:
-                leaf.register_hook(partial(self._before_backward, unit))
+
+        def watched(leaf: Tensor) -> Tensor:
+            leaf.register_hook(partial(self._before_backward, unit))
+            return leaf
+
+        _with_grad(output, watched)
 
     def _free(self, unit: PlannedUnit) -> None:
         """Free the gathered weights after a forward pass, but for what a secondary partition keeps of them."""
@@ -355,30 +354,17 @@ class _Passed(torch.autograd.Function):
         return None, *gradients
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers and dataclasses."""
+def _with_grad(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return equal containers and dataclasses in which each tensor that needs a gradient is changed."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
-    elif is_dataclass(value):
-        yield from _tensors(vars(value))
-
-
-def _replaced(value: Any, instead: dict[int, Tensor]) -> Any:
-    """Return equal containers and dataclasses with other tensors, by the ids of the old ones."""
-    if isinstance(value, Tensor):
-        return instead.get(id(value), value)
+        return change(value) if value.requires_grad else value
     if isinstance(value, dict):
-        return {key: _replaced(part, instead) for key, part in value.items()}
+        return {key: _with_grad(part, change) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = [_replaced(part, instead) for part in value]
+        parts = [_with_grad(part, change) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **_replaced(vars(value), instead))
+        return replace(value, **_with_grad(vars(value), change))
     return value
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
+import re
+import shlex
+import textwrap
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,14 +29,14 @@ from megatron_moe_tools.plan.layouts import (
     RECOMPUTATION,
     Machine,
     brief,
+    layer_shardings,
+    layouts,
     legal,
-    nearest_legal,
-    quoted,
+    no_layout,
     recomputed,
-    require_a_layout,
+    require_legal,
     spelled,
     vocabulary,
-    with_batch,
 )
 
 if TYPE_CHECKING:
@@ -135,45 +139,25 @@ def _main(argv: list[str]) -> int:
                 f"--{name.replace('_', '-')} {value:g}: is read where layouts are compared by their time; add --fit "
                 f"{Machine.memory_gib:g}, or drop it"
             )
-    given = compat.parse(rest, _architecture, flags.world_size)
-    run = _traceable(given)
+    run = compat.parse(rest, _architecture, flags.world_size)
+    instead: dict[str, Any] = {}  # our own parts, for those that cannot be traced without their tensors' values
+    if run.model.transformer_impl != "local":
+        instead |= {"transformer_impl": "local", "attention_softmax_in_fp32": True}
+    if run.moe.num_experts is not None and run.moe.moe_expert_backend in ("te", "loop"):
+        instead["moe_expert_backend"] = "grouped_mm"
+    if run.precision.fp8_format is not None:
+        say(f"--fp8-format {run.precision.fp8_format}: is planned as emulated, with its buffers; speed is that of bf16")
+    if instead:
+        words = ""
+        for name, value in instead.items():
+            if value is not True:
+                words += f" --{name.replace('_', '-')} {value}"
+        say(f"planned with{words}: parameters and traffic are the same, memory and speed of other kernels are not")
     for note in run.warnings:
         say(note)
+    run = replace(run, **instead)
     vocabulary(run)
-    if flags.fit is None:
-        _check(run, flags.world_size)
-    with warnings.catch_warnings(), _progress():
-        # The engine's advice is for those who wrote its configuration.
-        warnings.filterwarnings("ignore", module=r"megatron\.core")
-        plan = _plan(run, flags) if flags.fit is None else _fit(run, rest, flags)
-    if flags.json is not None:
-        replace_json(Path(flags.json), plan)
-        say(f"wrote {flags.json}")
-    if flags.fit is not None and not plan["fit"]["fits"]:
-        return FAILED
-    return DONE
-
-
-def _fit(run: Run, rest: list[str], flags: argparse.Namespace) -> dict[str, Any]:
-    """Return the plan of the fastest layout that fits, or of the least; print it with the flags that ask for it."""
-    run, machine = with_batch(run, flags.world_size), _machine(run, flags)
-    require_a_layout(run, flags.world_size, machine)
-    from megatron_moe_tools.plan.fit import fitted_plan
-
-    fitted, plan = fitted_plan(run, flags.world_size, machine, flags.alternatives, {})
-    added = spelled(compat.parse(rest, _architecture, flags.world_size), fitted)
-    # What is printed is what was planned: the same parser reads it, and the rules allow it.
-    again = compat.parse([*rest, *added], _architecture, flags.world_size)
-    assert spelled(again, fitted) == [], (added, spelled(again, fitted))
-    rules.check_layout(again, flags.world_size)
-    plan["fit"]["flags"] = [*rest, *added]
-    print(fit_report(plan, quoted([*rest, *added])), end="", flush=True)
-    return plan
-
-
-def _machine(run: Run, flags: argparse.Namespace) -> Machine:
-    """Return the machines that the flags describe."""
-    return Machine(
+    machine = Machine(
         device=flags.device,
         gpus_per_node=flags.gpus_per_node,
         memory_gib=flags.fit or flags.device_memory_gib or Machine.memory_gib,
@@ -182,59 +166,83 @@ def _machine(run: Run, flags: argparse.Namespace) -> Machine:
         imbalance=flags.imbalance,
         **{name: getattr(flags, name) or getattr(Machine, name) for name in _OF_SEARCH},
     )
+    if flags.fit is None:
+        require_legal(run, flags.world_size)
+    else:
+        # All layouts train on the same batch, which the run would take as it is.
+        batch = run.training.global_batch_size or max(1, run.derived.global_batch_size(flags.world_size))
+        run = replace(run, global_batch_size=batch)
+        shardings = layer_shardings(run, flags.world_size, machine)
+        if next(layouts(run, flags.world_size, machine, shardings, 1.0), None) is None:
+            raise no_layout(run, flags.world_size)
+    with warnings.catch_warnings(), _progress():
+        # The engine's advice is for those who wrote its configuration.
+        warnings.filterwarnings("ignore", module=r"megatron\.core")
+        if flags.fit is None:
+            plan = _plan(run, machine, flags)
+        else:
+            plan = _fit(run, machine, rest, flags)
+    if flags.json is not None:
+        replace_json(Path(flags.json), plan)
+        say(f"wrote {flags.json}")
+    if flags.fit is not None and not plan["fit"]["fits"]:
+        return FAILED
+    return DONE
 
 
-def _traceable(run: Run) -> Run:
-    """Return `run` with our own parts in place of those that cannot be traced without their tensors' values."""
-    changes: dict[str, Any] = {}
-    if run.model.transformer_impl != "local":
-        changes |= {"transformer_impl": "local", "attention_softmax_in_fp32": True}
-    if run.moe.num_experts is not None and run.moe.moe_expert_backend in ("te", "loop"):
-        changes["moe_expert_backend"] = "grouped_mm"
-    if run.precision.fp8_format is not None:
-        say(f"--fp8-format {run.precision.fp8_format}: is planned as emulated, with its buffers; speed is that of bf16")
-    if changes:
-        words = ""
-        for name, value in changes.items():
-            if value is not True:
-                words += f" --{name.replace('_', '-')} {value}"
-        say(f"planned with{words}: parameters and traffic are the same, memory and speed of other kernels are not")
-    return replace(run, **changes)
+def _fit(run: Run, machine: Machine, rest: list[str], flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the plan of the fastest layout that fits, or of the least; print it with the flags that ask for it."""
+    from megatron_moe_tools.plan.fit import fitted_plan
+
+    fitted, plan = fitted_plan(run, flags.world_size, machine, flags.alternatives)
+    added = spelled(compat.parse(rest, _architecture, flags.world_size), fitted)
+    # What is printed is what was planned: the same parser reads it, and the rules allow it.
+    again = compat.parse([*rest, *added], _architecture, flags.world_size)
+    assert spelled(again, fitted) == [], (added, spelled(again, fitted))
+    rules.check_layout(again, flags.world_size)
+    plan["fit"]["flags"] = [*rest, *added]
+    found = plan["fit"]
+    looked = f"{found['layouts']:,} layouts, {found['looked_at']:,} in detail, {found['planned']:,} planned as a whole"
+    title = f"the fastest layout that fits, of {looked}:"
+    if not found["fits"]:
+        much = plan["max_memory_gib"] - found["limit_gib"]
+        title = f"NOTHING FITS, of {looked}; the least is {much:,.2f} GiB too much:"
+    # As a shell reads them; a flag and its values stay on one line.
+    words = re.sub(" (?!--)", "\N{NO-BREAK SPACE}", shlex.join(found["flags"]))
+    lines = textwrap.wrap(words, 113, break_long_words=False, break_on_hyphens=False)
+    command = " \\\n  ".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+    blocks = [f"{title}\n\n  {command}", _head(plan), _memory(plan), _traffic(plan), _step(found)]
+    rows = [["other layouts", "largest rank, GiB", "s a step", "loses by"]]
+    for one in found["others"]:
+        about = "" if one["planned"] else "about "
+        rows.append([one["layout"], about + brief(one["max_memory_gib"]), brief(one["seconds"]), one["loses"]])
+    if found["others"]:
+        blocks.append(_table(rows))
+    if found["advice"]:
+        blocks.append("\n".join(found["advice"]))
+    print("\n\n".join(blocks), flush=True)
+    return plan
 
 
-def _check(run: Run, world_size: int) -> None:
-    """Apply the rules for that many ranks; a refusal names neighbouring layouts that they allow."""
-    try:
-        rules.check_layout(run, world_size)
-    except ConfigError as error:
-        text = str(error)
-        near = nearest_legal(run, world_size, 5)
-        if near:
-            text += "\nnearest legal layouts, each by what changes:"
-        for words, _ in near:
-            text += f"\n  {words}"
-        raise ConfigError(text) from None
-
-
-def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
+def _plan(run: Run, machine: Machine, flags: argparse.Namespace) -> dict[str, Any]:
     """Return the plan; its text is printed as soon as it is known, that of the comparisons after it."""
     # Not before the flags are right: loading torch and the engine takes seconds.
     from megatron_moe_tools.plan.plan import make_plan, peak_gib, ranked, recommended_stage
 
-    machine = _machine(run, flags)
     known: dict[Hashable, RankTrace] = {}
     plan = make_plan(run, flags.world_size, machine, known)
     print(text_report(plan), end="", flush=True)
     _logger.info("comparing recomputation, routing and layouts nearby")
     plan["recomputation"] = {}
-    for kind in RECOMPUTATION:
-        other = recomputed(run, kind)
+    for kind, modules in RECOMPUTATION.items():
+        other = recomputed(run, modules)
         if legal(other, flags.world_size):
             plan["recomputation"][kind] = peak_gib(other, flags.world_size, machine, known)
     plan["imbalances"] = {}
     if run.moe.num_experts is not None and run.parallel.expert_model_parallel_size > 1:
         for imbalance in (flags.imbalance, 2 * flags.imbalance):
-            plan["imbalances"][f"{imbalance:g}"] = peak_gib(run, flags.world_size, machine, known, imbalance)
+            skewed = dataclasses.replace(machine, imbalance=imbalance)
+            plan["imbalances"][f"{imbalance:g}"] = peak_gib(run, flags.world_size, skewed, known)
     plan["alternatives"] = []
     if flags.alternatives > 0:
         plan["alternatives"] = ranked(run, flags.world_size, machine, flags.alternatives, known)
@@ -246,9 +254,8 @@ def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
 @contextmanager
 def _progress() -> Iterator[None]:
     """Print what the planner logs to stderr: a line at the beginning of each stage."""
-    handler = logging.StreamHandler()
+    handler, package = logging.StreamHandler(), logging.getLogger(__package__)
     handler.setFormatter(logging.Formatter(f"{NAME}: %(message)s"))
-    package = logging.getLogger(__package__)
     level = package.level
     package.addHandler(handler)
     package.setLevel(logging.INFO)
@@ -291,7 +298,21 @@ _OF_A_STAGE = ("dense_params", "expert_params", "memory")
 
 def text_report(plan: dict[str, Any]) -> str:
     """Return the text about the layout itself, for a terminal of 120 columns."""
-    return "\n\n".join((_head(plan), _memory(plan), _traffic(plan), _speed(plan))) + "\n"
+    speed = (
+        f"{brief(plan['model_flops_per_token'] / 1e9)} GFLOP a token (model), "
+        f"{brief(plan['computed_flops_per_token'] / 1e9)} with what is recomputed\n"
+        f"pipeline bubble {plan['bubble_share']:.1%} of a step\n"
+    )
+    if plan["seconds_per_step"] is None:
+        speed += "no speed of a CPU without --peak-tflops"
+    else:
+        speed += (
+            f"at {plan['mfu']:.0%} of {plan['peak_tflops']:,g} TFLOP/s: {plan['tokens_per_second']:,.0f} tokens/s, "
+            f"{brief(plan['seconds_per_step'])} s a step"
+        )
+        if plan["muon_share"]:
+            speed += f", of it Muon's iteration {plan['muon_share']:.1%}"
+    return "\n\n".join((_head(plan), _memory(plan), _traffic(plan), speed)) + "\n"
 
 
 def comparison_report(plan: dict[str, Any]) -> str:
@@ -308,30 +329,21 @@ def comparison_report(plan: dict[str, Any]) -> str:
             fits = "yes" if row["fits"] else "no"
             rows.append([row["change"], brief(row["max_memory_gib"]), fits, f"{row['relative_time']:.3f}"])
         text += f"\n{_table(rows)}\n"
-    return f"{text}\n{_recommended(plan['zero'])}\n"
-
-
-def fit_report(plan: dict[str, Any], flags: str) -> str:
-    """Return the text about a layout that was looked for: its flags, plan and time, and how others lose against it."""
-    found = plan["fit"]
-    looked = f"{found['layouts']:,} layouts, {found['looked_at']:,} in detail, {found['planned']:,} planned as a whole"
-    if found["fits"]:
-        title = f"the fastest layout that fits, of {looked}:"
-    else:
-        much = plan["max_memory_gib"] - found["limit_gib"]
-        title = f"NOTHING FITS, of {looked}; the least is {much:,.2f} GiB too much:"
-    blocks = [f"{title}\n\n  {flags}", _head(plan), _memory(plan), _traffic(plan), _step(found)]
-    rows = [["other layouts", "largest rank, GiB", "s a step", "loses by"]]
-    for one in found["others"]:
-        gib = brief(one["max_memory_gib"])
-        if not one["planned"]:
-            gib = f"about {gib}"
-        rows.append([one["layout"], gib, brief(one["seconds"]), one["loses"]])
-    if found["others"]:
-        blocks.append(_table(rows))
-    if found["advice"]:
-        blocks.append("\n".join(found["advice"]))
-    return "\n\n".join(blocks) + "\n"
+    found = plan["zero"]  # which ZeRO stage to take, and what ZeRO++ saves between machines with it
+    chosen = f"--data-parallel-sharding-strategy {found['strategy']} ({brief(found['max_memory_gib'])} GiB)"
+    if not found["fits"]:
+        return (
+            f"{text}\nno ZeRO stage leaves a tenth of the device free; least takes {chosen}:\n"
+            "more ranks, TP, EP, PP or recomputation are needed\n"
+        )
+    text += f"\nlowest ZeRO stage with a tenth of the device free: {chosen}\n"
+    if found["switches"]:
+        text += (
+            f"a rank sends {_gib(found['between_nodes'])} GiB to other machines in a step with it, and "
+            f"{_gib(found['between_nodes_with_switches'])} ({brief(found['max_memory_gib_with_switches'])} GiB) with\n"
+            f"  {' '.join(found['switches'])}\n"
+        )
+    return text
 
 
 def _step(found: dict[str, Any]) -> str:
@@ -374,7 +386,7 @@ def _memory(plan: dict[str, Any]) -> str:
     entries: list[dict[str, Any]] = []  # neighbouring stages of equal figures as one
     for rank in plan["ranks"]:
         last = entries[-1] if entries else {}
-        if [last.get(key) for key in _OF_A_STAGE] == [rank[key] for key in _OF_A_STAGE]:
+        if all(last.get(key) == rank[key] for key in _OF_A_STAGE):
             last["ranks"] = [last["ranks"][0], rank["ranks"][1]]
             last["stages"] = f"{last['stage']}-{rank['stage']}"
         else:
@@ -403,41 +415,6 @@ def _traffic(plan: dict[str, Any]) -> str:
     for name, one in worst.items():
         rows.append([name, _gib(one["sent"]), _gib(one["between_nodes"])])
     return _table(rows)
-
-
-def _speed(plan: dict[str, Any]) -> str:
-    lines = [
-        f"{brief(plan['model_flops_per_token'] / 1e9)} GFLOP a token (model), "
-        f"{brief(plan['computed_flops_per_token'] / 1e9)} with what is recomputed",
-        f"pipeline bubble {plan['bubble_share']:.1%} of a step",
-    ]
-    seconds, muon = plan["seconds_per_step"], plan["muon_share"]
-    if seconds is None:
-        lines.append("no speed of a CPU without --peak-tflops")
-    else:
-        speed = f"{plan['tokens_per_second']:,.0f} tokens/s, {brief(seconds)} s a step"
-        if muon:
-            speed += f", of it Muon's iteration {muon:.1%}"
-        lines.append(f"at {plan['mfu']:.0%} of {plan['peak_tflops']:,g} TFLOP/s: {speed}")
-    return "\n".join(lines)
-
-
-def _recommended(found: dict[str, Any]) -> str:
-    """Return which ZeRO stage to take, and what ZeRO++ saves between machines with it."""
-    chosen = f"--data-parallel-sharding-strategy {found['strategy']} ({brief(found['max_memory_gib'])} GiB)"
-    if not found["fits"]:
-        return (
-            f"no ZeRO stage leaves a tenth of the device free; least takes {chosen}:\n"
-            "more ranks, TP, EP, PP or recomputation are needed"
-        )
-    lines = [f"lowest ZeRO stage with a tenth of the device free: {chosen}"]
-    if found["switches"]:
-        with_switches = brief(found["max_memory_gib_with_switches"])
-        lines.append(
-            f"a rank sends {_gib(found['between_nodes'])} GiB to other machines in a step with it, and "
-            f"{_gib(found['between_nodes_with_switches'])} ({with_switches} GiB) with\n  " + " ".join(found["switches"])
-        )
-    return "\n".join(lines)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

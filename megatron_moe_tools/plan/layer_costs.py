@@ -1,4 +1,4 @@
-"""What the parts of a model take, traced on models of three layers and put together for any layout.
+"""What the parts of a model take, traced on models of three layers and put together for any layout: memory and time.
 
 A stage is its embedding, its layers and its loss, one after the other. Each is traced once for a `LayerSharding` and a
 set of recomputed modules, in the stages Et|t|tL of a pipeline; embedding, loss and multi-token prediction are what the
@@ -13,18 +13,19 @@ any case.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_moe.config.pipeline_layout import Stage
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.parallel.quantized_collectives import Segments
-from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit, Rates
+from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit
 from megatron_moe_tools.plan.layouts import (
     SEPARATE,
     TO_HOST,
@@ -38,7 +39,14 @@ from megatron_moe_tools.plan.layouts import (
     recomputing,
     vocabulary,
 )
-from megatron_moe_tools.plan.plan import purpose, sent_by_a_rank
+from megatron_moe_tools.plan.plan import (
+    Traffic,
+    muon_flops,
+    purpose,
+    rank_memory,
+    rank_traffic,
+    sent_by_a_rank,
+)
 from megatron_moe_tools.plan.tracing import ChunkTrace, RankTrace, trace_stage
 
 
@@ -57,7 +65,7 @@ class BufferKind(NamedTuple):
 EMBEDDING, DENSE, MOE, PREDICTION, LOSS = "E", "d", "e", "m", "L"
 """Kinds of parts: of layers the dense and those with experts."""
 
-_CHANGED = ("kept", "forward", "backward", "flops", "leaving", "moved")
+_CHANGED = ("kept", "forward_peak", "backward_peak", "flops", "leaving", "moved")
 """What recomputation and offload change of a layer."""
 _WITHOUT = {
     DENSE: ("moe", "moe_act", "shared_experts", f"{TO_HOST}expert_fc1", f"{TO_HOST}moe_act"),
@@ -66,44 +74,36 @@ _WITHOUT = {
 """The modules that a kind of layer does not have; the other kinds of parts have none."""
 
 
-@dataclass(frozen=True)
-class TracedPart:
-    """One part of a model on one rank over one micro-batch; bytes above what was live before its forward pass.
+@dataclass(frozen=True, kw_only=True)
+class TracedPart(ChunkTrace):
+    """One part of a model on one rank over one micro-batch, without its collectives.
 
-    kept, forward, backward, logits, dispatch, flops, leaving, moved: as in `ChunkTrace`. tensor_seconds,
-    expert_seconds: of collectives of TP and CP, and of EP. elements: of gradient buffers, by kind. weights: bytes.
-    boundary: bytes of the hidden states between stages. is_layer: whether it is a layer of the decoder.
+    tensor_seconds, expert_seconds: of collectives of TP and CP, and of EP. elements: of gradient buffers, by kind.
+    weights: bytes. boundary: bytes of the hidden states between stages. is_layer: whether it is a layer of the decoder.
     """
 
-    kept: float
-    forward: float
-    backward: float
-    logits: int
-    dispatch: int
-    flops: float
     tensor_seconds: float
     expert_seconds: float
     weights: int
     elements: Counter[BufferKind]
     boundary: int
-    leaving: float = 0
-    moved: float = 0
     is_layer: bool = True
 
     def beyond(self, other: TracedPart) -> TracedPart:
         """Return what a stage has more than another one, as a part that follows it."""
-        return TracedPart(
+        return dataclasses.replace(
+            self,
             kept=self.kept - other.kept,
-            forward=self.forward - other.kept,
-            backward=self.backward - other.kept,
-            logits=self.logits,
+            forward_peak=self.forward_peak - other.kept,
+            backward_peak=self.backward_peak - other.kept,
             dispatch=0,
             flops=self.flops - other.flops,
+            leaving=0,
+            moved=0,
             tensor_seconds=max(self.tensor_seconds - other.tensor_seconds, 0.0),
             expert_seconds=max(self.expert_seconds - other.expert_seconds, 0.0),
             weights=self.weights - other.weights,
             elements=self.elements - other.elements,
-            boundary=self.boundary,
             is_layer=False,
         )
 
@@ -114,27 +114,45 @@ class TracedPart:
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """The parts of one stage together: passes, elements of gradient buffers by kind, bytes of weights and boundary."""
+class StepTime:
+    """The seconds of a step by what they go to; each adds to the step.
 
-    trace: ChunkTrace
-    elements: Counter[BufferKind]
-    weights: int
-    boundary: int
+    compute: products of the model at the assumed share of the peak. recomputed: those that are computed again, and the
+    memory that is written again. tensor, expert: collectives of TP and CP, and of EP, of all micro-batches. pipeline:
+    messages between stages. bubble: waiting at both ends of a step. data: what data parallelism sends, as far as
+    nothing hides it. muon: its exchange, and its iteration at the same share of the peak. host: what is exchanged with
+    the machine's memory, activations as far as no pass hides them.
+    """
+
+    compute: float
+    recomputed: float
+    tensor: float
+    expert: float
+    pipeline: float
+    bubble: float
+    data: float
+    muon: float
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(vars(self).values())
 
 
 class LayerCosts:
-    """The parts of one run's model on some machines, traced when they are asked for."""
+    """One run's model on some machines: its parts, traced when they are asked for, and what layouts of it take."""
 
     def __init__(self, run: Run, world_size: int, machine: Machine) -> None:
         self._run, self._world_size, self._machine = run, world_size, machine
-        self.traced = 0
         self._stage = functools.cache(self._trace)
         self.part = functools.cache(self._part)
-        self.parts = functools.cache(self._parts)
-        self.ranks_that_differ = functools.cache(self._ranks_that_differ)
         self._chunk = functools.cache(self._put_together)
+        self.run_of = functools.cache(lambda layout: layout.run(run, None))
+        """The run in a layout: what is recomputed makes no difference to what is read of it here."""
         self._layers = [MOE if has_experts else DENSE for has_experts in run.derived.moe_layer_pattern]
+        self.kinds = tuple(dict.fromkeys(reversed(self._layers)))
+        """The kinds of the model's layers, the last layer's first."""
         self.shardings = layer_shardings(run, world_size, machine)
         # The more EP, the less of a peak is the gradient of the experts' weights.
         by_size = sorted(self.shardings, key=lambda one: (one.ep, -one.etp))
@@ -142,11 +160,6 @@ class LayerCosts:
         self._of_the_rest: dict[int, LayerSharding] = {}
         for sharding in by_size:
             self._of_experts[sharding.tp, sharding.etp] = self._of_the_rest[sharding.tp] = sharding
-
-    @functools.cached_property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of the model's layers, the last layer's first."""
-        return tuple(dict.fromkeys(reversed(self._layers)))
 
     def count(self, kind: str) -> int:
         """Return how many layers of a kind the model has."""
@@ -171,7 +184,6 @@ class LayerCosts:
 
     def _trace(self, sharding: LayerSharding, modules: Modules, kind: str, at: int) -> TracedPart:
         """Trace a stage of Et|t|tL whose layers are of one kind; place 3 is the last one with its predictions."""
-        self.traced += 1
         base, stages = self._run, 3
         changes: dict[str, Any] = {
             **sharding.changes,
@@ -206,52 +218,31 @@ class LayerCosts:
             for rate, count in rates.items():
                 elements[BufferKind(buffer.expert, buffer.parameter_bytes, buffer.gradient_bytes, rate)] += count
         tensor_seconds = expert_seconds = 0.0
-        for call in chunk.forward + chunk.backward:
+        for call in chunk.collectives:
             if call.kind == "broadcast":
                 continue
-            members = tuple(rank - trace.ranks.start for rank in call.ranks)
-            seconds = self.seconds(call.kind, members, call.bytes)
+            seconds = self._sending(sent_by_a_rank(call.kind, call.ranks, call.bytes, on.gpus_per_node))
             if purpose(call.kind, call.ranks, trace) == "EP":
                 expert_seconds += seconds
             else:
                 tensor_seconds += seconds
         return TracedPart(
-            kept=chunk.kept,
-            forward=chunk.forward_peak,
-            backward=chunk.backward_peak,
-            logits=chunk.logits,
-            dispatch=chunk.dispatch,
-            flops=chunk.flops,
+            **{**vars(chunk), "collectives": ()},
             tensor_seconds=tensor_seconds,
             expert_seconds=expert_seconds,
             weights=trace.weights,
             elements=elements,
             boundary=trace.boundary,
-            leaving=chunk.leaving,
-            moved=chunk.moved,
         )
-
-    def seconds(self, kind: str, ranks: tuple[int, ...], size: float) -> float:
-        """Return the seconds of a collective: what goes to the same machine, and what goes to others after it."""
-        sent = sent_by_a_rank(kind, ranks, size, self._machine.gpus_per_node)
-        return self.sending_seconds(sent.sent, sent.between_nodes)
-
-    def sending_seconds(self, sent: float, between_nodes: float) -> float:
-        """Return the seconds in which a rank sends so many bytes, some of them to other machines."""
-        on = self._machine
-        return ((sent - between_nodes) / on.node_bandwidth + between_nodes / on.network_bandwidth) / 1e9
 
     def plain(self, sharding: LayerSharding, modules: Modules, part: str) -> TracedPart:
         """Return a part as it is traced: without recomputation, or with the user's, where `modules` is None."""
         if modules is not None:
             modules = ()
-        if part == MOE:
-            return self._stage(sharding, modules, part, 1)
         kind = self.kinds[0]
-        if part == PREDICTION and kind == MOE:  # it has experts, too
-            return self._stage(sharding, modules, kind, 3).beyond(self._stage(sharding, modules, kind, 2))
-        sharding = self.reference(sharding, part)
-        if part == DENSE:
+        if part != MOE and (part, kind) != (PREDICTION, MOE):  # which has experts, too
+            sharding = self.reference(sharding, part)
+        if part in (MOE, DENSE):
             return self._stage(sharding, modules, part, 1)
         if part == PREDICTION:
             return self._stage(sharding, modules, kind, 3).beyond(self._stage(sharding, modules, kind, 2))
@@ -260,7 +251,7 @@ class LayerCosts:
             return self._stage(sharding, modules, kind, 2).beyond(layer)
         found = self._stage(sharding, modules, kind, 0).beyond(layer)
         # The embedding comes before the layer, not after it: of its own it has the gradient of the table.
-        return dataclasses.replace(found, forward=found.kept, backward=found.kept + found.gathered_bytes)
+        return dataclasses.replace(found, forward_peak=found.kept, backward_peak=found.kept + found.gathered_bytes)
 
     def _part(self, sharding: LayerSharding, modules: Modules, part: str) -> TracedPart:
         """Return a part with a set of modules recomputed: without them, and what they change at another EP."""
@@ -283,18 +274,23 @@ class LayerCosts:
 
     # A stage.
 
-    def _ranks_that_differ(self, layout: SearchedLayout) -> list[int]:
+    def ranks_that_differ(self, layout: SearchedLayout) -> list[int]:
         """Return the first pipeline rank of each kind, by its parts: it has the most micro-batches in flight."""
         seen: dict[tuple, int] = {}
         for rank in range(layout.pp):
-            seen.setdefault(tuple(map(self.parts, layout.stages[rank :: layout.pp])), rank)
+            seen.setdefault(tuple(map(self._parts, layout.stages[rank :: layout.pp])), rank)
         return list(seen.values())
 
-    def _put_together(self, sharding: LayerSharding, modules: Modules, zero: int, kinds: tuple[str, ...]) -> _Chunk:
+    def _put_together(
+        self, sharding: LayerSharding, modules: Modules, zero: int, kinds: tuple[str, ...]
+    ) -> tuple[ChunkTrace, Counter[BufferKind], int]:
         """Put a stage together from its parts, in the order in which they compute.
 
         A fully sharded model gathers each layer's weights for both passes; in the backward pass the next layer's are on
         the way, and gradients are summed in fp32. The weights of all other parts are the root's, and stay gathered.
+
+        Returns:
+            The passes, elements of gradient buffers by kind, bytes of weights.
         """
         parts = [self.part(sharding, modules, kind) for kind in kinds]
         elements: Counter[BufferKind] = Counter()
@@ -316,8 +312,8 @@ class LayerCosts:
             own = 0
             if zero >= 2 and part.is_layer:
                 own = part.gathered_bytes
-            forward = max(forward, below + part.forward + own)
-            backward = max(backward, below + part.backward + 2 * own + before)
+            forward = max(forward, below + part.forward_peak + own)
+            backward = max(backward, below + part.backward_peak + 2 * own + before)
             below += part.kept
             if zero == 2:
                 below += own
@@ -329,97 +325,149 @@ class LayerCosts:
             logits=logits,
             dispatch=dispatch,
             flops=round(flops),
-            forward=(),
-            backward=(),
+            collectives=(),
             leaving=round(leaving),
             moved=round(moved),
         )
-        return _Chunk(trace, elements, weights, parts[0].boundary)
+        return trace, elements, weights
 
     def rank_trace(self, layout: SearchedLayout, modules: Modules, rank: int, passes: bool = True) -> RankTrace:
         """Return the trace of a pipeline rank, put together; without the passes, only what it holds and sends."""
-        chunks: list[_Chunk] = []
+        sharding, model = layout.sharding, self._run.model
+        chunks: list[ChunkTrace] = []
         elements: Counter[BufferKind] = Counter()
-        kinds: set[str] = set()
+        kinds: list[str] = []
+        weights = 0
         for stage in layout.stages[rank :: layout.pp]:
-            kinds.update(self.parts(stage))
-            chunks.append(self._chunk(layout.sharding, modules, layout.zero, self.parts(stage)))
-            elements.update(chunks[-1].elements)
-        weights = sum(chunk.weights for chunk in chunks)
-        model = self._run.model
+            kinds += self._parts(stage)
+            chunk, own, size = self._chunk(sharding, modules, layout.zero, self._parts(stage))
+            chunks.append(chunk if passes else _NOTHING)
+            elements.update(own)
+            weights += size
         last = PREDICTION in kinds or (LOSS in kinds and not model.untie_embeddings_and_output_weights)
         if EMBEDDING in kinds and last:  # one rank has both ends of the model, which share the table
-            shared = vocabulary(self._run) // layout.sharding.tp * model.hidden_size
+            shared = vocabulary(self._run) // sharding.tp * model.hidden_size
             of_table = max((one for one in elements if not (one.expert or one.rate)), key=elements.__getitem__)
             elements[of_table] -= shared
             weights -= shared * of_table.parameter_bytes
         per_stage = self._world_size // layout.pp
-        buffers: tuple[Buffer, ...] = ()
-        units: tuple[GatheredUnit, ...] = ()
-        if layout.zero >= 2:
-            units = tuple(self._units(layout, elements))
-        else:
-            buffers = tuple(self._buffers(layout, elements))
-        return RankTrace(
-            stage=rank,
-            ranks=range(rank * per_stage, (rank + 1) * per_stage),
-            layers=(),
-            dense=0,
-            expert=0,
-            whole={},
-            groups={},
-            weights=weights,
-            buffers=buffers,
-            units=units,
-            offloaded=layout.offload and self._machine.device != "cpu",
-            products_in_fp32=False,  # it is about the update, whose peak is rarely a rank's
-            chunks=tuple(chunk.trace if passes else _NOTHING for chunk in chunks),
-            boundary=chunks[0].boundary,
-        )
-
-    def _groups(self, layout: SearchedLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the first stage's ranks that share the first rank's dense weights, and those with its experts."""
-        per_stage, sharding = self._world_size // layout.pp, layout.sharding
-        return tuple(range(0, per_stage, sharding.tp)), tuple(range(0, per_stage, sharding.etp * sharding.ep))
-
-    def _buffers(self, layout: SearchedLayout, elements: Counter[BufferKind]) -> Iterable[Buffer]:
+        buffers, units = [], []
         for kind, count in elements.items():
-            ranks = self._groups(layout)[kind.expert]
-            yield Buffer(
+            # The ranks that share the first rank's dense weights, or its experts, counted from it on.
+            ranks = tuple(range(0, per_stage, sharding.etp * sharding.ep if kind.expert else sharding.tp))
+            share = -(-count // len(ranks))
+            rates, fewest = {}, 0
+            if kind.rate:
+                rates, fewest = {kind.rate: count}, count // len(ranks)
+            if layout.zero >= 2:  # all layers' shards as one unit for each kind
+                unit = GatheredUnit(
+                    segments=Segments((share,), (True,)),
+                    parameter_bytes=kind.parameter_bytes,
+                    ranks=ranks,
+                    neighbours=bisect.bisect_left(ranks, self._machine.gpus_per_node),
+                    expert=kind.expert,
+                    rates=dict.fromkeys(rates, share),
+                )
+                units.append(unit)
+                continue
+            buffer = Buffer(
                 numel=count,
                 used=count,
-                rates=_rates(kind, count),
-                fewest_matrices=sum(_rates(kind, count // len(ranks)).values()),
-                largest_block=0,
+                rates=rates,
+                fewest_matrices=fewest,
                 parameter_bytes=kind.parameter_bytes,
                 gradient_bytes=kind.gradient_bytes,
                 ranks=ranks,
                 expert=kind.expert,
             )
+            buffers.append(buffer)
+        return RankTrace(
+            stage=rank,
+            ranks=range(rank * per_stage, (rank + 1) * per_stage),
+            weights=weights,
+            buffers=tuple(buffers),
+            units=tuple(units),
+            offloaded=layout.offload and self._machine.device != "cpu",
+            chunks=tuple(chunks),
+            boundary=self.part(sharding, modules, kinds[0]).boundary,
+        )
 
-    def _units(self, layout: SearchedLayout, elements: Counter[BufferKind]) -> Iterable[GatheredUnit]:
-        """Yield all layers' shards as one unit for each kind."""
-        on_machine = self._machine.gpus_per_node
-        for kind, count in elements.items():
-            ranks = self._groups(layout)[kind.expert]
-            share = -(-count // len(ranks))
-            near = sum(rank < on_machine for rank in ranks)
-            yield GatheredUnit(
-                segments=Segments((share,), (True,)),
-                parameter_bytes=kind.parameter_bytes,
-                ranks=ranks,
-                neighbours=near,
-                expert=kind.expert,
-                is_island=False,
-                is_root=False,
-                rates=_rates(kind, share),
-                largest_block=0,
-            )
+    # Time.
+
+    def step_time(self, layout: SearchedLayout, modules: Modules) -> StepTime:
+        """Return the time of a step, that of the slowest pipeline rank."""
+        run, on = self.run_of(layout), self._machine
+        micro_batches = run.derived.num_microbatches(self._world_size)
+        slowest: dict[str, float] = {}  # the seconds of a micro-batch's passes
+        sharing = muon = host = 0.0
+        for rank in self.ranks_that_differ(layout):
+            trace = self.rank_trace(layout, modules, rank, passes=False)
+            sending = {}
+            for name, sent in rank_traffic(run, trace, self._world_size, on.gpus_per_node).items():
+                sending[name] = self._sending(sent)
+            compute = again = tensor = expert = moved = waiting = 0.0
+            for kind in itertools.chain(*map(self._parts, layout.stages[rank :: layout.pp])):
+                part = self.part(layout.sharding, modules, kind)
+                plain = self.plain(layout.sharding, (), kind)
+                compute += self.compute_seconds(plain.flops)
+                again += self.compute_seconds(part.flops - plain.flops)
+                again += self.rewriting(plain.kept - part.kept - part.leaving)
+                tensor += part.tensor_seconds
+                expert += part.expert_seconds
+                moved += part.leaving
+                waiting = max(waiting, part.leaving)
+            if run.moe.overlap_moe_expert_parallel_comm:
+                expert = max(expert - compute - again, 0.0)
+            on_host = self.moving(moved, compute + again)
+            if layout.pp > 1:  # another micro-batch's pass comes between, and hides nothing of the last layer's
+                on_host += waiting / (on.host_bandwidth * 1e9)
+            passes = {"compute": compute, "recomputed": max(again, 0.0), "tensor": tensor, "expert": expert}
+            passes |= {"host": on_host, "pipeline": sending.pop("PP", 0.0) / micro_batches}
+            if not slowest or sum(passes.values()) > sum(slowest.values()):
+                slowest = passes
+            muon = max(muon, sending.pop("Muon", 0.0) + self.compute_seconds(muon_flops(run, trace)))
+            sharing = max(sharing, sum(sending.values()))
+            if trace.offloaded:
+                # Moments go there and back; weights are gathered twice from fp32 shards, and gradients come back once.
+                moved = 2 * rank_memory(run, trace, self._world_size).host
+                moved += micro_batches * 12 * sum(unit.share for unit in trace.units)
+                host = max(host, moved / (on.host_bandwidth * 1e9))
+        # Data parallelism is behind the products of the passes, if its flags let it.
+        hidden = slowest["compute"] + slowest["recomputed"]
+        if run.derived.zero_stage >= 2:
+            hidden *= micro_batches
+        else:
+            hidden *= 2 / 3 * run.parallel.overlap_grad_reduce + 1 / 3 * run.parallel.overlap_param_gather
+        of_step = {name: seconds * micro_batches for name, seconds in slowest.items()}
+        of_step["host"] += host
+        return StepTime(
+            **of_step,
+            bubble=(layout.pp - 1) / (len(layout.stages) // layout.pp) * sum(slowest.values()),
+            data=max(sharing - hidden, 0.0),
+            muon=muon,
+        )
+
+    def _sending(self, sent: Traffic) -> float:
+        """Return the seconds of what goes to the same machine, and of what goes to others after it."""
+        near, far = sent.sent - sent.between_nodes, sent.between_nodes
+        return (near / self._machine.node_bandwidth + far / self._machine.network_bandwidth) / 1e9
+
+    def compute_seconds(self, flops: float) -> float:
+        """Return the seconds of so many FLOPs."""
+        return flops / (self._machine.mfu * self._machine.peak_tflops * 1e12)
+
+    def moving(self, size: float, products: float) -> float:
+        """Return the seconds that offloaded activations add to a pass with these products.
+
+        The device's memory is read and written for them. They are hidden behind a third of the products on the way to
+        the host, and behind the others on the way back.
+        """
+        seconds = size / (self._machine.host_bandwidth * 1e9)
+        return self.rewriting(size) + max(seconds - products / 3, 0.0) + max(seconds - products * 2 / 3, 0.0)
+
+    def rewriting(self, size: float) -> float:
+        """Return the seconds in which what was not kept is written and read once more."""
+        return 2 * max(size, 0.0) / (self._machine.memory_bandwidth * 1e9)
 
 
-def _rates(kind: BufferKind, count: int) -> Rates:
-    """Return the rates of so many elements of a kind."""
-    return {kind.rate: count} if kind.rate else {}
-
-
-_NOTHING = ChunkTrace(0, 0, 0, 0, 0, 0, (), ())
+_NOTHING = ChunkTrace(0, 0, 0, 0, 0, 0, ())

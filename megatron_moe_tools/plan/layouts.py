@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,24 +26,38 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.platform import host
 
 GIB = 2**30
-# Recomputation at its extremes and between: what the flags become.
-RECOMPUTATION: dict[str, dict[str, Any]] = {
-    "none": {"recompute_granularity": None},
-    "selective: core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
-    "selective: core_attn moe": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe")},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
-_NO_RECOMPUTATION = dict.fromkeys(("recompute_method", "recompute_num_layers", "recompute_modules"))
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
 )
-_UNDIVIDED: dict[str, Any] = dict.fromkeys(
-    ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-)
+_UNDIVIDED: dict[str, Any] = {
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+}
 """What says that a rank has one stage."""
+UNSHARDED: dict[str, Any] = {
+    "use_torch_fsdp2": False,
+    "zero_quantized_weights": False,
+    "zero_quantized_gradients": None,
+    "zero_hpz_partition_size": None,
+}
+"""What says that there is nothing of ZeRO's stages 2 and 3."""
+
+Modules = tuple[str, ...] | None
+"""Recomputed modules, and offloaded ones, whose names begin with `TO_HOST`; None: those that the user has set."""
+FULL = ("full",)
+"""What stands for the recomputation of whole layers among the sets of modules."""
+TO_HOST = "offload:"
+RECOMPUTATION: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "selective: core_attn": ("core_attn",),
+    "selective: core_attn moe": ("core_attn", "moe"),
+    "full": FULL,
+}
+"""Recomputation at its extremes and between."""
+RECOMPUTATION_FIELDS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 
 
 @dataclass(frozen=True)
@@ -88,9 +101,33 @@ def vocabulary(run: Run) -> int:
     return run.derived.padded_vocab_size(run.model.vocab_size)
 
 
-def recomputed(run: Run, kind: str) -> Run:
-    """Return `run` with one of the kinds of `RECOMPUTATION`."""
-    return replace(run, **{**_NO_RECOMPUTATION, **RECOMPUTATION[kind]})
+def recomputed(run: Run, modules: tuple[str, ...]) -> Run:
+    """Return `run` with other recomputed and offloaded modules."""
+    return replace(run, **recomputing(modules))
+
+
+def recomputing(modules: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields that recompute some modules, `FULL` or nothing, and offload those that are to be."""
+    found: dict[str, Any] = dict.fromkeys(RECOMPUTATION_FIELDS)
+    again, offloaded = divided(modules)
+    if modules == FULL:
+        found |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif again:
+        found |= {"recompute_granularity": "selective", "recompute_modules": again}
+    if offloaded:
+        found |= {"fine_grained_activation_offloading": True, "offload_modules": offloaded}
+    return found
+
+
+def divided(modules: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the recomputed and the offloaded ones of some modules, by their names."""
+    again, offloaded = [], []
+    for name in modules:
+        if name.startswith(TO_HOST):
+            offloaded.append(name.removeprefix(TO_HOST))
+        else:
+            again.append(name)
+    return tuple(again), tuple(offloaded)
 
 
 def legal(run: Run, world_size: int) -> bool:
@@ -103,36 +140,60 @@ def legal(run: Run, world_size: int) -> bool:
 
 
 def nearby_layouts(run: Run) -> Iterator[tuple[str, Run]]:
-    """Yield (changed flags, run) for every single change of the layout: sizes halved and doubled, and the like."""
-    sections = {**vars(run.parallel), **vars(run.training)}
+    """Yield (changed flags, run) for every single change of the layout: sizes halved and doubled, and the like.
+
+    With a size change the flags that the rules require along with it: sequence parallelism is on with TP; uneven ends
+    and layouts by letters belong to the old number of stages.
+    """
+    sections, layers = {**vars(run.parallel), **vars(run.training)}, run.model.num_layers
     for name in (*_SIZES, "micro_batch_size"):
-        size = sections[name]
-        for other in (size // 2, size * 2):
-            if other:
-                yield f"--{name.replace('_', '-')} {other}", with_sizes(run, **{name: other})
+        for size in (sections[name] // 2, sections[name] * 2):
+            changes: dict[str, Any] = {name: size}
+            if name == "tensor_model_parallel_size":
+                changes["sequence_parallel"] = size > 1
+            elif name == "pipeline_model_parallel_size" and size:
+                changes["pipeline_model_parallel_layout"] = None
+                changes |= dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
+                if size == 1:
+                    changes |= _UNDIVIDED
+                elif layers % size and layers > size:
+                    # Full stages, and what is left on the last; where nothing is, fewer and more on the last.
+                    last = layers - -(-layers // size) * (size - 1)
+                    if last < 1:
+                        last = layers - layers // size * (size - 1)
+                    changes |= {**_UNDIVIDED, "decoder_last_pipeline_num_layers": last}
+            if size:
+                yield f"--{name.replace('_', '-')} {size}", replace(run, **changes)
     virtual = None
     if run.derived.virtual_pipeline_size is not None:
         virtual = len(run.derived.pipeline_stages[0].layers)
-    stages = run.parallel.pipeline_model_parallel_size
     by_letters = run.parallel.pipeline_model_parallel_layout is not None
-    for layers in (None, 1, 2, 4):
-        if stages > 1 and layers != virtual and not by_letters:
-            words = f"--num-layers-per-virtual-pipeline-stage {layers or 'none'}"
-            yield words, replace(run, **{**_UNDIVIDED, "num_layers_per_virtual_pipeline_stage": layers})
+    for count in (None, 1, 2, 4):
+        if run.parallel.pipeline_model_parallel_size > 1 and count != virtual and not by_letters:
+            words = f"--num-layers-per-virtual-pipeline-stage {count or 'none'}"
+            yield words, replace(run, **{**_UNDIVIDED, "num_layers_per_virtual_pipeline_stage": count})
     for stage, strategy in enumerate(SHARDING_STRATEGIES):
         if stage != run.derived.zero_stage:
-            words = f"--data-parallel-sharding-strategy {strategy}"
-            yield words, with_stage(run, strategy)
+            yield f"--data-parallel-sharding-strategy {strategy}", with_stage(run, strategy)
     if run.training.recompute_granularity != "full":
         words = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-        yield words, recomputed(run, "full")
+        yield words, recomputed(run, FULL)
     if run.training.recompute_granularity is not None:
-        yield "--recompute-granularity none", recomputed(run, "none")
+        yield "--recompute-granularity none", recomputed(run, ())
 
 
-def nearest_legal(run: Run, world_size: int, count: int) -> list[tuple[str, Run]]:
-    """Return up to `count` legal layouts that are one change away, then two, in this order."""
-    found: list[tuple[str, Run]] = []
+def require_legal(run: Run, world_size: int) -> None:
+    """Apply the rules for that many ranks.
+
+    Raises:
+        ConfigError: the rule that refuses, with up to five legal layouts that are one change away, or else two.
+    """
+    try:
+        rules.check_layout(run, world_size)
+        return
+    except ConfigError as error:
+        text = str(error)
+    found: list[str] = []
     seen = {run}
     level = [("", run)]
     for _ in range(2):
@@ -144,57 +205,23 @@ def nearest_legal(run: Run, world_size: int, count: int) -> list[tuple[str, Run]
                 seen.add(other)
                 following.append((f"{words} {change}".strip(), other))
                 if legal(other, world_size):
-                    found.append(following[-1])
-            if len(found) >= count:
-                return found[:count]
+                    found.append(following[-1][0])
+            if len(found) >= 5:
+                break
         level = following
-    return found
-
-
-def relative_time(run: Run, world_size: int) -> float:
-    """Return the time of a step over that of one without bubble and recomputation.
-
-    Full recomputation makes three passes four. Communication, and kernels that are slower on smaller pieces, are left
-    out.
-    """
-    stages, chunks = run.parallel.pipeline_model_parallel_size, run.derived.virtual_pipeline_size or 1
-    bubble = (stages - 1) / (chunks * run.derived.num_microbatches(world_size))
-    passes = 4 / 3 if run.training.recompute_granularity == "full" else 1.0
-    return (1 + bubble) * passes
-
-
-def with_sizes(run: Run, **sizes: int) -> Run:
-    """Return `run` with other sizes and with the flags that the rules require along with them.
-
-    Sequence parallelism is on with TP; uneven ends and layouts by letters belong to the old number of stages.
-    """
-    changes: dict[str, Any] = dict(sizes)
-    if "tensor_model_parallel_size" in sizes:
-        changes["sequence_parallel"] = sizes["tensor_model_parallel_size"] > 1
-    stages = sizes.get("pipeline_model_parallel_size")
-    if stages is not None:
-        changes |= dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
-        changes["pipeline_model_parallel_layout"] = None
-        if stages == 1:
-            changes |= _UNDIVIDED
-        # Uneven ends where the layers do not divide: full stages, and what is left on the last.
-        layers = run.model.num_layers
-        if layers % stages and layers > stages:
-            per_stage = -(-layers // stages)
-            last = layers - per_stage * (stages - 1)
-            if last < 1:
-                per_stage, last = layers // stages, layers - layers // stages * (stages - 1)
-            changes |= {"decoder_last_pipeline_num_layers": last, **_UNDIVIDED}
-    return replace(run, **changes)
+        if len(found) >= 5:
+            break
+    if found:
+        text += "\n  ".join(["\nnearest legal layouts, each by what changes:", *found[:5]])
+    raise ConfigError(text)
 
 
 def with_stage(run: Run, strategy: str) -> Run:
     """Return `run` with another ZeRO stage, without the flags that belong to the one it had."""
-    changes: dict[str, Any] = {"data_parallel_sharding_strategy": strategy, "use_torch_fsdp2": False}
+    changes: dict[str, Any] = {**UNSHARDED, "data_parallel_sharding_strategy": strategy}
     changes |= {"use_distributed_optimizer": False, "overlap_param_gather": False, "optimizer_cpu_offload": False}
     if strategy not in ("no_shard", "optim"):
         changes |= {"overlap_grad_reduce": False, "ddp_bucket_size": None}
-    changes |= {"zero_quantized_weights": False, "zero_quantized_gradients": None, "zero_hpz_partition_size": None}
     return replace(run, **changes)
 
 
@@ -207,7 +234,6 @@ _SPLIT = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-_RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 _OFFLOAD = ("fine_grained_activation_offloading", "offload_modules")
 _ZERO = ("data_parallel_sharding_strategy", "use_torch_fsdp2", "use_distributed_optimizer")
 _SEARCHED = (
@@ -219,29 +245,16 @@ _SEARCHED = (
     *_SPLIT,
     *_ZERO,
     "optimizer_cpu_offload",
-    *_RECOMPUTATION,
+    *RECOMPUTATION_FIELDS,
     *_OFFLOAD,
 )
 _VIRTUAL_SIZES = (1, 2, 3, 4, 6, 8)
 
 UNSPLIT: dict[str, Any] = {name: all_fields()[name].default for name in _SPLIT}
 """What says that the layers are split evenly, without virtual stages."""
-UNSHARDED: dict[str, Any] = {
-    "use_torch_fsdp2": False,
-    "zero_quantized_weights": False,
-    "zero_quantized_gradients": None,
-    "zero_hpz_partition_size": None,
-}
-"""What says that there is nothing of ZeRO's stages 2 and 3."""
-
 SEPARATE: dict[str, Any] = {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False}
 """What says that micro-batches do not overlap."""
 
-Modules = tuple[str, ...] | None
-"""Recomputed modules, and offloaded ones, whose names begin with `TO_HOST`; None: those that the user has set."""
-FULL = ("full",)
-"""What stands for the recomputation of whole layers among the sets of modules."""
-TO_HOST = "offload:"
 _RUNGS = (
     (f"{TO_HOST}core_attn", f"{TO_HOST}attn_proj"),
     (f"{TO_HOST}moe_act",),
@@ -259,18 +272,6 @@ def fixed_fields(run: Run) -> set[str]:
         if by_user or (name != "use_distributed_optimizer" and is_set(run, name)):
             fixed.add(name)
     return fixed
-
-
-def recompute_is_fixed(run: Run) -> bool:
-    """Return whether the user has said what is recomputed."""
-    return bool(fixed_fields(run) & set(_RECOMPUTATION))
-
-
-def with_batch(run: Run, world_size: int) -> Run:
-    """Return `run` with the global batch that it would take as it is, so that all layouts train on the same one."""
-    if run.training.global_batch_size is not None:
-        return run
-    return replace(run, global_batch_size=max(1, run.derived.global_batch_size(world_size)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,57 +302,22 @@ class SearchedLayout:
         """Return `base` in this layout, with other recomputed and offloaded modules; None: with its own."""
         if modules is None:
             return replace(base, **self.changes)
-        return replace(base, **self.changes, **recomputing(modules))
-
-
-def recomputing(modules: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields that recompute some modules, `FULL` or nothing, and offload those that are to be."""
-    found: dict[str, Any] = dict.fromkeys(_RECOMPUTATION)
-    recomputed, offloaded = divided(modules)
-    if modules == FULL:
-        found |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif recomputed:
-        found |= {"recompute_granularity": "selective", "recompute_modules": recomputed}
-    if offloaded:
-        found |= {"fine_grained_activation_offloading": True, "offload_modules": offloaded}
-    return found
-
-
-def divided(modules: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the recomputed and the offloaded ones of some modules, by their names."""
-    recomputed, offloaded = [], []
-    for name in modules:
-        if name.startswith(TO_HOST):
-            offloaded.append(name.removeprefix(TO_HOST))
-        else:
-            recomputed.append(name)
-    return tuple(recomputed), tuple(offloaded)
-
-
-def single_modules(run: Run) -> list[str]:
-    """Return the modules of the model that can be recomputed on their own."""
-    return [name for name in all_fields()["recompute_modules"].choices or () if _exists(run, (name,))]
+        return recomputed(replace(base, **self.changes), modules)
 
 
 def offloadable(run: Run, machine: Machine) -> list[tuple[str, ...]]:
     """Return modules that may be offloaded, some at a time; none on a CPU, and where the user has said which are."""
     if machine.device == "cpu" or fixed_fields(run) & set(_OFFLOAD) or run.moe.overlap_moe_expert_parallel_comm:
         return []
-    return [rung for rung in _RUNGS if _exists(run, rung)]
+    return [rung for rung in _RUNGS if exists(run, rung)]
 
 
-def _exists(run: Run, modules: tuple[str, ...]) -> bool:
+def exists(run: Run, modules: tuple[str, ...]) -> bool:
     """Return whether the model has these modules, and keeps them."""
     try:
-        changed = replace(run, **recomputing(modules))
-        for rule in (
-            training.recomputed_modules_exist,
-            training.offloaded_modules_exist,
-            training.offloaded_products_keep_their_input,
-            training.recomputed_modules_do_not_nest,
-            training.offloaded_modules_are_kept,
-        ):
-            rule(changed, 1)
+        changed = recomputed(run, modules)
+        training.recomputed_modules_exist(changed, 1)
+        training.offloaded_modules_are_kept(changed, 1)
     except ConfigError:
         return False
     return True
@@ -364,13 +330,13 @@ def module_sets(run: Run, modules: Sequence[str], rungs: Sequence[tuple[str, ...
     """
     for count in range(len(modules) + 1):
         for chosen in itertools.combinations(modules, count):
-            if not _exists(run, chosen):
+            if not exists(run, chosen):
                 continue
             yield chosen
             for rung in rungs:
                 more = chosen
                 for name in rung:
-                    if _exists(run, (*more, name)):
+                    if exists(run, (*more, name)):
                         more = (*more, name)
                 if more != chosen:
                     chosen = more
@@ -391,13 +357,22 @@ _ALONE: dict[str, Any] = {
 
 def layer_shardings(run: Run, world_size: int, machine: Machine) -> list[LayerSharding]:
     """Return the ways to cut layers that the rules allow; TP stays on a machine."""
-    fixed, p = fixed_fields(run), run.parallel
-    sizes = [p.tensor_model_parallel_size]
+    fixed, p, experts = fixed_fields(run), run.parallel, run.moe.num_experts
+    tps, eps = [p.tensor_model_parallel_size], [p.expert_model_parallel_size]
     if "tensor_model_parallel_size" not in fixed:
-        sizes = [tp for tp in _divisors(machine.gpus_per_node) if world_size % (tp * p.context_parallel_size) == 0]
+        tps = [tp for tp in _divisors(machine.gpus_per_node) if world_size % (tp * p.context_parallel_size) == 0]
+    if "expert_model_parallel_size" not in fixed:
+        eps = _divisors(experts or 1)
     found = []
-    for tp in sizes:
-        for etp, ep in _expert_shardings(run, fixed, world_size, tp):
+    for tp in tps:
+        etps = sorted({tp, 1})
+        if "expert_tensor_parallel_size" in fixed:
+            etps = [p.expert_tensor_parallel_size or tp]
+        elif experts is None:
+            etps = [tp]
+        for etp, ep in itertools.product(etps, eps):
+            if world_size % (ep * etp):
+                continue
             changes: dict[str, Any] = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep}
             if "expert_tensor_parallel_size" not in fixed:
                 changes["expert_tensor_parallel_size"] = etp if etp != tp else None
@@ -408,39 +383,12 @@ def layer_shardings(run: Run, world_size: int, machine: Machine) -> list[LayerSh
     return found
 
 
-def _expert_shardings(run: Run, fixed: set[str], world_size: int, tp: int) -> Iterator[tuple[int, int]]:
-    """Yield (expert-TP, EP) next to a TP."""
-    p, experts = run.parallel, run.moe.num_experts
-    etps = sorted({tp, 1})
-    if "expert_tensor_parallel_size" in fixed:
-        etps = [p.expert_tensor_parallel_size or tp]
-    elif experts is None:
-        etps = [tp]
-    for etp in etps:
-        eps = _divisors(experts or 1)
-        if "expert_model_parallel_size" in fixed:
-            eps = [p.expert_model_parallel_size]
-        for ep in eps:
-            if world_size % (ep * etp) == 0:
-                yield etp, ep
-
-
-def require_a_layout(run: Run, world_size: int, machine: Machine) -> None:
-    """Refuse flags that leave no layout to search.
-
-    Raises:
-        ConfigError: from the rule that the flags break as they are, or about the ranks and the batch.
-    """
-    if next(layouts(run, world_size, machine, layer_shardings(run, world_size, machine), 1.0), None) is None:
-        raise no_layout(run, world_size)
-
-
 def no_layout(run: Run, world_size: int) -> ConfigError:
-    """Return the error where the rules allow no layout; a rule that the flags break as they are says more."""
+    """Return the error where the rules allow no layout. Raises ConfigError: a rule that the flags break as they are."""
     rules.check_layout(run, world_size)
     return ConfigError(
-        f"--world-size {world_size}, --global-batch-size {run.training.global_batch_size}: the rules allow no layout of"
-        " these ranks with the flags that are given; give fewer of them, or another batch"
+        f"--world-size {world_size}, --global-batch-size {run.training.global_batch_size}: the rules allow no layout "
+        "of these ranks with the flags that are given; give fewer of them, or another batch"
     )
 
 
@@ -453,57 +401,63 @@ def layouts(
         shardings: from `layer_shardings`.
         head: time of the output layer, and of multi-token prediction, over that of a layer.
     """
-    fixed = fixed_fields(run)
-    one_batch = run.training.micro_batch_size
+    fixed, given, cp = fixed_fields(run), run.derived.zero_stage, run.parallel.context_parallel_size
     splits = list(_splits(run, fixed, world_size, head))
     offloads = [False, True]
     if "optimizer_cpu_offload" in fixed or machine.device == "cpu":
         offloads = [run.optimizer.optimizer_cpu_offload]
-    for sharding in shardings:
-        for pp, stages, split in splits:
-            model_ranks = sharding.tp * pp * run.parallel.context_parallel_size
-            if world_size % model_ranks or world_size % (sharding.ep * sharding.etp * pp):
-                continue
-            samples, batch = one_batch * world_size // model_ranks, run.training.global_batch_size
-            if batch is None or batch % samples or (len(stages) > pp and batch // samples % pp):
-                continue
-            copies = world_size * run.parallel.context_parallel_size // model_ranks
-            copies = max(copies, world_size // (sharding.ep * sharding.etp * pp))
-            for zero, changes in _zero_stages(run, fixed, pp, copies):
-                for offload in offloads:
-                    every = {**sharding.changes, **split, **changes, "optimizer_cpu_offload": offload}
-                    yield SearchedLayout(sharding, pp, stages, zero, offload, every)
-
-
-def _zero_stages(run: Run, fixed: set[str], pp: int, copies: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield ZeRO stages: of 0 and 1 the latter where there is something to share, for it sends and takes less."""
-    given = run.derived.zero_stage
-    stages = [given]
-    if copies > 1 and not fixed & set(_ZERO):
-        stages = [1, 2, 3] if pp == 1 else [1]
-    for stage in stages:
-        changes: dict[str, Any] = {}
-        if stage != given:
-            changes["data_parallel_sharding_strategy"] = SHARDING_STRATEGIES[stage]
-        yield stage, changes
+    for sharding, (pp, stages, split) in itertools.product(shardings, splits):
+        model_ranks, expert_ranks = sharding.tp * pp * cp, sharding.ep * sharding.etp * pp
+        if world_size % model_ranks or world_size % expert_ranks:
+            continue
+        samples, batch = run.training.micro_batch_size * world_size // model_ranks, run.training.global_batch_size
+        if batch is None or batch % samples or (len(stages) > pp and batch // samples % pp):
+            continue
+        zeros = [given]
+        if max(world_size * cp // model_ranks, world_size // expert_ranks) > 1 and not fixed & set(_ZERO):
+            zeros = [1, 2, 3] if pp == 1 else [1]  # where there is something to share 1 sends and takes less than 0
+        for zero, offload in itertools.product(zeros, offloads):
+            changes = {**sharding.changes, **split, "optimizer_cpu_offload": offload}
+            if zero != given:
+                changes["data_parallel_sharding_strategy"] = SHARDING_STRATEGIES[zero]
+            yield SearchedLayout(sharding, pp, stages, zero, offload, changes)
 
 
 def _splits(
     run: Run, fixed: set[str], world_size: int, head: float
 ) -> Iterator[tuple[int, tuple[Stage, ...], dict[str, Any]]]:
-    """Yield (PP, stages, fields) of each way to spread the layers over a pipeline."""
+    """Yield (PP, stages, fields) of each way to spread the layers over a pipeline.
+
+    The fields give the stages their layers by numbers where these can say it, else by letters.
+    """
     layers, of_user = run.model.num_layers, bool(fixed & set(_SPLIT))
     sizes = [run.parallel.pipeline_model_parallel_size]
     if "pipeline_model_parallel_size" not in fixed:
         sizes = [pp for pp in _divisors(world_size) if pp <= layers]
     for pp in sizes:
-        virtual_sizes = (1,) if of_user or pp == 1 else _VIRTUAL_SIZES
-        for chunks in virtual_sizes:
+        for chunks in (1,) if of_user or pp == 1 else _VIRTUAL_SIZES:
             if pp * chunks > layers:
                 continue
             changes: dict[str, Any] = {"pipeline_model_parallel_size": pp}
             if not of_user:
-                changes |= _spelled_split(run, pp, balanced(layers, pp * chunks, head))
+                counts = balanced(layers, pp * chunks, head)
+                middle = counts[1:-1][:1]
+                if len(set(counts)) == 1:
+                    if chunks > 1:
+                        changes["num_layers_per_virtual_pipeline_stage"] = counts[0]
+                elif chunks == 1 and len(set(counts[1:-1])) <= 1 and min(counts) > 0:
+                    if counts[:1] != middle:
+                        changes["decoder_first_pipeline_num_layers"] = counts[0]
+                    if counts[-1:] != middle:
+                        changes["decoder_last_pipeline_num_layers"] = counts[-1]
+                else:
+                    words = ["t" * count if count < 4 else f"t*{count}" for count in counts]
+                    words[0], words[-1] = "E" + words[0], f"{words[-1]}{'m' * (run.model.mtp_num_layers or 0)}L"
+                    letters = ""
+                    for word, alike in itertools.groupby(words[:-1]):
+                        count = len(list(alike))
+                        letters += f"({word}|)*{count}" if count > 1 else f"{word}|"
+                    changes["pipeline_model_parallel_layout"] = letters + words[-1]
             try:
                 stages = replace(run, **changes).derived.pipeline_stages
             except ConfigError:
@@ -529,30 +483,6 @@ def balanced(layers: int, stages: int, head: float) -> list[int]:
     return counts
 
 
-def _spelled_split(run: Run, pp: int, counts: list[int]) -> dict[str, Any]:
-    """Return the fields that give the stages so many layers: by numbers where these can say it, else by letters."""
-    changes: dict[str, Any] = {}
-    if len(set(counts)) == 1:
-        if len(counts) > pp:
-            changes["num_layers_per_virtual_pipeline_stage"] = counts[0]
-        return changes
-    if len(counts) == pp and len(set(counts[1:-1])) <= 1 and min(counts) > 0:
-        middle = counts[1:-1][:1]
-        if counts[:1] != middle:
-            changes["decoder_first_pipeline_num_layers"] = counts[0]
-        if counts[-1:] != middle:
-            changes["decoder_last_pipeline_num_layers"] = counts[-1]
-        return changes
-    predicted = "m" * (run.model.mtp_num_layers or 0)
-    words = ["t" * count if count < 4 else f"t*{count}" for count in counts]
-    words[0], words[-1] = "E" + words[0], f"{words[-1]}{predicted}L"
-    text = ""
-    for word, alike in itertools.groupby(words[:-1]):
-        count = len(list(alike))
-        text += f"({word}|)*{count}" if count > 1 else f"{word}|"
-    return {"pipeline_model_parallel_layout": text + words[-1]}
-
-
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
@@ -573,25 +503,6 @@ def spelled(base: Run, chosen: Run) -> list[str]:
         else:
             words += [known.flag, "none" if after is None else str(after)]
     return words
-
-
-def quoted(words: Sequence[str], width: int = 112) -> str:
-    """Return words as a shell reads them, over several lines."""
-    groups: list[str] = []
-    for word in words:
-        if word.startswith("--") or not groups:
-            groups.append(shlex.quote(word))
-        else:
-            groups[-1] += f" {shlex.quote(word)}"
-    lines = [""]
-    for group in groups:
-        if not lines[-1]:
-            lines[-1] = group
-        elif len(lines[-1]) + len(group) > width:
-            lines.append(group)
-        else:
-            lines[-1] += f" {group}"
-    return " \\\n  ".join(lines)
 
 
 def brief(number: float) -> str:

@@ -182,27 +182,17 @@ def grouped_flops(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
     return 2 * left[0] * left[1] * right[-1]
 
 
-def _stacked_flops(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of [b, m, k] [b, k, n]; torch's own formula does not take a product into another dtype."""
-    return 2 * math.prod(left) * right[-1]
-
-
-def _flash(query: Shape, key: Shape, value: Shape, dropout: float = 0.0, causal: bool = False, **_: Any) -> int:
-    return attention_flops(query, key, value, causal)
-
-
-def _flash_backward(
-    grad: Shape, query: Shape, key: Shape, value: Shape, out: Shape, lse: Shape, dropout: float, causal: bool, **_: Any
-) -> int:
-    return 2 * attention_flops(query, key, value, causal)
-
-
 # Formulas that torch's FlopCounterMode does not have, in the form of its argument `custom_mapping`.
 FORMULAS: dict[Any, Callable[..., int]] = {
     _aten._grouped_mm: grouped_flops,
-    _aten.bmm: _stacked_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _flash,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+    # [b, m, k] [b, k, n]; torch's own does not take a product into another dtype
+    _aten.bmm: lambda left, right, *_, **__: 2 * math.prod(left) * right[-1],
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, dropout=0.0, causal=False, **_: attention_flops(
+        q, k, v, causal
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, out, lse, dropout, causal, **_: (
+        2 * attention_flops(q, k, v, causal)
+    ),
 }
 
 
@@ -227,7 +217,7 @@ class Collective:
 
     Attributes:
         kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "broadcast".
-        ranks: the ranks that take part.
+        ranks: the ranks that take part, see `ranks_of`.
         bytes: size of the whole tensor: of what is reduced, of the gathered result, or of what this rank sends (its own
             share included).
     """
@@ -235,6 +225,11 @@ class Collective:
     kind: str
     ranks: tuple[int, ...]
     bytes: int
+
+
+def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
+    """Return a group's ranks, counted from this rank on: so they are those of any stage that is like this one."""
+    return tuple(rank - dist.get_rank() for rank in dist.get_process_group_ranks(group))
 
 
 class MetaTracer(LiveBytes):
@@ -259,13 +254,17 @@ class MetaTracer(LiveBytes):
     def run(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the operation's result on meta tensors; a collective is recorded instead of called."""
         if func.namespace == "c10d":
-            return self._record_collective(func, args)
+            name = func._schema.name.split("::")[1]
+            if name in _COLLECTIVES:
+                kind, tensors, group = _COLLECTIVES[name]
+                ranks = ranks_of(ProcessGroup.unbox(args[group]))
+                self.collectives.append(Collective(kind, ranks, _bytes(args[tensors])))
+            work = FakeWork().boxed()
+            return work if len(func._schema.returns) == 1 else (args[0], work)
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return args[0].dtype == torch.bool or 1
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
-        if _only_changes_values(func) and args[0].is_meta:
-            return args[0]
         if not _makes_a_tensor(func):
             result, flops = _compute(func, args, kwargs)
             self.flops += flops
@@ -288,15 +287,6 @@ class MetaTracer(LiveBytes):
             return "logits"
         return super().label_of(tensor)
 
-    def _record_collective(self, func: OpOverload, args: tuple) -> Any:
-        name = func._schema.name.split("::")[1]
-        if name in _COLLECTIVES:
-            kind, tensors, group = _COLLECTIVES[name]
-            ranks = tuple(dist.get_process_group_ranks(ProcessGroup.unbox(args[group])))
-            self.collectives.append(Collective(kind, ranks, _bytes(args[tensors])))
-        work = FakeWork().boxed()
-        return work if len(func._schema.returns) == 1 else (args[0], work)
-
 
 @contextmanager
 def meta_device(device: str, logits_shape: tuple[int, int]) -> Iterator[MetaTracer]:
@@ -314,16 +304,13 @@ def meta_device(device: str, logits_shape: tuple[int, int]) -> Iterator[MetaTrac
         # A mask comes from a context-parallel rank: its queries are the last of these keys, causal among themselves.
         return _Attend.apply(query, key, value, is_causal or attn_mask is not None, tracer)
 
-    def normalise(x: Tensor, shape: Shape, weight: Tensor, eps: float) -> Tensor:
-        return _Normalise.apply(x, weight)
-
     def host_memory(shape: Shape, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         with tracer.labelled(HOST):
             return torch.empty(tuple(shape), dtype=dtype, device=_META)
 
     kernels: dict[Callable, Callable] = {
         F.scaled_dot_product_attention: attend,
-        F.rms_norm: normalise,
+        F.rms_norm: lambda x, shape, weight, eps: _Normalise.apply(x, weight),
         platform.host_memory: host_memory,
     }
     with platform.fake_device(device, kernels), tracer:
@@ -369,14 +356,6 @@ class _Normalise(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _grouped_product(
-    left: Tensor, right: Tensor, offs: Tensor, bias: None = None, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """Return the result of [R, k] [e, k, n] -> [R, n], or [m, R] [R, n] -> [e, m, n]; torch's own accepts bf16 only."""
-    groups = () if right.dim() == 3 else offs.shape
-    return left.new_empty((*groups, left.shape[0], right.shape[-1]), dtype=out_dtype)
-
-
 class _Result(NamedTuple):
     """The result of an operation for arguments of certain shapes, cached: torch's own rules for it are slow Python."""
 
@@ -393,7 +372,11 @@ _results: dict[Hashable, _Result] = {}
 def _compute(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
     """Return the result of an operation on meta tensors, and its FLOPs; 0 of what is no product."""
     if func is torch.ops.aten._grouped_mm.default:
-        return _grouped_product(*args, **kwargs), grouped_flops(args[0].shape, args[1].shape)
+        # [R, k] [e, k, n] -> [R, n], or [m, R] [R, n] -> [e, m, n]; torch's own accepts bf16 only
+        left, right, offsets = args[:3]
+        groups = () if right.dim() == 3 else offsets.shape
+        product = left.new_empty((*groups, left.shape[0], right.shape[-1]), dtype=kwargs.get("out_dtype"))
+        return product, grouped_flops(left.shape, right.shape)
     result = func(*args, **kwargs)
     packet = func._overloadpacket
     if packet in FORMULAS:
@@ -423,16 +406,6 @@ def _makes_a_tensor(func: OpOverload) -> bool:
     if len(returns) != 1 or str(returns[0].type) != "Tensor":
         return False
     return all(one.alias_info is None for one in (*returns, *arguments))
-
-
-@functools.cache
-def _only_changes_values(func: OpOverload) -> bool:
-    """Return whether an operation writes numbers into its first argument, one by one, and returns it."""
-    returns = func._schema.returns
-    if torch.Tag.pointwise not in func.tags or not func._schema.name.endswith("_") or len(returns) != 1:
-        return False
-    alias = returns[0].alias_info
-    return alias is not None and alias.is_write
 
 
 def _bytes(argument: Tensor | Sequence) -> int:

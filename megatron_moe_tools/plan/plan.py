@@ -5,8 +5,8 @@ First what one traced rank needs: memory of a step and of a save, Muon's share o
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import operator
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,12 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.fully_sharded import Sharding
 from megatron_moe.optim.matrix_exchange import ROUND_NUMEL
 from megatron_moe.optim.muon import DTYPES
-from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit
+from megatron_moe_tools.plan.buffers import GatheredUnit, HeldTogether
 from megatron_moe_tools.plan.layouts import (
     GIB,
     Machine,
     legal,
     nearby_layouts,
-    relative_time,
     vocabulary,
     with_stage,
 )
@@ -74,15 +73,38 @@ class PlannedMemory:
 
 def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
     """Return the memory of a rank, for the data-parallel rank that holds most of the optimizer."""
-    micro_batches = run.derived.num_microbatches(world_size)
-    flight = _in_flight(run, trace, micro_batches)
-    weights, activations = trace.weights, flight.peak
+    micro_batches, stages = run.derived.num_microbatches(world_size), run.parallel.pipeline_model_parallel_size
+    # The schedule's passes, each of which keeps something until its backward pass.
+    live = activations = on_host = most_on_host = in_flight = 0
+    waiting: list[int] = []  # the chunks of the passes, in their order; of a chunk, the first comes back first
+    leaving = 0  # what the last forward pass has not yet freed, while it waits
+    ahead = run.moe.overlap_moe_expert_parallel_comm
+    for is_forward, number in schedule(
+        len(trace.chunks), stages, trace.stage, min(micro_batches, ROUNDS * stages), ahead
+    ):
+        chunk = trace.chunks[number]
+        if is_forward:
+            activations = max(activations, live + chunk.forward_peak)
+            live, on_host, leaving = live + chunk.kept, on_host + chunk.moved, chunk.leaving
+            waiting.append(number)
+        else:
+            place = waiting.index(number)
+            if place == len(waiting) - 1:
+                leaving = 0  # its own, which is in its peak
+            del waiting[place]
+            live -= chunk.kept
+            activations = max(activations, live + leaving + chunk.backward_peak)
+            on_host -= chunk.moved
+        most_on_host, in_flight = max(most_on_host, on_host), max(in_flight, len(waiting))
+
+    weights = trace.weights
     gradients = optimizer = host = 0
-    update = muon_bytes(run, trace)
+    update = _muon_bytes(run, trace)
     if trace.units:  # what a fully sharded model gathers and reduces is among the activations
-        shards = sum(unit.share for unit in trace.units)
-        moments = run.derived.moment_bytes(shards, sum(unit.matrices for unit in trace.units))
-        moments += run.derived.average_bytes(shards)
+        shards = matrices = 0
+        for unit in trace.units:
+            shards, matrices = shards + unit.share, matrices + unit.matrices
+        moments = run.derived.moment_bytes(shards, matrices) + run.derived.average_bytes(shards)
         if trace.offloaded:
             weights = 0
             host = 8 * shards + moments
@@ -91,11 +113,14 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
             optimizer = moments
             if micro_batches == 1:  # the gradients come about during its backward pass
                 activations = max(activations - gradients, 0)
+    saving = 0  # two pieces received and two sent, on the rank that gathers
+    gathers = run.checkpoint.save is not None and not run.checkpoint.no_save_optim and run.derived.zero_stage == 1
     for buffer in trace.buffers:
+        ranks = len(buffer.ranks)
         gradients += buffer.numel * buffer.gradient_bytes
         share, matrices = buffer.used, buffer.matrices
         if run.derived.zero_stage == 1:
-            share, matrices = buffer.numel // len(buffer.ranks), buffer.fewest_matrices
+            share, matrices = buffer.numel // ranks, buffer.fewest_matrices
         main_params = run.derived.main_weight_bytes(share, buffer.parameter_bytes)
         moments = run.derived.moment_bytes(share, matrices) + run.derived.average_bytes(share)
         if not trace.offloaded:
@@ -107,59 +132,26 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
             host += moments
         if buffer.gradient_bytes < 4:
             update += 4 * share  # gradients are widened for the update
+        if gathers and ranks > 1:
+            saving = max(saving, 2 * _FP32 * (ranks + 1) * piece_numel(buffer.numel // ranks, ranks))
     return PlannedMemory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
-        in_flight=flight.most_waiting,
+        in_flight=in_flight,
         logits=max(chunk.logits for chunk in trace.chunks),
         dispatch=max(chunk.dispatch for chunk in trace.chunks),
         update=update,
-        saving=gathering_bytes(run, trace),
+        saving=saving,
         host=host,
-        host_activations=flight.host,
+        host_activations=most_on_host,
     )
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """The peak bytes of activations on the device and in host memory, and the most passes that wait at a time."""
-
-    peak: int
-    host: int
-    most_waiting: int
 
 
 ROUNDS = 3
 """Rounds of `stages` micro-batches after which nothing new waits: fewer than (chunks + 1) x stages forward passes go
 ahead, then the passes repeat themselves every chunks x stages."""
-
-
-def _in_flight(run: Run, trace: RankTrace, micro_batches: int) -> _InFlight:
-    """Follow the schedule's passes, each of which keeps something until its backward pass."""
-    stages = run.parallel.pipeline_model_parallel_size
-    live = peak = host = most_host = most_waiting = 0
-    ahead = run.moe.overlap_moe_expert_parallel_comm
-    waiting: list[int] = []  # the chunks of the passes, in their order; of a chunk, the first comes back first
-    leaving = 0  # what the last forward pass has not yet freed, while it waits
-    passes = schedule(len(trace.chunks), stages, trace.stage, min(micro_batches, ROUNDS * stages), ahead)
-    for is_forward, number in passes:
-        chunk = trace.chunks[number]
-        if is_forward:
-            peak = max(peak, live + chunk.forward_peak)
-            live, host, leaving = live + chunk.kept, host + chunk.moved, chunk.leaving
-            waiting.append(number)
-        else:
-            place = waiting.index(number)
-            if place == len(waiting) - 1:
-                leaving = 0  # its own, which is in its peak
-            del waiting[place]
-            live -= chunk.kept
-            peak = max(peak, live + leaving + chunk.backward_peak)
-            host -= chunk.moved
-        most_host, most_waiting = max(most_host, host), max(most_waiting, len(waiting))
-    return _InFlight(peak, most_host, most_waiting)
 
 
 def schedule(
@@ -187,103 +179,67 @@ def schedule(
             yield False, chunks - 1 - chunk(index - warm_up)
 
 
-def bubble_share(chunks: int, stages: int, micro_batches: int) -> float:
-    """Return the share of a step in which a stage waits, (PP - 1) / (VPP x micro-batches + PP - 1).
-
-    All passes are assumed to take equally long.
-    """
-    return (stages - 1) / (chunks * micro_batches + stages - 1)
-
-
 # ---- a save (`checkpoint/optimizer.py`, `checkpoint/writer.py`)
 
 _FP32 = 4
 
 
-@dataclass(frozen=True)
-class SavingMemory:
-    """The memory that a save takes, in bytes; small state such as expert_bias is left out.
+def saving_memory(run: Run, traces: Sequence[RankTrace], gpus_per_node: int) -> dict[str, Any]:
+    """Return the host memory that a save takes, in bytes; small state such as expert_bias is left out.
 
-    Attributes:
-        host_rank: host memory of the rank that takes most.
-        host_node: host memory of the machine that takes most.
-        kept: whether it is kept from save to save, page-locked on a GPU's machine; otherwise it is pageable and is
-            freed when the step is written.
+    Args:
+        run: the run.
+        traces: of all stages of the job.
+        gpus_per_node: ranks of one machine.
+
+    Returns:
+        host_rank, host_node: of the rank and of the machine that take most. kept: whether it is kept from save to save,
+        page-locked on a GPU's machine; otherwise it is pageable and is freed when the step is written.
     """
+    options, background, stage = run.optimizer, run.checkpoint.async_save, run.derived.zero_stage
+    saved = not run.checkpoint.no_save_optim
+    # Whether moments are made fp32 tensors in host memory to be written: `optim/adam.py`.
+    unpacks = options.use_precision_aware_optimizer
+    unpacks = unpacks or (options.optimizer == "muon" and options.optimizer_cpu_offload and stage < 2)
 
-    host_rank: int
-    host_node: int
-    kept: bool
+    def state_bytes(width: int) -> int:  # of an element: two moments, and a main param if any
+        return saved * (3 if width < _FP32 else 2) * _FP32
 
+    def average_bytes(numel: int) -> int:  # a save that is waited for writes the average as it is
+        return saved * background * run.derived.average_bytes(numel)
 
-def saving_memory(run: Run, traces: Sequence[RankTrace], gpus_per_node: int) -> SavingMemory:
-    """Return the memory that a save of the whole job takes; traces of all its stages."""
     by_rank: Counter[int] = Counter()
     for trace in traces:
         of_shards = 0
         for unit in trace.units:  # shards are written where they are; packed moments are unpacked there
-            if run.checkpoint.async_save:
-                per_element = unit.parameter_bytes + _optimizer_bytes(run, unit.parameter_bytes)
-                of_shards += unit.share * per_element + _average_bytes(run, unit.share)
-            elif _unpacks(run) and not run.checkpoint.no_save_optim:
+            if background:
+                of_shards += unit.share * (unit.parameter_bytes + state_bytes(unit.parameter_bytes))
+                of_shards += average_bytes(unit.share)
+            elif unpacks and saved:
                 of_shards += unit.share * 2 * _FP32
         for buffer in trace.buffers:
             # What the first rank of the buffer's group holds; main params and moments are gathered there at stage 1.
             per_element = average = 0
-            if run.derived.zero_stage != 1:
-                average = _average_bytes(run, buffer.used)
-                if run.checkpoint.async_save or _unpacks(run):
-                    per_element = _optimizer_bytes(run, buffer.parameter_bytes)
-            elif not run.checkpoint.no_save_optim:
-                only_matrices = run.optimizer.optimizer == "muon" and buffer.matrices == buffer.used
-                per_element = 2 * _FP32 if only_matrices else 3 * _FP32
-            if run.checkpoint.async_save:
+            if stage != 1:
+                average = average_bytes(buffer.used)
+                if background or unpacks:
+                    per_element = state_bytes(buffer.parameter_bytes)
+            elif saved:
+                only_matrices = options.optimizer == "muon" and buffer.matrices == buffer.used
+                per_element = (2 if only_matrices else 3) * _FP32
+            if background:
                 per_element += buffer.parameter_bytes
-            of_first = buffer.used * per_element + average
             # Data parallelism is the slowest dimension of a stage: the first ranks are the first of the groups.
             for rank in trace.ranks[: len(trace.ranks) // len(buffer.ranks)]:
-                by_rank[rank] += of_first
-            if run.derived.zero_stage == 1:
-                of_shards += _average_bytes(run, buffer.used // len(buffer.ranks))
+                by_rank[rank] += buffer.used * per_element + average
+            if stage == 1:
+                of_shards += average_bytes(buffer.used // len(buffer.ranks))
         for rank in trace.ranks:
             by_rank[rank] += of_shards
     by_node: Counter[int] = Counter()
     for rank, size in by_rank.items():
         by_node[rank // gpus_per_node] += size
-    return SavingMemory(max(by_rank.values()), max(by_node.values()), run.checkpoint.async_save)
-
-
-def _optimizer_bytes(run: Run, parameter_bytes: int) -> int:
-    """Return the bytes that a save has of an element's optimizer state: two moments, and a main param if any."""
-    if run.checkpoint.no_save_optim:
-        return 0
-    return 3 * _FP32 if parameter_bytes < _FP32 else 2 * _FP32
-
-
-def _unpacks(run: Run) -> bool:
-    """Return whether moments are made fp32 tensors in host memory to be written: `optim/adam.py`."""
-    options = run.optimizer
-    offloaded_muon = options.optimizer == "muon" and options.optimizer_cpu_offload and run.derived.zero_stage < 2
-    return options.use_precision_aware_optimizer or offloaded_muon
-
-
-def _average_bytes(run: Run, numel: int) -> int:
-    """Return what a rank copies of the average of so many weights; a save that is waited for writes it as it is."""
-    if run.checkpoint.async_save and not run.checkpoint.no_save_optim:
-        return run.derived.average_bytes(numel)
-    return 0
-
-
-def gathering_bytes(run: Run, trace: RankTrace) -> int:
-    """Return what a save takes on the device of the rank that gathers: two pieces received and two sent."""
-    if run.checkpoint.save is None or run.checkpoint.no_save_optim or run.derived.zero_stage != 1:
-        return 0
-    most = 0
-    for buffer in trace.buffers:
-        size = len(buffer.ranks)
-        if size > 1:
-            most = max(most, 2 * _FP32 * (size + 1) * piece_numel(buffer.numel // size, size))
-    return most
+    return {"host_rank": max(by_rank.values()), "host_node": max(by_node.values()), "kept": background}
 
 
 # ---- Muon: its exchange of matrices, its iteration, and the memory of both
@@ -307,7 +263,7 @@ class _Matrices:
 def _matrices(run: Run, trace: RankTrace) -> Iterator[_Matrices]:
     if run.optimizer.optimizer != "muon":
         return
-    parts: tuple[Buffer | GatheredUnit, ...] = (*trace.buffers, *trace.units)
+    parts: tuple[HeldTogether, ...] = (*trace.buffers, *trace.units)
     for expert, tp in (
         (False, run.parallel.tensor_model_parallel_size),
         (True, run.derived.expert_tensor_parallel_size),
@@ -325,10 +281,10 @@ def _matrices(run: Run, trace: RankTrace) -> Iterator[_Matrices]:
         if ranks:
             shards = len(ranks) if trace.units else 1
             flops = flops * shards / len(ranks)
-            yield _Matrices(ranks, tuple(trace.ranks[:tp]), elements * shards, flops, largest * tp)
+            yield _Matrices(ranks, tuple(range(tp)), elements * shards, flops, largest * tp)
 
 
-def muon_bytes(run: Run, trace: RankTrace) -> int:
+def _muon_bytes(run: Run, trace: RankTrace) -> int:
     """Return about what Muon allocates during the update, as it was measured.
 
     The dense weights come first, then the experts. Where each data-parallel rank updates all, results come back to it.
@@ -378,12 +334,13 @@ def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int
 
     def add(name: str, kind: str, ranks: tuple[int, ...], size: float) -> None:
         if len(ranks) > 1:
+            ranks = tuple(rank + trace.ranks[0] for rank in ranks)
             before, one = totals.get(name, Traffic(0.0, 0.0)), sent_by_a_rank(kind, ranks, size, gpus_per_node)
             totals[name] = Traffic(before.sent + one.sent, before.between_nodes + one.between_nodes)
 
     micro_batches = run.derived.num_microbatches(world_size)
     for chunk in trace.chunks:
-        for call in chunk.forward + chunk.backward:
+        for call in chunk.collectives:
             if call.kind != "broadcast":
                 add(purpose(call.kind, call.ranks, trace), call.kind, call.ranks, call.bytes * micro_batches)
     for unit in trace.units:
@@ -463,8 +420,8 @@ def purpose(kind: str, ranks: tuple[int, ...], trace: RankTrace) -> str:
 def _share_between_nodes(kind: str, ranks: tuple[int, ...], gpus_per_node: int) -> float:
     nodes = [rank // gpus_per_node for rank in ranks]
     if kind == "all-to-all":
-        return sum(node != nodes[0] for node in nodes) / (len(nodes) - 1)
-    return sum(one != other for one, other in zip(nodes, nodes[1:] + nodes[:1])) / len(nodes)
+        return (len(nodes) - nodes.count(nodes[0])) / (len(nodes) - 1)
+    return sum(map(operator.ne, nodes, nodes[1:] + nodes[:1])) / len(nodes)
 
 
 # ---- the plan
@@ -501,79 +458,64 @@ def make_plan(
         machine: what it is to run on.
         known: see `trace_ranks`.
     """
-    size = vocabulary(run)
     traces = traced(run, world_size, machine, known)
-    whole: dict[str, int] = {}
-    ranks = []
+    ranks: list[dict[str, Any]] = []
     computed, of_muon = 0, 0.0
     for trace in traces:
-        whole |= trace.whole
-        ranks.append(_rank(run, trace, world_size, machine))
-        computed += ranks[-1]["flops_per_micro_batch"]
+        memory, traffic = rank_memory(run, trace, world_size), {}
+        for name, one in rank_traffic(run, trace, world_size, machine.gpus_per_node).items():
+            traffic[name] = vars(one)
+        flops = sum(chunk.flops for chunk in trace.chunks)
+        computed += flops
         of_muon = max(of_muon, muon_flops(run, trace))
-    micro_batches, stages = run.derived.num_microbatches(world_size), len(traces)
-    per_token = run.derived.flops_per_token(size)
-    in_job = computed * micro_batches * (world_size // stages)
-    batch = run.derived.global_batch_size(world_size)
-    tokens = batch * run.model.seq_length
-    return {
-        "world_size": world_size,
-        "layout": layout(run, world_size),
-        "total_params": sum(whole.values()),
-        "active_params": run.derived.active_parameter_count(size),
-        "max_memory_gib": max(rank["memory"]["peak"] for rank in ranks) / GIB,
-        "device_memory_gib": machine.memory_gib,
-        "saving": vars(saving_memory(run, traces, machine.gpus_per_node)),
-        "imbalance": machine.imbalance,
-        "ranks": ranks,
-        "model_flops_per_token": per_token,
-        "computed_flops_per_token": in_job / tokens,
-        "bubble_share": bubble_share(len(traces[0].chunks), stages, micro_batches),
-        "micro_batches": micro_batches,
-        "global_batch_size": batch,
-        **_speed(run, machine, tokens, tokens * per_token / world_size, of_muon),
-    }
-
-
-def _speed(run: Run, machine: Machine, tokens: int, of_model: float, of_muon: float) -> dict[str, float | None]:
-    """Return the speed of steps of `tokens` by a rank's FLOPs, the model's and Muon's; None for an unknown peak."""
-    found: dict[str, float | None] = {"mfu": machine.mfu}
+        ranks.append(
+            {
+                "stage": trace.stage,
+                "ranks": [trace.ranks[0], trace.ranks[-1]],
+                "layers": list(trace.layers),
+                "dense_params": trace.dense,
+                "expert_params": trace.expert,
+                "params": trace.dense + trace.expert,
+                "memory": {**vars(memory), "peak": memory.peak},
+                "traffic": traffic,
+                "flops_per_micro_batch": flops,
+            }
+        )
+    vocabulary_size, stages = vocabulary(run), len(traces)
+    batch, micro_batches = run.derived.global_batch_size(world_size), run.derived.num_microbatches(world_size)
+    tokens, per_token = batch * run.model.seq_length, run.derived.flops_per_token(vocabulary_size)
+    of_model = tokens * per_token / world_size
+    speed: dict[str, float | None] = dict.fromkeys(("peak_tflops", "tokens_per_second", "seconds_per_step"))
     if machine.device != "cpu" or run.logging.peak_tflops is not None:
         seconds = (of_model + of_muon) / (machine.mfu * machine.peak_tflops * 1e12)
-        found |= {
+        speed = {
             "peak_tflops": machine.peak_tflops,
             "tokens_per_second": tokens / seconds,
             "seconds_per_step": seconds,
         }
-    else:
-        found |= dict.fromkeys(("peak_tflops", "tokens_per_second", "seconds_per_step"))
-    return {**found, "muon_share": of_muon / (of_model + of_muon)}
-
-
-def _rank(run: Run, trace: RankTrace, world_size: int, machine: Machine) -> dict[str, Any]:
-    memory, traffic = rank_memory(run, trace, world_size), {}
-    for name, one in rank_traffic(run, trace, world_size, machine.gpus_per_node).items():
-        traffic[name] = vars(one)
     return {
-        "stage": trace.stage,
-        "ranks": [trace.ranks[0], trace.ranks[-1]],
-        "layers": list(trace.layers),
-        "dense_params": trace.dense,
-        "expert_params": trace.expert,
-        "params": trace.dense + trace.expert,
-        "memory": {**vars(memory), "peak": memory.peak},
-        "traffic": traffic,
-        "flops_per_micro_batch": sum(chunk.flops for chunk in trace.chunks),
+        "world_size": world_size,
+        "layout": layout(run, world_size),
+        "total_params": run.derived.parameter_count(vocabulary_size),
+        "active_params": run.derived.active_parameter_count(vocabulary_size),
+        "max_memory_gib": max(rank["memory"]["peak"] for rank in ranks) / GIB,
+        "device_memory_gib": machine.memory_gib,
+        "saving": saving_memory(run, traces, machine.gpus_per_node),
+        "imbalance": machine.imbalance,
+        "ranks": ranks,
+        "model_flops_per_token": per_token,
+        "computed_flops_per_token": computed * micro_batches * (world_size // stages) / tokens,
+        # The share of a step in which a stage waits, if all passes take equally long.
+        "bubble_share": (stages - 1) / (len(traces[0].chunks) * micro_batches + stages - 1),
+        "micro_batches": micro_batches,
+        "global_batch_size": batch,
+        "mfu": machine.mfu,
+        **speed,
+        "muon_share": of_muon / (of_model + of_muon),
     }
 
 
-def peak_gib(
-    run: Run,
-    world_size: int,
-    machine: Machine,
-    known: dict[Hashable, RankTrace],
-    imbalance: float | None = None,
-) -> float:
+def peak_gib(run: Run, world_size: int, machine: Machine, known: dict[Hashable, RankTrace]) -> float:
     """Return the largest peak memory of a rank, in GiB.
 
     The stages that can be the largest are traced: the first two and the last, all of a layout by letters.
@@ -583,8 +525,6 @@ def peak_gib(
     some = sorted({0, min(1, stages - 1), stages - 1})
     if run.parallel.pipeline_model_parallel_layout is not None:
         some = list(range(stages))
-    if imbalance is not None:
-        machine = dataclasses.replace(machine, imbalance=imbalance)
     traces = traced(run, world_size, machine, known, some)
     return max(rank_memory(run, trace, world_size).peak for trace in traces) / GIB
 
@@ -622,16 +562,20 @@ def ranked(
     """Return up to `count` legal layouts one change away, the most promising first. `known`: see `trace_ranks`.
 
     Those that fit the device come before those that do not, then a smaller estimated time (less recomputation, a
-    smaller bubble), then a smaller memory.
+    smaller bubble), then a smaller memory. The time is over that of a step without bubble and recomputation; full
+    recomputation makes three passes four. Communication, and kernels that are slower on smaller pieces, are left out.
     """
     rows: list[dict[str, Any]] = []
     for words, other in nearby_layouts(run):
         if not legal(other, world_size):
             continue
         gib = peak_gib(other, world_size, machine, known)
+        stages, chunks = other.parallel.pipeline_model_parallel_size, other.derived.virtual_pipeline_size or 1
+        relative_time = 1 + (stages - 1) / (chunks * other.derived.num_microbatches(world_size))
+        if other.training.recompute_granularity == "full":
+            relative_time *= 4 / 3
         row = {"change": words, "layout": layout(other, world_size), "max_memory_gib": gib}
-        row |= {"fits": gib <= machine.memory_gib, "relative_time": relative_time(other, world_size)}
-        rows.append(row)
+        rows.append({**row, "fits": gib <= machine.memory_gib, "relative_time": relative_time})
     rows.sort(key=lambda row: (not row["fits"], round(row["relative_time"], 3), row["max_memory_gib"]))
     return rows[:count]
 
@@ -644,7 +588,7 @@ def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[H
 
     Returns:
         strategy, max_memory_gib, fits, between_nodes (bytes that a rank sends to other machines in a step); switches:
-        flags of ZeRO++ that send less of it, with between_nodes_with_switches and max_memory_gib_with_switches.
+        flags of ZeRO++ that send less of it and fit, with between_nodes_with_switches and max_memory_gib_with_switches.
     """
     shared = run.derived.data_parallel_size(world_size) * run.parallel.context_parallel_size
     limit, least = FILLED * machine.memory_gib, float("inf")
@@ -655,38 +599,32 @@ def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[H
         gib = peak_gib(other, world_size, machine, known)
         if gib < least:
             least, chosen, its_strategy = gib, other, strategy
-    return {
+    sent = _between_nodes(chosen, world_size, machine, known)
+    found = {
         "strategy": its_strategy,
         "max_memory_gib": least,
         "fits": least <= limit,
-        "between_nodes": _between_nodes(chosen, world_size, machine, known),
-        **_with_switches(chosen, world_size, machine, known),
+        "between_nodes": sent,
+        "switches": [],
     }
-
-
-def _with_switches(run: Run, world_size: int, machine: Machine, known: dict[Hashable, RankTrace]) -> dict[str, Any]:
-    """Return the flags of ZeRO++ that fit, and what they leave of the traffic; none if it stays on one machine."""
-    if run.derived.zero_stage < 2 or not _between_nodes(run, world_size, machine, known):
-        return {"switches": []}
+    if chosen.derived.zero_stage < 2 or not sent:
+        return found
     size = machine.gpus_per_node // run.parallel.tensor_model_parallel_size
-    partitions = (size, None) if size > 1 else (None,)
-    for partition in partitions:
+    for partition in (size, None) if size > 1 else (None,):
+        words = ["--zero-quantized-weights", "--zero-quantized-gradients int8"]
+        if partition is not None:
+            words.append(f"--zero-hpz-partition-size {partition}")
         other = replace(
-            run, zero_quantized_weights=True, zero_quantized_gradients="int8", zero_hpz_partition_size=partition
+            chosen, zero_quantized_weights=True, zero_quantized_gradients="int8", zero_hpz_partition_size=partition
         )
-        if not legal(other, world_size):
-            continue
-        gib = peak_gib(other, world_size, machine, known)
-        if gib <= FILLED * machine.memory_gib:
-            words = ["--zero-quantized-weights", "--zero-quantized-gradients int8"]
-            if partition is not None:
-                words.append(f"--zero-hpz-partition-size {partition}")
-            return {
+        if legal(other, world_size) and (gib := peak_gib(other, world_size, machine, known)) <= limit:
+            found |= {
                 "switches": words,
                 "between_nodes_with_switches": _between_nodes(other, world_size, machine, known),
                 "max_memory_gib_with_switches": gib,
             }
-    return {"switches": []}
+            break
+    return found
 
 
 def _between_nodes(run: Run, world_size: int, machine: Machine, known: dict[Hashable, RankTrace]) -> float:

@@ -6,12 +6,10 @@ No other rank exists. Parameters, bytes, FLOPs and collectives are counted from 
 from __future__ import annotations
 
 import logging
-import re
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -21,7 +19,6 @@ from megatron_moe.engine.schedules import without_loss_scale
 from megatron_moe.model.activation_offload import ActivationOffload
 from megatron_moe.model.build import build_model
 from megatron_moe.model.fully_sharded import Sharding, units
-from megatron_moe.model.initialize import global_name, placement
 from megatron_moe.model.loss import loss_func
 from megatron_moe.model.matrices import mark_matrices
 from megatron_moe.model.norm import residual_dtype
@@ -31,11 +28,9 @@ from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.platform.cpu_half_gemm import multiply_in_fp32
 from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit, Gathering, buffers_of, planned_units
-from megatron_moe_tools.plan.meta_tracer import Collective, MetaTracer, meta_device, storage_bytes
+from megatron_moe_tools.plan.meta_tracer import Collective, MetaTracer, meta_device, ranks_of, storage_bytes
 
 _logger = logging.getLogger(__name__)
-T = TypeVar("T", Buffer, Collective)
-Result = TypeVar("Result")
 _GROUPS = {"TP": "tp", "CP": "cp", "EP": "tp_ep"}
 
 
@@ -52,8 +47,7 @@ class ChunkTrace:
         logits: peak of the logits.
         dispatch: peak of the dispatch buffers.
         flops: FLOPs of both passes, recomputation included.
-        forward: collectives of the forward pass.
-        backward: collectives of the backward pass.
+        collectives: of both passes.
     """
 
     kept: int
@@ -62,13 +56,12 @@ class ChunkTrace:
     logits: int
     dispatch: int
     flops: int
-    forward: tuple[Collective, ...]
-    backward: tuple[Collective, ...]
+    collectives: tuple[Collective, ...]
     leaving: int = 0
     moved: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankTrace:
     """The counts of the ranks of one pipeline stage.
 
@@ -78,9 +71,8 @@ class RankTrace:
         layers: global numbers of its layers, from 0.
         dense: parameters of one rank outside the routed experts.
         expert: parameters of one rank in routed experts.
-        whole: elements of each of the stage's parameters in the whole model, by its name there; a table that two stages
-            hold has one name.
-        groups: ranks of the first rank's groups, for the names of `_GROUPS`.
+        groups: ranks of the first rank's groups, for the names of `_GROUPS`; these, and those of buffers, units and
+            collectives, are counted from the first rank on.
         weights: bytes of the parameters.
         buffers: the engine's gradient buffers.
         units: what `FullyShardedDataParallel` gathers together, from ZeRO's stage 2 on; there are no buffers then.
@@ -92,16 +84,15 @@ class RankTrace:
 
     stage: int
     ranks: range
-    layers: tuple[int, ...]
-    dense: int
-    expert: int
-    whole: dict[str, int]
-    groups: dict[str, tuple[int, ...]]
+    layers: tuple[int, ...] = ()
+    dense: int = 0
+    expert: int = 0
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     weights: int
     buffers: tuple[Buffer, ...]
     units: tuple[GatheredUnit, ...]
     offloaded: bool
-    products_in_fp32: bool
+    products_in_fp32: bool = False
     chunks: tuple[ChunkTrace, ...]
     boundary: int
 
@@ -144,7 +135,10 @@ def trace_ranks(
         layers: list[int] = []
         for chunk in run.derived.chunks_of_pipeline_rank(stage):
             layers += chunk.layers
-        traces.append(_as_stage(known[key], stage, layers))
+        # The stages of a pipeline are consecutive ranks.
+        own, count = known[key], world_size // (last + 1)
+        ranks = range(stage * count, (stage + 1) * count)
+        traces.append(replace(own, stage=stage, ranks=ranks, layers=tuple(layers)))
     return traces
 
 
@@ -156,49 +150,11 @@ def _kind(run: Run, stage: int) -> Hashable:
     """
     if run.precision.keep_fp32 is not None or run.optimizer.freeze is not None:
         return stage
-    pattern = (0,) * run.model.num_layers
-    if run.moe.num_experts is not None:
-        pattern = run.derived.moe_layer_pattern
     kinds = []
     for chunk in run.derived.chunks_of_pipeline_rank(stage):
-        layers = tuple(pattern[layer] for layer in chunk.layers)
+        layers = tuple(run.derived.moe_layer_pattern[chunk.layers.start : chunk.layers.stop])
         kinds.append((layers, chunk.embedding, chunk.predictions, chunk.loss, chunk.receives))
     return tuple(kinds)
-
-
-def _as_stage(trace: RankTrace, stage: int, layers: list[int]) -> RankTrace:
-    """Return a stage's trace renumbered as that of another stage that is like it: other ranks and `layers`.
-
-    The stages of a pipeline are consecutive ranks, so every group of the one is a group of the other, shifted.
-    """
-    if stage == trace.stage:
-        return trace
-    offset = (stage - trace.stage) * len(trace.ranks)
-    numbers = dict(zip(trace.layers, layers))
-
-    def shifted(ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(rank + offset for rank in ranks)
-
-    def all_shifted(items: tuple[T, ...]) -> tuple[T, ...]:
-        return tuple(replace(one, ranks=shifted(one.ranks)) for one in items)
-
-    whole: dict[str, int] = {}
-    for name, size in trace.whole.items():
-        renamed = re.sub(r"^(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{numbers[int(match[2])]}", name)
-        whole[renamed] = size
-    chunks = []
-    for chunk in trace.chunks:
-        chunks.append(replace(chunk, forward=all_shifted(chunk.forward), backward=all_shifted(chunk.backward)))
-    return replace(
-        trace,
-        stage=stage,
-        ranks=range(trace.ranks.start + offset, trace.ranks.stop + offset),
-        layers=tuple(numbers.values()),
-        whole=whole,
-        groups={name: shifted(ranks) for name, ranks in trace.groups.items()},
-        buffers=all_shifted(trace.buffers),
-        chunks=tuple(chunks),
-    )
 
 
 def trace_stage(
@@ -215,91 +171,69 @@ def trace_stage(
     ranks = range(stage * per_stage, (stage + 1) * per_stage)
     tokens = run.training.micro_batch_size * run.model.seq_length // run.parallel.context_parallel_size
     shape = (tokens, vocabulary // run.parallel.tensor_model_parallel_size)
-    with _fake_rank(run, ranks[0], world_size) as pg_collection, meta_device(device, shape) as tracer:
-        assert pg_collection.pp.rank() == stage
-        offload = ActivationOffload.from_run(run)
-        chunks = build_model(run, pg_collection, vocabulary, draw=False, offload=offload)
-        bare: list[Any] = []  # the language models inside their wrappers
-        for chunk in chunks:
-            model: Any = chunk
-            while not hasattr(model, "pre_process") or not hasattr(model, "decoder"):
-                model = model.module
-            bare.append(model)
-        mark_matrices(run, bare)
-        for inner in bare:
-            _set_row_counts(run, inner, tracer, imbalance)
-        # The memory of a CPU is the host's.
-        sharding = replace(Sharding.from_run(run), offload=run.optimizer.optimizer_cpu_offload and device != "cpu")
-        sharded = []
-        if run.derived.zero_stage >= 2:
-            sharded = planned_units(units(bare[0], pg_collection), sharding.machine or gpus_per_node)
-        traces: dict[Hashable, ChunkTrace] = {}
-        keys: list[Hashable] = []
-        for chunk, inner, part in zip(chunks, bare, run.derived.chunks_of_pipeline_rank(stage)):
-            weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in chunk.named_parameters())
-            key = (part.embedding, part.loss, part.receives, weights)
-            keys.append(key)
-            if key not in traces:
-                # A first pass allocates what stays: rotary tables, sums of auxiliary losses.
-                with Gathering(sharded, sharding, copies=device == "cpu") as gathering:
-                    _trace_chunk(run, tracer, chunk, inner, part.receives, gathering, offload)
-                    if run.derived.num_microbatches(world_size) == 1:  # the shards have no gradients yet
-                        for unit in sharded:
-                            unit.shards = None
-                    traces[key] = _trace_chunk(run, tracer, chunk, inner, part.receives, gathering, offload)
-        parameters: list[torch.nn.Parameter] = []
-        layers: list[int] = []
-        for inner in bare:
-            parameters += inner.parameters()
-            layers += [layer.layer_number - 1 for layer in inner.decoder.layers]
-        expert = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
-        groups_of_rank: dict[str, tuple[int, ...]] = {}
-        for name, attribute in _GROUPS.items():
-            group = getattr(pg_collection, attribute)
-            groups_of_rank[name] = tuple(torch.distributed.get_process_group_ranks(group))
-        return RankTrace(
-            stage=stage,
-            ranks=ranks,
-            layers=tuple(layers),
-            dense=sum(p.numel() for p in parameters) - expert,
-            expert=expert,
-            whole=_whole(bare, pg_collection),
-            groups=groups_of_rank,
-            weights=storage_bytes(parameters),
-            buffers=() if sharded else tuple(buffers_of(chunks)),
-            units=tuple(one.facts for one in sharded),
-            offloaded=sharding.offload,
-            products_in_fp32=multiply_in_fp32(torch.empty(0, dtype=torch.bfloat16)),
-            chunks=tuple(traces[key] for key in keys),
-            boundary=_hidden_states(run).nbytes,
-        )
-
-
-def _whole(chunks: Sequence[torch.nn.Module], pg_collection: Any) -> dict[str, int]:
-    """Return the elements of each parameter in the whole model, by its name there."""
-    tp, expert_copies = pg_collection.tp.size(), pg_collection.expt_tp.size() * pg_collection.ep.size()
-    found: dict[str, int] = {}
-    for chunk in chunks:
-        placed = placement(chunk)
-        for name, parameter in chunk.named_parameters():
-            full_name, split = placed.get(name, (global_name(chunk, name), None))
-            copies = expert_copies
-            if split is not None and split.axis is not None:
-                copies = tp
-            elif split is not None:
-                copies = 1
-            found[full_name] = parameter.numel() * copies
-    return found
-
-
-@contextmanager
-def _fake_rank(run: Run, rank: int, world_size: int) -> Iterator[Any]:
     state, hook = torch.get_rng_state(), sys.excepthook  # torch.distributed puts the rank into every traceback
-    pg_collection = groups.fake_world(run, rank, world_size)
+    pg_collection: Any = groups.fake_world(run, ranks[0], world_size)
     try:
         seed_everything(run)
-        with without_loss_scale():
-            yield pg_collection
+        with without_loss_scale(), meta_device(device, shape) as tracer:
+            assert pg_collection.pp.rank() == stage
+            offload = ActivationOffload.from_run(run)
+            chunks = build_model(run, pg_collection, vocabulary, draw=False, offload=offload)
+            bare: list[Any] = []  # the language models inside their wrappers
+            for chunk in chunks:
+                model: Any = chunk
+                while not hasattr(model, "pre_process") or not hasattr(model, "decoder"):
+                    model = model.module
+                bare.append(model)
+            mark_matrices(run, bare)
+            for inner in bare:
+                _set_row_counts(run, inner, tracer, imbalance)
+            # The memory of a CPU is the host's.
+            sharding = replace(Sharding.from_run(run), offload=run.optimizer.optimizer_cpu_offload and device != "cpu")
+            sharded = []
+            if run.derived.zero_stage >= 2:
+                sharded = planned_units(units(bare[0], pg_collection), sharding.machine or gpus_per_node)
+            traces: dict[Hashable, ChunkTrace] = {}
+            counts: list[ChunkTrace] = []
+            for chunk, inner, part in zip(chunks, bare, run.derived.chunks_of_pipeline_rank(stage)):
+                weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in chunk.named_parameters())
+                key = (part.embedding, part.loss, part.receives, weights)
+                if key not in traces:
+                    # A first pass allocates what stays: rotary tables, sums of auxiliary losses.
+                    with Gathering(sharded, sharding, copies=device == "cpu") as gathering:
+                        _trace_chunk(run, tracer, chunk, inner, part.receives, gathering, offload)
+                        if run.derived.num_microbatches(world_size) == 1:  # the shards have no gradients yet
+                            for unit in sharded:
+                                unit.shards = None
+                        traces[key] = _trace_chunk(run, tracer, chunk, inner, part.receives, gathering, offload)
+                counts.append(traces[key])
+            parameters: list[torch.nn.Parameter] = []
+            layers: list[int] = []
+            for inner in bare:
+                parameters += inner.parameters()
+                layers += [layer.layer_number - 1 for layer in inner.decoder.layers]
+            dense = expert = 0
+            for parameter in parameters:
+                if getattr(parameter, "allreduce", True):
+                    dense += parameter.numel()
+                else:
+                    expert += parameter.numel()
+            groups_of_rank = {name: ranks_of(getattr(pg_collection, attribute)) for name, attribute in _GROUPS.items()}
+            return RankTrace(
+                stage=stage,
+                ranks=ranks,
+                layers=tuple(layers),
+                dense=dense,
+                expert=expert,
+                groups=groups_of_rank,
+                weights=storage_bytes(parameters),
+                buffers=() if sharded else tuple(buffers_of(chunks)),
+                units=tuple(one.facts for one in sharded),
+                offloaded=sharding.offload,
+                products_in_fp32=multiply_in_fp32(torch.empty(0, dtype=torch.bfloat16)),
+                chunks=tuple(counts),
+                boundary=_hidden_states(run).nbytes,
+            )
     finally:
         groups.destroy()
         torch.set_rng_state(state)
@@ -329,19 +263,18 @@ def _trace_chunk(
         output = loss_func(mask, output)[0]
     inner.set_input_tensor(None)
     del batch, mask
-    forward_peak, forward = tracer.peak - start, tuple(tracer.collectives[calls:])
+    forward_peak = tracer.peak - start
     freed = 0
     if not inner.post_process and inner.config.deallocate_pipeline_outputs:
         freed = output.untyped_storage().nbytes()
     leaving = moved = 0
     if offload is not None:
-        leaving, moved = offload.leaving_bytes, offload.host_bytes
-    kept, calls = tracer.live - start - freed - leaving, len(tracer.collectives)
+        leaving, moved = offload.bytes_now()
+    kept = tracer.live - start - freed - leaving
     tracer.peak = tracer.live
     output.backward(None if inner.post_process else torch.empty_like(output))
     gathering.end_backward()
     backward_peak = tracer.peak - start - freed
-    backward = tuple(tracer.collectives[calls:])
     peaks = tracer.label_peaks
     del output, given
     for parameter in chunk.parameters():
@@ -353,8 +286,7 @@ def _trace_chunk(
         logits=peaks["logits"],
         dispatch=peaks["dispatch"],
         flops=tracer.flops - flops,
-        forward=forward,
-        backward=backward,
+        collectives=tuple(tracer.collectives[calls:]),
         leaving=leaving,
         moved=moved,
     )
@@ -388,18 +320,10 @@ def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbala
         rows = min(round(choices / ep * min(imbalance, factor)), choices)
         instead: dict[str, Callable] = {}
         for name in ("dispatch", "combine"):
-            instead[name] = _labelled(tracer, getattr(dispatcher, name))
+            instead[name] = tracer.labelled("dispatch")(getattr(dispatcher, name))
         if isinstance(dispatcher, AllToAllDispatcher):
             instead["splits"] = lambda *_, sent=sent, rows=rows, ranks=ranks: (sent, [rows] * ranks)
         else:
             here = rows * ranks if isinstance(dispatcher, AllGatherDispatcher) else sum(sent)
             instead["rows_here"] = lambda _, here=here: here
         vars(dispatcher).update(instead)
-
-
-def _labelled(tracer: MetaTracer, function: Callable[..., Result]) -> Callable[..., Result]:
-    def call(*args: object) -> Result:
-        with tracer.labelled("dispatch"):
-            return function(*args)
-
-    return call

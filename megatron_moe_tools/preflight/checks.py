@@ -28,7 +28,7 @@ from megatron_moe.config.errors import ConfigError, MachineError
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.training.node_files import blind_ranks, shared_folders
 from megatron_moe_tools.preflight import node
-from megatron_moe_tools.preflight.findings import (
+from megatron_moe_tools.preflight.cli import (
     CHECKS,
     DEFAULTS,
     FAIL,
@@ -36,7 +36,6 @@ from megatron_moe_tools.preflight.findings import (
     NODE,
     PASS,
     WORLD,
-    Check,
     Finding,
     Place,
     Thresholds,
@@ -149,18 +148,15 @@ def _of_all_ranks(value: T) -> list[T]:
 def clock_skew(place: Place) -> Finding:
     """Check that the nodes' clocks agree, by which locks of checkpoints and logs are ordered."""
     dist.barrier()
-    return judged_clocks(_of_all_ranks((place.host, time.time())))
-
-
-def judged_clocks(times: list[tuple[str, float]]) -> Finding:
-    """Return the finding for each rank's host and time, which were read at the same moment but for the network."""
-    middle = statistics.median(moment for _, moment in times)
-    host, moment = max(times, key=lambda one: abs(one[1] - middle))
-    apart = abs(moment - middle)
+    hosts, moments = zip(*_of_all_ranks((place.host, time.time())))  # at the same moment, but for the network
+    middle = statistics.median(moments)
+    aparts = [abs(moment - middle) for moment in moments]
+    apart = max(aparts)
     figures = {"seconds": round(apart, 3)}
     if apart > _LARGEST_SKEW:
-        where = "ahead of" if moment > middle else "behind"
-        found = f"the clock of {host} is {apart:.1f} s {where} the others'"
+        rank = aparts.index(apart)
+        where = "ahead of" if moments[rank] > middle else "behind"
+        found = f"the clock of {hosts[rank]} is {apart:.1f} s {where} the others'"
         return Finding(FAIL, found, "let chronyd or ntpd set the clocks of all nodes", figures)
     return Finding(PASS, f"clocks are within {_LARGEST_SKEW:g} s of one another", figures=figures)
 
@@ -186,42 +182,21 @@ def gpu_speed(place: Place) -> Finding:
     speed = 0.0
     if platform.has_cuda():
         left = torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, device=platform.device()).to(torch.bfloat16)
-        speed = 2 * _MATMUL_SIZE**3 / _seconds_of(lambda: torch.mm(left, left), _MATMUL_SECONDS) / 1e12
-    speeds = _of_all_ranks((place.host, speed))
-    if not all(one for _, one in speeds):
+        speed = 2 * _MATMUL_SIZE**3 / _seconds_of(lambda: torch.mm(left, left), _MATMUL_SECONDS, 10_000) / 1e12
+    hosts, speeds = zip(*_of_all_ranks((place.host, speed)))
+    if not all(speeds):
         return Finding(IMPOSSIBLE, "not every rank has a CUDA device")
-    return judged_speeds(speeds)
-
-
-def _seconds_of(work: Callable[[], object], at_least: float) -> float:
-    """Return the mean seconds of a call, over as many calls as take `at_least` seconds after two that do not count."""
-    for _ in range(2):
-        work()
-    platform.synchronize()
-    began, calls, elapsed = time.perf_counter(), 0, 0.0
-    while elapsed < at_least:
-        for _ in range(8):
-            work()
-        platform.synchronize()
-        calls += 8
-        elapsed = time.perf_counter() - began
-    return elapsed / calls
-
-
-def judged_speeds(speeds: list[tuple[str, float]]) -> Finding:
-    """Return the finding for each rank's host and TFLOP/s."""
-    usual = statistics.median(speed for _, speed in speeds)
+    usual = statistics.median(speeds)
     slow = []
-    for rank, (host, speed) in enumerate(speeds):
+    for rank, speed in enumerate(speeds):
         if speed < _SLOWEST_SHARE * usual:
-            slow.append(f"rank {rank} on {host}: {speed:.0f}")
-    figures = {"least_tflops": round(min(speed for _, speed in speeds), 1), "median_tflops": round(usual, 1)}
+            slow.append(f"rank {rank} on {hosts[rank]}: {speed:.0f}")
+    figures = {"least_tflops": round(min(speeds), 1), "median_tflops": round(usual, 1)}
     if slow:
         found = f"slow in a bf16 product of 4096 x 4096, TFLOP/s: {', '.join(slow[:8])}; the median is {usual:.0f}"
         return Finding(FAIL, found, f"drain nodes with less than {_SLOWEST_SHARE:.0%} of the median", figures)
-    return Finding(
-        PASS, f"all ranks reach {_SLOWEST_SHARE:.0%} of the median, {usual:.0f} TFLOP/s in bf16", figures=figures
-    )
+    found = f"all ranks reach {_SLOWEST_SHARE:.0%} of the median, {usual:.0f} TFLOP/s in bf16"
+    return Finding(PASS, found, figures=figures)
 
 
 # ---- bandwidth
@@ -275,12 +250,34 @@ def _hosts(place: Place) -> list[str] | Finding:
 
 def _judged_groups(place: Place, groups: list[list[int]], hosts: list[str], given: float | None, kind: int) -> Finding:
     """Measure all groups at once and judge the slowest, by what was given or by the table's figure of that kind."""
-    everything = _of_all_ranks(_measured(groups))
-    expected = given
+    measured = _of_all_ranks(_measured(groups))
+    of_rank_zero = [expected_bandwidth(node.device_name(), kind) if given is None else given]
+    dist.broadcast_object_list(of_rank_zero)
+    expected, least = of_rank_zero[0], place.thresholds.least_share
+    texts, failed = [], False
+    figures: dict[str, float] = {}
+    for name in ("all_reduce", "all_to_all"):
+        rate, rank = min((found[name], rank) for rank, found in enumerate(measured) if found is not None)
+        figures[f"{name}_gb_per_s"] = round(rate, 3)
+        text = f"{name.replace('_', '-')} {rate:.3g} GB/s"
+        if expected is not None and rate < least * expected:
+            failed = True
+            for group in groups:
+                if rank in group:
+                    its_hosts = dict.fromkeys(hosts[one] for one in group)
+                    text += f" among ranks {shortened(group)} on {', '.join(its_hosts)}"
+        texts.append(text)
     if expected is None:
-        expected = expected_bandwidth(node.device_name(), kind)
-    dist.broadcast_object_list(shared := [expected])
-    return judged_bandwidth(everything, groups, hosts, shared[0], place.thresholds.least_share)
+        found = f"{', '.join(texts)}; what to expect of this device is not known"
+        return Finding(IMPOSSIBLE, found, "give --inside or --across to have it judged", figures)
+    found = f"{', '.join(texts)}; expected {expected:g}, at least {least:.0%} of it"
+    if failed:
+        advice = (
+            "look for a link that is down (nvidia-smi nvlink --status, ibstat), NCCL_DEBUG=INFO shows which network "
+            "NCCL takes; --least-share and --inside or --across change what is expected"
+        )
+        return Finding(FAIL, found, advice, figures)
+    return Finding(PASS, found, figures=figures)
 
 
 def expected_bandwidth(device: str | None, kind: int) -> float | None:
@@ -306,8 +303,8 @@ def _measured(groups: list[list[int]]) -> dict[str, float] | None:
         given = torch.zeros(_ELEMENTS[backend] // size * size, device=platform.device())
         taken = torch.empty_like(given)
         once = (size - 1) / size * given.nbytes / 1e9
-        reducing = _seconds_together(lambda: dist.all_reduce(given, group=mine), mine)
-        exchanging = _seconds_together(lambda: dist.all_to_all_single(taken, given, group=mine), mine)
+        reducing = _seconds_of(lambda: dist.all_reduce(given, group=mine), _MEASURED_SECONDS, 50, mine)
+        exchanging = _seconds_of(lambda: dist.all_to_all_single(taken, given, group=mine), _MEASURED_SECONDS, 50, mine)
         figures = {"all_reduce": 2 * once / reducing, "all_to_all": once / exchanging}
     dist.barrier()
     for group in made:
@@ -316,16 +313,19 @@ def _measured(groups: list[list[int]]) -> dict[str, float] | None:
     return figures
 
 
-def _seconds_together(work: Callable[[], object], group: dist.ProcessGroup | None) -> float:
-    """Return the mean seconds of a collective. All ranks of the group make as many calls: a clock cannot decide."""
+def _seconds_of(work: Callable[[], object], seconds: float, most: int, group: dist.ProcessGroup | None = None) -> float:
+    """Return the mean seconds of a call, over those of so many seconds but two that do not count.
+
+    All ranks of a group make as many calls, `most` at most: a clock cannot decide.
+    """
     work()
     platform.synchronize()
     began = time.perf_counter()
     work()
     platform.synchronize()
-    calls = torch.tensor([max(2.0, min(50.0, _MEASURED_SECONDS / (time.perf_counter() - began)))])
-    calls = calls.to(platform.device())
-    dist.all_reduce(calls, dist.ReduceOp.MIN, group=group)
+    calls = torch.tensor([max(2.0, min(most, seconds / (time.perf_counter() - began)))], device=platform.device())
+    if group is not None:
+        dist.all_reduce(calls, dist.ReduceOp.MIN, group=group)
     count = int(calls.item())
     began = time.perf_counter()
     for _ in range(count):
@@ -334,48 +334,11 @@ def _seconds_together(work: Callable[[], object], group: dist.ProcessGroup | Non
     return (time.perf_counter() - began) / count
 
 
-def judged_bandwidth(
-    measured: list[dict[str, float] | None],
-    groups: list[list[int]],
-    hosts: list[str],
-    expected: float | None,
-    least: float,
-) -> Finding:
-    """Return the finding for each rank's figures: of each collective the slowest group decides.
-
-    Args:
-        expected: GB/s per rank; None where nobody knows it.
-        least: the share of it below which a collective fails.
-    """
-    texts, failed = [], False
-    figures: dict[str, float] = {}
-    for name in ("all_reduce", "all_to_all"):
-        rate, rank = min((found[name], rank) for rank, found in enumerate(measured) if found is not None)
-        figures[f"{name}_gb_per_s"] = round(rate, 3)
-        text = f"{name.replace('_', '-')} {rate:.3g} GB/s"
-        if expected is not None and rate < least * expected:
-            failed = True
-            for group in groups:
-                if rank in group:
-                    its_hosts = dict.fromkeys(hosts[one] for one in group)
-                    text += f" among ranks {shortened(group)} on {', '.join(its_hosts)}"
-        texts.append(text)
-    if expected is None:
-        found = f"{', '.join(texts)}; what to expect of this device is not known"
-        return Finding(IMPOSSIBLE, found, "give --inside or --across to have it judged", figures)
-    found = f"{', '.join(texts)}; expected {expected:g}, at least {least:.0%} of it"
-    if failed:
-        return Finding(
-            FAIL,
-            found,
-            "look for a link that is down (nvidia-smi nvlink --status, ibstat), NCCL_DEBUG=INFO shows which network "
-            "NCCL takes; --least-share and --inside or --across change what is expected",
-            figures,
-        )
-    return Finding(PASS, found, figures=figures)
-
-
 _MEETING = timedelta(seconds=60)
+_MEETING_ADVICE = (
+    "open the port of torchrun's --rdzv-endpoint (MASTER_ADDR, MASTER_PORT) between all nodes, name the interface in "
+    "GLOO_SOCKET_IFNAME, and start the same command on every node"
+)
 
 
 def run_checks(
@@ -406,17 +369,39 @@ def run_checks(
     Raises:
         ConfigError: `only` names no check.
     """
-    chosen = _chosen(only)
-    own_group, why_not = _meet()
+    names = [one.name for one in CHECKS]
+    unknown = sorted(set(only).difference(names))
+    if unknown:
+        raise ConfigError(f"--only {' '.join(unknown)}: no such check; there are {', '.join(names)}")
+    own_group, why_not = False, ""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        try:
+            dist.init_process_group("gloo", timeout=_MEETING)
+            own_group = True
+        except Exception as error:  # the store's or gloo's own
+            why_not = f"the ranks did not meet within {_MEETING.seconds} s: {_one_line(error)}"
     place = _place(run, thresholds, connected=dist.is_initialized())
     found = []
-    if why_not is not None:
+    if why_not:
         found.append(_named(Finding(FAIL, why_not, _MEETING_ADVICE), "ranks_meet", place))
     try:
-        for one in chosen:
+        for one in CHECKS:
+            if only and one.name not in only:
+                continue
             started(one.name)
-            if one.where != NODE or place.local_rank == 0:
-                found.append(_named(_looked(one, place), one.name, place))
+            if one.where == NODE and place.local_rank != 0:
+                continue
+            if one.where != WORLD or place.connected:
+                try:
+                    finding = one.look(place)
+                except Exception as error:  # a finding, so that one broken part does not hide the others
+                    why_not = f"the check itself failed: {_one_line(error)}"
+                    finding = Finding(FAIL, why_not, "repair what the message names")
+            elif place.world_size == 1:
+                finding = Finding(IMPOSSIBLE, "one process alone: start this under torchrun or Slurm to compare ranks")
+            else:
+                finding = Finding(IMPOSSIBLE, "the ranks did not meet")
+            found.append(_named(finding, one.name, place))
         findings = merged(_of_all_ranks(found) if place.connected else [found])
         finished(findings)
         if own_group:
@@ -426,31 +411,6 @@ def run_checks(
     finally:
         if own_group:
             dist.destroy_process_group()
-
-
-_MEETING_ADVICE = (
-    "open the port of torchrun's --rdzv-endpoint (MASTER_ADDR, MASTER_PORT) between all nodes, name the interface in "
-    "GLOO_SOCKET_IFNAME, and start the same command on every node"
-)
-
-
-def _chosen(only: Collection[str]) -> list[Check]:
-    names = [one.name for one in CHECKS]
-    unknown = sorted(set(only).difference(names))
-    if unknown:
-        raise ConfigError(f"--only {' '.join(unknown)}: no such check; there are {', '.join(names)}")
-    return [one for one in CHECKS if not only or one.name in only]
-
-
-def _meet() -> tuple[bool, str | None]:
-    """Join the launched ranks over gloo; returns whether a group was made here, and why not all ranks could meet."""
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return False, None
-    try:
-        dist.init_process_group("gloo", timeout=_MEETING)
-    except Exception as error:  # the store's or gloo's own
-        return False, f"the ranks did not meet within {_MEETING.seconds} s: {_one_line(error)}"
-    return True, None
 
 
 def _place(run: Run, thresholds: Thresholds, *, connected: bool) -> Place:
@@ -466,18 +426,6 @@ def _place(run: Run, thresholds: Thresholds, *, connected: bool) -> Place:
         host=socket.gethostname(),
         connected=connected,
     )
-
-
-def _looked(one: Check, place: Place) -> Finding:
-    """Run a check. What it raises is a finding, so that one broken part does not hide the others."""
-    if one.where == WORLD and not place.connected:
-        if place.world_size == 1:
-            return Finding(IMPOSSIBLE, "one process alone: start this under torchrun or Slurm to compare ranks")
-        return Finding(IMPOSSIBLE, "the ranks did not meet")
-    try:
-        return one.look(place)
-    except Exception as error:
-        return Finding(FAIL, f"the check itself failed: {_one_line(error)}", "repair what the message names")
 
 
 def _named(finding: Finding, name: str, place: Place) -> Finding:

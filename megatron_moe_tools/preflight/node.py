@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -14,14 +14,11 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from packaging.requirements import Requirement
-from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.errors import MachineError
@@ -31,44 +28,15 @@ from megatron_moe.engine.defects import NEWEST, OLDEST, dotted
 from megatron_moe.io.files import free_bytes, new_file
 from megatron_moe.io.texts import duration_text, size_text
 from megatron_moe.platform import hardware, numerics
-from megatron_moe_tools.preflight.findings import (
-    FAIL,
-    IMPOSSIBLE,
-    NODE,
-    PASS,
-    RANK,
-    WARN,
-    Finding,
-    Place,
-    check,
-)
+from megatron_moe_tools.preflight.cli import FAIL, IMPOSSIBLE, NODE, PASS, RANK, WARN, Finding, Place, check
 
 _COMPILE_SECONDS = 30
 _PROGRAM = "#include <Python.h>\nint main(void) { return PY_MAJOR_VERSION == 3 ? 0 : 1; }\n"
 
 
-class TorchBuild(NamedTuple):
-    """What torch was built with; None for what is not in the build. toolkit: the version of CUDA."""
-
-    torch: str
-    toolkit: str | None
-    cudnn: tuple[int, int, int] | None
-    nccl: str | None
-    grouped_product: bool
-
-
-def installed_torch() -> TorchBuild:
-    """Return the versions of torch and of the libraries that it was built with."""
-    cudnn = nccl = None
-    if torch.backends.cudnn.is_available():
-        cudnn = torch.backends.cudnn.version()
-    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return TorchBuild(torch.__version__, torch.version.cuda, cudnn_version(cudnn), nccl, hasattr(F, "grouped_mm"))
-
-
-def cudnn_version(number: int | None) -> tuple[int, int, int] | None:
-    """Return (9, 11, 0) for 91100, and (8, 9, 2) for 8902: cuDNN 9 made room for larger numbers."""
+def cudnn_version() -> tuple[int, int, int] | None:
+    """Return torch's cuDNN: (9, 11, 0) for 91100, and (8, 9, 2) for 8902, as cuDNN 9 made room for larger ones."""
+    number = torch.backends.cudnn.version()
     if number is None:
         return None
     unit = 10000 if number >= 90000 else 1000
@@ -95,23 +63,21 @@ def driver(place: Place) -> Finding:
         return Finding(FAIL, str(error), "make the devices usable: driver, container, or a torch for this CUDA")
     name = device_name()
     if name is None:
-        return Finding(
-            IMPOSSIBLE, "no NVIDIA device, or all are hidden by CUDA_VISIBLE_DEVICES; a run trains on the CPU"
-        )
+        hidden = "no NVIDIA device, or all are hidden by CUDA_VISIBLE_DEVICES; a run trains on the CPU"
+        return Finding(IMPOSSIBLE, hidden)
     return Finding(PASS, name if place.world_size > 1 else f"{name} as {device}")
 
 
 @check(NODE, "torch")
 def torch_build(place: Place) -> Finding:
     """Check that torch has the grouped product, and report what it was built with."""
-    build = installed_torch()
-    found = f"torch {build.torch}, "
-    found += f"CUDA {build.toolkit}" if build.toolkit else "built without CUDA"
-    if build.cudnn:
-        found += f", cuDNN {dotted(build.cudnn)}"
-    if build.nccl:
-        found += f", NCCL {build.nccl}"
-    if not build.grouped_product:
+    found = f"torch {torch.__version__}, "
+    found += f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    if (cudnn := cudnn_version()) is not None:
+        found += f", cuDNN {dotted(cudnn)}"
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        found += f", NCCL {dotted(torch.cuda.nccl.version())}"
+    if not hasattr(F, "grouped_mm"):
         return Finding(FAIL, f"{found}: has no torch.nn.functional.grouped_mm", f"install {_requirement('torch')}")
     return Finding(PASS, found)
 
@@ -233,12 +199,9 @@ def _requirement(distribution: str) -> str:
 
 
 _CUDNN_WITH_TWO_WIDTHS = (9, 11, 0)
-_FAST = ("flash", "cudnn")
 _ATTENTION_LENGTH = 512
 _GROUPED_MAJORS = (9, 10)
 """Architectures on which torch's grouped product in bf16 is one kernel; others get a product for each group."""
-NO_DEVICE = "torch sees no CUDA device"
-NO_MODEL = "no flags of a model were given; add them, for example --preset deepseek-v3"
 
 
 @check(RANK)
@@ -253,13 +216,12 @@ def attention(place: Place) -> Finding:
         return Finding(PASS, "Transformer Engine's attention, which chooses its kernel itself (NVTE_DEBUG=1 shows it)")
     heads, groups, (key_width, value_width) = attention_sizes(run)
 
-    def empty(count: int, width: int) -> Tensor:
-        """Return an operand of a short sequence; kernels without a backward pass want none that need gradients."""
+    operands = []  # of a short sequence, with gradients, since a kernel without a backward pass refuses them
+    for count, width in ((heads, key_width), (groups, key_width), (groups, value_width)):
         shape, device = (1, count, _ATTENTION_LENGTH, width), hardware.device()
-        return torch.empty(shape, dtype=dtype_of(run), device=device, requires_grad=True)
-
-    query = empty(heads, key_width)
-    key, value, grouped = for_kernels(query, empty(groups, key_width), empty(groups, value_width))
+        operands.append(torch.empty(shape, dtype=dtype_of(run), device=device, requires_grad=True))
+    query = operands[0]
+    key, value, grouped = for_kernels(*operands)
     if run.parallel.context_parallel_size == 1:
         choice = torch._fused_sdp_choice(query, key, value, None, 0.0, True, enable_gqa=grouped)
         kernel = torch.nn.attention.SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
@@ -273,7 +235,7 @@ def attention(place: Place) -> Finding:
             kernel = "flash"
         elif torch.backends.cuda.can_use_efficient_attention(params):
             kernel = "efficient"
-    return judged_attention(run, kernel, installed_torch().cudnn)
+    return judged_attention(run, kernel, cudnn_version())
 
 
 def attention_sizes(run: Run) -> tuple[int, int, tuple[int, int]]:
@@ -295,24 +257,17 @@ def judged_attention(run: Run, kernel: str, cudnn: tuple[int, int, int] | None) 
         found += f", context parallel over {run.parallel.context_parallel_size}"
     if kernel == "math":
         return Finding(FAIL, f"{found}: it keeps the S x S scores in memory", "use --bf16 and head widths up to 256")
-    if kernel in _FAST:
+    if kernel in ("flash", "cudnn"):
         return Finding(PASS, found)
+    advice = "no fast kernel was chosen; flash needs widths that are equal, at most 256, multiples of 8"
     if dtype == "float32":
-        return Finding(WARN, found, "the flash and cuDNN kernels have no fp32; use --bf16 for a long run")
-    if keys != values and run.parallel.context_parallel_size > 1:
-        return Finding(
-            WARN,
-            found,
-            "flash has one width and the mask is not cuDNN's: count on this, or do without --context-parallel-size",
-        )
-    if keys != values and (cudnn is None or cudnn < _CUDNN_WITH_TWO_WIDTHS):
-        have = f"cuDNN {dotted(cudnn)}" if cudnn else "no cuDNN"
-        return Finding(
-            WARN, f"{found}; {have}", "install a torch with cuDNN 9.11 or later, which is fast at two widths"
-        )
-    return Finding(
-        WARN, found, "no fast kernel was chosen; flash needs widths that are equal, at most 256, multiples of 8"
-    )
+        advice = "the flash and cuDNN kernels have no fp32; use --bf16 for a long run"
+    elif keys != values and run.parallel.context_parallel_size > 1:
+        advice = "flash has one width and the mask is not cuDNN's: count on this, or do without --context-parallel-size"
+    elif keys != values and (cudnn is None or cudnn < _CUDNN_WITH_TWO_WIDTHS):
+        found += f"; cuDNN {dotted(cudnn)}" if cudnn else "; no cuDNN"
+        advice = "install a torch with cuDNN 9.11 or later, which is fast at two widths"
+    return Finding(WARN, found, advice)
 
 
 @check(RANK)
@@ -327,12 +282,9 @@ def grouped_product(place: Place) -> Finding:
     generation = torch.cuda.get_device_capability(hardware.device())[0]
     if dtype_of(run) == torch.bfloat16 and generation in _GROUPED_MAJORS:
         return Finding(PASS, f"one kernel for {name}")
-    return Finding(
-        WARN,
-        f"{name}: torch's fallback, a product for each expert after a copy of the counts to the host",
-        "the kernel needs --bf16 and compute capability 9.x or 10.x (H100, H200, B200); --moe-expert-backend te is "
-        "another way on other cards",
-    )
+    found = f"{name}: torch's fallback, a product for each expert after a copy of the counts to the host"
+    advice = "the kernel needs --bf16 and compute capability 9.x or 10.x (H100, H200, B200)"
+    return Finding(WARN, found, f"{advice}; --moe-expert-backend te is another way on other cards")
 
 
 @check(RANK)
@@ -347,7 +299,7 @@ def reductions(place: Place) -> Finding:
     finally:
         numerics.restore()
     if departing:
-        return Finding(FAIL, "; ".join(departing), "use a torch whose switches can be set; see docs/guides/precision.md")
+        return Finding(FAIL, "; ".join(departing), "use a torch whose switches can be set: docs/guides/precision.md")
     return Finding(PASS, "a run adds half-precision products in fp32, and multiplies by TF32 with --allow-tf32 alone")
 
 
@@ -358,21 +310,22 @@ def dtype_of(run: Run) -> torch.dtype:
 
 def _why_not(place: Place) -> Finding | None:
     if not platform.has_cuda():
-        return Finding(IMPOSSIBLE, NO_DEVICE)
+        return Finding(IMPOSSIBLE, "torch sees no CUDA device")
     if not place.has_model:
-        return Finding(IMPOSSIBLE, NO_MODEL)
+        return Finding(IMPOSSIBLE, "no flags of a model were given; add them, for example --preset deepseek-v3")
     return None
 
 
 _SMI_SECONDS = 20
-_FIELDS = (
-    "index",
-    "clocks_throttle_reasons.active",
-    "clocks.max.sm",
-    "temperature.gpu",
-    "ecc.errors.uncorrected.volatile.total",
-    "memory.used",
-)
+_FIELDS = {
+    "number": "index",
+    "throttled": "clocks_throttle_reasons.active",
+    "max_clock": "clocks.max.sm",
+    "temperature": "temperature.gpu",
+    "uncorrected": "ecc.errors.uncorrected.volatile.total",
+    "used_mib": "memory.used",
+}
+"""What is asked of a GPU -> nvidia-smi's name for it."""
 _HOT, _WARM = 88, 83
 """Degrees Celsius: data-centre GPUs slow down from about 88 on, and idle at 25 to 50."""
 _USED_MIB = 2048
@@ -393,25 +346,14 @@ _WRITE_SECONDS = 10.0
 _BYTES_PER_PARAMETER = 14
 
 
-class Gpu(NamedTuple):
-    """A GPU as nvidia-smi reports it; None where it says [N/A]."""
-
-    number: str
-    throttled: int | None
-    max_clock: int | None
-    temperature: int | None
-    uncorrected: int | None
-    used_mib: int | None
-
-
-def gpus() -> list[Gpu] | Finding:
-    """Return this node's GPUs by nvidia-smi, or the finding that says why it reports none."""
+def gpus() -> list[dict[str, int | None]] | Finding:
+    """Return the figures of this node's GPUs, None for [N/A], or the finding that says why nvidia-smi reports none."""
     if shutil.which("nvidia-smi") is None:
         missing = "nvidia-smi is not on PATH"
         if platform.has_cuda():
             return Finding(WARN, missing, "install NVIDIA's driver utilities in the container")
         return Finding(IMPOSSIBLE, missing)
-    command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS.values())}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS)
     except subprocess.TimeoutExpired:
@@ -421,54 +363,41 @@ def gpus() -> list[Gpu] | Finding:
         return Finding(FAIL, f"nvidia-smi ended with status {done.returncode}: {said}", "repair the driver of the node")
     found = []
     for line in done.stdout.splitlines():
-        number, *cells = line.split(",")
-        if len(cells) == len(_FIELDS) - 1:
-            found.append(Gpu(number.strip(), *map(_number, cells)))
+        gpu: dict[str, int | None] = dict.fromkeys(_FIELDS)
+        for name, cell in zip(_FIELDS, line.split(",")):
+            with contextlib.suppress(ValueError):
+                gpu[name] = int(cell, 0)  # throttle reasons are hexadecimal
+        if gpu["number"] is not None:
+            found.append(gpu)
     return found
 
 
-def _number(cell: str) -> int | None:
-    try:
-        return int(cell, 0)  # throttle reasons are hexadecimal
-    except ValueError:
-        return None
-
-
-def _gpu_check(judge: Callable[[list[Gpu]], Finding]) -> Callable[[Place], Finding]:
-    """Make a check of what judges the node's GPUs; where nvidia-smi reports none, its finding says why."""
-
-    @check(NODE)
-    @functools.wraps(judge)
-    def look(place: Place) -> Finding:
-        found = gpus()
-        return found if isinstance(found, Finding) else judge(found)
-
-    return look
-
-
-@_gpu_check
-def gpu_clocks(found: list[Gpu]) -> Finding:
+@check(NODE)
+def gpu_clocks(place: Place) -> Finding:
     """Check that no GPU is slowed down, and that all may reach the same clock."""
+    if isinstance(found := gpus(), Finding):
+        return found
     slowed = []
     for gpu in found:
-        words = [word for bit, word in _SLOWED.items() if (gpu.throttled or 0) & bit]
+        words = [word for bit, word in _SLOWED.items() if (gpu["throttled"] or 0) & bit]
         if words:
-            slowed.append(f"GPU {gpu.number}: {', '.join(words)}")
+            slowed.append(f"GPU {gpu['number']}: {', '.join(words)}")
     if slowed:
-        return Finding(
-            FAIL, "; ".join(slowed), "drain the node: look at its cooling and power, then nvidia-smi -q -d PERFORMANCE"
-        )
-    clocks = {gpu.max_clock for gpu in found if gpu.max_clock is not None}
+        advice = "drain the node: look at its cooling and power, then nvidia-smi -q -d PERFORMANCE"
+        return Finding(FAIL, "; ".join(slowed), advice)
+    clocks = {gpu["max_clock"] for gpu in found if gpu["max_clock"] is not None}
     if len(clocks) > 1:
-        each = ", ".join(f"GPU {gpu.number} {gpu.max_clock} MHz" for gpu in found)
+        each = ", ".join(f"GPU {gpu['number']} {gpu['max_clock']} MHz" for gpu in found)
         return Finding(WARN, f"highest clocks differ: {each}", "reset limits with nvidia-smi --reset-gpu-clocks")
     return Finding(PASS, f"{len(found)} GPUs, none slowed down, up to {max(clocks, default=0)} MHz")
 
 
-@_gpu_check
-def gpu_temperature(found: list[Gpu]) -> Finding:
+@check(NODE)
+def gpu_temperature(place: Place) -> Finding:
     """Check that the GPUs are cool enough before the work begins."""
-    known = [(gpu.temperature, gpu.number) for gpu in found if gpu.temperature is not None]
+    if isinstance(found := gpus(), Finding):
+        return found
+    known = [(gpu["temperature"], gpu["number"]) for gpu in found if gpu["temperature"] is not None]
     if not known:
         return Finding(IMPOSSIBLE, "nvidia-smi reports no temperature")
     hottest, index = max(known)
@@ -479,26 +408,30 @@ def gpu_temperature(found: list[Gpu]) -> Finding:
     return Finding(PASS, text, figures=figures)
 
 
-@_gpu_check
-def gpu_memory_errors(found: list[Gpu]) -> Finding:
+@check(NODE)
+def gpu_memory_errors(place: Place) -> Finding:
     """Check that no GPU has had an uncorrected memory error since the driver was loaded."""
-    wrong = [f"GPU {gpu.number}: {gpu.uncorrected}" for gpu in found if gpu.uncorrected]
+    if isinstance(found := gpus(), Finding):
+        return found
+    wrong = [f"GPU {gpu['number']}: {gpu['uncorrected']}" for gpu in found if gpu["uncorrected"]]
     if wrong:
         return Finding(FAIL, f"uncorrected memory errors: {', '.join(wrong)}", "reset these GPUs, or replace them")
-    if all(gpu.uncorrected is None for gpu in found):
+    if all(gpu["uncorrected"] is None for gpu in found):
         return Finding(WARN, "no GPU counts memory errors (ECC is off)", "nvidia-smi --ecc-config=1, then a reboot")
     return Finding(PASS, "no uncorrected memory error")
 
 
-@_gpu_check
-def gpu_in_use(found: list[Gpu]) -> Finding:
+@check(NODE)
+def gpu_in_use(place: Place) -> Finding:
     """Check that no other process has memory of the GPUs; what this tool's own ranks took is little."""
+    if isinstance(found := gpus(), Finding):
+        return found
     used, most = [], 0
     for gpu in found:
-        mib = gpu.used_mib or 0
+        mib = gpu["used_mib"] or 0
         most = max(most, mib)
         if mib > _USED_MIB:
-            used.append(f"GPU {gpu.number}: {mib} MiB")
+            used.append(f"GPU {gpu['number']}: {mib} MiB")
     if used:
         return Finding(WARN, f"memory is in use: {', '.join(used)}", "end what runs there: see nvidia-smi")
     return Finding(PASS, f"at most {most} MiB in use on a GPU")
@@ -511,12 +444,8 @@ def cpu_cores(place: Place) -> Finding:
     threads = int(os.environ.get("OMP_NUM_THREADS") or 1)
     found = f"cores {cores}, ranks of this node {ranks}, OMP_NUM_THREADS {threads}"
     if cores < ranks:
-        return Finding(
-            FAIL,
-            found,
-            'give srun --cpus-per-task "$SLURM_CPUS_PER_TASK" (it does not inherit sbatch\'s since Slurm 22.05), or '
-            "the container more cores (--cpuset-cpus)",
-        )
+        advice = 'give srun --cpus-per-task "$SLURM_CPUS_PER_TASK" (it does not inherit sbatch\'s since Slurm 22.05)'
+        return Finding(FAIL, found, f"{advice}, or the container more cores (--cpuset-cpus)")
     if cores < ranks * threads:
         return Finding(WARN, found, f"set OMP_NUM_THREADS to at most {cores // ranks}")
     return Finding(PASS, found)
@@ -555,8 +484,7 @@ def shared_memory(place: Place) -> Finding:
 @check(NODE)
 def disk_space(place: Place) -> Finding:
     """Check that --save's folder has room for a step of the checkpoint, and for the next one next to it."""
-    folder = _save_folder(place.run)
-    if isinstance(folder, Finding):
+    if isinstance(folder := _save_folder(place.run), Finding):
         return folder
     room = free_bytes(folder)
     if room is None:
@@ -576,8 +504,7 @@ def disk_space(place: Place) -> Finding:
 @check(NODE)
 def disk_speed(place: Place) -> Finding:
     """Write a file into --save's folder, onto the disk, and check how fast that was."""
-    folder = _save_folder(place.run)
-    if isinstance(folder, Finding):
+    if isinstance(folder := _save_folder(place.run), Finding):
         return folder
     path, piece, written = folder / f".preflight-{place.host}-{os.getpid()}", os.urandom(_PIECE), 0
     began = time.perf_counter()
@@ -590,12 +517,7 @@ def disk_speed(place: Place) -> Finding:
         return Finding(FAIL, f"{folder}: {error.strerror}", "name a folder in --save that this user may write to")
     finally:
         path.unlink(missing_ok=True)
-    return judged_speed(place, folder, written / (time.perf_counter() - began))
-
-
-def judged_speed(place: Place, folder: Path, rate: float) -> Finding:
-    """Return the finding for a rate of writing in bytes per second."""
-    least = place.thresholds.least_write
+    rate, least = written / (time.perf_counter() - began), place.thresholds.least_write
     found = f"{rate / 1e6:.0f} MB/s from {place.host} to {folder}"
     if place.has_model:
         seconds = checkpoint_bytes(place.run) / rate / place.nodes

@@ -16,7 +16,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -123,15 +123,23 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
     found: list[str] = []
     for item in named:
         if os.path.isdir(item):
-            found += _regular(_files_of_folder(item), refuse_empty)
+            for path in _files_of_folder(item):
+                if os.path.isfile(path):
+                    found.append(path)
+                    continue
+                if not os.path.lexists(path):
+                    raise ConfigError(f"--input {path} does not exist, which the dataset's description names")
+                what = "no regular file" if os.path.exists(path) else "a link that leads nowhere"
+                if refuse_empty:
+                    raise ConfigError(f"--input {path} is {what}; take it out, or add --on-bad-line skip")
+                note(f"{path} is {what}, and is left out")
         elif os.path.isfile(item):
             found.append(item)
         elif os.path.exists(item):
-            raise ConfigError(
-                f"--input {item} is no regular file: texts are read from files, not from pipes or devices"
-            )
+            raise ConfigError(f"--input {item} is no regular file: texts are read from files, not pipes or devices")
         else:
             raise ConfigError(f"--input {item} does not exist{hub_hint(item, 'dataset')}")
+    missing: dict[str, str] = {}  # library -> the first file that needs it
     for path in found:
         require_readable("--input", path)
         if refuse_empty and os.path.getsize(path) == 0:
@@ -145,8 +153,6 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
                 f"--input {path}: is a table that is not read, and would be one document; make JSON lines of it: "
                 f"pandas.read_{read % path}.to_json({lines!r}, orient='records', lines=True)"
             )
-    missing: dict[str, str] = {}  # library -> the first file that needs it
-    for path in found:
         library = _LIBRARIES.get(_suffix(path))
         if library is not None and importlib.util.find_spec(library) is None:
             missing.setdefault(library, path)
@@ -172,22 +178,6 @@ def matches(pattern: str) -> list[str]:
     return sorted(glob.glob(pattern))
 
 
-def _regular(paths: list[str], refuse: bool) -> list[str]:
-    """Return the paths that are files or links to one; the others of a folder are refused, or left out with a note."""
-    found = []
-    for path in paths:
-        if os.path.isfile(path):
-            found.append(path)
-            continue
-        if not os.path.lexists(path):
-            raise ConfigError(f"--input {path} does not exist, which the dataset's description names")
-        what = "no regular file" if os.path.exists(path) else "a link that leads nowhere"
-        if refuse:
-            raise ConfigError(f"--input {path} is {what}; take it out, or add --on-bad-line skip")
-        note(f"{path} is {what}, and is left out")
-    return found
-
-
 def _files_of_folder(folder: str) -> list[str]:
     """Return the files of a folder, sorted; of one of Hugging Face's its data files."""
     if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
@@ -200,7 +190,10 @@ def _files_of_folder(folder: str) -> list[str]:
     inside = sorted(_walk(folder, ()))
     if not inside:
         raise ConfigError(f"--input {folder} is a folder without files")
-    if not _is_from_hub(Path(folder)):
+    # A download of the hub's has its attributes, or a card with a header.
+    card = Path(folder, "README.md")
+    downloaded = Path(folder, ".gitattributes").is_file() and not Path(folder, ".git").is_dir()
+    if not downloaded and not (card.is_file() and card.read_bytes().partition(b"\n")[0].strip() == b"---"):
         return inside
     data = [path for path in inside if kind_of(path) != TEXT and os.path.basename(path) not in _DESCRIPTIONS]
     if not data:
@@ -244,14 +237,6 @@ def _described(folder: str, name: str, key: str) -> list[Any]:
     if not isinstance(found, list) or not found:
         raise ConfigError(f"{path}: {key} is empty; save the dataset again")
     return found
-
-
-def _is_from_hub(folder: Path) -> bool:
-    """Return whether a folder is a download of a dataset: it has the hub's attributes, or a card with a header."""
-    if (folder / ".gitattributes").is_file() and not (folder / ".git").is_dir():
-        return True
-    card = folder / "README.md"
-    return card.is_file() and card.read_bytes().partition(b"\n")[0].strip() == b"---"
 
 
 def _refuse_splits(folder: str, lines: list[str]) -> None:
@@ -316,17 +301,17 @@ class _ZstdFile(io.RawIOBase):
     """
 
     def __init__(self, path: str) -> None:
-        import zstandard
-
         self._file = io.FileIO(path)
-        self._frame: Callable[[], Any] = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj
         self._blocks = self._decompressed()
         self._rest = memoryview(b"")
 
     def _decompressed(self) -> Iterator[bytes]:
+        import zstandard
+
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW)
         chunk = self._file.read(_ZSTD_CHUNK)
         while chunk:
-            frame = self._frame()
+            frame = decompressor.decompressobj()
             while True:
                 yield frame.decompress(chunk)
                 if frame.eof:
@@ -366,7 +351,7 @@ _FORMATS = {
     b"ARRO": ("Arrow", ".arrow"),
 }
 """How files begin whose name should say what they are -> format, and the end of a name with which it is read."""
-_EXCERPT = 80
+EXCERPT = 80
 """Characters of a record in a report."""
 _ROWS = 1024
 _ONE_A_LINE = "; one object a line is read: `jq -c '.[]'` makes that of a list, `jq -c .` of objects over many lines"
@@ -408,12 +393,6 @@ class InputRecord:
     values: list[str | list[str]]
     bad: BadRecord | None = None
 
-    def excerpt(self) -> str:
-        """Return the beginning of the record."""
-        if self.values and not self.content:
-            return as_texts(self.values[0])[0][:_EXCERPT]
-        return self.content[: 4 * _EXCERPT].decode("utf-8", errors="backslashreplace")[:_EXCERPT]
-
 
 def as_texts(value: str | list[str]) -> list[str]:
     """Return the texts of a value: itself, or those of a list, each of which is a sequence of its own."""
@@ -434,28 +413,41 @@ def read_span(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
     elif (other := _other_format(span.path, kind)) is not None:
         if span.start == 0:
             yield InputRecord(1, 0, b"", [], other)
-    elif kind == TEXT:
-        yield _whole_text(span.path)
-    else:
+    elif kind == LINES:
         yield from _lines(span, keys)
+    else:
+        content, bad = b"", None
+        values: list[str | list[str]] = []
+        try:
+            with opened(span.path) as file:
+                content = file.read()
+            text = _decoded(content.removeprefix(_BOM), content.startswith(_BOM) * len(_BOM), whole_file=True)
+            if not text:
+                raise BadRecord("empty text", "the text is empty")
+            values = [text]
+        except BadRecord as error:
+            bad = error
+        except Exception as error:
+            bad = _damaged(error)
+        yield InputRecord(1, 0, content, values, bad)
 
 
-def line_number(span: Span, record: InputRecord) -> int:
-    """Return the number of a record's line in its file, from 1, where the record knows it in its span."""
-    number = record.number
-    if record.bad is not None:
-        number += record.bad.lines_before
-    left = span.start
-    if left > 0:
-        with open(span.path, "rb") as file:
-            while left > 0:
-                block = file.read(min(left, 1 << 22))
-                number += block.count(b"\n")
-                left -= len(block)
-            # The line that reaches into the span belongs to the one before.
-            file.seek(span.start - 1)
-            number += file.read(1) != b"\n"
-    return number
+def stopped_at(span: Span, record: InputRecord, bad: BadRecord) -> ConfigError:
+    """Return the error that ends the work at a record which is no document: it names the line in the file."""
+    place = f"row {record.number}"
+    if record.offset is not None:
+        number, left = record.number + bad.lines_before, span.start
+        if left > 0:
+            with open(span.path, "rb") as file:
+                while left > 0:
+                    block = file.read(min(left, 1 << 22))
+                    number += block.count(b"\n")
+                    left -= len(block)
+                # The line that reaches into the span belongs to the one before.
+                file.seek(span.start - 1)
+                number += file.read(1) != b"\n"
+        place = f"line {number}"
+    return ConfigError(f"{span.path}, {place}: {bad.problem} (--on-bad-line skip leaves it out)")
 
 
 # ---- texts and lines
@@ -490,21 +482,6 @@ def _other_format(path: str, kind: str) -> BadRecord | None:
     return BadRecord(name, f"the file is {name}; convert it: iconv -f {name} -t UTF-8")
 
 
-def _whole_text(path: str) -> InputRecord:
-    content = b""
-    try:
-        with opened(path) as file:
-            content = file.read()
-        text = _decoded(content.removeprefix(_BOM), content.startswith(_BOM) * len(_BOM), whole_file=True)
-        if not text:
-            raise BadRecord("empty text", "the text is empty")
-        return InputRecord(1, 0, content, [text])
-    except BadRecord as bad:
-        return InputRecord(1, 0, content, [], bad)
-    except Exception as error:
-        return InputRecord(1, 0, content, [], _damaged(error))
-
-
 def _damaged(error: Exception) -> BadRecord:
     """Return the reason of a file whose compression is cut or wrong; other errors are raised."""
     if isinstance(error, EOFError):
@@ -537,7 +514,28 @@ def _lines(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
                 if offset == 0:
                     yield InputRecord(number, 0, b"", [], BadRecord("empty file", "the file is empty"))
                 return
-            yield _record_of_line(line, number, offset, keys, decode)
+            content = line.rstrip(b"\r\n")
+            begins = len(_BOM) if offset == 0 and line.startswith(_BOM) else 0
+            try:
+                text = _decoded(content[begins:], offset + begins)
+                if not text.strip():
+                    raise BadRecord("empty line", "the line is empty")
+                try:
+                    found = decode(text)
+                except (ValueError, RecursionError) as error:
+                    if not line.endswith(b"\n"):
+                        problem = f"the file ends within the line, no valid JSON ({error})"
+                        raise BadRecord("cut line", problem) from None
+                    advice = _ONE_A_LINE if text.strip() in ("[", "{") else ""
+                    raise BadRecord("invalid JSON", f"no valid JSON ({error}){advice}") from None
+                if not isinstance(found, dict):
+                    advice = _ONE_A_LINE if isinstance(found, list) else ""
+                    problem = f"a JSON object is expected, this is a {type(found).__name__}{advice}"
+                    raise BadRecord("not an object", problem)
+                record = InputRecord(number, offset, content, _values(found, keys, found))
+            except BadRecord as bad:
+                record = InputRecord(number, offset, content, [], bad)
+            yield record
             offset += len(line)
 
 
@@ -552,31 +550,6 @@ def _object(keys: tuple[str, ...], pairs: list[tuple[str, Any]]) -> dict[str, An
     return found
 
 
-def _record_of_line(
-    line: bytes, number: int, offset: int, keys: tuple[str, ...], decode: Callable[[str], Any]
-) -> InputRecord:
-    content = line.rstrip(b"\r\n")
-    begins = len(_BOM) if offset == 0 and line.startswith(_BOM) else 0
-    try:
-        text = _decoded(content[begins:], offset + begins)
-        if not text.strip():
-            raise BadRecord("empty line", "the line is empty")
-        try:
-            found = decode(text)
-        except (ValueError, RecursionError) as error:
-            if not line.endswith(b"\n"):
-                raise BadRecord("cut line", f"the file ends within the line, no valid JSON ({error})") from None
-            advice = _ONE_A_LINE if text.strip() in ("[", "{") else ""
-            raise BadRecord("invalid JSON", f"no valid JSON ({error}){advice}") from None
-        if not isinstance(found, dict):
-            advice = _ONE_A_LINE if isinstance(found, list) else ""
-            problem = f"a JSON object is expected, this is a {type(found).__name__}{advice}"
-            raise BadRecord("not an object", problem)
-        return InputRecord(number, offset, content, _values(found, keys))
-    except BadRecord as bad:
-        return InputRecord(number, offset, content, [], bad)
-
-
 def _decoded(content: bytes, offset: int, *, whole_file: bool = False) -> str:
     try:
         return content.decode("utf-8")
@@ -586,12 +559,19 @@ def _decoded(content: bytes, offset: int, *, whole_file: bool = False) -> str:
         raise BadRecord("invalid UTF-8", problem, content.count(b"\n", 0, at) if whole_file else 0) from None
 
 
-def _values(record: dict[str, Any], keys: tuple[str, ...]) -> list[str | list[str]]:
+def _values(record: dict[str, Any], keys: tuple[str, ...], there: Iterable[str]) -> list[str | list[str]]:
+    """Return the texts of a record; `there` names all that the line or table has."""
     values: list[str | list[str]] = []
     for key in keys:
         if key not in record:
-            raise _missing(key, record)
+            names = ", ".join(map(repr, there)) or "no keys"
+            advice = _OF_A_CHAT if _CHAT_KEYS.intersection(there) else "see --json-keys"
+            raise BadRecord("missing key", f"key {key!r} is missing (it has: {names}); {advice}")
         value = record[key]
+        if isinstance(value, UnicodeDecodeError):
+            raise BadRecord("invalid UTF-8", f"the text of {key!r} has invalid UTF-8")
+        if isinstance(value, Exception):
+            raise BadRecord("not a text", f"the value of {key!r} is not a text: {value}")
         if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
             advice = f"; {_OF_A_CHAT}" if key in _CHAT_KEYS else ""
             what = f"is a {type(value).__name__}, not a text or a list of texts"
@@ -609,13 +589,6 @@ def _values(record: dict[str, Any], keys: tuple[str, ...]) -> list[str | list[st
     return values
 
 
-def _missing(key: str, there: Iterable[str]) -> BadRecord:
-    there = list(there)
-    names = ", ".join(map(repr, there)) or "no keys"
-    advice = _OF_A_CHAT if _CHAT_KEYS.intersection(there) else "see --json-keys"
-    return BadRecord("missing key", f"key {key!r} is missing (it has: {names}); {advice}")
-
-
 # ---- tables
 
 
@@ -630,7 +603,12 @@ def _rows(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
                 for row in range(batch.num_rows):
                     number += 1
                     values = {key: column[row] for key, column in columns.items()}
-                    yield _record_of_row(values, there, number, keys)
+                    try:
+                        record = InputRecord(number, None, b"", _values(values, keys, there))
+                    except BadRecord as bad:
+                        shown = repr(values)[: 4 * EXCERPT].encode("utf-8", "backslashreplace")
+                        record = InputRecord(number, None, shown, [], bad)
+                    yield record
     except (pyarrow.ArrowInvalid, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # of the system; the library's own have no number
             raise
@@ -682,18 +660,3 @@ def _column(batch: pyarrow.RecordBatch, key: str) -> list[Any]:
             except (ValueError, OverflowError) as error:  # UnicodeDecodeError, and times that Python's cannot be
                 values.append(error)
         return values
-
-
-def _record_of_row(row: dict[str, Any], there: list[str], number: int, keys: tuple[str, ...]) -> InputRecord:
-    try:
-        for key in keys:
-            if key not in row:
-                raise _missing(key, there)
-        for key, value in row.items():
-            if isinstance(value, UnicodeDecodeError):
-                raise BadRecord("invalid UTF-8", f"the text of {key!r} has invalid UTF-8")
-            if isinstance(value, Exception):
-                raise BadRecord("not a text", f"the value of {key!r} is not a text: {value}")
-        return InputRecord(number, None, b"", _values(row, keys))
-    except BadRecord as bad:
-        return InputRecord(number, None, repr(row)[: 4 * _EXCERPT].encode("utf-8", "backslashreplace"), [], bad)

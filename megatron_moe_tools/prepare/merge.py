@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy
 
@@ -18,14 +19,7 @@ from megatron_moe.config.paths import require_writable_file
 from megatron_moe.data.index_file import HEADER_BYTES, Sidecar, TokenIndex, open_index, read_sidecar, sidecar_path
 from megatron_moe.io.program import DONE, run_program, say
 from megatron_moe_tools.prepare.inputs import matches
-from megatron_moe_tools.prepare.output import (
-    ResumeDir,
-    TokenContents,
-    TokenizerFacts,
-    TokenSource,
-    renames,
-    write_dataset,
-)
+from megatron_moe_tools.prepare.output import ResumeDir, TokenSource, renames, write_dataset
 
 NAME = "megatron-moe merge"
 _SAME = ("tokenizer_type", "tokenizer_sha256", "vocab_size", "eod", "append_eod")
@@ -51,15 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Merge as the flags say.
-
-    Args:
-        argv: the command line without the program's name.
-
-    Returns:
-        The exit status: 0, 1 for data that changed after it was written, 2 for a wrong flag or input (one line on
-        stderr), or 130 after Ctrl-C.
-    """
+    """Merge as the flags say, and return the exit status: also 1 for data that changed after it was written."""
     errors = (ConfigError, OSError)
     return run_program(NAME, _main, argv, interrupted="interrupted; nothing was written", errors=errors, rank=0)
 
@@ -89,9 +75,19 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
     """
     prefixes = find_datasets(inputs)
     work = ResumeDir(output_prefix)
-    work.sweep()
-    command = {"merge": [_state(prefix) for prefix in prefixes]}
-    _check_output(prefixes, output_prefix, overwrite or (work.publishing and work.holds(command)))
+    # The work is the same as long as the tokens have the size and the time of their last change.
+    state: list[list[str | int]] = []
+    for prefix in prefixes:
+        state.append([os.path.abspath(prefix)])
+        if os.path.exists(f"{prefix}.bin"):  # otherwise it is refused when it is opened
+            status = os.stat(f"{prefix}.bin")
+            state[-1] += [status.st_size, status.st_mtime_ns]
+    command = {"merge": state}
+    if os.path.realpath(output_prefix) in map(os.path.realpath, prefixes):
+        raise ConfigError(f"--output-prefix {output_prefix} is one of the datasets of --input; name another place")
+    require_writable_file("--output-prefix", f"{output_prefix}.bin", in_new_folder=True)
+    outputs = [output_prefix + suffix for suffix in (".bin", ".idx", ".json")]
+    work.require_free(outputs, command, overwrite=overwrite)
     indices = []
     for prefix in prefixes:
         index = open_index(prefix, "--input")
@@ -104,18 +100,18 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
                 f"--input {prefix} has {index.dtype} tokens, {indices[0].prefix} {indices[0].dtype}: datasets of "
                 "one tokenizer can be merged"
             )
-    sidecars = _agreeing_sidecars(prefixes)
+    hashes, about = _common_sidecar(prefixes)
     sources = []
-    for number, index in enumerate(indices):
+    for index, sha256 in zip(indices, hashes):
         sources.append(
             TokenSource(
                 path=Path(f"{index.prefix}.bin"),
                 num_bytes=index.num_tokens * index.dtype.itemsize,
-                sha256=sidecars[number].bin_sha256 if sidecars else None,
+                sha256=sha256,
                 num_sequences=len(index.lengths),
                 num_documents=index.num_documents,
                 lengths=partial(getattr, index, "lengths"),
-                counts=partial(_counts, index),
+                counts=partial(numpy.diff, index.documents),
             )
         )
     work.path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +119,6 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
         work.begin(command, discard=overwrite)
         aside = work.whole / "0"
         if not work.publishing:
-            about = _about(sidecars) if sidecars else None
             write_dataset(aside, sources, indices[0].dtype, about)
         older = [Path(output_prefix + suffix).absolute() for suffix in (".idx", ".json")]
         work.publish(renames(aside, os.path.abspath(output_prefix)), older)
@@ -157,19 +152,8 @@ def find_datasets(inputs: Sequence[str]) -> list[str]:
     return found
 
 
-def _check_output(prefixes: list[str], output_prefix: str, overwrite: bool) -> None:
-    if not os.path.basename(output_prefix):
-        raise ConfigError(f"--output-prefix {output_prefix} is a folder; give a name in it, e.g. {output_prefix}merged")
-    if os.path.realpath(output_prefix) in map(os.path.realpath, prefixes):
-        raise ConfigError(f"--output-prefix {output_prefix} is one of the datasets of --input; name another place")
-    require_writable_file("--output-prefix", f"{output_prefix}.bin", in_new_folder=True)
-    for suffix in (".bin", ".idx", ".json"):
-        if os.path.exists(output_prefix + suffix) and not overwrite:
-            raise ConfigError(f"{output_prefix}{suffix} exists; choose another --output-prefix or add --overwrite")
-
-
-def _agreeing_sidecars(prefixes: list[str]) -> list[Sidecar]:
-    """Return the sidecars of all datasets, or an empty list where none has one."""
+def _common_sidecar(prefixes: list[str]) -> tuple[list[str | None], dict[str, Any] | None]:
+    """Return the hash of each dataset's tokens, and what the sidecar of all together says of them; None without one."""
     found: list[Sidecar] = []
     without: list[str] = []
     for prefix in prefixes:
@@ -178,39 +162,25 @@ def _agreeing_sidecars(prefixes: list[str]) -> list[Sidecar]:
             without.append(prefix)
         else:
             found.append(sidecar)
-    if found and without:
+    if not found:
+        return [None] * len(prefixes), None
+    if without:
         raise ConfigError(
             f"{sidecar_path(without[0])} is missing, while others have a sidecar: whether the "
             "tokenizer is the same is not known; write the dataset again, or move the other sidecars away"
         )
-    for prefix, sidecar in zip(prefixes, found):
-        for name in _SAME:
-            if getattr(sidecar, name) != getattr(found[0], name):
-                raise ConfigError(
-                    f"--input {prefix}: {name} is {getattr(sidecar, name)}, that of {prefixes[0]} is "
-                    f"{getattr(found[0], name)}; datasets of one tokenizer can be merged"
-                )
-    return found
-
-
-def _about(sidecars: list[Sidecar]) -> tuple[TokenizerFacts, TokenContents]:
+    first = found[0]
+    about: dict[str, Any] = {name: getattr(first, name) for name in _SAME}
     rejected: Counter[str] = Counter()
-    least, most = sidecars[0].min_id, sidecars[0].max_id
-    for sidecar in sidecars:
+    least, most = first.min_id, first.max_id
+    for prefix, sidecar in zip(prefixes, found):
+        for name, value in about.items():
+            if getattr(sidecar, name) != value:
+                raise ConfigError(
+                    f"--input {prefix}: {name} is {getattr(sidecar, name)}, that of {prefixes[0]} is {value}; datasets "
+                    "of one tokenizer can be merged"
+                )
         rejected.update(sidecar.rejected)
         least, most = min(least, sidecar.min_id), max(most, sidecar.max_id)
-    contents = TokenContents(least, most, rejected)
-    return TokenizerFacts(**{name: getattr(sidecars[0], name) for name in _SAME}), contents
-
-
-def _state(prefix: str) -> list[str | int]:
-    """Return the path of a dataset, and the size and the time of the last change of its tokens."""
-    try:
-        about = os.stat(f"{prefix}.bin")
-    except OSError:
-        return [os.path.abspath(prefix)]  # which is refused when it is opened
-    return [os.path.abspath(prefix), about.st_size, about.st_mtime_ns]
-
-
-def _counts(index: TokenIndex) -> numpy.ndarray:
-    return numpy.diff(index.documents).astype(numpy.int32)
+    about |= {"min_id": least, "max_id": most, "rejected": dict(sorted(rejected.items()))}
+    return [sidecar.bin_sha256 for sidecar in found], about

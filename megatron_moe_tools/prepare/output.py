@@ -1,9 +1,14 @@
-"""The output of preparing data: a folder of finished parts, and the dataset that is written of them.
+"""What `megatron-moe prepare` writes: its options, the folder of finished parts, how a part is made, and the datasets.
 
-`.NAME.parts` for the output prefix NAME has `command.json` (what the work is), `parts/KEY` (one folder per shard,
-renamed to its name when it is complete), `plan.json` (all parts are there), `whole/` (the datasets while they are put
-together) and `publish.json` (these are complete, and are being renamed). Whatever the moment at which a process is
-killed, the same command goes on.
+`.NAME.parts` for the output prefix NAME has `parts/KEY` (a folder per shard, which gets its name when it is complete),
+`whole/` (the datasets while they are put together) and `state.json`: `command` is what the work is, with `plan` all
+parts are there, with `publish` the datasets are complete, and are being renamed. The same command goes on, whatever the
+moment at which a process was killed.
+
+A part's documents are dealt out over as many pieces as `--partitions` says, document i to piece i modulo that number:
+which partition a piece belongs to depends on the number of documents before the shard, which is known when all shards
+are done. For each key K and piece P there are `K.P.bin` (tokens), `K.P.lengths` (int32, tokens of each sequence) and
+`K.P.counts` (int32, sequences of each document). Worker processes write parts: no torch and no engine here.
 """
 
 from __future__ import annotations
@@ -11,26 +16,124 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import struct
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from multiprocessing import connection
 from pathlib import Path
 from typing import IO, Any
 
 import numpy
 
+from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError, RunFault, listing
-from megatron_moe.data.index_file import DTYPES, FORMAT, MAGIC, Sidecar
-from megatron_moe.io.files import canonical_json, free_bytes, new_file, publish_files, replace_json, sync, write_bytes
+from megatron_moe.config.run_flags import TOKENIZER_FIELDS
+from megatron_moe.data.index_file import DTYPES, FORMAT, MAGIC, Sidecar, token_dtype
+from megatron_moe.data.tokenizer_choice import build_tokenizer
+from megatron_moe.data.tokenizers import HuggingFaceTokenizer, Tokenizer
+from megatron_moe.io.files import (
+    canonical_json,
+    free_bytes,
+    new_file,
+    publish_files,
+    replace_json,
+    sync,
+    write_bytes,
+    write_json,
+)
 from megatron_moe.io.hashing import FileEntry, HashingFile, blocks_of_file
 from megatron_moe.io.program import note
 from megatron_moe.io.texts import size_text
-from megatron_moe_tools.prepare.inputs import Shard
+from megatron_moe_tools.prepare.inputs import EXCERPT, BadRecord, InputRecord, Shard, as_texts, read_span, stopped_at
 
 PART_FACTS, PART_REJECTS = "part.json", "rejects.jsonl"
+STOP, SKIP = "stop", "skip"
+_BLOCK = 4 << 20
+
+
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """The options of megatron-moe prepare, one field per flag. With `workers` None there is one per core."""
+
+    input: tuple[str, ...]
+    output_prefix: str
+    tokenizer_type: str | None = None
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
+    json_keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    workers: int | None = None
+    overwrite: bool = False
+    train_tokenizer: bool = False
+    tokenizer_vocab_size: int = 4096
+    tokenizer_model_type: str = "bpe"
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int | None = None
+    tiktoken_special_tokens: tuple[str, ...] | None = None
+    tokenizer_hf_include_special_tokens: bool = False
+    partitions: int = 1
+    keep_sequential_samples: bool = False
+    log_interval: int | None = None
+    on_bad_line: str = STOP
+    max_bad_lines: float | None = None
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of partitions in which the documents are written."""
+        return 1 if self.keep_sequential_samples else self.partitions
+
+    @property
+    def prefixes(self) -> list[str]:
+        """Paths of the datasets without their endings, one per key."""
+        return [f"{self.output_prefix}_{key}_document" for key in self.json_keys]
+
+    @property
+    def rejects(self) -> str:
+        """Path of the file that lists the records that became no documents."""
+        return f"{self.output_prefix}_rejects.jsonl"
+
+    @property
+    def outputs(self) -> list[str]:
+        """Paths of all files that are written."""
+        found = []
+        for prefix in self.prefixes:
+            found += [prefix + suffix for suffix in (".bin", ".idx", ".json")]
+        return [*found, self.rejects]
+
+
+def tokenizer_of(options: PreprocessOptions) -> Tokenizer:
+    """Return the tokenizer that the options name.
+
+    Raises:
+        ConfigError: a flag is missing, or a file is missing or malformed.
+    """
+    named = {}
+    for name in TOKENIZER_FIELDS:
+        if (value := getattr(options, name)) is not None:
+            named[name] = value
+    if options.train_tokenizer:
+        named["tokenizer_type"] = "SentencePieceTokenizer"
+    tokenizer = build_tokenizer(schema.build(named).data, options.vocab_size)
+    if options.tokenizer_hf_include_special_tokens:
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise ConfigError(
+                f"--tokenizer-hf-include-special-tokens, --tokenizer-type {tokenizer.name}: only the tokenizer.json of "
+                "HuggingFaceTokenizer says which tokens to add to a text; drop the first"
+            )
+        tokenizer.include_special_tokens = True
+    return tokenizer
 
 
 class ResumeDir:
@@ -40,9 +143,13 @@ class ResumeDir:
         path: the folder.
         parts: the folder of the finished parts.
         whole: the folder of the datasets that are put together.
+        workers_lock: the file that each worker has locked as long as it lives.
     """
 
     def __init__(self, output_prefix: str) -> None:
+        if not os.path.basename(output_prefix):
+            head = f"--output-prefix {output_prefix} is a folder"
+            raise ConfigError(f"{head}; give a name in it, e.g. {output_prefix}train")
         try:
             output_prefix.encode()
         except UnicodeEncodeError as error:
@@ -50,16 +157,13 @@ class ResumeDir:
         prefix = Path(output_prefix).absolute()
         self.path = prefix.with_name(f".{prefix.name}.parts")
         self.parts, self.whole = self.path / "parts", self.path / "whole"
-        self._command, self._plan = self.path / "command.json", self.path / "plan.json"
-        self._publish = self.path / "publish.json"
+        self.workers_lock = self.path / "workers"
+        self._state = self.path / "state.json"
         self._lock: IO[str] | None = None
-
-    def sweep(self) -> None:
-        """Remove what a command left that was killed after its last file was in its place."""
-        shutil.rmtree(self._done, ignore_errors=True)
+        self._done = self.path.with_suffix(".done")
+        shutil.rmtree(self._done, ignore_errors=True)  # of a command that was killed when its last file was in place
 
     def __enter__(self) -> ResumeDir:
-        self.sweep()
         for folder in (self.parts, self.whole):
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.path / "lock", fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,25 +180,42 @@ class ResumeDir:
         if self._lock is not None:
             self._lock.close()
 
-    @property
-    def workers_lock(self) -> Path:
-        """The file that each worker has locked as long as it lives."""
-        return self.path / "workers"
-
-    @property
-    def _done(self) -> Path:
-        return self.path.with_suffix(".done")
-
     def remove(self) -> None:
         """Remove the folder, so that a kill on the way leaves nothing that looks like unfinished work."""
         publish_files([(self.path, self._done)])
         shutil.rmtree(self._done)
 
-    # ---- what the work is
+    def recorded(self, name: str) -> Any:
+        """Return what was recorded under a name; None where nothing was."""
+        return (_read(self._state) or {}).get(name)
 
-    def holds(self, command: dict[str, Any]) -> bool:
-        """Return whether the folder has work of this command."""
-        return _read(self._command) == command
+    def record(self, **values: Any) -> None:
+        """Keep values under their names until the work is done."""
+        replace_json(self._state, {**(_read(self._state) or {}), **values}, sole_writer=True)
+
+    @property
+    def assembling(self) -> bool:
+        """Whether all parts were done, so that their tokens may have been moved into the datasets."""
+        return self.recorded("plan") is not None
+
+    @property
+    def publishing(self) -> bool:
+        """Whether the datasets were complete, so that files of them may be in their places."""
+        return self.recorded("publish") is not None
+
+    def require_free(self, outputs: Iterable[str], command: dict[str, Any], *, overwrite: bool) -> None:
+        """Refuse outputs that exist, unless they may be replaced, or this command has put them there.
+
+        Raises:
+            ConfigError: an output exists, or is a folder.
+        """
+        if self.publishing and self.recorded("command") == command:
+            return
+        for path in outputs:
+            if os.path.isdir(path):
+                raise ConfigError(f"{path} is a folder; choose another --output-prefix")
+            if os.path.exists(path) and not overwrite:
+                raise ConfigError(f"{path} exists; choose another --output-prefix or add --overwrite")
 
     def begin(self, command: dict[str, Any], *, discard: bool) -> None:
         """Make the folder one of this command.
@@ -102,7 +223,7 @@ class ResumeDir:
         Raises:
             ConfigError: it has parts of another command, and not `discard`.
         """
-        before = _read(self._command)
+        before = self.recorded("command")
         if before == command:
             return
         if before is not None and any(self.parts.iterdir()) and not discard:
@@ -113,27 +234,14 @@ class ResumeDir:
             head = f"{self.path} has parts of another command: run that one, or add --overwrite to drop them"
             raise ConfigError(listing(head, lines))
         self.restart()
-        self.record("training", None)
-        self.record("tokenizer", None)
-        replace_json(self._command, command, sole_writer=True)
-
-    def recorded(self, name: str) -> Any:
-        """Return what was recorded under a name; None where nothing was."""
-        return _read(self.path / f"{name}.json")
-
-    def record(self, name: str, value: Any) -> None:
-        """Keep a value until the work is done."""
-        replace_json(self.path / f"{name}.json", value, sole_writer=True)
+        replace_json(self._state, {"command": command}, sole_writer=True)
 
     def restart(self) -> None:
         """Remove all parts and everything that was made of them."""
-        for path in (self._publish, self._plan):
-            path.unlink(missing_ok=True)
+        self.record(publish=None, plan=None)
         for folder in (self.whole, self.parts):
             shutil.rmtree(folder)
             folder.mkdir()
-
-    # ---- parts
 
     def places(self, command: dict[str, Any], shards: Sequence[Shard]) -> list[Path]:
         """Return the place of each shard's part: its name is a hash of the command and of the state of its files.
@@ -147,7 +255,7 @@ class ResumeDir:
             key = hashlib.sha256(canonical_json([command, spans])).hexdigest()[:24]
             seen[key] += 1
             places.append(self.parts / f"{key}-{seen[key]}")
-        if self._plan.exists() and _read(self._plan) != [place.name for place in places]:
+        if self.assembling and self.recorded("plan") != [place.name for place in places]:
             note(f"the input has changed: what {self.path} has of it is done again")
             self.restart()
         stale = 0
@@ -171,28 +279,12 @@ class ResumeDir:
             for number, piece in enumerate(row):
                 sizes[f"{key}.{number}.lengths"] = 4 * piece["num_sequences"]
                 sizes[f"{key}.{number}.counts"] = 4 * piece["num_documents"]
-                if not self.assembling or (place / f"{key}.{number}.bin").exists():
+                if (place / f"{key}.{number}.bin").exists() or not self.assembling:
                     sizes[f"{key}.{number}.bin"] = itemsize * piece["num_tokens"]
         for name, size in sizes.items():
             if not (place / name).is_file() or (place / name).stat().st_size != size:
                 return None
         return found
-
-    # ---- from parts to datasets
-
-    @property
-    def assembling(self) -> bool:
-        """Whether all parts were done, so that their tokens may have been moved into the datasets."""
-        return self._plan.exists()
-
-    def begin_assembling(self, places: Sequence[Path]) -> None:
-        """Say that all parts are done."""
-        replace_json(self._plan, [place.name for place in places], sole_writer=True)
-
-    @property
-    def publishing(self) -> bool:
-        """Whether the datasets were complete, so that files of them may be in their places."""
-        return self._publish.exists()
 
     def publish(self, renames: Sequence[tuple[Path, Path]] = (), older: Sequence[Path] = ()) -> None:
         """Rename the files to their places, in this order, and remove this folder; or go on with that after a kill.
@@ -202,9 +294,9 @@ class ResumeDir:
             older: files of the outputs of an earlier command, which are removed first.
         """
         if not self.publishing:
-            record = {"renames": [list(map(str, pair)) for pair in renames], "older": list(map(str, older))}
-            replace_json(self._publish, record, sole_writer=True)
-        found = _read(self._publish)
+            pairs = [list(map(str, pair)) for pair in renames]
+            self.record(publish={"renames": pairs, "older": list(map(str, older))})
+        found = self.recorded("publish")
         left, older = [], list(map(Path, found["older"]))
         for source, target in found["renames"]:
             if os.path.exists(source):
@@ -220,7 +312,7 @@ def _read(path: Path) -> Any:
     """Return the content of a JSON file; None where there is none, or not a whole one."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 
 
@@ -241,15 +333,201 @@ def _locked(path: Path, how: int) -> IO[str]:
     return file
 
 
-def worker_lock(path: Path) -> None:
-    """Take a worker's share of the lock, for as long as the process lives."""
-    _held.append(_locked(path, fcntl.LOCK_SH))
+# ---- a part
 
 
-_held: list[IO[str]] = []
+@dataclass
+class DocumentPiece:
+    """Every `num_pieces`-th document of a part, for one key, while it is written."""
+
+    tokens: HashingFile
+    lengths: HashingFile
+    counts: HashingFile
+    num_tokens: int = 0
+    num_sequences: int = 0
+    num_documents: int = 0
+    min_id: int = 1 << 62
+    max_id: int = -1
+
+    def add(self, sequences: list[list[int]], dtype: numpy.dtype) -> None:
+        """Append a document."""
+        ids = numpy.array(sequences[0] if len(sequences) == 1 else list(chain(*sequences)), dtype=dtype)
+        self.tokens.write(ids)
+        self.lengths.write(numpy.array(list(map(len, sequences)), dtype=numpy.int32))
+        self.counts.write(numpy.array([len(sequences)], dtype=numpy.int32))
+        self.num_tokens += len(ids)
+        self.num_sequences += len(sequences)
+        self.num_documents += 1
+        self.min_id, self.max_id = min(self.min_id, int(ids.min())), max(self.max_id, int(ids.max()))
+
+    def facts(self) -> dict[str, Any]:
+        """Return what part.json says of the piece: the hash of its tokens, and the numbers."""
+        facts = dict(vars(self), sha256=self.tokens.entry()["sha256"])
+        del facts["tokens"], facts["lengths"], facts["counts"]
+        return facts
 
 
-_BLOCK = 4 << 20
+Task = tuple[Shard, Path]
+"""A shard and the place of its part."""
+
+
+def write_part(options: PreprocessOptions, tokenizer: Tokenizer, task: Task) -> None:
+    """Write the part of a shard onto the disk, and rename it to its place when it is complete.
+
+    Raises:
+        ConfigError: a record is no document and `--on-bad-line` is stop, or a file changed while it was read.
+    """
+    shard, place = task
+    dtype = token_dtype(tokenizer.vocab_size)
+    written, records, rejected = 0, [0] * len(shard), Counter[str]()
+    aside = place.with_name(f"{place.name}.{os.getpid()}")
+    aside.mkdir()
+    try:
+        with ExitStack() as stack:
+            pieces: list[list[DocumentPiece]] = []
+            for key in range(len(options.json_keys)):
+                pieces.append([])
+                for number in range(options.num_pieces):
+                    tokens = stack.enter_context(new_file(aside / f"{key}.{number}.bin"))
+                    lengths = stack.enter_context(new_file(aside / f"{key}.{number}.lengths"))
+                    counts = stack.enter_context(new_file(aside / f"{key}.{number}.counts"))
+                    pieces[-1].append(DocumentPiece(tokens, lengths, counts))
+            rejects = stack.enter_context(new_file(aside / PART_REJECTS))
+            for number, span in enumerate(shard):
+                span.require_unchanged()
+                for record in read_span(span, options.json_keys):
+                    records[number] += 1
+                    try:
+                        documents = _documents(options, tokenizer, record)
+                    except BadRecord as bad:
+                        if options.on_bad_line == STOP:
+                            raise stopped_at(span, record, bad) from None
+                        rejected[bad.reason] += 1
+                        shown = record.content[: 4 * EXCERPT].decode("utf-8", errors="backslashreplace")
+                        if record.values and not record.content:
+                            shown = as_texts(record.values[0])[0]
+                        reject = {
+                            "span": number,
+                            "line": record.number + bad.lines_before,  # in the span
+                            "offset": record.offset,
+                            "reason": bad.reason,
+                            "problem": bad.problem,
+                            "excerpt": shown[:EXCERPT],
+                        }
+                        rejects.write((json.dumps(reject) + "\n").encode())
+                        continue
+                    for row, document in zip(pieces, documents):
+                        row[written % len(row)].add(document, dtype)
+                    written += 1
+                span.require_unchanged()
+        assert written + rejected.total() == sum(records), "a record is neither accepted nor rejected"
+        facts = {
+            "documents": written,
+            "records": records,
+            "rejected": rejected,
+            "rejects": rejects.entry(),
+            "pieces": [list(map(DocumentPiece.facts, row)) for row in pieces],
+        }
+        write_json(aside / PART_FACTS, facts)
+        publish_files([(aside, place)])
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _documents(options: PreprocessOptions, tokenizer: Tokenizer, record: InputRecord) -> list[list[list[int]]]:
+    """Return the sequences of ids of a record's document, for each key.
+
+    A text without tokens gives no sequence, and the last sequence ends with `eod`.
+    """
+    if record.bad is not None:
+        raise record.bad
+    documents = []
+    for value in record.values:
+        document = []
+        for text in as_texts(value):
+            try:
+                ids = tokenizer.tokenize(text)
+            except ConfigError as error:
+                raise BadRecord("refused by the tokenizer", str(error)) from None
+            if ids:
+                document.append(ids)
+        if not document:
+            raise BadRecord("no tokens", "the text gives no tokens")
+        if options.append_eod:
+            document[-1] = [*document[-1], tokenizer.eod]
+        documents.append(document)
+    return documents
+
+
+def write_parts(
+    options: PreprocessOptions, tokenizer: Tokenizer, tasks: Sequence[Task], workers_lock: Path
+) -> Generator[Task, None, None]:
+    """Write the parts of shards, and yield each task in its turn, when its part is in its place.
+
+    `workers` processes write them; with one worker, this process does it. Of several shards that raise an error, it is
+    the first one's that is raised: it does not depend on the number of workers.
+    """
+    available = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
+    workers = min(available, len(tasks))
+    if workers <= 1:
+        for task in tasks:
+            write_part(options, tokenizer, task)
+            yield task
+        return
+    # spawn, not fork: this process has threads (progress), whose locks a fork would copy.
+    others = set(multiprocessing.active_children())
+    executor = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(options, tokenizer, workers_lock),
+    )
+    try:
+        # Not executor.map: it cancels futures at an error, which a pool whose workers are then ended trips over.
+        futures = [executor.submit(_write_part_in_worker, task) for task in tasks]
+        for task, future in zip(tasks, futures):
+            future.result()
+            yield task
+    except BrokenProcessPool as error:
+        advice = "run the same command again with fewer --workers"
+        raise RunFault(f"a worker process died (out of memory?); {advice}") from error
+    finally:
+        # What the workers are doing after an error or Ctrl-C is not needed any more.
+        processes = set(multiprocessing.active_children()) - others
+        executor.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()
+        executor.shutdown(wait=True)
+
+
+_worker: tuple[PreprocessOptions, Tokenizer, IO[str]] | None = None
+"""What a worker process works with, and the lock that it holds as long as it lives."""
+
+
+def _start_worker(options: PreprocessOptions, tokenizer: Tokenizer, workers_lock: Path) -> None:
+    """Prepare this worker. Ctrl-C reaches every process of the terminal; the parent ends the workers."""
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _worker = options, tokenizer, _locked(workers_lock, fcntl.LOCK_SH)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has died: a worker would wait for its next task for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _write_part_in_worker(task: Task) -> None:
+    assert _worker is not None
+    options, tokenizer, _ = _worker
+    write_part(options, tokenizer, task)
+
+
+# ---- from parts to datasets
 
 
 @dataclass(frozen=True)
@@ -262,7 +540,7 @@ class TokenSource:
         sha256: what it has to hash to; None where that is not known.
         num_sequences, num_documents: of its division.
         lengths: returns int32 [num_sequences], tokens of each sequence.
-        counts: returns int32 [num_documents], sequences of each document.
+        counts: returns integers [num_documents], sequences of each document.
     """
 
     path: Path
@@ -274,31 +552,11 @@ class TokenSource:
     counts: Callable[[], numpy.ndarray]
 
 
-@dataclass(frozen=True)
-class TokenizerFacts:
-    """What a sidecar says of the tokenizer and of how it was used."""
-
-    tokenizer_type: str
-    tokenizer_sha256: str
-    vocab_size: int
-    eod: int
-    append_eod: bool
-
-
-@dataclass(frozen=True)
-class TokenContents:
-    """What a sidecar says of the tokens: bounds of the ids, and the records that became no documents by reason."""
-
-    min_id: int
-    max_id: int
-    rejected: Counter[str] = field(default_factory=Counter)
-
-
 def write_dataset(
     aside: Path,
     sources: Sequence[TokenSource],
     dtype: numpy.dtype,
-    about: tuple[TokenizerFacts, TokenContents] | None,
+    about: dict[str, Any] | None,
     *,
     consume: bool = False,
 ) -> None:
@@ -306,6 +564,7 @@ def write_dataset(
 
     Args:
         aside: path without ending of the files, which are renamed later.
+        about: what the sidecar says of the tokenizer, of the bounds of the ids and of rejected records.
         consume: remove each source's file of tokens when its bytes are on the disk in `.bin`. A call after a kill then
             goes on with the sources that are left.
 
@@ -313,28 +572,56 @@ def write_dataset(
         ConfigError: there are no documents, or the disk has no room.
         RunFault: a source is not what its hash says.
     """
-    documents = sum(source.num_documents for source in sources)
+    sequences = documents = needed = 0
+    for source in sources:
+        sequences += source.num_sequences
+        documents += source.num_documents
+        if not consume:
+            needed += source.num_bytes
+        elif source.path.exists():
+            needed = max(needed, source.num_bytes)
     if not documents:
         raise ConfigError("no document was found in the input, and a dataset has at least one")
-    _require_room(aside.parent, sources, consume)
-    bin_entry = _append(Path(f"{aside}.bin"), sources, consume)
-    idx_entry = _write_index(Path(f"{aside}.idx"), sources, dtype)
+    needed += 12 * sequences + 8 * documents
+    free = free_bytes(aside.parent)
+    if free is not None and free < needed:
+        raise ConfigError(
+            f"{aside.parent}: the dataset needs {size_text(needed)} more, {size_text(free)} are free; make room and "
+            "run the same command again"
+        )
+    tokens = _append(Path(f"{aside}.bin"), sources, consume)
+    # The index's format is described in `index_file`.
+    codes = {known: code for code, known in DTYPES.items()}
+    with new_file(Path(f"{aside}.idx")) as file:
+        file.write(MAGIC + struct.pack("<QBQQ", 1, codes[dtype], sequences, documents + 1))
+        with_tokens = [source for source in sources if source.num_sequences]
+        for source in with_tokens:
+            file.write(source.lengths())
+        total = 0  # where each sequence begins, in bytes
+        for source in with_tokens:
+            sizes = source.lengths().astype(numpy.int64) * dtype.itemsize
+            file.write(numpy.cumsum(sizes) - sizes + total)
+            total += int(sizes.sum())
+        file.write(numpy.zeros(1, numpy.int64))
+        total = 0  # the sequences up to each document's end
+        for source in sources:
+            if source.num_documents:
+                counts = source.counts()
+                file.write(numpy.cumsum(counts, dtype=numpy.int64) + total)
+                total += int(counts.sum())
     if about is None:
         return
-    tokenizer, contents = about
+    index = file.entry()
     sidecar = Sidecar(
         format=FORMAT,
-        tokens=bin_entry["bytes"] // dtype.itemsize,
+        tokens=tokens["bytes"] // dtype.itemsize,
         documents=documents,
-        min_id=contents.min_id,
-        max_id=contents.max_id,
         dtype=str(dtype),
-        **vars(tokenizer),
-        bin_bytes=bin_entry["bytes"],
-        bin_sha256=bin_entry["sha256"],
-        idx_bytes=idx_entry["bytes"],
-        idx_sha256=idx_entry["sha256"],
-        rejected=dict(sorted(contents.rejected.items())),
+        bin_bytes=tokens["bytes"],
+        bin_sha256=tokens["sha256"],
+        idx_bytes=index["bytes"],
+        idx_sha256=index["sha256"],
+        **about,
     )
     write_bytes(Path(f"{aside}.json"), sidecar.to_json().encode())
 
@@ -349,110 +636,45 @@ def renames(aside: Path, prefix: str) -> list[tuple[Path, Path]]:
     return found
 
 
-def _require_room(folder: Path, sources: Sequence[TokenSource], consume: bool) -> None:
-    free = free_bytes(folder)
-    index = tokens = 0
-    for source in sources:
-        index += 12 * source.num_sequences + 8 * source.num_documents
-        if not consume:
-            tokens += source.num_bytes
-        elif source.path.exists():
-            tokens = max(tokens, source.num_bytes)
-    needed = index + tokens
-    if free is not None and free < needed:
-        raise ConfigError(
-            f"{folder}: the dataset needs {size_text(needed)} more, {size_text(free)} are free; make room and run the "
-            "same command again"
-        )
-
-
-# ---- tokens
-
-
 def _append(target: Path, sources: Sequence[TokenSource], consume: bool) -> FileEntry:
-    """Write the sources' tokens to `target`, behind those that an earlier call has consumed."""
-    digest = hashlib.sha256()
+    """Write the sources' tokens to `target`, behind those that an earlier call has consumed.
+
+    Raises:
+        RunFault: a source has another number of bytes or another hash.
+    """
+    whole = hashlib.sha256()
     size = 0
     consumed = consume
     target.touch()
     with open(target, "r+b") as file:
         for source in sources:
             consumed = consumed and not source.path.exists()
-            if consumed:
-                _hash(source, target, _blocks(file, source.num_bytes), digest)
-            else:
-                file.seek(size)
-                _hash(source, source.path, _written(file, source.path), digest)
-            size += source.num_bytes
+            file.seek(size)
+            digest = hashlib.sha256()
+            found = 0
+            for block in _blocks(file, source.num_bytes) if consumed else blocks_of_file(source.path):
+                if not consumed:
+                    file.write(block)
+                whole.update(block)
+                if source.sha256 is not None:
+                    digest.update(block)
+                found += len(block)
+            if found != source.num_bytes or source.sha256 not in (None, digest.hexdigest()):
+                raise RunFault(
+                    f"{target if consumed else source.path}: the {source.num_bytes} bytes of {source.path} are not "
+                    "what was written; is the disk bad?"
+                )
+            size += found
             if consume and not consumed:
                 file.flush()
                 sync(target)
                 source.path.unlink()
         file.truncate(size)
     sync(target)
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    return {"bytes": size, "sha256": whole.hexdigest()}
 
 
 def _blocks(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
     while block := file.read(min(num_bytes, _BLOCK)):
         yield block
         num_bytes -= len(block)
-
-
-def _written(file: IO[bytes], path: Path) -> Iterator[memoryview]:
-    for block in blocks_of_file(path):
-        file.write(block)
-        yield block
-
-
-def _hash(source: TokenSource, path: Path, blocks: Iterable[bytes | memoryview], whole: hashlib._Hash) -> None:
-    """Add the blocks of a source, which are read from `path`, to the hash of the whole, and check them.
-
-    Raises:
-        RunFault: their number or hash is another one.
-    """
-    digest = hashlib.sha256()
-    size = 0
-    for block in blocks:
-        whole.update(block)
-        if source.sha256 is not None:
-            digest.update(block)
-        size += len(block)
-    if size != source.num_bytes or source.sha256 not in (None, digest.hexdigest()):
-        raise RunFault(
-            f"{path}: the {source.num_bytes} bytes of {source.path} are not what was written; is the disk bad?"
-        )
-
-
-# ---- the index
-
-
-def _write_index(path: Path, sources: Sequence[TokenSource], dtype: numpy.dtype) -> FileEntry:
-    """Write the `.idx` of the format, of which `index_file` has the layout."""
-    codes = {known: code for code, known in DTYPES.items()}
-    sequences = documents = 0
-    for source in sources:
-        sequences += source.num_sequences
-        documents += source.num_documents
-    with new_file(path) as file:
-        file.write(MAGIC + struct.pack("<QBQQ", 1, codes[dtype], sequences, documents + 1))
-        for source in sources:
-            if source.num_sequences:
-                file.write(source.lengths())
-        _write_sums(file, (source.lengths() for source in sources), dtype.itemsize, is_ends=False)
-        file.write(numpy.zeros(1, numpy.int64))
-        _write_sums(file, (source.counts() for source in sources), 1, is_ends=True)
-    return file.entry()
-
-
-def _write_sums(file: HashingFile, parts: Iterable[numpy.ndarray], factor: int, *, is_ends: bool) -> None:
-    """Write the running sum of int32 numbers times `factor` as int64: behind each number, or before it."""
-    total = 0
-    for part in parts:
-        sums = numpy.cumsum(part, dtype=numpy.int64) * factor + total
-        if not len(sums):
-            continue
-        total = int(sums[-1])
-        if not is_ends:
-            sums -= part.astype(numpy.int64) * factor
-        file.write(sums)

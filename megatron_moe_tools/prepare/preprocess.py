@@ -4,7 +4,7 @@ The steps: find the inputs; refuse existing outputs; train a tokenizer where tha
 shards; workers turn each shard into a part, a folder of files; when all parts are there, this process joins them in the
 order of the inputs, and publishes each dataset by renaming its files. The `.idx` is renamed last: a dataset without it
 does not open, so a half-published one is not taken for complete. A command that is killed goes on from the parts that
-are finished, when it is run again (`work_folder`).
+are finished, when it is run again (`output.ResumeDir`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +45,28 @@ from megatron_moe.io.files import canonical_json, new_file, replacing
 from megatron_moe.io.hashing import sha256_of_file
 from megatron_moe.io.program import DONE, note, run_program
 from megatron_moe_tools.compat.megatron_flags import table, translate
-from megatron_moe_tools.prepare.encoding import SKIP, STOP, PreprocessOptions, stopped_at, tokenizer_of, write_parts
-from megatron_moe_tools.prepare.inputs import TEXT, Shard, as_texts, find_inputs, kind_of, plan_shards, read_span
+from megatron_moe_tools.prepare.inputs import (
+    TEXT,
+    Shard,
+    as_texts,
+    find_inputs,
+    kind_of,
+    plan_shards,
+    read_span,
+    stopped_at,
+)
 from megatron_moe_tools.prepare.output import (
     PART_REJECTS,
+    SKIP,
+    STOP,
+    PreprocessOptions,
     ResumeDir,
-    TokenContents,
-    TokenizerFacts,
+    Task,
     TokenSource,
     renames,
+    tokenizer_of,
     write_dataset,
+    write_parts,
 )
 
 _FEW_RECORDS = 1000
@@ -78,7 +92,6 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
     for path in files:
         if os.path.realpath(path) in written:
             raise ConfigError(f"--input: {path} is what this command writes; put --output-prefix into another folder")
-    for path in files:
         if options.json_keys != ("text",) and kind_of(path) == TEXT:
             raise ConfigError(
                 f"{path} is a text file, whose only key is text; --json-keys {' '.join(options.json_keys)} needs JSON "
@@ -86,13 +99,7 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
             )
     work = ResumeDir(options.output_prefix)
     command = _command(options, files)
-    work.sweep()
-    if not (work.holds(command) and work.publishing):
-        for path in options.outputs:
-            if os.path.isdir(path):
-                raise ConfigError(f"{path} is a folder; choose another --output-prefix")
-            if os.path.exists(path) and not options.overwrite:
-                raise ConfigError(f"{path} exists; choose another --output-prefix or add --overwrite")
+    work.require_free(options.outputs, command, overwrite=options.overwrite)
     work.path.parent.mkdir(parents=True, exist_ok=True)
     started, total_bytes = time.monotonic(), sum(map(os.path.getsize, files))
     try:
@@ -102,9 +109,9 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
             shards = plan_shards(files)
             places = work.places(command, shards)
             if not work.publishing:
-                progress = _Progress(options, total_bytes, show_progress)
-                parts = _finished_parts(options, work, list(zip(shards, places)), tokenizer, progress)
-                _join(options, work, parts, tokenizer)
+                parts = _finished_parts(options, work, list(zip(shards, places)), tokenizer)
+                found = _counted(options, parts, len(places), total_bytes, show_progress)
+                _join(options, work, [found[place] for place in places], tokenizer)
             else:
                 work.publish()
     except OSError as error:
@@ -119,8 +126,26 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
         if (sidecar := read_sidecar(prefix)) is not None:
             sidecars[prefix] = sidecar
     if show_progress:
-        _print_summary(options, sidecars, total_bytes, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        for prefix, sidecar in sidecars.items():
+            print(
+                f"{prefix}: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens ({sidecar.dtype}, ids "
+                f"{sidecar.min_id} to {sidecar.max_id}), "
+                f"{total_bytes / max(sidecar.tokens, 1):.2f} bytes of input per token; {seconds:.1f} s, "
+                f"{total_bytes / 1e6 / seconds:.2f} MB/s"
+            )
+        first = next(iter(sidecars.values()))
+        if first.rejected:
+            bad = Counter(first.rejected)
+            print(
+                f"{first.documents + bad.total():,} records = {first.documents:,} documents + {bad.total():,} rejected "
+                f"({_by_reason(bad)}), listed in {options.rejects}"
+            )
     return sidecars
+
+
+def _by_reason(rejected: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in rejected.most_common())
 
 
 # ---- before the work
@@ -140,16 +165,11 @@ def _check_options(options: PreprocessOptions) -> None:
         raise ConfigError(f"--max-bad-lines {options.max_bad_lines} is a share, from 0 to 1, e.g. 0.01")
     if options.max_bad_lines is not None and options.on_bad_line != SKIP:
         raise ConfigError(f"--max-bad-lines {options.max_bad_lines} goes with --on-bad-line skip; add that, or drop it")
-    if options.train_tokenizer and options.tokenizer_type not in (None, "SentencePieceTokenizer"):
-        raise ConfigError(
-            f"--train-tokenizer trains a SentencePieceTokenizer, not --tokenizer-type {options.tokenizer_type}"
-        )
+    kind = options.tokenizer_type
+    if options.train_tokenizer and kind not in (None, "SentencePieceTokenizer"):
+        raise ConfigError(f"--train-tokenizer trains a SentencePieceTokenizer, not --tokenizer-type {kind}")
     if options.train_tokenizer and options.tokenizer_model is None:
         raise ConfigError("--train-tokenizer needs --tokenizer-model FILE: where to write the model")
-    if not os.path.basename(options.output_prefix):
-        raise ConfigError(
-            f"--output-prefix {options.output_prefix} is a folder; give a name in it, e.g. {options.output_prefix}train"
-        )
     for prefix in options.prefixes:
         require_writable_file("--output-prefix", f"{prefix}.bin", in_new_folder=True)
     if options.tokenizer_vocab_size != PreprocessOptions.tokenizer_vocab_size and not options.train_tokenizer:
@@ -195,17 +215,13 @@ def _tokenizer(options: PreprocessOptions, files: list[str], work: ResumeDir) ->
         trained = work.recorded("tokenizer")
         if trained is None or not os.path.isfile(model) or sha256_of_file(model) != trained:
             # Once training has begun, a model in this place is the one of this command.
-            overwrite = options.overwrite or work.recorded("training") is not None
-            if not overwrite and os.path.exists(model):
-                raise ConfigError(
-                    f"--tokenizer-model {model} exists: use it without --train-tokenizer, or add --overwrite"
-                )
-            work.record("training", model)
-            train_sentencepiece(
-                _texts(options, files), model, options.tokenizer_vocab_size,
-                model_type=options.tokenizer_model_type, overwrite=overwrite,
-            )  # fmt: skip
-            work.record("tokenizer", sha256_of_file(model))
+            if os.path.exists(model) and not options.overwrite and work.recorded("training") is None:
+                advice = "use it without --train-tokenizer, or add --overwrite"
+                raise ConfigError(f"--tokenizer-model {model} exists: {advice}")
+            work.record(training=model)
+            size, kind = options.tokenizer_vocab_size, options.tokenizer_model_type
+            train_sentencepiece(_texts(options, files), model, size, model_type=kind)
+            work.record(tokenizer=sha256_of_file(model))
     return tokenizer_of(options)
 
 
@@ -232,81 +248,69 @@ class FinishedPart:
     facts: dict[str, Any]
 
 
-class _Progress:
-    """Counts what is finished: a bar or lines for the person who waits, and the share of bad records."""
-
-    def __init__(self, options: PreprocessOptions, total_bytes: int, show: bool) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:3.0f} %  {task.fields[rates]}"),
-            TimeRemainingColumn(),
-        )
-        self._options = options
-        self.bar = Progress(
-            *columns, console=Console(stderr=True), disable=not show or options.log_interval is not None
-        )
-        self._task = self.bar.add_task("tokenize", total=total_bytes, rates="")
-        self._started = time.monotonic()
-        self._documents = self._logged = self._bytes = 0
-        self._rejected: Counter[str] = Counter()
-
-    def add(self, shard: Shard, facts: dict[str, Any]) -> None:
-        """Count a part that is finished.
-
-        Raises:
-            ConfigError: too many of the records until here are bad.
-        """
-        done = sum(span.end - span.start for span in shard)
-        self._documents += facts["documents"]
-        self._bytes += done
-        self._rejected.update(facts["rejected"])
-        self.check(_FEW_RECORDS)
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        rates = f"{self._documents / seconds:,.0f} docs/s  {self._bytes / 1e6 / seconds:.2f} MB/s"
-        self.bar.update(self._task, advance=done, rates=rates)
-        interval = self._options.log_interval
-        if interval is not None and self._documents // interval > self._logged:
-            self._logged = self._documents // interval
-            print(f"{self._documents} documents, {rates}", file=sys.stderr, flush=True)
-
-    def check(self, at_least: int = 1) -> None:
-        """Refuse too large a share of bad records, of `at_least` that many records."""
-        bad, limit = self._rejected.total(), self._options.max_bad_lines
-        records = self._documents + bad
-        if limit is not None and records >= at_least and bad > limit * records:
-            raise ConfigError(
-                f"--max-bad-lines {limit}: {bad} of {records} records are no documents ({_by_reason(self._rejected)}); "
-                "look at the input and at --json-keys, or allow more"
-            )
-
-
 def _finished_parts(
-    options: PreprocessOptions,
-    work: ResumeDir,
-    planned: Sequence[tuple[Shard, Path]],
-    tokenizer: Tokenizer,
-    progress: _Progress,
-) -> list[FinishedPart]:
-    """Return the parts of all shards, after writing those that are not there yet."""
+    options: PreprocessOptions, work: ResumeDir, planned: Sequence[Task], tokenizer: Tokenizer
+) -> Generator[FinishedPart, None, None]:
+    """Yield the parts of all shards: the ones that are there, then the others, which are written now."""
     read = partial(work.facts, itemsize=token_dtype(tokenizer.vocab_size).itemsize)
     todo = []
-    with progress.bar:
-        for shard, place in planned:
-            facts = read(place)
-            if facts is not None and not (facts["rejected"] and options.on_bad_line == STOP):
-                progress.add(shard, facts)
-                continue
-            todo.append((shard, place))
-            if facts is None and place.exists():
-                if work.assembling:
-                    raise RunFault(f"{place} is damaged; remove {work.path} and start over")
-                shutil.rmtree(place)
-        with closing(write_parts(options, tokenizer, todo, work.workers_lock)) as written:
-            for shard, place in written:
-                progress.add(shard, read(place) or {})
-    progress.check()
-    return [FinishedPart(shard, place, read(place) or {}) for shard, place in planned]
+    for shard, place in planned:
+        facts = read(place)
+        if facts is not None and not (facts["rejected"] and options.on_bad_line == STOP):
+            yield FinishedPart(shard, place, facts)
+            continue
+        todo.append((shard, place))
+        if facts is None and place.exists():
+            if work.assembling:
+                raise RunFault(f"{place} is damaged; remove {work.path} and start over")
+            shutil.rmtree(place)
+    with closing(write_parts(options, tokenizer, todo, work.workers_lock)) as written:
+        for shard, place in written:
+            yield FinishedPart(shard, place, read(place) or {})
+
+
+def _counted(
+    options: PreprocessOptions, parts: Generator[FinishedPart, None, None], number: int, total_bytes: int, show: bool
+) -> dict[Path, FinishedPart]:
+    """Return place -> part of `number` parts, with a bar or lines for the person who waits for them.
+
+    Raises:
+        ConfigError: too many records are bad: of all, or of so many until here that their share says something.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %  {task.fields[rates]}"),
+        TimeRemainingColumn(),
+    )
+    interval, limit = options.log_interval, options.max_bad_lines
+    bar = Progress(*columns, console=Console(stderr=True), disable=not show or interval is not None)
+    task = bar.add_task("tokenize", total=total_bytes, rates="")
+    started = time.monotonic()
+    documents = logged = num_bytes = 0
+    rejected: Counter[str] = Counter()
+    found: dict[Path, FinishedPart] = {}
+    with bar, closing(parts):
+        for part in parts:
+            found[part.place] = part
+            done = sum(span.end - span.start for span in part.shard)
+            num_bytes += done
+            documents += part.facts["documents"]
+            rejected.update(part.facts["rejected"])
+            bad = rejected.total()
+            records = documents + bad
+            if limit is not None and bad > limit * records and (records >= _FEW_RECORDS or len(found) == number):
+                raise ConfigError(
+                    f"--max-bad-lines {limit}: {bad} of {records} records are no documents ({_by_reason(rejected)}); "
+                    "look at the input and at --json-keys, or allow more"
+                )
+            seconds = max(time.monotonic() - started, 1e-9)
+            rates = f"{documents / seconds:,.0f} docs/s  {num_bytes / 1e6 / seconds:.2f} MB/s"
+            bar.update(task, advance=done, rates=rates)
+            if interval is not None and documents // interval > logged:
+                logged = documents // interval
+                print(f"{documents} documents, {rates}", file=sys.stderr, flush=True)
+    return found
 
 
 # ---- from parts to datasets
@@ -315,7 +319,13 @@ def _finished_parts(
 def _join(options: PreprocessOptions, work: ResumeDir, parts: list[FinishedPart], tokenizer: Tokenizer) -> None:
     """Put the datasets and the list of rejects together, and rename them to their places."""
     dtype = token_dtype(tokenizer.vocab_size)
-    about = TokenizerFacts(tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod, options.append_eod)
+    about = {
+        "tokenizer_type": tokenizer.name,
+        "tokenizer_sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+        "append_eod": options.append_eod,
+    }
     rejected: Counter[str] = Counter()
     documents = 0
     for part in parts:
@@ -327,22 +337,33 @@ def _join(options: PreprocessOptions, work: ResumeDir, parts: list[FinishedPart]
             f"no document was found in the input, and a dataset has at least one ({_by_reason(rejected)}); look at the "
             "input and at --json-keys"
         )
-    work.begin_assembling([part.place for part in parts])
+    work.record(plan=[part.place.name for part in parts])
     pairs = []
     for key, prefix in enumerate(options.prefixes):
-        bounds = []
-        for part in parts:
-            for piece in part.facts["pieces"][key]:
-                bounds.append((piece["min_id"], piece["max_id"]))
+        pieces = list(chain.from_iterable(part.facts["pieces"][key] for part in parts))
         # A piece without documents has bounds that no id has.
-        least, most = min(low for low, _ in bounds), max(high for _, high in bounds)
-        contents = TokenContents(least, most, rejected)
+        bounds = {"min_id": min(map(itemgetter("min_id"), pieces)), "max_id": max(map(itemgetter("max_id"), pieces))}
         aside = work.whole / str(key)
         sources = _in_order(parts, key, options.num_pieces, dtype.itemsize)
-        write_dataset(aside, sources, dtype, (about, contents), consume=True)
+        about |= {**bounds, "rejected": dict(sorted(rejected.items()))}
+        write_dataset(aside, sources, dtype, about, consume=True)
         pairs += renames(aside, prefix)
     if rejected:
-        _write_rejects(parts, work.whole / PART_REJECTS)
+        # All rejects together, with the file of each and the line in the file.
+        before = 0
+        with new_file(work.whole / PART_REJECTS) as out:
+            for part in parts:
+                first_lines = []
+                for span, records in zip(part.shard, part.facts["records"]):
+                    before = before if span.start else 0
+                    first_lines.append(before)
+                    before += records
+                with open(part.place / PART_REJECTS, encoding="utf-8") as file:
+                    for line in file:
+                        reject = json.loads(line)
+                        number = reject.pop("span")
+                        reject["line"] += first_lines[number]
+                        out.write((json.dumps({"file": part.shard[number].path, **reject}) + "\n").encode())
         pairs.insert(0, (work.whole / PART_REJECTS, Path(options.rejects).absolute()))
     older = [Path(prefix + suffix).absolute() for prefix in options.prefixes for suffix in (".idx", ".json")]
     older.append(Path(options.rejects).absolute())
@@ -381,50 +402,9 @@ def _numbers(path: str, total: int) -> numpy.ndarray:
     return numbers
 
 
-def _write_rejects(parts: list[FinishedPart], target: Path) -> None:
-    """Join the rejects of all parts, with the file of each and the line in the file."""
-    before = 0
-    with new_file(target) as out:
-        for part in parts:
-            first_lines = []
-            for span, records in zip(part.shard, part.facts["records"]):
-                before = before if span.start else 0
-                first_lines.append(before)
-                before += records
-            with open(part.place / PART_REJECTS, encoding="utf-8") as file:
-                for line in file:
-                    reject = json.loads(line)
-                    span_number = reject.pop("span")
-                    reject["line"] += first_lines[span_number]
-                    out.write((json.dumps({"file": part.shard[span_number].path, **reject}) + "\n").encode())
-
-
-# ---- what is printed
-
-
-def _by_reason(rejected: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(rejected.items(), key=lambda item: -item[1]))
-
-
-def _print_summary(options: PreprocessOptions, sidecars: dict[str, Sidecar], total_bytes: int, seconds: float) -> None:
-    for prefix, facts in sidecars.items():
-        print(
-            f"{prefix}: {facts.documents:,} documents, {facts.tokens:,} tokens ({facts.dtype}, ids "
-            f"{facts.min_id} to {facts.max_id}), "
-            f"{total_bytes / max(facts.tokens, 1):.2f} bytes of input per token; {seconds:.1f} s, "
-            f"{total_bytes / 1e6 / seconds:.2f} MB/s"
-        )
-    facts = next(iter(sidecars.values()))
-    if facts.rejected:
-        bad = Counter(facts.rejected)
-        print(
-            f"{facts.documents + bad.total():,} records = {facts.documents:,} documents + {bad.total():,} rejected "
-            f"({_by_reason(bad)}), listed in {options.rejects}"
-        )
-
+# ---- training a tokenizer
 
 MODEL_TYPES = ("bpe", "unigram")
-SAMPLE_BYTES = 4_000_000
 _LONGEST_LINE = 4096  # characters; longer lines are cut, or the trainer would leave them out
 # Sums of the unigram trainer depend on the number of threads, which is therefore fixed and not the machine's.
 _THREADS = 2
@@ -460,13 +440,7 @@ def sample_texts(texts: Iterable[str], limit_bytes: int) -> list[str]:
 
 
 def train_sentencepiece(
-    texts: Iterable[str],
-    model_file: str | Path,
-    vocab_size: int,
-    *,
-    model_type: str = "bpe",
-    limit_bytes: int = SAMPLE_BYTES,
-    overwrite: bool = False,
+    texts: Iterable[str], model_file: str | Path, size: int, *, model_type: str = "bpe", limit_bytes: int = 4_000_000
 ) -> None:
     """Train on a sample of `texts` and write `model_file`, which is renamed into place when it is complete.
 
@@ -474,23 +448,15 @@ def train_sentencepiece(
     takes 16 s, with as many bytes per token.
 
     Args:
-        texts: documents; read once.
-        vocab_size: number of pieces, including the 256 byte pieces and 4 fixed ones.
-        model_type: "bpe" or "unigram".
+        size: number of pieces, including the 256 byte pieces and 4 fixed ones.
+        model_type: one of MODEL_TYPES.
         limit_bytes: size of the sample.
 
     Raises:
-        ConfigError: there is no text, the sample cannot fill the vocabulary, or the file exists and `overwrite` is off.
+        ConfigError: there is no text, or the sample cannot fill the vocabulary.
     """
-    target = Path(model_file)
-    if target.exists() and not overwrite:
-        raise ConfigError(f"--tokenizer-model {target} exists: use it without --train-tokenizer, or add --overwrite")
-    if model_type not in MODEL_TYPES:
-        raise ConfigError(f"--tokenizer-model-type {model_type}: choose one of {', '.join(MODEL_TYPES)}")
-    if vocab_size <= _FIXED_PIECES:
-        raise ConfigError(
-            f"--tokenizer-vocab-size {vocab_size} must exceed {_FIXED_PIECES} (bytes and fixed pieces), e.g. 2048"
-        )
+    if size <= _FIXED_PIECES:
+        raise ConfigError(f"--tokenizer-vocab-size {size} must exceed {_FIXED_PIECES} (bytes, fixed pieces), e.g. 2048")
     sample = sample_texts(texts, limit_bytes)
     if not sample:
         raise ConfigError("--train-tokenizer: the input contains no text to train on")
@@ -502,7 +468,7 @@ def train_sentencepiece(
             sentence_iterator=_lines(sample),
             model_writer=content,
             model_type=model_type,
-            vocab_size=vocab_size,
+            vocab_size=size,
             character_coverage=0.9999,
             byte_fallback=True,
             normalization_rule_name="identity",
@@ -521,7 +487,8 @@ def train_sentencepiece(
             advice = f"it allows at most {largest[1]}"
         elif smallest := re.search(r"required_chars\. \d+ vs (\d+)", advice):
             advice = f"its characters need at least {smallest[1]}"
-        raise ConfigError(f"--tokenizer-vocab-size {vocab_size} does not fit the text: {advice}") from error
+        raise ConfigError(f"--tokenizer-vocab-size {size} does not fit the text: {advice}") from error
+    target = Path(model_file)
     target.parent.mkdir(parents=True, exist_ok=True)
     with replacing(target, "wb") as file:  # never half written
         file.write(content.getvalue())
@@ -574,95 +541,65 @@ def parser() -> argparse.ArgumentParser:
         description="Tokenize text into indexed datasets: PREFIX_KEY_document.bin, .idx and a .json sidecar.",
         allow_abbrev=False,
     )
-    data = p.add_argument_group("input and output")
-    data.add_argument(
+    add = p.add_argument_group("input and output").add_argument
+    add(
         "--input",
         nargs="+",
         required=True,
         help="JSON lines (.jsonl, .json), tables (.parquet, .arrow), texts (other files), .gz and .zst of lines and "
         "texts, folders of them or of a Hugging Face dataset, or patterns such as 'a/*.jsonl'",
     )
-    data.add_argument(
+    add(
         "--json-keys",
         nargs="+",
         default=["text"],
         help="keys of the JSON objects; one dataset each (default: text). Of a list of texts each is a sequence",
     )
-    data.add_argument("--output-prefix", required=True, help="path and beginning of the names of the files to write")
-    data.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
-    data.add_argument(
-        "--workers", type=int, default=None, help="processes that tokenize (default: one per available core)"
-    )
-    data.add_argument(
+    add("--output-prefix", required=True, help="path and beginning of the names of the files to write")
+    add("--append-eod", action="store_true", help="end every document with the end-of-document id")
+    add("--workers", type=int, help="processes that tokenize (default: one per available core)")
+    add(
         "--partitions",
         type=int,
         default=1,
         help="write first the documents 0, N, 2 N, ..., then 1, N + 1, ...: Megatron-LM's order (default: 1)",
     )
-    data.add_argument(
-        "--keep-sequential-samples", action="store_true", help="the order of the input, whatever --partitions says"
-    )
-    data.add_argument("--log-interval", type=int, help="documents between lines of progress, instead of a bar")
-    data.add_argument(
+    add("--keep-sequential-samples", action="store_true", help="the order of the input, whatever --partitions says")
+    add("--log-interval", type=int, help="documents between lines of progress, instead of a bar")
+    add(
         "--on-bad-line",
         choices=(STOP, SKIP),
         default=STOP,
         help="what is no document ends the work, or is counted and listed in PREFIX_rejects.jsonl (default: stop)",
     )
-    data.add_argument(
-        "--max-bad-lines", type=float, help="with skip: the share of bad lines, from 0 to 1, beyond which it stops"
-    )
-    data.add_argument(
-        "--overwrite", action="store_true", help="replace files that exist, and drop parts of another command"
-    )
+    add("--max-bad-lines", type=float, help="with skip: the share of bad lines, from 0 to 1, beyond which it stops")
+    add("--overwrite", action="store_true", help="replace files that exist, and drop parts of another command")
     tokenizer = p.add_argument_group("tokenizer")
     add_flags(tokenizer, TOKENIZER_FIELDS)
-    tokenizer.add_argument(
+    add = tokenizer.add_argument
+    add(
         "--tokenizer-hf-include-special-tokens",
         action="store_true",
         help="HuggingFaceTokenizer: add what tokenizer.json adds to a text, such as a token that begins it",
     )
-    tokenizer.add_argument("--vocab-size", type=int, help="NullTokenizer: ids, with the end-of-document id")
-    training = p.add_argument_group("training a SentencePiece tokenizer on the input first")
-    training.add_argument(
-        "--train-tokenizer", action="store_true", help="train and write the file --tokenizer-model, then use it"
-    )
-    training.add_argument(
-        "--tokenizer-vocab-size", type=int, default=4096, help="pieces of the new model (default: 4096)"
-    )
-    training.add_argument("--tokenizer-model-type", choices=MODEL_TYPES, default="bpe", help="algorithm (default: bpe)")
+    add("--vocab-size", type=int, help="NullTokenizer: ids, with the end-of-document id")
+    add = p.add_argument_group("training a SentencePiece tokenizer on the input first").add_argument
+    add("--train-tokenizer", action="store_true", help="train and write the file --tokenizer-model, then use it")
+    add("--tokenizer-vocab-size", type=int, default=4096, help="pieces of the new model (default: 4096)")
+    add("--tokenizer-model-type", choices=MODEL_TYPES, default="bpe", help="algorithm (default: bpe)")
     return p
 
 
 def main(argv: list[str]) -> int:
-    """Preprocess as the flags say.
-
-    Args:
-        argv: the command line without the program's name.
-
-    Returns:
-        The exit status: 0, 1 for a full disk, 2 for a wrong flag or input (one line on stderr), or 130 after Ctrl-C.
-    """
+    """Preprocess as the flags say, and return the exit status: also 1 for a full disk."""
     errors = (ConfigError, OSError)
     return run_program(NAME, _main, argv, interrupted=_INTERRUPTED, errors=errors, rank=0)
 
 
 def _main(argv: list[str]) -> int:
-    flags: dict[str, Any] = vars(parser().parse_args(_own_flags(argv)))
-    options = PreprocessOptions(**{**flags, "input": tuple(flags["input"]), "json_keys": tuple(flags["json_keys"])})
-    preprocess(options)
-    return DONE
-
-
-def _own_flags(argv: list[str]) -> list[str]:
-    """Return the command line in this program's flags, and print what became of Megatron-LM's.
-
-    Raises:
-        ConfigError: for flags that are unknown or not here, all in one message.
-    """
-    own: list[str] = []
-    for action in parser()._actions:
-        own += action.option_strings
+    p = parser()
+    own = [name for action in p._actions for name in action.option_strings]
+    # Of Megatron-LM's flags some become this program's; what is wrong with others is told in one message.
     kept: list[str] = []
     others: list[str] = []
     problems: list[str] = []
@@ -684,4 +621,6 @@ def _own_flags(argv: list[str]) -> list[str]:
         raise ConfigError(problems[0] if len(problems) == 1 else listing(f"{len(problems)} flags", problems))
     for text in found.notes:
         note(f"{NAME}: {text}")
-    return kept + found.argv
+    flags: dict[str, Any] = vars(p.parse_args(kept + found.argv))
+    preprocess(PreprocessOptions(**{**flags, "input": tuple(flags["input"]), "json_keys": tuple(flags["json_keys"])}))
+    return DONE

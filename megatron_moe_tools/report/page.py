@@ -67,34 +67,44 @@ def status_of(state: RunState) -> dict[str, str]:
     if not attempts:
         return {"state": "unknown", "text": f"{at}; it has no metrics.run.json, which says how a run ended"}
     ending = attempts[-1].get("ending")
-    if ending is None:
-        silent = _silent_seconds(state)
-        step_seconds = state.seconds / max(state.count, 1)
-        silence = duration_text(silent)
-        if silent > max(_SILENT_SECONDS, _SILENT_STEPS * step_seconds):
-            return {"state": "killed", "text": f"{at}: no ending was written, and nothing for {silence}"}
-        return {"state": "running", "text": f"{at}, last heard of {silence} ago"}
-    for word in ("finished", "stopped", "failed"):
-        if str(ending).startswith(word):
-            return {"state": word, "text": f"{at}{str(ending)[len(word) :]}"}
-    return {"state": "stopped", "text": f"{at}: {ending}"}
-
-
-def _silent_seconds(state: RunState) -> float:
-    """Return the seconds since anything was written about the run."""
-    try:
-        latest = state.metrics_file.stat().st_mtime
-    except OSError:
-        latest = 0.0
-    latest = max(latest, seconds_of(state.last.get("time")) or 0.0)
-    for attempt in state.info.get("attempts") or []:
-        latest = max(latest, seconds_of(attempt.get("start_time")) or 0.0)
-    return max(0.0, time.time() - latest) if latest else math.inf
+    if ending is not None:
+        for word in ("finished", "stopped", "failed"):
+            if str(ending).startswith(word):
+                return {"state": word, "text": f"{at}{str(ending)[len(word) :]}"}
+        return {"state": "stopped", "text": f"{at}: {ending}"}
+    heard = [seconds_of(state.last.get("time")), *(seconds_of(attempt.get("start_time")) for attempt in attempts)]
+    with suppress(OSError):
+        heard.append(state.metrics_file.stat().st_mtime)
+    latest = max(filter(None, heard), default=-math.inf)
+    silent = max(0.0, time.time() - latest)
+    silence = duration_text(silent)
+    if silent > max(_SILENT_SECONDS, _SILENT_STEPS * state.seconds / max(state.count, 1)):
+        return {"state": "killed", "text": f"{at}: no ending was written, and nothing for {silence}"}
+    return {"state": "running", "text": f"{at}, last heard of {silence} ago"}
 
 
 def findings(state: RunState, status: dict[str, str]) -> list[RunFinding]:
     """Return what is good in a run and what needs attention, the worst first."""
-    found = [*_of_steps(state), *_of_loss(state, status), *_of_experts(state), *_of_attempts(state, status)]
+    found = [*_of_steps(state), *_of_loss(state, status), *_of_experts(state)]
+    attempts = state.info.get("attempts") or []
+    if len(attempts) > 1:
+        killed = sum(attempt.get("ending") is None for attempt in attempts[:-1])
+        text = f"{len(attempts)} attempts, {killed} of them killed"
+        found.append(RunFinding("attention" if killed else "good", text, "attempts", "", "reliability.md"))
+    if state.event_counts["fault"]:
+        last = ""
+        for event in state.events:
+            if event["kind"] == "fault":
+                last = event["text"]
+        if len(last) > _MOST_TEXT:
+            last = f"{last[:_MOST_TEXT]}..."
+        text = f"{_count(state.event_counts['fault'], 'fault')} recorded, the last: {last}"
+        found.append(RunFinding("attention", text, "events", "the table of events has each", "reliability.md"))
+    if status["state"] in ("failed", "killed"):
+        how = {"failed": "failed", "killed": "was killed"}[status["state"]]
+        do = "the same command goes on from the last checkpoint, where --save and --load are given"
+        text = f"the last attempt {how} {_at(state)}".rstrip()
+        found.append(RunFinding("bad", text, "attempts", do, "reliability.md"))
     return sorted(found, key=lambda finding: _LEVELS.index(finding.level))
 
 
@@ -113,8 +123,22 @@ def _of_steps(state: RunState) -> list[RunFinding]:
         text = f"{count} had a loss that is NaN or infinite, the first at {watch.first_not_finite:,}"
         do = "see which batch, and whether --on-nan skips it"
         found.append(RunFinding("bad", text, "loss", do, "reliability.md#r7-nan-and-inf"))
-    if watch.skipped:
-        found.append(_of_skipped(state))
+    if watch.skipped:  # fp16 begins with some while its loss scale falls, others are faults
+        text = f"{_count(watch.skipped, 'step')} of {state.count:,} skipped, the last at {watch.last_skipped or 0:,}"
+        fp16 = (state.info.get("all_flags") or {}).get("fp16") or state.last.get("loss_scale", 1.0) != 1.0
+        often = watch.skipped > _MANY_SKIPPED * state.count
+        level, chart = "bad" if often else "attention", "grad_norm"
+        do = "their loss or gradient was not finite: the events say where; a lower --lr helps if it is not the data"
+        if watch.skipped_in_a_row > (_SKIPPED_IN_A_ROW_FP16 if fp16 else _SKIPPED_IN_A_ROW):
+            last = _count(watch.skipped_in_a_row, "step")
+            text = f"the last {last} were all skipped: nothing is learnt any more ({text})"
+            level, do = "bad", "go back to a checkpoint before them, with a lower --lr"
+        elif fp16:
+            level, chart = "attention" if often else "good", "loss_scale"
+            do = (
+                "fp16 skips a few while it looks for its loss scale; many later mean overflow: try bf16 or a lower --lr"
+            )
+        found.append(RunFinding(level, text, chart, do, "precision.md#a-step-is-a-transaction"))
     if state.count and not watch.not_finite and not watch.skipped:
         found.append(RunFinding("good", "every step was finite and applied", "loss"))
     if watch.spike_count:
@@ -135,24 +159,6 @@ def _of_steps(state: RunState) -> list[RunFinding]:
             RunFinding("attention", f"{_count(state.bad_lines, 'line')} of its files could not be read", "loss")
         )
     return found
-
-
-def _of_skipped(state: RunState) -> RunFinding:
-    """Return what the skipped steps mean: fp16 begins with some while its loss scale falls, others are faults."""
-    watch, page = state.watch, "precision.md#a-step-is-a-transaction"
-    text = f"{_count(watch.skipped, 'step')} of {state.count:,} skipped, the last at {watch.last_skipped or 0:,}"
-    fp16 = (state.info.get("all_flags") or {}).get("fp16") or state.last.get("loss_scale", 1.0) != 1.0
-    usual = _SKIPPED_IN_A_ROW_FP16 if fp16 else _SKIPPED_IN_A_ROW
-    if watch.skipped_in_a_row > usual:
-        last = _count(watch.skipped_in_a_row, "step")
-        text = f"the last {last} were all skipped: nothing is learnt any more ({text})"
-        return RunFinding("bad", text, "grad_norm", "go back to a checkpoint before them, with a lower --lr", page)
-    often = watch.skipped > _MANY_SKIPPED * state.count
-    if fp16:
-        do = "fp16 skips a few while it looks for its loss scale; many later mean overflow: try bf16 or a lower --lr"
-        return RunFinding("attention" if often else "good", text, "loss_scale", do, page)
-    do = "their loss or gradient was not finite: the events say where; a lower --lr helps if it is not the data"
-    return RunFinding("bad" if often else "attention", text, "grad_norm", do, page)
 
 
 def _of_loss(state: RunState, status: dict[str, str]) -> list[RunFinding]:
@@ -184,7 +190,7 @@ def _of_experts(state: RunState) -> list[RunFinding]:
     load = state.experts.load()
     if load is None:
         return []
-    page, layers, found = "balancing.md", state.loads.layers, []
+    page, layers, found = "guides/balancing.md", state.loads.layers, []
     dead = state.experts.dead().sum(axis=1)
     if dead.any():
         worst = int(dead.argmax())
@@ -210,30 +216,6 @@ def _of_experts(state: RunState) -> list[RunFinding]:
     elif peak[worst] < _EVEN and not dead.any():
         text = f"experts are evenly loaded: at most {peak[worst]:.2f} times the mean (layer {layers[worst]})"
         found.append(RunFinding("good", text, "loads"))
-    return found
-
-
-def _of_attempts(state: RunState, status: dict[str, str]) -> list[RunFinding]:
-    attempts, found = state.info.get("attempts") or [], []
-    if len(attempts) > 1:
-        killed = sum(attempt.get("ending") is None for attempt in attempts[:-1])
-        text = f"{len(attempts)} attempts, {killed} of them killed"
-        found.append(RunFinding("attention" if killed else "good", text, "attempts", "", "reliability.md"))
-    faults = state.event_counts["fault"]
-    if faults:
-        last = ""
-        for event in state.events:
-            if event["kind"] == "fault":
-                last = event["text"]
-        if len(last) > _MOST_TEXT:
-            last = f"{last[:_MOST_TEXT]}..."
-        text = f"{_count(faults, 'fault')} recorded, the last: {last}"
-        found.append(RunFinding("attention", text, "events", "the table of events has each", "reliability.md"))
-    if status["state"] in ("failed", "killed"):
-        how = {"failed": "failed", "killed": "was killed"}[status["state"]]
-        do = "the same command goes on from the last checkpoint, where --save and --load are given"
-        text = f"the last attempt {how} {_at(state)}".rstrip()
-        found.append(RunFinding("bad", text, "attempts", do, "reliability.md"))
     return found
 
 

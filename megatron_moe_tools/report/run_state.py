@@ -12,13 +12,12 @@ from __future__ import annotations
 import json
 import math
 import time
-from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -44,62 +43,34 @@ _SPIKE_DEVIATIONS, _LEAST_SPIKE = 8.0, 0.1
 _NORM_SPIKE, _SLOW = 8.0, 3.0
 
 Line = dict[str, Any]
-Numbers = dict[str, float]
-Cell = TypeVar("Cell")
-
-
-class _Bins(ABC, Generic[Cell]):
-    """Cells of `width` iterations each, of which neighbours join where there are more than twice `room`."""
-
-    def __init__(self, room: int) -> None:
-        self.width = 1
-        self._room, self._first = room, 0
-        self._cells: dict[int, Cell] = {}
-
-    def _bin_of(self, iteration: int) -> int | None:
-        """Return the number of an iteration's bin; None for one before the first."""
-        if not self._cells:
-            self._first = iteration
-        elif iteration < self._first:
-            return None
-        while (iteration - self._first) // self.width >= 2 * self._room:
-            narrow, self._cells = self._cells, {}
-            self.width *= 2
-            for number, cell in narrow.items():
-                self._put(number // 2, cell)
-        return (iteration - self._first) // self.width
-
-    def _put(self, number: int, cell: Cell) -> None:
-        if number in self._cells:
-            self._merge(self._cells[number], cell)
-        else:
-            self._cells[number] = cell
-
-    @abstractmethod
-    def _merge(self, into: Cell, cell: Cell) -> None:
-        """Add a bin's content to that of another."""
-
-    def _in_order(self) -> list[Cell]:
-        return [self._cells[number] for number in sorted(self._cells)]
-
-
+Numbers = dict[Any, float]
 _NOTHING = [math.nan, math.nan, math.nan, 1]
 
 
-class Series(_Bins[dict[str, list[float]]]):
+class Series:
     """Numbers by name over iterations: of each bin and name the least, the largest, the sum and how many there are."""
 
-    def __init__(self, room: int) -> None:
-        super().__init__(room)
-        self._names: dict[str, None] = {}
+    def __init__(self, room: int, most_names: int = MOST_SERIES) -> None:
+        self.width = 1
+        self._room, self._most_names, self._first = room, most_names, 0
+        self._bins: dict[int, dict[Any, list[float]]] = {}
+        self._names: dict[Any, None] = {}
 
-    def add(self, iteration: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of one iteration; those that are not finite are left out."""
-        number = self._bin_of(iteration)
-        if number is None:
+    def add(self, iteration: int, values: Mapping[Any, float]) -> None:
+        """Take the numbers of one iteration, which is one of them; those that are not finite are left out."""
+        if not self._bins:
+            self._first = iteration
+        elif iteration < self._first:
             return
-        cells = self._cells.setdefault(number, {})
-        for name, value in values.items():
+        while (iteration - self._first) // self.width >= 2 * self._room:
+            narrow, self._bins = self._bins, {}
+            self.width *= 2
+            for number, cells in narrow.items():
+                wide = self._bins.setdefault(number // 2, cells)
+                if wide is not cells:
+                    _merge(wide, cells)
+        cells = self._bins.setdefault((iteration - self._first) // self.width, {})
+        for name, value in (("iteration", iteration), *values.items()):
             if value - value != 0:
                 continue
             cell = cells.get(name)
@@ -110,27 +81,23 @@ class Series(_Bins[dict[str, list[float]]]):
                     cell[1] = value
                 cell[2] += value
                 cell[3] += 1
-            elif name in self._names or len(self._names) < MOST_SERIES:
+            elif name in self._names or len(self._names) < self._most_names:
                 self._names[name] = None
                 cells[name] = [value, value, value, 1]
 
-    def _merge(self, into: dict[str, list[float]], cell: dict[str, list[float]]) -> None:
-        for name, (low, high, total, count) in cell.items():
-            old = into.get(name)
-            if old is None:
-                into[name] = [low, high, total, count]
-            else:
-                into[name] = [min(low, old[0]), max(high, old[1]), total + old[2], count + old[3]]
-
     def forget_from(self, iteration: int) -> None:
-        """Drop the bins that begin at this iteration or later: their steps were repeated."""
-        for number in list(self._cells):
-            if self._first + number * self.width >= iteration:
-                del self._cells[number]
+        """Drop the bins with nothing before this iteration: their steps were repeated."""
+        for number, cells in list(self._bins.items()):
+            if cells["iteration"][0] >= iteration:
+                del self._bins[number]
+
+    def in_order(self) -> list[dict[Any, list[float]]]:
+        """Return the bins that have anything: name -> least, largest, sum, count."""
+        return [self._bins[number] for number in sorted(self._bins)]
 
     def rows(self) -> dict[str, dict[str, list[float | None]]]:
         """Return name -> mean, and where they differ low and high, each a list over the bins that have anything."""
-        bins, found = self._in_order(), {}
+        bins, found = self.in_order(), {}
         for name in self._names:
             means, lows, highs, differ = [], [], [], False
             for cells in bins:
@@ -146,52 +113,41 @@ class Series(_Bins[dict[str, list[float]]]):
 
     def sums(self, name: str) -> list[float]:
         """Return the sum of a number over each bin that has anything, 0 where it has none of these."""
-        return [cells.get(name, (0, 0, 0.0, 0))[2] for cells in self._in_order()]
+        return [cells.get(name, (0, 0, 0.0, 0))[2] for cells in self.in_order()]
 
 
-@dataclass
-class _Column:
-    """Figures of layers over iterations `first` to `last`: name -> sums, counts and largest values, [L] each."""
-
-    first: int
-    last: int
-    figures: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]
+def _merge(into: dict[Any, list[float]], cells: dict[Any, list[float]]) -> None:
+    for name, (low, high, total, count) in cells.items():
+        old = into.get(name, (low, high, 0, 0))
+        into[name] = [min(low, old[0]), max(high, old[1]), total + old[2], count + old[3]]
 
 
-class LayerSeries(_Bins[_Column]):
+class LayerSeries:
     """Figures of layers over iterations: of each bin, figure and layer the mean and the largest value."""
 
     def __init__(self, room: int) -> None:
-        super().__init__(room)
-        self.layers: list[int] = []
+        self._room = room
+        self._start([])
 
-    def add(self, iteration: int, layers: list[int], figures: Mapping[str, np.ndarray]) -> None:
-        """Take figures of all layers, name -> [L] with NaN where there is none; other layers start it anew."""
+    def _start(self, layers: list[int]) -> None:
+        self.layers = layers
+        self._figures: dict[str, None] = {}
+        self._series = Series(self._room, MOST_SERIES * (1 + len(layers)))
+
+    def add(self, iteration: int, layers: list[int], figures: Mapping[str, Sequence[float]]) -> None:
+        """Take figures of all layers, name -> L numbers with NaN where there is none; other layers start it anew."""
         if layers != self.layers:
-            self.layers, self._cells, self.width = layers, {}, 1
-        number = self._bin_of(iteration)
-        if number is None:
-            return
-        column = _Column(iteration, iteration, {})
-        for name, values in figures.items():
-            known = np.isfinite(values)
-            column.figures[name] = (np.where(known, values, 0.0), known.astype(np.int64), values)
-        self._put(number, column)
-
-    def _merge(self, into: _Column, cell: _Column) -> None:
-        into.first, into.last = min(into.first, cell.first), max(into.last, cell.last)
-        for name, (total, count, high) in cell.figures.items():
-            if name in into.figures:
-                old = into.figures[name]
-                into.figures[name] = (old[0] + total, old[1] + count, np.fmax(old[2], high))
-            else:
-                into.figures[name] = (total, count, high)
+            self._start(layers)
+        self._figures.update(dict.fromkeys(figures))
+        values: Numbers = {}
+        for name, column in figures.items():
+            for row, value in enumerate(column):
+                values[name, row] = value
+        self._series.add(iteration, values)
 
     def forget_from(self, iteration: int) -> None:
-        """Drop the bins with nothing before this iteration."""
-        for number, column in list(self._cells.items()):
-            if column.first >= iteration:
-                del self._cells[number]
+        """Drop the columns with nothing before this iteration."""
+        self._series.forget_from(iteration)
 
     def as_json(self, with_high: tuple[str, ...] = ()) -> dict[str, Any] | None:
         """Return layers, from and to of each column, and name -> columns of a value per layer; None where it is empty.
@@ -199,41 +155,36 @@ class LayerSeries(_Bins[_Column]):
         Args:
             with_high: figures of which NAME_high are the largest values of each column.
         """
-        if not self._cells:
+        columns = self._series.in_order()
+        if not columns:
             return None
-        columns = self._in_order()
-        nothing = (np.zeros(len(self.layers)), np.zeros(len(self.layers)), np.full(len(self.layers), np.nan))
-        edges: dict[str, list[int]] = {"from": [], "to": []}
-        names: dict[str, None] = {}
-        for column in columns:
-            edges["from"].append(column.first)
-            edges["to"].append(column.last)
-            names.update(dict.fromkeys(column.figures))
         figures: dict[str, list[list[float | None]]] = {}
-        for name in names:
-            means, highs = [], []
-            for column in columns:
-                total, count, high = column.figures.get(name, nothing)
-                means.append(numbers(np.where(count > 0, total / np.maximum(count, 1), np.nan)))
-                highs.append(numbers(high))
-            figures[name] = means
+        for name in self._figures:
+            highs: list[list[float | None]] = []
+            figures[name] = []
+            for cells in columns:
+                figures[name].append([])
+                highs.append([])
+                for row in range(len(self.layers)):
+                    _, high, total, count = cells.get((name, row), _NOTHING)
+                    figures[name][-1].append(short(total / count, 4))
+                    highs[-1].append(short(high, 4))
             if name in with_high:
                 figures[f"{name}_high"] = highs
-        return {"layers": self.layers, **edges, "figures": figures}
+        begins, ends = [], []
+        for cells in columns:
+            begins.append(cells["iteration"][0])
+            ends.append(cells["iteration"][1])
+        return {"layers": self.layers, "from": begins, "to": ends, "figures": figures}
 
 
-def short(value: float) -> float | None:
-    """Return a number in six digits, None for NaN; whole numbers up to 2^53 stay what they are."""
+def short(value: float, digits: int = 6) -> float | None:
+    """Return a number in so many digits, None for NaN; whole numbers up to 2^53 stay what they are."""
     if math.isnan(value):
         return None
     if value == int(value) and abs(value) < 2**53:
         return int(value)
-    return float(f"{value:.6g}")
-
-
-def numbers(values: np.ndarray, digits: int = 4) -> list[float | None]:
-    """Return [N] as numbers in so many digits, None for what is not finite."""
-    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values.tolist()]
+    return float(f"{value:.{digits}g}")
 
 
 @dataclass
@@ -284,15 +235,17 @@ class ExpertWindow:
 
         None where nothing was counted.
         """
-        load = self.load()
+        load, rows = self.load(), []
         if load is None:
             return None
+        for row in load.tolist():
+            rows.append([short(value, 3) for value in row])
         return {
             "layers": self._layers,
             "from": self._blocks[0].first,
             "to": self._blocks[-1].last,
             "steps": sum(block.steps for block in self._blocks),
-            "load": [numbers(row, 3) for row in load],
+            "load": rows,
             "dead": np.argwhere(self.dead()).tolist(),
             "deadSteps": min(_DEAD_STEPS, self._counted),
         }
@@ -461,10 +414,26 @@ class RunState:
             for kept in (self.series, self.loads, self.health):
                 kept.forget_from(iteration)
         self.last, self.count = line, self.count + 1
-        values = _numbers_of(line)
+        values: Numbers = {}  # the finite numbers of the line by name; those of an object or list are NAME.KEY
+        for name, value in line.items():
+            if name in _NO_SERIES:
+                continue
+            if isinstance(value, dict):
+                for key, inner in value.items():
+                    _put(values, f"{name}.{key}", inner)
+            elif isinstance(value, list):
+                for number, inner in enumerate(value, start=1):
+                    _put(values, f"{name}.{number}", inner)
+            else:
+                _put(values, name, value)
         self.tokens += values.get("tokens", 0.0)
         self.seconds += values.get("seconds", 0.0)
-        values.update(iteration=iteration, total_tokens=self.tokens, hours=self._hours(line))
+        hours, at = self.seconds / 3600, seconds_of(line.get("time"))
+        if at is not None:  # since the first step; without clock times, of training
+            if self._start is None:
+                self._start = at - float(line.get("seconds") or 0.0)
+            hours = (at - self._start) / 3600
+        values.update(total_tokens=self.tokens, hours=hours)
         self.watch.step(line, values)
         if line.get("skipped"):
             values["skipped"] = 1.0
@@ -473,32 +442,20 @@ class RunState:
             values["not_finite"] = 1.0
         counts = line.get("tokens_per_expert")
         if isinstance(counts, dict) and counts:
-            self._take_loads(iteration, counts)
+            layers = sorted(map(int, counts))
+            rows = list(map(counts.__getitem__, map(str, layers)))
+            if rows[0] and len(set(map(len, rows))) == 1:
+                table = np.array(rows, dtype=np.int64)
+                mean = table.mean(axis=1)
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    load = np.where(mean > 0, table.max(axis=1) / mean, np.nan)
+                dead = (table == 0).sum(axis=1).astype(float)
+                self.loads.add(iteration, layers, {"load": load.tolist(), "dead": dead.tolist()})
+                self.experts.add(iteration, layers, table)
         health = line.get("health")
         if isinstance(health, dict):
             self._take_health(iteration, health, values)
         self.series.add(iteration, values)
-
-    def _hours(self, line: Line) -> float:
-        """Return hours since the first step; without clock times, hours of training."""
-        at = seconds_of(line.get("time"))
-        if at is None:
-            return self.seconds / 3600
-        if self._start is None:
-            self._start = at - float(line.get("seconds") or 0.0)
-        return (at - self._start) / 3600
-
-    def _take_loads(self, iteration: int, counts: dict[str, list[int]]) -> None:
-        layers = sorted(map(int, counts))
-        rows = [counts[str(layer)] for layer in layers]
-        if len(set(map(len, rows))) != 1 or not rows[0]:
-            return
-        table = np.array(rows, dtype=np.int64)
-        mean = table.mean(axis=1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            load = np.where(mean > 0, table.max(axis=1) / mean, np.nan)
-        self.loads.add(iteration, layers, {"load": load, "dead": (table == 0).sum(axis=1).astype(float)})
-        self.experts.add(iteration, layers, table)
 
     def _take_health(self, iteration: int, health: Line, values: Numbers) -> None:
         for name in _OF_A_RUN:
@@ -508,23 +465,20 @@ class RunState:
         layers = sorted(map(int, health["layers"]))
         figures = {}
         for name in _OF_A_LAYER:
-            column = np.full(len(layers), np.nan)
+            found: Numbers = {}
             for row, layer in enumerate(layers):
                 of_layer = health["layers"][str(layer)]
-                value = {**of_layer, **(of_layer.get("load") or {})}.get(name)
-                if value is not None:
-                    column[row] = value
-            known = column[np.isfinite(column)]
-            if known.size:
-                figures[name] = column
+                _put(found, row, {**of_layer, **(of_layer.get("load") or {})}.get(name))
+            if found:
+                figures[name] = [found.get(row, math.nan) for row in range(len(layers))]
                 if name in _WORST:
-                    values[f"health.{name}"] = float(_WORST[name](known))
+                    values[f"health.{name}"] = _WORST[name](found.values())
         if figures:
             self.health.add(iteration, layers, figures)
 
     def _evaluation(self, line: Line) -> None:
         split = str(line.get("split"))
-        values: Numbers = {"iteration": line["iteration"]}
+        values: Numbers = {}
         _put(values, "loss", line.get("loss"))
         series = self.evaluations.setdefault(split, Series(_BINS))
         series.forget_from(line["iteration"])
@@ -532,24 +486,7 @@ class RunState:
         self.last_evaluation[split] = line
 
 
-def _numbers_of(line: Line) -> Numbers:
-    """Return the finite numbers of a line by name; those of an object or list are NAME.KEY."""
-    found: Numbers = {}
-    for name, value in line.items():
-        if name in _NO_SERIES:
-            continue
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                _put(found, f"{name}.{key}", inner)
-        elif isinstance(value, list):
-            for number, inner in enumerate(value, start=1):
-                _put(found, f"{name}.{number}", inner)
-        else:
-            _put(found, name, value)
-    return found
-
-
-def _put(values: Numbers, name: str, value: object) -> None:
+def _put(values: Numbers, name: object, value: object) -> None:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         values[name] = value
 

@@ -39,7 +39,6 @@ def test_every_tensor_is_found_where_torch_wrote_it(tmp_path):
     assert content.tensors.keys() == expected.keys()
     for key, tensor in content.tensors.items():
         assert (f"torch.{tensor.dtype}", tensor.shape) == (str(expected[key].dtype), tuple(expected[key].shape))
-        assert tensor.num_bytes == expected[key].nbytes
         for part in tensor.parts:
             box = tuple(slice(first, first + count) for first, count in zip(part.start, part.shape))
             assert torch.equal(step_reader.read_value(step, key, part.place), expected[key][box])

@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 
-from megatron_moe.checkpoint import folder, load, state
+from megatron_moe.checkpoint import errors, folder, load, state
 from megatron_moe.checkpoint.plan import CheckpointSource, plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
@@ -38,7 +38,7 @@ def found(flags: dict[str, Any], round_seconds: float = 10.0) -> tuple[str | Non
     told: list[str] = []
     run = replace(Run(), **flags)
     try:
-        with mock.patch.object(load, "ROUND_SECONDS", round_seconds):
+        with mock.patch.object(errors, "ROUND_SECONDS", round_seconds):
             chosen = load.verified(run, plan(run), told.append)
     except ConfigError as error:
         return str(error), [], told
@@ -80,7 +80,7 @@ def test_a_state_of_before_skipped_samples_had_equal_batches():
     saved = {"iteration": 8, "consumed_samples": 64, "skipped_iterations": 2, **moved}
     for further, samples in (({}, 48), ({"skipped_samples": 20}, 44)):
         progress = state.TrainingProgress.of_state({**saved, **further})
-        assert (progress.committed_iterations, progress.committed_samples) == (6, samples)
+        assert progress.committed_samples == samples
 
 
 def test_a_random_state_has_what_was_drawn_ahead_and_on_another_layout_the_streams_are_new(tmp_path):

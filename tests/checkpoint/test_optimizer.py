@@ -16,7 +16,7 @@ from megatron_moe.checkpoint import optimizer as optimizer_state
 from megatron_moe.checkpoint.optimizer import GATHERED_BYTES
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.platform import pinned_memory
-from megatron_moe_tools.plan.plan import gathering_bytes, saving_memory
+from megatron_moe_tools.plan.plan import rank_memory, saving_memory
 from megatron_moe_tools.plan.tracing import trace_ranks
 from tests.helpers.rows import rows
 from tests.helpers.trained_steps import OPTIMIZERS, SMALL, TINY
@@ -91,14 +91,13 @@ def test_where_cuda_refuses_the_memory_is_pageable_and_that_is_reported_once(run
 
 
 @pytest.mark.parametrize("frozen_before", [False, True])
-def test_what_a_program_has_frozen_for_its_collector_is_so_after_a_save(frozen_before, monkeypatch):
+def test_what_a_program_has_frozen_for_its_collector_is_so_after_a_save(frozen_before):
     """An unfreezing would hand its collector every object, and write into each page that a forked process shares."""
     gc.unfreeze()
-    monkeypatch.setattr(optimizer_state, "_frozen_before", [])
     mark: list[int] = []
     if frozen_before:
         gc.freeze()
-    for _ in range(2):  # the second time without counting
+    for _ in range(2):
         optimizer = SimpleNamespace(get_parameter_state_dp_zero=None)
         with optimizer_state.gathered_into(optimizer, optimizer_state.Buffers(), later=False):
             assert gc.get_freeze_count()
@@ -136,9 +135,9 @@ def test_a_save_takes_the_host_memory_that_is_planned(gloo, tmp_path: Path, opti
     traces = trace_ranks(run, 2, run.derived.padded_vocab_size(257), device="cpu", imbalance=1.0)
     plan = saving_memory(run, traces, gpus_per_node=2)
     found = gloo.run(2, allocated, flags=flags)
-    assert plan.kept == background
-    assert plan.host_rank == pytest.approx(max(taken for _, taken in found), rel=0.01)
-    assert plan.host_node == pytest.approx(sum(taken for _, taken in found), rel=0.01)
+    assert plan["kept"] == background
+    assert plan["host_rank"] == pytest.approx(max(taken for _, taken in found), rel=0.01)
+    assert plan["host_node"] == pytest.approx(sum(taken for _, taken in found), rel=0.01)
     if not background:
         assert [to_lock for to_lock, _ in found] == [0, 0]
 
@@ -150,6 +149,6 @@ def test_what_a_save_takes_on_the_device_does_not_grow_with_the_model():
     )  # fmt: skip
     (trace,) = trace_ranks(run, 8, 50048, device="cuda", imbalance=1.0)
     assert trace.buffers[0].numel * 4 > 10 * GATHERED_BYTES
-    assert gathering_bytes(run, trace) == 2 * GATHERED_BYTES + 2 * GATHERED_BYTES // 8
+    assert rank_memory(run, trace, 8).saving == 2 * GATHERED_BYTES + 2 * GATHERED_BYTES // 8
     for other in (replace(run, save=None), replace(run, no_save_optim=True)):
-        assert gathering_bytes(other, trace) == 0
+        assert rank_memory(other, trace, 8).saving == 0

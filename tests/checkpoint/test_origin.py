@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_moe.checkpoint import folder, manifest, origin
 from megatron_moe.checkpoint.origin import Provenance
+from megatron_moe.checkpoint.plan import CheckpointSource
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import write_json
 
@@ -22,7 +25,7 @@ def published(root, about: Provenance):
 
 def test_the_files_go_into_a_step_and_come_back(tmp_path):
     step = published(tmp_path, Provenance(STATE, FILES))
-    assert folder.defect(step) is None
+    assert manifest.structure_defect(step) is None
     assert manifest.content_defect(step, manifest.read(step).files) is None
     assert origin.of_step(step, {"hf": STATE}) == (Provenance(STATE, FILES), [])
     (step / "hf" / "config.json").write_text("{.")
@@ -64,4 +67,4 @@ def test_files_that_are_gone_or_changed_and_a_state_that_is_none_are_errors(tmp_
     ],
 )
 def test_a_converted_step_is_told_from_one_that_training_saved(state, expected):
-    assert origin.is_converted(state) is expected
+    assert CheckpointSource(Path(), {}, state).weights_only is expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,13 @@ def parsed(path: Path, content: dict[str, Any] | str, *flags: str, world: int | 
 
 def changed(run: schema.Run, *flags: str) -> dict[str, Any]:
     """The settings in which a run differs from one with these flags alone."""
-    plain = schema.flatten(compat.parse(flags))
+    plain = _plain(flags)
     return {name: value for name, value in schema.flatten(run).items() if value != plain[name]}
+
+
+@cache
+def _plain(flags: tuple[str, ...]) -> dict[str, Any]:
+    return schema.flatten(compat.parse(flags))
 
 
 def zero(**settings: Any) -> dict[str, Any]:

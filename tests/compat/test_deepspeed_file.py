@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_moe.config import rules, schema
 from megatron_moe_tools import compat
-from megatron_moe_tools.compat.deepspeed import tables
 from tests.config.refused import refused
 
 FILES = Path(__file__).with_name("deepspeed")
@@ -76,27 +73,6 @@ def test_a_file_becomes_settings_that_keep_the_rules_as_if_its_flags_were_typed(
     text = "\n".join(run.warnings)
     assert [fragment for fragment in case.notes if fragment not in text] == []
     assert all(line.startswith(f"{name}.json") for line in run.warnings)
-
-
-def leaves(mapping: dict[str, Any], above: str = "") -> list[str]:
-    """The keys that are not "auto"."""
-    found = []
-    for name, value in mapping.items():
-        if isinstance(value, dict):
-            found += leaves(value, f"{above}{name}.")
-        elif value != "auto":
-            found.append(above + name)
-    return found
-
-
-@pytest.mark.parametrize("name", [name for name in TAKEN if name != "hand_written_zero1"])
-def test_no_key_of_a_file_is_read_past_in_silence(name):
-    notes = "\n".join(run_of(name, TAKEN[name].flags, TAKEN[name].world).warnings)
-    for key in leaves(json.loads((FILES / f"{name}.json").read_text())):
-        parts = key.split(".")
-        prefixes = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
-        if key not in tables().taken and not prefixes & tables().refused.keys():
-            assert any(prefix in notes for prefix in prefixes), key
 
 
 def test_the_published_failing_file_is_refused_where_its_machines_are_smaller():

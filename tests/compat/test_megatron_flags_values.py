@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -80,15 +79,6 @@ def checked(name: str) -> Checked:
     return Checked(run.warnings, "", has_length)
 
 
-def unread(name: str) -> Iterator[str]:
-    """Yield the flags of a script that take a number of values that it does not give."""
-    for group in groups(command(name)[0]):
-        flag, given = parts(group)
-        action = compat.parser()._option_string_actions.get(flag)
-        if action is not None and (action.nargs != 0) != bool(given):
-            yield flag
-
-
 def test_most_scripts_pass_with_their_values_and_say_what_differs():
     found = {number: checked(number) for number in NUMBERS}
     refused = {number: one.error for number, one in found.items() if one.error}
@@ -97,10 +87,6 @@ def test_most_scripts_pass_with_their_values_and_say_what_differs():
     assert len(passing) >= PASS
     assert sum(one.has_length for one in passing) >= PASS_AS_THEY_ARE
     assert all(one.notes for one in passing)
-
-
-def test_every_flag_of_a_script_has_its_values():
-    assert {number: list(unread(number)) for number in NUMBERS if list(unread(number))} == {}
 
 
 def test_whole_argument_lists_pass_and_what_their_fp8_flags_become_is_reported():

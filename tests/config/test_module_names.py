@@ -126,7 +126,7 @@ def test_weights_have_the_dtype_that_the_contract_prints_and_the_guard_wants(mod
 
 
 def test_the_guard_notices_a_module_that_was_not_kept(one_process, monkeypatch):
-    monkeypatch.setattr(build, "keep_in_fp32", lambda *_: [])
+    monkeypatch.setattr(build, "keep_in_fp32", lambda *_: None)
     with pytest.raises(PrecisionError, match=r"layers\.1\.mlp\.experts\.weight1 .*bfloat16, must be torch\.float32"):
         built({**TINY, "bf16": True, "keep_fp32": ("experts",)})
 

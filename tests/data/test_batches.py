@@ -15,7 +15,6 @@ from megatron_moe.config.schema import build
 from megatron_moe.data.batches import (
     KEYS,
     added,
-    batch_iterator,
     batch_iterators,
     hex_of,
     micro_batch_indices,
@@ -63,7 +62,7 @@ def test_all_ranks_end_together_where_a_full_round_no_longer_fits(length, rounds
 
 def test_a_batch_is_the_samples_stacked_and_takes_no_random_number():
     before = torch.get_rng_state()
-    batch = next(batch_iterator(Numbered(), make_run(), consumed_samples=4))
+    batch = next(batch_iterators(Numbered(), make_run(), consumed_samples=4)[0])
     assert torch.equal(torch.get_rng_state(), before)
     for row, i in enumerate((4, 5)):
         for key, value in Numbered()[i].items():
@@ -72,8 +71,8 @@ def test_a_batch_is_the_samples_stacked_and_takes_no_random_number():
 
 
 def test_reading_ahead_in_processes_changes_nothing():
-    plain = batch_iterator(Numbered(), make_run(), consumed_samples=6)
-    ahead = batch_iterator(Numbered(), make_run(num_workers=2), consumed_samples=6)
+    plain = batch_iterators(Numbered(), make_run(), consumed_samples=6)[0]
+    ahead = batch_iterators(Numbered(), make_run(num_workers=2), consumed_samples=6)[0]
     for _ in range(29):
         one, other = next(plain), next(ahead)
         assert all(torch.equal(one[key], other[key]) for key in KEYS)
@@ -83,7 +82,7 @@ def test_reading_ahead_in_processes_changes_nothing():
 
 
 def test_an_id_outside_the_vocabulary_is_named_before_it_reaches_the_model():
-    iterator = batch_iterator(Numbered(), make_run(vocab_size=12))
+    iterator = batch_iterators(Numbered(), make_run(vocab_size=12))[0]
     for _ in range(5):
         next(iterator)  # samples 0 to 9, labels to 10
     with pytest.raises(ValueError, match=r"token id 12 in sample 1\d, outside the vocabulary of 12"):
@@ -92,7 +91,7 @@ def test_an_id_outside_the_vocabulary_is_named_before_it_reaches_the_model():
 
 def test_a_rank_that_reads_needs_a_dataset():
     with pytest.raises(ValueError, match="dataset is None"):
-        batch_iterator(None, make_run())
+        batch_iterators(None, make_run())[0]
 
 
 # ---- on ranks
@@ -211,13 +210,13 @@ def test_sums_of_many_hashes_are_exact():
 def test_a_run_of_batches_has_the_hash_of_its_samples_whatever_their_size_and_readers():
     taken = []
     for flags, reads in (({"micro_batch_size": 1}, 8), ({}, 4), ({"micro_batch_size": 4, "num_workers": 1}, 2)):
-        batches = batch_iterator(Numbered(), make_run(**flags), consumed_samples=8)
+        batches = batch_iterators(Numbered(), make_run(**flags), consumed_samples=8)[0]
         for _ in range(reads):
             next(batches)
         taken.append(batches.take_sample_words())
         assert batches.take_sample_words() == (0.0, 0.0)
     assert len(set(taken)) == 1 and hex_of(*taken[0]) is not None
-    elsewhere = batch_iterator(Numbered(), make_run(micro_batch_size=1), consumed_samples=9)
+    elsewhere = batch_iterators(Numbered(), make_run(micro_batch_size=1), consumed_samples=9)[0]
     for _ in range(8):
         next(elsewhere)
     assert elsewhere.take_sample_words() != taken[0]
@@ -234,7 +233,7 @@ def read_by(dp: int, micro_batch: int, steps: int, consumed: int, ramp: Any) -> 
     """Samples in the order in which a global batch is laid out, the hash of each step, and where it ends."""
     run = make_run(micro_batch_size=micro_batch)
     groups = [SimpleNamespace(tp=one(), pp=one(), cp=one(), dp=one(rank, dp)) for rank in range(dp)]
-    ranks = [batch_iterator(Numbered(512), run, consumed_samples=consumed, pg_collection=g) for g in groups]
+    ranks = [batch_iterators(Numbered(512), run, consumed_samples=consumed, pg_collection=g)[0] for g in groups]
     schedule = BatchSchedule(micro_batch, dp, 16, ramp)
     order: list[int] = []
     hashes = []

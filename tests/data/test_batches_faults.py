@@ -22,8 +22,8 @@ from megatron_moe.config import cli
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data import datasets
-from megatron_moe.data.batches import batch_iterator
-from megatron_moe.data.checks import changed_since, data_fingerprint, require_same_data
+from megatron_moe.data.batches import batch_iterators
+from megatron_moe.data.checks import changed_since, data_fingerprint, require_same_samples
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
@@ -109,7 +109,7 @@ def test_an_id_beyond_the_vocabulary_is_found_at_the_start_or_in_its_batch(scene
         file.write(struct.pack("<H", 5000))
     assert scene.verdict("--data-verify-gb", "0") is None, "the hash is not read beyond the limit"
     run = scene.run(data_verify_gb=0.0, vocab_size=VOCABULARY)
-    batches = batch_iterator(build_datasets(run, NullTokenizer(VOCABULARY), 24, 0, 0)[0], run)
+    batches = batch_iterators(build_datasets(run, NullTokenizer(VOCABULARY), 24, 0, 0)[0], run)[0]
     with pytest.raises(ValueError) as caught:
         for _ in range(24):
             next(batches)
@@ -139,12 +139,12 @@ def test_a_file_that_is_replaced_between_save_and_resume_is_named(scene, limit, 
         assert f"{scene.prefix}.bin" in str(changed_since(saved))
         now = data_fingerprint(run)
         if content is DOCUMENTS and limit > 0:
-            assert require_same_data(run, now, saved, "STEP") == []
+            assert require_same_samples(run, now, flatten(run), saved, "STEP") == []
             continue
         with pytest.raises(ConfigError, match="is not the file that STEP was trained on") as caught:
-            require_same_data(run, now, saved, "STEP")
+            require_same_samples(run, now, flatten(run), saved, "STEP")
         assert str(caught.value).startswith(scene.prefix)
-        assert "WARNING" in require_same_data(accepting, now, saved, "STEP")[0]
+        assert "WARNING" in require_same_samples(accepting, now, flatten(accepting), saved, "STEP")[0]
 
 
 @pytest.mark.parametrize("kind", ["damaged", "other order", "list cut", "list gone"])
@@ -213,5 +213,5 @@ def test_a_file_that_is_replaced_or_disappears_during_the_run_stops_it_before_it
 
 def test_other_prefixes_are_no_replaced_files(scene):
     now, saved = data_fingerprint(scene.run()), data_fingerprint(scene.run(data_path=[scene.other]))
-    assert require_same_data(scene.run(), now, saved, "STEP") == []
+    assert require_same_samples(scene.run(), now, flatten(scene.run()), saved, "STEP") == []
     assert data_fingerprint(build({"mock_data": True})) == {}

@@ -140,7 +140,7 @@ def test_checking_and_the_tools_load_no_torch(prefix, tmp_path):
 import contextlib, sys
 from megatron_moe_tools.prepare import merge, preprocess
 from megatron_moe.config.schema import build
-from megatron_moe_tools.prepare import encoding  # which a process imports that encodes
+from megatron_moe_tools.prepare import output  # which a worker imports
 from megatron_moe.data.checks import check_data
 from megatron_moe.data.tokenizers import NullTokenizer
 check_data(build({{"data_path": [{prefix!r}], "split": "80,20,0", "seq_length": 16}}), NullTokenizer({VOCABULARY}))

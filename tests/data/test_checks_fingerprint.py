@@ -6,14 +6,14 @@ import pytest
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten, replace
-from megatron_moe.data.checks import require_same_order
+from megatron_moe.data.checks import require_same_samples
 
 RUN = replace(Run(), data_path=("0.3", "a", "0.7", "b"), seed=1, seq_length=64, train_iters=10)
 
 
 def files(**digests: str | None) -> dict:
     def entry(digest: str | None, suffix: str) -> dict:
-        return {"bytes": 10, "mtime_ns": 1, "sha256": digest and digest + suffix}
+        return {"bytes": 10, "mtime_ns": 1, "sha256": digest and digest + suffix, "verified": True}
 
     return {
         prefix: {suffix: entry(digest, suffix) for suffix in (".bin", ".idx")} for prefix, digest in digests.items()
@@ -24,7 +24,7 @@ SAVED = files(a="aa", b="bb")
 
 
 def order(changes: dict, now: dict | None = None) -> list[str]:
-    return require_same_order(replace(RUN, **changes), SAVED if now is None else now, flatten(RUN), SAVED, "STEP")
+    return require_same_samples(replace(RUN, **changes), SAVED if now is None else now, flatten(RUN), SAVED, "STEP")
 
 
 @pytest.mark.parametrize(

@@ -115,12 +115,6 @@ def test_a_blend_draws_in_proportion_to_its_weights(write_ids, per_split):
     assert drawn[:10].count(0) == 5  # in proportion all along, not one after the other
 
 
-def test_prefixes_without_weights_are_drawn_by_their_size(write_ids):
-    words = [write_ids([[i] * 33] * (10 * (i + 1)), name=f"d{i}", vocab_size=VOCABULARY) for i in range(2)]
-    drawn = [row[0] for row in rows(built(120, data_path=words))]
-    assert 1.8 < drawn.count(1) / drawn.count(0) < 2.2
-
-
 def test_end_of_document_flags_reach_the_samples(write_ids):
     prefix = write_ids([[1, 2, 4]] * 30, vocab_size=6)
     tokenizer = NullTokenizer(6)

@@ -16,6 +16,7 @@ import pytest
 
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.data.index_file import open_index
+from megatron_moe.data.tokenizers import SentencePieceTokenizer
 from megatron_moe_tools.prepare import output
 from megatron_moe_tools.prepare import preprocess as preprocess_module
 from megatron_moe_tools.prepare.inputs import plan_shards
@@ -27,6 +28,7 @@ from tests.helpers.rows import rows
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 ROOT = Path(__file__).parents[2]
+TRAINED = {"tokenizer_type": None, "train_tokenizer": True, "tokenizer_vocab_size": 290}
 
 
 def contents(folder: Path, name: str = "out") -> dict[str, bytes]:
@@ -272,8 +274,7 @@ def test_a_tokenizer_that_was_trained_before_a_kill_is_used(tmp_path):
     source.write_bytes(b"".join(line(f"text number {i} " * 3) + b"\n" for i in range(50)))
 
     def work(folder: Path) -> None:
-        flags = {"tokenizer_type": None, "train_tokenizer": True, "tokenizer_vocab_size": 290}
-        run([source], folder / "out", tokenizer_model=str(folder / "out.model"), **flags)
+        run([source], folder / "out", tokenizer_model=str(folder / "out.model"), **TRAINED)
 
     for number in (3, 20, 1000):
         folder = tmp_path / str(number)
@@ -282,3 +283,14 @@ def test_a_tokenizer_that_was_trained_before_a_kill_is_used(tmp_path):
             work(folder)
     assert len(contents(tmp_path / "1000")) == 4
     assert contents(tmp_path / "3") == contents(tmp_path / "20") == contents(tmp_path / "1000")
+
+
+def test_training_does_not_replace_a_model_unasked(tmp_path):
+    source, model = tmp_path / "in.jsonl", tmp_path / "m"
+    source.write_bytes(b"".join(line(f"text number {i} " * 3) + b"\n" for i in range(50)))
+    model.write_text("mine")
+    with pytest.raises(ConfigError, match=f"{model} exists"):
+        run([source], tmp_path / "out", tokenizer_model=str(model), **TRAINED)
+    assert model.read_text() == "mine"
+    run([source], tmp_path / "out", tokenizer_model=str(model), overwrite=True, **TRAINED)
+    assert SentencePieceTokenizer(model).vocab_size == 290

@@ -177,15 +177,6 @@ def test_a_vocabulary_that_does_not_fit_the_text_is_refused_with_one_that_does(t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_training_does_not_replace_a_model_unasked(sources, tmp_path):
-    (tmp_path / "m").write_text("mine")
-    with pytest.raises(ConfigError, match="exists"):
-        train_sentencepiece(sources[:3], tmp_path / "m", 400)
-    assert (tmp_path / "m").read_text() == "mine"
-    train_sentencepiece(sources, tmp_path / "m", 400, limit_bytes=50_000, overwrite=True)
-    assert SentencePieceTokenizer(tmp_path / "m").vocab_size == 400
-
-
 @pytest.mark.parametrize(
     "data, vocab_size, words",
     [

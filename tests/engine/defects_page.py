@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_moe.config.fields import all_fields
 from megatron_moe.engine.defects import Defect, known_defects
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,10 +35,19 @@ def table() -> str:
 
 
 def met_with(defect: Defect) -> str:
-    """Return the conditions of a defect in words."""
+    """Return the conditions of a defect in words, a setting as its flag: `--sequence-parallel`, `tp times cp > 1`."""
     if defect.when is None:
         return "no run"
-    return ", ".join(str(condition) for condition in defect.when) or "every run"
+    words = []
+    for condition in defect.when:
+        field = all_fields().get(condition.name)
+        name = condition.name.replace("_", " ") if field is None else field.flag
+        if condition.wanted is False:
+            name = f"no {name}"
+        elif condition.wanted is not True and condition.wanted != "set":
+            name = f"{name} {condition.wanted}"
+        words.append(name)
+    return ", ".join(words) or "every run"
 
 
 def _code(names: tuple[str, ...] | dict[str, str]) -> str:

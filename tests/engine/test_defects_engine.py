@@ -35,11 +35,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_moe import platform
 from megatron_moe.checkpoint import manifest
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.model.engine_config import transformer_config
+from megatron_moe.model.build import LOCAL, layer_spec
+from megatron_moe.model.engine_config import LayerSettings, transformer_config
 from megatron_moe.model.initialize import normal
 from megatron_moe.model.loss import loss_func
 from megatron_moe.model.norm import RMSNorm
-from megatron_moe.model.spec import LOCAL, LayerSettings, layer_spec
 from megatron_moe.moe.experts import without_output
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import all_reduce_sum, shared_by_ranks

@@ -7,6 +7,7 @@ parameter, counts, `expert_bias` and weights; `compare` says what differs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ from benchmarks.problem import Shape, make_problem, oracle, relative_error
 from megatron_moe import platform
 from megatron_moe.config import cli
 from megatron_moe.config.schema import replace
-from megatron_moe.moe.layer import OverlappedSharedExperts, SequentialSharedExperts
 from megatron_moe.moe.load_balance import updated_expert_bias
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.routing import MicroBatch, build_choice, route, scores_from_logits
+from megatron_moe.moe.routing import MicroBatch, chosen_experts, route, scores_from_logits
 from megatron_moe.parallel import groups
 from megatron_moe_tools.doctor.compare import FP32, compare, rounding_error, tolerances_of
 from megatron_moe_tools.doctor.layouts import EVERY_KIND, combinations_of, model
@@ -113,9 +113,8 @@ def _shared_overlap(stage: Stage) -> None:
             layer = build_layer(case, {})[0].to(stage.device)
             hidden, _ = tokens_and_padding(case, 16 if stage.dry else 2048, 4)
             found = []
-            beside = OverlappedSharedExperts if platform.has_streams() else SequentialSharedExperts
-            for schedule in (SequentialSharedExperts, *[beside] * 10):
-                layer.schedule = schedule()
+            for beside in (False, *[platform.has_streams()] * 10):
+                layer.shared_overlaps = beside
                 layer.zero_grad(set_to_none=True)
                 given = hidden.to(stage.device).requires_grad_()
                 output, _ = layer(given)
@@ -136,7 +135,8 @@ def _equal_logits(stage: Stage) -> None:
     flags += "--moe-router-num-groups 1 --moe-router-group-topk 1"
     options = MoEOptions.from_run(cli.parse(flags.split()))
     assert options is not None
-    choice, batch, zeros = build_choice(options, None), MicroBatch(None, 1, True), torch.zeros(16, device=stage.device)
+    choice = functools.partial(chosen_experts, options, None)
+    batch, zeros = MicroBatch(None, 1, True), torch.zeros(16, device=stage.device)
     generator = torch.Generator().manual_seed(6)
     cases = {
         "distinct logits": torch.rand(2000, 16, generator=generator).argsort(dim=-1).float() / 8 - 1,

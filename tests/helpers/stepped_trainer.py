@@ -89,11 +89,13 @@ class Trainer(model_cases.Trainer):
         from megatron_moe.data.batches import batch_iterators
         from megatron_moe.data.datasets import build_datasets
         from megatron_moe.data.tokenizer_choice import build_tokenizer
-        from megatron_moe.optim.weight_average import build_average
+        from megatron_moe.optim.weight_average import WeightAverage
 
         run = build({**TINY, **flags})
         super().__init__(run, vocabulary=run.derived.padded_vocab_size(100))
-        self.average = build_average(run, self.model, self.optimizer)
+        self.average = None
+        if (decay := run.optimizer.ema_decay) is not None:
+            self.average = WeightAverage(decay, self.model, self.optimizer)
         tokenizer = build_tokenizer(run.data, 100)
         self.dataset, *_ = build_datasets(run, tokenizer, 80, 0, 0, pg_collection=self.groups)
         self.batches = batch_iterators(self.dataset, run, pg_collection=self.groups)

@@ -56,7 +56,7 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
     from dataclasses import asdict
 
     from megatron_moe.checkpoint.state import TrainState
-    from megatron_moe.hf.import_plan import plan_import
+    from megatron_moe.hf.config import plan_import
     from megatron_moe.hf.importing import fill
     from megatron_moe.model.build import build_model
     from megatron_moe.optim.optimizer import build_optimizer, owned_part
@@ -198,13 +198,13 @@ def _forgets_a_box(importing: Any) -> tuple[str, Any]:
 
 
 def _skips_the_copies(importing: Any) -> tuple[str, Any]:
-    rounds = importing._rounds
+    rounds = importing.in_rounds
 
-    def without(filling: Any, *rest: Any) -> None:
+    def without(filling: Any, *rest: Any) -> Any:
         filling.copies = []
-        rounds(filling, *rest)
+        return rounds(filling, *rest)
 
-    return "_rounds", without
+    return "in_rounds", without
 
 
 MISTAKES = {

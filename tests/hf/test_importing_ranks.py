@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_moe.config.schema import build
-from megatron_moe.hf.import_plan import plan_import
+from megatron_moe.hf.config import plan_import
 from tests.config.refused import refused
 from tests.helpers import tiny_models
 from tests.helpers.conversions import unequal

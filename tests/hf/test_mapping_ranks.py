@@ -107,7 +107,7 @@ def assembled(ranks: list[dict[str, Any]], quantity: str) -> dict[str, torch.Ten
 
     records = [{"place": rank["place"], "tensors": {quantity: rank[quantity]}, "steps": []} for rank in ranks]
     whole = assemble(records)
-    assert whole.missing == [] and whole.disagreements == []
+    assert whole.differences == []
     return whole.tensors[quantity]
 
 

@@ -68,7 +68,7 @@ def test_what_the_library_wrote_is_read_to_the_bit(tmp_path, seed):
         for name, tensor in tensors.items():
             expected = hashlib.sha256(bits(tensor)).hexdigest()
             assert reader.read_hashed(name)[1] == {name: expected} == {name: reader.digest(name)}
-            assert (reader.dtype(name), reader.shape(name)) == (tensor.dtype, tuple(tensor.shape))
+            assert (reader.dtype(name), reader.folder.shapes()[name]) == (tensor.dtype, tuple(tensor.shape))
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -85,7 +85,7 @@ def test_what_is_written_tensor_by_tensor_is_read_by_the_library(tmp_path, backw
 def test_large_tensors_are_hashed_beside_the_reads_and_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_tensors, "_CHUNK", 1000)
     monkeypatch.setattr(hashing, "_LARGE", 1000)
-    monkeypatch.setattr(safetensors_file, "_MOST_WRITTEN", 777)
+    monkeypatch.setattr(safetensors_file, "_MOST_AT_ONCE", 777)
     tensors = {"a": torch.randn(100, 33), "b": torch.randn(77).bfloat16()}
     reader = TensorReader(folder_of(tmp_path, tensors))
     with StreamedFile(tmp_path / "out.safetensors", layout_of(tensors.items())) as file:

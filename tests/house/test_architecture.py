@@ -44,11 +44,10 @@ SHARED_BY_TOOLS = ("compat", "launch", "megatron_lm", "models", "prepare")
 # Files outside engine/ that import megatron-core, each with what it builds of it.
 BUILT_OF_THE_ENGINE = {
     "data/datasets.py": "datasets, and their order",
-    "model/build.py": "GPTModel",
+    "model/build.py": "GPTModel, and the specs of its layers",
     "model/engine_config.py": "the engine's configurations",
     "model/mtp.py": "a block of specs",
     "model/overlap.py": "plans of two micro-batches",
-    "model/spec.py": "specs of layers",
     "moe/flex.py": "DeepEP's and HybridEP's kernels",
 }
 

@@ -76,6 +76,14 @@ def test_a_mistake_is_named(words, names):
         train.split(words.split(), {})
 
 
+@pytest.mark.parametrize("option", ["--numa-binding=foo", "--redirects=foo"])
+def test_a_value_that_torch_refuses_is_a_mistake(option):
+    launch, _ = train.split([option, "--nproc-per-node", "1"], {})
+    assert launch is not None
+    with pytest.raises(ConfigError, match=f"launch options {option}"):
+        train.start(launch, [])
+
+
 def test_a_rank_does_not_launch():
     with pytest.raises(ConfigError, match="RANK=1"):
         train.split(["--nproc-per-node", "2"], {"RANK": "1"})

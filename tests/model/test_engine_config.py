@@ -21,8 +21,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace, sections
 from megatron_moe.model import engine_config
-from megatron_moe.model.engine_config import ddp_config, optimizer_config, transformer_config
-from megatron_moe.model.spec import LayerSettings
+from megatron_moe.model.engine_config import LayerSettings, ddp_config, optimizer_config, transformer_config
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe_tools.plan.tracing import trace_ranks
 from tests.helpers.rows import rows
@@ -196,8 +195,7 @@ def test_every_field_that_is_read_to_build_a_model_has_a_row_here():
     known = set().union(*(fields(section) for section in SECTIONS))
     package = Path(engine_config.__file__).parents[1]
     for file, tables in {
-        "model/engine_config.py": (CONFIG, DDP, OPTIMIZER, OVERLAP),
-        "model/spec.py": (LAYER, CONFIG),
+        "model/engine_config.py": (CONFIG, DDP, OPTIMIZER, OVERLAP, LAYER),
         "moe/options.py": (MOE,),
     }.items():
         nodes = [node for node in ast.walk(ast.parse((package / file).read_text())) if isinstance(node, ast.Attribute)]

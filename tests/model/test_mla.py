@@ -9,9 +9,9 @@ import torch
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.model.engine_config import transformer_config
+from megatron_moe.model.build import LOCAL
+from megatron_moe.model.engine_config import LayerSettings, transformer_config
 from megatron_moe.model.mla import LatentAttention, MLASubmodules
-from megatron_moe.model.spec import LOCAL, LayerSettings
 from megatron_moe.parallel import groups
 from tests.helpers.errors import relative
 from tests.numbers import reference_mla as reference

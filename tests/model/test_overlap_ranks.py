@@ -98,8 +98,8 @@ def in_fp32() -> Iterator[None]:
 
     def unasked(run: Run) -> Any:
         config = engine_config.transformer_config(replace(run, overlap_moe_expert_parallel_comm=False))
-        for name, value in engine_config._two_micro_batches(run).items():
-            setattr(config, name, value)
+        for name in ("overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"):
+            setattr(config, name, getattr(run.moe, name))
         return config
 
     with mock.patch.object(build, "transformer_config", unasked):

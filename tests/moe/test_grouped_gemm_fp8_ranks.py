@@ -88,7 +88,7 @@ def mlp_passes(ranks: int) -> list[dict[str, Any]]:
 
 def mlp_pass(pg: Any, sequence_parallel: bool, in_fp8: bool) -> dict[str, Any]:
     """One forward and backward of a gated MLP of the engine's linear layers: what this rank has of the results."""
-    from megatron_moe.model.linear_fp8 import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+    from megatron_moe.model.build import Fp8ColumnParallelLinear, Fp8RowParallelLinear
     from megatron_moe.moe.grouped_gemm_fp8 import fp8_products
 
     run = replace(Run(), tensor_model_parallel_size=pg.tp.size(), sequence_parallel=sequence_parallel)

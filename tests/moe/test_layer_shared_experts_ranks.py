@@ -7,19 +7,17 @@ is not reused early there; `make gpu` compares the bits.
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.moe.layer import NoSharedExpert, OverlappedSharedExperts, SequentialSharedExperts, shared_schedule
+from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel import groups
 from megatron_moe.platform import hardware
-from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
+from tests.helpers.moe_cases import build_layer, engine_config, random_case, tokens_and_padding
 
 EP2 = {"expert_model_parallel_size": 2}
 
@@ -87,7 +85,7 @@ def both_passes(pg: Any, gate: bool) -> dict[str, Any]:
         given = hidden.clone().requires_grad_()
         named = {given.data_ptr(): "hidden"}
         layer.zero_grad(set_to_none=True)
-        layer.schedule = OverlappedSharedExperts() if name == "with" else SequentialSharedExperts()
+        layer.shared_overlaps = name == "with"
         watched = noted_layer(layer, notes, named) if name == "with" else contextlib.nullcontext()
         with noted_streams(notes, named), watched:
             output, _ = layer(given, padding_mask=padding)
@@ -153,18 +151,17 @@ def test_streams_wait_for_each_other_in_both_passes_and_no_bit_changes(gloo: Any
         assert all(torch.equal(a, b) for a, b in zip(found["with"], found["without"]))
 
 
-@pytest.mark.parametrize(
-    ("width", "asked", "streams_here", "chosen"),
-    [
-        (8, False, True, SequentialSharedExperts),
-        (8, True, False, SequentialSharedExperts),
-        (8, True, True, OverlappedSharedExperts),
-        (None, False, True, NoSharedExpert),
-    ],
-)
-def test_the_schedule_is_chosen_when_the_layer_is_built(
-    width: Any, asked: bool, streams_here: bool, chosen: type
-) -> None:
-    options: Any = types.SimpleNamespace(shared_ffn_hidden_size=width, shared_overlap=asked)
-    with mock.patch.object(hardware, "has_streams", lambda: streams_here):
-        assert type(shared_schedule(options)) is chosen
+def choices() -> list[bool]:
+    """Whether a layer's shared expert overlaps: not asked for, without streams, and with both."""
+    pg = groups.initialize(Run())
+    config = engine_config({**random_case(5), "shared": True}, Run())
+    found = []
+    for asked, streams_here in ((False, True), (True, False), (True, True)):
+        config.moe_shared_expert_overlap = asked
+        with mock.patch.object(hardware, "has_streams", lambda here=streams_here: here):
+            found.append(MoELayer(config, pg_collection=pg, layer_number=1).shared_overlaps)
+    return found
+
+
+def test_the_schedule_is_chosen_when_the_layer_is_built(gloo: Any) -> None:
+    assert gloo.run(1, choices) == [[False, False, True]]

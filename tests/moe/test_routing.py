@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_moe import TopKRouter
 from megatron_moe.moe.options import MoEOptions, moe_groups
-from megatron_moe.moe.routing import ByScore, MicroBatch, RoutingDecision, positions, route, scores_from_logits
+from megatron_moe.moe.routing import MicroBatch, RoutingDecision, chosen_experts, positions, route, scores_from_logits
 from megatron_moe.parallel.sequence import context_parallel_slice
 from megatron_moe.training.finalize_model_grads import update_routers
 from tests.helpers.routers import config
@@ -26,7 +27,9 @@ def decide(logits: torch.Tensor, bias: torch.Tensor | None = None, **changes: An
 
 def routed_by(logits: torch.Tensor, bias: torch.Tensor | None, options: MoEOptions) -> RoutingDecision:
     scores = scores_from_logits(logits, options)
-    return route(logits, scores, bias, options, MicroBatch(None, 1, True), ByScore(options))
+    return route(
+        logits, scores, bias, options, MicroBatch(None, 1, True), partial(chosen_experts, options, moe_groups())
+    )
 
 
 @pytest.mark.parametrize("shift", [0.0, -3.0])

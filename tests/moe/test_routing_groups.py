@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,8 @@ from megatron.core.transformer.moe import moe_utils
 
 from megatron_moe import TopKRouter
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.routing import ByScore, MicroBatch, route, scores_from_logits
+from megatron_moe.moe.options import MoEOptions, moe_groups
+from megatron_moe.moe.routing import MicroBatch, chosen_experts, route, scores_from_logits
 from megatron_moe.moe.routing_probe import RoutingProbe
 from megatron_moe_tools.doctor.measure import RouterRecord
 from tests.helpers.routers import config, tokens
@@ -46,6 +47,8 @@ def drawn(generator: torch.Generator, group_score: str) -> tuple[Any, torch.Tens
         group_topk=group_topk,
         group_score=group_score,
         scaling_factor=pick(None, 2.5),
+        force_load_balancing=False,
+        sinkhorn=False,
     )
     logits = torch.randn(TOKENS, groups * size, generator=generator) * pick(0.5, 2.0, 8.0)
     bias = torch.randn(groups * size, generator=generator) / 4 if function == "sigmoid" and pick(True, False) else None
@@ -77,7 +80,9 @@ def other_choices(group_score: str, draws: int) -> set[str]:
             continue  # needs two experts in a group
         ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
         scores = scores_from_logits(ours, options)
-        decision = route(ours, scores, bias, options, MicroBatch(None, 1, True), ByScore(options))
+        decision = route(
+            ours, scores, bias, options, MicroBatch(None, 1, True), partial(chosen_experts, options, moe_groups())
+        )
         probs, routing_map = by_engine(theirs, bias, options)
         if not torch.equal(torch.zeros_like(routing_map).scatter(1, decision.expert_ids, True), routing_map):
             differing.add("pre_softmax" if options.pre_softmax else options.score_function)

@@ -90,7 +90,7 @@ def muon(numel: int = 1000, *, packed: bool = True, **options: Any) -> tuple[Pac
     weights = [torch.randn(shape, generator=generator).bfloat16() for shape in ((numel // 10, 10), (numel,))]
     mains = [weight.float() for weight in weights]
     made = PackedMuon(mains, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, **options)
-    made.leave_to_muon(mains[0])
+    made.matrices.add(mains[0])
     made.allocate()
     for main, weight in zip(mains, weights):
         if packed:

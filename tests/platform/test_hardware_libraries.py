@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.model import spec
+from megatron_moe.model import build
 from megatron_moe.moe.layer import _te_experts
 from megatron_moe.platform import hardware
 
@@ -61,7 +61,7 @@ def test_a_library_that_cannot_be_loaded_looks_missing_and_its_flags_are_refused
             __import__(name)
     with hardware.fake_device("cuda", {}):
         lines = hardware.unusable_libraries()
-        for refused in (lambda: spec.parts("transformer_engine"), lambda: _te_experts(None, None, None)):
+        for refused in (lambda: build.parts("transformer_engine"), lambda: _te_experts(None, None, None)):
             with pytest.raises(ConfigError) as error:
                 refused()
             assert failure in str(error.value)

@@ -1,4 +1,4 @@
-"""How often the host waits for the device, on the pretended CUDA machine: docs/guides/gpu.md shows the measured numbers."""
+"""How often the host waits for the device, on the pretended CUDA machine; docs/guides/gpu.md has the numbers."""
 
 from __future__ import annotations
 

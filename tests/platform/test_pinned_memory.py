@@ -97,15 +97,15 @@ class Stream:
 
 
 def test_a_run_without_a_device_says_that_nothing_is_offloaded(monkeypatch):
-    from megatron_moe.training.start_notes import _offload_notes
+    from megatron_moe.training.start_notes import _sharding_notes
 
     run = replace(Run(), fine_grained_activation_offloading=True, offload_modules=("core_attn",))
     assert ActivationOffload.from_run(run) is None
-    (note,) = _offload_notes(run)
+    (note,) = _sharding_notes(run, 1)
     assert note.startswith("--fine-grained-activation-offloading has no effect")
-    assert _offload_notes(Run()) == []
+    assert _sharding_notes(Run(), 1) == []
     monkeypatch.setattr(platform, "has_cuda", lambda: True)
-    assert _offload_notes(run) == []
+    assert _sharding_notes(run, 1) == []
     assert isinstance(ActivationOffload.from_run(run), ActivationOffload)
 
 

@@ -22,7 +22,6 @@ from megatron_moe.platform.numerics import without_autocast
 from megatron_moe.precision.contract import (
     Emits,
     PrecisionError,
-    declared_fp32_parameters,
     declared_fp32_state,
     make_island,
 )
@@ -88,7 +87,6 @@ def test_an_island_is_declared_fp32_state_with_all_that_it_contains():
     model = torch.nn.Sequential(Pair(), torch.nn.Linear(4, 4))
     make_island(model[0], Emits())
     names = {"0.first.weight", "0.first.bias", "0.norm.weight", "0.norm.bias", "0.second.weight", "0.second.bias"}
-    assert {name for name, _ in declared_fp32_parameters(model)} == names
     assert {name for name, _ in declared_fp32_state(model)} == names
 
 

@@ -8,12 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_moe.config import cli
 from megatron_moe.config.module_names import SHORT
 from megatron_moe.config.schema import build
 from megatron_moe.precision import table
 from megatron_moe_tools.pretrain import main
-from tests.helpers.ranks import ROOT
 from tests.helpers.stepped_trainer import SMALL, TINY, Trainer
 
 PACKED = {"use_precision_aware_optimizer": True}
@@ -143,10 +141,6 @@ def test_the_contract_says_whose_gradients_are_rounded_before_they_are_added() -
     assert note(bf16=True, **both) == f"{rounded}, but for: router, experts, output layer"
     for never in ({"gradient_accumulation_fusion": False}, {"grad_reduce_in_bf16": True}, {"use_torch_fsdp2": True}):
         assert note(bf16=True, **never) == rounded
-
-
-def test_docs_hold_the_table_of_the_demo() -> None:
-    assert table.markdown(cli.parse(["--preset", "demo"])) in (ROOT / "docs" / "precision.md").read_text()
 
 
 def test_print_precision_needs_no_data_and_no_ranks_and_refuses_contradictions(capsys: Any) -> None:

@@ -1,4 +1,4 @@
-"""Draw docs/images/report.png and docs/images/panel.png from a made-up run: python -m tests.report.page_pictures [FOLDER].
+"""Draw report.png and panel.png in docs/images from a made-up run: python -m tests.report.page_pictures [FOLDER].
 
 The run goes through the reporter that training uses: 12 layers of 64 experts, a spike of the loss, a step that was
 skipped, and experts of one layer that die.

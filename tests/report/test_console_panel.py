@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from megatron_moe.report.console import LEGEND, SMALLEST, Curve, Interval, LiveDashboard
+from megatron_moe.report.console import LEGEND, SMALLEST, ConsoleSink, Curve, LiveDashboard
 from megatron_moe.report.metric import metrics
 from megatron_moe.report.records import EvalRecord
 from tests.report.test_console import STEP
@@ -86,11 +86,12 @@ def test_every_word_of_a_line_is_in_the_legend_in_its_order():
     record = STEP.replace(
         skipped=True, mtp_losses=[1.0], params_norm=1.0, num_zeros=3, dropped_per_expert={2: [1, 1]}, health=HEALTH
     ).replace(max_attention_logit=120.0, clipped_heads=2)
-    whole = Interval()
-    whole.add(record.replace(health=HEALTH.__class__(**{**vars(HEALTH), "gradient_swallowed": 25})))
+    stream = io.StringIO()
+    sink = ConsoleSink(stream, train_iters=10, log_interval=1)
+    sink.step(record.replace(health=HEALTH.__class__(**{**vars(HEALTH), "gradient_swallowed": 25})))
     words = [word for word, _ in LEGEND]
     found = []
-    for part in whole.line(10).split(" | "):
+    for part in stream.getvalue()[len("2026-01-01 00:00:00 ") :].strip().split(" | "):
         found.append(max((word for word in words if part.startswith(word) or part.endswith(f" {word}")), key=len))
     assert set(found) == set(words)
     assert {metric.name for metric in metrics() if metric.console} <= set(record.values())

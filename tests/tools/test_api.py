@@ -34,7 +34,8 @@ class Stream:
 
 
 def plain(logits: Tensor, labels: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return losses.view(labels.shape)
 
 
 def halved(logits: Tensor, labels: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def test_our_model_is_clean_under_flags_that_move_dtypes(tmp_path, flags):
 
 
 def test_our_norm_without_its_declaration_is_found(tmp_path, monkeypatch):
-    monkeypatch.delitem(contract._CODE, norm._RMSNormFunction.backward.__code__)
+    monkeypatch.delitem(contract._CODE, norm.rms_norm_backward.eager.__code__)
     status, found = report(tmp_path, "--preset", "tiny", "--bf16", *TINY)
     assert status == 1
     promotions = found["unintended_promotion_list"]

@@ -156,7 +156,7 @@ def test_an_imported_model_is_exported_with_what_it_came_with(capsys, tmp_path):
 
 
 def test_a_tied_model_has_its_output_layer_where_those_who_serve_it_read_one():
-    table, options = SimpleNamespace(copies=["lm_head.weight"]), SimpleNamespace(drop_mtp=False)
+    table, options = SimpleNamespace(copies={"lm_head.weight": "the table"}), SimpleNamespace(drop_mtp=False)
     given = {name: SimpleNamespace(state={}, table=table, options=options, family=FAMILIES[name]) for name in FAMILIES}
     copied = [name for name in given if HuggingFaceSink._copies(given[name])]
     assert copied == [

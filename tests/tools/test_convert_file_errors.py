@@ -18,7 +18,7 @@ from megatron_moe.hf.transforms import ExpertGateUp, GateThenUp, Vocabulary
 from megatron_moe_tools.convert import hugging_face, native
 from megatron_moe_tools.convert.cli import main
 from megatron_moe_tools.convert.hugging_face import HuggingFaceSink as ToHF
-from megatron_moe_tools.convert.native import DataFile, NativeSink
+from megatron_moe_tools.convert.native import NativeSink
 from megatron_moe_tools.convert.parity import compare
 from tests.helpers.conversions import words
 from tests.hf import small_folders
@@ -73,11 +73,11 @@ def without_last(units: list[Any]) -> list[Any]:
 
 
 # Blocks changed or moved between the certificate's row and the file.
-def one_bit(file: DataFile, key: str, start: Any, block: Tensor) -> tuple[Any, ...]:
+def one_bit(file: Any, key: str, start: Any, block: Tensor) -> tuple[Any, ...]:
     return file, key, start, last_bit(block) if key.endswith("final_layernorm.weight") else block
 
 
-def next_expert(file: DataFile, key: str, start: Any, block: Tensor) -> tuple[Any, ...]:
+def next_expert(file: Any, key: str, start: Any, block: Tensor) -> tuple[Any, ...]:
     return file, key, ((start[0] + 1) % 4, *start[1:]) if key.endswith("experts.weight2") else start, block
 
 
@@ -95,8 +95,8 @@ def read_otherwise(patch: pytest.MonkeyPatch) -> None:
 def cut_file(patch: pytest.MonkeyPatch) -> None:
     original = NativeSink.finish
 
-    def finish(self: NativeSink, output: Path, records: list[Any]) -> Any:
-        files = original(self, output, records)
+    def finish(self: NativeSink, output: Path, records: list[Any], inputs: Any) -> Any:
+        files = original(self, output, records, inputs)
         victim = output / records[1]["name"]
         os.truncate(victim, victim.stat().st_size - 2000)
         return files
@@ -118,8 +118,8 @@ def narrow_bias(patch: pytest.MonkeyPatch) -> None:
 
 
 IMPORT: dict[str, tuple[Break, str]] = {
-    "one bit of a block written otherwise": (given(DataFile, "add", one_bit), READS),
-    "blocks in the next expert's place": (given(DataFile, "add", next_expert), READS),
+    "one bit of a block written otherwise": (given(native, "append_block", one_bit), READS),
+    "blocks in the next expert's place": (given(native, "append_block", next_expert), READS),
     "a file cut after it was written": (cut_file, "refused: decoder.* is damaged"),
     "a tensor left out of the index": (given(native, "write_index", without_norm), "its tensors are not those"),
     "one bit changed behind the reader": (read_otherwise, GIVES),

@@ -20,9 +20,9 @@ from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.io.files import write_bytes
-from megatron_moe_tools.convert import certificate, parity, pipeline
+from megatron_moe_tools.convert import certificate, native, parity, pipeline
 from megatron_moe_tools.convert.cli import main
-from megatron_moe_tools.convert.native import DataFile, copy_file
+from megatron_moe_tools.convert.native import copy_file
 from megatron_moe_tools.convert.workspace import Workspace, hidden_folder
 from tests.helpers import conversions
 from tests.helpers.ranks import Child
@@ -122,7 +122,7 @@ def test_too_little_room_is_told_before_anything_is_written_and_where_the_disk_f
         patch.setattr(pipeline, "free_bytes", lambda folder: 1000)
         message = refused(capsys, words(hf, tmp_path / "native"))
     assert "not enough room" in message and "1.0 kB (1000 bytes) are free" in message and "are needed" in message
-    monkeypatch.setattr(DataFile, "add", full)
+    monkeypatch.setattr(native, "append_block", full)
     message = refused(capsys, words(hf, tmp_path / "native"))
     assert "the disk is full: 82.1 kB (82128 bytes) are needed in all" in message and "were left" in message
 

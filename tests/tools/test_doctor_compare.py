@@ -86,7 +86,7 @@ def test_views_of_a_cut_hold_the_same_elements():
 def test_parts_of_ranks_make_the_whole(oracle):
     got = assemble(two_ranks())
     assert all(torch.equal(got.tensors["initial weight"][name], full) for name, full in tensors().items())
-    assert got.disagreements == [] and got.missing == []
+    assert got.differences == []
     assert got.cut_over_tp == {DENSE}
     assert compare(got, oracle).agrees
 

@@ -9,11 +9,12 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe_tools.plan import tracing
-from megatron_moe_tools.plan.layouts import Machine, legal, nearby_layouts, nearest_legal
-from megatron_moe_tools.plan.plan import ROUNDS, bubble_share, make_plan, rank_traffic, schedule
+from megatron_moe_tools.plan.layouts import Machine, legal, nearby_layouts, require_legal
+from megatron_moe_tools.plan.plan import ROUNDS, make_plan, rank_traffic, schedule
 from megatron_moe_tools.plan.tracing import trace_ranks
 from tests.helpers.rows import rows
 
@@ -35,33 +36,34 @@ def traced(world_size, **changes):
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("world_size", "changes"),
+    ("world_size", "changes", "tables"),
     [
-        (8, {**TP2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "mtp_num_layers": 1}),
-        (8, {**TP2, **TIED, "pipeline_model_parallel_size": 4, "expert_tensor_parallel_size": 1}),
-        (4, {**TIED, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
-        (4, {**FURTHER_ALONE, **TIED}),
+        (8, {**TP2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "mtp_num_layers": 1}, None),
+        (8, {**TP2, **TIED, "pipeline_model_parallel_size": 4, "expert_tensor_parallel_size": 1}, None),
+        (4, {**TIED, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}, 1),
+        (4, {**FURTHER_ALONE, **TIED}, 2),
     ],
 )
-def test_parameters_of_all_ranks_without_copies_are_the_models(world_size, changes):
+def test_parameters_of_all_ranks_without_copies_are_the_models(world_size, changes, tables):
     run, vocabulary, traces = traced(world_size, **changes)
-    whole = {name: size for trace in traces for name, size in trace.whole.items()}
-    assert sum(whole.values()) == run.derived.parameter_count(vocabulary)
+    model = {name: value for name, value in changes.items() if "parallel" not in name and "pipeline" not in name}
+    _, _, (whole,) = traced(1, **model)
+    assert whole.dense + whole.expert == run.derived.parameter_count(vocabulary)
+    copies = run.parallel.expert_model_parallel_size * run.derived.expert_tensor_parallel_size
+    assert sum(trace.expert for trace in traces) * copies == whole.expert
+    dense = sum(trace.dense for trace in traces)
+    assert tables is None or dense == whole.dense + tables * vocabulary * run.model.hidden_size
     assert [rank for trace in traces for rank in trace.ranks] == list(range(world_size))
 
 
 def test_frozen_parameters_have_weights_and_neither_gradients_nor_moments():
     pp2 = {"pipeline_model_parallel_size": 2}
-    _, _, every = traced(2, **pp2)
+    run, vocabulary, every = traced(2, **pp2)
     _, _, some = traced(2, **pp2, freeze=("decoder.layers.3.mlp.experts", "embedding"))
-    assert [(trace.weights, trace.whole) for trace in some] == [(trace.weights, trace.whole) for trace in every]
-    first, second = (
-        sum(buffer.used for buffer in one.buffers) - sum(buffer.used for buffer in other.buffers)
-        for one, other in zip(every, some)
-    )
-    assert first == every[0].whole["embedding.word_embeddings.weight"]
-    experts = "decoder.layers.3.mlp.experts."
-    assert second == sum(size for name, size in every[1].whole.items() if name.startswith(experts))
+    assert [(trace.weights, trace.dense) for trace in some] == [(trace.weights, trace.dense) for trace in every]
+    used = [[sum(buffer.used for buffer in trace.buffers) for trace in traces] for traces in (every, some)]
+    assert used[0][0] - used[1][0] == vocabulary * run.model.hidden_size
+    assert used[0][1] - used[1][1] == every[1].expert // 2  # its two layers both have experts
 
 
 VIRTUAL_STAGES = {
@@ -165,7 +167,6 @@ def test_the_schedule_is_the_engines():
     interleaved = "".join("BF"[forward] + str(chunk) for forward, chunk in schedule(2, 2, 1, 2))
     assert interleaved == "F0F0F1B1F1B1B0B0"
     assert "".join("BF"[forward] for forward, _ in schedule(1, 1, 0, 3, True)) == "FFBFBB"
-    assert bubble_share(1, 4, 12) == 0.2
 
 
 @pytest.mark.engine
@@ -211,7 +212,8 @@ def test_layouts_nearby_are_legal_and_one_change_away():
     near = [other for _, other in nearby_layouts(run) if legal(other, 4)]
     assert legal(run, 4) and near and run not in near
     assert not legal(stuck, 4)
-    assert all(legal(other, 4) for _, other in nearest_legal(stuck, 4, 3))
+    with pytest.raises(ConfigError, match="what changes:\n  --expert-model-parallel-size 1\n"):
+        require_legal(stuck, 4)
 
 
 def test_what_is_recomputed_is_not_kept():

@@ -17,7 +17,7 @@ from megatron_moe_tools import compat
 from megatron_moe_tools.plan import cli, layouts
 from megatron_moe_tools.plan.fit import Search, format_layout
 from megatron_moe_tools.plan.layouts import Machine, legal
-from megatron_moe_tools.plan.plan import make_plan
+from megatron_moe_tools.plan.plan import make_plan, peak_gib
 from tests.helpers.rows import rows
 
 SMALL = {"vocab_size": 1000, "bf16": True, "global_batch_size": 16, "micro_batch_size": 1}
@@ -36,13 +36,17 @@ ALL_TO_HOST = to_host(*all_fields()["offload_modules"].choices)
 
 def search(flat, world_size, typed=(), **machine):
     run = dataclasses.replace(build(flat), explicit=frozenset(typed))
-    return Search(run, world_size, Machine(**machine), {})
+    return Search(run, world_size, Machine(**machine))
+
+
+def planned_gib(looked, layout, modules):
+    return peak_gib(layout.run(looked.run, modules), looked.world_size, looked.machine, looked.known)
 
 
 def searched_again(looked, **machine):
     """What is found on another machine; the parts of the model that are traced already are not traced again."""
-    again = Search(looked.run, looked.world_size, dataclasses.replace(looked.machine, **machine), looked.known)
-    again.costs = again.times.costs = looked.costs
+    again = Search(looked.run, looked.world_size, dataclasses.replace(looked.machine, **machine))
+    again.costs, again.known = looked.costs, looked.known
     return again.search(0)
 
 
@@ -94,14 +98,14 @@ def test_what_is_put_together_from_parts_takes_what_the_whole_plan_takes(model):
     for sizes, modules in cases:
         layout = pick(every, **sizes)
         assert looked.allowed(layout, modules), format_layout(layout, modules)
-        planned = looked.planned_gib(layout, modules)
+        planned = planned_gib(looked, layout, modules)
         assert looked.estimated_gib(layout, modules) == pytest.approx(planned, rel=0.1), format_layout(layout, modules)
 
 
 def test_without_expert_parallelism_no_exchange_takes_time_in_predictions_either():
     looked = search({**TINY, "num_layers": 3, "moe_layer_freq": 1, "mtp_num_layers": 1}, 4)
     every = looked.layouts()
-    alone, spread = (looked.times.of(pick(every, tp=1, pp=1, ep=ep, zero=1), ()) for ep in (1, 2))
+    alone, spread = (looked.costs.step_time(pick(every, tp=1, pp=1, ep=ep, zero=1), ()) for ep in (1, 2))
     assert alone.expert == 0 < spread.expert
 
 
@@ -113,7 +117,7 @@ def test_the_answer_is_that_of_planning_every_layout():
     for layout in looked.layouts():
         for modules in looked.sets(layout):
             if looked.allowed(layout, modules):
-                planned.append((looked.times.of(layout, modules).seconds, looked.planned_gib(layout, modules)))
+                planned.append((looked.costs.step_time(layout, modules).seconds, planned_gib(looked, layout, modules)))
     assert len(planned) > 20
     peaks = sorted(gib for _, gib in planned)
     answers = set()
@@ -139,7 +143,7 @@ TIMED = [
 def test_the_time_of_a_step_is_that_of_the_plans_flops_and_traffic(sizes, modules):
     looked = search(TINY, 8, gpus_per_node=2, mfu=1e-6)
     layout, on = pick(looked.layouts(), **sizes), looked.machine
-    found = looked.times.of(layout, modules)
+    found = looked.costs.step_time(layout, modules)
     run = layout.run(looked.run, modules)
     plan = make_plan(run, 8, on)
     micro_batches, chunks = plan["micro_batches"], plan["layout"]["VPP"]

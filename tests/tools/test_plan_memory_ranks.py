@@ -20,7 +20,7 @@ from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.engine.optimizer import parts
 from megatron_moe.model.fully_sharded import local
-from megatron_moe.optim.weight_average import build_average
+from megatron_moe.optim.weight_average import WeightAverage
 from megatron_moe.parallel import groups
 from megatron_moe.platform import env_vars
 from megatron_moe_tools.plan.meta_tracer import HOST, LiveBytes, storage_bytes
@@ -118,7 +118,9 @@ def measured(flat: dict[str, Any], half_products: str, steps: int) -> dict[str, 
     products = mock.patch.dict(env_vars.chosen, {env_vars.HALF_PRODUCTS: half_products})
     with products, on_a_cpu(host_memory), LiveBytes() as live:
         trainer = Trainer(run, pg_collection, run.derived.padded_vocab_size(run.model.vocab_size))
-        optimizer, average = trainer.optimizer, build_average(run, trainer.model, trainer.optimizer)
+        optimizer, average = trainer.optimizer, None
+        if (decay := run.optimizer.ema_decay) is not None:
+            average = WeightAverage(decay, trainer.model, optimizer)
         tokenizer = build_tokenizer(run.data, run.model.vocab_size)
         samples = (1 + steps) * run.training.global_batch_size
         dataset, *_ = build_datasets(run, tokenizer, samples, 0, 0, pg_collection=pg_collection)

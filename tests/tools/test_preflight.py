@@ -21,8 +21,8 @@ from megatron_moe.config.schema import Run, build
 from megatron_moe.engine import defects
 from megatron_moe.platform import hardware
 from megatron_moe.platform.hardware import fake_device
-from megatron_moe_tools.preflight import checks, findings, node
-from megatron_moe_tools.preflight.findings import DEFAULTS, FAIL, IMPOSSIBLE, PASS, WARN, Finding, Place, merged, table
+from megatron_moe_tools.preflight import checks, cli, node
+from megatron_moe_tools.preflight.cli import DEFAULTS, FAIL, IMPOSSIBLE, PASS, WARN, Finding, Place, merged, table
 
 
 def place(**changes: object) -> Place:
@@ -71,8 +71,10 @@ def test_a_driver_that_torch_cannot_use_fails_with_its_reason(monkeypatch):
 
 def test_a_torch_without_the_grouped_product_fails(monkeypatch):
     assert node.torch_build(place()).status == PASS
-    build = node.TorchBuild("2.8.0", "12.8", (9, 10, 2), "2.27.3", grouped_product=False)
-    monkeypatch.setattr(node, "installed_torch", lambda: build)
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
     assert says(node.torch_build(place()), FAIL, "grouped_mm", "cuDNN 9.10.2", "NCCL 2.27.3")
 
 
@@ -124,7 +126,7 @@ def test_a_node_without_a_compiler_or_its_headers_is_found(path, monkeypatch):
     assert node.triton(place()).status == FAIL
 
 
-def test_the_attention_kernel_is_judged_by_what_the_widths_allow():
+def test_the_attention_kernel_is_judged_by_what_the_widths_allow(monkeypatch):
     judged = node.judged_attention
     latent = run_of()
     assert node.attention_sizes(latent) == (128, 128, (192, 128))
@@ -136,7 +138,9 @@ def test_the_attention_kernel_is_judged_by_what_the_widths_allow():
     assert judged(grouped, "flash", None).status == PASS
     assert judged(grouped, "math", None).status == FAIL
     assert "--bf16" in judged(run_of(bf16=False), "efficient", None).advice
-    assert [node.cudnn_version(number) for number in (91100, 91302, 8902)] == [(9, 11, 0), (9, 13, 2), (8, 9, 2)]
+    for number, version in ((91100, (9, 11, 0)), (91302, (9, 13, 2)), (8902, (8, 9, 2))):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda number=number: number)
+        assert node.cudnn_version() == version
 
 
 def test_the_grouped_product_says_where_it_falls_back(monkeypatch):
@@ -224,8 +228,9 @@ def test_a_disk_without_room_or_speed_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(node, "_WRITTEN", 1 << 20)
     assert node.disk_speed(dataclasses.replace(here, has_model=False)).found.endswith(str(tmp_path))
     assert list(tmp_path.iterdir()) == []  # nothing is left there, and no folder was made
-    assert node.judged_speed(here, tmp_path, 50e6).status == WARN
-    assert node.judged_speed(here, tmp_path, 500e6).status == PASS
+    for least, status in ((1e9, WARN), (1e-9, PASS)):
+        thresholds = dataclasses.replace(DEFAULTS, least_write=least)
+        assert node.disk_speed(dataclasses.replace(here, thresholds=thresholds)).status == status
 
     full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr("megatron_moe.io.hashing.HashingFile.write", full)
@@ -255,23 +260,42 @@ def test_the_code_of_a_package_is_hashed_as_it_is_on_the_disk(tmp_path, monkeypa
     assert checks.fingerprint(place())["code of megatron_moe_tools"] != "none"
 
 
-def test_a_clock_that_is_wrong_and_a_slow_gpu_are_named():
+@pytest.fixture
+def judged(monkeypatch):
+    """`judged(look, values, ...)`: what a check finds where the ranks have gathered these values."""
+
+    def finding(look, values, *arguments: object) -> Finding:
+        monkeypatch.setattr(checks, "_of_all_ranks", lambda value: values)
+        return look(*arguments or (place(),))
+
+    for name in ("barrier", "broadcast_object_list"):
+        monkeypatch.setattr(checks.dist, name, Mock())
+    monkeypatch.setattr(checks, "_measured", Mock())
+    return finding
+
+
+def test_a_clock_that_is_wrong_and_a_slow_gpu_are_named(judged):
     moments = [("node1", 100.0), ("node2", 100.2), ("node3", 107.0)]
-    assert says(checks.judged_clocks(moments), FAIL, "node3", "ahead")
-    assert checks.judged_clocks(moments[:2]).status == PASS
+    assert says(judged(checks.clock_skew, moments), FAIL, "node3", "ahead")
+    assert judged(checks.clock_skew, moments[:2]).status == PASS
     speeds = [("node1", 700.0), ("node1", 690.0), ("node2", 710.0), ("node2", 430.0)]
-    assert says(checks.judged_speeds(speeds), FAIL, "rank 3 on node2: 430")
-    assert checks.judged_speeds(speeds[:3]).status == PASS
+    assert says(judged(checks.gpu_speed, speeds), FAIL, "rank 3 on node2: 430")
+    assert judged(checks.gpu_speed, speeds[:3]).status == PASS
+    assert judged(checks.gpu_speed, [*speeds, ("node3", 0.0)]).status == IMPOSSIBLE
 
 
-def test_the_slowest_group_decides_about_the_bandwidth():
+def test_the_slowest_group_decides_about_the_bandwidth(judged):
+    def of_groups(values: list[object], expected: float | None, least: float) -> Finding:
+        here = place(thresholds=dataclasses.replace(DEFAULTS, least_share=least))
+        return judged(checks._judged_groups, values, here, groups, hosts, expected, checks.INSIDE)
+
     groups, hosts = [[0, 1], [2, 3]], ["node1", "node1", "node2", "node2"]
     fast, slow = {"all_reduce": 360.0, "all_to_all": 300.0}, {"all_reduce": 90.0, "all_to_all": 300.0}
-    finding = checks.judged_bandwidth([fast, fast, slow, slow], groups, hosts, 450.0, 0.5)
+    finding = of_groups([fast, fast, slow, slow], 450.0, 0.5)
     assert says(finding, FAIL, "ranks 2, 3 on node2") and "node1" not in finding.found
     assert finding.figures == {"all_reduce_gb_per_s": 90.0, "all_to_all_gb_per_s": 300.0}
-    assert checks.judged_bandwidth([fast, fast, slow, slow], groups, hosts, 450.0, 0.2).status == PASS
-    unknown = checks.judged_bandwidth([fast, fast, None, None], groups, hosts, None, 0.5)
+    assert of_groups([fast, fast, slow, slow], 450.0, 0.2).status == PASS
+    unknown = of_groups([fast, fast, None, None], None, 0.5)
     assert unknown.status == IMPOSSIBLE and unknown.figures["all_reduce_gb_per_s"] == 360.0
 
 
@@ -287,7 +311,7 @@ def test_the_longest_name_of_a_device_decides_what_is_expected():
 
 def test_a_check_that_raises_is_a_finding(monkeypatch):
     broken = Mock(side_effect=ZeroDivisionError("division by zero"))
-    monkeypatch.setattr(checks, "CHECKS", (findings.Check("broken", findings.RANK, broken), checks.CHECKS[1]))
+    monkeypatch.setattr(checks, "CHECKS", (cli.Check("broken", cli.RANK, broken), checks.CHECKS[1]))
     found = checks.run_checks(Run())
     assert [one.check for one in found] == ["broken", "torch"]
     assert says(found[0], FAIL, "ZeroDivisionError")

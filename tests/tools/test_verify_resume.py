@@ -80,7 +80,7 @@ def test_what_cannot_be_verified_is_refused_by_name(tmp_path):
     refused("no complete step", begin=4)
     refused("only 2 steps after step 3", begin=3, steps=3)
     save(tmp_path, 7, records=[record(5, loss_hex=(1.0).hex())])
-    refused("record iteration 5 otherwise: loss_hex")
+    refused("record step 5 otherwise: loss_hex")
 
 
 def test_a_replay_ends_where_another_run_went_on(tmp_path):

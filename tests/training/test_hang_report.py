@@ -10,6 +10,7 @@ import contextlib
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,7 +217,7 @@ def test_a_thread_that_reads_from_the_device_waits_for_it(case):
             time.sleep(0.01)
             frame = sys._current_frames()[thread.ident]
             if frame.f_code is read.__code__:  # and then it still has to come to the instruction
-                stack = hang_report.outwards(frame)
+                stack = [(one, line, one.f_lasti) for one, line in traceback.walk_stack(frame)]
                 said = [hang_report.activity_of(stack, on_device).waits_in for on_device in (True, False)]
     finally:
         blocked.release()

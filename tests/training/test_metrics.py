@@ -10,6 +10,7 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
+from megatron_moe.data.batches import NOTHING
 from megatron_moe.training.finalize_model_grads import RouterUpdate
 from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, expert_load
 from megatron_moe.training.step import StepResult
@@ -25,9 +26,10 @@ ONE_STAGE = SimpleNamespace(pp=SimpleNamespace(size=lambda: 1))
 RUN = build({**PRESETS["tiny"], "train_iters": 100, "peak_tflops": 2.0})
 
 
-NUMBERS: dict[str, Any] = {"loss": 2.5, "grad_norm": 1.5, "learning_rate": 1e-3}
-NUMBERS |= {"loss_scale": 1.0, "next_loss_scale": 1.0}
-RESULT = StepResult(committed=True, tokens=512, router_update=UPDATE, **NUMBERS)
+NUMBERS: dict[str, Any] = {"loss_sum": 2.5 * 512, "token_sum": 512, "grad_norm": 1.5, "learning_rate": 1e-3}
+NUMBERS |= {"loss_scale": 1.0, "next_loss_scale": 1.0, "overflows": 0, "non_finite_ranks": 0, "damaged_ranks": 0}
+NUMBERS |= {"sample_words": NOTHING, "bias_words": NOTHING, "mtp_sums": ()}
+RESULT = StepResult(router_update=UPDATE, **NUMBERS)
 
 
 def record(meter: Meter, iteration: int, seconds: float):

@@ -127,7 +127,7 @@ def test_only_the_middle_of_a_large_weight_is_looked_at() -> None:
 
 def test_a_momentum_of_muon_is_compared_with_its_own_mean() -> None:
     adam, weight = stepped(("bf16", "bf16"))
-    adam.leave_to_muon(weight)
+    adam.matrices.add(weight)
     old, grad = adam.values_of(weight, "exp_avg").double(), weight.grad.double()
     rounding = MomentRounding()
     adam.momentum = 0.5

@@ -22,7 +22,7 @@ from tests.helpers.ranks import Child, RankParent
 def test_the_first_of_several_signals_asks_to_stop_and_does_not_end_the_process():
     before = [signal.getsignal(number) for number in SAVING]
     with StopSignals(save=True) as stop:
-        stop.wait_for_loop()
+        stop.loop_looks = True
         assert not stop.stop_signal
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):  # a second one is harmless
             os.kill(os.getpid(), number)

@@ -12,37 +12,40 @@ from megatron_moe.config.rules.rule import (
     Refusal,
     divisors,
     nearest_multiples,
+    refuse,
     rule,
     set_among,
     spelled,
+    stage_flags,
     unread,
     value,
 )
 from megatron_moe.config.schema import Run
 
-
-@rule(needs=LAYOUT)
-def tensor_parallel_divides_heads(run: Run) -> None:
-    """Require that every tensor-parallel rank has the same number of heads."""
-    heads, tp = run.model.num_attention_heads, run.parallel.tensor_model_parallel_size
-    if heads % tp:
-        raise Refusal(
-            ("num_attention_heads", "tensor_model_parallel_size"),
-            f"the heads must divide by TP; use --tensor-model-parallel-size out of {divisors(heads)}",
-        )
-
-
-@rule(needs=LAYOUT)
-def tensor_parallel_divides_query_groups(run: Run) -> None:
-    """Require that every tensor-parallel rank has its own key/value heads; they are not replicated."""
-    if run.model.multi_latent_attention or not run.model.group_query_attention:
-        return
-    groups, tp = run.derived.num_query_groups, run.parallel.tensor_model_parallel_size
-    if groups % tp:
-        raise Refusal(
-            ("num_query_groups", "tensor_model_parallel_size"),
-            f"the key/value heads must divide by TP; use --tensor-model-parallel-size out of {divisors(groups)}",
-        )
+refuse(
+    "tensor_parallel_divides_heads",
+    ("num_attention_heads", "tensor_model_parallel_size"),
+    lambda run: (
+        "the heads must divide by TP; use --tensor-model-parallel-size out of "
+        f"{divisors(run.model.num_attention_heads)}"
+    ),
+    when=lambda run: run.model.num_attention_heads % run.parallel.tensor_model_parallel_size,
+    needs=LAYOUT,
+)
+refuse(  # they are not replicated
+    "tensor_parallel_divides_query_groups",
+    ("num_query_groups", "tensor_model_parallel_size"),
+    lambda run: (
+        "the key/value heads must divide by TP; use --tensor-model-parallel-size out of "
+        f"{divisors(run.derived.num_query_groups)}"
+    ),
+    when=lambda run: (
+        run.model.group_query_attention
+        and not run.model.multi_latent_attention
+        and run.derived.num_query_groups % run.parallel.tensor_model_parallel_size
+    ),
+    needs=LAYOUT,
+)
 
 
 @rule(needs=LAYOUT)
@@ -69,90 +72,75 @@ def tensor_parallel_divides_widths(run: Run) -> None:
             )
 
 
-@rule(needs=LAYOUT)
-def sequence_parallel_needs_tensor_parallel(run: Run) -> None:
-    """Refuse sequence parallelism without TP, since it splits activations over the TP ranks."""
-    if run.parallel.sequence_parallel and run.parallel.tensor_model_parallel_size == 1:
-        raise Refusal(
-            ("sequence_parallel", "tensor_model_parallel_size"),
-            "needs TP above 1; drop --sequence-parallel or use --tensor-model-parallel-size 2",
-        )
+refuse(  # it splits activations over the TP ranks
+    "sequence_parallel_needs_tensor_parallel",
+    ("sequence_parallel", "tensor_model_parallel_size"),
+    "needs TP above 1; drop --sequence-parallel or use --tensor-model-parallel-size 2",
+    when=lambda run: run.parallel.sequence_parallel and run.parallel.tensor_model_parallel_size == 1,
+    needs=LAYOUT,
+)
+refuse(  # or all TP ranks would route the same tokens
+    "experts_with_tensor_parallel_need_sequence_parallel",
+    ("tensor_model_parallel_size", "num_experts", "sequence_parallel"),
+    "a MoE model with TP needs its tokens split over the TP ranks; add --sequence-parallel",
+    when=lambda run: (
+        run.moe.num_experts is not None
+        and run.parallel.tensor_model_parallel_size > 1
+        and not run.parallel.sequence_parallel
+    ),
+    needs=LAYOUT,
+)
 
 
 @rule(needs=LAYOUT)
-def experts_with_tensor_parallel_need_sequence_parallel(run: Run) -> None:
-    """Require sequence parallelism for experts with TP, or all TP ranks would route the same tokens."""
-    p = run.parallel
-    if run.moe.num_experts is not None and p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
-        raise Refusal(
-            ("tensor_model_parallel_size", "num_experts", "sequence_parallel"),
-            "a MoE model with TP needs its tokens split over the TP ranks; add --sequence-parallel",
-        )
-
-
-@rule(needs=LAYOUT)
-def sequence_divides_by_context_parallel(run: Run) -> None:
-    """Require that every context-parallel rank has an early and a late chunk of equal length."""
-    cp, length = run.parallel.context_parallel_size, run.model.seq_length
+def sequence_divides_over_ranks(run: Run) -> None:
+    """Require an early and a late chunk of equal length for each CP rank, and equal pieces of that for TP ranks."""
+    tp, cp = run.parallel.tensor_model_parallel_size, run.parallel.context_parallel_size
+    length = run.model.seq_length
     if cp > 1 and length % (2 * cp):
         raise Refusal(
             ("seq_length", "context_parallel_size"),
             f"the sequence must divide into 2 x CP = {2 * cp} chunks; use"
             f" --seq-length {nearest_multiples(length, 2 * cp)}",
         )
-
-
-@rule(needs=LAYOUT)
-def sequence_divides_by_tensor_parallel(run: Run) -> None:
-    """Require that every TP rank has an equal piece of the sequence, or of a CP rank's part of it."""
-    tp, cp, length = (
-        run.parallel.tensor_model_parallel_size,
-        run.parallel.context_parallel_size,
-        run.model.seq_length,
-    )
-    if run.parallel.sequence_parallel and cp == 1 and length % tp:
+    if not run.parallel.sequence_parallel or length // cp % tp == 0:
+        return
+    if cp == 1:
         raise Refusal(
             ("seq_length", "tensor_model_parallel_size"),
             f"the sequence must divide by TP; use --seq-length {nearest_multiples(length, tp)}",
         )
-    if run.parallel.sequence_parallel and cp > 1 and length // cp % tp:
-        raise Refusal(
-            ("seq_length", "tensor_model_parallel_size", "context_parallel_size"),
-            f"a CP rank's {length // cp} tokens must divide by TP; use"
-            f" --seq-length {nearest_multiples(length, math.lcm(2 * cp, tp * cp))}",
-        )
+    raise Refusal(
+        ("seq_length", "tensor_model_parallel_size", "context_parallel_size"),
+        f"a CP rank's {length // cp} tokens must divide by TP; use"
+        f" --seq-length {nearest_multiples(length, math.lcm(2 * cp, tp * cp))}",
+    )
 
 
-@rule(needs=LAYOUT)
-def context_parallel_latents_need_our_attention(run: Run) -> None:
-    """Refuse latent attention over context-parallel ranks in Transformer Engine.
-
-    Its attention asserts that keys and values are of one width where it gathers them.
-    """
-    if (
+refuse(
+    "context_parallel_latents_need_our_attention",
+    ("transformer_impl", "multi_latent_attention", "context_parallel_size"),
+    "Transformer Engine's attention does not gather keys and values of two widths; use"
+    " --transformer-impl local or --context-parallel-size 1",
+    when=lambda run: (
         run.parallel.context_parallel_size > 1
         and run.model.multi_latent_attention
         and run.model.transformer_impl == "transformer_engine"
-    ):
-        raise Refusal(
-            ("transformer_impl", "multi_latent_attention", "context_parallel_size"),
-            "Transformer Engine's attention does not gather keys and values of two widths; use"
-            " --transformer-impl local or --context-parallel-size 1",
-        )
-
-
-@rule()
-def experts_divide_by_expert_parallel(run: Run) -> None:
-    """Require that every expert-parallel rank has the same number of experts, at least one."""
-    experts, ep = run.moe.num_experts, run.parallel.expert_model_parallel_size
-    if experts is not None and experts % ep:
-        raise Refusal(
-            ("num_experts", "expert_model_parallel_size"),
-            f"every rank holds equally many experts; use --expert-model-parallel-size out of {divisors(experts)}",
-        )
-
-
+    ),
+    needs=LAYOUT,
+)
+refuse(
+    "experts_divide_by_expert_parallel",
+    ("num_experts", "expert_model_parallel_size"),
+    lambda run: (
+        "every rank holds equally many experts; use --expert-model-parallel-size out of "
+        f"{divisors(run.moe.num_experts or 1)}"
+    ),
+    when=lambda run: (run.moe.num_experts or 0) % run.parallel.expert_model_parallel_size,
+)
 _LAYOUT, _RANKS = "pipeline_model_parallel_layout", "pipeline_model_parallel_size"
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
 
 @rule(needs=LAYOUT)
@@ -164,8 +152,7 @@ def counted_embedding_and_loss_split_evenly(run: Run) -> None:
     names = set_among(run, ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"))
     if not names:
         return
-    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-    others = set_among(run, (_LAYOUT, *ends, "num_layers_per_virtual_pipeline_stage"))
+    others = set_among(run, (_LAYOUT, *_ENDS, "num_layers_per_virtual_pipeline_stage"))
     layers = run.model.num_layers + len(names)
     raise Refusal(
         (*names, "num_layers", _RANKS, *others),
@@ -174,28 +161,24 @@ def counted_embedding_and_loss_split_evenly(run: Run) -> None:
     )
 
 
-_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+refuse(
+    "layout_is_the_only_split",
+    (_LAYOUT,),
+    "the layout says what every stage has; drop the rest",
+    when=lambda run: run.parallel.pipeline_model_parallel_layout is not None,
+    any_of=(*_ENDS, *_VIRTUAL),
+    needs=LAYOUT,
+)
 
 
 @rule(needs=LAYOUT)
-def layout_is_the_only_split(run: Run) -> None:
-    """Refuse next to a layout by letters the other flags that say which layers a stage has."""
-    others = set_among(
-        run,
-        (
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            *_VIRTUAL,
-        ),
-    )
-    if run.parallel.pipeline_model_parallel_layout is not None and others:
-        raise Refusal((_LAYOUT, *others), "the layout says what every stage has; drop the rest")
+def layout_is_the_model_in_stages(run: Run) -> None:
+    """Require letters that are the model's parts in its order, in as many stages on every rank, none of them idle.
 
-
-@rule(needs=LAYOUT)
-def layout_has_stages_for_all_ranks(run: Run) -> None:
-    """Require letters that can be read, as many stages on every rank, and something to do for each."""
-    if run.parallel.pipeline_model_parallel_layout is None:
+    The layers of multi-token prediction are in one place, which the engine looks for at the end of a rank.
+    """
+    layout = run.parallel.pipeline_model_parallel_layout
+    if layout is None:
         return
     stages, ranks = run.derived.pipeline_stages, run.parallel.pipeline_model_parallel_size
     if len(stages) % ranks:
@@ -210,22 +193,13 @@ def layout_has_stages_for_all_ranks(run: Run) -> None:
             "one rank has one stage; drop the layout, or use --pipeline-model-parallel-size out of"
             f" {divisors(len(stages))}",
         )
-    idle = [rank for rank in range(ranks) if not any(s.letters for s in run.derived.chunks_of_pipeline_rank(rank))]
-    if idle:
-        raise Refusal(
-            (_LAYOUT, _RANKS),
-            f"pipeline rank {idle[0]} has nothing to do; give one of its stages a layer, or use fewer ranks",
-        )
-
-
-@rule(needs=LAYOUT)
-def layout_is_the_model(run: Run) -> None:
-    """Require that the letters are the model's parts, each as often as the model has it, and in its order."""
-    layout = run.parallel.pipeline_model_parallel_layout
-    if layout is None:
-        return
-    stages = spelled_out(layout)
-    letters, depths = "".join(stages), run.model.mtp_num_layers or 0
+    for rank in range(ranks):
+        if not any(stage.letters for stage in run.derived.chunks_of_pipeline_rank(rank)):
+            raise Refusal(
+                (_LAYOUT, _RANKS),
+                f"pipeline rank {rank} has nothing to do; give one of its stages a layer, or use fewer ranks",
+            )
+    letters, depths = "".join(spelled_out(layout)), run.model.mtp_num_layers or 0
     for letter, name, wanted in (("t", "num_layers", run.model.num_layers), ("m", "mtp_num_layers", depths)):
         if letters.count(letter) != wanted:
             raise Refusal(
@@ -233,25 +207,17 @@ def layout_is_the_model(run: Run) -> None:
                 f"the layout has {letters.count(letter)} times {letter}, and the model {wanted}; change one of the two",
             )
     in_order = "E" + "t" * run.model.num_layers + "m" * depths + "L"
-    if letters != in_order or not stages[0].startswith("E") or not stages[-1].endswith("L"):
+    if letters != in_order or not stages[0].embedding or not stages[-1].loss:
         raise Refusal(
             (_LAYOUT,),
             "E begins the first stage, L ends the last one, and all t, then all m, are between them; put bars into"
             f" Et*{run.model.num_layers}{'m' * depths}L",
         )
-
-
-@rule(needs=LAYOUT)
-def predictions_are_in_one_stage(run: Run) -> None:
-    """Require one place for all layers of multi-token prediction, which the engine looks for at the end of a rank."""
-    if run.parallel.pipeline_model_parallel_layout is None:
-        return
-    stages, ranks = run.derived.pipeline_stages, run.parallel.pipeline_model_parallel_size
     places = [index for index, stage in enumerate(stages) if stage.predictions]
     if len(places) > 1:
         raise Refusal((_LAYOUT,), "all m are computed one after the other, from one embedding; move the bar")
-    rank = run.derived.predictions_pipeline_rank
-    if rank is not None and (rank == 0 or places[0] < len(stages) - ranks):
+    predictions = run.derived.predictions_pipeline_rank
+    if predictions is not None and (predictions == 0 or places[0] < len(stages) - ranks):
         raise Refusal(
             (_LAYOUT, _RANKS),
             "the stage of m is the last stage of its rank, and not of the first rank, which has the model's embedding:"
@@ -259,15 +225,14 @@ def predictions_are_in_one_stage(run: Run) -> None:
         )
 
 
-@rule(needs=LAYOUT)
-def end_stage_layers_need_pipeline(run: Run) -> None:
-    """Refuse a first or last stage that differs without pipeline parallelism."""
-    stray = set_among(run, ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
-    if stray and run.parallel.pipeline_model_parallel_size == 1:
-        raise Refusal(
-            (*stray, "pipeline_model_parallel_size"),
-            "there is one stage only; drop the flag or use --pipeline-model-parallel-size 2",
-        )
+refuse(
+    "uneven_stages_need_pipeline",
+    (_RANKS,),
+    "there is one stage only; drop it or use --pipeline-model-parallel-size 2",
+    when=lambda run: run.parallel.pipeline_model_parallel_size == 1,
+    any_of=(*_ENDS, *_VIRTUAL),
+    needs=LAYOUT,
+)
 
 
 @rule(needs=LAYOUT)
@@ -276,7 +241,7 @@ def layers_divide_over_stages(run: Run) -> None:
     if run.parallel.pipeline_model_parallel_layout is not None:
         return
     layers = run.model.num_layers
-    ends = set_among(run, ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
+    ends = set_among(run, _ENDS)
     try:
         if min(run.derived.pipeline_layer_counts) >= 1:
             return
@@ -291,17 +256,6 @@ def layers_divide_over_stages(run: Run) -> None:
 
 
 @rule(needs=LAYOUT)
-def virtual_stages_need_pipeline(run: Run) -> None:
-    """Refuse the interleaved schedule without pipeline parallelism."""
-    given = set_among(run, _VIRTUAL)
-    if given and run.parallel.pipeline_model_parallel_size == 1:
-        raise Refusal(
-            (*given, "pipeline_model_parallel_size"),
-            "needs more than one stage; drop it or use --pipeline-model-parallel-size 2",
-        )
-
-
-@rule(needs=LAYOUT)
 def virtual_stages_divide_layers(run: Run) -> None:
     """Require that each stage's layers divide into equal virtual stages, whose size or number is given."""
     p = run.parallel
@@ -311,7 +265,7 @@ def virtual_stages_divide_layers(run: Run) -> None:
     if len(given) > 1:
         raise Refusal(given, "both say how a stage is divided; drop one of the two")
     divisor = value(run, given[0])
-    ends = set_among(run, ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
+    ends = set_among(run, _ENDS)
     if ends:
         raise Refusal((*given, *ends), "virtual stages need equal stages; drop one or the other")
     layers = run.model.num_layers // p.pipeline_model_parallel_size
@@ -324,8 +278,8 @@ def virtual_stages_divide_layers(run: Run) -> None:
 
 
 @rule(needs=LAYOUT)
-def world_divides_by_model(run: Run, world_size: int) -> None:
-    """Require that the ranks have a whole number of copies of the model."""
+def world_divides_by_copies(run: Run, world_size: int) -> None:
+    """Require that the ranks have a whole number of copies of the model, and of its experts."""
     ranks = run.derived.model_ranks
     if world_size % ranks:
         raise Refusal(
@@ -333,11 +287,6 @@ def world_divides_by_model(run: Run, world_size: int) -> None:
             f"the world size {world_size} must be a multiple of TP x PP x CP = {ranks}; start"
             f" {nearest_multiples(world_size, ranks)} processes",
         )
-
-
-@rule(needs=LAYOUT)
-def world_divides_by_experts(run: Run, world_size: int) -> None:
-    """Require that the ranks have a whole number of copies of the experts."""
     ranks = run.derived.expert_ranks
     if run.moe.num_experts is not None and world_size % ranks:
         etp = run.derived.expert_tensor_parallel_size
@@ -366,15 +315,6 @@ def sharding_flags_agree(run: Run) -> None:
         )
 
 
-def stage_flags(run: Run) -> tuple[str, ...]:
-    """Return the flags that made the ZeRO stage what it is."""
-    if run.parallel.use_torch_fsdp2:
-        return ("use_torch_fsdp2",)
-    if run.parallel.data_parallel_sharding_strategy is None and run.optimizer.use_distributed_optimizer:
-        return ("use_distributed_optimizer",)
-    return ("data_parallel_sharding_strategy",)
-
-
 @rule(needs=LAYOUT)
 def zero_flags_fit_the_stage(run: Run) -> None:
     """Require of each ZeRO++ switch a stage that sends or keeps what it changes."""
@@ -395,27 +335,23 @@ def zero_flags_fit_the_stage(run: Run) -> None:
             )
 
 
-@rule(needs=LAYOUT)
-def sharded_gradients_need_one_stage(run: Run) -> None:
-    """Refuse sharded gradients with pipeline parallelism."""
-    if run.derived.zero_stage >= 2 and run.parallel.pipeline_model_parallel_size > 1:
-        raise Refusal(
-            (*stage_flags(run), "pipeline_model_parallel_size"),
-            "a pipeline's schedule has several micro-batches in flight, and each would gather and reduce every layer"
-            " again; use --data-parallel-sharding-strategy optim, or --pipeline-model-parallel-size 1",
-        )
-
-
-@rule(needs=LAYOUT)
-def sharded_gradients_overlap_by_themselves(run: Run) -> None:
-    """Refuse the flags of the engine's gradient buckets where there are none."""
-    stray = set_among(run, ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size"))
-    if stray and run.derived.zero_stage >= 2:
-        raise Refusal(
-            (*stray, *stage_flags(run)),
-            "from ZeRO stage 2 on each layer is gathered and reduced behind the computation of the next, without"
-            " buckets; drop it",
-        )
+refuse(
+    "sharded_gradients_need_one_stage",
+    lambda run: (*stage_flags(run), _RANKS),
+    "a pipeline's schedule has several micro-batches in flight, and each would gather and reduce every layer"
+    " again; use --data-parallel-sharding-strategy optim, or --pipeline-model-parallel-size 1",
+    when=lambda run: run.derived.zero_stage >= 2 and run.parallel.pipeline_model_parallel_size > 1,
+    needs=LAYOUT,
+)
+refuse(
+    "sharded_gradients_overlap_by_themselves",
+    stage_flags,
+    "from ZeRO stage 2 on each layer is gathered and reduced behind the computation of the next, without buckets; drop"
+    " it",
+    when=lambda run: run.derived.zero_stage >= 2,
+    any_of=("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size"),
+    needs=LAYOUT,
+)
 
 
 @rule(needs=LAYOUT)

@@ -12,8 +12,10 @@ from megatron_moe.config.rules.rule import (
     divisors,
     is_set,
     nearest_multiples,
+    refuse,
     rule,
     set_among,
+    stage_flags,
     unread,
 )
 from megatron_moe.config.schema import Run
@@ -24,16 +26,12 @@ unread(
     "each head has a key and a value of its own; add --group-query-attention or drop them",
     in_megatron=True,
 )
-
-
-@rule()
-def grouped_queries_have_a_number(run: Run) -> None:
-    """Require the number of groups with the switch of grouped-query attention, as in Megatron-LM."""
-    names = ("group_query_attention", "num_query_groups")
-    if run.model.group_query_attention and run.model.num_query_groups is None:
-        raise Refusal(names, "say how many groups, e.g. --num-query-groups 1")
-
-
+refuse(
+    "grouped_queries_have_a_number",
+    ("group_query_attention", "num_query_groups"),
+    "say how many groups, e.g. --num-query-groups 1",
+    when=lambda run: run.model.group_query_attention and run.model.num_query_groups is None,
+)
 unread(
     ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
     "multi_latent_attention",
@@ -60,16 +58,12 @@ unread(
     in_megatron=True,
     refused_there=("rotary_percent", "rotary_interleaved"),
 )
-
-
-@rule()
-def latent_attention_needs_rotary_embedding(run: Run) -> None:
-    """Require rotary embedding for latent attention, whose queries and keys have a rotary part."""
-    if run.model.multi_latent_attention and run.model.position_embedding_type != "rope":
-        raise Refusal(
-            ("position_embedding_type", "multi_latent_attention"),
-            "latent attention needs --position-embedding-type rope",
-        )
+refuse(
+    "latent_attention_needs_rotary_embedding",
+    ("position_embedding_type", "multi_latent_attention"),
+    "latent attention needs --position-embedding-type rope",
+    when=lambda run: run.model.multi_latent_attention and run.model.position_embedding_type != "rope",
+)
 
 
 @rule()
@@ -84,17 +78,12 @@ def heads_divide_hidden(run: Run) -> None:
     )
 
 
-@rule()
-def query_groups_divide_heads(run: Run) -> None:
-    """Require that every key/value head serves the same number of query heads."""
-    groups = run.derived.num_query_groups
-    if run.model.num_attention_heads % groups:
-        raise Refusal(
-            ("num_attention_heads", "num_query_groups"),
-            f"the heads must divide by the groups; use groups out of {divisors(run.model.num_attention_heads)}",
-        )
-
-
+refuse(
+    "query_groups_divide_heads",
+    ("num_attention_heads", "num_query_groups"),
+    lambda run: f"the heads must divide by the groups; use groups out of {divisors(run.model.num_attention_heads)}",
+    when=lambda run: run.model.num_attention_heads % run.derived.num_query_groups,
+)
 YARN_FIELDS = (
     "rotary_scaling_factor",
     "original_max_position_embeddings",
@@ -104,28 +93,20 @@ YARN_FIELDS = (
     "mscale_all_dim",
 )
 unread(YARN_FIELDS, "rope_type", "only yarn reads these; use --rope-type yarn or drop them", at="yarn")
-
-
-@rule()
-def rotary_frequencies_are_not_scaled(run: Run) -> None:
-    """Refuse Llama 3's scaling of the rotary frequencies, which latent attention does not read in Megatron-LM."""
-    if run.model.use_rope_scaling:
-        raise Refusal(
-            ("use_rope_scaling",),
-            "frequencies are not scaled; drop it where the sequence is not longer than the model was made for",
-        )
-
-
-@rule()
-def yarn_betas_are_ordered(run: Run) -> None:
-    """Require that beta-fast is not below beta-slow.
-
-    Frequencies are kept above beta-fast rotations and interpolated below beta-slow, with a ramp between them, which is
-    a step where both are equal (Kimi-K2).
-    """
-    m = run.model
-    if m.rope_type == "yarn" and m.beta_fast < m.beta_slow:
-        raise Refusal(("beta_fast", "beta_slow"), "the first must not be below the second; e.g. 32 and 1")
+refuse(  # latent attention does not read it in Megatron-LM
+    "rotary_frequencies_are_not_scaled",
+    ("use_rope_scaling",),
+    "frequencies are not scaled; drop it where the sequence is not longer than the model was made for",
+    when=lambda run: run.model.use_rope_scaling,
+)
+# Frequencies are kept above beta-fast rotations and interpolated below beta-slow, with a ramp between them, which is a
+# step where both are equal (Kimi-K2).
+refuse(
+    "yarn_betas_are_ordered",
+    ("beta_fast", "beta_slow"),
+    "the first must not be below the second; e.g. 32 and 1",
+    when=lambda run: run.model.rope_type == "yarn" and run.model.beta_fast < run.model.beta_slow,
+)
 
 
 @rule()
@@ -151,15 +132,14 @@ def rotary_width_is_even(run: Run) -> None:
         )
 
 
-@rule()
-def sequence_fits_positions(run: Run) -> None:
-    """Require at least as many positions in the model as a sequence has."""
-    m = run.model
-    if m.seq_length > run.derived.max_position_embeddings:
-        raise Refusal(
-            ("seq_length", "max_position_embeddings"),
-            f"the sequence has more positions; use --max-position-embeddings {m.seq_length} or a shorter sequence",
-        )
+refuse(
+    "sequence_fits_positions",
+    ("seq_length", "max_position_embeddings"),
+    lambda run: (
+        f"the sequence has more positions; use --max-position-embeddings {run.model.seq_length} or a shorter sequence"
+    ),
+    when=lambda run: run.model.seq_length > run.derived.max_position_embeddings,
+)
 
 
 @rule()
@@ -175,17 +155,14 @@ unread(
     "only multi-token prediction reads this; add --mtp-num-layers 1 or drop it",
     in_megatron=True,
 )
-
-
-@rule()
-def predictions_fit_the_sequence(run: Run) -> None:
-    """Require a target for each depth: depth k predicts k + 1 tokens ahead, within the sequence."""
-    depths, length = run.model.mtp_num_layers, run.model.seq_length
-    if depths is not None and depths >= length:
-        raise Refusal(
-            ("mtp_num_layers", "seq_length"),
-            f"the last depths would have no target; use --mtp-num-layers {max(length - 1, 1)} or less",
-        )
+refuse(  # depth k predicts k + 1 tokens ahead
+    "predictions_fit_the_sequence",
+    ("mtp_num_layers", "seq_length"),
+    lambda run: (
+        f"the last depths would have no target; use --mtp-num-layers {max(run.model.seq_length - 1, 1)} or less"
+    ),
+    when=lambda run: (run.model.mtp_num_layers or 0) >= run.model.seq_length,
+)
 
 
 @rule()
@@ -202,24 +179,18 @@ def moe_flags_need_experts(run: Run) -> None:
         )
 
 
-@rule()
-def layer_pattern_fits(run: Run) -> None:
-    """Require a 0 or 1 for every layer in the pattern, and at least one MoE layer."""
-    if run.moe.num_experts is not None and sum(run.derived.moe_layer_pattern) == 0:
-        raise Refusal(
-            ("moe_layer_freq", "num_experts"),
-            "no layer would be a MoE layer; put a 1 into the pattern or drop --num-experts",
-        )
-
-
-@rule()
-def topk_within_experts(run: Run) -> None:
-    """Require at least K experts, since a token's K experts are different."""
-    if run.moe.num_experts is not None and run.moe.moe_router_topk > run.moe.num_experts:
-        raise Refusal(
-            ("moe_router_topk", "num_experts"),
-            f"a token cannot use more experts than there are; use --moe-router-topk {run.moe.num_experts} or less",
-        )
+refuse(
+    "layer_pattern_fits",
+    ("moe_layer_freq", "num_experts"),
+    "no layer would be a MoE layer; put a 1 into the pattern or drop --num-experts",
+    when=lambda run: run.moe.num_experts is not None and not any(run.derived.moe_layer_pattern),
+)
+refuse(
+    "topk_within_experts",
+    ("moe_router_topk", "num_experts"),
+    lambda run: f"a token cannot use more experts than there are; use --moe-router-topk {run.moe.num_experts} or less",
+    when=lambda run: run.moe.num_experts is not None and run.moe.moe_router_topk > run.moe.num_experts,
+)
 
 
 @rule()
@@ -236,18 +207,47 @@ def grouped_products_are_aligned(run: Run) -> None:
 
 
 @rule()
-def groups_come_in_pairs_of_flags(run: Run) -> None:
-    """Require both flags of group-limited routing: the number of groups and how many a token may use."""
+def groups_serve_the_choice(run: Run) -> None:
+    """Require both flags of group-limited routing, equal groups, and that the chosen ones hold a token's K experts."""
+    experts, topk = run.moe.num_experts, run.moe.moe_router_topk
     groups, group_topk = run.moe.moe_router_num_groups, run.moe.moe_router_group_topk
-    if groups is None and group_topk is not None:
+    if experts is None or (groups is None and group_topk is None):
+        return
+    if groups is None:
         raise Refusal(
             ("moe_router_group_topk", "moe_router_num_groups"),
-            f"say how many groups there are, e.g. --moe-router-num-groups {2 * group_topk}",
+            f"say how many groups there are, e.g. --moe-router-num-groups {2 * (group_topk or 1)}",
         )
-    if groups is not None and group_topk is None:
+    if group_topk is None:
         raise Refusal(
             ("moe_router_num_groups", "moe_router_group_topk"),
             f"say how many groups a token may use, e.g. --moe-router-group-topk {(groups + 1) // 2}, or drop them",
+        )
+    if experts % groups:
+        raise Refusal(
+            ("moe_router_num_groups", "num_experts"),
+            f"the experts must divide by the groups; use --moe-router-num-groups out of {divisors(experts)}",
+        )
+    if group_topk > groups:
+        raise Refusal(
+            ("moe_router_group_topk", "moe_router_num_groups"),
+            f"a token cannot use more groups than there are; use --moe-router-group-topk {groups} or less",
+        )
+    if topk < group_topk:
+        raise Refusal(
+            ("moe_router_topk", "moe_router_group_topk"),
+            f"some chosen groups would give no expert; use --moe-router-group-topk {topk} or less",
+        )
+    reachable = experts // groups * group_topk
+    if topk > reachable:
+        raise Refusal(
+            ("moe_router_topk", "moe_router_group_topk", "moe_router_num_groups", "num_experts"),
+            f"the chosen groups hold only {reachable} experts; use --moe-router-topk {reachable} or choose more groups",
+        )
+    if experts // groups < 2 and run.moe.moe_router_group_score == "top2":
+        raise Refusal(
+            ("moe_router_group_score", "moe_router_num_groups", "num_experts"),
+            f"a group has {experts // groups} expert and needs two; use --moe-router-group-score max or fewer groups",
         )
 
 
@@ -256,68 +256,6 @@ unread(
     "moe_router_num_groups",
     "there are no groups to score; drop it, or add --moe-router-num-groups and --moe-router-group-topk",
 )
-
-
-@rule()
-def groups_divide_experts(run: Run) -> None:
-    """Require that all groups have the same number of experts."""
-    experts, groups = run.moe.num_experts, run.moe.moe_router_num_groups
-    if experts is not None and groups is not None and experts % groups:
-        raise Refusal(
-            ("moe_router_num_groups", "num_experts"),
-            f"the experts must divide by the groups; use --moe-router-num-groups out of {divisors(experts)}",
-        )
-
-
-@rule()
-def group_topk_within_groups(run: Run) -> None:
-    """Require that a token uses at most as many groups as there are."""
-    groups, group_topk = run.moe.moe_router_num_groups, run.moe.moe_router_group_topk
-    if groups is not None and group_topk is not None and group_topk > groups:
-        raise Refusal(
-            ("moe_router_group_topk", "moe_router_num_groups"),
-            f"a token cannot use more groups than there are; use --moe-router-group-topk {groups} or less",
-        )
-
-
-@rule()
-def topk_uses_every_chosen_group(run: Run) -> None:
-    """Require at least one expert per chosen group, so that each chosen group is used."""
-    topk, group_topk = run.moe.moe_router_topk, run.moe.moe_router_group_topk
-    if group_topk is not None and topk < group_topk:
-        raise Refusal(
-            ("moe_router_topk", "moe_router_group_topk"),
-            f"some chosen groups would give no expert; use --moe-router-group-topk {topk} or less",
-        )
-
-
-@rule()
-def chosen_groups_hold_topk(run: Run) -> None:
-    """Require that the chosen groups together have at least K experts."""
-    experts, groups, group_topk = run.moe.num_experts, run.moe.moe_router_num_groups, run.moe.moe_router_group_topk
-    if experts is None or groups is None or group_topk is None:
-        return
-    reachable = experts // groups * group_topk
-    if run.moe.moe_router_topk > reachable:
-        raise Refusal(
-            ("moe_router_topk", "moe_router_group_topk", "moe_router_num_groups", "num_experts"),
-            f"the chosen groups hold only {reachable} experts; use --moe-router-topk {reachable} or choose more groups",
-        )
-
-
-@rule()
-def top2_group_score_needs_two_experts(run: Run) -> None:
-    """Require two experts per group for the sum of a group's best two."""
-    experts, groups = run.moe.num_experts, run.moe.moe_router_num_groups
-    if experts is None or groups is None or run.moe.moe_router_group_score != "top2":
-        return
-    if experts // groups < 2:
-        raise Refusal(
-            ("moe_router_group_score", "moe_router_num_groups", "num_experts"),
-            f"a group has {experts // groups} expert and needs two; use --moe-router-group-score max or fewer groups",
-        )
-
-
 unread(
     ("moe_router_bias_update_rate", "moe_router_bias_center"),
     "moe_router_enable_expert_bias",
@@ -325,8 +263,6 @@ unread(
     in_megatron=True,
     refused_there=("moe_router_bias_center",),
 )
-
-
 unread(
     ("moe_router_pre_softmax",),
     "moe_router_score_function",
@@ -336,44 +272,36 @@ unread(
 )
 
 
-@rule()
-def single_expert_needs_pre_softmax(run: Run) -> None:
-    """Refuse a softmax over one chosen expert, which is always 1 and gives the gate no gradient."""
-    moe = run.moe
-    if (
-        moe.num_experts is not None
-        and moe.moe_router_topk == 1
-        and moe.moe_router_score_function == "softmax"
-        and not moe.moe_router_pre_softmax
-        and "sinkhorn" not in moe.moe_router_load_balancing_type  # weighs by the sigmoid
-    ):
-        raise Refusal(
-            ("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
-            "a softmax over one expert is always 1 and teaches the gate nothing; add --moe-router-pre-softmax",
-        )
+def _balances_by(run: Run, kind: str) -> bool:
+    return kind in run.moe.moe_router_load_balancing_type
 
 
-@rule()
-def softmax_over_chosen_is_normalised(run: Run) -> None:
-    """Refuse to turn normalisation off for a softmax over the chosen experts, which sums to one."""
-    moe = run.moe
-    if (
-        moe.moe_router_norm_topk_prob is False
-        and moe.moe_router_score_function == "softmax"
-        and not moe.moe_router_pre_softmax
-    ):
-        raise Refusal(
-            ("moe_router_norm_topk_prob", "moe_router_score_function", "moe_router_pre_softmax"),
-            "a softmax over the chosen experts sums to one by itself; add --moe-router-pre-softmax",
-        )
+def _normalises_chosen(run: Run) -> bool:
+    return run.moe.moe_router_score_function == "softmax" and not run.moe.moe_router_pre_softmax
+
+
+refuse(
+    "single_expert_needs_pre_softmax",
+    ("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
+    "a softmax over one expert is always 1 and teaches the gate nothing; add --moe-router-pre-softmax",
+    when=lambda run: (
+        run.moe.num_experts is not None
+        and run.moe.moe_router_topk == 1
+        and _normalises_chosen(run)
+        and not _balances_by(run, "sinkhorn")  # weighs by the sigmoid
+    ),
+)
+refuse(
+    "softmax_over_chosen_is_normalised",
+    ("moe_router_norm_topk_prob", "moe_router_score_function", "moe_router_pre_softmax"),
+    "a softmax over the chosen experts sums to one by itself; add --moe-router-pre-softmax",
+    when=lambda run: run.moe.moe_router_norm_topk_prob is False and _normalises_chosen(run),
+)
 
 
 @rule()
 def balancing_lists_match(run: Run) -> None:
-    """Require one coefficient per auxiliary loss, in the same order.
-
-    Each loss is given once; `none` and `sinkhorn` stand alone.
-    """
+    """Require one coefficient above 0 per auxiliary loss, each given once; `none` and `sinkhorn` stand alone."""
     kinds, coeffs = run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff
     if len(kinds) != len(coeffs):
         raise Refusal(
@@ -385,12 +313,7 @@ def balancing_lists_match(run: Run) -> None:
             ("moe_router_load_balancing_type",),
             "name each loss once, `none` and `sinkhorn` only alone; e.g. aux_loss seq_aux_loss",
         )
-
-
-@rule()
-def balancing_coefficients_are_read(run: Run) -> None:
-    """Refuse a coefficient without a loss, and a loss with coefficient 0."""
-    for kind, coeff in zip(run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff):
+    for kind, coeff in zip(kinds, coeffs):
         if kind in ("none", "sinkhorn") and coeff:
             raise Refusal(
                 ("moe_aux_loss_coeff", "moe_router_load_balancing_type"),
@@ -403,52 +326,35 @@ def balancing_coefficients_are_read(run: Run) -> None:
             )
 
 
-def _balances_by(run: Run, kind: str) -> bool:
-    return kind in run.moe.moe_router_load_balancing_type
-
-
 unread(
     ("moe_global_aux_loss_counts",),
     "moe_router_load_balancing_type",
     "only global_aux_loss reads it; add --moe-router-load-balancing-type global_aux_loss or drop the flag",
     is_read=lambda run: _balances_by(run, "global_aux_loss"),
 )
-
-
-_IGNORED_BY_SINKHORN = (
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_norm_topk_prob",
-    "moe_router_topk_scaling_factor",
-    "moe_router_num_groups",
-    "moe_router_enable_expert_bias",
+refuse(
+    "sinkhorn_chooses_by_itself",
+    ("moe_router_load_balancing_type",),
+    "sinkhorn chooses by the logits and weighs by their sigmoid (K = 1) or softmax over all experts; drop the"
+    " flags, e.g. by --moe-router-score-function softmax --no-moe-router-enable-expert-bias, or use"
+    " --moe-router-load-balancing-type aux_loss",
+    when=lambda run: _balances_by(run, "sinkhorn"),
+    any_of=(
+        "moe_router_score_function",
+        "moe_router_pre_softmax",
+        "moe_router_norm_topk_prob",
+        "moe_router_topk_scaling_factor",
+        "moe_router_num_groups",
+        "moe_router_enable_expert_bias",
+    ),
 )
-
-
-@rule()
-def sinkhorn_chooses_by_itself(run: Run) -> None:
-    """Refuse scores, groups or a bias with Sinkhorn, which normalises logits over experts and tokens."""
-    stray = set_among(run, _IGNORED_BY_SINKHORN)
-    if stray and _balances_by(run, "sinkhorn"):
-        raise Refusal(
-            (*stray, "moe_router_load_balancing_type"),
-            "sinkhorn chooses by the logits and weighs by their sigmoid (K = 1) or softmax over all experts; drop the"
-            " flags, e.g. by --moe-router-score-function softmax --no-moe-router-enable-expert-bias, or use"
-            " --moe-router-load-balancing-type aux_loss",
-        )
-
-
-@rule()
-def sinkhorn_has_no_capacity(run: Run) -> None:
-    """Refuse a capacity with Sinkhorn; the engine takes one with auxiliary losses or none."""
-    if run.moe.moe_expert_capacity_factor is not None and _balances_by(run, "sinkhorn"):
-        raise Refusal(
-            ("moe_expert_capacity_factor", "moe_router_load_balancing_type"),
-            "sinkhorn's choice is even already, and megatron-core refuses both; drop the capacity or use"
-            " --moe-router-load-balancing-type aux_loss",
-        )
-
-
+refuse(
+    "sinkhorn_has_no_capacity",
+    ("moe_expert_capacity_factor", "moe_router_load_balancing_type"),
+    "sinkhorn's choice is even already, and megatron-core refuses both; drop the capacity or use"
+    " --moe-router-load-balancing-type aux_loss",
+    when=lambda run: run.moe.moe_expert_capacity_factor is not None and _balances_by(run, "sinkhorn"),
+)
 unread(
     ("moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     "moe_expert_capacity_factor",
@@ -456,27 +362,18 @@ unread(
     in_megatron=True,
     refused_there=("moe_pad_expert_input_to_capacity",),
 )
-
-
-@rule()
-def forced_balance_is_not_saved(run: Run) -> None:
-    """Refuse to save a model whose tokens are sent round robin, since its router is not trained."""
-    if run.moe.moe_router_force_load_balancing and run.checkpoint.save is not None:
-        raise Refusal(
-            ("moe_router_force_load_balancing", "save"),
-            "it is for benchmarks: the router's choice is not used, and what comes of it is no model; drop --save, or"
-            " the flag",
-        )
-
-
-@rule()
-def forced_balance_is_the_only_choice(run: Run) -> None:
-    """Refuse round robin together with another way to choose experts."""
-    if run.moe.moe_router_force_load_balancing and _balances_by(run, "sinkhorn"):
-        raise Refusal(
-            ("moe_router_force_load_balancing", "moe_router_load_balancing_type"),
-            "round robin takes the place of sinkhorn's choice; use --moe-router-load-balancing-type none",
-        )
+refuse(
+    "forced_balance_is_not_saved",
+    ("moe_router_force_load_balancing", "save"),
+    "it is for benchmarks: the router's choice is not used, and what comes of it is no model; drop --save, or the flag",
+    when=lambda run: run.moe.moe_router_force_load_balancing and run.checkpoint.save is not None,
+)
+refuse(
+    "forced_balance_is_the_only_choice",
+    ("moe_router_force_load_balancing", "moe_router_load_balancing_type"),
+    "round robin takes the place of sinkhorn's choice; use --moe-router-load-balancing-type none",
+    when=lambda run: run.moe.moe_router_force_load_balancing and _balances_by(run, "sinkhorn"),
+)
 
 
 @rule()
@@ -516,7 +413,7 @@ def shared_expert_stays_on_its_stream(run: Run) -> None:
         )
     if run.derived.zero_stage >= 2:
         raise Refusal(
-            ("moe_shared_expert_overlap", *set_among(run, ("data_parallel_sharding_strategy", "use_torch_fsdp2"))),
+            ("moe_shared_expert_overlap", *stage_flags(run)),
             "weights and gradients that are gathered and freed on streams of their own were not made to wait for the"
             " shared expert's; use --data-parallel-sharding-strategy optim, or drop the flag",
         )

@@ -8,21 +8,27 @@ from fnmatch import fnmatchcase
 from megatron_moe.config import module_names
 from megatron_moe.config.fields import all_fields, number_meant
 from megatron_moe.config.module_names import frozen, kept_in_fp32, modules
-from megatron_moe.config.rules.layout import stage_flags
-from megatron_moe.config.rules.rule import LAYOUT, Refusal, nearest_multiples, rule, set_among, unread
+from megatron_moe.config.rules.rule import (
+    LAYOUT,
+    Refusal,
+    is_half,
+    nearest_multiples,
+    of_transformer_engine,
+    refuse,
+    rule,
+    set_among,
+    stage_flags,
+    unread,
+)
 from megatron_moe.config.schema import Run
 
-
-@rule()
-def one_half_precision(run: Run) -> None:
-    """Refuse bf16 and fp16 together: weights have one dtype."""
-    if run.precision.bf16 and run.precision.fp16:
-        raise Refusal(("bf16", "fp16"), "choose one; drop --fp16, or use --no-bf16 over a preset")
-
-
+refuse(
+    "one_half_precision",
+    ("bf16", "fp16"),
+    "choose one; drop --fp16, or use --no-bf16 over a preset",
+    when=lambda run: run.precision.bf16 and run.precision.fp16,
+)
 _LOSS_SCALE_FIELDS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-
-
 unread(
     ("loss_scale", *_LOSS_SCALE_FIELDS),
     "fp16",
@@ -30,8 +36,6 @@ unread(
     in_megatron=True,
     refused_there=("loss_scale",),
 )
-
-
 unread(
     _LOSS_SCALE_FIELDS,
     "loss_scale",
@@ -39,16 +43,14 @@ unread(
     is_read=lambda run: run.precision.loss_scale is None,
     in_megatron=True,
 )
-
-
-@rule()
-def loss_scales_are_ordered(run: Run) -> None:
-    """Require that the dynamic scale starts at or above its floor."""
-    if run.precision.initial_loss_scale < run.precision.min_loss_scale:
-        raise Refusal(
-            ("initial_loss_scale", "min_loss_scale"),
-            f"the first scale is below the smallest; use --min-loss-scale {run.precision.initial_loss_scale:g} or less",
-        )
+refuse(
+    "loss_scales_are_ordered",
+    ("initial_loss_scale", "min_loss_scale"),
+    lambda run: (
+        f"the first scale is below the smallest; use --min-loss-scale {run.precision.initial_loss_scale:g} or less"
+    ),
+    when=lambda run: run.precision.initial_loss_scale < run.precision.min_loss_scale,
+)
 
 
 @rule()
@@ -76,7 +78,7 @@ def fused_gradients_have_fp32_sums(run: Run) -> None:
         )
     if run.derived.zero_stage >= 2:
         raise Refusal(
-            (flag, *set_among(run, ("data_parallel_sharding_strategy", "use_torch_fsdp2"))),
+            (flag, *stage_flags(run)),
             "gradients are sent as they are made, and no rank has the sum of a whole one; "
             "use --data-parallel-sharding-strategy optim, or drop the flag",
         )
@@ -94,64 +96,47 @@ def fused_gradients_have_fp32_sums(run: Run) -> None:
         )
 
 
-@rule(needs=LAYOUT)
-def sharded_gradients_are_reduced_in_fp32(run: Run) -> None:
-    """Refuse gradients in half precision where they are sharded: shards are fp32."""
-    half = run.precision.bf16 or run.precision.fp16
-    if run.derived.zero_stage >= 2 and half and not run.derived.grads_in_fp32:
-        raise Refusal(
-            (
-                *set_among(run, ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32")),
-                *stage_flags(run),
-            ),
-            "from ZeRO stage 2 on gradients are reduced in fp32; drop it, and use --zero-quantized-gradients int8 to"
-            " send fewer bytes",
-        )
-
-
-@rule(needs=LAYOUT)
-def fp32_evaluation_needs_whole_weights(run: Run) -> None:
-    """Refuse evaluation in fp32 where weights are gathered in the model's dtype."""
-    half = run.precision.bf16 or run.precision.fp16
-    if run.derived.zero_stage >= 2 and half and run.precision.eval_in_fp32:
-        raise Refusal(
-            ("eval_in_fp32", *stage_flags(run)),
-            "from ZeRO stage 2 on weights are gathered in the model's dtype; drop it, or use"
-            " --data-parallel-sharding-strategy optim",
-        )
-
-
-@rule(needs=LAYOUT)
-def offloaded_gradients_are_whole(run: Run) -> None:
-    """Refuse to offload gradients with tensor parallelism, whose ranks add up those of what they all hold."""
-    offloads = run.optimizer.optimizer_cpu_offload and run.derived.zero_stage >= 2
-    if offloads and run.parallel.tensor_model_parallel_size > 1:
-        raise Refusal(
-            ("optimizer_cpu_offload", "tensor_model_parallel_size", *stage_flags(run)),
-            "gradients in host memory cannot be added up over a GPU's tensor-parallel ranks; use"
-            " --data-parallel-sharding-strategy optim, which offloads the moments alone, or drop the offload",
-        )
-
-
+refuse(  # shards are fp32
+    "sharded_gradients_are_reduced_in_fp32",
+    stage_flags,
+    "from ZeRO stage 2 on gradients are reduced in fp32; drop it, and use --zero-quantized-gradients int8 to send fewer"
+    " bytes",
+    when=lambda run: run.derived.zero_stage >= 2 and is_half(run) and not run.derived.grads_in_fp32,
+    any_of=("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"),
+    needs=LAYOUT,
+)
+refuse(
+    "fp32_evaluation_needs_whole_weights",
+    lambda run: ("eval_in_fp32", *stage_flags(run)),
+    "from ZeRO stage 2 on weights are gathered in the model's dtype; drop it, or use --data-parallel-sharding-strategy"
+    " optim",
+    when=lambda run: run.derived.zero_stage >= 2 and is_half(run) and run.precision.eval_in_fp32,
+    needs=LAYOUT,
+)
+refuse(
+    "offloaded_gradients_are_whole",
+    lambda run: ("optimizer_cpu_offload", "tensor_model_parallel_size", *stage_flags(run)),
+    "gradients in host memory cannot be added up over a GPU's tensor-parallel ranks; use"
+    " --data-parallel-sharding-strategy optim, which offloads the moments alone, or drop the offload",
+    when=lambda run: (
+        run.optimizer.optimizer_cpu_offload
+        and run.derived.zero_stage >= 2
+        and run.parallel.tensor_model_parallel_size > 1
+    ),
+    needs=LAYOUT,
+)
 unread(
     ("keep_fp32", "fp32_residual_connection", "eval_in_fp32"),
     ("bf16", "fp16"),
     "everything is fp32 already; add --bf16 or --fp16",
     is_read=lambda run: run.precision.bf16 or run.precision.fp16,
 )
-
-
-@rule()
-def tf32_is_for_fp32_runs(run: Run) -> None:
-    """Refuse TF32 in half precision, whose few products of fp32 numbers are there to be exact."""
-    half = set_among(run, ("bf16", "fp16"))
-    if run.precision.allow_tf32 and half:
-        raise Refusal(
-            ("allow_tf32", *half),
-            "it makes products of an fp32 run faster, and here fp32 is what has to be exact; drop one of the two",
-        )
-
-
+refuse(
+    "tf32_is_for_fp32_runs",
+    lambda run: ("allow_tf32", *set_among(run, ("bf16", "fp16"))),
+    "it makes products of an fp32 run faster, and here fp32 is what has to be exact; drop one of the two",
+    when=lambda run: run.precision.allow_tf32 and is_half(run),
+)
 unread(
     ("exp_avg_dtype", "exp_avg_sq_dtype"),
     "use_precision_aware_optimizer",
@@ -160,8 +145,8 @@ unread(
 
 
 @rule()
-def fp32_patterns_name_modules(run: Run) -> None:
-    """Refuse a pattern of --keep-fp32 that matches no module, which would silently keep none in fp32."""
+def fp32_patterns_name_whole_modules(run: Run) -> None:
+    """Refuse a pattern of --keep-fp32 that matches no module, and two dtypes for one tensor that is tied."""
     for pattern in run.precision.keep_fp32 or ():
         if not module_names.matches(run, pattern):
             near = module_names.near_names(run, pattern)
@@ -169,16 +154,10 @@ def fp32_patterns_name_modules(run: Run) -> None:
                 ("keep_fp32",),
                 f"{pattern!r} names no module and no parameter of this model; use e.g. {', '.join(near)}",
             )
-
-
-@rule()
-def tied_weights_stay_together(run: Run) -> None:
-    """Require one dtype of a tied embedding and output layer, which are one tensor."""
-    kept = module_names.kept_in_fp32(run)
-    embedding, output_layer = module_names.at_ends(kept)
+    embedding, output_layer = module_names.at_ends(kept_in_fp32(run))
     if not run.model.untie_embeddings_and_output_weights and embedding != output_layer:
         raise Refusal(
-            ("keep_fp32", "untie_embeddings_and_output_weights"),
+            ("keep_fp32", _TIED),
             "embedding and output layer share one weight, which has one dtype; name both, embedding and output_layer, "
             "or use --untie-embeddings-and-output-weights",
         )
@@ -188,26 +167,16 @@ _FREEZE, _TIED = "freeze", "untie_embeddings_and_output_weights"
 
 
 @rule()
-def frozen_patterns_name_parameters(run: Run) -> None:
-    """Refuse a pattern that matches no parameter, which would silently freeze none."""
-    for pattern in run.optimizer.freeze or ():
-        if not module_names.parameters_of(run, pattern):
-            near = module_names.near_names(run, pattern)
-            raise Refusal(
-                (_FREEZE,),
-                f"{pattern!r} names no module with parameters and no parameter of this model; use e.g. "
-                f"{', '.join(near)}",
-            )
-
-
-@rule()
 def frozen_parts_are_tried(run: Run) -> None:
-    """Refuse frozen parameters where the code that would leave them alone has not been written or tried."""
+    """Require patterns that match parameters, and refuse frozen ones with what has not been written or tried."""
     if not run.optimizer.freeze:
         return
+    for pattern in run.optimizer.freeze:
+        if not module_names.parameters_of(run, pattern):
+            raise Refusal((_FREEZE,), _names_no_parameter(run, pattern))
     if run.derived.zero_stage >= 2:
         raise Refusal(
-            (_FREEZE, *set_among(run, ("data_parallel_sharding_strategy", "use_torch_fsdp2"))),
+            (_FREEZE, *stage_flags(run)),
             "a fully sharded model keeps fp32 shards of all weights and gradients; use --use-distributed-optimizer",
         )
     if run.precision.fp8_format is not None:
@@ -217,13 +186,7 @@ def frozen_parts_are_tried(run: Run) -> None:
             (_FREEZE, "overlap_moe_expert_parallel_comm"),
             "the parts of a layer were not tried with frozen weights; drop one of the two",
         )
-
-
-@rule()
-def frozen_tables_are_whole(run: Run) -> None:
-    """Require of a tied embedding and output layer that both are frozen or none, on one stage of the pipeline."""
-    frozen = module_names.frozen(run)
-    embedding, output_layer = module_names.at_ends(frozen)
+    embedding, output_layer = module_names.at_ends(frozen(run))
     tied = not run.model.untie_embeddings_and_output_weights
     if tied and embedding != output_layer:
         raise Refusal(
@@ -240,22 +203,29 @@ def frozen_tables_are_whole(run: Run) -> None:
         )
 
 
+def _names_no_parameter(run: Run, pattern: str) -> str:
+    near = ", ".join(module_names.near_names(run, pattern))
+    return f"{pattern!r} names no module with parameters and no parameter of this model; use e.g. {near}"
+
+
 @rule()
 def multiples_are_pairs(run: Run) -> None:
     """Require that each multiple is PATTERN=X, with a number that a rate or a decay can be multiplied by."""
     for field in module_names.MULTIPLES:
         for word in module_names.group_words(run, field):
-            found = module_names.pattern_and_multiple(word)
-            if found is None:
-                meant = number_meant(word.rpartition("=")[2], (float,)) or "; write e.g. router=0.5"
-                raise Refusal((field,), f"{word!r} is not PATTERN=X, with a number X{meant}")
-            if not math.isfinite(found[1]) or found[1] < 0:
+            pattern, _, number = word.rpartition("=")
+            try:
+                multiple = float(number if pattern else "")
+            except ValueError:
+                meant = number_meant(number, (float,)) or "; write e.g. router=0.5"
+                raise Refusal((field,), f"{word!r} is not PATTERN=X, with a number X{meant}") from None
+            if not math.isfinite(multiple) or multiple < 0:
                 least = "above 0" if field == "lr_mult" else "at least 0"
-                raise Refusal((field,), f"{word!r}: a multiple is {least} and finite; use e.g. {found[0]}=0.5")
-            if field == "lr_mult" and not found[1]:
+                raise Refusal((field,), f"{word!r}: a multiple is {least} and finite; use e.g. {pattern}=0.5")
+            if field == "lr_mult" and not multiple:
                 raise Refusal(
                     (field,),
-                    f"{word!r} would compute gradients and moments that change nothing; use --freeze {found[0]}, or a "
+                    f"{word!r} would compute gradients and moments that change nothing; use --freeze {pattern}, or a "
                     "multiple above 0",
                 )
 
@@ -271,8 +241,7 @@ def _reason(run: Run, field: str, pattern: str) -> str:
                 f"{pattern!r} names no parameter but state that no optimizer updates; expert_bias moves by "
                 "--moe-router-bias-update-rate"
             )
-        near = ", ".join(module_names.near_names(run, pattern))
-        return f"{pattern!r} names no module with parameters and no parameter of this model; use e.g. {near}"
+        return _names_no_parameter(run, pattern)
     if names <= module_names.frozen(run):
         return f"{pattern!r} names parameters that --freeze leaves out of the training; drop it, or do not freeze them"
     return (
@@ -298,13 +267,12 @@ def multiples_decide_something(run: Run) -> None:
                 raise Refusal((field,), _reason(run, field, pattern))
 
 
-@rule()
-def an_average_is_saved(run: Run) -> None:
-    """Refuse an average that is in no checkpoint: it could neither be gone on with nor exported."""
-    if run.optimizer.ema_decay is not None and run.checkpoint.no_save_optim:
-        raise Refusal(("ema_decay", "no_save_optim"), "the average is saved with the optimizer; drop one of the two")
-
-
+refuse(  # it could neither be gone on with nor exported
+    "an_average_is_saved",
+    ("ema_decay", "no_save_optim"),
+    "the average is saved with the optimizer; drop one of the two",
+    when=lambda run: run.optimizer.ema_decay is not None and run.checkpoint.no_save_optim,
+)
 _LAYOUT, _RANKS = "pipeline_model_parallel_layout", "pipeline_model_parallel_size"
 
 
@@ -352,28 +320,14 @@ def normed_states_travel_in_the_models_dtype(run: Run) -> None:
         )
 
 
-@rule()
-def fp32_compute_is_our_own(run: Run) -> None:
-    """Refuse fp32 modules or an fp32 stream with Transformer Engine's modules, where they are not verified."""
-    wanted = [
-        name for name in ("keep_fp32", "fp32_residual_connection", "eval_in_fp32") if getattr(run.precision, name)
-    ]
-    engine = [
-        name
-        for name, asks in (
-            ("transformer_impl", run.model.transformer_impl == "transformer_engine"),
-            ("moe_expert_backend", run.moe.moe_expert_backend == "te"),
-        )
-        if asks
-    ]
-    if wanted and engine:
-        raise Refusal(
-            (*wanted, *engine),
-            "not with Transformer Engine's modules, whose dtypes are their own; use --transformer-impl local and "
-            "--moe-expert-backend grouped_mm",
-        )
-
-
+refuse(
+    "fp32_compute_is_our_own",
+    of_transformer_engine,
+    "not with Transformer Engine's modules, whose dtypes are their own; use --transformer-impl local and "
+    "--moe-expert-backend grouped_mm",
+    when=of_transformer_engine,
+    any_of=("keep_fp32", "fp32_residual_connection", "eval_in_fp32"),
+)
 _NOT_COMPUTED = {
     "tensorwise": "one scale for a whole tensor needs a maximum over all ranks that share it",
     "delayed": "scales from the maxima of earlier steps are state, which no checkpoint here has",
@@ -413,7 +367,7 @@ unread(
 
 @rule()
 def fp8_is_for_bf16_products(run: Run) -> None:
-    """Require what FP8 is computed for: products of a bf16 model, and of its experts by a kernel that has FP8."""
+    """Require what FP8 is computed for: products of a bf16 model that are not to be fp32, by a kernel that has FP8."""
     if run.precision.fp8_format is None:
         return
     if not run.precision.bf16:
@@ -430,41 +384,26 @@ def fp8_is_for_bf16_products(run: Run) -> None:
             ("fp8_format", "moe_expert_backend"),
             "this kernel has no FP8; use --moe-expert-backend grouped_mm, or --fp8-modules without experts",
         )
-
-
-@rule()
-def fp8_of_transformer_engine_takes_whole_tiles(run: Run) -> None:
-    """Require that Transformer Engine cuts the experts' matrices where our own kernels do."""
-    if run.derived.fp8_format_of_experts is None or run.moe.num_experts is None or run.moe.moe_expert_backend != "te":
-        return
-    etp = run.derived.expert_tensor_parallel_size
-    for field, width, step in (
-        ("hidden_size", run.model.hidden_size, 128),
-        ("moe_ffn_hidden_size", run.derived.moe_ffn_hidden_size, 128 * etp),
-    ):
-        if width % step:
+    tiles = {
+        "hidden_size": (run.model.hidden_size, 128),
+        "moe_ffn_hidden_size": (run.derived.moe_ffn_hidden_size, 128 * run.derived.expert_tensor_parallel_size),
+    }
+    for field, (width, step) in tiles.items():
+        if experts and run.moe.moe_expert_backend == "te" and width % step:
             raise Refusal(
                 ("fp8_format", "moe_expert_backend", field, "expert_tensor_parallel_size"),
                 f"tiles of 128 would have numbers of two matrices; {nearest_multiples(width, step)} works, or "
                 "--moe-expert-backend grouped_mm",
             )
-
-
-@rule()
-def fp8_and_fp32_exclude_each_other(run: Run) -> None:
-    """Refuse FP8 for modules that are to compute in fp32."""
-    if run.precision.fp8_format is None:
-        return
     if run.precision.eval_in_fp32:
         raise Refusal(("fp8_format", "eval_in_fp32"), "products would still round to FP8; drop one of them")
-    kept = module_names.kept_in_fp32(run)
-    names = module_names.multiplied_in_fp8(run)
-    both = [name for name in names if name in kept or module_names.is_inside(name, kept)]
-    if both:
-        raise Refusal(
-            ("fp8_format", "fp8_modules", "keep_fp32"),
-            f"{both[0]} cannot be fp32 and FP8; keep other modules, name other --fp8-modules, or drop one flag",
-        )
+    kept = kept_in_fp32(run)
+    for name in names:
+        if name in kept or module_names.is_inside(name, kept):
+            raise Refusal(
+                ("fp8_format", "fp8_modules", "keep_fp32"),
+                f"{name} cannot be fp32 and FP8; keep other modules, name other --fp8-modules, or drop one flag",
+            )
 
 
 unread(("audit_precision_output",), "audit_precision", "nothing is written; add --audit-precision")

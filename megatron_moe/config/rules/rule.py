@@ -1,7 +1,7 @@
 """What a rule is, how it is added, worded and checked; and the rules about single values, which come first.
 
-A rule is a function that raises a `Refusal` if a run breaks it: the settings, why, and a setting that works. Rules are
-checked in the order in which they are written, file by file.
+A rule is a function that raises a `Refusal` if a run breaks it: the settings, why, and a setting that works; one that
+computes nothing is declared with `refuse` or `unread`. Rules are checked in the order in which they are written.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError, MissingPackage
-from megatron_moe.config.fields import Field, all_fields, choice_suggestion
+from megatron_moe.config.fields import all_fields, choice_suggestion
 from megatron_moe.config.schema import Run
-from megatron_moe.config.setting import Range
 
 Check = Callable[[Run, int], None]
+Names = tuple[str, ...]
 
 LAYOUT, LENGTH, FILES = "layout", "length", "files"
 """What a rule is about that not every program has: the layout on ranks, how long a run trains, data and files."""
@@ -106,6 +106,31 @@ def rule(needs: str | None = None, asks_for_package: bool = False) -> Callable[[
     return added
 
 
+def refuse(
+    name: str,
+    settings: Names | Callable[[Run], Names],
+    reason: str | Callable[[Run], str],
+    *,
+    when: Callable[[Run], Any],
+    any_of: Names = (),
+    needs: str | None = None,
+) -> None:
+    """Add the rule `name`, which refuses runs `when` it says so, with the settings to name and the reason.
+
+    Args:
+        any_of: settings of which a refused run has at least one; these are named before the others.
+        needs: as `rule`'s.
+    """
+
+    def check(run: Run, world_size: int) -> None:
+        among = set_among(run, any_of)
+        if (among or not any_of) and when(run):
+            named = settings(run) if callable(settings) else settings
+            raise Refusal((*among, *named), reason(run) if callable(reason) else reason).error(run)
+
+    RULES.append(Rule(name, check, needs))
+
+
 def unread(
     fields: tuple[str, ...],
     readers: str | tuple[str, ...],
@@ -155,6 +180,26 @@ def set_among(run: Run, names: Iterable[str]) -> list[str]:
     return [name for name in names if is_set(run, name)]
 
 
+def is_half(run: Run) -> bool:
+    """Return whether the model's dtype is bf16 or fp16."""
+    return run.precision.bf16 or run.precision.fp16
+
+
+def stage_flags(run: Run) -> Names:
+    """Return the flags that made the ZeRO stage what it is."""
+    if run.parallel.use_torch_fsdp2:
+        return ("use_torch_fsdp2",)
+    if run.parallel.data_parallel_sharding_strategy is None and run.optimizer.use_distributed_optimizer:
+        return ("use_distributed_optimizer",)
+    return ("data_parallel_sharding_strategy",)
+
+
+def of_transformer_engine(run: Run) -> Names:
+    """Return the settings that choose modules of Transformer Engine."""
+    chosen = {"transformer_impl": "transformer_engine", "moe_expert_backend": "te"}
+    return tuple(name for name, engine in chosen.items() if value(run, name) == engine)
+
+
 def spelled(run: Run, name: str) -> str:
     """Return a field as it would be typed, with the place of a value that no flag of ours has given."""
     return all_fields()[name].typed(value(run, name)) + source(run, name)
@@ -165,9 +210,9 @@ def source(run: Run, name: str) -> str:
     return f" ({run.sources[name]})" if name in run.sources else ""
 
 
-def divisors(number: int, at_most: int = 64) -> str:
-    """Return the divisors of a number, for "use one of": 1, 2, 4, 8."""
-    return ", ".join(str(d) for d in range(1, min(number, at_most) + 1) if number % d == 0)
+def divisors(number: int) -> str:
+    """Return the divisors of a number up to 64, for "use one of": 1, 2, 4, 8."""
+    return ", ".join(str(d) for d in range(1, min(number, 64) + 1) if number % d == 0)
 
 
 def nearest_multiples(number: int, step: int) -> str:
@@ -179,75 +224,42 @@ def nearest_multiples(number: int, step: int) -> str:
 # Rules about single values
 
 
-@rule()
-def choices_are_known(run: Run) -> None:
-    """Require a listed value where a field has choices, also where no command line was read."""
-    found = {}
-    for name, field in all_fields().items():
-        given = value(run, name)
-        for word in given if isinstance(given, tuple) else (given,):
-            if field.choices is not None and word is not None and word not in field.choices:
-                listed = ", ".join(map(str, field.choices))
-                near = choice_suggestion(str(word), map(str, field.choices))
-                found[name] = f"{field.flag} {word}: not one of {listed}{near}"
-    if found:
-        raise ConfigError(*found.values(), fields=found)
-
-
-@rule()
-def numbers_are_in_range(run: Run) -> None:
-    """Require sizes and counts that are positive, rates and coefficients that are not negative, all finite."""
-    found = {}
-    for name, field in all_fields().items():
-        given = value(run, name)
-        for number in given if isinstance(given, tuple) else (given,):
-            if field.within is not None and number is not None and not field.within.holds(number):
-                finite = "" if math.isfinite(number) else "finite and "
-                found[name] = (
-                    f"{field.flag} {number}{source(run, name)}: must be {finite}{field.within};"
-                    f" e.g. {_working(field, field.within)}"
-                )
-    if found:
-        raise ConfigError(*found.values(), fields=found)
-
-
 _USUAL = {"ema_decay": 0.9999, "decoupled_lr": 1e-4}
 
 
-def _working(field: Field, allowed: Range) -> str:
-    """Return a setting in the range: the default, a usual one, or a number near the lowest."""
-    tried = (field.default, allowed.low, _USUAL.get(field.name), 1, 2, 0.1)
-    return f"{field.flag} {next(n for n in tried if isinstance(n, (int, float)) and allowed.holds(n)):g}"
+@rule()
+def values_are_allowed(run: Run) -> None:
+    """Require a value that is listed where a field has choices, and is in its range; where no flags were read, too."""
+    found = {}
+    for name, field in all_fields().items():
+        given, allowed = value(run, name), field.within
+        for one in given if isinstance(given, tuple) else (given,):
+            if one is not None and field.choices is not None and one not in field.choices:
+                listed = ", ".join(map(str, field.choices))
+                near = choice_suggestion(str(one), map(str, field.choices))
+                found[name] = f"{field.flag} {one}: not one of {listed}{near}"
+            elif one is not None and allowed is not None and not allowed.holds(one):
+                finite = "" if math.isfinite(one) else "finite and "
+                tried = (field.default, allowed.low, _USUAL.get(name), 1, 2, 0.1)
+                works = next(n for n in tried if isinstance(n, (int, float)) and allowed.holds(n))
+                found[name] = (
+                    f"{field.flag} {one}{source(run, name)}: must be {finite}{allowed}; e.g. {field.flag} {works:g}"
+                )
+    if found:
+        raise ConfigError(*found.values(), fields=found)
 
 
 # Checking
 
 
 def check_model(run: Run, world_size: int) -> None:
-    """Check a model without the layout on ranks, length, data and files of a run.
-
-    Raises:
-        ConfigError: from the rules about model, experts, precision or optimizer that the run breaks.
-    """
-    _require(run, world_size, left_out={LAYOUT, LENGTH, FILES})
+    """Check a model without the layout on ranks, length, data and files of a run; raises as `check`."""
+    check(run, world_size, left_out={LAYOUT, LENGTH, FILES})
 
 
 def check_layout(run: Run, world_size: int) -> None:
-    """Check a model and its layout on ranks, without the length, data and files of a run that trains.
-
-    Raises:
-        ConfigError: from the rules about model, experts, layout, precision or optimizer that the run breaks.
-    """
-    _require(run, world_size, left_out={LENGTH, FILES})
-
-
-def check(run: Run, world_size: int) -> None:
-    """Refuse a run that breaks a rule, before anything is allocated; reads no contents and writes nothing.
-
-    Raises:
-        ConfigError: from the rules that the run breaks on `world_size` ranks.
-    """
-    _require(run, world_size, left_out=set())
+    """Check a model and its layout on ranks, without the length, data and files; raises as `check`."""
+    check(run, world_size, left_out={LENGTH, FILES})
 
 
 def missing_packages(run: Run, world_size: int) -> list[str]:
@@ -265,13 +277,15 @@ def missing_packages(run: Run, world_size: int) -> list[str]:
     return found
 
 
-def _require(run: Run, world_size: int, left_out: set[str]) -> None:
-    """Raise the error of the first rule that a run breaks, with errors of later rules about other settings.
-
-    A later error about a setting that an earlier one names may be a consequence of that one, and is not shown.
+def check(run: Run, world_size: int, left_out: Collection[str] = ()) -> None:
+    """Refuse a run that breaks a rule, before anything is allocated; reads no contents and writes nothing.
 
     Args:
         left_out: what is not checked, of the `needs` of rules.
+
+    Raises:
+        ConfigError: of the first rule that the run breaks on `world_size` ranks, with errors of later rules about other
+            settings. A later one about a setting that an earlier one names may be its consequence, and is not shown.
     """
     found: list[ConfigError] = []
     for rule in RULES:

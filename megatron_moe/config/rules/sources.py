@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.paths import require_writable_file, require_writable_folder
-from megatron_moe.config.rules.rule import FILES, Refusal, rule, set_among, unread, value
+from megatron_moe.config.rules.rule import FILES, Refusal, refuse, rule, set_among, unread, value
 from megatron_moe.config.run_flags import TIKTOKEN_FIELDS, TOKENIZER_FILES
 from megatron_moe.config.schema import Run
 
@@ -35,7 +35,7 @@ def one_data_source(run: Run) -> None:
 
 @rule(needs=FILES)
 def blend_is_weighted(run: Run) -> None:
-    """Require of a blend one prefix, or pairs of a weight (finite, not negative, not all zero) and a prefix."""
+    """Require of a blend one prefix, or pairs of a weight, which is finite and above 0, and a prefix."""
     for name in ("data_path", *_SPLIT_PATHS):
         words = value(run, name) or ()
         if len(words) < 2:
@@ -44,12 +44,26 @@ def blend_is_weighted(run: Run) -> None:
             raise Refusal(
                 (name,), f"{len(words)} words are no pairs; write WEIGHT PREFIX WEIGHT PREFIX ..., or one PREFIX"
             )
-        try:
-            weights = [float(word) for word in words[::2]]
-        except ValueError:
-            raise Refusal((name,), "every prefix needs a weight before it; e.g. 0.3 PREFIX_A 0.7 PREFIX_B") from None
-        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) == 0:
-            raise Refusal((name,), "weights are finite, not negative and not all 0; e.g. 0.3 PREFIX_A 0.7 PREFIX_B")
+        for word, prefix in zip(words[::2], words[1::2]):
+            weight = _number(word)
+            if weight is None:
+                raise Refusal((name,), "every prefix needs a weight before it; e.g. 0.3 PREFIX_A 0.7 PREFIX_B")
+            if not math.isfinite(weight) or weight <= 0:
+                raise Refusal(
+                    (name,),
+                    f"weight {word} of {prefix} must be a number above zero; to leave data out, drop its prefix",
+                )
+            if _number(prefix) is not None:  # a file of such a name can be written ./7
+                raise Refusal(
+                    (name,), f"{prefix} is a number where a prefix is expected; WEIGHT PREFIX WEIGHT PREFIX ..."
+                )
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
 
 
 @rule(needs=FILES)
@@ -60,11 +74,8 @@ def split_is_three_shares(run: Run) -> None:
         return
     if set_among(run, _SPLIT_PATHS):
         raise Refusal(("split", *set_among(run, _SPLIT_PATHS)), "each split has its own data; drop --split")
-    try:
-        shares = [float(word) for word in text.split(",")]
-    except ValueError:
-        shares = []
-    if len(shares) != 3 or not all(math.isfinite(share) and share >= 0 for share in shares) or not shares[0]:
+    shares = [share for share in map(_number, text.split(",")) if share is not None and 0 <= share < math.inf]
+    if len(shares) != 3 or text.count(",") != 2 or not shares[0]:
         raise Refusal(("split",), "takes three shares with commas, train's above 0; e.g. --split 969,30,1")
 
 
@@ -88,10 +99,7 @@ def tokenizer_is_given(run: Run) -> None:
 
 @rule(needs=FILES)
 def tokenizer_files_go_with_their_type(run: Run) -> None:
-    """Require the files of a tokenizer that is read from files; refuse files that it does not read.
-
-    A null tokenizer has a size and no file.
-    """
+    """Require the files of a tokenizer that is read from files; refuse files that it does not read."""
     kind = run.data.tokenizer_type
     needed = TOKENIZER_FILES.get(kind or "", ())
     missing = [name for name in needed if value(run, name) is None]
@@ -109,21 +117,16 @@ def tokenizer_files_go_with_their_type(run: Run) -> None:
         raise Refusal(("tokenizer_type", "vocab_size"), "has only a size; add --vocab-size, e.g. 8192")
 
 
-@rule(needs=FILES)
-def sample_needs_tokenizer(run: Run) -> None:
-    """Require a tokenizer for the text of a prompt."""
-    if run.logging.sample_prompt is not None and run.data.tokenizer_type in (None, "NullTokenizer"):
-        raise Refusal(
-            ("sample_prompt", "tokenizer_type"),
-            "a prompt needs a tokenizer that reads text; add one or drop the prompt",
-        )
-
-
+refuse(
+    "sample_needs_tokenizer",
+    ("sample_prompt", "tokenizer_type"),
+    "a prompt needs a tokenizer that reads text; add one or drop the prompt",
+    when=lambda run: run.logging.sample_prompt is not None and run.data.tokenizer_type in (None, "NullTokenizer"),
+    needs=FILES,
+)
 unread(
     ("sample_tokens",), "sample_prompt", "nothing would be generated; add --sample-prompt TEXT or drop it", needs=FILES
 )
-
-
 unread(
     (
         "save_interval",
@@ -169,20 +172,15 @@ unread(
     "nothing would be loaded; add --load FOLDER or drop it",
     needs=FILES,
 )
-
-
-@rule(needs=FILES)
-def imported_weights_are_a_start(run: Run) -> None:
-    """Require that a run from a Hugging Face folder loads all or none of what it has saved."""
-    stray = set_among(run, ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"))
-    if stray and run.checkpoint.load_hf is not None:
-        raise Refusal(
-            ("load_hf", *stray),
-            "weights and architecture come from the folder where --load holds no step yet, and a step that it holds "
-            "is continued; drop --load-hf or the other",
-        )
-
-
+refuse(
+    "imported_weights_are_a_start",
+    ("load_hf",),
+    "weights and architecture come from the folder where --load holds no step yet, and a step that it holds is"
+    " continued; drop --load-hf or the other",
+    when=lambda run: run.checkpoint.load_hf is not None,
+    any_of=("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"),
+    needs=FILES,
+)
 unread(("allow_suspicious_weights",), "load_hf", "is about the folder of --load-hf; drop it", needs=FILES)
 
 

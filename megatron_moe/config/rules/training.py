@@ -7,44 +7,48 @@ import sys
 
 from megatron_moe.config import module_names
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import all_fields
 from megatron_moe.config.rules.rule import (
     LENGTH,
     Refusal,
+    is_half,
     nearest_multiples,
+    of_transformer_engine,
+    refuse,
     rule,
     set_among,
     spelled,
+    stage_flags,
     unread,
+    value,
 )
 from megatron_moe.config.schema import Run
 
+_RECOMPUTED_LAYERS = ("recompute_method", "recompute_num_layers")
 unread(
     ("health_sample_tokens",),
     "health_interval",
     "nothing is measured; use --health-interval 10, say",
     is_read=lambda run: run.derived.health_interval,
 )
-
-
 unread(
     ("cross_entropy_chunk_tokens",),
     "cross_entropy_loss_fusion",
     "only the fused loss works in chunks; add --cross-entropy-loss-fusion",
 )
-
-
-@rule(needs=LENGTH)
-def training_has_a_length(run: Run) -> None:
-    """Require the length of the training, which has no default."""
-    if run.training.train_iters is None:
-        raise Refusal(("train_iters",), "say how many optimizer steps to train, e.g. --train-iters 1000")
-
-
-@rule()
-def audit_needs_a_second_step(run: Run) -> None:
-    """Require two steps for the audit: the second is traced, since the first also builds buffers."""
-    if run.precision.audit_precision and run.training.train_iters == 1:
-        raise Refusal(("audit_precision", "train_iters"), "the second step is traced; use --train-iters 2 or more")
+refuse(
+    "training_has_a_length",
+    ("train_iters",),
+    "say how many optimizer steps to train, e.g. --train-iters 1000",
+    when=lambda run: run.training.train_iters is None,
+    needs=LENGTH,
+)
+refuse(  # the first also builds buffers
+    "audit_needs_a_second_step",
+    ("audit_precision", "train_iters"),
+    "the second step is traced; use --train-iters 2 or more",
+    when=lambda run: run.precision.audit_precision and run.training.train_iters == 1,
+)
 
 
 @rule()
@@ -57,41 +61,27 @@ def learning_rates_are_ordered(run: Run) -> None:
             raise Refusal((name, "lr"), f"is above the peak; use {flag} {o.lr} or less")
 
 
-@rule()
-def decay_leaves_weights(run: Run) -> None:
-    """Refuse a decay that takes all of a weight in one step, or more: a step takes rate times decay of it."""
-    o = run.optimizer
-    if o.lr * o.weight_decay >= 1.0:
-        raise Refusal(
-            ("lr", "weight_decay"),
-            f"a step takes lr x weight decay of each weight, all of it here; use --weight-decay below {1 / o.lr:g}",
-        )
-
-
-_MUON_FLAGS = (
-    "muon_momentum",
-    "muon_nesterov",
-    "muon_num_ns_steps",
-    "muon_coefficient_type",
-    "muon_fp32_matmul_prec",
-    "muon_scale_mode",
-    "muon_extra_scale_factor",
-    "muon_split_qkv",
-    "muon_split_qkv_per_head",
+refuse(
+    "decay_leaves_weights",
+    ("lr", "weight_decay"),
+    lambda run: (
+        "a step takes lr x weight decay of each weight, all of it here; use --weight-decay below "
+        f"{1 / run.optimizer.lr:g}"
+    ),
+    when=lambda run: run.optimizer.lr * run.optimizer.weight_decay >= 1.0,
 )
-
-
-unread(_MUON_FLAGS, "optimizer", "these are settings of Muon's; add --optimizer muon, or drop them", at="muon")
-
-
-@rule()
-def heads_are_split_apart(run: Run) -> None:
-    """Refuse a matrix for each head where queries, keys and values are to be one."""
-    o = run.optimizer
-    if o.muon_split_qkv_per_head and not o.muon_split_qkv:
-        raise Refusal(("muon_split_qkv_per_head", "muon_split_qkv"), "contradict each other; drop one of them")
-
-
+unread(
+    tuple(name for name in all_fields() if name.startswith("muon_")),
+    "optimizer",
+    "these are settings of Muon's; add --optimizer muon, or drop them",
+    at="muon",
+)
+refuse(
+    "heads_are_split_apart",
+    ("muon_split_qkv_per_head", "muon_split_qkv"),
+    "contradict each other; drop one of them",
+    when=lambda run: run.optimizer.muon_split_qkv_per_head and not run.optimizer.muon_split_qkv,
+)
 unread(
     ("decoupled_min_lr",),
     "decoupled_lr",
@@ -120,14 +110,13 @@ def decoupled_rates_are_ordered(run: Run) -> None:
 
 
 _SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
-
-
-@rule()
-def samples_have_a_batch(run: Run) -> None:
-    """Require for what is counted in sequences how many a step has."""
-    counted = set_among(run, _SAMPLES)
-    if counted and run.training.global_batch_size is None:
-        raise Refusal((*counted, "global_batch_size"), "say how many sequences a step has: --global-batch-size 256")
+refuse(
+    "samples_have_a_batch",
+    ("global_batch_size",),
+    "say how many sequences a step has: --global-batch-size 256",
+    when=lambda run: run.training.global_batch_size is None,
+    any_of=_SAMPLES,
+)
 
 
 @rule()
@@ -139,12 +128,13 @@ def lengths_are_given_once(run: Run) -> None:
             raise Refusal(names, "both say how long it is; keep one")
 
 
-@rule()
-def warmup_is_given_once(run: Run) -> None:
-    """Refuse a warm-up given both as a count and as a share of the decay."""
-    counts = set_among(run, ("lr_warmup_iters", "lr_warmup_samples"))
-    if counts and run.optimizer.lr_warmup_fraction is not None:
-        raise Refusal((*counts, "lr_warmup_fraction"), "both say how long the warm-up is; keep one")
+refuse(
+    "warmup_is_given_once",
+    ("lr_warmup_fraction",),
+    "both say how long the warm-up is; keep one",
+    when=lambda run: run.optimizer.lr_warmup_fraction is not None,
+    any_of=("lr_warmup_iters", "lr_warmup_samples"),
+)
 
 
 def _in_unit(run: Run, iters: str) -> str:
@@ -198,24 +188,12 @@ def wsd_phases_fit(run: Run) -> None:
 
 
 unread(("qk_clip",), "optimizer", "Muon alone scales weights after their update; use --optimizer muon", at="muon")
-
-
-@rule()
-def clipped_queries_are_not_normed(run: Run) -> None:
-    """Refuse QK-clip where norms after the projections undo what it does to their weights.
-
-    The norms of latent attention are before the projections.
-    """
-    if run.optimizer.qk_clip and run.model.qk_layernorm and not run.model.multi_latent_attention:
-        raise Refusal(
-            ("qk_clip", "qk_layernorm"),
-            "the norms give queries and keys the same size whatever their weights are, and bound the logits; keep one",
-        )
-
-
-_FREEZE, _TIED = "freeze", "untie_embeddings_and_output_weights"
-
-
+refuse(  # the norms of latent attention are before the projections
+    "clipped_queries_are_not_normed",
+    ("qk_clip", "qk_layernorm"),
+    "the norms give queries and keys the same size whatever their weights are, and bound the logits; keep one",
+    when=lambda run: run.optimizer.qk_clip and run.model.qk_layernorm and not run.model.multi_latent_attention,
+)
 _CLIPPED = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
 
 
@@ -227,7 +205,7 @@ def clipped_weights_are_trained(run: Run) -> None:
     kept = sorted(name for name in module_names.frozen(run) if name.split(".")[-2] in _CLIPPED)
     if kept:
         raise Refusal(
-            ("qk_clip", _FREEZE),
+            ("qk_clip", "freeze"),
             f"{kept[0]} would have to be scaled, and is frozen; leave queries and keys out of the frozen parameters, "
             "or drop --qk-clip",
         )
@@ -243,9 +221,9 @@ unread(
 
 @rule()
 def rampup_reaches_the_batch(run: Run, world_size: int) -> None:
-    """Require that the batch grows from START by whole INCREMENTs to the global batch.
+    """Require that the batch grows from START by whole INCREMENTs to the global batch, in at least as many samples.
 
-    The ramp-up takes at least as many samples as steps.
+    Each of its sizes is whole micro-batches per rank, and whole rounds with interleaving.
     """
     ramp = run.training.rampup_batch_size
     if ramp is None:
@@ -265,18 +243,10 @@ def rampup_reaches_the_batch(run: Run, world_size: int) -> None:
             ("rampup_batch_size", "global_batch_size"),
             f"{samples} samples are fewer than the {(batch - start) // increment} increments; use more samples",
         )
-
-
-@rule()
-def rampup_batches_divide(run: Run, world_size: int) -> None:
-    """Require whole micro-batches per rank in every batch of the ramp-up, and whole rounds with interleaving."""
-    ramp = run.training.rampup_batch_size
-    if ramp is None:
-        return
     unit = run.training.micro_batch_size * run.derived.data_parallel_size(world_size)
     if run.derived.virtual_pipeline_size is not None:
         unit *= run.parallel.pipeline_model_parallel_size
-    for word, size in zip(("START", "INCREMENT"), ramp):
+    for word, size in (("START", start), ("INCREMENT", increment)):
         if size % unit:
             raise ConfigError(
                 f"{spelled(run, 'rampup_batch_size')}, {spelled(run, 'micro_batch_size')}: {word} {size} must be a"
@@ -290,24 +260,14 @@ unread(
     "nothing would be evaluated; use --eval-iters 10 or --eval-interval 0",
     in_megatron=True,
 )
-
-
-@rule()
-def full_recompute_is_described(run: Run) -> None:
-    """Require method and layers for the recomputation of whole layers."""
-    t = run.training
-    missing = [
-        n
-        for n, v in (("recompute_method", t.recompute_method), ("recompute_num_layers", t.recompute_num_layers))
-        if v is None
-    ]
-    if t.recompute_granularity == "full" and missing:
-        raise Refusal(
-            ("recompute_granularity", *missing),
-            "say which layers: --recompute-method uniform --recompute-num-layers 1 recomputes every one",
-        )
-
-
+refuse(
+    "full_recompute_is_described",
+    lambda run: ("recompute_granularity", *(name for name in _RECOMPUTED_LAYERS if value(run, name) is None)),
+    "say which layers: --recompute-method uniform --recompute-num-layers 1 recomputes every one",
+    when=lambda run: (
+        run.training.recompute_granularity == "full" and any(value(run, name) is None for name in _RECOMPUTED_LAYERS)
+    ),
+)
 unread(
     ("recompute_method", "recompute_num_layers"),
     "recompute_granularity",
@@ -343,59 +303,40 @@ def recompute_layers_within_stage(run: Run) -> None:
 
 @rule()
 def recomputed_modules_exist(run: Run) -> None:
-    """Refuse to recompute modules that the model does not have."""
+    """Refuse to recompute modules that the model does not have, and parts of a MoE layer that is recomputed whole."""
     modules = run.training.recompute_modules or ()
-    needed = {
-        "moe": ("num_experts", run.moe.num_experts),
-        "moe_act": ("num_experts", run.moe.num_experts),
-        "shared_experts": ("moe_shared_expert_intermediate_size", run.moe.moe_shared_expert_intermediate_size),
-        "mla_up_proj": ("multi_latent_attention", run.model.multi_latent_attention),
-    }
+    shared, latent = "moe_shared_expert_intermediate_size", "multi_latent_attention"
+    needed = {"moe": "num_experts", "moe_act": "num_experts", "shared_experts": shared, "mla_up_proj": latent}
     for module in modules:
-        field, value = needed.get(module, ("", True))
-        if not value:
+        if module in needed and not value(run, needed[module]):
             raise Refusal(
-                ("recompute_modules", field), f"there is no {module} to recompute; use mlp or core_attn instead"
+                ("recompute_modules", needed[module]),
+                f"there is no {module} to recompute; use mlp or core_attn instead",
             )
-
-
-@rule()
-def recomputed_modules_do_not_nest(run: Run) -> None:
-    """Refuse to recompute parts of the MoE layer when the whole layer is recomputed."""
-    modules = run.training.recompute_modules or ()
     inner = [module for module in ("moe_act", "shared_experts") if module in modules]
     if "moe" in modules and inner:
         raise Refusal(("recompute_modules",), f"moe holds {' and '.join(inner)}; drop moe or drop what it holds")
 
 
 _OFFLOAD = "fine_grained_activation_offloading"
-
-
 unread(
     ("offload_modules",),
     "fine_grained_activation_offloading",
     "only the offload reads these; add --fine-grained-activation-offloading",
     in_megatron=True,
 )
+refuse(
+    "offload_has_modules",
+    (_OFFLOAD, "offload_modules"),
+    "say which modules: --offload-modules core_attn attn_proj expert_fc1 moe_act, say",
+    when=lambda run: run.training.fine_grained_activation_offloading and not run.training.offload_modules,
+)
 
 
 @rule()
-def offload_has_modules(run: Run) -> None:
-    """Require modules for the offload of activations."""
-    if run.training.fine_grained_activation_offloading and not run.training.offload_modules:
-        works = "say which modules: --offload-modules core_attn attn_proj expert_fc1 moe_act, say"
-        raise Refusal((_OFFLOAD, "offload_modules"), works)
-
-
-def _offloaded(run: Run) -> tuple[str, ...]:
-    is_on = run.training.fine_grained_activation_offloading
-    return (run.training.offload_modules or ()) if is_on else ()
-
-
-@rule()
-def offloaded_modules_exist(run: Run) -> None:
-    """Refuse to offload modules that the model does not have, or whose input another one keeps."""
-    modules = _offloaded(run)
+def offloaded_modules_are_kept(run: Run) -> None:
+    """Refuse to offload what the model does not have, another module keeps, or recomputation does not keep."""
+    modules = (run.training.offload_modules or ()) if run.training.fine_grained_activation_offloading else ()
     of_experts = [name for name in modules if name in ("expert_fc1", "moe_act")]
     if of_experts and run.moe.num_experts is None:
         raise Refusal(("offload_modules", "num_experts"), f"there are no experts; drop {' and '.join(of_experts)}")
@@ -404,37 +345,19 @@ def offloaded_modules_exist(run: Run) -> None:
             ("offload_modules",),
             "core_attn keeps the same tensor on the device, its output; add core_attn, or drop attn_proj",
         )
-
-
-@rule()
-def offloaded_products_keep_their_input(run: Run) -> None:
-    """Refuse to offload inputs of products that Transformer Engine makes in FP8: it keeps other tensors."""
     in_fp8 = run.precision.fp8_modules if run.precision.fp8_format is not None else ()
-    linear, experts = run.model.transformer_impl == "transformer_engine", run.moe.moe_expert_backend == "te"
-    for field, by_te, kind, names in (
-        ("transformer_impl", linear, "attention", ("qkv_linear", "attn_proj")),
-        ("moe_expert_backend", experts, "experts", ("expert_fc1",)),
-    ):
-        stray = [name for name in names if name in _offloaded(run)]
-        if stray and by_te and kind in in_fp8:
+    of_te = {
+        "transformer_impl": ("attention", "qkv_linear", "attn_proj"),
+        "moe_expert_backend": ("experts", "expert_fc1"),
+    }
+    for field in of_transformer_engine(run):
+        kind, *names = of_te[field]
+        stray = [name for name in names if name in modules]
+        if stray and kind in in_fp8:
             raise Refusal(
                 ("offload_modules", "fp8_format", field),
                 f"Transformer Engine keeps other tensors than the inputs in FP8; drop {' and '.join(stray)}",
             )
-
-
-NOT_KEPT = {
-    "moe": ("expert_fc1", "moe_act"),
-    "layernorm": ("qkv_linear",),
-    "mla_up_proj": ("core_attn", "attn_proj"),
-}
-"""Recomputed modules, and the modules whose inputs are not kept then."""
-
-
-@rule()
-def offloaded_modules_are_kept(run: Run) -> None:
-    """Refuse to offload what recomputation does not keep."""
-    modules, recomputed = _offloaded(run), run.derived.recomputed_modules
     if modules and run.training.recompute_granularity == "full":
         raise Refusal(
             (_OFFLOAD, "recompute_granularity"),
@@ -442,31 +365,29 @@ def offloaded_modules_are_kept(run: Run) -> None:
         )
     for recomputing, lost in NOT_KEPT.items():
         stray = [name for name in lost if name in modules]
-        if recomputing in recomputed and stray:
+        if recomputing in run.derived.recomputed_modules and stray:
             raise Refusal(
                 ("recompute_modules", "offload_modules"),
                 f"with {recomputing} recomputed these are not kept; drop {' and '.join(stray)}, or {recomputing}",
             )
 
 
-@rule()
-def offload_takes_whole_layers(run: Run) -> None:
-    """Refuse the offload with the schedule that takes layers apart."""
-    if run.training.fine_grained_activation_offloading and run.moe.overlap_moe_expert_parallel_comm:
-        raise Refusal(
-            (_OFFLOAD, "overlap_moe_expert_parallel_comm"),
-            "the offload follows whole layers, and that schedule computes them in parts; drop one of the two",
-        )
+NOT_KEPT = {"moe": ("expert_fc1", "moe_act"), "layernorm": ("qkv_linear",), "mla_up_proj": ("core_attn", "attn_proj")}
+"""Recomputed modules, and the modules whose inputs are not kept then."""
 
 
+refuse(
+    "offload_takes_whole_layers",
+    (_OFFLOAD, "overlap_moe_expert_parallel_comm"),
+    "the offload follows whole layers, and that schedule computes them in parts; drop one of the two",
+    when=lambda run: run.training.fine_grained_activation_offloading and run.moe.overlap_moe_expert_parallel_comm,
+)
 unread(
     ("attention_softmax_in_fp32",),
     "transformer_impl",
     "the local attention's softmax is always fp32; drop --no-attention-softmax-in-fp32",
     is_read=lambda run: run.model.transformer_impl != "local",
 )
-
-
 unread(
     ("attention_backend",),
     "transformer_impl",
@@ -479,14 +400,7 @@ unread(
 @rule(asks_for_package=True)
 def transformer_engine_is_installed(run: Run) -> None:
     """Require that Transformer Engine is installed if a flag chooses it."""
-    asking = [
-        name
-        for name, asks in (
-            ("transformer_impl", run.model.transformer_impl == "transformer_engine"),
-            ("moe_expert_backend", run.moe.moe_expert_backend == "te"),
-        )
-        if asks
-    ]
+    asking = of_transformer_engine(run)
     # One that cannot be loaded is hidden from the engine, by None in its place; what uses it says why.
     hidden = "transformer_engine" in sys.modules
     if asking and not hidden and importlib.util.find_spec("transformer_engine") is None:
@@ -503,7 +417,7 @@ _OVERLAP = "overlap_moe_expert_parallel_comm"
 
 @rule()
 def expert_overlap_can_work(run: Run) -> None:
-    """Require what megatron-core's schedule of two micro-batches asks for, with the same limits."""
+    """Require what megatron-core's schedule of two micro-batches asks for, and refuse what works on whole layers."""
     if not run.moe.overlap_moe_expert_parallel_comm:
         return
     if run.parallel.expert_model_parallel_size == 1:
@@ -516,7 +430,7 @@ def expert_overlap_can_work(run: Run) -> None:
             (_OVERLAP, "moe_token_dispatcher_type"),
             "the schedule takes a dispatch apart; use --moe-token-dispatcher-type alltoall or flex",
         )
-    if not (run.precision.bf16 or run.precision.fp16):
+    if not is_half(run):
         raise Refusal((_OVERLAP, "bf16"), "megatron-core has the schedule for half precision alone; add --bf16")
     stages = run.parallel.pipeline_model_parallel_size
     if stages > 1 and run.derived.virtual_pipeline_size is None:
@@ -536,13 +450,7 @@ def expert_overlap_can_work(run: Run) -> None:
             "megatron-core takes one layer of multi-token prediction, and 0.16.1 only over several stages; use"
             " --mtp-num-layers 1 with --pipeline-model-parallel-size 2 or more, or drop one of the two",
         )
-
-
-@rule()
-def expert_overlap_excludes(run: Run) -> None:
-    """Refuse with overlapping micro-batches what works on whole layers, which that schedule does not call."""
-    if not run.moe.overlap_moe_expert_parallel_comm:
-        return
+    # It does not call what works on whole layers.
     if run.moe.moe_shared_expert_overlap:
         raise Refusal(
             (_OVERLAP, "moe_shared_expert_overlap"),
@@ -561,7 +469,7 @@ def expert_overlap_excludes(run: Run) -> None:
         )
     if run.derived.zero_stage >= 2:
         raise Refusal(
-            (_OVERLAP, *set_among(run, ("data_parallel_sharding_strategy", "use_torch_fsdp2"))),
+            (_OVERLAP, *stage_flags(run)),
             "weights are gathered when a layer is called as a whole; use --data-parallel-sharding-strategy optim",
         )
     if run.precision.keep_fp32:
@@ -595,11 +503,11 @@ def delayed_gradients_can_work(run: Run) -> None:
         )
 
 
-@rule()
-def spikes_have_a_folder(run: Run) -> None:
-    """Require a folder for the batches of loss spikes."""
-    if run.faults.loss_spike_factor is not None and run.faults.fault_dir is None and run.checkpoint.save is None:
-        raise Refusal(
-            ("loss_spike_factor", "fault_dir", "save"),
-            "there is no folder for the batches; add --fault-dir FOLDER or --save FOLDER",
-        )
+refuse(
+    "spikes_have_a_folder",
+    ("loss_spike_factor", "fault_dir", "save"),
+    "there is no folder for the batches; add --fault-dir FOLDER or --save FOLDER",
+    when=lambda run: (
+        run.faults.loss_spike_factor is not None and run.faults.fault_dir is None and run.checkpoint.save is None
+    ),
+)

@@ -80,9 +80,25 @@ def save(trainer: Trainer) -> None:
         raise RunFault(
             f"saving iteration {iteration}: {damage}; nothing is written, the checkpoints that are there stay"
         )
+    # What a checkpoint keeps of the run in addition to its state.
+    facts: dict[str, Any] = {
+        "vocab_size": trainer.vocab_size,
+        "padded_vocab_size": trainer.padded_vocab_size,
+        "versions": versions(),
+        "tokenizer": trainer.tokenizer,
+        "data": trainer.data,
+        "device": platform.device().type,
+        "records": list(trainer.records),
+    }
+    if arithmetic := numerics.facts(trainer.run.training.deterministic_mode):
+        facts["arithmetic"] = arithmetic
+    if trainer.precision_warnings:
+        facts["precision_warnings"] = trainer.precision_warnings
+    if trainer.evaluation_pending:
+        facts["evaluation_owed"] = True
     trainer.reporter.flush()
     with gathered_parameters(trainer.trained.model):
-        begun = trainer.saver.save(trainer.trained, trainer.progress, _facts(trainer))
+        begun = trainer.saver.save(trainer.trained, trainer.progress, facts)
     if begun:
         trainer.saved = step_folder(Path(trainer.run.checkpoint.save or ""), iteration)
 
@@ -100,23 +116,3 @@ def require_unchanged_data(data: Fingerprint, rank: int) -> None:
             f"{changed[0]}: steps after the last checkpoint may have read it, so none is saved; put the file back "
             "and resume from there"
         )
-
-
-def _facts(trainer: Trainer) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the run in addition to its state."""
-    facts: dict[str, Any] = {
-        "vocab_size": trainer.vocab_size,
-        "padded_vocab_size": trainer.padded_vocab_size,
-        "versions": versions(),
-        "tokenizer": trainer.tokenizer,
-        "data": trainer.data,
-        "device": platform.device().type,
-        "records": list(trainer.records),
-    }
-    if arithmetic := numerics.facts(trainer.run.training.deterministic_mode):
-        facts["arithmetic"] = arithmetic
-    if trainer.precision_warnings:
-        facts["precision_warnings"] = trainer.precision_warnings
-    if trainer.evaluation_pending:
-        facts["evaluation_owed"] = True
-    return facts

@@ -23,6 +23,7 @@ from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.checkpoint.state import TrainState
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
+from megatron_moe.io.texts import listed
 from megatron_moe.model.fully_sharded import local
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.state_checks import global_names, named_expert_biases
@@ -48,11 +49,7 @@ class PrecisionCheck(Callback):
 
 
 class PrecisionAudit(Callback):
-    """Traces the second step of the process: what a process does once is done in the first.
-
-    Args:
-        audit: what traces it with `--audit-precision`.
-    """
+    """Traces the second step of the process: what a process does once is done in the first."""
 
     def __init__(self, audit: StepAudit | None) -> None:
         self._audit = audit
@@ -71,7 +68,7 @@ class PrecisionAudit(Callback):
         """Trace the step from here on."""
         if self._audit is not None and step.iteration == self._iteration:
             trainer = self.trainer
-            step.contexts.enter_context(self._audit(trainer.run, trainer.trained.model, trainer.reporter.message))
+            step.contexts.enter_context(self._audit(trainer.run, list(trainer.trained.model), trainer.reporter.message))
 
 
 # Odd, so that a changed bit changes the sum modulo 2^64 whatever it is multiplied with; 2^64 over the golden ratio.
@@ -112,11 +109,11 @@ class ReplicaDifference:
         every = [rank for rank, _ in self.hashes]
         if len(groups) > 1 and len(groups[0]) > len(groups[1]):
             odd = [rank for rank in every if rank not in groups[0]]
-            whose = f"those of ranks {_listed(odd)} differ"
+            whose = f"those of ranks {listed(odd, 8)} differ"
             if len(odd) == 1:
                 whose = f"that of rank {odd[0]} differs"
-            return f"{self.name}: of {len(every)} copies (ranks {_listed(every)}) {whose} from the others"
-        halves = " and ".join(map(_listed, groups))
+            return f"{self.name}: of {len(every)} copies (ranks {listed(every, 8)}) {whose} from the others"
+        halves = " and ".join(listed(group, 8) for group in groups)
         return f"{self.name}: the copies of ranks {halves} differ, with no majority"
 
 
@@ -196,10 +193,3 @@ def _by_group(trained: TrainState) -> Iterator[tuple[Any, list[tuple[str, Tensor
     yield groups.tp, shards
     if trained.pg_collection.pp.size() > 1:
         yield groups.embd, tied[:1]
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    if len(ranks) > 8:
-        shown += f" and {len(ranks) - 8} more"
-    return shown

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from megatron_moe.config.schema import Run
+from megatron_moe.data.batches import batch_iterators
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.callbacks.profiler import collected
@@ -36,7 +37,7 @@ class Stopping(Callback):
     def before_training(self) -> None:
         """Leave signals to the loop, on all ranks at the same time."""
         max_over_ranks(0.0)  # ranks that are ready wait here, or a signal would find some in the loop and others before
-        self._stop.wait_for_loop()
+        self._stop.loop_looks = True
 
     def after_step(self, step: Step, result: StepResult) -> None:
         """Set the reason why the run ends, if there is one. Collective over all ranks."""
@@ -108,13 +109,10 @@ class Evaluation(Callback):
 
 
 def evaluate_split(trainer: Trainer, split: str, between: Callable[[], None] | None = None) -> EvalRecord:
-    """Return and report the mean loss over the first `--eval-iters` global batches of a split.
-
-    Args:
-        between: see `evaluate`.
-    """
+    """Return and report the mean loss over the first `--eval-iters` global batches of a split; see `evaluate`."""
     run, iteration = trainer.run, trainer.progress.iteration
-    batches = trainer.batches(getattr(trainer.splits, split), 0)
+    groups = trainer.trained.pg_collection
+    batches = batch_iterators(getattr(trainer.splits, split), run, consumed_samples=0, pg_collection=groups)
     for iterator in batches:
         iterator.observer = lambda _: trainer.at(f"iteration {iteration}, evaluation ({split})")
     with collected(run.training):
@@ -126,7 +124,7 @@ def evaluate_split(trainer: Trainer, split: str, between: Callable[[], None] | N
             num_micro_batches=run.training.eval_iters * trainer.schedule.final_micro_batches,
             micro_batch_size=run.training.micro_batch_size,
             seq_length=run.model.seq_length,
-            pg_collection=trainer.trained.pg_collection,
+            pg_collection=groups,
             in_fp32=run.precision.eval_in_fp32,
             between=between,
         )

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
@@ -33,6 +34,7 @@ from megatron_moe.checkpoint.state import TrainState
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.io.files import replacing
+from megatron_moe.io.texts import listed
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.moe.router import TopKRouter, routers
 from megatron_moe.moe.routing import RoutedTokens
@@ -40,12 +42,12 @@ from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.replay import StepReplay
 from megatron_moe.training.state_checks import (
+    RANKS_SHOWN,
     damage_text,
     global_names,
     is_finite,
     non_finite_state,
     non_finite_text,
-    ranks_text,
 )
 from megatron_moe.training.step import StepResult
 from megatron_moe.training.trainer import Trainer, fault_folder
@@ -71,18 +73,13 @@ class NonFiniteValue:
 class NonFiniteHooks:
     """Hooks that collect the tensors that are not finite while `watching`.
 
-    Args:
-        model: wrapped chunks.
-        num_micro_batches: of this rank in the step.
-        pp: pipeline stage of this rank, and how many there are.
+    pp: pipeline stage of this rank, and how many there are.
     """
 
     def __init__(self, model: Sequence[torch.nn.Module], num_micro_batches: int, pp: tuple[int, int]) -> None:
-        self._model = model
-        self._num_micro_batches = num_micro_batches
+        self._model, self._num_micro_batches = model, num_micro_batches
         self._stage, self._stages = pp
-        self._order = 0
-        self._backward_of = 0
+        self._order = self._backward_of = 0
         self._micro_batches = [-1] * len(model)
         self.seen: list[NonFiniteValue] = []
 
@@ -227,30 +224,20 @@ def find_cause(run: Run, trained: TrainState, place: RankFacts, replay: StepRepl
     with hooks.watching():
         replay.run_again(trained.model, micro_batch_size=run.training.micro_batch_size, seq_length=run.model.seq_length)
     reports = all_gather_object(FaultReport(str(place), state, gradients, min(hooks.seen, default=None)))
-    if any(report.state for report in reports):
+    if any(map(attrgetter("state"), reports)):
         return damage_text([(report.place, report.state) for report in reports]), True
-    return _cause_in_the_step(reports), False
-
-
-def _cause_in_the_step(reports: Sequence[FaultReport]) -> str:
-    """Return the cause that explains the reports of all ranks: activations, else gradients."""
+    # The cause that explains the reports of all ranks: activations, else gradients.
     first = min((report.first for report in reports if report.first is not None), default=None)
     if first is not None:
-        where = ranks_text([report.place for report in reports if report.first == first])
-        of_pass = "forward"
-        if first.phase == BACKWARD:
-            of_pass = "backward"
-        place = f"the first in the {of_pass} pass of micro-batch {first.micro_batch}, on {where}"
-        return f"{first.value} of {first.what}, {place}"
+        where = listed([one.place for one in reports if one.first == first], RANKS_SHOWN, "more ranks")
+        of_pass = "backward" if first.phase == BACKWARD else "forward"
+        when = f"the first in the {of_pass} pass of micro-batch {first.micro_batch}"
+        return f"{first.value} of {first.what}, {when}, on {where}", False
     again = "the same micro-batches, run once more, are finite on all ranks"
-    spoiled = [report for report in reports if report.gradients]
+    spoiled = [(report.place, report.gradients) for report in reports if report.gradients]
     if not spoiled:
-        return f"the loss or the gradients' norm was not finite; {again}: a fault that does not repeat"
-    what = spoiled[0].gradients[0]
-    if len(spoiled[0].gradients) > 1:
-        what += f" (and {len(spoiled[0].gradients) - 1} more)"
-    where = ranks_text([report.place for report in spoiled])
-    return f"{what}, on {where}; {again}: it came about while gradients were reduced, or does not repeat"
+        return f"the loss or the gradients' norm was not finite; {again}: a fault that does not repeat", False
+    return f"{damage_text(spoiled)}; {again}: it came about while gradients were reduced, or does not repeat", False
 
 
 WINDOW, LEAST = 128, 16
@@ -258,11 +245,7 @@ _NORMAL, _FLOOR = 1.4826, 0.005
 
 
 class SpikeDetector:
-    """A detector of spikes by the running median of the losses and their deviation from it.
-
-    Args:
-        factor: `--loss-spike-factor`.
-    """
+    """A detector of spikes by the running median of the losses and their deviation from it."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -316,7 +299,17 @@ class Spikes(Callback):
             return
         self.count += 1
         num_samples = self.trainer.progress.consumed_samples - step.first_sample
-        losses, tokens = self._per_sequence(step, num_samples)
+        # Of each sequence of the step the sum of losses, and the number of tokens with a loss, on every rank.
+        sums = torch.zeros(2, num_samples, dtype=torch.float64, device=platform.device())
+        dp = self.trainer.trained.pg_collection.dp
+        for index, (losses, batch) in enumerate(zip(self._per_token, step.micro_batches[-1])):
+            mask = batch["loss_mask"]
+            assert mask is not None, "the last stage has batches"
+            size = losses.shape[0]
+            begin = (index * dp.size() + dp.rank()) * size
+            sums[0, begin : begin + size] = (losses.double() * mask.double()).sum(dim=1)
+            sums[1, begin : begin + size] = mask.double().sum(dim=1)
+        dist.all_reduce(sums)
         if self.trainer.rank_facts.rank != 0:
             return
         middle, deviation = known
@@ -335,7 +328,7 @@ class Spikes(Callback):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             file.write(json.dumps(head) + "\n")
-            for position, (total, count) in enumerate(zip(losses, tokens)):
+            for position, (total, count) in enumerate(sums.T.tolist()):
                 sample = step.first_sample + position
                 # Read again rather than gathered: a sample is the same whoever reads it.
                 ids = self.trainer.splits.train[sample]["tokens"].tolist()
@@ -350,19 +343,3 @@ class Spikes(Callback):
             f"{self.count} spikes since the start",
             path=str(path),
         )
-
-    def _per_sequence(self, step: Step, num_samples: int) -> tuple[list[float], list[float]]:
-        """Return the sum of losses and the number of tokens with a loss of each sequence of the step, on every rank."""
-        sums = torch.zeros(2, num_samples, dtype=torch.float64, device=platform.device())
-        dp = self.trainer.trained.pg_collection.dp
-        if self._per_token:
-            micro_batches = zip(self._per_token, step.micro_batches[-1], strict=True)
-            for index, (losses, batch) in enumerate(micro_batches):
-                mask = batch["loss_mask"]
-                assert mask is not None, "the last stage has batches"
-                size = losses.shape[0]
-                begin = (index * dp.size() + dp.rank()) * size
-                sums[0, begin : begin + size] = (losses.double() * mask.double()).sum(dim=1)
-                sums[1, begin : begin + size] = mask.double().sum(dim=1)
-        dist.all_reduce(sums)
-        return sums[0].tolist(), sums[1].tolist()

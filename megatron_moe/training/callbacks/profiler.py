@@ -3,8 +3,8 @@
 `--manual-gc`: by itself Python collects when enough objects were made, on each rank at another time, and each time all
 ranks wait for one. By hand all ranks collect between the same steps.
 
-`--profile`: each station of docs/internals/journey.md is a range in the profile, around a function or a module of the run,
-entered within the profiled steps alone.
+`--profile`: each station of docs/internals/journey.md is a range in the profile, around a function or a module of the
+run, entered within the profiled steps alone.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ FUNCTIONS = {
     "megatron_moe.moe.dispatch:AllGatherDispatcher.combine": "combine",
     "megatron_moe.training.step:loss_func": "loss",
     "megatron_moe.training.step:finalize_model_grads": "bias step",
-    "megatron_moe.training.step:_unscaled_gradients": "check",
     "megatron_moe.training.step:_own_sums": "check",
     "megatron_moe.training.step:_commit": "commit",
 }

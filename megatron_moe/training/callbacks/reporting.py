@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,19 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_moe import platform
 from megatron_moe.checkpoint.state import TrainingProgress
 from megatron_moe.engine.optimizer import parts
+from megatron_moe.engine.schedules import Timers, configure, get_model_config
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.moe.router import routers
 from megatron_moe.moe.routing_probe import MARGIN_BINS, RoutingProbe, margin_percentile
 from megatron_moe.optim.adam import PrecisionAwareAdam
 from megatron_moe.platform.protocols import EngineOptimizer
 from megatron_moe.precision.packed_state import GROUP, AdamStep
-from megatron_moe.report.health import Health, LayerHealth, LoadHealth, load_health
+from megatron_moe.report.health import Health, LayerHealth, load_health
 from megatron_moe.report.records import exact
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.gradients import part_grad_norms, weights_norm
 from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, expert_load
 from megatron_moe.training.step import StepResult
-from megatron_moe.training.timers import interval_times, start_timing
 from megatron_moe.training.trainer import Trainer
 
 # Additions that rounding swallows: bf16 keeps 8 bits, so adding less than 1/512 of an element's value to it changes
@@ -53,9 +53,6 @@ class LostUpdates(TorchDispatchMode):
     value all the same. Additions into the gradient buffers, which add up micro-batches, are counted apart from others,
     such as autograd's sums where a tensor was used twice. Scalars are left out: sums of losses are not accumulators of
     this kind. Sums within a kernel or a collective are not seen: they are no operation of torch's.
-
-    Args:
-        gradient_buffers: tensors whose storage holds the gradients.
     """
 
     def __init__(self, gradient_buffers: Iterable[Tensor] = ()) -> None:
@@ -78,7 +75,7 @@ class LostUpdates(TorchDispatchMode):
             pairs = list(zip(args[0], args[1]))
         else:
             return func(*args, **kwargs)
-        watched: list[tuple[Tensor, Tensor | float, Tensor]] = []
+        watched = []
         for to, added in pairs:
             if to.dtype in _EXPONENT and to.dim() and kwargs.get("alpha", 1):
                 watched.append((to, added, to.clone()))
@@ -118,17 +115,6 @@ SAMPLE = 8 * GROUP
 """Elements of each weight, from the middle of what a rank updates of it."""
 
 
-class _Sample(NamedTuple):
-    """Elements `begin` to `end` of a weight, and the moments that a step makes of them, fp32 [end - begin] each."""
-
-    adam: PrecisionAwareAdam
-    param: Tensor
-    begin: int
-    end: int
-    moments: tuple[Tensor, ...]
-    step: AdamStep
-
-
 class MomentRounding:
     """Measures how far the stored moments of one step are from those that were computed.
 
@@ -144,49 +130,42 @@ class MomentRounding:
     @torch.no_grad()
     def watching(self, optimizer: EngineOptimizer) -> Iterator[None]:
         """Compare what the block's step stores with what it computes of the gradients, which are clipped already."""
-        samples = list(_samples(optimizer))
+        samples: list[tuple[PrecisionAwareAdam, Tensor, int, int, list[Tensor], AdamStep]] = []
+        for part in parts(optimizer):
+            adam = part.optimizer
+            if part.is_stub_optimizer or not (isinstance(adam, PrecisionAwareAdam) and adam.uses_stochastic_rounding):
+                continue
+            for group in adam.param_groups:
+                step = AdamStep(group["lr"], group["betas"], group["eps"], group["weight_decay"], group["step"] + 1)
+                for param in group["params"]:
+                    if param.grad is None or not param.numel():
+                        continue
+                    begin = max(param.numel() - SAMPLE, 0) // 2 // GROUP * GROUP
+                    end = min(begin + SAMPLE, param.numel())
+                    grad = param.grad.reshape(-1)[begin:end]
+                    first, *second = (adam.values_of(param, name, begin, end) for name in adam.moments_of(param))
+                    computed = [first.lerp(grad, 1 - adam.first_beta(param, group))]
+                    if second:
+                        computed.append(second[0].lerp(grad.square(), 1 - step.betas[1]))
+                    samples.append((adam, param, begin, end, computed, step))
         yield
         for adam, param, begin, end, computed, step in samples:
-            stored = tuple(adam.values_of(param, name, begin, end) for name in adam.moments_of(param))
-            moments = [adam.state[param][name] for name in adam.moments_of(param)]
-            if moments[0].dtype != torch.float32:
+            names = adam.moments_of(param)
+            stored = [adam.values_of(param, name, begin, end) for name in names]
+            if adam.state[param][names[0]].dtype != torch.float32:
                 self._count(0, stored[0], computed[0])
-            if len(moments) == 1:
+            if len(names) == 1:
                 continue
-            if moments[1].dtype != torch.float32:
+            if adam.state[param][names[1]].dtype != torch.float32:
                 self._count(1, stored[1].sqrt(), computed[1].sqrt())
-            self._count(2, _update(stored, step), _update(computed, step))
+            # The update that moments make, but for the learning rate, which all elements share.
+            correction = step.factors()["root_correction"]
+            updates = [first / (second.sqrt() / correction + step.eps) for first, second in (stored, computed)]
+            self._count(2, *updates)
 
     def _count(self, row: int, stored: Tensor, computed: Tensor) -> None:
         exact = computed.double()
         self.sums[row] += torch.stack([(stored.double() - exact).square().sum(), exact.square().sum()])
-
-
-def _samples(optimizer: EngineOptimizer) -> Iterator[_Sample]:
-    """Yield the samples of this rank's weights whose moments are rounded, from the middle of each."""
-    for part in parts(optimizer):
-        adam = part.optimizer
-        if part.is_stub_optimizer or not (isinstance(adam, PrecisionAwareAdam) and adam.uses_stochastic_rounding):
-            continue
-        for group in adam.param_groups:
-            step = AdamStep(group["lr"], group["betas"], group["eps"], group["weight_decay"], group["step"] + 1)
-            for param in group["params"]:
-                if param.grad is None or not param.numel():
-                    continue
-                begin = max(param.numel() - SAMPLE, 0) // 2 // GROUP * GROUP
-                end = min(begin + SAMPLE, param.numel())
-                grad = param.grad.reshape(-1)[begin:end]
-                first, *second = (adam.values_of(param, name, begin, end) for name in adam.moments_of(param))
-                computed = [first.lerp(grad, 1 - adam.first_beta(param, group))]
-                if second:
-                    computed.append(second[0].lerp(grad.square(), 1 - step.betas[1]))
-                yield _Sample(adam, param, begin, end, tuple(computed), step)
-
-
-def _update(moments: tuple[Tensor, ...], step: AdamStep) -> Tensor:
-    """Return the update that moments make, but for the learning rate, which all elements share."""
-    first, second = moments
-    return first / (second.sqrt() / step.factors()["root_correction"] + step.eps)
 
 
 _LOW_PERCENTILE = 0.05
@@ -195,16 +174,13 @@ _LOW_PERCENTILE = 0.05
 class HealthProbe:
     """The measurement of one step of a model; a new one is made for every measured step.
 
-    Args:
-        model: wrapped model chunks of this rank.
-        sample_tokens: tokens per layer and rank whose routing is compared with fp64.
-        num_micro_batches: micro-batches of this rank in the step.
+    sample_tokens: tokens per layer and rank whose routing is compared with fp64.
     """
 
     def __init__(self, model: Sequence[torch.nn.Module], sample_tokens: int, num_micro_batches: int) -> None:
         self._routers = list(routers(model))
         self._probes = [RoutingProbe(sample_tokens, num_micro_batches) for _ in self._routers]
-        self._grad_norms: tuple[float, float] | None = None
+        self._grad_norms = (math.nan, math.nan)
         self._moments = MomentRounding()
         buffers: list[Tensor] = []  # in which the engine's DDP wrapper adds up gradients
         for chunk in model:
@@ -213,7 +189,7 @@ class HealthProbe:
                 buffers += (buffer.grad_data for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers))
         # Watching costs time at every operation; where gradients are added up in fp32 there is nothing to find.
         self._lost: LostUpdates | None = None
-        if any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in buffers):
+        if any(buffer.dtype in _EXPONENT for buffer in buffers):
             self._lost = LostUpdates(buffers)
 
     @contextmanager
@@ -239,15 +215,12 @@ class HealthProbe:
     ) -> Health:
         """Return what was measured, the same on every rank. Collective over all ranks.
 
-        Args:
-            tokens_per_expert: per MoE layer of the whole model its E counts in the step.
-            progress: up to and with this step.
-            pp: the pipeline group.
+        tokens_per_expert: per MoE layer of the whole model its E counts in the step. progress: with this step.
         """
-        additions, watching = [0, 0, 0, 0], self._lost is not None
+        own = [0, 0, 0, 0, 0]
         if self._lost is not None:
-            additions = [*self._lost.counted(gradients=True), *self._lost.counted(gradients=False)]
-        counted = torch.tensor([*additions, watching], dtype=torch.int64, device=platform.device())
+            own = [*self._lost.counted(gradients=True), *self._lost.counted(gradients=False), 1]
+        counted = torch.tensor(own, dtype=torch.int64, device=platform.device())
         dist.all_reduce(counted)
         gradient_additions, gradient_swallowed, *others, watching_ranks = counted.tolist()
         if not watching_ranks:
@@ -258,7 +231,7 @@ class HealthProbe:
             if of:
                 rounding[row] = math.sqrt(lost / of)
         grad_norms: list[float | None] = [None, None]
-        for number, norm in enumerate(self._grad_norms or ()):
+        for number, norm in enumerate(self._grad_norms):
             if math.isfinite(norm):
                 grad_norms[number] = norm
         return Health(
@@ -298,36 +271,47 @@ class HealthProbe:
                 dist.all_reduce(sums, group=group)
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
             for router, of_layer, max_logit in zip(self._routers, sums.tolist(), largest.tolist()):
+                sampled, flips, margin_sum, *histogram = of_layer
+                counts = list(map(int, histogram))
+                margin_mean: float | None = None
+                flip_rate: float | None = None
+                logit: float | None = None
+                if math.isfinite(max_logit):
+                    logit = max_logit
+                if sum(counts):
+                    margin_mean = margin_sum / sum(counts)
+                if sampled:
+                    flip_rate = flips / sampled
+                of_bias: tuple[float | None, float | None, float | None] = (None, None, None)
+                if (bias := router.expert_bias) is not None:
+                    of_bias = float(bias.min()), float(bias.max()), float(bias.double().mean())
                 number = router.layer_number or 0
-                load = load_health(tokens_per_expert.get(number, []))
-                local[number] = _layer_health(load, of_layer, max_logit, router.expert_bias)
-        if pp.size() == 1:
-            return dict(sorted(local.items()))
-        stages: list[dict[int, LayerHealth]] = [{}] * pp.size()
-        dist.all_gather_object(stages, local, group=pp)
+                local[number] = LayerHealth(
+                    load_health(tokens_per_expert.get(number, [])),
+                    int(sampled),
+                    margin_mean,
+                    margin_percentile(counts, _LOW_PERCENTILE),
+                    flip_rate,
+                    logit,
+                    *of_bias,
+                )
+        stages: list[dict[int, LayerHealth]] = [local]
+        if pp.size() > 1:
+            stages *= pp.size()
+            dist.all_gather_object(stages, local, group=pp)
         every: dict[int, LayerHealth] = {}
         for stage in stages:
             every.update(stage)
         return dict(sorted(every.items()))
 
 
-def _layer_health(load: LoadHealth | None, sums: list[float], max_logit: float, bias: Tensor | None) -> LayerHealth:
-    sampled, flips, margin_sum, *histogram = sums
-    counts = [int(number) for number in histogram]
-    margin_mean: float | None = None
-    flip_rate: float | None = None
-    logit: float | None = None
-    of_bias: tuple[float | None, float | None, float | None] = (None, None, None)
-    if sum(counts):
-        margin_mean = margin_sum / sum(counts)
-    if sampled:
-        flip_rate = flips / sampled
-    if math.isfinite(max_logit):
-        logit = max_logit
-    if bias is not None:
-        of_bias = float(bias.min()), float(bias.max()), float(bias.double().mean())
-    margin_p5 = margin_percentile(counts, _LOW_PERCENTILE)
-    return LayerHealth(load, int(sampled), margin_mean, margin_p5, flip_rate, logit, *of_bias)
+# The engine's timers by `--timing-log-level`, in the order of a step: 1 a step's parts, 2 every micro-batch. Every rank
+# asks for the same names, whichever of them its stage has: the times of all ranks are gathered in one collective.
+_TIMED = {
+    1: ("forward-backward", "all-grads-sync", "non-tensor-parallel-grads-all-reduce", "embedding-grads-all-reduce")
+    + ("optimizer",),
+    2: ("forward-compute", "backward-compute", "forward-recv", "forward-send", "backward-recv", "backward-send"),
+}
 
 
 class Reporting(Callback):
@@ -337,7 +321,13 @@ class Reporting(Callback):
         """Start the timers."""
         super().attach(trainer)
         world_size, vocabulary = trainer.rank_facts.world_size, trainer.padded_vocab_size
-        start_timing(trainer.trained.model, trainer.run.logging.timing_log_level)
+        level = trainer.run.logging.timing_log_level
+        # Level 1 and above put a barrier before each part, so that waiting for other ranks is not counted as work.
+        configure(trainer.trained.model, timers=Timers(level, "minmax") if level else None)
+        self._timed: list[str] = []
+        for of_level, names in _TIMED.items():
+            if of_level <= level:
+                self._timed += names
         self._meter = Meter(trainer.run, world_size=world_size, padded_vocab_size=vocabulary)
         self._probe: HealthProbe | None = None
 
@@ -360,12 +350,13 @@ class Reporting(Callback):
             RunFault: a metric or a sink that a program has added failed.
         """
         trainer, options = self.trainer, self.trainer.run.logging
-        model, groups = trainer.trained.model, trainer.trained.pg_collection
+        groups = trainer.trained.pg_collection
         load, times, health, params_norm = NO_EXPERT_LOAD, None, None, None
         if self._is_logged(step) or self._probe is not None:
             load = expert_load(result.router_update, groups)
-        if self._is_logged(step):
-            times = interval_times(model, options.timing_log_level, options.log_interval)
+        timers = get_model_config(trainer.trained.model[0]).timers
+        if self._is_logged(step) and timers is not None:  # least and most seconds of any rank per iteration
+            times = timers._get_global_min_max_time(self._timed, True, False, float(options.log_interval))
         if self._probe is not None:
             health = self._probe.health(load.tokens_per_expert, trainer.progress, groups.pp)
         if self._is_logged(step) and options.log_params_norm:
