@@ -90,7 +90,7 @@ def findings(state: RunState, status: dict[str, str]) -> list[RunFinding]:
     if len(attempts) > 1:
         killed = sum(attempt.get("ending") is None for attempt in attempts[:-1])
         text = f"{len(attempts)} attempts, {killed} of them killed"
-        found.append(RunFinding("attention" if killed else "good", text, "attempts", "", "reliability.md"))
+        found.append(RunFinding("attention" if killed else "good", text, "attempts", "", "guides/faults.md"))
     if state.event_counts["fault"]:
         last = ""
         for event in state.events:
@@ -99,12 +99,12 @@ def findings(state: RunState, status: dict[str, str]) -> list[RunFinding]:
         if len(last) > _MOST_TEXT:
             last = f"{last[:_MOST_TEXT]}..."
         text = f"{_count(state.event_counts['fault'], 'fault')} recorded, the last: {last}"
-        found.append(RunFinding("attention", text, "events", "the table of events has each", "reliability.md"))
+        found.append(RunFinding("attention", text, "events", "the table of events has each", "guides/faults.md"))
     if status["state"] in ("failed", "killed"):
         how = {"failed": "failed", "killed": "was killed"}[status["state"]]
         do = "the same command goes on from the last checkpoint, where --save and --load are given"
         text = f"the last attempt {how} {_at(state)}".rstrip()
-        found.append(RunFinding("bad", text, "attempts", do, "reliability.md"))
+        found.append(RunFinding("bad", text, "attempts", do, "guides/faults.md"))
     return sorted(found, key=lambda finding: _LEVELS.index(finding.level))
 
 
@@ -122,7 +122,7 @@ def _of_steps(state: RunState) -> list[RunFinding]:
         count = _count(watch.not_finite, "step")
         text = f"{count} had a loss that is NaN or infinite, the first at {watch.first_not_finite:,}"
         do = "see which batch, and whether --on-nan skips it"
-        found.append(RunFinding("bad", text, "loss", do, "reliability.md#r7-nan-and-inf"))
+        found.append(RunFinding("bad", text, "loss", do, "guides/faults.md#nan-and-infinity"))
     if watch.skipped:  # fp16 begins with some while its loss scale falls, others are faults
         text = f"{_count(watch.skipped, 'step')} of {state.count:,} skipped, the last at {watch.last_skipped or 0:,}"
         fp16 = (state.info.get("all_flags") or {}).get("fp16") or state.last.get("loss_scale", 1.0) != 1.0
@@ -138,14 +138,14 @@ def _of_steps(state: RunState) -> list[RunFinding]:
             do = (
                 "fp16 skips a few while it looks for its loss scale; many later mean overflow: try bf16 or a lower --lr"
             )
-        found.append(RunFinding(level, text, chart, do, "precision.md#a-step-is-a-transaction"))
+        found.append(RunFinding(level, text, chart, do, "guides/precision.md#a-step-is-a-transaction"))
     if state.count and not watch.not_finite and not watch.skipped:
         found.append(RunFinding("good", "every step was finite and applied", "loss"))
     if watch.spike_count:
         places = ", ".join(f"{iteration:,}" for iteration, _ in list(watch.spikes)[-5:])
         text = f"the loss jumped {_count(watch.spike_count, 'time')}, last at {places}"
         do = "--loss-spike-factor keeps the batch of such a step; a lower --lr or more warm-up helps"
-        found.append(RunFinding("attention", text, "loss", do, "reliability.md#what-happens-and-the-flag-for-it"))
+        found.append(RunFinding("attention", text, "loss", do, "guides/faults.md#what-happens-and-the-flag-for-it"))
     if watch.norm_spikes:
         text = f"the gradient norm was over 8 times its median at {_count(watch.norm_spikes, 'step')}"
         found.append(RunFinding("attention", text, "grad_norm", "look at the loss at the same steps"))
@@ -153,7 +153,7 @@ def _of_steps(state: RunState) -> list[RunFinding]:
         lost = f"{duration_text(watch.seconds_lost)} of {duration_text(state.seconds)}"
         text = f"{_count(watch.slow, 'slow step')} cost {lost}"
         do = "--timing-log-level 1 says which part of a step is slow"
-        found.append(RunFinding("attention", text, "seconds", do, "gpu.md#host-synchronisation"))
+        found.append(RunFinding("attention", text, "seconds", do, "internals/gpu_paths.md#host-synchronisation"))
     if state.bad_lines:
         found.append(
             RunFinding("attention", f"{_count(state.bad_lines, 'line')} of its files could not be read", "loss")

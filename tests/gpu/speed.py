@@ -27,7 +27,7 @@ BASELINES = Path(__file__).with_name("baselines")
 SLOWER = 1.10
 """A time above this multiple of the baseline's fails; NVIDIA's own gate is 1.02 on a quiet machine of its own."""
 SYNCS_PER_STEP = 3
-"""Host syncs in a step of the tiny model, at most, as torch warns of them; docs/guides/gpu.md has a table."""
+"""Host syncs in a step of the tiny model, as torch warns of them; docs/internals/gpu_paths.md has the table."""
 
 # (T, H, E, K, F): NVIDIA's two regression cases with all experts on one card, Qwen3-30B-A3B, DeepSeek-V3.
 SHAPES = {

@@ -1,4 +1,4 @@
-"""How often the host waits for the device, on the pretended CUDA machine; docs/guides/gpu.md has the numbers."""
+"""How often the host waits for the device, on the pretended CUDA machine: docs/internals/gpu_paths.md has the table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.launchers import Forked
 from tests.helpers.ranks import ROOT, RankParent
 from tests.helpers.rows import rows
 
-PAGE_ROWS = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").splitlines()
+PAGE_ROWS = (ROOT / "docs" / "internals" / "gpu_paths.md").read_text(encoding="utf-8").splitlines()
 
 
 class Case(NamedTuple):

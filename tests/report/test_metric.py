@@ -19,7 +19,7 @@ from megatron_moe.report.plot import draw
 from megatron_moe.report.records import StepRecord
 from tests.report.steps import REQUIRED, STEP
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 
 @contextmanager

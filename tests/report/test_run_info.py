@@ -20,7 +20,7 @@ from megatron_moe.report.records import EVENTS
 from megatron_moe.report.run_info import info_path
 from tests.report.steps import STEP, reporter
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md"
 
 
 def run_of(folder: Path) -> Run:

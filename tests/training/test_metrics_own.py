@@ -115,7 +115,7 @@ def test_what_a_sink_raises_ends_the_run_on_all_ranks(gloo: Any, broken: str) ->
 
 def documented(line: str) -> str:
     """What the program of docs/reference/metrics.md prints, with another command line."""
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     (program,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "pretrain(" in code)
     stream = io.StringIO()
     try:

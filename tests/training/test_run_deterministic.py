@@ -72,7 +72,7 @@ def test_a_variable_against_the_mode_is_refused_before_a_run_starts(monkeypatch)
         trained_steps.trained({"deterministic_mode": True, "dry_run": True})
 
 
-# What adds, or writes, through an index: each is in the table of docs/guides/gpu.md, or not in a step.
+# What adds, or writes, through an index: each is in the table of docs/internals/gpu_paths.md, or not in a step.
 INDEXED = re.compile(
     "index_add|index_copy|index_fill|index_put|index_reduce|scatter|bincount|histc|cumsum|cumprod|put_|embedding_dense"
     "|embedding_bag|kthvalue|median|nll_loss|masked_scatter|repeat_interleave|unique|gather|sort|topk|searchsorted"
