@@ -204,7 +204,7 @@ def verified_caches(folder: str | None) -> Iterator[None]:
         known, kept = _listed(folder), {}
         for name in _arrays(folder):
             path = os.path.join(folder, name)
-            if name in known and hashing(path) == known[name]:
+            if name in known and hashing(path) == known[name] and _is_array(path):
                 kept[name] = known[name]
             else:
                 os.unlink(path)
@@ -212,6 +212,15 @@ def verified_caches(folder: str | None) -> Iterator[None]:
         now = {name: kept.get(name) or hashing(os.path.join(folder, name)) for name in _arrays(folder)}
         if now != _listed(folder):
             replace_json(Path(folder) / LISTED, now, sole_writer=True)
+
+
+def _is_array(path: str) -> bool:
+    """Return whether a file is an array of numbers. The engine would unpickle any other, and so run what is in it."""
+    try:
+        numpy.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return False
+    return True
 
 
 def _listed(folder: str) -> dict[str, str]:

@@ -20,6 +20,7 @@ from types import FrameType
 
 from megatron_moe.io.program import DONE, StoppedEarly, end_interrupted
 
+_SECONDS_TO_LEAVE = 10.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -58,6 +59,7 @@ class StopSignals:
         self._wakeup_in, self._wakeup_out = socket.socketpair()
         self._previous_fd = -1
         self._left = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
 
     def __enter__(self) -> StopSignals:
         self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_interrupt)
@@ -65,7 +67,7 @@ class StopSignals:
             self._previous[number] = signal.signal(number, self._on_stop)
         self._wakeup_in.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._wakeup_in.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        self._watcher.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,6 +77,10 @@ class StopSignals:
             # None: a handler that was not installed from Python, which cannot be put back from here.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
         self._wakeup_in.close()
+        # It holds this object, and by `before_end` the whole run. Were it the last to let go of its tensors, when the
+        # interpreter has ended, torch's C++ would abort the process.
+        self._watcher.join(_SECONDS_TO_LEAVE)
+        self.before_end = lambda _: None
 
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
         # The first one counts: a second changes nothing, and does not disturb the checkpoint or the way out.

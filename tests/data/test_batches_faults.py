@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import struct
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from hashlib import sha256
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,7 +149,7 @@ def test_a_file_that_is_replaced_between_save_and_resume_is_named(scene, limit, 
         assert "WARNING" in require_same_samples(accepting, now, flatten(accepting), saved, "STEP")[0]
 
 
-@pytest.mark.parametrize("kind", ["damaged", "other order", "list cut", "list gone"])
+@pytest.mark.parametrize("kind", ["damaged", "other order", "list cut", "list gone", "listed code"])
 def test_index_caches_that_are_damaged_or_of_other_data_are_built_again(scene, kind, monkeypatch):
     monkeypatch.setattr(datasets, "_SAMPLES_OF_A_SMALL_EPOCH", 0)
     bare = kind == "damaged"
@@ -167,6 +169,10 @@ def test_index_caches_that_are_damaged_or_of_other_data_are_built_again(scene, k
                 path.write_bytes(content)
                 numpy.save(path, numpy.load(path)[::-1])
             listing = path.parent / "verified.json"
+            if kind == "listed code":
+                path.write_bytes(f"cos\nmkdir\n(S'{sentinel}'\ntR.".encode())
+                listed = {**json.loads(listing.read_text()), path.name: sha256(path.read_bytes()).hexdigest()}
+                listing.write_text(json.dumps(listed))
             if kind == "list gone":
                 listing.unlink()
             elif kind == "list cut":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,14 @@ def test_the_first_of_several_signals_asks_to_stop_and_does_not_end_the_process(
             os.kill(os.getpid(), number)
         assert stop.stop_signal and signal_name(stop.stop_signal) == "SIGUSR1"
     assert [signal.getsignal(number) for number in SAVING] == [handler or signal.SIG_DFL for handler in before]
+
+
+def test_no_thread_is_left_that_would_free_the_runs_tensors_when_the_interpreter_ends():
+    for _ in range(20):
+        before = set(threading.enumerate())
+        with StopSignals(save=True):
+            assert len(threading.enumerate()) > len(before)
+        assert set(threading.enumerate()) == before
 
 
 def test_before_the_first_step_a_signal_that_saves_ends_the_program_at_once_and_a_second_one_is_harmless():
