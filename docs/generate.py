@@ -1,8 +1,7 @@
 """Write the pages of the site that are made from the code: python docs/generate.py [--check].
 
-Flags, presets, families and the precision contract are described where they are declared; figures are in
-`docs/reference/figures/*.yaml`. `--check` writes nothing, and fails where a page is
-not current.
+Flags, presets, families, Megatron-LM's defaults and the precision contract are described where they are declared;
+figures are in `docs/reference/figures/*.yaml`. `--check` writes nothing, and fails where a page is not current.
 """
 
 from __future__ import annotations
@@ -13,11 +12,13 @@ from pathlib import Path
 import yaml
 
 from megatron_moe.config.command_line import entries
+from megatron_moe.config.fields import all_fields
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build
 from megatron_moe.hf.families import FAMILIES, REFUSED, Family, family_of_run
 from megatron_moe.precision.table import contract
 from megatron_moe_tools import compat
+from megatron_moe_tools.compat.megatron_settings import DEFAULTS
 
 DOCS = Path(__file__).resolve().parent
 RECIPES = DOCS.parent / "examples" / "recipes"
@@ -28,6 +29,7 @@ def pages() -> dict[Path, str]:
     """Return every generated page: its path and its text."""
     reference = DOCS / "reference"
     found = {reference / "flags.md": flags_page()}
+    found[reference / "megatron_defaults.md"] = megatron_defaults_page()
     published = sorted(name for name in PRESETS if (RECIPES / f"{name}.yaml").exists())
     for name in published:
         found[reference / "presets" / f"{name}.md"] = preset_page(name)
@@ -190,6 +192,24 @@ def families_page(published: list[str]) -> str:
 Other values of `model_type` are refused, these with a reason:
 
 {table(("`model_type`", "because"), refused)}
+"""
+
+
+def megatron_defaults_page() -> str:
+    """Return the defaults of Megatron-LM that are other ones here, and what `--defaults megatron` does."""
+    flags = {name: field.flag for name, field in all_fields().items()}
+    rows = []
+    for default in DEFAULTS:
+        effect = f"{default.answer}: {default.reason}" if default.reason else default.answer
+        rows.append((f"`{flags[default.field]}`", default.theirs, default.ours, default.where, effect))
+    return f"""# Defaults that differ from Megatron-LM's
+
+{NOTE}
+
+`--defaults megatron` uses Megatron-LM's defaults ([from Megatron-LM](../start/from_megatron.md#defaults)): one that is
+`taken` is used, `kept` stays as it is here, and `to give` has no such default, so the run asks for the flag.
+
+{table(("flag", "Megatron-LM", "here", "matters with", "`--defaults megatron`"), rows)}
 """
 
 

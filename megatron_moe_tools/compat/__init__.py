@@ -94,7 +94,7 @@ def parser() -> Parser:
     start.add_argument(
         "--defaults",
         metavar="{" + ",".join(megatron_settings.NAMES) + "}",
-        help="whose defaults to use for what nothing else sets (default: ours; others: docs/start/from_megatron.md)",
+        help="whose defaults fill what nothing else sets (default: ours; others: docs/reference/megatron_defaults.md)",
     )
     start.add_argument(
         "--deepspeed-config",

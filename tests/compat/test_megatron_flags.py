@@ -196,6 +196,6 @@ def counts() -> Counter[str]:
 
 
 def test_the_page_has_the_counts_of_the_table():
-    page = (ROOT / "docs" / "from_megatron.md").read_text()
+    page = (ROOT / "docs" / "start" / "from_megatron.md").read_text()
     shown = dict(re.findall(r"^\| ([a-z ]+) \| (\d+) \|", page, re.MULTILINE))
     assert {answer: int(count) for answer, count in shown.items()} == dict(counts())

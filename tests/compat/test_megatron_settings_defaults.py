@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +14,9 @@ from megatron_moe.config import rules
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe_tools import compat
-from megatron_moe_tools.compat.megatron_settings import DEFAULTS, MegatronDefault
+from megatron_moe_tools.compat.megatron_settings import DEFAULTS
 from tests.config.refused import refused
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "from_megatron.md"
 MODEL = (
     "--num-layers 2 --hidden-size 96 --num-attention-heads 4 --seq-length 64 --lr 1e-4 --train-iters 9"
     " --position-embedding-type rope --normalization RMSNorm --mock-data --vocab-size 100"
@@ -87,17 +84,6 @@ def test_each_field_of_the_table_is_a_field_and_another_value():
         if default.answer == "taken" and field.choices is not None:
             assert default.value in (*field.choices, *([choice] for choice in field.choices))
         assert default.reason or default.answer == "taken", default
-
-
-def row(default: MegatronDefault) -> str:
-    does = default.answer + (f": {default.reason}" if default.reason else "")
-    cells = (all_fields()[default.field].flag, default.theirs, default.ours, default.where, does)
-    return f"| {' | '.join(cells)} |"
-
-
-def test_the_page_has_the_table():
-    shown = [line for line in PAGE.read_text().splitlines() if re.match(r"\| --", line)]
-    assert shown == [row(default) for default in DEFAULTS]
 
 
 # ---- what is taken

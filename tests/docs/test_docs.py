@@ -1,4 +1,4 @@
-"""README and docs name paths, tests, links, flags and presets that exist."""
+"""README and docs name paths, tests, links and flags that exist."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.config.presets import PRESETS
-from megatron_moe.config.schema import build, flatten
 from megatron_moe_tools import compat
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,9 +19,6 @@ NAMED = re.compile(r"`(megatron_moe/[\w/]+\.py)` `(\w+)`|(tests/[\w/]+\.py)::(\w
 SITE = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
-
-SMALL_VOCABULARIES = {"demo": 4096, "tiny": 1000, "tiny-gqa": 1000}
-"""Tokens with which README counts the presets that have no vocabulary."""
 
 
 @cache
@@ -69,24 +64,3 @@ def test_every_flag_in_the_readme_is_one_of_a_program() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             known |= set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text_of(path)))
     assert sorted(set(FLAG.findall(text_of(README))) - known) == []
-
-
-def size(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
-
-
-def test_the_readmes_presets_are_those_of_the_code() -> None:
-    table = re.search(r"^\|.*\n\|[-|]+\n((?:\|.*\n)+)", text_of(README).partition("\n## Presets\n")[2], re.MULTILINE)
-    assert table is not None
-    listed = {}
-    for row in table[1].splitlines():
-        _, names, total, active, _ = (cell.strip() for cell in row.split("|"))
-        listed |= dict.fromkeys(re.findall(r"`([^`]+)`", names), (total, active))
-    counted = {}
-    for name, preset in PRESETS.items():
-        run = build(preset)
-        vocabulary = run.derived.padded_vocab_size(flatten(run)["vocab_size"] or SMALL_VOCABULARIES[name])
-        counted[name] = tuple(
-            size(count(vocabulary)) for count in (run.derived.parameter_count, run.derived.active_parameter_count)
-        )
-    assert listed == counted

@@ -16,7 +16,8 @@ from tests.helpers.rows import rows
 from tests.helpers.tiny_tokenizers import published
 
 TABLE = yaml.safe_load((Path(__file__).parent / "guides.yaml").read_text())
-PAGES = {path.stem: path for path in (*guides.DOCS.glob("start/*.md"), *guides.DOCS.glob("guides/*.md"))}
+WRITTEN = (guides.ROOT / "README.md", *guides.DOCS.glob("start/*.md"), *guides.DOCS.glob("guides/*.md"))
+PAGES = {path.stem: path for path in WRITTEN}
 GUIDES = sorted(name for name, path in PAGES.items() if "```bash" in path.read_text(encoding="utf-8"))
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 STEPS, BATCH, SEQUENCE, VOCABULARY = 6, 4, 24, 200
 
-# No rows of padding: there the two differ on purpose (docs/from_megatron.md).
+# No rows of padding: there the two differ on purpose (docs/start/from_megatron.md).
 _SHARED = f"""--make-vocab-size-divisible-by 8
 --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --vocab-size {VOCABULARY} --num-layers 2 --hidden-size 32
 --num-attention-heads 4 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
