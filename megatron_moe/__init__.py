@@ -10,12 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_moe.engine import import_hook
+from megatron_moe.io.source_version import VERSION as __version__
 from megatron_moe.platform import env_vars
 
 env_vars.check()
 import_hook.install()
-
-__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from megatron_moe.config.errors import ConfigError, RunFault

@@ -58,7 +58,7 @@ _WITHOUT_MEANING = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class FolderSettings:
     """The settings that a config.json describes.
 
     family: the family whose format it is. flat: the fields of `Run` that make the architecture. notes: what was
@@ -70,7 +70,7 @@ class Settings:
     notes: list[str] = field(default_factory=list)
 
 
-def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str) -> Settings:
+def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str) -> FolderSettings:
     """Return the architecture that a config.json describes.
 
     Args:
@@ -132,7 +132,7 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
     unknown = sorted(set(keys.unread()) - _WITHOUT_MEANING)
     if unknown:
         keys.notes.append(f"config.json has keys that are not known and not read: {', '.join(unknown)}")
-    return Settings(family, flat, keys.notes)
+    return FolderSettings(family, flat, keys.notes)
 
 
 def _defaults() -> dict[str, Any]:
@@ -310,7 +310,7 @@ def filled_in(given: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
     return given
 
 
-def settings_of(folder: HFFolder, where: str) -> Settings:
+def settings_of(folder: HFFolder, where: str) -> FolderSettings:
     """Return the architecture of a Hugging Face folder, with notes for the user.
 
     Its tensors decide whether there are layers of multi-token prediction: transformers does not save these, but leaves

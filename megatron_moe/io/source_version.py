@@ -7,8 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_moe import __version__
-
+VERSION = "0.2.0"
 NAME, COMMIT = "megatron-moe", "megatron-moe commit"
 """The keys in `versions` of a checkpoint."""
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -18,7 +17,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 def source_version() -> dict[str, str]:
     """Return version and commit by their keys, the commit where it is known. Starts no process."""
     found = _head(_PACKAGE.parent / ".git") or _text(_PACKAGE / "commit.txt")  # which setup.py writes
-    return {NAME: __version__, **({COMMIT: found} if found else {})}
+    return {NAME: VERSION, **({COMMIT: found} if found else {})}
 
 
 def other_source(then: Mapping[str, Any]) -> str | None:

@@ -36,7 +36,7 @@ from megatron_moe.report.reporter import MakePageSink, Reporter
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.node_files import require_one_view
 from megatron_moe.training.plan import RunPlan, evaluates_test_split, same_data_notes
-from megatron_moe.training.program import ProgramParts, ProgramSamples
+from megatron_moe.training.program import ProgramParts
 from megatron_moe.training.state_checks import check_precision, damage_on_ranks
 from megatron_moe.training.step_sums import max_over_ranks
 from megatron_moe.training.trainer import RECORDS_KEPT, Splits, Trainer, fault_folder
@@ -74,13 +74,12 @@ def build_trainer(
     also: Sequence[Sink],
     stage: Callable[[str], None],
     page_sink: MakePageSink | None = None,
-    parts: ProgramParts | None = None,
+    parts: ProgramParts,
 ) -> Trainer:
     """Build everything a run needs and load what it starts from.
 
     Collective over all ranks. `resources` is what is given back when the run ends.
     """
-    parts = parts or ProgramParts()
     ranks = _meet(planned.run, resources)
     # A checkpoint whose content was verified; it may be an earlier step than was planned.
     start_from = verified_checkpoint(planned.run, planned.start_from, say)
@@ -99,15 +98,10 @@ def build_trainer(
     trained_on = planned.schedule.samples_after(steps_left, progress.consumed_samples)
     evaluated = run.training.eval_iters * planned.schedule.final
     tested = evaluated if evaluates_test_split(run) else 0
-    if parts.data is not None:
-        valid = None
-        if parts.valid_data is not None and evaluated:
-            valid = ProgramSamples(parts.valid_data, "valid_data", run, evaluated)
-        splits = Splits(ProgramSamples(parts.data, "data", run, trained_on), valid, None)
-    else:
-        splits = Splits(
-            *build_datasets(run, planned.tokenizer, trained_on, evaluated, tested, pg_collection=ranks.pg_collection)
-        )
+    splits = Splits(
+        *parts.datasets(run, trained_on, evaluated)
+        or build_datasets(run, planned.tokenizer, trained_on, evaluated, tested, pg_collection=ranks.pg_collection)
+    )
     is_writer = ranks.facts.rank == 0
     # The entropy of the tokens that the validation predicts, under their own frequencies, where rank 0 reads them.
     unigram_entropy = None

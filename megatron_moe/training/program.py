@@ -71,6 +71,15 @@ class ProgramParts:
             if is_set:
                 raise ConfigError(f"{flag}: is another optimizer than {self.optimizer.__name__}; drop one of them")
 
+    def datasets(self, run: Run, trained_on: int, evaluated: int) -> tuple[Dataset, Dataset | None, None] | None:
+        """Return the splits of a run with data of the program's, of so many samples; None: it has none."""
+        if self.data is None:
+            return None
+        valid = None
+        if self.valid_data is not None and evaluated:
+            valid = ProgramSamples(self.valid_data, "valid_data", run, evaluated)
+        return ProgramSamples(self.data, "data", run, trained_on), valid, None
+
 
 class ProgramSamples(Dataset):
     """A program's samples as the run reads them: dicts of int64 `tokens`, `labels`, `loss_mask`, `position_ids` [S].

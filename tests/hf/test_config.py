@@ -32,7 +32,7 @@ def saved(case: str) -> dict:
     return copy.deepcopy(SAVED[case])
 
 
-def read(config: dict, prediction: bool = False) -> hf_config.Settings:
+def read(config: dict, prediction: bool = False) -> hf_config.FolderSettings:
     return hf_config.settings(config, has_prediction_layers=prediction, where="--load-hf folder")
 
 
