@@ -73,7 +73,7 @@ def build_trainer(
     resources: ExitStack,
     also: Sequence[Sink],
     stage: Callable[[str], None],
-    page_sink: MakePageSink | None = None,
+    page_sink: MakePageSink | None,
     parts: ProgramParts,
 ) -> Trainer:
     """Build everything a run needs and load what it starts from.
