@@ -155,8 +155,7 @@ class Model(torch.nn.Module):
             else:
                 like = HuggingFaceSource(HFFolder.open(self._source.path), options)
         elif self.tokenizer is not None:
-            known = self.tokenizer
-            tokenizer = {"type": known.name, "sha256": known.sha256, "eod": known.eod, "bos": known.bos}
+            tokenizer = self.tokenizer.facts()
         else:
             tokenizer = {"type": "NullTokenizer", "sha256": "", "eod": None, "bos": None}
         run = replace(self.settings, vocab_size=self.vocab_size)

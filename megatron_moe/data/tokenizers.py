@@ -58,6 +58,10 @@ class Tokenizer(ABC):
         """Return what to add to the refusal of data, or of a model, whose tokenizer has another hash."""
         return ""
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the tokenizer: type, hash, and the ids that end and begin a document."""
+        return {"type": self.name, "sha256": self.sha256, "eod": self.eod, "bos": self.bos}
+
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
         """Type and hash of the tokenizer, which the engine writes into the key of its index caches."""

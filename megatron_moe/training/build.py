@@ -133,12 +133,7 @@ def build_trainer(
         splits=splits,
         vocab_size=planned.vocab_size,
         padded_vocab_size=run.derived.padded_vocab_size(planned.vocab_size),
-        tokenizer={
-            "type": planned.tokenizer.name,
-            "sha256": planned.tokenizer.sha256,
-            "eod": planned.tokenizer.eod,
-            "bos": planned.tokenizer.bos,
-        },
+        tokenizer=planned.tokenizer.facts(),
         data=planned.data,
         reporter=reporter,
         started_from=start,
