@@ -29,7 +29,7 @@ WORKERS ?= 4
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all soak check bench gpu gpu-wheels lock clean
+.PHONY: help setup demo test test-all soak check docs bench gpu gpu-wheels lock clean
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12]; now: $(PYTHON) is Python $(PYTHON_VERSION), environment $(VENV)"
@@ -53,11 +53,14 @@ test-all: $(STAMP) ## run every row of every matrix, with both ways in which a C
 soak: $(STAMP) ## the long runs of docs/internals/reliability.md: kills, faults, corruption (ARGS="tests/soak/test_kills.py --soak-scale 0.1")
 	$(QUIET_THREADS) $(RUN) -m pytest -q --durations=0 $(if $(filter tests/%,$(ARGS)),,tests/soak) $(ARGS)
 
-check: $(STAMP) ## style, format, types, the generated pages
+check: $(STAMP) docs ## style, format, types, the generated pages, the site
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+docs: $(STAMP) ## build the site into build/site, strictly; open build/site/index.html
 	PYTHONPATH=. $(RUN) docs/generate.py --check
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
 
 BENCH ?= moe_layer
 bench: $(STAMP) ## compare our MoE layer with others' on this machine (BENCH=whole_step: a training step with transformers')

@@ -140,26 +140,23 @@ class Model(torch.nn.Module):
         super().__init__()
         self.chunk = chunk
         self.settings = settings
-        self.tokenizer = tokenizer
-        self._source = source
+        self.tokenizer = None if tokenizer is None or tokenizer.name == "NullTokenizer" else tokenizer
+        self._trained_with, self._source = tokenizer, source
         bare: Any = getattr(chunk, "module", chunk)  # without what runs it in half precision
         self.vocab_size: int = bare.output_layer.vocab_size
 
     def as_source(self) -> MemorySource:
         """Return the weights as what a conversion reads."""
-        options, tokenizer = ConversionOptions(no_optim=True), dict[str, Any]()
+        options = ConversionOptions(no_optim=True)
         like: ConversionSource | None = None
         if self._source is not None:
             if (self._source.path / STATE).is_file():
                 like = NativeSource(self._source.path, options)
             else:
                 like = HuggingFaceSource(HFFolder.open(self._source.path), options)
-        elif self.tokenizer is not None:
-            tokenizer = self.tokenizer.facts()
-        else:
-            tokenizer = {"type": "NullTokenizer", "sha256": "", "eod": None, "bos": None}
         run = replace(self.settings, vocab_size=self.vocab_size)
         bare = getattr(self.chunk, "module", self.chunk)
+        tokenizer = {} if self._trained_with is None else self._trained_with.facts()
         return MemorySource(run, saved_tensors(bare), tokenizer, like)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -258,7 +255,7 @@ class RunResult:
                 "checkpoint) in one process; a callback has its parts while it trains"
             )
         run = self.settings.run
-        return Model(self._chunk, run, _of_texts(build_tokenizer(run.data, run.model.vocab_size)), None)
+        return Model(self._chunk, run, build_tokenizer(run.data, run.model.vocab_size), None)
 
 
 class _Records(Sink):
@@ -367,7 +364,7 @@ def load_model(path: str | Path, *, dtype: str = "float32", ckpt_step: int | Non
         tokenizer: Tokenizer | None = tokenizer_of_model(source)
     except ConfigError:  # a model without one takes ids
         tokenizer = None
-    return Model(found.model, found.run, _of_texts(tokenizer), source)
+    return Model(found.model, found.run, tokenizer, source)
 
 
 def save_hf(model: Model | str | Path, folder: str | Path) -> Path:
@@ -393,11 +390,6 @@ def save_hf(model: Model | str | Path, folder: str | Path) -> Path:
             workspace.publish()
         convert.run(["--from", "native", "--to", "hf", "--load", str(workspace.target), "--save", str(target)])
     return target
-
-
-def _of_texts(tokenizer: Tokenizer | None) -> Tokenizer | None:
-    """Return a tokenizer that knows texts, or None."""
-    return None if tokenizer is None or tokenizer.name == "NullTokenizer" else tokenizer
 
 
 _joined: list[Run] = []

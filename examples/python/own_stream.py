@@ -39,5 +39,4 @@ settings = mm.Settings.from_preset(
     global_batch_size=32,
 )
 result = mm.train(settings, data=Sums(seed=1), valid_data=Sums(seed=2))
-print(f"{result.steps[-1].tokens} tokens of {32 * LENGTH} count in a step")
 print(f"loss of the answers: {result.steps[0].loss:.2f} -> {result.steps[-1].loss:.2f}")
