@@ -294,7 +294,7 @@ def _muon_bytes(run: Run, trace: RankTrace) -> int:
     for one in _matrices(run, trace):
         dp = len(one.ranks)
         at_once = max(min(one.elements // dp, ROUND_NUMEL), one.largest)
-        each = 6.0 * size if len(one.tp_ranks) > 1 else 5.0 * size
+        each = 5.0 * size
         if trace.products_in_fp32:
             each = max(each, 17.5)
         most = max(most, round(each * at_once))

@@ -115,7 +115,8 @@ VISITS: dict[str, tuple[str, dict[str, Plant]]] = {
     # In fp32 the second and the third are no errors: nothing is scaled, and every dtype is fp32.
     "scales and dtypes": ("", {
         "seq_aux_loss counts twice under TP": Plant(
-            "moe/load_balance.py", "value = balance_share(", "value = 2 * balance_share(", "tp2+mtp",
+            "moe/load_balance.py", "value = balance_share(", "value = self.groups.tp_cp.size() * balance_share(",
+            "tp2+mtp",
             ("seq aux loss decoder.layers.1", "gradient, step 1 decoder.layers.1.mlp.router.weight"),
             spared=("z loss",),
         ),
