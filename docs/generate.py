@@ -124,14 +124,9 @@ def preset_page(name: str) -> str:
 
 {NOTE}
 
-`--preset {name}`, family [{family}](../families/{family}.md). The last three rows are those of its recipe,
-`{recipe}`:
+Family [{family}](../families/{family}.md); layout, memory and rates are those of `{recipe}`.
 
 {table(("", ""), rows)}
-
-```bash
-megatron-moe plan --config {recipe} --world-size {facts["layout"].split(" ")[0]}
-```
 """
 
 

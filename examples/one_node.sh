@@ -20,7 +20,7 @@ fi
 
 # This launcher lets the ranks save after SIGTERM; torchrun kills them after 30 s, before torch 2.13 in any case.
 python -m megatron_moe train --nproc-per-node 8 \
-  --preset deepseek-v2-lite --config examples/configs/deepseek_v2_lite.yaml \
+  --config examples/recipes/deepseek-v2-lite.yaml --train-data-path none --valid-data-path none \
   --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER" \
   --data-path "${DATA}_text_document" --split 989,10,1 \
   --save "$RUN/checkpoints" --load "$RUN/checkpoints" --exit-signal-handler \

@@ -119,11 +119,45 @@ def run_of(flags, world_size, *_):
 def test_a_slurm_script_is_what_the_program_writes(job, tmp_path, monkeypatch):
     written_by = job.read_text().splitlines()[1].removeprefix("# Written by: megatron-moe slurm ")
     (tmp_path / "examples/slurm").mkdir(parents=True)
-    (tmp_path / "examples/configs").symlink_to(REPO / "examples/configs", target_is_directory=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pretrain, "checked", run_of)
     assert slurm.main(shlex.split(written_by)) == 0
     assert (tmp_path / job.relative_to(REPO)).read_text() == job.read_text(), "write it again by its second line"
+
+
+RECIPES = sorted(REPO.glob("examples/recipes/*.yaml"))
+
+
+def facts_of(recipe):
+    """The number of GPUs and the memory that a recipe's comment says."""
+    text = recipe.read_text()
+    return int(re.search(r"^# layout: (\d+) GPUs", text, re.M)[1]), re.search(r"^# memory: ([\d.]+) GiB", text, re.M)[1]
+
+
+def test_every_published_preset_has_a_recipe_that_the_rules_accept(tmp_path, monkeypatch):
+    assert {recipe.stem for recipe in RECIPES} == PRESETS.keys() - {"demo", "tiny", "tiny-gqa"}
+    for recipe in RECIPES:
+        ranks, memory = facts_of(recipe)
+        assert float(memory) < 72  # a tenth of 80 GiB is left free
+        unset = "train-data-path valid-data-path tokenizer-type tokenizer-model save load save-interval"
+        flags = [
+            "--config",
+            str(recipe),
+            "--mock-data",
+            *(word for name in unset.split() for word in (f"--{name}", "none")),
+        ]
+        check(flags, ranks, tmp_path / recipe.stem, monkeypatch)
+
+
+@pytest.mark.test_all(
+    instead="tests/docs/test_examples.py::test_every_published_preset_has_a_recipe_that_the_rules_accept"
+)
+@pytest.mark.parametrize("name", [recipe.stem for recipe in RECIPES])
+def test_a_recipe_needs_the_memory_that_it_says(name, capsys):
+    ranks, memory = facts_of(REPO / f"examples/recipes/{name}.yaml")
+    flags = ["--config", str(REPO / f"examples/recipes/{name}.yaml"), "--world-size", str(ranks), "--alternatives", "0"]
+    assert planning_cli.main(flags) == 0
+    assert f"largest rank {memory} GiB of 80: fits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

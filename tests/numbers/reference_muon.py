@@ -37,7 +37,7 @@ def orthogonalized(matrix: Tensor, steps: Steps) -> Tensor:
 
 
 def expected_error(matrix: Tensor, steps: Steps, unit: float) -> float:
-    """The root mean square distance from `orthogonalized` in the Frobenius norm, as in docs/internals/decisions.md.
+    """The root mean square distance from `orthogonalized` in the Frobenius norm.
 
     Rounding errors are taken for independent and alike in all directions, and 0.385 `unit` of what is rounded. A step
     rounds G = X X^T, P = b G + c G G, and a X + P X; an error of G or P passes through the step's own products, and
