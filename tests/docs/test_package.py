@@ -44,6 +44,7 @@ class Built:
 
     repository: set[str]
     wheel: Path
+    packages: list[Path]
     in_wheel: set[str]
     in_sdist: set[str]
 
@@ -65,7 +66,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     (unpacked,) = (folder / "unpacked").iterdir()
     quiet([sys.executable, "-c", BUILD, "build_wheel", str(folder)], unpacked)
     (wheel,) = folder.glob("*.whl")
-    return Built(repository, wheel, set(zipfile.ZipFile(wheel).namelist()), in_sdist)
+    packages = [wheel, *folder.glob("*.tar.gz")]
+    return Built(repository, wheel, packages, set(zipfile.ZipFile(wheel).namelist()), in_sdist)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,9 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_distributions_have_every_file_and_no_other_and_name_the_license_and_the_pythons(built: Built) -> None:
     made = {name for name in built.in_sdist if "megatron_moe.egg-info" in name} | GENERATED | {STAMP}
+    assert "FAILED" not in quiet(
+        [sys.executable, "-m", "twine", "check", "--strict", *built.packages], built.wheel.parent
+    )
     assert built.repository - built.in_sdist == set()
     assert built.in_sdist - built.repository - made == set()
     of_package = {name for name in built.repository if name.startswith(("megatron_moe/", "megatron_moe_tools/"))}

@@ -177,7 +177,7 @@ def packed_adam(stage: Stage, size: int) -> None:
 
 
 def orthogonalization(stage: Stage, size: int) -> None:
-    """Compare Muon's iteration with singular values in fp64, over the error that tests/numbers/reference_muon.py expects."""
+    """Compare Muon's iteration with singular values in fp64, over the error that is to be expected."""
     for dtype, unit, most in ((torch.float32, 2.0**-24, 10.0), (torch.bfloat16, 2.0**-9, 3.0)):
         what = f"orthogonalization, {str(dtype).removeprefix('torch.')}"
         with stage.attempt(what):
