@@ -25,7 +25,9 @@ def dependencies(name: str, extras: tuple[str, ...], found: dict[str, importlib.
         needed = Requirement(text)
         child = canonicalize_name(needed.name)
         wanted = needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in ("", *extras))
-        if wanted and child not in found and not child.startswith(LEFT_OUT):
+        if child == canonicalize_name(PROJECT) and wanted:
+            dependencies(PROJECT, tuple(needed.extras), found)
+        elif wanted and child not in found and not child.startswith(LEFT_OUT):
             found[child] = importlib.metadata.distribution(child)
             dependencies(child, tuple(needed.extras), found)
 
