@@ -354,6 +354,10 @@ def load_model(path: str | Path, *, dtype: str = "float32", ckpt_step: int | Non
         raise ConfigError(f"dtype {dtype}: choose one of {', '.join(PRECISION_FLAGS)}")
     source = locate(Path(path), ckpt_step)
     _leave()
+    if dist.is_initialized():
+        raise ConfigError(
+            f"load_model({str(path)!r}): this process is in a run, which has its process groups; load after it"
+        )
     try:
         found = open_model(source, getattr(torch, dtype))
     except BaseException:

@@ -177,6 +177,15 @@ def test_the_trained_model_is_the_saved_one_and_can_be_exported(run: Any, tmp_pa
         torch.testing.assert_close(theirs(torch.tensor([[97, 98, 99]])).logits[0], ours, rtol=1e-4, atol=1e-4)
 
 
+def test_no_model_is_loaded_into_a_run_that_goes_on(run: Any, one_process: Any) -> None:
+    class Loads(mm.Callback):
+        def after_step(self, step: Any, result: Any) -> None:
+            mm.load_model(run.checkpoint)
+
+    with pytest.raises(mm.RunFault, match="this process is in a run"):
+        mm.train(settings(), callbacks=[Loads()])
+
+
 def test_a_loaded_model_is_a_torch_module_that_trains(run: Any, one_process: Any) -> None:
     model = mm.load_model(run.checkpoint)
     tokens = torch.arange(32).view(2, 16)
