@@ -124,7 +124,7 @@ def preset_page(name: str) -> str:
 
 {NOTE}
 
-Family [{family}](../families/{family}.md); layout, memory and rates are those of `{recipe}`.
+Family [{family}](../families/{family}.md); `{recipe}` has its layout, memory and rates.
 
 {table(("", ""), rows)}
 """

@@ -210,7 +210,7 @@ class MoEConfig:
     moe_shared_expert_gate: bool = setting(False, "gate the shared expert's output (Qwen2-MoE)")
     moe_shared_expert_overlap: bool = setting(
         False,
-        "CUDA: compute the shared expert on a stream of its own, next to dispatch, experts and combine",
+        "CUDA: compute the shared expert on its own stream, beside dispatch, experts and combine",
         resume="free",
     )
     overlap_moe_expert_parallel_comm: bool = setting(
@@ -247,7 +247,7 @@ class MoEConfig:
     )
     moe_token_drop_policy: str = setting(
         "probs",
-        "which choices are dropped beyond the capacity: those of least weight, or the last of the sequence",
+        "which choices are dropped beyond the capacity: the least weighted, or the last of the sequence",
         choices=("probs", "position"),
         resume="free",
     )
@@ -377,7 +377,7 @@ class PrecisionConfig:
     )
     fp8_modules: tuple[str, ...] = setting(
         ("experts", "shared_experts", "mlp", "attention"),
-        "FP8: the modules whose products are in FP8 (mlp: of dense layers); default: all four",
+        "FP8: the modules with products in FP8 (mlp: of dense layers); default: all four",
         choices=("experts", "shared_experts", "mlp", "attention"),
         resume="free",
     )

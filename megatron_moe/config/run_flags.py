@@ -75,7 +75,7 @@ class OptimizerConfig:
     muon_split_qkv_per_head: bool = setting(
         False, "Muon: the queries, keys and values of each attention head are matrices of their own"
     )
-    qk_clip: bool = setting(False, "scale down queries and keys of heads whose attention logits exceed a threshold")
+    qk_clip: bool = setting(False, "scale down queries and keys of heads with attention logits above a threshold")
     qk_clip_alpha: float = setting(
         0.5, "qk-clip: the share, as a power of the factor, that falls to the queries", within=Range(low=0, high=1)
     )
@@ -288,7 +288,7 @@ class FaultConfig:
     )
     loss_spike_factor: float | None = setting(
         None,
-        "record the batch of a step whose loss is this many deviations above the median of the last 128",
+        "record the batch of a step with a loss this many deviations above the median of the last 128",
         within=POSITIVE,
     )
     watchdog: bool = setting(True, "when a rank dies or hangs, name it, show the stacks of all ranks and end the run")

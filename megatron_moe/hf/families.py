@@ -65,7 +65,7 @@ for _reason, _kinds in {
     "it is a model of several modalities, and the text model is not converted alone": (
         "kimi_k25 kimi_vl deepseek_vl_v2 qwen3_vl_moe glm4v_moe"
     ),
-    "the first DeepSeek-MoE has no latent attention and a format of its own": "deepseek",
+    "the first DeepSeek-MoE has no latent attention and its own format": "deepseek",
     "its attention reads a selection of the keys, which the attention here does not": "deepseek_v32 glm_moe_dsa",
     "it is GLM with latent attention, which is not one of the combinations checked here": "glm4_moe_lite",
     "it normalises queries and keys over all heads together, and the attention here over each head": (
