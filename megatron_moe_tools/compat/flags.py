@@ -76,6 +76,7 @@ def _main(argv: list[str]) -> int:
         read.conditions.update(found.conditions)
         read.launcher = found.launcher or read.launcher
         read.sourced += found.sourced
+        read.others += found.others
     asked, lost = [], []
     for flag, values in read.flags:
         asked.append(ask(flag, values, list(map(read.resolved, values))))
@@ -89,6 +90,9 @@ def _main(argv: list[str]) -> int:
         say(listed(asked, read))
     if lost and (files or "--rewrite" in switches):
         note(f"{NAME}: another model trains without what is refused or unknown: {', '.join(lost)}")
+        return FAILED
+    if read.others:
+        note(f"{NAME}: {_LEFT_OUT.format(read.others)}")
         return FAILED
     return DONE
 
@@ -186,6 +190,8 @@ def rewritten(asked: Sequence[Asked], read: Script) -> str:
 def _open_in(read: Script) -> list[str]:
     """Return what a script's text leaves open, a line each."""
     lines = []
+    if read.others:
+        lines.append(_LEFT_OUT.format(read.others))
     for file in read.sourced:
         lines.append(f"not read: {file}, which the script sources; add --script for it")
     for flag, test in read.conditions.items():
@@ -199,6 +205,7 @@ def _open_in(read: Script) -> list[str]:
 # which names the others (`torchrun ... pretrain_gpt.py ${ARGS[@]}`). Words keep their text: `${VAR}` is left as it is.
 # A plain list of flags is a script too.
 
+_LEFT_OUT = "only the first training command is read; other commands that differ: {}; give each its own script"
 _ASSIGNED = re.compile(r"^(?:export |local |declare |readonly )?([A-Za-z_]\w*)\+?=", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{?!?([A-Za-z_]\w*)")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
@@ -235,6 +242,7 @@ class Script:
         conditions: the flags that stand in an `if`, with its test: whether they are there depends on it.
         variables: the simple assignments, name -> text.
         sourced: files that the script reads, whose flags are not here.
+        others: training commands after the first one that differ from it, whose flags are not here either.
     """
 
     flags: list[tuple[str, list[str]]] = field(default_factory=list)
@@ -242,6 +250,7 @@ class Script:
     launcher: list[str] = field(default_factory=list)
     conditions: dict[str, str] = field(default_factory=dict)
     sourced: list[str] = field(default_factory=list)
+    others: int = 0
 
     def resolved(self, text: str, depth: int = 5) -> str:
         """Return a word without quotes, with the variables that the script assigns put in."""
@@ -305,6 +314,9 @@ def read_script(text: str) -> Script:
         elif is_flag(first) or first.startswith("$"):
             ranked.setdefault(1, []).append((texts, []))
     chosen = ranked.get(min(ranked, default=0), [])
+    if ranked.get(0):  # alternatives, or stages one after the other: their flags together are no one's command
+        script.others = sum(command != chosen[0] for command in chosen)
+        chosen = chosen[:1]
     named: set[str] = set()
     for words, _ in chosen:
         named |= _references(words, held)

@@ -141,3 +141,18 @@ def test_a_test_case_of_megatrons_is_a_script(tmp_path, capsys):
     for text in ("TEST_TYPE: regular\n", "MODEL_ARGS: [", "MODEL_ARGS: 2026-13-01", "[" * 600):
         file.write_text(text)
         assert main(["--script", str(file)]) == 2 and capsys.readouterr().err.count(str(file)) == 1, text
+
+
+@pytest.mark.parametrize(("script", "others", "kept"), [
+    ("if [ $X ]; then\ntorchrun pretrain_gpt.py --bf16\nelse\ntorchrun pretrain_gpt.py --fp16\nfi", 1, "--bf16"),
+    ("python pretrain_gpt.py --fp16 --save a\npython pretrain_gpt.py --bf16 --load a", 1, "--fp16"),
+    ("for x in 1 2; do\npython pretrain_gpt.py --bf16\ndone\npython pretrain_gpt.py --bf16", 0, "--bf16"),
+])  # fmt: skip
+def test_of_several_training_commands_one_is_read_and_the_others_are_told(
+    script: str, others: int, kept: str, tmp_path, capsys
+) -> None:
+    (tmp_path / "run.sh").write_text(script)
+    status = main(["--rewrite", "--script", str(tmp_path / "run.sh")])
+    out, err = capsys.readouterr()
+    assert status == (1 if others else 0) and f"commands that differ: {others}" in err + "commands that differ: 0"
+    assert [flag for flag in ("--bf16", "--fp16") if f"  {flag}" in out] == [kept]
