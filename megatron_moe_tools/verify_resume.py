@@ -90,7 +90,8 @@ def _main(argv: list[str]) -> int:
     # Found here, and not by ranks that have loaded torch.
     check_data(replay.run, build_tokenizer(replay.run.data, replay.run.model.vocab_size), deep=False)
     if speaks:
-        say(f"{replay.root}: step {replay.begin}, {replay.steps} steps after it on {replay.ranks} ranks, and records")
+        what = f"step {replay.begin}, {replay.steps} steps after it on {replay.ranks} ranks"
+        say(f"{replay.root}: {what}, compared with their records")
     if "WORLD_SIZE" in os.environ:
         records = recorded_here(flatten(replay.run))
     else:

@@ -11,7 +11,7 @@ import math
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -102,6 +102,17 @@ def by_itself(value: torch.Tensor) -> torch.Tensor:
 # Any box of any tensor
 
 
+class _Layout(NamedTuple):
+    """Where a part's storage begins in its file, its bytes, and the tensor's layout in it."""
+
+    first_byte: int
+    num_bytes: int
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    storage_offset: int
+    is_contiguous: bool
+
+
 class StepReader:
     """A reader of the tensors of one step.
 
@@ -122,7 +133,7 @@ class StepReader:
             self.index: StepIndex = check(step, manifest.read(step).files) if index is None else index
         except (UntrustedError, manifest.ManifestError, OSError) as error:
             raise ConfigError(f"{step}: refused: {error}") from error
-        self._layouts: dict[StoredBytes, tuple[int, Tensor]] = {}
+        self._layouts: dict[StoredBytes, _Layout] = {}
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype in which a tensor is stored."""
@@ -148,14 +159,14 @@ class StepReader:
             try:
                 if part.place not in self._layouts:
                     self._layouts[part.place] = self._layout(key, part)
-                offset, layout = self._layouts[part.place]
-                if not layout.is_contiguous():
-                    flat = self._bytes(part.place, offset, layout.untyped_storage().nbytes()).view(layout.dtype)
-                    content = flat.as_strided(part.shape, layout.stride(), layout.storage_offset())[box].clone()
+                layout = self._layouts[part.place]
+                if not layout.is_contiguous:
+                    flat = self._bytes(part.place, layout.first_byte, layout.num_bytes).view(layout.dtype)
+                    content = flat.as_strided(part.shape, layout.stride, layout.storage_offset)[box].clone()
                 else:  # rows of the part outside of the box are not read
                     outer, *inner = box or [slice(0, 1)]  # a scalar is one row
                     row = math.prod(part.shape[1:])
-                    first = offset + (int(layout.storage_offset()) + outer.start * row) * layout.dtype.itemsize
+                    first = layout.first_byte + (layout.storage_offset + outer.start * row) * layout.dtype.itemsize
                     count = (outer.stop - outer.start) * row * layout.dtype.itemsize
                     rows = self._bytes(part.place, first, count).view(layout.dtype).view(-1, *part.shape[1:])
                     inside = (slice(None), *inner)
@@ -171,8 +182,8 @@ class StepReader:
             raise ConfigError(f"{self.step}: {key} holds {filled} of the {math.prod(shape)} elements from {start} on")
         return result
 
-    def _layout(self, key: str, part: TensorPart) -> tuple[int, Tensor]:
-        """Return where a part's storage begins in its file, and the part without its elements, which are not read."""
+    def _layout(self, key: str, part: TensorPart) -> _Layout:
+        """Return the layout of a part from its archive's small records; the elements are not read."""
         place = part.place
         with open(self.step / place.file, "rb") as file:
             try:
@@ -187,7 +198,15 @@ class StepReader:
         first: Any = getattr(storage, "_checkpoint_offset", None)
         if type(first) is not int or first < 0 or first + storage.nbytes() > place.length:
             raise UntrustedError(f"{key} in {place.file}: its numbers do not lie in its {place.length} bytes")
-        return place.offset + first, value
+        # Not the tensor: it has memory for its elements, although they were not read.
+        return _Layout(
+            place.offset + first,
+            storage.nbytes(),
+            value.dtype,
+            tuple(value.stride()),
+            int(value.storage_offset()),
+            value.is_contiguous(),
+        )
 
     def _bytes(self, place: StoredBytes, first: int, count: int) -> Tensor:
         content = torch.empty(count, dtype=torch.uint8)

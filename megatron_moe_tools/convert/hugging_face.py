@@ -384,33 +384,37 @@ class HuggingFaceSink(ConversionSink):
         with StreamedFile(output / file.name, self._layout(file.content)) as opened:
             for block in file.content:
                 assert isinstance(block, Block)
-                values, row = self.source.read(block)
-                piece, entries, rounded_values = self._pieces[block.place], [], []
-                transform, native = piece.transform, row["native"]
-                if isinstance(transform, Vocabulary):
-                    values[transform.size :] = 0  # rows of no token; reading back pads with zeros
-                    native["sha256_as_written"] = sha256(values)
-                for name, tensor in zip(_names(piece, block), transform.to_hf(values)):
-                    entry: Row = {"name": name, "shape": list(tensor.shape)}
-                    if self._in_fp8(piece):  # each weight followed by its scales
-                        weight = rounded(tensor)
-                        rounded_values.append(weight.values)
-                        entry |= {"dtype": dtype_name(FP8), "sha256": write_tensor(opened, name, weight.numbers)}
-                        scale = {"name": name + hf_folder.SCALE}
-                        scale["sha256"] = write_tensor(opened, scale["name"], weight.scales)
-                        entry |= {"scale": scale, "rounding": weight.error}
-                    else:
-                        entry |= {"dtype": dtype_name(tensor.dtype), "sha256": write_tensor(opened, name, tensor)}
-                    entries.append(entry)
-                if rounded_values:
-                    native["sha256_as_written"] = sha256(transform.to_native(rounded_values))
-                    row["cast"] = certificate.cast_name([native], FP8)
+                row = self._write_block(opened, block)
                 if block.copy is None:
-                    certified = {"native": native, "transform": transform.name}
-                    rows.append({**certified, "cast": row["cast"], "hf": entries})
+                    rows.append(row)
                 advance(self._bytes([block]) + _PER_TENSOR)
         path = output / file.name
         return {"entry": FileEntry(bytes=path.stat().st_size, sha256=sha256_of_file(path)), "rows": rows}
+
+    def _write_block(self, opened: StreamedFile, block: Block) -> Row:
+        """Write a block's tensors and return its row; none of them is held while the next block is read."""
+        values, row = self.source.read(block)
+        piece, entries, rounded_values = self._pieces[block.place], [], []
+        transform, native = piece.transform, row["native"]
+        if isinstance(transform, Vocabulary):
+            values[transform.size :] = 0  # rows of no token; reading back pads with zeros
+            native["sha256_as_written"] = sha256(values)
+        for name, tensor in zip(_names(piece, block), transform.to_hf(values)):
+            entry: Row = {"name": name, "shape": list(tensor.shape)}
+            if self._in_fp8(piece):  # each weight followed by its scales
+                weight = rounded(tensor)
+                rounded_values.append(weight.values)
+                entry |= {"dtype": dtype_name(FP8), "sha256": write_tensor(opened, name, weight.numbers)}
+                scale = {"name": name + hf_folder.SCALE}
+                scale["sha256"] = write_tensor(opened, scale["name"], weight.scales)
+                entry |= {"scale": scale, "rounding": weight.error}
+            else:
+                entry |= {"dtype": dtype_name(tensor.dtype), "sha256": write_tensor(opened, name, tensor)}
+            entries.append(entry)
+        if rounded_values:
+            native["sha256_as_written"] = sha256(transform.to_native(rounded_values))
+            row["cast"] = certificate.cast_name([native], FP8)
+        return {"native": native, "transform": transform.name, "cast": row["cast"], "hf": entries}
 
     def finish(self, output: Path, records: list[Record], inputs: dict[str, FileEntry]) -> dict[str, FileEntry]:
         files: dict[str, FileEntry] = {record["name"]: record["entry"] for record in records}
@@ -441,20 +445,22 @@ class HuggingFaceSink(ConversionSink):
         hashes: dict[str, str] = {}
         with TensorReader(written) as reader:
             for row in rows:
-                native, tensors = row["native"], []
-                for entry in row["hf"]:
-                    tensor, digests = reader.read_hashed(entry["name"])
-                    hashes |= digests
-                    for one in (entry, entry.get("scale", entry)):
-                        require_same(
-                            digests[one["name"]], one["sha256"], one["name"], "it reads otherwise than written"
-                        )
-                    tensors.append(tensor)
-                block = self._pieces[native["key"], tuple(native["start"])].transform.to_native(tensors)
-                require_same(sha256(block), expected(native), native["key"], "it is made back into another")
-                yield row, block
+                yield row, self._made_back(reader, row, hashes)
             for copy, original in self.copies.items():
                 require_same(reader.digest(copy), hashes[original], copy, f"it is no copy of {original}")
+
+    def _made_back(self, reader: TensorReader, row: Row, hashes: dict[str, str]) -> Tensor:
+        """Return a block made of what was written; check its hashes, and put those of its tensors into `hashes`."""
+        native, tensors = row["native"], []
+        for entry in row["hf"]:
+            tensor, digests = reader.read_hashed(entry["name"])
+            hashes |= digests
+            for one in (entry, entry.get("scale", entry)):
+                require_same(digests[one["name"]], one["sha256"], one["name"], "it reads otherwise than written")
+            tensors.append(tensor)
+        block = self._pieces[native["key"], tuple(native["start"])].transform.to_native(tensors)
+        require_same(sha256(block), expected(native), native["key"], "it is made back into another")
+        return block
 
     def facts(self, rows: list[Row]) -> dict[str, Any]:
         rounding: dict[str, Any] | None = None

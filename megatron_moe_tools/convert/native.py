@@ -328,6 +328,7 @@ class TorchDistSink(ConversionSink):
                 parts.append(append_block(opened, name, start, tensor.reshape(shape)))
                 rows.append(self.completed(row, item, tensor))
                 advance(item.num_bytes + PER_PART)
+                del tensor  # before the next is read: a conversion holds one block
         return {"entry": opened.entry(), "parts": parts, "values": values, "rows": rows}
 
     def completed(self, row: Row, block: Block, tensor: Tensor) -> Row:
@@ -364,6 +365,7 @@ class TorchDistSink(ConversionSink):
             values = reader.read(name, start, shape)
             certificate.require_same(sha256(values), expected, name, "it reads otherwise than it was written")
             yield row, values
+            del values  # before the next is read
 
 
 class NativeSink(TorchDistSink):

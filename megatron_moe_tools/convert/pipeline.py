@@ -288,6 +288,7 @@ def convert(sink: ConversionSink, workspace: Workspace) -> dict[str, Any]:
     for row, block in sink.read_again(output, rows):
         source.require_made_back(row, block)
         progress.advance(block.nbytes)
+        del block  # before the next is read
     progress.finish()
     return {
         "format": 1,

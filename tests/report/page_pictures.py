@@ -24,7 +24,7 @@ from megatron_moe.report.reporter import Reporter
 from megatron_moe_tools.pretrain import page_sink
 from tests.report import chromium
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "images"
 STEPS, LAYERS, EXPERTS, TOKENS, TOP_K = 400, range(2, 14), 64, 65536, 6
 SPIKE, SKIPPED, DEAD_FROM, DEAD_LAYER, DEAD = 290, 120, 250, 9, 3
 FORMAT = "<meta charset=utf-8><body style='margin:0;background:#11161d;color:#dfe5ec'><pre style='{style}'>{code}</pre>"
