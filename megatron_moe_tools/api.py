@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,7 +177,7 @@ class Model(torch.nn.Module):
     def generate(
         self,
         prompt: str | Sequence[int],
-        max_new_tokens: int = 64,
+        max_new_tokens: int | None = None,
         *,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -184,18 +186,27 @@ class Model(torch.nn.Module):
     ) -> Any:
         """Continue a prompt with a key/value cache, up to the end of the document.
 
+        Args:
+            max_new_tokens: default: 64, or as many as the model has positions for.
+
         Returns:
             The new text for a text, the new ids for ids.
         """
         _join(self.settings)
         ids = self._ids(prompt)
         end = () if self.tokenizer is None else (self.tokenizer.eod,)
+        left = self.settings.derived.max_position_embeddings - len(ids)
+        new_tokens = min(64, left) if max_new_tokens is None else max_new_tokens
+        if not 1 <= new_tokens <= left:
+            raise ConfigError(
+                f"max_new_tokens {new_tokens}: the prompt has {len(ids)} tokens, which leaves {left} positions"
+            )
         with self._evaluating():
             new = list(
                 continuation(
                     self.chunk,
                     ids,
-                    max_new_tokens,
+                    new_tokens,
                     vocab_size=self.vocab_size,
                     sampling=Sampling(temperature, top_k, top_p),
                     seed=seed,
@@ -237,8 +248,8 @@ class RunResult:
 
     settings: Settings
     summary: dict[str, Any]
-    steps: list[StepRecord]
-    evaluations: list[EvalRecord]
+    steps: list[StepRecord] = field(repr=False)
+    evaluations: list[EvalRecord] = field(repr=False)
     checkpoint: Path | None
     _chunk: torch.nn.Module | None = field(repr=False)
 
@@ -254,8 +265,14 @@ class RunResult:
                 "the model is spread over ranks or sharded (or this was a dry run): save it, and load_model(result."
                 "checkpoint) in one process; a callback has its parts while it trains"
             )
-        run = self.settings.run
-        return Model(self._chunk, run, build_tokenizer(run.data, run.model.vocab_size), None)
+        run, source = self.settings.run, None
+        if self.checkpoint is not None or run.checkpoint.load_hf is not None:  # what it came with is exported with it
+            source = locate(Path(self.checkpoint or run.checkpoint.load_hf or ""))
+        tokenizer: Tokenizer | None = build_tokenizer(run.data, run.model.vocab_size)
+        if source is not None and tokenizer is not None and tokenizer.name == "NullTokenizer":
+            with contextlib.suppress(ConfigError):
+                tokenizer = tokenizer_of_model(source)
+        return Model(self._chunk, run, tokenizer, source).eval()
 
 
 class _Records(Sink):
@@ -309,6 +326,9 @@ def train(
         RunFault: the run cannot go on.
         KeyboardInterrupt: Ctrl-C.
     """
+    _check_arguments(settings, callbacks)
+    if _running:
+        raise ConfigError("train: a run goes on in this process, and there is one at a time; call it after that")
     if data is not None:
         settings = settings.replace(program_data=True)
     run, (_, world_size) = settings.run, launched_world()
@@ -321,14 +341,20 @@ def train(
         require_rendezvous(world_size)
     _leave()
     records, kept = _Records(), _KeepsModel()
-    summary = pretrain(
-        run,
-        also=[records, *sinks],
-        audit=load_audit() if run.precision.audit_precision else None,
-        callbacks=[*callbacks, kept] if world_size == 1 else callbacks,
-        page_sink=page_sink,
-        parts=ProgramParts(data, valid_data, loss, optimizer),
-    )
+    _running.append(run)
+    hook = sys.excepthook  # torch puts the rank before each line of a traceback, once more in each run
+    try:
+        summary = pretrain(
+            run,
+            also=[records, *sinks],
+            audit=load_audit() if run.precision.audit_precision else None,
+            callbacks=[*callbacks, kept] if world_size == 1 else callbacks,
+            page_sink=page_sink,
+            parts=ProgramParts(data, valid_data, loss, optimizer),
+        )
+    finally:
+        _running.clear()
+        sys.excepthook = hook
     saved = summary.get("checkpoint")
     return RunResult(
         settings=settings,
@@ -338,6 +364,23 @@ def train(
         checkpoint=None if saved is None else Path(saved),
         _chunk=kept.chunk,
     )
+
+
+def _check_arguments(settings: object, callbacks: object) -> None:
+    """Refuse arguments of another type, and a call where no run can be."""
+    if not isinstance(settings, Settings):
+        raise ConfigError(
+            f"settings: is {type(settings).__name__}; make one with Settings.from_preset, from_flags or from_yaml"
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("train: handles signals, and has to be called in the main thread")
+    if not isinstance(callbacks, (list, tuple)) or not all(isinstance(one, Callback) for one in callbacks):
+        raise ConfigError(f"callbacks: {callbacks!r} is no list of objects of subclasses of megatron_moe.Callback")
+    for one in callbacks:
+        for name in dir(type(one)):
+            if name.startswith(("on_", "before_", "after_")) and not hasattr(Callback, name):
+                hooks = ", ".join(hook for hook in vars(Callback) if not hook.startswith("_") and hook != "trainer")
+                raise ConfigError(f"callbacks: {type(one).__name__}.{name} is never called; the methods are {hooks}")
 
 
 def load_model(path: str | Path, *, dtype: str = "float32", ckpt_step: int | None = None) -> Model:
@@ -368,7 +411,7 @@ def load_model(path: str | Path, *, dtype: str = "float32", ckpt_step: int | Non
         tokenizer: Tokenizer | None = tokenizer_of_model(source)
     except ConfigError:  # a model without one takes ids
         tokenizer = None
-    return Model(found.model, found.run, tokenizer, source)
+    return Model(found.model, found.run, tokenizer, source).eval()
 
 
 def save_hf(model: Model | str | Path, folder: str | Path) -> Path:
@@ -382,6 +425,12 @@ def save_hf(model: Model | str | Path, folder: str | Path) -> Path:
         ConfigError: the model belongs to no family, its tokenizer is gone, or the folder is not empty.
     """
     target = Path(folder).absolute()
+    if not isinstance(model, (Model, str, Path)):
+        raise ConfigError(
+            f"save_hf: {type(model).__name__} is neither a model of load_model or train(...).model nor a path"
+        )
+    if target.is_dir() and any(target.iterdir()):
+        raise ConfigError(f"save_hf: {target} is not empty, and nothing is overwritten; name another folder")
     if not isinstance(model, Model):
         convert.run(["--from", "native", "--to", "hf", "--load", str(model), "--save", str(target)])
         return target
@@ -396,6 +445,7 @@ def save_hf(model: Model | str | Path, folder: str | Path) -> Path:
     return target
 
 
+_running: list[Run] = []
 _joined: list[Run] = []
 """The run that the process groups of this process were made for, while a model of one process has some."""
 

@@ -24,5 +24,5 @@ settings = mm.Settings.from_preset(
     "tiny", mock_data=True, vocab_size=256, seq_length=64, train_iters=30, eval_iters=0, bf16=True, weight_decay=0.1
 )
 adam = mm.train(settings.replace(lr=3e-3))
-lion = mm.train(settings.replace(lr=3e-4), optimizer=Lion)
+lion = mm.train(settings.replace(lr=1e-3), optimizer=Lion)
 print(f"loss after 30 steps: AdamW {adam.steps[-1].loss:.3f}, Lion {lion.steps[-1].loss:.3f}")

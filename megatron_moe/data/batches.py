@@ -82,6 +82,8 @@ class Reader:
             bad = ((packed[:2] < 0) | (packed[:2] >= self._vocab_size)).nonzero()[0].tolist()
             is_label, row, column = bad
             sample = consumed_samples + self._first + row
+            if hasattr(self._dataset, "blame"):  # a program's own samples
+                raise ValueError(self._dataset.blame(int(packed[tuple(bad)]), sample, self._vocab_size))
             raise ValueError(
                 f"token id {int(packed[tuple(bad)])} in sample {sample}, outside the vocabulary of {self._vocab_size} "
                 f"ids: {location_of_token(self._dataset, sample, column + is_label)}; the file changed after it was "
@@ -292,7 +294,7 @@ def batch_iterators(
             indices = micro_batch_indices(consumed_samples, size, dp_rank, dp_size, count)
             vocab_size = run.model.vocab_size
             if vocab_size is None:
-                vocab_size = dataset.config.tokenizer.vocab_size  # type: ignore[attr-defined]
+                vocab_size = getattr(dataset, "vocab_size", None) or dataset.config.tokenizer.vocab_size  # type: ignore
             reader = Reader(dataset, indices, vocab_size, run.data.num_workers, dp_rank * size)
         receiver = Receiver(run, pg_collection) if wanted else None
         hashed_from = dp_rank * size if hashed else None

@@ -143,8 +143,14 @@ class LanguageModel(MultiTokenPrediction, DeepcopyKeepsGroups, GPTModel):
         if self.token_loss is not None:
             whole = gather_from_tensor_model_parallel_region(logits, group=self.pg_collection.tp)
             losses = self.token_loss(whole.transpose(0, 1)[..., : self.output_layer.vocab_size].float(), labels)
-            if losses.shape != labels.shape:
-                raise ValueError(f"the loss has the shape {list(losses.shape)}; [B, S] is {list(labels.shape)}")
+            shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            if shape != list(labels.shape):
+                raise ValueError(
+                    f"the loss returns {shape}; it has to return a loss for each token, [B, S] {list(labels.shape)}, "
+                    "as torch's losses do with reduction='none'"
+                )
+            if logits.requires_grad and not losses.requires_grad:
+                raise ValueError("the loss has no gradient: something in it is detached, and nothing would be trained")
             return losses.float()
         losses = cross_entropy(logits.flatten(0, 1), labels.transpose(0, 1).reshape(-1), self.pg_collection.tp)
         return losses.view(logits.shape[:2]).transpose(0, 1).contiguous()
@@ -431,7 +437,8 @@ def build_model(
     chunks: list[torch.nn.Module] = []
     for stage in stages:
         built = _chunk(run, config, settings, pg_collection, vocab_size, padded, stage, draw)
-        built.token_loss = token_loss
+        if token_loss is not None:
+            built.token_loss = partial(token_loss)  # a module would become a part of the model
         chunks.append(built)
     if offload := offload or ActivationOffload.from_run(run):
         for chunk in chunks:

@@ -99,7 +99,7 @@ def build_trainer(
     evaluated = run.training.eval_iters * planned.schedule.final
     tested = evaluated if evaluates_test_split(run) else 0
     splits = Splits(
-        *parts.datasets(run, trained_on, evaluated)
+        *parts.datasets(run, planned.vocab_size, trained_on, evaluated)
         or build_datasets(run, planned.tokenizer, trained_on, evaluated, tested, pg_collection=ranks.pg_collection)
     )
     is_writer = ranks.facts.rank == 0
@@ -133,6 +133,7 @@ def build_trainer(
         splits=splits,
         vocab_size=planned.vocab_size,
         padded_vocab_size=run.derived.padded_vocab_size(planned.vocab_size),
+        program=parts.names(),
         tokenizer=planned.tokenizer.facts(),
         data=planned.data,
         reporter=reporter,

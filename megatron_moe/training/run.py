@@ -86,6 +86,7 @@ def pretrain(
     if run.training.deterministic_mode:
         env_vars.deterministic_environment()
     planned = plan_run(run, launched_world()[1])
+    parts.check_resume(run, planned.start_from)
     if run.logging.dry_run:
         _say("\n".join([*planned.notes, "dry run: the configuration is sound"]))
         return {}

@@ -62,6 +62,8 @@ class Trainer:
     vocab_size: int
     """Tokens of the vocabulary, without padding; kept in every checkpoint, where no flag may say it."""
     padded_vocab_size: int
+    program: dict[str, str]
+    """The parts of a program that the run trains with, by name; kept in every checkpoint."""
     tokenizer: dict[str, Any]
     """Type and hash of the tokenizer, and its ids that end and begin a document; kept in every checkpoint."""
     data: Fingerprint

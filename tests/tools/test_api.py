@@ -42,6 +42,11 @@ def halved(logits: Tensor, labels: Tensor) -> Tensor:
     return plain(logits, labels) / 2
 
 
+class Halved(torch.nn.Module):
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return halved(logits, labels)
+
+
 def on_ranks(parts: dict[str, Any], flags: dict[str, Any]) -> tuple[list[float], list[float], str]:
     """Losses and gradient norms of a run with a program's parts, and why its model cannot be had."""
     result = mm.train(settings(own="data" in parts, **flags), **parts)
@@ -90,6 +95,17 @@ def test_a_mistake_is_the_command_lines_error(changes: dict[str, Any], said: str
         ({"valid_data": SAMPLES}, {}, "needs data, too"),
         ({"loss": plain}, {"cross_entropy_loss_fusion": True}, "--cross-entropy-loss-fusion"),
         ({"optimizer": mm.Adam}, {"optimizer": "muon"}, "--optimizer muon"),
+        ({"optimizer": torch.optim.SGD}, {}, "overrides `update`"),
+        ({"loss": "l1"}, {}, "loss: is str"),
+        ({"data": "data.txt"}, {}, "named by data_path"),
+        (
+            {"data": [{**dict.fromkeys(("tokens", "labels"), [1] * 16), "mask": [1] * 16}]},
+            {},
+            "'mask', which is not read",
+        ),
+        ({"data": iter(SAMPLES)}, {"load": "runs/new", "save": "runs/new"}, "__iter__ begins anew"),
+        ({"callbacks": [mm.Callback]}, {}, "no list of objects"),
+        ({"callbacks": [type("Late", (mm.Callback,), {"on_step_end": print})()]}, {}, "on_step_end is never called"),
     ],
 )
 def test_parts_that_do_not_go_with_the_settings_are_refused(parts, changes, said) -> None:
@@ -101,7 +117,7 @@ def test_parts_that_do_not_go_with_the_settings_are_refused(parts, changes, said
 
 
 def test_data_loss_and_optimizer_of_a_program_give_the_same_numbers_on_every_layout(gloo: Any) -> None:
-    parts = {"data": SAMPLES, "loss": halved, "optimizer": mm.Adam}
+    parts = {"data": SAMPLES, "loss": Halved(), "optimizer": mm.Adam}
     flags = {"global_batch_size": 4, "use_distributed_optimizer": False}
     whole = gloo.run(1, on_ranks, parts=parts, flags=flags)[0]
     assert whole[2] == "Model"
@@ -138,12 +154,29 @@ def test_a_stream_is_the_list_of_its_samples_and_begins_anew(one_process: Any) -
         (list(range(16)), r"ids of sample 0 are torch.int64 \[16\]"),
         ({"tokens": list(range(16))}, "has no labels"),
         ({"tokens": list(range(16)), "labels": list(range(16)), "loss_mask": [0.5] * 16}, "whole numbers"),
-        ([64] * 17, "outside the vocabulary"),
+        ([64] * 17, "sample 0 has token id 64, and the vocabulary 64 ids"),
     ],
 )
 def test_a_sample_of_another_form_is_named(one_process: Any, sample: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         mm.train(settings(own=True), data=[sample])
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [(lambda *_: torch.tensor(1.0), "reduction='none'"), (lambda a, b: plain(a.detach(), b), "detached")],
+)
+def test_a_loss_that_trains_nothing_is_named(one_process: Any, loss: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        mm.train(settings(), loss=loss)
+
+
+def test_a_step_goes_on_with_the_parts_that_it_was_trained_with(one_process: Any, tmp_path: Path) -> None:
+    steps = settings(save=str(tmp_path), load=str(tmp_path), train_iters=1)
+    mm.train(steps, loss=halved)
+    with pytest.raises(mm.ConfigError, match="was trained with halved as loss, this run has the default"):
+        mm.train(steps.replace(train_iters=2))
+    assert len(mm.train(steps.replace(train_iters=2), loss=halved).steps) == 1
 
 
 # ---- models

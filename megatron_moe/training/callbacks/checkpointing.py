@@ -92,6 +92,8 @@ def save(trainer: Trainer) -> None:
     }
     if arithmetic := numerics.facts(trainer.run.training.deterministic_mode):
         facts["arithmetic"] = arithmetic
+    if trainer.program:
+        facts["program"] = trainer.program
     if trainer.precision_warnings:
         facts["precision_warnings"] = trainer.precision_warnings
     if trainer.evaluation_pending:
