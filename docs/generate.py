@@ -141,7 +141,15 @@ def presets_page(published: list[str]) -> str:
 {NOTE}
 
 A preset is a model (`--preset NAME`); its recipe in `examples/recipes/` adds a layout that fits on 80 GB devices,
-batch sizes and learning rates. Parameters are counted without multi-token prediction.
+batch sizes and learning rates. Parameters are counted without multi-token prediction. Plan one, check it with your
+data and tokenizer in place of the stubs:
+
+<!-- not run: it needs your data -->
+```bash
+megatron-moe plan --config examples/recipes/qwen3-30b-a3b.yaml --world-size 32
+megatron-moe train --nnodes 4 --nproc-per-node 8 --config examples/recipes/qwen3-30b-a3b.yaml \\
+  --tokenizer-model models/mine --train-data-path data/a --valid-data-path data/b --dry-run
+```
 
 {table(("preset", "parameters", "for each token", "family"), rows)}
 """

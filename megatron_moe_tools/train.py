@@ -54,6 +54,11 @@ def _main(argv: list[str]) -> int:
     run = pretrain.checked(flags, launch.world_size, launch.nproc_per_node, parse)
     if run is None:
         return DONE
+    if run.logging.dry_run:  # one rank of the job checks for all; other nodes need not be there
+        number, here = str(launch.world_size), str(launch.nproc_per_node)
+        os.environ.update(RANK="0", WORLD_SIZE=number, LOCAL_RANK="0", LOCAL_WORLD_SIZE=here)
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")  # where no rank will listen
+        return run_rank(flags)
     backend = run.parallel.distributed_backend or ("nccl" if host.visible_devices() else "gloo")
     nodes = f" on {launch.nnodes} nodes" if launch.nnodes > 1 else ""
     note(f"{launched.LAUNCHER}: starting {launch.world_size} ranks{nodes}, {backend} ...")

@@ -11,6 +11,7 @@ import pytest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.platform import host
 from megatron_moe_tools import train
+from tests.helpers.ranks import Child
 
 
 def test_every_option_of_torchrun_is_taken_or_refused_with_a_reason():
@@ -95,3 +96,11 @@ def test_the_options_are_read_without_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_dry_run_of_several_nodes_needs_none_of_them(rank_parent, tmp_path):
+    flags = "--preset tiny --mock-data --vocab-size 64 --expert-model-parallel-size 8 --micro-batch-size 1 --dry-run"
+    log = tmp_path / "log"
+    argv = ["--nnodes", "8", "--nproc-per-node", "8", *flags.split(), "--global-batch-size", "64"]
+    assert rank_parent.statuses(rank_parent.fork([Child("megatron_moe_tools.train:main", argv, str(log))]), 300) == [0]
+    assert log.read_text().endswith("dry run: the configuration is sound\n")
