@@ -1,6 +1,6 @@
 """Train, write a Hugging Face folder, and check that transformers computes the same logits.
 
-python examples/python/to_transformers.py /tmp/tiny-hf
+python examples/python/to_transformers.py runs/tiny-hf
 """
 
 import sys
