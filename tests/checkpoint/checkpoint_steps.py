@@ -1,7 +1,5 @@
 """A small step as several ranks would have saved it, made in milliseconds without ranks, model or engine."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -1,7 +1,5 @@
 """The index of a step is read without running anything in it, and agrees with the files that are there."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import struct

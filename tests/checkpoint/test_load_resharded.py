@@ -1,7 +1,5 @@
 """A step of any layout is read by any other, every bit of it; the run goes on there as it would have gone on."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatch
 from typing import Any
 

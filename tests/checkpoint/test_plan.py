@@ -1,7 +1,5 @@
 """A checkpoint that does not fit the run is refused with every key that differs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

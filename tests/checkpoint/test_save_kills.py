@@ -4,8 +4,6 @@ Ranks are forked from one warm process, so that a start costs seconds; `make soa
 layouts, and some under torchrun.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

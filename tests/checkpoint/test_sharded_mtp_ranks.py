@@ -1,8 +1,6 @@
 """Checkpoints with multi-token prediction: any layout reads them, a resumed run goes on bit for bit, and the metrics
 hold the losses of the depths."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line: one field is one flag, typed by its annotation; flags win over file, file over preset."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_moe.config import cli, schema

@@ -1,7 +1,5 @@
 """A layout by letters is read as the engine reads it, and the engine builds the layers that a stage is said to have."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """What follows from a run's settings: layouts, patterns, sizes and counts, checked against published figures."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

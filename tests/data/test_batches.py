@@ -1,7 +1,5 @@
 """Micro-batches: one global order whatever the layout, resumable by one number, the same on all ranks that need it."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Callable

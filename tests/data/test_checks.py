@@ -1,7 +1,5 @@
 """Bad data is refused before a run, in one message; nothing on disk changes; no torch is needed."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The engine's datasets as this project builds them: samples, splits, blends, caches."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator

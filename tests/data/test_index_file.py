@@ -1,7 +1,5 @@
 """Damaged index files are found when they are opened, and the message names the file and the place."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

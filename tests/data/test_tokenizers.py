@@ -1,7 +1,5 @@
 """Tokenizers: ids in range, text that comes back, an identity, and errors that say what to do."""
 
-from __future__ import annotations
-
 import json
 import random
 import sysconfig

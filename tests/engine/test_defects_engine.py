@@ -1,7 +1,5 @@
 """Pipeline, tensor parallelism, schedules and modules of the engine: each known defect shows there, and not in ours."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Gradients, optimizer and loss scale of the engine: each known defect shows there, and not in ours."""
 
-from __future__ import annotations
-
 import math
 from contextlib import ExitStack, nullcontext
 from pathlib import Path

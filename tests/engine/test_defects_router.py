@@ -3,8 +3,6 @@
 Where a defect was fixed in a release, the table in megatron_moe/platform says so, and these tests hold the table to it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

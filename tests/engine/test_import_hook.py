@@ -1,7 +1,5 @@
 """The adaptor: what it maps, when it does nothing, and that the engine's files stay as published."""
 
-from __future__ import annotations
-
 import importlib.util
 import marshal
 import subprocess

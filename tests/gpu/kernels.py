@@ -4,8 +4,6 @@ Each operation is called as the package calls it, on the device, where a kernel 
 torch on the CPU: integers bit for bit, others with that form in fp64.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Stage 9 in a process that has Transformer Engine's Python over a stub of its extension: NOTES FOLDER SECONDS."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import megatron_moe  # noqa: F401  (before the engine)

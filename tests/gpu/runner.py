@@ -1,7 +1,5 @@
 """Runs the stages one after another, shows what they do, and writes the reports."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """`make gpu DRY=1`: every stage on a pretended device, and what a stage that fails, hangs or crashes does."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The rules of the package that its sources show: import order, doors to the engine, devices, files, flags."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

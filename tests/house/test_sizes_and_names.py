@@ -1,7 +1,5 @@
 """What makes the package readable, held by tests: sizes of files and functions, names, ratios."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

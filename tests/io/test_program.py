@@ -1,7 +1,5 @@
 """What goes wrong in a program is one line on stderr and an exit status that says which kind of thing it was."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest

@@ -1,7 +1,5 @@
 """Which form of an operation computes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The interpreter cuts numbers off where it stores bf16, which a GPU rounds: one step of bf16 is allowed there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

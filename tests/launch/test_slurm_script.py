@@ -1,7 +1,5 @@
 """What a Slurm job's script asks of Slurm, and what it makes of an attempt's end; test_slurm.py has a real Slurm."""
 
-from __future__ import annotations
-
 import math
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The launcher: how a run of two ranks is stopped, interrupted and killed, and what is said of it, once."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """How ranks ended, as the launcher says it: one paragraph, and the exit status of the rank that failed first."""
 
-from __future__ import annotations
-
 import signal
 from types import SimpleNamespace
 

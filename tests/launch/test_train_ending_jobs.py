@@ -1,7 +1,5 @@
 """A rank of a real run dies, hangs or gets a signal: the job ends, says why, leaves nothing behind and goes on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

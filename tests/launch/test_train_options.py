@@ -1,7 +1,5 @@
 """The launch options: torchrun's, read and checked without torch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

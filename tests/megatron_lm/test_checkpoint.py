@@ -1,7 +1,5 @@
 """megatron-moe convert from and to Megatron-LM: the engine's own checkpoints, read and written to the bit."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

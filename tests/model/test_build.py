@@ -1,7 +1,5 @@
 """The built model: its checkpoint keys, its wrapping, what it refuses, and its loss."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Initial weights: a function of seed and name, with Megatron-LM's standard deviations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

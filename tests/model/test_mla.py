@@ -1,7 +1,5 @@
 """Latent attention on one process against the readable reference; initialised weights, outputs and all gradients."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

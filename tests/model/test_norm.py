@@ -1,7 +1,5 @@
 """RMSNorm against fp64."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

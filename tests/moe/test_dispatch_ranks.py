@@ -1,7 +1,5 @@
 """Rows and weights travel in one all-to-all with the bits of two; results are added up in fp32, wherever they are."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

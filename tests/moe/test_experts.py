@@ -1,7 +1,5 @@
 """The pieces between router and output: permutation, activation, grouped products. Gradients against numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weight gradients that are added to their fp32 sums in the product, against those that autograd hands on."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

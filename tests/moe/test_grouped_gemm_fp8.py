@@ -1,7 +1,5 @@
 """The experts' products in emulated FP8, against numbers rounded one at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Products in emulated FP8, in layers on several ranks and in a run: what they change, and what they leave."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The router: what it counts, what it refuses, and that it serves the engine's own MoE layer."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups of experts as megatron-core chooses them, held against its own function: experts, weights and gradients."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

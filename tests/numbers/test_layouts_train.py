@@ -1,7 +1,5 @@
 """Whole runs of combined layouts, with one rank as oracle: what their metrics say of each step, and the evaluation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The learning rate follows its flags, in committed iterations; kernels for GPUs get no empty or offloaded shards."""
 
-from __future__ import annotations
-
 import math
 import random
 from types import SimpleNamespace

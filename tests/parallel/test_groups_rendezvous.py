@@ -1,7 +1,5 @@
 """Ranks that do not come are told of while the process group is created."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """What a process with Transformer Engine over its stub runs for the tests: training, and the grouped product alone."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

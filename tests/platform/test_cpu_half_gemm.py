@@ -1,7 +1,5 @@
 """Half-precision products, native or by way of fp32: the same numbers; one switch, or the processor, decides."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Callable

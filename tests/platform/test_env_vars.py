@@ -1,7 +1,5 @@
 """What the environment asks for reaches every program, and what it cannot ask for ends each with one message."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The flags are those that users type; the machine is the pretended one of `tests/helpers/cuda_on_cpu.py`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

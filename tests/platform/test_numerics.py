@@ -1,7 +1,5 @@
 """The switches beneath the dtypes: a run sets them, keeps what the environment may decide, and puts all back."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """An fp32 island keeps its bits under every cast, computes in fp32, and speaks the dtype of the model around it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections import namedtuple

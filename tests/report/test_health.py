@@ -1,7 +1,5 @@
 """A health measurement as plain values: there and back through JSON, into TensorBoard, and in a log line."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """The page of a run in a real browser, and its data without one: what it says is what the metrics say."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Weights & Biases and MLflow get the run, once, over restarts, and whatever they do the run goes on."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

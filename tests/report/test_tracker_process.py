@@ -1,7 +1,5 @@
 """The packages of W&B and MLflow: what they keep of a run on this machine, and a server that fails for a while."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

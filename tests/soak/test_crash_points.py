@@ -1,7 +1,5 @@
 """R2 and R3: every crash point of one save, every refusal of one, and disks that hold k twentieths of a step."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """R7 to R11 with their numbers: faults of numbers, replicas and ranks in real runs, and signals at random times."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from pathlib import Path

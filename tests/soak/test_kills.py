@@ -1,7 +1,5 @@
 """R1 and R13 with their numbers: 280 kills in seven layouts, sync and async, 40 under torchrun, 100 with retention."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """R5, R6 and R12 at full size: every pair of layouts, data-parallel sizes, fifty incarnations."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Numbers that are not finite, put into a real run at one place, on one rank or all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The batch size is a function of the samples consumed, so a resumed ramp goes on where it was."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_moe.config.errors import ConfigError

@@ -1,7 +1,5 @@
 """NaN and infinity are found in the same step by all ranks, and named; a loss that jumps leaves its batch behind."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -4,8 +4,6 @@ Every number in the logits is a multiple of 2^-15 below 2^3: fp32 adds them exac
 blame a matrix product. All logits of a token differ, so that no choice is a matter of taste.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

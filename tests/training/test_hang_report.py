@@ -4,8 +4,6 @@ Records of NCCL's flight recorder are those of torch's dump (version 2.10), cut 
 few steps. A rank that reads from the device is told from one that works by the instruction in which its thread stands.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

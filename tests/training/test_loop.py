@@ -1,7 +1,5 @@
 """When a run stops before its last iteration: one rank's reason is every rank's."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

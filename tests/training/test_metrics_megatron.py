@@ -1,7 +1,5 @@
 """Reports that Megatron-LM's flags ask for: TensorBoard's tags, profiles, and Python's collector by hand."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path

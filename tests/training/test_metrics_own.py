@@ -1,7 +1,5 @@
 """A researcher's own metric and sink, in a tiny training from outside the package."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

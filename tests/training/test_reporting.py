@@ -1,7 +1,5 @@
 """Additions that rounding swallowed are counted exactly, and the rounding of stored moments is measured in fp64."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

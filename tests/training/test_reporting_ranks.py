@@ -1,7 +1,5 @@
 """Health is measured on every layout, is the same on every rank, and changes nothing."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`--deterministic-mode` changes no bit on a CPU, and a step uses no operation whose order was not thought of."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole runs on the pool's ranks: one rank is the oracle of two, and the logged counts are the oracle of the bias."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Signals reach the run wherever it is, and a process that does not leave is made to."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """An overflow or a NaN, wherever it arises and on whichever rank, leaves no trace: no step is applied, on any rank."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
