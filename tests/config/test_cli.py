@@ -16,10 +16,6 @@ def typed(field) -> list[str]:
     return {int: ["7"], float: ["7.5"], str: ["text"]}[field.kinds[-1]]
 
 
-def test_no_flags_give_the_defaults():
-    assert cli.parse([]) == schema.Run()
-
-
 def test_a_flag_sets_its_field_and_no_other():
     for name, field in all_fields().items():
         if field.is_bool:

@@ -124,12 +124,6 @@ def test_gpt2_files_that_do_not_fit_are_refused_by_flag(gpt2_files, tmp_path):
     assert GPT2BPETokenizer(vocab, merges).sha256 != HuggingFaceTokenizer(vocab.with_name("tokenizer.json")).sha256
 
 
-def test_truncation_and_padding_of_a_tokenizer_file_are_off(huggingface_file):
-    tokenizer = HuggingFaceTokenizer(huggingface_file)
-    assert len(tokenizer.tokenize("x y z " * 50)) > 7
-    assert len(tokenizer.tokenize("x")) == 1
-
-
 def test_ids_with_holes_still_lie_below_the_vocabulary_size(tmp_path):
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 41, "</s>": 7}, unk_token="a"))
     model.save(str(tmp_path / "tokenizer.json"))

@@ -31,12 +31,6 @@ def test_steps_are_counted_from_where_a_run_with_other_batches_has_come() -> Non
     assert steps == [20, 15, 14, 0, 0, 0]
 
 
-def test_a_constant_batch_needs_no_ramp():
-    run = replace(Run(), micro_batch_size=2, global_batch_size=8, train_iters=7)
-    schedule = batch_schedule(run, world_size=2)
-    assert (schedule.num_micro_batches(0), schedule.samples_after(7)) == (2, 56)
-
-
 @pytest.mark.parametrize(
     ("ramp", "words"),
     [

@@ -17,8 +17,6 @@ SMALL = {"seq_length": 16, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hi
 EXPERTS = {**PRESETS["tiny"], **SMALL, "init_method_std": 0.1}
 TABLE = {"padded_vocab_size": 256}  # the padding has zeros, and else depends on TP
 
-# ---- gradient norms
-
 
 def norms(run: Run) -> dict[str, Any]:
     """One step's gradients: the norms that health tells, the joint one, and sums over this rank's parameters."""
@@ -67,9 +65,6 @@ def test_a_table_that_two_stages_share_counts_once(gloo: Any) -> None:
     for rank in gloo.run(2, norms, run=replace(Run(), **tied, **PP2)):
         assert rank["weights"] == pytest.approx(math.sqrt(oracle["squares"]["weights"]), rel=2e-6)
         assert rank["zeros"] == oracle["squares"]["zeros"]
-
-
-# ---- measured steps
 
 
 def measured(flags: dict[str, Any], measure: bool, taken: int = 2) -> dict[str, Any]:

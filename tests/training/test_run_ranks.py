@@ -1,4 +1,4 @@
-"""Whole runs on the pool's ranks: one rank is the oracle of two, and the logged counts are the oracle of the bias."""
+"""A whole run on the pool's ranks learns, and its logged counts are the oracle of the bias."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,6 @@ from tests.helpers.stepped_trainer import EP2
 from tests.helpers.trained_steps import TINY, trained
 
 SHORT = {"num_layers": 2, "seq_length": 32}
-LOSSES = {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (1e-3,), "moe_z_loss_coeff": 1e-3}
 
 
 def loaded_biases(flags: dict[str, Any]) -> dict[int, tuple[str, str, list[float]]]:
@@ -44,22 +43,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_one_rank_and_two_expert_parallel_ranks_have_the_same_losses(gloo, tmp_path):
-    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    flags = {**SHORT, **LOSSES, "moe_layer_freq": "[0,1]", "train_iters": 12, "lr": 3e-3, "eval_iters": 2}
-    flags |= {"micro_batch_size": 4, "global_batch_size": 8}
-    alone = gloo.run(1, trained, flags={**flags, "metrics_file": str(one)})[0]
-    gloo.run(2, trained, flags={**flags, **EP2, "metrics_file": str(two)})
-    first, second = lines(one), lines(two)
-    assert len(first) == len(second) == 12 and first[-1]["loss"] < first[0]["loss"] - 0.3
-    for a, b in zip(first, second):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
-        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
-        assert b["aux_losses"] == pytest.approx(a["aux_losses"], rel=1e-4) and len(a["aux_losses"]) == 2
-        assert sum(map(sum, a["tokens_per_expert"].values())) == 2 * 8 * 32  # topk x sequences x length
-    assert alone["valid_loss"] < alone["unigram_entropy"] + 1.0
-
-
 COUNTED: dict[str, dict[str, Any]] = {
     # A scale that overflows at first: those steps are skipped and must not move the bias.
     "fp16": {"fp16": True, "initial_loss_scale": 2.0**24, "hysteresis": 1},
@@ -75,6 +58,7 @@ def test_after_many_steps_and_a_reload_the_bias_has_the_bits_of_the_counts(gloo,
     gloo.run(2, trained, flags={**flags, "metrics_file": str(metrics), "save": root})
     steps = lines(metrics)
     assert len(steps) == 24 and any(step["skipped"] for step in steps) == (case == "fp16")
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
     expected = {layer: torch.zeros(8, dtype=torch.float32) for layer in (1, 2)}
     for step in steps:
         for layer, bias in expected.items():
