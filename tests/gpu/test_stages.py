@@ -18,8 +18,6 @@ from tests.gpu import runner, stages, wheels
 from tests.gpu.stage import STATUSES, Stage
 from tests.helpers.ranks import ROOT, Child, RankParent, rank_environment
 
-# ---- in a process with a pretended device, forked for each run
-
 
 def run_stages(argv: list[str]) -> int:
     """Run the stages with these flags, after the function of this file that the first one names."""
@@ -92,9 +90,6 @@ def plan_stages_that_break() -> None:
     for function in (dies, hangs, ends):
         setattr(machine, function.__name__, function)
     runner.DRY_SECONDS = 15
-
-
-# ---- the tests
 
 
 @pytest.fixture(scope="module")

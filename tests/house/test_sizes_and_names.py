@@ -12,9 +12,6 @@ LONGEST_DOOR = 80
 LONGEST_FUNCTION = 100
 
 
-# ---- sizes
-
-
 @pytest.mark.parametrize("folder", ["megatron_moe", "megatron_moe_tools", "tools", "tests", "benchmarks"])
 def test_no_file_is_too_long_to_read(folder):
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources(folder)}
@@ -38,9 +35,6 @@ def test_the_entry_script_is_a_door():
     assert [name for name, _ in imported(path) if name.split(".")[0] in ("torch", "megatron", "numpy")] == []
 
 
-# ---- names and files
-
-
 def test_a_public_class_name_has_one_meaning():
     where: dict[str, list[str]] = {}
     for path in sources(*PACKAGES):
@@ -50,8 +44,7 @@ def test_a_public_class_name_has_one_meaning():
     assert {name: files for name, files in where.items() if len(files) > 1} == {}
 
 
-# ---- ratios, which `python -m benchmarks.house` prints
-
+# Ratios, which `python -m benchmarks.house` prints.
 BOUNDS = {
     "functions named from one place": 0.19,
     "files of the trainer that one file reads": 0.115,

@@ -66,6 +66,14 @@ def fp8_products(_: Any) -> None:
                 torch.testing.assert_close(ours, reference, rtol=2**-7, atol=1e-3)
 
 
+def stage_9(argv: list[str]) -> None:
+    """Run stage 9 of `make gpu`: NOTES FOLDER."""
+    from tests.gpu.speed import transformer_engine
+    from tests.gpu.stage import Stage
+
+    transformer_engine(Stage(*map(Path, argv), dry=True, seconds=300.0))
+
+
 def _case(counts: tuple[int, ...], size: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Rows, weights, offsets and the gradient of the product; size: (out, in) of an expert's matrix."""
     generator = torch.Generator().manual_seed(sum(counts))
