@@ -14,6 +14,7 @@ def failure(status: int, timestamp: int = 0) -> SimpleNamespace:
 def test_the_rank_that_a_signal_killed_or_else_the_earliest_gives_the_status():
     assert of_failures({0: failure(1), 1: failure(-signal.SIGKILL, timestamp=5)}).status == 128 + signal.SIGKILL
     assert of_failures({0: failure(1, timestamp=7), 1: failure(3, timestamp=2)}).status == 3
+    assert Ending((RankEnd(0, 7, -15),), by_signal=signal.SIGINT).status == 130  # torch has ended a slower rank
 
 
 def test_the_conclusion_of_the_ranks_is_part_of_the_paragraph_and_what_was_said_is_not_said_again(tmp_path):
