@@ -39,6 +39,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
         ConfigError: a flag is missing, or a file is missing or malformed.
     """
     kind = data.tokenizer_type
+    is_named = kind is not None
     if kind is None and (data.mock_data or data.program_data):
         kind = "NullTokenizer"
     if kind is None:
@@ -53,7 +54,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
         return ByteTokenizer()
     if kind == "NullTokenizer":
         assert vocab_size is not None
-        return NullTokenizer(vocab_size)
+        return NullTokenizer(vocab_size, is_named)
     if kind == "GPT2BPETokenizer":
         return GPT2BPETokenizer(
             _existing("--vocab-file", data.vocab_file, kind), _existing("--merge-file", data.merge_file, kind)

@@ -187,6 +187,29 @@ def config_of(run: Run, family: Family, dtype: str) -> dict[str, Any]:
     return config
 
 
+def with_positions(config: dict[str, Any], positions: int) -> tuple[dict[str, Any], list[str]]:
+    """Return a copy of a config.json for another number of positions, and notes for the user.
+
+    The rotary embedding, with yarn's factor and original_max_position_embeddings, stays: the model was trained with it.
+    A sliding window as long as the context had no effect; it becomes null where the context is longer now.
+    """
+    changed, before = {**config, "max_position_embeddings": positions}, config["max_position_embeddings"]
+    if before == positions:
+        return changed, []
+    notes = [f"config.json: max_position_embeddings {before} is {positions} now, as in the run"]
+    window = config.get("sliding_window")
+    if isinstance(window, int) and before <= window < positions:
+        changed["sliding_window"] = None
+        notes.append(f"config.json: sliding_window {window} is null now: the model has none")
+    yarn: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if (original := yarn.get("original_max_position_embeddings")) and yarn.get("factor") != positions / original:
+        notes.append(
+            f"config.json: yarn's factor stays {yarn.get('factor')}, as trained; transformers 5 computes with it, and "
+            f"warns that it is not {positions} / {original}"
+        )
+    return changed, notes
+
+
 def differences(run: Run, flat: dict[str, Any]) -> list[str]:
     """Return the settings in which a run's architecture differs from another's, as `--flag: run's, other's`.
 
