@@ -131,7 +131,8 @@ def _existing(flag: str, given: str | None, needs_file: str = "") -> Path:
     path = Path(str(given))
     require_readable(flag, str(given))
     if not path.exists():
-        advice = "train one with megatron-moe prepare --train-tokenizer, or give the path of one"
+        advice = "give the path of one you have, such as a model's folder, or train one: megatron-moe prepare"
+        advice += " --train-tokenizer"
         if flag != "--tokenizer-model":
             advice = f"give the path of {needs_file}'s file"
         elif is_hub_name(str(given)):
