@@ -194,7 +194,9 @@ class Model(torch.nn.Module):
         """
         _join(self.settings)
         ids = self._ids(prompt)
-        end = () if self.tokenizer is None else (self.tokenizer.eod,)
+        end = []
+        if self._trained_with is not None and self._trained_with.eos is not None:
+            end.append(self._trained_with.eos)
         left = self.settings.derived.max_position_embeddings - len(ids)
         new_tokens = min(64, left) if max_new_tokens is None else max_new_tokens
         if not 1 <= new_tokens <= left:

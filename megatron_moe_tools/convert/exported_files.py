@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,10 @@ def exported_tokenizer(step: Path, given: Mapping[str, Any], without: bool) -> E
         if given:
             flags = ", ".join(all_fields()[name].flag for name in given)
             raise ConfigError(f"--no-tokenizer, {flags}: one says to write no tokenizer, the other which; keep one")
-        ids = None if came else _ids(trained_with.get("eod"), trained_with.get("bos"), None)
+        end = trained_with.get("eod")
+        if trained_with.get("type") == _NULL and config.get("tokenizer_type") is None:  # ids that nobody named
+            end = None
+        ids = None if came else _ids(end, trained_with.get("bos"), None)
         return ExportedTokenizer("none: --no-tokenizer", {}, names, ids)
     if not given and names & set(_VOCABULARIES):
         # A model that was trained here on texts was so with the tokenizer that came with it.
@@ -127,7 +131,8 @@ def exported_tokenizer(step: Path, given: Mapping[str, Any], without: bool) -> E
     words = f"{tokenizer.name}, SHA-256 {tokenizer.sha256}"
     if made is None:
         note = f"no tokenizer is written: the model was trained with {tokenizer.name}, on ids that stand for no text"
-        return ExportedTokenizer(f"none: {words}", {}, names, _ids(tokenizer.eod, tokenizer.bos, None), (note,))
+        note += f"; eos_token_id is {json.dumps(tokenizer.eos)}"
+        return ExportedTokenizer(f"none: {words}", {}, names, _ids(tokenizer.eos, tokenizer.bos, None), (note,))
     ids = _ids(made.eos, made.bos, made.pad)
     words += f"; its ids are those of {JSON} on {made.texts} texts"
     return ExportedTokenizer(words, made.contents, names, ids, made.notes)

@@ -268,6 +268,7 @@ class MemorySource(ConversionSource):
         if self.like is not None:
             config, state = self.like.step_json()
             config |= {"bf16": self.run.precision.bf16, "fp16": self.run.precision.fp16, "keep_fp32": None}
+            config["max_position_embeddings"] = self.run.derived.max_position_embeddings
         table = self.shapes[EMBEDDING][0]
         return config, {**state, "has_optimizer": False, "padded_vocab_size": table}
 

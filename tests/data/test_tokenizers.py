@@ -198,6 +198,9 @@ def test_a_file_that_is_no_model_is_refused_by_name(kind, content, tmp_path):
 def test_mock_data_needs_a_vocabulary_only():
     tokenizer = build_tokenizer(DataConfig(mock_data=True), 64)
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eod) == ("NullTokenizer", 64, 63)
+    # nobody said that the last id ends a text: it is one like any other
+    assert tokenizer.eos is None and NullTokenizer(64).eos == 63
+    assert tokenizer.detokenize(tokenizer.tokenize("62 63")) == "62 63"
 
 
 def test_null_tokenizer_reads_ids_and_refuses_others():

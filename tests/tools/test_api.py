@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import megatron_moe as mm
+from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.data.tokenizers import NullTokenizer
 from tests.helpers.trained_steps import SMALL
 
@@ -208,6 +210,18 @@ def test_the_trained_model_is_the_saved_one_and_can_be_exported(run: Any, tmp_pa
     ours = mm.load_model(folder).logits([97, 98, 99])
     with torch.no_grad():
         torch.testing.assert_close(theirs(torch.tensor([[97, 98, 99]])).logits[0], ours, rtol=1e-4, atol=1e-4)
+
+
+def test_an_export_from_memory_has_the_positions_and_the_end_of_its_run(tmp_path: Path, one_process: Any) -> None:
+    written = {}
+    mm.save_hf(mm.train(settings(max_position_embeddings=32)).model, tmp_path / "first")
+    continued = {name: value for name, value in FLAGS.items() if name not in architecture_keys()}
+    again = mm.Settings.from_flags([], **continued, load_hf=str(tmp_path / "first"), mock_data=True)
+    mm.save_hf(mm.train(again.replace(max_position_embeddings=99)).model, tmp_path / "second")
+    for name in ("first", "second"):
+        written[name] = json.loads((tmp_path / name / "config.json").read_text())
+    assert written["second"] == {**written["first"], "max_position_embeddings": 99}
+    assert written["first"]["max_position_embeddings"] == 32 and written["first"]["eos_token_id"] is None
 
 
 def test_no_model_is_loaded_into_a_run_that_goes_on(run: Any, one_process: Any) -> None:
