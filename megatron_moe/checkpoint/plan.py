@@ -96,7 +96,9 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
             works = "to start afresh, leave out --load, or name this folder in --save, too"
             if is_hub_name(str(root)):
                 works = f"a model of the hub is where a run begins, by --load-hf; {how_to_download(str(root))}"
-            if own:
+            if run.training.skip_train:
+                works = "--skip-train evaluates one that was saved; name its folder"
+            elif own:
                 works = f"leave out {' and '.join(demands)} to start afresh"
             raise ConfigError(f"--load {root}: {there} ({folder.LATEST} and iter_* folders are expected); {works}")
         start = "starting afresh" if options.load_hf is None else f"starting from {options.load_hf}"
@@ -151,7 +153,7 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
         follows = name == "train_iters" and run.training.train_samples is not None
         if setting.metadata["report"] and not follows and name in config and config[name] != current[name]:
             changed.append(f"{name}: {config[name]} -> {current[name]}")
-    if changed and not source.weights_only:
+    if changed and not (source.weights_only or run.training.skip_train):
         notes.append("settings changed since the checkpoint: " + "; ".join(changed))
     return source, notes
 
