@@ -17,6 +17,7 @@ from megatron_moe.io.texts import how_to_download, is_hub_name
 
 _DTYPES = ("bf16", "fp16")
 """Settings that decide the dtypes of weights, as `keep_fp32` does."""
+_DEFAULTS = flatten(Run())
 _COUNTS = ("iteration", "consumed_samples", "skipped_iterations", "skipped_samples")
 
 
@@ -121,6 +122,11 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
         differing += other_dtypes(run, config)
     if differing:
         hint = "use the checkpoint's values, which --use-checkpoint-args takes, or another folder"
+        if origin.is_of_megatron(state) and any(current[name] == _DEFAULTS[name] for name in differing):
+            hint = (
+                "it is Megatron-LM's; what the command leaves open has the defaults there with --defaults megatron, "
+                "and the checkpoint's values with --use-checkpoint-args"
+            )
         if all(name in (*_DTYPES, "keep_fp32") for name in differing):
             hint = (
                 "weights are never cast silently, and it has no fp32 main weights to make others of: use its dtypes, "
