@@ -96,6 +96,8 @@ def build_trainer(
     # Each split with as many samples as the run will read.
     steps_left = max((run.training.train_iters or 0) - progress.iteration, 0)
     trained_on = planned.schedule.samples_after(steps_left, progress.consumed_samples)
+    if run.training.skip_train:
+        trained_on = 0
     evaluated = run.training.eval_iters * planned.schedule.final
     tested = evaluated if evaluates_test_split(run) else 0
     splits = Splits(
@@ -115,7 +117,7 @@ def build_trainer(
     start: Path | str | None = run.checkpoint.load_hf
     if source is not None:
         start = source.step
-        if not run.checkpoint.finetune:
+        if not (run.checkpoint.finetune or run.training.skip_train):
             resumed = source.state
         if planned.start_from.continues:
             saved, loaded_step = source.step, planned.start_from.start_iteration

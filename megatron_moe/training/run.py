@@ -99,7 +99,9 @@ def pretrain(
                 trainer = build_trainer(planned, resources, also, stage, page_sink, parts)
                 report_start(trainer)
                 stop.before_end = partial(_before_end, trainer)
-                if trainer.finished:
+                if run.training.skip_train:
+                    trainer.reporter.message("nothing is trained or saved (--skip-train)")
+                elif trainer.finished:
                     done = trainer.progress.iteration
                     trainer.reporter.message(
                         f"nothing to train: the checkpoint is at iteration {done} of --train-iters "
@@ -121,9 +123,9 @@ def pretrain(
                 ]
                 train(trainer, every)
                 stopped, iteration = trainer.stop_reason, trainer.progress.iteration
-                if stopped is None:
+                if stopped is None and not run.training.skip_train:
                     trainer.reporter.message(f"done: {iteration} iterations")
-                else:
+                elif stopped is not None:
                     trainer.reporter.event("stop", f"stopped at iteration {iteration} {stopped.text}", by=stopped.text)
                 summary = _summary(trainer, planned.tokenizer, stop)
                 trainer.reporter.close(summary, FINISHED if stopped is None else f"stopped {stopped.text}")

@@ -46,6 +46,16 @@ def test_every_differing_key_is_listed_with_both_values(tmp_path):
         assert words in str(error.value)
 
 
+def test_a_checkpoint_of_megatron_names_its_defaults_where_the_run_has_ours(tmp_path):
+    state = {"iteration": 50, "has_optimizer": True, "megatron": {}}
+    write_step(tmp_path, 50, config=flatten(replace(RUN, norm_epsilon=1e-5)), state=state)
+    with pytest.raises(ConfigError, match="--defaults megatron"):
+        plan(replace(RUN, load=str(tmp_path)))
+    with pytest.raises(ConfigError) as error:
+        plan(replace(RUN, load=str(tmp_path), norm_epsilon=1e-4))
+    assert "--defaults" not in str(error.value)
+
+
 def test_another_precision_is_a_changed_setting_and_so_is_another_optimizer(tmp_path):
     run = replace(saved_by(RUN, tmp_path), bf16=False, use_distributed_optimizer=False)
     for start in ({}, {"no_load_optim": True}, {"finetune": True}):

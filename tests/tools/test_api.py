@@ -138,9 +138,13 @@ def test_data_loss_and_optimizer_of_a_program_give_the_same_numbers_on_every_lay
     torch.testing.assert_close(unscaled[0][0], 2 * whole[0][0], rtol=1e-6, atol=0)
 
 
-def test_a_stream_is_the_list_of_its_samples_and_begins_anew(one_process: Any) -> None:
+def test_a_stream_is_the_list_of_its_samples_and_begins_anew(one_process: Any, tmp_path: Path) -> None:
     flags = {"own": True, "eval_iters": 1, "eval_interval": 1}
-    of_list = mm.train(settings(**flags), data=SAMPLES, valid_data=SAMPLES)
+    of_list = mm.train(settings(**flags, save=str(tmp_path)), data=SAMPLES, valid_data=SAMPLES)
+    skipped = {**flags, "load": str(tmp_path), "skip_train": True, "train_iters": None}
+    evaluated = mm.train(settings(**skipped), data=SAMPLES, valid_data=SAMPLES, loss=plain)
+    assert [one.loss for one in evaluated.evaluations] == [of_list.evaluations[-1].loss] and not evaluated.steps
+    assert torch.equal(evaluated.model.logits([1, 2]), of_list.model.logits([1, 2]))
     of_stream = mm.train(settings(**flags), data=Stream(), valid_data=Stream())
     assert losses(of_stream) == losses(of_list) and len(set(losses(of_list))) == 2
     assert [one.loss for one in of_stream.evaluations] == [one.loss for one in of_list.evaluations]

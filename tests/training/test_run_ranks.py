@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megatron_moe.config.schema import build
+from tests.data.prepared import ids
 from tests.helpers.rows import rows
-from tests.helpers.stepped_trainer import EP2
+from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, PP2, TP2, ZERO_3
 from tests.helpers.trained_steps import TINY, trained
 
 SHORT = {"num_layers": 2, "seq_length": 32}
@@ -74,3 +75,27 @@ def test_after_many_steps_and_a_reload_the_bias_has_the_bits_of_the_counts(gloo,
         for layer, (bias_dtype, counts_dtype, bias) in biases.items():
             assert (bias_dtype, counts_dtype) == ("torch.float32", "torch.float32")
             assert bias == expected[layer].tolist()
+
+
+def test_skip_train_evaluates_both_splits_as_the_training_did_on_every_layout_and_writes_no_step(gloo, tmp_path):
+    root, metrics = tmp_path / "c", tmp_path / "c" / "metrics.jsonl"
+    prefix = ids(tmp_path, "text", [[(place * step) % 90 for place in range(40)] for step in range(1, 21)], 100)
+    flags = {**SHORT, "moe_layer_freq": "[0,1]", "lr": 3e-3, "eval_iters": 2, "seq_length": 8}
+    flags |= {"mock_data": False, "data_path": (prefix,), "split": "50,25,25", "tokenizer_type": "NullTokenizer"}
+    flags |= {"vocab_size": 100, "save": str(root), "save_interval": 2, "metrics_file": str(metrics)}
+    wanted = gloo.run(1, trained, flags={**flags, "train_iters": 3, "no_save_optim": True})[0]
+    files = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    flags |= {"load": str(root), "skip_train": True, "train_iters": 20, "ema_decay": 0.9}
+    spread = {**TP2, **EP2, **DISTRIBUTED, "expert_tensor_parallel_size": 1}
+    for layout in ({}, spread, PP2, ZERO_3):
+        found = gloo.run(2 if layout else 1, trained, flags={**flags, **layout})[0]
+        for split in ("valid_loss", "test_loss"):
+            assert found[split] == pytest.approx(wanted[split], rel=1e-6 if layout else 0), layout
+        assert (found["iterations"], found["checkpoint"]) == (3, None)
+    other = {"ckpt_step": 2, "data_path": None, "split": None, "valid_data_path": (prefix,)}
+    assert gloo.run(1, trained, flags={**flags, **other})[0]["valid_loss"] != wanted["valid_loss"]
+    evaluations = lines(root / "metrics.eval.jsonl")
+    assert [line["iteration"] for line in evaluations] == [3] * 10 + [2]
+    del files[root / "metrics.eval.jsonl"]
+    assert files == {path: path.read_bytes() for path in files}
+    assert {path for path in root.rglob("*") if path.is_file()} == {*files, root / "metrics.eval.jsonl"}
