@@ -321,6 +321,10 @@ def train(
         optimizer: a subclass of `Adam` that overrides `update`.
         callbacks: see `Callback`. sinks: see `megatron_moe.report.Sink`.
 
+    An error in data or loss on one rank is raised there as it is, and on the others as a RunFault that names the rank.
+    A rank that has not left `train` after 30 s, in C code say, is ended. After an error SIGTERM is ignored until the
+    next call: torchrun sends it to all ranks when the first one ends, and SIGKILL 30 s later.
+
     Raises:
         ConfigError: a mistake in settings, data or folders, found before anything is allocated.
         RunFault: the run cannot go on.
@@ -351,6 +355,7 @@ def train(
             callbacks=[*callbacks, kept] if world_size == 1 else callbacks,
             page_sink=page_sink,
             parts=ProgramParts(data, valid_data, loss, optimizer),
+            ends_process=False,
         )
     finally:
         _running.clear()

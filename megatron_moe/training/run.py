@@ -7,7 +7,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.config import rules
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.tokenizers import Tokenizer
@@ -54,6 +54,7 @@ def pretrain(
     callbacks: Sequence[Callback] = (),
     page_sink: MakePageSink | None = None,
     parts: ProgramParts | None = None,
+    ends_process: bool = True,
 ) -> dict[str, Any]:
     """Train as `run` says and return the summary; rank 0's is also written to `--summary-file`.
 
@@ -65,6 +66,8 @@ def pretrain(
         callbacks: a program's own callbacks on this rank (`training/callback.py`).
         page_sink: makes the sink of `--report-file`; pretrain_moe.py hands in `megatron_moe_tools.pretrain.page_sink`.
         parts: what a program puts in the place of the run's own.
+        ends_process: whether the watchdog ends the processes when a rank fails or hangs; False: every rank raises, and
+            its process is ended only if it has not left the run after `LEAVE_SECONDS` (`training/signals.py`).
 
     Raises:
         ConfigError: a mistake in flags, data or folders, found before anything is allocated and equal on all ranks.
@@ -74,7 +77,8 @@ def pretrain(
     """
     # What cannot work by the flags alone is refused first.
     parts = parts or ProgramParts()
-    rules.check(run, launched_world()[1])
+    _, world_size = launched_world()
+    rules.check(run, world_size)
     parts.check(run)
     if run.precision.audit_precision and audit is None:
         raise ConfigError(
@@ -85,7 +89,7 @@ def pretrain(
     require_profiler(run, has_gpu=platform.has_cuda())
     if run.training.deterministic_mode:
         env_vars.deterministic_environment()
-    planned = plan_run(run, launched_world()[1])
+    planned = plan_run(run, world_size)
     parts.check_resume(run, planned.start_from)
     if run.logging.dry_run:
         _say("\n".join([*planned.notes, "dry run: the configuration is sound"]))
@@ -95,8 +99,10 @@ def pretrain(
     with StopSignals(save=run.training.exit_signal_handler) as stop:
         stop.before_end = _say_end
         try:
-            with ExitStack() as resources:
-                trainer = build_trainer(planned, resources, also, stage, page_sink, parts)
+            outlasting = nullcontext() if ends_process or world_size == 1 else stop.outlasting_launcher()
+            with ExitStack() as resources, outlasting:
+                leave = None if ends_process else partial(_leave, stop)
+                trainer = build_trainer(planned, resources, also, stage, page_sink, parts, leave)
                 report_start(trainer)
                 stop.before_end = partial(_before_end, trainer)
                 if trainer.finished:
@@ -149,10 +155,16 @@ def _say_end(number: int, when: str = "before the first step") -> None:
         _say(f"stopped by {signal_name(number)} {when}")
 
 
+def _leave(stop: StopSignals, fault: RunFault, last_words: Callable[[], None]) -> None:
+    """Let the main thread leave the run, from wherever it is."""
+    stop.leave(fault, last_words)
+    groups.abort_collectives()
+
+
 def _before_end(trainer: Trainer, number: int) -> None:
     """Report why, and what is saved, before a signal that does not save ends this process at once."""
-    if trainer.watchdog is not None and number == signal.SIGTERM:
-        trainer.watchdog.report_before_end()
+    if trainer.watchdog is not None and number == signal.SIGTERM and trainer.watchdog.report_before_end():
+        return
     trainer.reporter.on_abort(f"stopped by {signal_name(number)}")
     kept = "no checkpoint was saved"
     if trainer.saver is not None and trainer.saver.latest is not None:
