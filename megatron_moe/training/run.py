@@ -7,7 +7,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ from megatron_moe.training.program import ProgramParts
 from megatron_moe.training.signals import StopSignals, signal_name
 from megatron_moe.training.start_notes import report_start
 from megatron_moe.training.trainer import Trainer
+from megatron_moe.training.watchdog import Leave
 
 
 def pretrain(
@@ -99,9 +100,13 @@ def pretrain(
     with StopSignals(save=run.training.exit_signal_handler) as stop:
         stop.before_end = _say_end
         try:
-            outlasting = nullcontext() if ends_process or world_size == 1 else stop.outlasting_launcher()
+            leave: Leave | None = None
+            outlasting: AbstractContextManager[None] = nullcontext()
+            if not ends_process:
+                leave = partial(_leave, stop)
+                if world_size > 1:
+                    outlasting = stop.outlasting_launcher()
             with ExitStack() as resources, outlasting:
-                leave = None if ends_process else partial(_leave, stop)
                 trainer = build_trainer(planned, resources, also, stage, page_sink, parts, leave)
                 report_start(trainer)
                 stop.before_end = partial(_before_end, trainer)

@@ -468,7 +468,9 @@ class Watchdog:
             time.sleep(_POLL_SECONDS)
         for process in left:
             process.send(signal.SIGKILL)
-        return board.read("verdict") if board.has("verdict") else ""
+        if board.has("verdict"):
+            return board.read("verdict")
+        return ""
 
     def _end_without_store(self, status: RankStatus, error: Exception) -> None:
         """Report that the store ended or stopped with its process, the launcher or rank 0; end this one."""

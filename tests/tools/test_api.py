@@ -71,6 +71,8 @@ def test_settings_are_the_command_lines_and_changes_win(tmp_path: Path) -> None:
     of_file = mm.Settings.from_yaml(tmp_path / "run.yaml", lr=0.25, keep_fp32=["router"], bf16=True)
     text = "--preset tiny --lr 0.25 --mock-data --vocab-size 64 --keep-fp32 router --bf16"
     assert of_file.flat() == mm.Settings.from_flags(text).flat()
+    by_name = mm.Settings(preset="tiny", lr=0.25, mock_data=True, vocab_size=64, keep_fp32=["router"], bf16=True)
+    assert by_name == mm.Settings.from_flags(by_name.command) and by_name.flat() == of_file.flat()
     changed = of_file.replace(bf16=False, lr=0.5, keep_fp32=None, moe_layer_freq="[0]+[1]*3")
     assert changed.flat() == mm.Settings.from_flags(changed.command).flat()
     assert (changed.run.precision.bf16, changed.run.optimizer.lr) == (False, 0.5)
@@ -248,6 +250,7 @@ def test_the_trained_model_is_the_saved_one_and_can_be_exported(run: Any, tmp_pa
     assert trained.tokenizer.detokenize(trained.generate([97, 98], max_new_tokens=5)) == text
     for number, model in enumerate((trained, run.checkpoint)):
         folder = mm.save_hf(model, tmp_path / str(number))
+        assert ("a program's memory" in (folder / "README.md").read_text()) == (model is trained)
         again = mm.load_model(folder, dtype="bfloat16")
         assert torch.equal(again.logits([97, 98]), expected)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
