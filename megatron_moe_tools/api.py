@@ -62,9 +62,11 @@ if TYPE_CHECKING:
     from megatron_moe.engine.adam import Adam
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Settings:
     """The settings of a run, checked for names and types; `train` checks that they go together.
+
+    `Settings(load_hf="models/qwen", bf16=True)` has flags by name, `from_preset` and `from_yaml` begin with others.
 
     Attributes:
         command: the words of the command line that means the same.
@@ -73,6 +75,14 @@ class Settings:
 
     command: tuple[str, ...]
     run: Run = field(repr=False, compare=False)
+
+    def __init__(self, **flags: Any) -> None:
+        words = [word for name, value in flags.items() for word in _words(name, value)]
+        self._set(tuple(words))
+
+    def _set(self, command: tuple[str, ...]) -> None:
+        object.__setattr__(self, "command", command)
+        object.__setattr__(self, "run", parse(list(command), launched_world()[1]))
 
     @classmethod
     def from_flags(cls, flags: str | Sequence[str], **changes: Any) -> Settings:
@@ -94,7 +104,9 @@ class Settings:
                 kept += group
         for name, value in changes.items():
             kept += _words(name, value)
-        return cls(tuple(kept), parse(kept, launched_world()[1]))
+        settings = cls.__new__(cls)
+        settings._set(tuple(kept))
+        return settings
 
     @classmethod
     def from_preset(cls, name: str, **changes: Any) -> Settings:
@@ -323,6 +335,10 @@ def train(
         optimizer: a subclass of `Adam` that overrides `update`.
         callbacks: see `Callback`. sinks: see `megatron_moe.report.Sink`.
 
+    An error in data or loss on one rank is raised there as it is, and on the others as a RunFault that names the rank.
+    A rank that has not left `train` after 30 s, in C code say, is ended. After an error SIGTERM is ignored until the
+    next call: torchrun sends it to all ranks when the first one ends, and SIGKILL 30 s later.
+
     Raises:
         ConfigError: a mistake in settings, data or folders, found before anything is allocated.
         RunFault: the run cannot go on.
@@ -353,6 +369,7 @@ def train(
             callbacks=[*callbacks, kept] if world_size == 1 else callbacks,
             page_sink=page_sink,
             parts=ProgramParts(data, valid_data, loss, optimizer),
+            ends_process=False,
         )
     finally:
         _running.clear()

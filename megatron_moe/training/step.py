@@ -71,7 +71,7 @@ from megatron_moe.training.step_sums import (
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult(StepSums):
-    """What a step did; the same on every rank, but for `router_update`, which is that of the pipeline stage."""
+    """Loss and gradient norm of a step, and what it did; the same on every rank but for the stage's `router_update`."""
 
     learning_rate: float
     """The rate that the step used."""

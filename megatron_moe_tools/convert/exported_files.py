@@ -156,6 +156,8 @@ def generation_ids(ids: Mapping[str, int | None]) -> dict[str, int]:
 CARD = "README.md"
 CARD_OF_THE_FIRST = "README_base_model.md"
 """The name of the card that came with a model, where the model was trained since."""
+FROM_MEMORY = "from_memory"
+"""Key of a step's state: a program had the model in memory, and may have changed its weights."""
 
 _FRONT = """\
 ---
@@ -252,17 +254,24 @@ def model_card(
     for limit, unit in ((10**3, "K"), (10**6, "M"), (10**9, "B")):
         if count >= limit:
             size = f"{count / limit:.3g}{unit}"
+    how, of_program, training = "exported", "", []
+    if state.get("iteration"):
+        how, training = "trained and exported", ["## Training", _table(of_training)]
+    if state.get(FROM_MEMORY):
+        of_program = "It comes from a program's memory, and the program may have changed the weights. "
+        if training:
+            training[0] += " of the checkpoint it comes from"
     return "\n\n".join(
         [
             _FRONT.format(family=family.name),
             f"# {family.architecture}, {size} parameters",
-            f"A mixture-of-experts language model, trained and exported with megatron_moe {__version__}. This card "
+            f"A mixture-of-experts language model, {how} with megatron_moe {__version__}. "
+            f"{of_program}This card "
             "says what the checkpoint knows of itself; licence, intended use, evaluation and the texts' origin are for "
             "its authors to add. `conversion_certificate.json` has the SHA-256 of every tensor.",
             "## Model",
             _table(of_model),
-            "## Training",
-            _table(of_training),
+            *training,
             _LOADING.format(lines=loading),
         ]
     )

@@ -38,6 +38,7 @@ from megatron_moe_tools.convert.certificate import Row, expected, require_same
 from megatron_moe_tools.convert.exported_files import (
     CARD,
     CARD_OF_THE_FIRST,
+    FROM_MEMORY,
     GENERATION,
     ExportedTokenizer,
     generation_ids,
@@ -260,7 +261,8 @@ class HuggingFaceSink(ConversionSink):
             for name in tokenizer.ids:
                 generation.pop(name, None)
             self.contents[GENERATION] = json_bytes({**generation, **generation_ids(tokenizer.ids)})
-        if self.state.get("iteration"):  # a model that was converted and not trained here keeps the card that it has
+        # A model that was converted, and neither trained here nor in a program's hands, keeps the card that it has.
+        if self.state.get("iteration") or self.state.get(FROM_MEMORY):
             card = model_card(self.run, self.family, self.dtype_words, source.config, self.state, tokenizer.words)
             self.contents[CARD] = card.encode()
         for name in self.contents.keys() - {CARD}:

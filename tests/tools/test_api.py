@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,8 @@ from torch import Tensor
 import megatron_moe as mm
 from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.data.tokenizers import NullTokenizer
+from tests.helpers.launchers import Forked
+from tests.helpers.ranks import RankParent
 from tests.helpers.trained_steps import SMALL
 
 FLAGS: dict[str, Any] = {**SMALL, "vocab_size": 64, "train_iters": 2, "eval_iters": 0, "lr": 1e-2}
@@ -67,6 +73,8 @@ def test_settings_are_the_command_lines_and_changes_win(tmp_path: Path) -> None:
     of_file = mm.Settings.from_yaml(tmp_path / "run.yaml", lr=0.25, keep_fp32=["router"], bf16=True)
     text = "--preset tiny --lr 0.25 --mock-data --vocab-size 64 --keep-fp32 router --bf16"
     assert of_file.flat() == mm.Settings.from_flags(text).flat()
+    by_name = mm.Settings(preset="tiny", lr=0.25, mock_data=True, vocab_size=64, keep_fp32=["router"], bf16=True)
+    assert by_name == mm.Settings.from_flags(by_name.command) and by_name.flat() == of_file.flat()
     changed = of_file.replace(bf16=False, lr=0.5, keep_fp32=None, moe_layer_freq="[0]+[1]*3")
     assert changed.flat() == mm.Settings.from_flags(changed.command).flat()
     assert (changed.run.precision.bf16, changed.run.optimizer.lr) == (False, 0.5)
@@ -185,6 +193,46 @@ def test_a_step_goes_on_with_the_parts_that_it_was_trained_with(one_process: Any
     assert len(mm.train(steps.replace(train_iters=2), loss=halved).steps) == 1
 
 
+def failing_runs(argv: list[str]) -> int:
+    """Two runs that fail on rank 1 alone, while rank 0 sleeps or waits in a collective, and a sound one after them."""
+    rank = int(os.environ["RANK"])
+
+    class Samples(list[Any]):
+        def __getitem__(self, number: Any) -> Any:
+            if number >= 2:
+                if rank == 1:
+                    raise OSError("cannot read")
+                time.sleep(600)
+            return super().__getitem__(number)
+
+    def odd(logits: Tensor, labels: Tensor) -> Tensor:
+        if rank == 1:
+            raise KeyError("odd")
+        return plain(logits, labels)
+
+    said = []
+    for parts in ({"data": Samples(SAMPLES)}, {"data": SAMPLES, "loss": odd}, {"data": SAMPLES}):
+        try:
+            said.append(str(len(mm.train(settings(own=True, global_batch_size=2), **parts).steps)))
+        except Exception as error:
+            said.append(repr(error))
+            os.kill(os.getpid(), signal.SIGTERM)  # the launcher's, while the program still runs
+    Path(argv[0], f"{rank}").write_text("\n".join(said))
+    return 0
+
+
+def test_an_error_on_one_rank_is_raised_in_the_program_on_all_and_another_run_can_follow(
+    rank_parent: RankParent, tmp_path: Path
+) -> None:
+    job = Forked(rank_parent, "tests.tools.test_api:failing_runs")
+    job.start([str(tmp_path)], 2, tmp_path, tmp_path / "log")
+    assert job.wait(300) == 0, (tmp_path / "log").read_text()
+    first, second = ((tmp_path / rank).read_text().splitlines() for rank in "01")
+    assert second == ["OSError('cannot read')", "KeyError('odd')", "0"] and first[2] == "2"
+    for told, error in zip(first, ("OSError: cannot read", "KeyError: 'odd'")):
+        assert re.match(rf"RunFault.*rank 1 failed at .*{error}", told), told
+
+
 # ---- models
 
 
@@ -208,6 +256,7 @@ def test_the_trained_model_is_the_saved_one_and_can_be_exported(run: Any, tmp_pa
     assert trained.tokenizer.detokenize(trained.generate([97, 98], max_new_tokens=5)) == text
     for number, model in enumerate((trained, run.checkpoint)):
         folder = mm.save_hf(model, tmp_path / str(number))
+        assert ("a program's memory" in (folder / "README.md").read_text()) == (model is trained)
         again = mm.load_model(folder, dtype="bfloat16")
         assert torch.equal(again.logits([97, 98]), expected)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -152,3 +152,5 @@ def test_a_model_card_says_what_the_checkpoint_knows_and_no_place_of_this_machin
     assert all(fact in card for fact in (*numbers, "bf16", "`books`", "ab12"))
     assert "/secret" not in card and "AutoTokenizer.from_pretrained" not in card
     assert "AutoTokenizer.from_pretrained" in model_card(run, family, "bfloat16", flatten(run), state, "ByteTokenizer")
+    edited = model_card(run, family, "bfloat16", flatten(run), {**state, "from_memory": True}, "none: x")
+    assert "may have changed the weights" in edited and "## Training of the checkpoint it comes from" in edited
