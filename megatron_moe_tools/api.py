@@ -77,7 +77,9 @@ class Settings:
     run: Run = field(repr=False, compare=False)
 
     def __init__(self, **flags: Any) -> None:
-        words = [word for name, value in flags.items() for word in _words(name, value)]
+        words: list[str] = []
+        for name, value in flags.items():
+            words += _words(name, value)
         self._set(tuple(words))
 
     def _set(self, command: tuple[str, ...]) -> None:

@@ -133,14 +133,8 @@ def pretrain(
                     Evaluation(stop),
                 ]
                 train(trainer, every)
-                stopped, iteration = trainer.stop_reason, trainer.progress.iteration
-                if stopped is None and not run.training.skip_train:
-                    trainer.reporter.message(f"done: {iteration} iterations")
-                elif stopped is not None:
-                    trainer.reporter.event("stop", f"stopped at iteration {iteration} {stopped.text}", by=stopped.text)
                 summary = _summary(trainer, planned.tokenizer, stop)
-                trainer.reporter.close(summary, FINISHED if stopped is None else f"stopped {stopped.text}")
-                trainer.require_sinks()
+                _report_end(trainer, summary)
             clean = True
             return summary
         except StoppedEarly as early:
@@ -148,6 +142,16 @@ def pretrain(
             raise
         finally:
             groups.destroy(abort=not clean)
+
+
+def _report_end(trainer: Trainer, summary: dict[str, Any]) -> None:
+    stopped, iteration = trainer.stop_reason, trainer.progress.iteration
+    if stopped is not None:
+        trainer.reporter.event("stop", f"stopped at iteration {iteration} {stopped.text}", by=stopped.text)
+    elif not trainer.run.training.skip_train:
+        trainer.reporter.message(f"done: {iteration} iterations")
+    trainer.reporter.close(summary, FINISHED if stopped is None else f"stopped {stopped.text}")
+    trainer.require_sinks()
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,5 @@
 """A shell script's training command is read without being run, answered, and rewritten."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """config.json: read in both spellings, written such that transformers and we read the same model from it."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

@@ -1,7 +1,5 @@
 """--load-hf and --use-checkpoint-args give a run its architecture, as a preset would; contradictions are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A Hugging Face folder into a model: dtypes, what is lost and told, what is refused, and by all ranks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From a Hugging Face folder to a trained one: two ways in, restarts with the same command, and out again."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Python interface: the command line's numbers and errors, a program's own parts on every layout, models to use."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Which tokenizer an exported folder gets, found before torch is loaded; and what is no tokenizer of the model."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any
