@@ -435,7 +435,8 @@ class DerivedSettings:
         numel = self.parameter_count(padded_vocab)
         gradient = 4 if self.grads_in_fp32 else width
         main_weights, average = self.main_weight_bytes(numel, width), self.average_bytes(numel)
-        return (width + gradient) * numel + main_weights + self.moment_bytes(numel, numel) + average
+        moments = 0 if self._run.training.skip_train else self.moment_bytes(numel, numel)
+        return (width + gradient) * numel + main_weights + moments + average
 
     @property
     def packs_main_weights(self) -> bool:

@@ -132,7 +132,7 @@ def _spread(
     for copy in tl.static_range(COPIES):
         slot = tl.load(slots + token * COPIES + copy).to(tl.int64)
         tl.store(copies + slot * copy_stride + column, value, mask=inside & (slot < num_rows))
-        if WEIGHTED:
+        if WEIGHTED:  # noqa: SIM102 (a constant, which decides what is compiled)
             if tl.program_id(1) == 0:
                 place = token * (COPIES // SHARING) + copy // SHARING
                 weight = tl.load(weights + place * weight_stride)
@@ -153,7 +153,7 @@ def _gather_and_sum(
         found = tl.load(copies + slot * copy_stride + column, mask=inside & (slot < num_rows), other=0.0)
         total += found.to(tl.float32)
     tl.store(rows + token * row_stride + column, total.to(rows.dtype.element_ty), mask=inside)
-    if WEIGHTED:
+    if WEIGHTED:  # noqa: SIM102
         if tl.program_id(1) == 0:
             for choice in tl.static_range(COPIES // SHARING):
                 weight = tl.zeros((), dtype=weights.dtype.element_ty)

@@ -75,7 +75,7 @@ def add_up_rows(
     """Return sums of copies by row, [T, ...], added in fp32 or wider and rounded once, and of their weights, [N].
 
     Args:
-        copies, copy_weights: [R, ...], [R]; they may be packed (see `room_for_rows`), which adds up their first columns.
+        copies, copy_weights: [R, ...], [R]; packed rows (see `room_for_rows`) may be wider than what is added up.
         slots: [T, C]. partial: whether some are R, for a copy that is not here.
         hidden: the columns that are added up.
         sharing: neighbouring copies that share a weight.

@@ -56,7 +56,7 @@ def count_tokens(
 def add_counts(
     tokens_per_expert: Tensor, num_tokens: Tensor, expert_ids: Tensor, is_padding: Tensor | None = None
 ) -> None:
-    """Add a decision to a step's counts in place: its choices to those [E] fp32 of the experts, its tokens to [1] int64.
+    """Add a decision's choices to the experts' counts [E] fp32, and its tokens to `num_tokens` [1] int64, in place.
 
     expert_ids, is_padding: see `count_tokens`. Sums of whole numbers up to 2^24 are exact in any order.
     """

@@ -220,7 +220,9 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             self.local_tokens_per_expert += kept.to(torch.float32)
             self.local_dropped_per_expert += (requested_by_expert - kept).to(torch.float32)
             self.local_num_tokens += decision.expert_ids.shape[0] if is_padding is None else (~is_padding).sum()
-        return decision if self.aux_losses is None else self.aux_losses.attach(routed, requested, self.step.global_batch)
+        return (
+            decision if self.aux_losses is None else self.aux_losses.attach(routed, requested, self.step.global_batch)
+        )
 
 
 class Jitter:

@@ -6,8 +6,6 @@ Registers of a thread, bytes of shared memory and of spilled registers, by kerne
 them. `--check` compares with the file instead of writing it.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

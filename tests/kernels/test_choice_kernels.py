@@ -3,8 +3,6 @@
 The interpreter cuts numbers off where it stores bf16, which a GPU rounds: one step of bf16 is allowed there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +43,7 @@ def steps_apart(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("rows", "width", "dtype"), in_turn([(0, 8), (1, 1), (5, 7), (3, 1500), (17, 64)]))
-def test_the_activation_forward_and_backward(fused: Any, rows: int, width: int, dtype: torch.dtype) -> None:
+def test_the_activation_forward_and_backward(fused, rows, width, dtype):
     generator = torch.Generator().manual_seed(rows)
     gate_up = torch.randn(rows, 2 * width, generator=generator).to(dtype)
     probs, grad = torch.rand(rows, generator=generator), torch.randn(rows, width, generator=generator).to(dtype)
@@ -75,7 +73,7 @@ SORTS += [(4, 8, 32, "one row each"), (270, 1, 3, "")]
 
 
 @pytest.mark.parametrize(("tokens", "topk", "num_experts", "kind"), SORTS)
-def test_choices_are_sorted_by_expert(fused: Any, tokens: int, topk: int, num_experts: int, kind: str) -> None:
+def test_choices_are_sorted_by_expert(fused, tokens, topk, num_experts, kind):
     ids = choices(tokens, topk, num_experts, kind)
     for real, partial in ((num_experts, False), (num_experts - 1, True)):  # all experts, and without the last one's
         found, wanted = (sort(ids, real, partial) for sort in (fused.sort_by_expert, eager(dispatch.sort_by_expert)))
@@ -93,9 +91,7 @@ def test_rows_that_arrived_by_rank_are_sorted_by_expert(fused: Any, counts: list
 
 
 @pytest.mark.parametrize(("tokens", "topk", "num_experts", "kind", "dtype"), in_turn([SORTS[0], *SORTS[2:6]]))
-def test_rows_are_copied_and_summed(
-    fused: Any, tokens: int, topk: int, num_experts: int, kind: str, dtype: torch.dtype
-) -> None:
+def test_rows_are_copied_and_summed(fused, tokens, topk, num_experts, kind, dtype):
     order, source, inverse, *_ = eager(dispatch.sort_by_expert)(choices(tokens, topk, num_experts, kind), num_experts)
     generator = torch.Generator().manual_seed(0)
     rows, weights = torch.randn(tokens, 21, generator=generator).to(dtype), torch.rand(tokens * topk)
@@ -135,7 +131,7 @@ ROUTERS = {
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_experts_are_chosen_weighed_and_counted(fused: Any, name: str) -> None:
+def test_experts_are_chosen_weighed_and_counted(fused, name):
     num_experts, how = ROUTERS[name]
     padded = list(ROUTERS).index(name) % 2 == 0
     generator = torch.Generator().manual_seed(len(name))
@@ -164,7 +160,7 @@ def test_experts_are_chosen_weighed_and_counted(fused: Any, name: str) -> None:
     assert torch.allclose(found.double(), slope, rtol=1e-5, atol=1e-6)
 
 
-def test_a_tie_goes_to_the_lower_expert_and_no_expert_is_chosen_twice(fused: Any) -> None:
+def test_a_tie_goes_to_the_lower_expert_and_no_expert_is_chosen_twice(fused):
     ranked = torch.zeros(5, 8)
     ranked.view(torch.int32)[1, 3] = -(1 << 22)  # the NaN that arithmetic of x86 makes, with its sign
     ranked[2, 5], ranked[3] = float("inf"), float("nan")
@@ -174,7 +170,7 @@ def test_a_tie_goes_to_the_lower_expert_and_no_expert_is_chosen_twice(fused: Any
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_passes_where_torchs_passes(fused: Any, value: float) -> None:
+def test_what_is_not_finite_passes_where_torchs_passes(fused, value):
     def same(operation: Any, *arguments: Any) -> Any:
         found, wanted = getattr(fused, operation.__name__)(*arguments), eager(operation)(*arguments)
         pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
@@ -217,7 +213,7 @@ def test_what_is_not_finite_passes_where_torchs_passes(fused: Any, value: float)
 @pytest.mark.parametrize(
     ("counts", "dtype"), in_turn([((0, 0),), ((1,),), ((3, 0, 1, 70),), ((0, 0, 65),), ((64, 5),)])
 )
-def test_weight_gradients_are_added_to_their_sums(fused: Any, counts: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_weight_gradients_are_added_to_their_sums(fused, counts, dtype):
     generator = torch.Generator().manual_seed(sum(counts))
     rows, height, width = sum(counts), 21, 259  # more than one tile of the wider side
     left = torch.randn(rows, height, generator=generator).to(dtype)
@@ -237,7 +233,7 @@ def test_weight_gradients_are_added_to_their_sums(fused: Any, counts: tuple[int,
 @pytest.mark.parametrize(
     ("heads", "shared", "sequences", "dtype"), in_turn([(1, False, 1), (3, True, 2), (4, False, 3)])
 )
-def test_heads_are_joined_and_rotated(fused: Any, heads: int, shared: bool, sequences: int, dtype: torch.dtype) -> None:
+def test_heads_are_joined_and_rotated(fused, heads, shared, sequences, dtype):
     generator = torch.Generator().manual_seed(heads)
     # Parts of wider tensors, as a projection's output is cut.
     rest = torch.randn(5, sequences, heads, 20, generator=generator).to(dtype)[..., 3:13]
@@ -255,7 +251,7 @@ def test_heads_are_joined_and_rotated(fused: Any, heads: int, shared: bool, sequ
 
 
 @pytest.mark.parametrize(("width", "dtype"), in_turn([(1,), (50,), (4100,)]))
-def test_the_statistics_and_the_gradient_of_a_tile(fused: Any, width: int, dtype: torch.dtype) -> None:
+def test_the_statistics_and_the_gradient_of_a_tile(fused, width, dtype):
     generator = torch.Generator().manual_seed(width)
     tile = 4 * torch.randn(6, width, generator=generator)
     columns = torch.tensor([0, width - 1, -1, width, width // 2, -5])

@@ -1,7 +1,5 @@
 """Context parallelism: sequences split over ranks train, evaluate and continue as on one rank."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """Every flag reaches the engine's configurations, or the settings that our own modules are built with."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """The flex dispatcher over stubs of DeepEP and HybridEP gives a layer what the all-to-all gives it."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -11,8 +11,6 @@ The first step shows the weights that a layout starts with, the second what its 
 and the weights after it what the optimizer kept from the first. Further steps repeat the second.
 """
 
-from __future__ import annotations
-
 import os
 import traceback
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """megatron-moe inspect tells the truth about steps, and exits with 0 only where all is well."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A layout on paper: the model's own counts, on as many ranks as one likes, and what it says of them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

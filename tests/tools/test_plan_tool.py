@@ -1,7 +1,5 @@
 """megatron-moe plan: a table for people, JSON for programs, and refusals that name layouts nearby."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """What a run says at its start: how its flags were read, what changes nothing, where it departs from its dtype."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
