@@ -12,6 +12,7 @@ import torch
 
 from megatron_moe.model import cross_entropy, mla
 from megatron_moe.moe import dispatch, experts, grouped_gemm, load_balance, routing
+from megatron_moe.parallel.collectives import room_for_rows, weights_behind
 from tests.kernels.compiled_kernels import all_kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,21 +75,41 @@ SORTS += [(4, 8, 32, "one row each"), (270, 1, 3, "")]
 @pytest.mark.parametrize(("tokens", "topk", "num_experts", "kind"), SORTS)
 def test_choices_are_sorted_by_expert(fused, tokens, topk, num_experts, kind):
     ids = choices(tokens, topk, num_experts, kind)
-    found, wanted = fused.sort_by_expert(ids, num_experts), eager(dispatch.sort_by_expert)(ids, num_experts)
+    for real, partial in ((num_experts, False), (num_experts - 1, True)):  # all experts, and without the last one's
+        found, wanted = (sort(ids, real, partial) for sort in (fused.sort_by_expert, eager(dispatch.sort_by_expert)))
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        assert [one.dtype for one in found] == [one.dtype for one in wanted]
+
+
+@pytest.mark.parametrize("counts", [[[3, 0, 300], [0, 0, 1]], [[0, 0]], [[2], [0], [5]]])
+def test_rows_that_arrived_by_rank_are_sorted_by_expert(fused: Any, counts: list[list[int]]) -> None:
+    rows = torch.tensor(counts)
+    found, wanted = (sort(rows, int(rows.sum())) for sort in (fused.sort_arrived, eager(dispatch.sort_arrived)))
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    ids = torch.arange(rows.shape[1]).repeat(len(counts)).repeat_interleave(rows.flatten())
+    assert torch.equal(found[0], ids.sort(stable=True).indices) and found[2].dtype == torch.int32
 
 
 @pytest.mark.parametrize(("tokens", "topk", "num_experts", "kind", "dtype"), in_turn([SORTS[0], *SORTS[2:6]]))
 def test_rows_are_copied_and_summed(fused, tokens, topk, num_experts, kind, dtype):
-    order, inverse, _ = eager(dispatch.sort_by_expert)(choices(tokens, topk, num_experts, kind), num_experts)
-    rows = torch.randn(tokens, 21, generator=torch.Generator().manual_seed(0)).to(dtype)
+    order, source, inverse, *_ = eager(dispatch.sort_by_expert)(choices(tokens, topk, num_experts, kind), num_experts)
+    generator = torch.Generator().manual_seed(0)
+    rows, weights = torch.randn(tokens, 21, generator=generator).to(dtype), torch.rand(tokens * topk)
     for kept in (len(order), 2 * len(order) // 3):  # all copies, and without the last third
-        source, slots = order[:kept] // topk, inverse.view(tokens, topk).clamp(max=kept)
-        copies = fused.gather_rows(rows, source, slots)
-        assert torch.equal(copies, rows[source])
+        slots = inverse.view(tokens, topk).clamp(max=kept)
+        packed = room_for_rows(kept, 21, rows, weights)
+        copies, behind = packed[:, :21], weights_behind(packed, torch.float32)
+        fused.spread_rows(rows, weights, order[:kept], source[:kept], slots, copies, behind)
+        assert torch.equal(copies, rows[source[:kept]]) and torch.equal(behind, weights[order[:kept]])
         exact = torch.cat([copies, copies.new_zeros(1, 21)]).double()[slots].sum(dim=1)
-        found = fused.sum_rows(copies, slots, partial=kept < len(order))
-        assert steps_apart(found, exact) <= (topk if dtype == torch.float32 else 1.01)
+        for one, of_weights in ((packed, behind), (copies.contiguous(), None)):
+            found, sums = fused.add_up_rows(one, of_weights, slots, kept < len(order), 21)
+            assert steps_apart(found, exact) <= (topk if dtype == torch.float32 else 1.01)
+            assert sums is None or torch.equal(sums, weights.masked_fill(slots.flatten() == kept, 0.0))
+        if topk % 2 == 0:  # two copies share a weight
+            _, sums = fused.add_up_rows(copies, behind, slots, kept < len(order), 21, 2)
+            _, wanted = eager(dispatch.add_up_rows)(copies, behind, slots, kept < len(order), 21, 2)
+            assert torch.allclose(sums, wanted)
 
 
 def options(**changes: Any) -> Any:
@@ -124,6 +145,10 @@ def test_experts_are_chosen_weighed_and_counted(fused, name):
     for sequences in (1, 3):
         wanted = eager(load_balance.count_tokens)(ids, num_experts, padding, sequences)
         assert torch.equal(fused.count_tokens(ids, num_experts, padding, sequences), wanted)
+    found, wanted = ((torch.full((num_experts,), 5.0), torch.tensor([7])) for _ in range(2))
+    fused.add_counts(*found, ids, padding)
+    eager(load_balance.add_counts)(*wanted, ids, padding)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     softmax = how.score_function == "softmax" and not how.pre_softmax
     weighed = logits if softmax else scores
     settings = (padding, softmax, how.norm_topk_prob, how.scaling_factor or 1.0)
@@ -162,7 +187,7 @@ def test_what_is_not_finite_passes_where_torchs_passes(fused, value):
     same(experts.weighted_swiglu_backward, grad, gate_up, probs)
     copies, slots = torch.ones(6, 5), torch.arange(6).view(3, 2)
     copies[3, 1] = value
-    same(dispatch.gather_rows, same(dispatch.sum_rows, copies, slots, False), slots.flatten() // 2, slots)
+    same(dispatch.add_up_rows, copies, torch.ones(6), slots, False, 5)
     rest, positional, tables = torch.ones(2, 1, 1, 4), torch.ones(2, 1, 1, 4), (torch.ones(2, 1, 1, 2),) * 2
     rest[0, 0, 0, 1] = positional[1, 0, 0, 2] = value
     same(mla.join_positions, rest, positional, *tables)
