@@ -62,6 +62,7 @@ def layer_of(run):
         pg_collection=pg_collection,
         recomputed=settings.recomputed,
         rotary=settings.rotary,
+        gathers_latents=settings.gathers_latents,
     )
     torch.manual_seed(1)
     with torch.no_grad():
