@@ -15,6 +15,7 @@ import hashlib
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -23,12 +24,25 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_moe import platform
+from megatron_moe.config.pipeline_layout import Stage
 from megatron_moe.config.schema import Run
 from megatron_moe.parallel.sequence import context_parallel_slice
 from megatron_moe.platform.protocols import ProcessGroups
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+DOCUMENTS = "documents"
+"""For each token the position in its sequence of its document's first token, where documents do not see each other."""
 Batch = dict[str, "Tensor | None"]
+
+
+def keys_of(run: Run) -> tuple[str, ...]:
+    """Return the keys of the run's samples and micro-batches, in the order in which they travel."""
+    return (*KEYS, DOCUMENTS) if run.data.reset_attention_mask else KEYS
+
+
+def stage_reads(run: Run, stage: Stage) -> bool:
+    """Return whether a stage of the pipeline needs micro-batches; every attention needs to know its documents."""
+    return stage.reads_tokens or run.data.reset_attention_mask
 
 
 def micro_batch_indices(
@@ -42,10 +56,16 @@ def micro_batch_indices(
 
 
 class Reader:
-    """A reader of micro-batches, each int64 [4, B, S] in the order of `KEYS`; forked workers read ahead."""
+    """A reader of micro-batches, each int64 [K, B, S] in the order of K keys; forked workers read ahead."""
 
     def __init__(
-        self, dataset: Dataset, indices: Iterator[list[int]], vocab_size: int, num_workers: int, first: int = 0
+        self,
+        dataset: Dataset,
+        indices: Iterator[list[int]],
+        vocab_size: int,
+        num_workers: int,
+        first: int = 0,
+        keys: tuple[str, ...] = KEYS,
     ) -> None:
         """Start the loader. `first`: the position in a round of the first sample that this rank takes."""
         self._dataset = dataset
@@ -56,7 +76,7 @@ class Reader:
             DataLoader(
                 dataset,
                 batch_sampler=indices,  # type: ignore[arg-type]
-                collate_fn=_pack,
+                collate_fn=partial(_pack, keys),
                 num_workers=num_workers,
                 multiprocessing_context="fork" if num_workers else None,
                 worker_init_fn=lambda _: signal.signal(signal.SIGINT, signal.SIG_IGN),  # type: ignore[arg-type, return-value]
@@ -92,9 +112,9 @@ class Reader:
         return packed
 
 
-def _pack(samples: list[dict[str, Tensor]]) -> Tensor:
-    """Return the samples as int64 [4, B, S]."""
-    return torch.stack([torch.stack([sample[key] for sample in samples]).to(torch.int64) for key in KEYS])
+def _pack(keys: tuple[str, ...], samples: list[dict[str, Tensor]]) -> Tensor:
+    """Return the samples as int64 [K, B, S]."""
+    return torch.stack([torch.stack([sample[key] for sample in samples]).to(torch.int64) for key in keys])
 
 
 class SamplePart(NamedTuple):
@@ -159,7 +179,8 @@ class Receiver:
     """A callable that turns what the reader packed (None on a rank that does not read) into this rank's micro-batch."""
 
     def __init__(self, run: Run, pg_collection: ProcessGroups | None) -> None:
-        self._shape = (len(KEYS), run.training.micro_batch_size, run.model.seq_length)
+        self._keys = keys_of(run)
+        self._shape = (len(self._keys), run.training.micro_batch_size, run.model.seq_length)
         self._tp = None if pg_collection is None or pg_collection.tp.size() == 1 else pg_collection.tp
         self._cp = None if pg_collection is None or pg_collection.cp.size() == 1 else pg_collection.cp
         self._device = platform.device()
@@ -174,8 +195,8 @@ class Receiver:
             torch.distributed.broadcast(packed, torch.distributed.get_process_group_ranks(self._tp)[0], group=self._tp)
         if self._cp is not None:
             packed = context_parallel_slice(packed, self._cp.rank(), self._cp.size())
-        batch: Batch = dict(zip(KEYS, packed.unbind()))
-        batch["loss_mask"] = packed[KEYS.index("loss_mask")].float()
+        batch: Batch = dict(zip(self._keys, packed.unbind()))
+        batch["loss_mask"] = packed[self._keys.index("loss_mask")].float()
         return batch
 
 
@@ -215,7 +236,7 @@ class BatchIterator:
     """An endless iterator over the micro-batches of one rank and model chunk.
 
     A micro-batch is a dict of `tokens`, `labels`, `position_ids` int64 [B, S] and `loss_mask` float32 [B, S] on the
-    run's device, or of Nones where the rank needs no tokens.
+    run's device, with `documents` int64 [B, S] where these do not see each other; of Nones where the rank needs none.
 
     Attributes:
         consumed_samples: samples that all data-parallel ranks together have taken, from the dataset's beginning.
@@ -281,7 +302,7 @@ def batch_iterators(
         reads = pg_collection.tp.rank() == 0
         hashes = reads and pg_collection.cp.rank() == 0
         stages = run.derived.chunks_of_pipeline_rank(pg_collection.pp.rank())
-        needs = [(stage.reads_tokens, stage.embedding and hashes) for stage in stages]
+        needs = [(stage_reads(run, stage), stage.embedding and hashes) for stage in stages]
     found = []
     for wanted, hashed in needs:
         reader = None
@@ -295,7 +316,7 @@ def batch_iterators(
             vocab_size = run.model.vocab_size
             if vocab_size is None:
                 vocab_size = getattr(dataset, "vocab_size", None) or dataset.config.tokenizer.vocab_size  # type: ignore
-            reader = Reader(dataset, indices, vocab_size, run.data.num_workers, dp_rank * size)
+            reader = Reader(dataset, indices, vocab_size, run.data.num_workers, dp_rank * size, keys_of(run))
         receiver = Receiver(run, pg_collection) if wanted else None
         hashed_from = dp_rank * size if hashed else None
         found.append(BatchIterator(reader, receiver, consumed_samples, size * dp_size, hashed_from))

@@ -34,6 +34,7 @@ from torch.utils.data import Dataset
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
+from megatron_moe.data.batches import DOCUMENTS, stage_reads
 from megatron_moe.data.checks import SPLITS, Blend, cache_folder, hashing, read_sources, require_sequence
 from megatron_moe.data.index_file import read_sidecar
 from megatron_moe.data.tokenizers import Tokenizer
@@ -113,6 +114,35 @@ class EpochsOfSamples(MegatronDataset):
             return self.epoch_class(*self._arguments, config)
 
 
+class _DocumentsApart(GPTDataset):
+    """A mixin for the engine's datasets, whose samples also say which document a token is of.
+
+    `documents` [S] int64 has the position in the sample of the document's first token that is there. A label that is
+    another document's first token has no loss.
+    """
+
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(idx)
+        at = self.shuffle_index[idx or 0]
+        (first, offset), (last, end) = self.sample_index[at], self.sample_index[at + 1]
+        lengths = self.dataset.sequence_lengths[self.document_index[first : last + 1]].astype(numpy.int64)
+        lengths[-1] = end + 1  # the label of the last token
+        lengths[0] -= offset
+        begins = lengths.cumsum() - lengths
+        begins_of_all = torch.from_numpy(numpy.repeat(begins, lengths))
+        sample[DOCUMENTS] = begins_of_all[:-1].contiguous()
+        sample["loss_mask"] = sample["loss_mask"] * (begins_of_all[1:] == begins_of_all[:-1])
+        return sample
+
+
+class DocumentSamples(_DocumentsApart, GPTDataset):
+    """Samples of files whose documents do not see each other."""
+
+
+class MockDocumentSamples(_DocumentsApart, MockGPTDataset):
+    """Samples of made-up documents that do not see each other."""
+
+
 class MockDocuments(MockGPTLowLevelDataset):
     """The engine's made-up documents, of 1 to 4095 tokens: fewer where samples are short.
 
@@ -134,6 +164,27 @@ class EpochsOfMockSamples(EpochsOfSamples):
     def build_low_level_dataset(cls, dataset_path: str, config: GPTDatasetConfig) -> MockDocuments:
         """Make up the documents."""
         return MockDocuments(config.tokenizer, config.sequence_length)
+
+
+class EpochsOfDocumentSamples(EpochsOfSamples):
+    """The dataset of samples whose documents do not see each other."""
+
+    epoch_class = DocumentSamples
+
+
+class EpochsOfMockDocumentSamples(EpochsOfMockSamples):
+    """The dataset of samples of made-up documents that do not see each other."""
+
+    epoch_class = MockDocumentSamples
+
+
+_CLASSES = {
+    (False, False): EpochsOfSamples,
+    (False, True): EpochsOfDocumentSamples,
+    (True, False): EpochsOfMockSamples,
+    (True, True): EpochsOfMockDocumentSamples,
+}
+"""By whether the data is made up, and whether documents do not see each other."""
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -245,7 +296,7 @@ def reads_data(run: Run, pg_collection: ProcessGroups | None) -> bool:
     if pg_collection is None:
         return True
     stages = run.derived.chunks_of_pipeline_rank(pg_collection.pp.rank())
-    return pg_collection.tp.rank() == 0 and any(stage.reads_tokens for stage in stages)
+    return pg_collection.tp.rank() == 0 and any(stage_reads(run, stage) for stage in stages)
 
 
 def build_datasets(
@@ -307,7 +358,7 @@ def build_datasets(
     caches = config.path_to_cache if is_first else None
     with verified_caches(caches), _quiet(_ENGINE_LOG if sources.mock else None):
         builder = BlendedMegatronDatasetBuilder(
-            EpochsOfMockSamples if sources.mock else EpochsOfSamples,
+            _CLASSES[sources.mock, run.data.reset_attention_mask],
             list(samples),
             lambda: reads_data(run, pg_collection),
             config,

@@ -9,27 +9,26 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
 from megatron_moe.engine.layers import AttnMaskType, get_cuda_rng_tracker
 from megatron_moe.model.context_parallel import (
     OverRanks,
     attend_block,
-    attend_lower_right,
     attend_on_cpu,
+    attend_with_torch,
     block_gradients,
     for_kernels,
     of_one_width,
     wide,
 )
-from megatron_moe.parallel.sequence import all_gather_sequence, chunk_numbers
+from megatron_moe.parallel.sequence import all_gather_sequence
 from megatron_moe.platform.protocols import AutogradContext, EngineConfig, ProcessGroups
 
 WHOLE = "whole"
@@ -79,11 +78,14 @@ class SDPACoreAttention(torch.nn.Module):
         # Under sequence parallelism the engine has switched to the rank's own random stream around the whole layer.
         self._own_stream = not config.sequence_parallel
         self._kernel: Callable[..., Tensor] = _attend_cuda if platform.has_cuda() else _attend_cpu
+        self._in_pieces: OverRanks | None = None
+        if pg_collection is not None:
+            attend = attend_with_torch if platform.has_cuda() else attend_on_cpu
+            self._in_pieces = OverRanks(attend, pg_collection.cp, gathers=cp_comm_type != WHOLE)
         if config.context_parallel_size > 1:
-            if pg_collection is None:
+            if self._in_pieces is None:
                 raise ValueError("attention under context parallelism needs pg_collection, for its group cp")
-            attend = attend_lower_right if platform.has_cuda() else attend_on_cpu
-            self._kernel = OverRanks(attend, pg_collection.cp, gathers=cp_comm_type != WHOLE)
+            self._kernel = self._in_pieces
 
     def forward(
         self,
@@ -100,16 +102,29 @@ class SDPACoreAttention(torch.nn.Module):
         Args:
             query: [S, B, n, dk]; S / CP in place of S under context parallelism, here and below.
             key, value: [S, B, g, dk] and [S, B, g, dv]; S as it is with `WHOLE`.
-            attention_mask, attention_bias, packed_seq_params: None; the mask is causal by construction.
+            attention_mask: what a batch has as its `documents`, [B, S] int64: for each token the position in the whole
+                sequence of the first one that it sees, its document's. None: a sequence is one document. The mask is
+                causal by construction.
+            attention_bias, packed_seq_params: None.
         """
-        if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
-            raise ValueError("causal attention takes no attention_mask, attention_bias or packed sequences")
+        if attention_bias is not None or packed_seq_params is not None:
+            raise ValueError("causal attention takes no attention_bias or packed sequences")
+        documents, kernel = attention_mask, self._kernel
+        if documents is not None:
+            if documents.shape != (query.shape[1], query.shape[0]) or documents.dtype != torch.int64:
+                raise ValueError(
+                    f"attention_mask is for each token the first one that it sees, int64 "
+                    f"{[query.shape[1], query.shape[0]]}, not {documents.dtype} {list(documents.shape)}"
+                )
+            if self._in_pieces is None:
+                raise ValueError("attention within documents needs pg_collection, for its group cp")
+            kernel = partial(self._in_pieces, documents=documents)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         dropout = self.dropout if self.training else 0.0
         # TP ranks hold different heads and must drop different weights.
         stream = get_cuda_rng_tracker().fork() if dropout and self._own_stream else contextlib.nullcontext()
         with stream:
-            context = self._kernel(
+            context = kernel(
                 query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), scale, dropout
             )
         return context.permute(2, 0, 1, 3).to(query.dtype).reshape(*query.shape[:2], -1)
@@ -135,18 +150,26 @@ class MeasuredCoreAttention(SDPACoreAttention):
     def __init__(self, config: EngineConfig, layer_number: int, *args: Any, **options: Any) -> None:
         super().__init__(config, layer_number, *args, **options)
         self.layer_number = layer_number
-        self._measure: Callable[..., Tensor] = largest_logits
-        if isinstance(self._kernel, OverRanks):
-            self._measure = LargestOverRanks(self._kernel.group, self._kernel.gathers)
         # No buffer: it is no state of the model, and a model in half precision would round it.
         self.largest_logits: Tensor | None = None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        **options: Any,
+    ) -> Tensor:
         """Return what SDPACoreAttention returns."""
         if self.training and torch.is_grad_enabled():
-            found = self._measure(query, key, self.scale)
+            if self._in_pieces is None:
+                found = largest_logits(query, key, self.scale)
+            else:
+                found = largest_in_pieces(query, key, self.scale, self._in_pieces, attention_mask)
             self.largest_logits = found if self.largest_logits is None else self.largest_logits.maximum(found)
-        return super().forward(query, key, value, *args, **options)
+        return super().forward(query, key, value, attention_mask, *args, **options)
 
 
 def measured_attentions(model_chunks: Iterable[torch.nn.Module]) -> Iterator[MeasuredCoreAttention]:
@@ -196,21 +219,22 @@ def largest_logits(
     return largest.view(batch, heads).amax(0) * (width**-0.5 if scale is None else scale)
 
 
-@dataclass(frozen=True)
-class LargestOverRanks:
-    """The largest logits of a rank's two chunks of queries under context parallelism, as a record like `OverRanks`."""
+@torch.no_grad()
+def largest_in_pieces(
+    query: Tensor, key: Tensor, scale: float | None, over: OverRanks, documents: Tensor | None
+) -> Tensor:
+    """Return the largest logits, fp32 [n], of this rank's queries [S / CP, B, n, d] and the keys that they see.
 
-    group: ProcessGroup
-    gathers: bool
-
-    @torch.no_grad()
-    def __call__(self, query: Tensor, key: Tensor, scale: float | None) -> Tensor:
-        """Return fp32 [n] for this rank's [S / CP, B, n, d] and [S / CP, B, g, d]; [S, B, g, d] if nothing gathers."""
-        keys = all_gather_sequence(key, self.group) if self.gathers else key
-        chunks = query.chunk(2)
-        places = (number * len(chunks[0]) for number in chunk_numbers(self.group.rank(), self.group.size()))
-        early, late = (largest_logits(chunk, keys, scale, first) for chunk, first in zip(chunks, places))
-        return early.maximum(late)
+    Args:
+        key: [S / CP, B, g, d]; [S, B, g, d] where `over` does not gather.
+        documents: see `pieces_of`.
+    """
+    keys = all_gather_sequence(key, over.group) if over.gathers else key
+    largest = []
+    for rows, queries, own, earlier in over.pieces(query.shape[0], documents):
+        seen = keys[earlier.start : own.stop, rows]
+        largest.append(largest_logits(query[queries, rows], seen, scale, own.start - earlier.start))
+    return torch.stack(largest).amax(0)
 
 
 def attend_with_last(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:

@@ -1,9 +1,10 @@
-"""Causal attention under context parallelism: a rank's two chunks of queries over all ranks' keys and values.
+"""Causal attention in pieces: a rank's two chunks of queries over all ranks' keys, and documents in a sequence.
 
 Keys and values are gathered over the ranks and put into the sequence's order, or come like that from latent attention,
 which gathers its latents. A chunk of queries then attends to its own chunk of keys causally, and to all keys before it
 without a mask; the two results are merged by their logsumexp. Neither a score matrix nor a mask is as large as the
-sequence squared.
+sequence squared. Where documents do not see each other, each document's part of a chunk is such a piece, whose keys
+begin with the document.
 
 Where it gathers them, the backward pass keeps the rank's own keys and values alone and gathers the others again. So the
 memory that a layer keeps falls with the number of ranks; the peak within one layer does not. The gradients of keys and
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -80,6 +82,50 @@ def block_gradients(
     )
 
 
+class Piece(NamedTuple):
+    """Neighbouring queries that see the same earlier keys, and each its own key and those between.
+
+    rows: the sequences of the micro-batch. queries: their places in this rank's part. own: the keys of the same tokens,
+    in the whole sequence. earlier: the keys before them.
+    """
+
+    rows: slice
+    queries: slice
+    own: slice
+    earlier: slice
+
+
+def chunk_firsts(length: int, rank: int, size: int) -> tuple[int, ...]:
+    """Return the positions in the whole sequence at which the chunks of a rank's `length` tokens begin."""
+    return (0,) if size == 1 else tuple(number * (length // 2) for number in chunk_numbers(rank, size))
+
+
+def pieces_of(length: int, firsts: tuple[int, ...], documents: Tensor | None = None) -> list[Piece]:
+    """Return the pieces of a rank's queries.
+
+    Args:
+        length: tokens of a sequence on this rank, in equal chunks that begin at `firsts` in the whole sequence.
+        documents: [B, length] int64, for each token the position in the whole sequence of its document's first token;
+            None: a sequence is one document.
+    """
+    chunk, found = length // len(firsts), []
+    for index, first in enumerate(firsts):
+        begin = index * chunk
+        if documents is None:
+            queries, own = slice(begin, begin + chunk), slice(first, first + chunk)
+            found.append(Piece(slice(None), queries, own, slice(0, first)))
+            continue
+        for row, of_row in enumerate(documents[:, begin : begin + chunk]):
+            place = 0
+            starts, counts = torch.unique_consecutive(of_row, return_counts=True)
+            for start, count in zip(starts.tolist(), counts.tolist()):
+                queries = slice(begin + place, begin + place + count)
+                own = slice(first + place, first + place + count)
+                found.append(Piece(slice(row, row + 1), queries, own, slice(start, own.start)))
+                place += count
+    return found
+
+
 @dataclass(frozen=True)
 class OverRanks:
     """An attention of this file with its group, as a record, so that copies of a model share the group.
@@ -91,12 +137,19 @@ class OverRanks:
     group: ProcessGroup
     gathers: bool = True
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, documents: Tensor | None = None
+    ) -> Tensor:
         """Return [B, n, S / CP, dv] for this rank's [B, n, S / CP, dk], [B, g, S / CP, dk] and [B, g, S / CP, dv].
 
-        Keys and values are [B, g, S, dk] and [B, g, S, dv] where they are not gathered here.
+        Keys and values are [B, g, S, dk] and [B, g, S, dv] where they are not gathered here. documents: see
+        `pieces_of`.
         """
-        return self.attend(query, key, value, scale, dropout, self)
+        return self.attend(query, key, value, scale, dropout, self, documents)
+
+    def pieces(self, length: int, documents: Tensor | None) -> list[Piece]:
+        """Return the pieces of this rank's S / CP = `length` queries; documents: see `pieces_of`."""
+        return pieces_of(length, chunk_firsts(length, self.group.rank(), self.group.size()), documents)
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return the keys or values [B, g, S, d] of the whole sequence, in its order and in their own dtype."""
@@ -106,7 +159,7 @@ class OverRanks:
 
     def own(self, grad: Tensor) -> Tensor:
         """Return the gradient of what `whole` took, from this rank's fp32 share [B, g, S, d] in that of its result."""
-        if not self.gathers:
+        if not self.gathers or self.group.size() == 1:
             return grad
         rows = by_rank(_as_rows(grad), self.group.size())
         own = rows.new_empty((rows.shape[0] // self.group.size(), *rows.shape[1:]))
@@ -114,66 +167,82 @@ class OverRanks:
         return own.permute(1, 2, 0, 3)
 
 
-def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, over: OverRanks) -> Tensor:
+def attend_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    dropout: float,
+    over: OverRanks,
+    documents: Tensor | None = None,
+) -> Tensor:
     """Attend as `OverRanks` says, with a result in fp32; the module's docstring describes the backward pass.
 
     Dropout takes the path that stores the scores, as it does without context parallelism.
     """
     if dropout:
-        return attend_lower_right(query.float(), key.float(), value.float(), scale, dropout, over)
-    return _FlashOverRanks.apply(query, key, value, scale, over)
+        return attend_with_torch(query.float(), key.float(), value.float(), scale, dropout, over, documents)
+    return _FlashInPieces.apply(query, key, value, scale, over, documents)
 
 
-class _FlashOverRanks(torch.autograd.Function):
+class _FlashInPieces(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor, scale: float, over: OverRanks
+        ctx: AutogradContext,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        over: OverRanks,
+        documents: Tensor | None,
     ) -> Tensor:
-        whole = (over.whole(key), over.whole(value))
-        context, logsumexp = attend_chunks(query, *whole, scale, over.group.rank(), over.group.size())
+        pieces = over.pieces(query.shape[2], documents)
+        context, logsumexp = attend_pieces(query, over.whole(key), over.whole(value), scale, pieces)
         ctx.save_for_backward(query, key, value, context, logsumexp)
-        ctx.scale, ctx.over = scale, over
+        ctx.scale, ctx.over, ctx.pieces = scale, over, pieces
         return context
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         query, key, value, context, logsumexp = ctx.saved_tensors
         over = ctx.over
         whole = (over.whole(key), over.whole(value))
-        grad_query, grad_key, grad_value = chunk_gradients(
-            grad, query, *whole, context, logsumexp, ctx.scale, over.group.rank(), over.group.size()
+        grad_query, grad_key, grad_value = piece_gradients(
+            grad, query, *whole, context, logsumexp, ctx.scale, ctx.pieces
         )
         grad_key, grad_value = over.own(grad_key), over.own(grad_value)
-        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
+        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
 
 
-def attend_chunks(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, rank: int, size: int
+def attend_pieces(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, pieces: list[Piece]
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of a rank's two chunks of queries to all keys that they see.
+    """Return the attention of a rank's queries to the keys that they see.
 
     Args:
-        query: [B, n, S / size, dk] of this rank. key, value: [B, g, S, dk] and [B, g, S, dv] in the sequence's order.
+        query: [B, n, S / CP, dk] of this rank. key, value: [B, g, S, dk] and [B, g, S, dv] in the sequence's order.
+        pieces: all queries, each in one piece.
 
     Returns:
-        context [B, n, S / size, dv] and logsumexp [B, n, S / size], fp32.
+        context [B, n, S / CP, dv] and logsumexp [B, n, S / CP], fp32.
     """
     width = value.shape[-1]
     query, key, value = of_one_width(query, key, value)
-    merged = []
-    for number, queries in zip(chunk_numbers(rank, size), query.chunk(2, dim=2)):
-        own, earlier = _blocks(number, queries.shape[2])
-        context, logsumexp = attend_block(queries, key[:, :, own], value[:, :, own], scale, True)
-        if number:
-            before = attend_block(queries, key[:, :, earlier], value[:, :, earlier], scale, False)
+    contexts, logsumexps = query.new_empty((*query.shape[:3], width)), query.new_empty(query.shape[:3])
+    for piece in pieces:
+        at = (piece.rows, slice(None), piece.queries)
+        queries, own = query[at], (piece.rows, slice(None), piece.own)
+        context, logsumexp = attend_block(queries, key[own], value[own], scale, True)
+        if piece.earlier.stop > piece.earlier.start:
+            earlier = (piece.rows, slice(None), piece.earlier)
+            before = attend_block(queries, key[earlier], value[earlier], scale, False)
             context, logsumexp = _merged((context, logsumexp), before)
-        merged.append((context[..., :width], logsumexp))
-    contexts, logsumexps = zip(*merged)
-    return torch.cat(contexts, dim=2), torch.cat(logsumexps, dim=2)
+        contexts[at], logsumexps[at] = context[..., :width], logsumexp
+    return contexts, logsumexps
 
 
-def chunk_gradients(
+def piece_gradients(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -181,10 +250,9 @@ def chunk_gradients(
     context: Tensor,
     logsumexp: Tensor,
     scale: float,
-    rank: int,
-    size: int,
+    pieces: list[Piece],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the backward pass of `attend_chunks` from its arguments and results.
+    """Compute the backward pass of `attend_pieces` from its arguments and results.
 
     Returns:
         fp32 gradients: the whole gradient of this rank's queries, and this rank's share of those of all keys and
@@ -195,43 +263,50 @@ def chunk_gradients(
     missing = value.shape[-1] - value_width
     grad, context = wide(grad, missing), wide(context, missing)
     grad_query, grad_key, grad_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    length = query.shape[2] // 2
-    for half, number in enumerate(chunk_numbers(rank, size)):
-        rows = slice(half * length, (half + 1) * length)
-        own, earlier = _blocks(number, length)
-        for block, causal in ((own, True), (earlier, False)) if number else ((own, True),):
-            operands = (query[:, :, rows], key[:, :, block], value[:, :, block])
-            results = (context[:, :, rows], logsumexp[:, :, rows])
-            shares = block_gradients(grad[:, :, rows], *operands, *results, scale, causal)
-            grad_query[:, :, rows] += shares[0]
-            grad_key[:, :, block] += shares[1]
-            grad_value[:, :, block] += shares[2]
+    for piece in pieces:
+        at = (piece.rows, slice(None), piece.queries)
+        for seen, causal in ((piece.own, True), (piece.earlier, False)):
+            if seen.stop == seen.start:
+                continue
+            block = (piece.rows, slice(None), seen)
+            shares = block_gradients(
+                grad[at], query[at], key[block], value[block], context[at], logsumexp[at], scale, causal
+            )
+            grad_query[at] += shares[0]
+            grad_key[block] += shares[1]
+            grad_value[block] += shares[2]
     return grad_query[..., :key_width], grad_key[..., :key_width], grad_value[..., :value_width]
 
 
-def attend_lower_right(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, over: OverRanks
+def attend_with_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    dropout: float,
+    over: OverRanks,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """Attend in the operands' dtype with torch's own attention, for CUDA, and for dropout on a CPU.
 
-    The last query of a chunk sees the last key that the chunk may see, which is torch's lower-right causal mask; its
+    The last query of a piece sees the last key that the piece may see, which is torch's lower-right causal mask; its
     kernels for CUDA need no mask in memory. Autograd saves the keys and values of the whole sequence.
     """
     from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, so where it is needed
 
     key, value, grouped = for_kernels(query, over.whole(key), over.whole(value))
-    contexts = []
-    for number, queries in zip(chunk_numbers(over.group.rank(), over.group.size()), query.chunk(2, dim=2)):
-        length = queries.shape[2]
-        end = (number + 1) * length
+    attend = platform.kernel(F.scaled_dot_product_attention)
+    by_row: dict[int | None, list[Tensor]] = {}
+    for rows, queries, own, earlier in over.pieces(query.shape[2], documents):
+        seen = slice(earlier.start, own.stop)
         # The mask is a description and not a matrix. Its tensor class cannot be created under a dispatch mode, so the
         # modes that audit or count operations are disabled while it is.
         with _disable_current_modes():
-            mask = causal_lower_right(length, end)
-        attend = platform.kernel(F.scaled_dot_product_attention)
-        operands = (queries, key[:, :, :end], value[:, :, :end])
-        contexts.append(attend(*operands, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped))
-    return torch.cat(contexts, dim=2)
+            mask = causal_lower_right(own.stop - own.start, seen.stop - seen.start)
+        operands = (query[rows, :, queries], key[rows, :, seen], value[rows, :, seen])
+        context = attend(*operands, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped)
+        by_row.setdefault(rows.start, []).append(context)
+    return torch.cat([torch.cat(contexts, dim=2) for contexts in by_row.values()])
 
 
 def for_kernels(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, bool]:
@@ -245,11 +320,6 @@ def for_kernels(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
         times = query.shape[1] // key.shape[1]
         return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), False
     return key, value, grouped
-
-
-def _blocks(number: int, length: int) -> tuple[slice, slice]:
-    """Return the keys of chunk `number`, and all keys before it."""
-    return slice(number * length, (number + 1) * length), slice(0, number * length)
 
 
 def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ import copy
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,19 +173,20 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         S is this rank's part of the sequence under sequence and context parallelism.
 
         Raises:
-            ValueError: for masks, rotary tables, packed sequences or inference caches, which are not supported.
+            ValueError: for rotary tables, packed sequences or inference caches, which are not supported.
         """
         unexpected = [key for key, argument in unused.items() if argument is not None]
-        if attention_mask is not None or rotary_pos_emb is not None or packed_seq_params is not None or unexpected:
-            raise ValueError(f"latent attention is causal and has its own positions; got {unexpected or 'a mask'}")
-        latents = self.latents(hidden_states)
+        if rotary_pos_emb is not None or packed_seq_params is not None or unexpected:
+            raise ValueError(f"latent attention has its own positions; got {unexpected or 'those of others'}")
+        latents, attend = self.latents(hidden_states), partial(self._attend, attention_mask)
         if self.recompute_up and self.training:
-            context = without_output(self.query_key_value, self._attend, *latents)
+            context = without_output(self.query_key_value, attend, *latents)
         elif self.recompute_core and self.training and self.cp_group is not None:
             # What is kept for the core attention are latents, not the keys and values of the whole sequence.
-            context = checkpoint(self._attend_to_latents, False, self.query(latents[0]), latents[1])
+            to_latents = partial(self._attend_to_latents, attention_mask)
+            context = checkpoint(to_latents, False, self.query(latents[0]), latents[1])
         else:
-            context = self._attend(*self.query_key_value(*latents))
+            context = attend(*self.query_key_value(*latents))
         return self.linear_proj(context)
 
     def latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,15 +253,16 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         latent, key_pos = rows.split((latent.shape[-1], key_pos.shape[-1]), dim=-1)
         return latent, key_pos
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        recomputed = self.recompute_core and self.training
-        return checkpoint(self._core, False, query, key, value) if recomputed else self._core(query, key, value)
+    def _attend(self, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.recompute_core and self.training:
+            return checkpoint(partial(self._core, mask), False, query, key, value)
+        return self._core(mask, query, key, value)
 
-    def _attend_to_latents(self, query: Tensor, latent_and_key_pos: Tensor) -> Tensor:
-        return self._core(query, *self.key_value(latent_and_key_pos))
+    def _attend_to_latents(self, mask: Tensor | None, query: Tensor, latent_and_key_pos: Tensor) -> Tensor:
+        return self._core(mask, query, *self.key_value(latent_and_key_pos))
 
-    def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self.core_attention(query, key, value, attention_mask=None, attn_mask_type=self.attn_mask_type)
+    def _core(self, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.core_attention(query, key, value, attention_mask=mask, attn_mask_type=self.attn_mask_type)
 
 
 class ReplicatedLinear(torch.nn.Module):

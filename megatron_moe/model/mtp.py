@@ -103,23 +103,28 @@ class MTPLayer(DeepcopyKeepsGroups, MegatronModule):
         """The transformer layer, under the name that a later release of the engine uses."""
         return self.transformer_layer
 
-    def forward(self, hidden: Tensor, embedded: Tensor, rotary_pos_emb: Tensor | None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, embedded: Tensor, rotary_pos_emb: Tensor | None, documents: Tensor | None = None
+    ) -> Tensor:
         """Return the hidden states [S, B, H] of this depth, after its norm.
 
         Args:
             hidden: [S, B, H] of the depth before; this rank's part of the sequence under sequence parallelism.
             embedded: [S, B, H], the embeddings of the tokens ahead.
             rotary_pos_emb: the model's rotary table.
+            documents: for each token the first one that it sees; see `model.context_parallel.pieces_of`.
         """
         if self.config.recompute_granularity == "full" and self.training:
-            return checkpoint(self._predict, False, hidden, embedded, rotary_pos_emb)
-        return self._predict(hidden, embedded, rotary_pos_emb)
+            return checkpoint(self._predict, False, hidden, embedded, rotary_pos_emb, documents)
+        return self._predict(hidden, embedded, rotary_pos_emb, documents)
 
-    def _predict(self, hidden: Tensor, embedded: Tensor, rotary_pos_emb: Tensor | None) -> Tensor:
+    def _predict(
+        self, hidden: Tensor, embedded: Tensor, rotary_pos_emb: Tensor | None, documents: Tensor | None
+    ) -> Tensor:
         # Under sequence parallelism ranks drop out different parts of the sequence, as in the engine's block.
         with get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext():
             hidden, _ = self.transformer_layer(
-                hidden_states=self._merge(hidden, embedded), attention_mask=None, rotary_pos_emb=rotary_pos_emb
+                hidden_states=self._merge(hidden, embedded), attention_mask=documents, rotary_pos_emb=rotary_pos_emb
             )
         return self.final_layernorm(hidden)
 
@@ -162,7 +167,8 @@ class MultiTokenPrediction:
         """
         if not self.config.mtp_num_layers:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)  # type: ignore[misc]
-        ahead = (rest.get("input_ids"), rest.get("position_ids"), rest.get("rotary_pos_emb"))
+        documents = rest.get("attention_mask")
+        ahead = (rest.get("input_ids"), rest.get("position_ids"), rest.get("rotary_pos_emb"), documents)
         if not self.post_process:
             if not (self.mtp_process and self.training):
                 return hidden_states
@@ -184,9 +190,9 @@ class MultiTokenPrediction:
         group = self.pg_collection.cp
         found, targets = [], []
         for depth, hidden_at_depth in enumerate(depths, start=1):
-            of_depth = self.token_losses(hidden_at_depth, shifted(labels, depth, group))
-            found.append(shifted(of_depth, -depth, group))
-            targets.append(shifted(torch.ones_like(labels), -depth, group))
+            of_depth = self.token_losses(hidden_at_depth, shifted(labels, depth, group, documents))
+            found.append(shifted(of_depth, -depth, group, documents))
+            targets.append(shifted(torch.ones_like(labels), -depth, group, documents))
         further = torch.stack(found)
         if torch.is_grad_enabled():
             self._count(further.detach(), torch.stack(targets), rest.get("loss_mask"))
@@ -207,12 +213,18 @@ class MultiTokenPrediction:
             yield logits.transpose(0, 1)
 
     def _depths(
-        self: Any, hidden: Tensor, input_ids: Tensor, position_ids: Tensor, rotary_pos_emb: Tensor | None
+        self: Any,
+        hidden: Tensor,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        rotary_pos_emb: Tensor | None,
+        documents: Tensor | None = None,
     ) -> Iterator[Tensor]:
         """Yield the hidden states [S, B, H] after each depth's norm."""
         for depth, layer in enumerate(self.mtp.layers, start=1):
-            shifted_ids = shifted(input_ids, depth, self.pg_collection.cp)
-            hidden = layer(hidden, self.embedding(input_ids=shifted_ids, position_ids=position_ids), rotary_pos_emb)
+            shifted_ids = shifted(input_ids, depth, self.pg_collection.cp, documents)
+            embedded = self.embedding(input_ids=shifted_ids, position_ids=position_ids)
+            hidden = layer(hidden, embedded, rotary_pos_emb, documents)
             yield hidden
 
     def _count(self, losses: Tensor, targets: Tensor, loss_mask: Tensor | None) -> None:

@@ -70,8 +70,8 @@ def all_gather_split_sequence(rows: Tensor, tp_group: ProcessGroup, cp_group: Pr
     return in_order(parts.transpose(0, 1).flatten(0, 2), cp_group.size())
 
 
-def shifted(x: Tensor, by: int, group: ProcessGroup) -> Tensor:
-    """Return the tensor with x[:, s + by] at position s, and zero where the sequence has no such position.
+def shifted(x: Tensor, by: int, group: ProcessGroup, documents: Tensor | None = None) -> Tensor:
+    """Return the tensor with x[:, s + by] at position s, and zero where the sequence or document has no such position.
 
     The engine's own `roll_tensor` sends single columns between neighbours and has no gradient. What is shifted here,
     ids and losses per token, is so small compared to the activations that every rank may gather all of it.
@@ -80,6 +80,7 @@ def shifted(x: Tensor, by: int, group: ProcessGroup) -> Tensor:
         x: [B, S / CP], this rank's part of the sequence, as `context_parallel_slice` returns it.
         by: how far ahead to look, in tokens of the whole sequence; negative looks back.
         group: the context-parallel ranks.
+        documents: like `x`, the same number for all tokens of a document; None: a sequence is one.
 
     Returns:
         A new tensor like `x`. Backward: the same shift the other way.
@@ -87,4 +88,8 @@ def shifted(x: Tensor, by: int, group: ProcessGroup) -> Tensor:
     whole = all_gather_sequence(x.t(), group).t()
     nothing = whole.new_zeros((whole.shape[0], min(abs(by), whole.shape[1])))
     moved = torch.cat((whole[:, by:], nothing) if by >= 0 else (nothing, whole[:, :by]), dim=1)
-    return context_parallel_slice(moved, group.rank(), group.size()) if group.size() > 1 else moved
+    if group.size() > 1:
+        moved = context_parallel_slice(moved, group.rank(), group.size())
+    if documents is None:
+        return moved
+    return moved * (shifted(documents + 1, by, group) == documents + 1)  # no document has the zero of no position

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.data.batches import NOTHING, Batch, BatchIterator, added, words_of
+from megatron_moe.data.batches import DOCUMENTS, NOTHING, Batch, BatchIterator, added, words_of
 from megatron_moe.engine.optimizer import parts
 from megatron_moe.engine.schedules import (
     configure,
@@ -324,11 +324,11 @@ def forward_step(
     tokens, labels and loss_mask are [B, S / CP]; a stage that holds neither end of the pipeline ignores them.
     """
     batch = next(batches)
-    # No attention mask: attention is causal by construction.
+    # Attention is causal by construction; what the engine calls its mask are the documents, if these are kept apart.
     # Only for the logs of multi-token prediction: that loss goes with its target's, see model/mtp.py.
     mask = {"loss_mask": batch["loss_mask"]} if get_model_config(chunk).mtp_num_layers else {}
     run = chunk.build_schedule_plan if return_schedule_plan else chunk
-    output = run(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **mask)
+    output = run(batch["tokens"], batch["position_ids"], batch.get(DOCUMENTS), labels=batch["labels"], **mask)
     # A loss per token is divided at the end of the step, by the tokens of the whole global batch.
     per_token = get_model_config(chunk).calculate_per_token_loss
     shared_by = None if per_token else get_attr_wrapped_model(chunk, "pg_collection").cp

@@ -22,7 +22,14 @@ from megatron_moe.config.module_names import SHORT
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.model.build import build_model
-from megatron_moe.model.context_parallel import OverRanks, attend_chunks, attend_lower_right, chunk_gradients
+from megatron_moe.model.context_parallel import (
+    OverRanks,
+    attend_pieces,
+    attend_with_torch,
+    chunk_firsts,
+    piece_gradients,
+    pieces_of,
+)
 from megatron_moe.model.generate import next_token_logits
 from megatron_moe.model.mla import Rotary, rotated
 from megatron_moe.parallel import groups
@@ -77,7 +84,7 @@ def computed(pg_collection: Any) -> dict[tuple, list[torch.Tensor]]:
     for path in ("this machine's", "torch's"):
         attention = core_attention(0.3, pg_collection=pg_collection)
         if path == "torch's":
-            attention._kernel = OverRanks(attend_lower_right, pg_collection.cp)
+            attention._kernel = OverRanks(attend_with_torch, pg_collection.cp)
         for name, widths in WIDTHS.items():
             for dtype in DTYPES:
                 whole = [tensor.detach() for tensor in inputs(widths, dtype)]
@@ -414,8 +421,9 @@ def test_chunks_of_one_token_add_up_to_the_gradients_of_the_sequence():
         own, upstream, grad_query = (
             context_parallel_slice(one, rank, 3, dim=2) for one in (query, grad, wanted[0].grad)
         )
-        results = attend_chunks(own, key, value, SCALE, rank, 3)
-        found = chunk_gradients(upstream, own, key, value, *results, SCALE, rank, 3)
+        pieces = pieces_of(2, chunk_firsts(2, rank, 3))
+        results = attend_pieces(own, key, value, SCALE, pieces)
+        found = piece_gradients(upstream, own, key, value, *results, SCALE, pieces)
         torch.testing.assert_close(found[0], grad_query)
         keys, values = keys + found[1], values + found[2]
     torch.testing.assert_close((keys, values), (wanted[1].grad, wanted[2].grad))
@@ -428,6 +436,7 @@ def test_a_rank_holds_no_score_matrix():
     query, grad = torch.randn(1, n, length // 2, dk), torch.randn(1, n, length // 2, dv)
     key, value = torch.randn(1, g, length, dk), torch.randn(1, g, length, dv)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        context, logsumexp = attend_chunks(query, key, value, SCALE, 1, 2)
-        chunk_gradients(grad, query, key, value, context, logsumexp, SCALE, 1, 2)
+        pieces = pieces_of(length // 2, chunk_firsts(length // 2, 1, 2))
+        context, logsumexp = attend_pieces(query, key, value, SCALE, pieces)
+        piece_gradients(grad, query, key, value, context, logsumexp, SCALE, pieces)
     assert max(event.cpu_memory_usage for event in trace.events()) < length // 2 * length * n
