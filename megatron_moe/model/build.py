@@ -127,10 +127,20 @@ class LanguageModel(MultiTokenPrediction, DeepcopyKeepsGroups, GPTModel):
         moe_options: the options of the model's MoE layers, also on a pipeline stage that has none of them; None for a
             dense model.
         token_loss: a program's own loss; None: cross entropy.
+        rotates_by_position: whether the engine's attention rotates by position_ids, or by places in the sequence.
     """
 
     moe_options: MoEOptions | None = None
     token_loss: TokenLoss | None = None
+    rotates_by_position = False
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
+        """Return what the engine's method does, its second part the angles [S / CP, 1 or B, 1, width], if any."""
+        found, angles, *rest = super()._preprocess(input_ids, position_ids, *args, **options)
+        if angles is not None and self.rotates_by_position:
+            every = self.rotary_pos_emb.get_emb(position_ids.shape[1] * self.config.context_parallel_size)
+            angles = every[position_ids.t(), 0]
+        return (found, angles, *rest)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -514,6 +524,7 @@ def _chunk(
             vp_stage=vp_stage,
         )
     chunk.moe_options = settings.moe
+    chunk.rotates_by_position = run.data.reset_attention_mask
     without_second_table(chunk)
     if chunk.post_process:
         layer_class = OutputLayerWithLoss if run.model.cross_entropy_loss_fusion else OutputLayer
