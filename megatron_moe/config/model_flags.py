@@ -181,6 +181,12 @@ class MoEConfig:
     moe_token_dispatcher_type: str = setting(
         "alltoall", "how tokens reach their experts", choices=DISPATCHERS, resume="free"
     )
+    moe_alltoall_by_node: bool = setting(
+        False,
+        "with EP over several nodes: send a token to each node with experts of its once, and copy it there; the "
+        "results' bits are the same",
+        resume="free",
+    )
     moe_flex_dispatcher_backend: str = setting(
         "deepep",
         "library of the flex dispatcher (Megatron-LM has ncclep too)",

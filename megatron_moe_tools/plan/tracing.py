@@ -23,12 +23,14 @@ from megatron_moe.model.loss import loss_func
 from megatron_moe.model.matrices import mark_matrices
 from megatron_moe.model.norm import residual_dtype
 from megatron_moe.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher
+from megatron_moe.moe.dispatch_by_node import ByNodeDispatcher, Splits
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.platform.cpu_half_gemm import multiply_in_fp32
 from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit, Gathering, buffers_of, planned_units
 from megatron_moe_tools.plan.meta_tracer import Collective, MetaTracer, meta_device, ranks_of, storage_bytes
+from megatron_moe_tools.plan.node_exchange import share_of_tokens
 
 _logger = logging.getLogger(__name__)
 _GROUPS = {"TP": "tp", "CP": "cp", "EP": "tp_ep"}
@@ -116,7 +118,7 @@ def trace_ranks(
         vocabulary: padded vocabulary size.
         device: "cuda" or "cpu", the device that the run is planned for.
         imbalance: rows that a rank's experts get, over the mean.
-        gpus_per_node: ranks of one machine; quantised gradients are added up inside it first.
+        gpus_per_node: ranks of one machine; quantised gradients are added up inside it first, tokens copied.
         stages: the stages to trace; None: all.
         known: cache of earlier traces, also of runs with other flags; new traces are added.
     """
@@ -172,7 +174,10 @@ def trace_stage(
     tokens = run.training.micro_batch_size * run.model.seq_length // run.parallel.context_parallel_size
     shape = (tokens, vocabulary // run.parallel.tensor_model_parallel_size)
     state, hook = torch.get_rng_state(), sys.excepthook  # torch.distributed puts the rank into every traceback
-    pg_collection: Any = groups.fake_world(run, ranks[0], world_size)
+    sent_to_node = 1.0
+    if run.moe.moe_alltoall_by_node:
+        sent_to_node = share_of_tokens(run, max(1, run.parallel.expert_model_parallel_size // gpus_per_node))
+    pg_collection: Any = groups.fake_world(run, ranks[0], world_size, gpus_per_node)
     try:
         seed_everything(run)
         with without_loss_scale(), meta_device(device, shape) as tracer:
@@ -187,7 +192,7 @@ def trace_stage(
                 bare.append(model)
             mark_matrices(run, bare)
             for inner in bare:
-                _set_row_counts(run, inner, tracer, imbalance)
+                _set_row_counts(run, inner, tracer, imbalance, sent_to_node)
             # The memory of a CPU is the host's.
             sharding = replace(Sharding.from_run(run), offload=run.optimizer.optimizer_cpu_offload and device != "cpu")
             sharded = []
@@ -303,8 +308,13 @@ def _hidden_states(run: Run) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=platform.device())
 
 
-def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbalance: float) -> None:
-    """Give the dispatchers of a chunk the row counts that they would read from the device."""
+def _set_row_counts(
+    run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbalance: float, sent_to_node: float
+) -> None:
+    """Give the dispatchers of a chunk the row counts that they would read from the device.
+
+    sent_to_node: see `share_of_tokens`.
+    """
     layout = run.parallel
     tokens = run.training.micro_batch_size * run.model.seq_length
     tokens //= layout.context_parallel_size * layout.tensor_model_parallel_size
@@ -321,7 +331,19 @@ def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbala
         instead: dict[str, Callable] = {}
         for name in ("dispatch", "combine"):
             instead[name] = tracer.labelled("dispatch")(getattr(dispatcher, name))
-        if isinstance(dispatcher, AllToAllDispatcher):
+        if isinstance(dispatcher, ByNodeDispatcher):
+            nodes, places = dispatcher.across.size(), dispatcher.inside.size()
+            once = round(tokens * sent_to_node * min(1.0, factor))
+            splits = Splits(
+                tokens_out=[once] * nodes,
+                tokens_in=[min(round(once * imbalance), tokens)] * nodes,
+                choices_out=[sum(sent[first : first + places]) for first in range(0, ep, places)],
+                choices_in=[rows * places] * nodes,
+                copies_out=[rows * nodes] * places,
+                copies_in=[rows * nodes] * places,
+            )
+            instead["node_splits"] = lambda *_, splits=splits: splits
+        elif isinstance(dispatcher, AllToAllDispatcher):
             sent_to = [count for count in sent for _ in range(ranks // ep)]
             instead["splits"] = lambda *_, sent_to=sent_to, rows=rows, ranks=ranks: (sent_to, [rows] * ranks)
         else:
