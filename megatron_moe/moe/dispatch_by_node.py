@@ -22,8 +22,10 @@ from megatron_moe.moe.dispatch import (
     AllToAllDispatcher,
     Dispatcher,
     ExpertInput,
+    PhasedDispatcher,
     SortPlan,
     add_up_rows,
+    copy_rows,
     first_rows,
     sort_arrived,
     sort_by_expert,
@@ -172,7 +174,7 @@ class _SendBackOverNodes(torch.autograd.Function):
         return ctx.path.to_experts(grad), None
 
 
-class ByNodeDispatcher(AllToAllDispatcher):
+class ByNodeDispatcher(PhasedDispatcher):
     """The all-to-all in two stages: between nodes over ranks of one place, then within the node.
 
     Nodes are what the launcher says (`LOCAL_WORLD_SIZE`). The groups of both stages are made here, by all ranks of the
@@ -227,7 +229,8 @@ class ByNodeDispatcher(AllToAllDispatcher):
         table = torch.cat([plan.expert_ids.to(torch.int32), bits], dim=1).index_select(0, tokens.source)
         arrived = all_to_all_rows(table, splits.tokens_out, splits.tokens_in, self.across)
         expert_ids = arrived[:, :topk].long() - self.across.rank() * self.num_node_experts
-        weights = arrived[:, topk:].contiguous().view(probs.dtype)
+        # A copy: a slice of one row is contiguous, and may begin where no number of the weights' dtype can.
+        weights = arrived[:, topk:].clone(memory_format=torch.contiguous_format).view(probs.dtype)
         elsewhere = (expert_ids < 0) | (expert_ids >= self.num_node_experts)
         expert_ids = expert_ids.masked_fill(elsewhere, self.num_node_experts)
         order, source, inverse, _, _ = sort_by_expert(expert_ids, self.num_node_experts, partial=True)
@@ -267,6 +270,9 @@ class ByNodeDispatcher(AllToAllDispatcher):
         of_experts = ends[nodes - 1 :: nodes].contiguous()
         return ExpertInput(rows, row_weights, of_experts, ends_on_host), ArrangedPlan(plan.path, order, inverse)
 
+    def collect(self, rows: Tensor, plan: ArrangedPlan) -> Tensor:
+        return copy_rows(rows, plan.inverse, plan.order.unsqueeze(1))
+
     def send_back(self, results: Tensor, plan: ArrangedPlan) -> Tensor:
         """Return the sum of the results for each token, [T, H]."""
         return _SendBackOverNodes.apply(results, plan.path)
@@ -288,8 +294,6 @@ def _cut(sort: SortPlan, num_rows: int) -> SortPlan:
     return SortPlan(*first_rows(sort.order, sort.source, sort.slots, num_rows))
 
 
-def alltoall_dispatcher(
-    num_experts: int, groups: MoEGroups, drops: bool = False, by_node: bool = False
-) -> Dispatcher:
+def alltoall_dispatcher(num_experts: int, groups: MoEGroups, drops: bool = False, by_node: bool = False) -> Dispatcher:
     """Return the all-to-all, in one stage or, `by_node`, in two."""
     return (ByNodeDispatcher if by_node else AllToAllDispatcher)(num_experts, groups, drops)

@@ -1,4 +1,4 @@
-"""What an exchange that knows nodes sends between them: each token once to a node, however many experts it has there."""
+"""How many tokens an exchange that knows nodes sends between them: a token goes to a node with its experts once."""
 
 from __future__ import annotations
 
@@ -27,4 +27,3 @@ def share_of_tokens(run: Run, nodes: int) -> float:
     expert_ids = chosen_experts(options, moe_groups(), logits, scores, None, micro_batch)
     node = expert_ids * nodes // options.num_experts
     return float(torch.zeros(_TOKENS, nodes).scatter_(1, node, 1.0).mean())
-

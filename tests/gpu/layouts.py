@@ -165,6 +165,7 @@ def _equal_logits(stage: Stage) -> None:
 # Name in the report -> the doctor's name of the layout, and the model.
 LAYOUTS = {
     "EP2": ("dp2-ep2", "demo"),
+    "EP2, a token once to a node": ("dp2-ep2", "demo"),
     "TP2+SP": ("tp2", "demo"),
     "PP2": ("pp2", "demo"),
     "CP2": ("cp2", "demo"),
@@ -191,8 +192,10 @@ def several_ranks(stage: Stage) -> None:
         flags = dict(known[name].flags)
         flags["use_distributed_optimizer"] = "distributed optimizer" in title
         flags["use_torch_fsdp2"] = "ZeRO stage 3" in title
+        flags["moe_alltoall_by_node"] = "once to a node" in title
         backend = "nccl" if cards >= known[name].ranks else "staged"
-        jobs.append(_job(stage, name, of, known[name].ranks, flags, backend))
+        job = f"{name}-by-node" if flags["moe_alltoall_by_node"] else name
+        jobs.append(_job(stage, job, of, known[name].ranks, flags, backend))
     stage.doing(f"{len(titles)} layouts on up to 4 ranks")
     folder, failure = stage.folder / "ranks", ""
     try:
