@@ -183,8 +183,7 @@ class MoEConfig:
     )
     moe_alltoall_by_node: bool = setting(
         False,
-        "with EP over several nodes: send a token to each node with experts of its once, and copy it there; the "
-        "results' bits are the same",
+        "EP over several nodes: send a token once to each node with its experts, and copy it there; same bits",
         resume="free",
     )
     moe_flex_dispatcher_backend: str = setting(

@@ -202,7 +202,7 @@ class ByNodeDispatcher(PhasedDispatcher):
         expert_ids = self.destinations(decision)
         order, source, inverse, _, counts = sort_by_expert(expert_ids, self.num_experts, self.drops)
         by_expert = SortPlan(order, source, inverse.view(expert_ids.shape))
-        first = _first_of_each_node(expert_ids // self.num_node_experts, nodes)
+        first = first_of_each_node(expert_ids // self.num_node_experts, nodes)
         order, source, inverse, _, tokens = sort_by_expert(first, nodes, partial=True)
         by_node = SortPlan(order, source, inverse.view(first.shape))
         # A row for each node: choices of its experts, and tokens that are sent there.
@@ -282,7 +282,7 @@ class ByNodeDispatcher(PhasedDispatcher):
         return returned_rows
 
 
-def _first_of_each_node(node: Tensor, nodes: int) -> Tensor:
+def first_of_each_node(node: Tensor, nodes: int) -> Tensor:
     """Return each token's nodes, [T, K], once each; `nodes`, which sorts last, in the other places."""
     node = node.sort(dim=1).values
     again = torch.zeros_like(node, dtype=torch.bool)

@@ -7,12 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.fully_sharded import local
 from megatron_moe.moe.dispatch import AllToAllDispatcher
 from megatron_moe.moe.dispatch_by_node import ByNodeDispatcher
-from megatron_moe.moe.options import MoEGroups
 from megatron_moe.parallel import groups
 from tests.helpers.rows import rows
 from tests.model import mtp_cases
@@ -52,14 +50,12 @@ def counted_steps(run: Run, machine: int) -> dict[str, Any]:
         away = self.destinations(decision) * nodes // self.num_experts
         away = away.masked_fill((away == group.rank() // machine) | (away == nodes), -1)
         choices, tokens = int((away >= 0).sum()), sum(len({*row} - {-1}) for row in away.tolist())
-        row = hidden.shape[1] * hidden.element_size()
-        weight = decision.probs.element_size()
+        row, weight = hidden.shape[1] * hidden.element_size(), decision.probs.element_size()
         packed = row + 16 * hidden.element_size()
-        # There and back, forward and backward.
-        if kind is AllToAllDispatcher:
-            wanted.append(2 * choices * (packed + row))
-        else:
-            wanted.append(tokens * (2 * row + topk * (4 + weight)) + choices * (row + packed))
+        plain = kind is AllToAllDispatcher
+        # Tokens and gradients of their results, then results and gradients of copies.
+        wanted.append(choices * (packed + row) if plain else tokens * (2 * row + topk * (4 + weight)))
+        wanted.append(choices * (packed + row))
         return prepare(self, hidden, decision)
 
     with mock.patch.object(dist, "all_to_all_single", exchanged), mock.patch.object(kind, "prepare", prepared):
@@ -84,16 +80,3 @@ def test_a_step_by_node_has_the_plain_steps_bits_and_sends_a_token_once_to_a_nod
     assert sent[0] < sent[1]
     if "recompute_modules" not in flags:  # which dispatches twice, and once backward
         assert sent == asked
-
-
-@pytest.mark.parametrize(("etp", "machine"), [(2, 1), (1, 2)])
-def test_shared_experts_and_one_node_are_refused(gloo: Any, etp: int, machine: int) -> None:
-    assert all("--moe-alltoall-by-node" in said for said in gloo.run(2, refused, etp=etp, machine=machine))
-
-
-def refused(etp: int, machine: int) -> str:
-    groups.pretend_machines(machine)
-    world, rank = dist.group.WORLD, dist.get_rank()
-    with pytest.raises(ConfigError) as error:
-        ByNodeDispatcher(4, MoEGroups(world, world, world, world, world, 2 // etp, rank // etp, etp, rank % etp))
-    return str(error.value)
