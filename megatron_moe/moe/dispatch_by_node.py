@@ -41,7 +41,7 @@ from megatron_moe.platform.protocols import AutogradContext
 
 
 @dataclass(frozen=True)
-class Splits:
+class NodeSplits:
     """Rows of the exchanges, on the host. N nodes with G ranks each; a rank's place is its number on its node.
 
     tokens_out, tokens_in: [N], tokens that are sent to, and come from, the rank of this place on each node.
@@ -63,8 +63,8 @@ class CountedPlan:
 
     expert_ids: [T, K], see `Dispatcher.destinations`. by_expert: the sort of the choices that the plain all-to-all has.
     by_node: the sort of tokens by the nodes they are sent to, with slots [T, K], of which one a node is used.
-    counts: on the host, all that `Splits` is made of. choices_in: [N, experts of the node], of each rank of this place.
-    copies_in: [G, e x N], of this rank's experts, by the rank that copies and by the token's node.
+    counts: on the host, all that `NodeSplits` is made of. choices_in: [N, experts of the node], of the ranks of this
+    place. copies_in: [G, e x N], of this rank's experts, by the rank that copies and by the token's node.
     """
 
     expert_ids: Tensor
@@ -85,7 +85,7 @@ class Path:
     partial: whether some choices are not dispatched.
     """
 
-    splits: Splits
+    splits: NodeSplits
     inside: ProcessGroup
     across: ProcessGroup
     tokens: SortPlan
@@ -241,13 +241,13 @@ class ByNodeDispatcher(PhasedDispatcher):
         rows = _SendOverNodes.apply(hidden, probs, weights, path)
         return (rows,), ArrivedPlan(plan, path, hidden.shape[1], probs.dtype)
 
-    def node_splits(self, counts: HostCopy) -> Splits:
+    def node_splits(self, counts: HostCopy) -> NodeSplits:
         """Return the rows of both stages; the host waits for their copy."""
         nodes, places = self.across.size(), self.inside.size()
         found, width = counts.result(), self.num_node_experts + 1
         sent, received, copies_in = found.split([nodes * width, nodes * width, self.num_node_experts * nodes])
         sent, received = sent.view(nodes, width), received.view(nodes, width)
-        return Splits(
+        return NodeSplits(
             tokens_out=sent[:, -1].tolist(),
             tokens_in=received[:, -1].tolist(),
             choices_out=sent[:, :-1].sum(dim=1).tolist(),

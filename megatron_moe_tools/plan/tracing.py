@@ -5,6 +5,7 @@ No other rank exists. Parameters, bytes, FLOPs and collectives are counted from 
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Hashable, Sequence
@@ -23,16 +24,18 @@ from megatron_moe.model.loss import loss_func
 from megatron_moe.model.matrices import mark_matrices
 from megatron_moe.model.norm import residual_dtype
 from megatron_moe.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher
-from megatron_moe.moe.dispatch_by_node import ByNodeDispatcher, Splits
+from megatron_moe.moe.dispatch_by_node import ByNodeDispatcher, NodeSplits
 from megatron_moe.moe.layer import MoELayer
+from megatron_moe.moe.options import MoEOptions, moe_groups
+from megatron_moe.moe.routing import MicroBatch, chosen_experts, scores_from_logits
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.platform.cpu_half_gemm import multiply_in_fp32
 from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit, Gathering, buffers_of, planned_units
 from megatron_moe_tools.plan.meta_tracer import Collective, MetaTracer, meta_device, ranks_of, storage_bytes
-from megatron_moe_tools.plan.node_exchange import share_of_tokens
 
 _logger = logging.getLogger(__name__)
+_ROUTED_TOKENS = 16384
 _GROUPS = {"TP": "tp", "CP": "cp", "EP": "tp_ep"}
 
 
@@ -245,6 +248,22 @@ def trace_stage(
         sys.excepthook = hook
 
 
+@functools.cache
+def share_of_tokens(run: Run, nodes: int) -> float:
+    """Return the share of tokens that have an expert on a node, for experts that are spread evenly over the nodes.
+
+    They are counted: the run's own choice, over random logits. Without groups the mean is 1 - C(E - E / nodes, K) /
+    C(E, K). Call it without process groups.
+    """
+    options = MoEOptions.from_run(run)
+    assert options is not None, "a model with experts"
+    logits = torch.randn(_ROUTED_TOKENS, options.num_experts, generator=torch.Generator().manual_seed(0))
+    scores, micro_batch = scores_from_logits(logits, options), MicroBatch(None, 1, training=False)
+    expert_ids = chosen_experts(options, moe_groups(), logits, scores, None, micro_batch)
+    node = expert_ids * nodes // options.num_experts
+    return float(torch.zeros(_ROUTED_TOKENS, nodes).scatter_(1, node, 1.0).mean())
+
+
 def _trace_chunk(
     run: Run,
     tracer: MetaTracer,
@@ -334,10 +353,10 @@ def _set_row_counts(
         if isinstance(dispatcher, ByNodeDispatcher):
             nodes, places = dispatcher.across.size(), dispatcher.inside.size()
             once = round(tokens * sent_to_node * min(1.0, factor))
-            splits = Splits(
+            splits = NodeSplits(
                 tokens_out=[once] * nodes,
                 tokens_in=[min(round(once * imbalance), tokens)] * nodes,
-                choices_out=[sum(sent[first : first + places]) for first in range(0, ep, places)],
+                choices_out=[total // nodes] * nodes,
                 choices_in=[rows * places] * nodes,
                 copies_out=[rows * nodes] * places,
                 copies_in=[rows * nodes] * places,

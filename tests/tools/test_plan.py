@@ -15,9 +15,8 @@ from megatron_moe.config.schema import build, replace
 from megatron_moe_tools.plan import tracing
 from megatron_moe_tools.plan.latent_exchange import compared_exchanges
 from megatron_moe_tools.plan.layouts import Machine, legal, nearby_layouts, require_legal
-from megatron_moe_tools.plan.node_exchange import share_of_tokens
 from megatron_moe_tools.plan.plan import ROUNDS, make_plan, rank_traffic, schedule
-from megatron_moe_tools.plan.tracing import trace_ranks
+from megatron_moe_tools.plan.tracing import share_of_tokens, trace_ranks
 from tests.helpers.rows import rows
 
 TINY = {**PRESETS["tiny"], "vocab_size": 1000, "bf16": True, "use_distributed_optimizer": True}
