@@ -55,12 +55,13 @@ def _counted(options: MoEOptions, nodes: int, tokens: int) -> tuple[float, float
         logits = torch.randn(tokens, options.num_experts, generator=generator)
         scores, batch = scores_from_logits(logits, options), MicroBatch(None, 1, training=False)
         ids = chosen_experts(options, moe_groups(), logits, scores, None, batch)
-        counts = sort_by_expert(ids, options.num_experts)[4].view(nodes, -1).sum(dim=1)
-        to_nodes = sort_by_expert(first_of_each_node(ids // node_experts, nodes), nodes, partial=True)[4]
-        own = rank // RANKS_OF_NODE
+        counts, to_nodes = ids.new_empty(options.num_experts), ids.new_empty(nodes)
+        sort_by_expert(ids, options.num_experts, counts=counts)
+        sort_by_expert(first_of_each_node(ids // node_experts, nodes), nodes, partial=True, counts=to_nodes)
+        own, at_node = rank // RANKS_OF_NODE, counts.view(nodes, -1).sum(dim=1)
         found += int(to_nodes.sum())
         once += int(to_nodes.sum() - to_nodes[own])
-        each += int(counts.sum() - counts[own])
+        each += int(at_node.sum() - at_node[own])
     total = nodes * RANKS_OF_NODE * tokens
     return found / total, once / total, each / total
 

@@ -200,10 +200,11 @@ class ByNodeDispatcher(PhasedDispatcher):
         """Exchange the counts of both stages, so that the host waits once."""
         nodes, places = self.across.size(), self.inside.size()
         expert_ids = self.destinations(decision)
-        order, source, inverse, _, counts = sort_by_expert(expert_ids, self.num_experts, self.drops)
+        counts, tokens = expert_ids.new_empty(self.num_experts), expert_ids.new_empty(nodes)
+        order, source, inverse, _ = sort_by_expert(expert_ids, self.num_experts, self.drops, counts)
         by_expert = SortPlan(order, source, inverse.view(expert_ids.shape))
         first = first_of_each_node(expert_ids // self.num_node_experts, nodes)
-        order, source, inverse, _, tokens = sort_by_expert(first, nodes, partial=True)
+        order, source, inverse, _ = sort_by_expert(first, nodes, partial=True, counts=tokens)
         by_node = SortPlan(order, source, inverse.view(first.shape))
         # A row for each node: choices of its experts, and tokens that are sent there.
         sent = torch.cat([counts.view(nodes, -1), tokens.unsqueeze(1)], dim=1)
@@ -233,7 +234,7 @@ class ByNodeDispatcher(PhasedDispatcher):
         weights = arrived[:, topk:].clone(memory_format=torch.contiguous_format).view(probs.dtype)
         elsewhere = (expert_ids < 0) | (expert_ids >= self.num_node_experts)
         expert_ids = expert_ids.masked_fill(elsewhere, self.num_node_experts)
-        order, source, inverse, _, _ = sort_by_expert(expert_ids, self.num_node_experts, partial=True)
+        order, source, inverse, _ = sort_by_expert(expert_ids, self.num_node_experts, partial=True)
         copies = _cut(SortPlan(order, source, inverse.view(expert_ids.shape)), sum(splits.copies_out))
         # Copies are sorted by expert and then by the node they came from. They go back by node and then by expert.
         order, inverse, _ = sort_arrived(plan.choices_in.t().contiguous(), copies.order.shape[0])
