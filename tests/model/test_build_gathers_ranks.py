@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_moe.config.schema import build
 from tests.helpers.rows import rows
-from tests.helpers.stepped_trainer import EP2, PP2, TP2
+from tests.helpers.stepped_trainer import EP2, PP2, TP2, ZERO_2, ZERO_3
 from tests.helpers.trained_steps import SMALL, TINY
 
 pytestmark = pytest.mark.engine
@@ -137,6 +137,20 @@ class DepartureGuard(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def require_nothing_on_its_way(chunks: Any, optimizer: Any) -> None:
+    """Let each update raise where ZeRO has a weight gathered, which it would outdate, or a gradient on its way."""
+    update = optimizer.step_with_ready_grads
+
+    def updated() -> Any:
+        for unit in (unit for chunk in chunks for unit in chunk._units):
+            (group,) = unit._get_fsdp_state()._fsdp_param_groups
+            assert group.is_sharded and group._all_gather_result is None, "a gathered weight outlives the update"
+            assert not group._post_reduce_event and not group.comm_ctx.reduce_scatter_states, "a sum is not there yet"
+        return update()
+
+    optimizer.step_with_ready_grads = updated
+
+
 def guarded(flags: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
     """Train under the guards of what the flags overlap; return exact records and gathers that were waited for."""
     from megatron_moe.platform import env_vars
@@ -148,6 +162,8 @@ def guarded(flags: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
     def watched(trainer: Any, callbacks: Any) -> None:
         chunks = trainer.trained.model
         with contextlib.ExitStack() as guards:
+            if run.derived.zero_stage > 1:
+                require_nothing_on_its_way(chunks, trainer.trained.optimizer)
             if run.parallel.overlap_param_gather:
                 gathers = guards.enter_context(ArrivalGuard(chunks, trainer.trained.optimizer))
             if run.parallel.overlap_grad_reduce:
@@ -198,6 +214,22 @@ def test_parameters_are_read_when_they_are_there_and_train_as_without_the_overla
         assert all(arrivals > 2 * TINY["train_iters"] for _, arrivals in found)
 
 
+SHARDED = {"ddp_bucket_size": None, "use_distributed_optimizer": False}
+SHARDED_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ZeRO 2, tied, predictions, read by many": (2, {**ZERO_2, **TIED, **READ_BY_MANY}),
+    "ZeRO 3, EP2 x DP2, bf16, parts again": (4, {**ZERO_3, **EP2, **PARTS, "bf16": True}),
+    "ZeRO 3, all again, read by many": (2, {**ZERO_3, **FULL, **READ_BY_MANY}),
+}
+
+
+@pytest.mark.parametrize("layout", rows(SHARDED_LAYOUTS, test=list(SHARDED_LAYOUTS)[:1]))
+def test_sharded_weights_are_gathered_after_each_update_and_gradients_are_there_before_it(
+    gloo: Any, layout: str
+) -> None:
+    ranks, flags = SHARDED_LAYOUTS[layout]
+    assert len(gloo.run(ranks, guarded, flags={**SHARDED, **flags})[0][0]) == TINY["train_iters"]
+
+
 def read_past_its_hook() -> str:
     """What the guard says where a router computes without its `__call__`."""
     from megatron_moe.moe.router import TopKRouter
@@ -223,7 +255,17 @@ def written_late() -> str:
     return str(found.value)
 
 
+def kept_after_the_update() -> str:
+    """What the guard says where ZeRO's gathered weights are never freed."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    with mock.patch.object(FSDPParamGroup, "reshard", lambda self: None), pytest.raises(AssertionError) as found:
+        guarded({**SHARDED, **ZERO_2})
+    return str(found.value)
+
+
 PLANTED = {
+    kept_after_the_update: "a gathered weight outlives the update",
     read_past_its_hook: "mlp.router.weight before its gather has arrived",
     written_late: "add_.Tensor writes a gradient whose bucket has left",
 }
