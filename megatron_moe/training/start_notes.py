@@ -43,7 +43,9 @@ def report_start(trainer: Trainer) -> None:
     if trainer.started_from is not None:
         trainer.reporter.event("loaded", f"read {trainer.started_from}", shown=False, path=str(trainer.started_from))
     kernels = []
-    if not platform.has_cuda():
+    if platform.has_cuda():
+        kernels.append(f"CUDA's allocator: {env_vars.allocator_setting() or 'as torch sets it, with fixed segments'}")
+    else:
         kernels.append("CPU kernels: C")
         if (reason := choice.why_no_c()) is not None:
             kernels = [f"CPU kernels: torch's operations, not C ({reason})"]

@@ -56,3 +56,13 @@ def test_triton_keeps_its_folder_where_one_is_named_no_gpu_is_or_others_could_wr
         (tmp_path / f"megatron_moe_{os.getuid()}").chmod(0o777)
     env_vars.keep_kernels_on_this_node()
     assert "TRITON_CACHE_DIR" not in os.environ
+
+
+def test_segments_grow_unless_the_user_or_a_cpu_says_otherwise(gpu, monkeypatch):
+    for name, value in (("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512"), ("CUDA_VISIBLE_DEVICES", "")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            env_vars.let_segments_grow()
+            assert "PYTORCH_ALLOC_CONF" not in os.environ
+    env_vars.let_segments_grow()
+    assert env_vars.allocator_setting() == "PYTORCH_ALLOC_CONF=expandable_segments:True"
