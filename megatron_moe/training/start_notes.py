@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
+
 from megatron_moe import platform
 from megatron_moe.config.latent_exchange import exchange_cost
 from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
@@ -14,7 +16,7 @@ from megatron_moe.io.texts import listed
 from megatron_moe.kernels import choice
 from megatron_moe.model.build import count_frozen
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_form
-from megatron_moe.platform import env_vars
+from megatron_moe.platform import env_vars, hardware
 from megatron_moe.training.trainer import Trainer
 
 
@@ -145,7 +147,8 @@ def _sharding_notes(run: Run, world_size: int) -> list[str]:
 
 def _expert_notes(trainer: Trainer) -> list[str]:
     """Say what settings of the experts cost or leave out, a line each."""
-    moe = trainer.run.moe
+    run = trainer.run
+    moe = run.moe
     notes: list[str] = []
     if moe.num_experts is None:
         return notes
@@ -154,6 +157,14 @@ def _expert_notes(trainer: Trainer) -> list[str]:
             "WARNING: --moe-router-force-load-balancing sends tokens to experts ROUND ROBIN: times are worth "
             "something, losses are not, and no model is trained"
         )
+    if moe.moe_expert_backend == "grouped_mm" and platform.has_streams():
+        dtype = run.derived.params_dtype_name
+        if run.derived.fp8_format_of_experts is None and not hardware.has_grouped_kernel(getattr(torch, dtype)):
+            notes.append(
+                f"--moe-expert-backend grouped_mm: torch has no grouped kernel for {dtype} on this device. It waits "
+                "for the counts and multiplies expert by expert, which is slow; the kernel needs --bf16 and compute "
+                "capability 9.x or 10.x"
+            )
     if moe.moe_shared_expert_overlap and not platform.has_cuda():
         notes.append("--moe-shared-expert-overlap has no effect here: without a CUDA device there are no streams")
     if moe.overlap_moe_expert_parallel_comm and not platform.has_cuda():
