@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from megatron_moe import platform
+from megatron_moe.config import rules
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.latent_exchange import exchange_cost
 from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
-from megatron_moe.config.schema import Run
+from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.engine import defects
 from megatron_moe.io.texts import listed
 from megatron_moe.kernels import choice
@@ -67,6 +70,7 @@ def report_start(trainer: Trainer) -> None:
         *_precision_notes(run),
         *frozen,
         *_sharding_notes(run, ranks.world_size),
+        *_overlap_notes(run, ranks.world_size),
         *_expert_notes(trainer),
         *kernels,
         *defects.start_lines(defects.engine_version()),
@@ -143,6 +147,31 @@ def _sharding_notes(run: Run, world_size: int) -> list[str]:
             "--fine-grained-activation-offloading has no effect here: without a CUDA device, memory is the host's"
         )
     return notes
+
+
+_HIDING_WORK = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "gradient_accumulation_fusion",
+    "moe_shared_expert_overlap",
+)
+
+
+def _overlap_notes(run: Run, world_size: int) -> list[str]:
+    """Name the flags that hide or save work, which several data-parallel GPUs could use and the run has not set."""
+    ranks = run.derived.data_parallel_size(world_size) * run.parallel.context_parallel_size
+    if ranks == 1 or not platform.has_cuda():
+        return []
+    given, defaults, found = flatten(run), flatten(Run()), []
+    for name in _HIDING_WORK:
+        if given[name] != defaults[name]:
+            continue
+        with suppress(ConfigError):  # what this run refuses is not proposed
+            candidate = replace(run, **{name: True})
+            rules.check(candidate, world_size)
+            run = candidate
+            found.append(f"--{name.replace('_', '-')}")
+    return [f"off, and worth a try on {ranks} data-parallel GPUs: {', '.join(found)}"] if found else []
 
 
 def _expert_notes(trainer: Trainer) -> list[str]:

@@ -12,7 +12,13 @@ from megatron_moe.config.schema import build
 from megatron_moe.platform import env_vars, hardware
 from megatron_moe.report import Sink
 from megatron_moe.training.run import pretrain
-from megatron_moe.training.start_notes import _expert_notes, _precision_notes, _sharding_notes
+from megatron_moe.training.start_notes import (
+    _HIDING_WORK,
+    _expert_notes,
+    _overlap_notes,
+    _precision_notes,
+    _sharding_notes,
+)
 from megatron_moe_tools import compat
 
 TINY = "--preset tiny --mock-data --vocab-size 256 --train-iters 1 --eval-iters 0".split()
@@ -65,6 +71,20 @@ def test_a_sharding_flag_without_an_effect_is_named():
     latent, expanded = (told(f"--context-parallel-size 2{words}") for words in ("", " --mla-cp-exchange expanded"))
     assert "--mla-cp-exchange latent: context-parallel ranks exchange 40 numbers" in latent[0]
     assert "--mla-cp-exchange expanded: context-parallel ranks exchange 160 numbers" in expanded[0]
+
+
+def test_data_parallel_gpus_are_told_once_which_overlaps_are_off(monkeypatch):
+    def off(flags: str, ranks: int = 2) -> list[str]:
+        found = _overlap_notes(compat.parse([*TINY, "--bf16", *flags.split()]), ranks)
+        return [flag.removeprefix("--") for note in found for flag in note.rpartition(": ")[2].split(", ")]
+
+    assert off("") == []  # a CPU
+    monkeypatch.setattr(platform, "has_cuda", lambda: True)
+    reduce, gather, fused, shared = (name.replace("_", "-") for name in _HIDING_WORK)
+    assert off("") == [reduce, fused, shared] and off("", ranks=1) == []
+    assert off("--use-distributed-optimizer --no-gradient-accumulation-fusion") == [reduce, gather, shared]
+    assert off(f"--use-distributed-optimizer --{reduce} --{fused} --{shared}") == [gather]
+    assert off("--use-torch-fsdp2") == []
 
 
 def notes(**flags):
