@@ -230,48 +230,42 @@ def test_sharded_weights_are_gathered_after_each_update_and_gradients_are_there_
     assert len(gloo.run(ranks, guarded, flags={**SHARDED, **flags})[0][0]) == TINY["train_iters"]
 
 
-def read_past_its_hook() -> str:
-    """What the guard says where a router computes without its `__call__`."""
-    from megatron_moe.moe.router import TopKRouter
-
-    with mock.patch.object(TopKRouter, "__call__", TopKRouter.forward), pytest.raises(AssertionError) as found:
-        guarded(OVERLAPS)
-    return str(found.value)
-
-
-def written_late() -> str:
-    """What the guard says where a router's gradient is changed after the backward pass."""
-    from megatron_moe.engine import schedules
-    from megatron_moe.moe.router import routers
-
-    reduce = schedules.finalize_model_grads
-
-    def late(model: Any, *args: Any, **options: Any) -> None:
-        next(routers(model)).weight.main_grad.add_(1.0)
-        reduce(model, *args, **options)
-
-    with mock.patch.object(schedules, "finalize_model_grads", late), pytest.raises(AssertionError) as found:
-        guarded({"overlap_grad_reduce": True})
-    return str(found.value)
-
-
-def kept_after_the_update() -> str:
-    """What the guard says where ZeRO's gathered weights are never freed."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    with mock.patch.object(FSDPParamGroup, "reshard", lambda self: None), pytest.raises(AssertionError) as found:
-        guarded({**SHARDED, **ZERO_2})
-    return str(found.value)
-
-
-PLANTED = {
-    kept_after_the_update: "a gathered weight outlives the update",
-    read_past_its_hook: "mlp.router.weight before its gather has arrived",
-    written_late: "add_.Tensor writes a gradient whose bucket has left",
+_FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
+# What is replaced, the flags, and what is said: a router without its `__call__`, a write after the backward pass, and
+# gathered weights that are never freed.
+PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "read": (
+        "megatron_moe.moe.router.TopKRouter.__call__",
+        OVERLAPS,
+        "mlp.router.weight before its gather has arrived",
+    ),
+    "written": (
+        "megatron_moe.engine.schedules.finalize_model_grads",
+        {"overlap_grad_reduce": True},
+        "add_.Tensor writes a gradient whose bucket has left",
+    ),
+    "kept": (f"{_FSDP}.reshard", {**SHARDED, **ZERO_2}, "a gathered weight outlives the update"),
 }
 
 
+def said_of(fault: str) -> str:
+    """What a guard says of it."""
+    from megatron_moe.engine import schedules
+    from megatron_moe.moe.router import TopKRouter, routers
+
+    reduce = schedules.finalize_model_grads
+
+    def written_late(model: Any, *args: Any, **options: Any) -> None:
+        next(routers(model)).weight.main_grad.add_(1.0)
+        reduce(model, *args, **options)
+
+    place, flags, _ = PLANTED[fault]
+    instead: Any = {"read": TopKRouter.forward, "written": written_late, "kept": lambda self: None}[fault]
+    with mock.patch(place, instead), pytest.raises(AssertionError) as found:
+        guarded(flags)
+    return str(found.value)
+
+
 @pytest.mark.parametrize("fault", PLANTED)
-def test_the_guards_name_what_is_read_too_early_or_written_too_late(gloo: Any, fault: Callable[[], str]) -> None:
-    for said in gloo.run(2, fault):
-        assert PLANTED[fault] in said
+def test_the_guards_name_what_is_read_too_early_or_written_too_late(gloo: Any, fault: str) -> None:
+    assert all(PLANTED[fault][2] in said for said in gloo.run(2, said_of, fault=fault))
