@@ -24,8 +24,10 @@ from megatron_moe.precision.contract import mixes_dtypes
 # it: a product that has been rounded to the weight's dtype. A backward pass that finds the sum of its weight adds to it
 # instead, without the rounding, and hands on the rest of the gradient, which is zero. Zeros of the sparse layout take
 # no memory, and are right in whatever they are added to: the gradient of another use of the weight, which is still to
-# be added (a table that is also the output layer), or the sum itself. The hook needs a tensor, not None: with
-# `--overlap-grad-reduce` it checks that there is one, and autograd calls the hooks of missing ones on another thread.
+# be added (a table that is also the output layer), or the sum itself: where nothing is stored, CUDA's addition of both
+# layouts launches no kernel, too. Expanded zeros autograd would copy to a whole gradient. The hook needs a tensor, not
+# None: with `--overlap-grad-reduce` it checks that there is one, and autograd calls hooks of missing ones on another
+# thread.
 
 _HALF = (torch.bfloat16, torch.float16)
 

@@ -358,16 +358,21 @@ class Fp8Product:
 
 
 def fp8_form() -> str:
-    """Return how products in FP8 are computed on this machine: "scaled" on Hopper, "emulated" elsewhere.
+    """Return how products in FP8 are computed on this machine: "scaled" on Hopper, "emulated" on a CPU and in a plan.
 
-    MEGATRON_MOE_FP8 chooses one of them (`platform/env_vars.py`).
+    MEGATRON_MOE_FP8 chooses one of them (`platform/env_vars.py`). On another GPU it has to ask for the emulation.
 
     Raises:
-        ConfigError: the variable asks for the scaled product where there is none.
+        ConfigError: the device has no scaled product, and the variable asks for it, or does not ask for the emulation.
     """
     way, why = env_vars.chosen[env_vars.FP8], platform.why_no_fp8_products()
-    if way == "scaled" and why is not None:
-        raise ConfigError(f"{env_vars.FP8}=scaled: {why}; leave it unset, or set it to emulated")
+    if why is not None and way == "scaled":
+        raise ConfigError(f"{env_vars.FP8}=scaled: {why}; set it to emulated")
+    if why is not None and way == "auto" and platform.has_streams():
+        raise ConfigError(
+            f"--fp8-format: {why}; drop the flag, or set {env_vars.FP8}=emulated, which shows what FP8 does to the "
+            "loss and is slower than bf16"
+        )
     return "emulated" if way == "emulated" or why is not None else "scaled"
 
 

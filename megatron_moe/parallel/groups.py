@@ -322,6 +322,9 @@ def _init_distributed(backend: str, timeout: timedelta) -> None:
     """Create the default process group."""
     global _meetings
     if backend == "nccl":
+        # Without `device_id`, as in Megatron-LM. With it each `new_group` splits the world's communicator at once, for
+        # which every rank has to come: thousands of times in a large layout, and never for groups that their members
+        # make alone (`_group_of`), which would hang. A pipeline's sends and receives would share one communicator.
         torch.cuda.set_device(platform.device())
     if "WORLD_SIZE" in os.environ:
         with _watched_rendezvous():

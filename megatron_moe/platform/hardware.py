@@ -236,6 +236,18 @@ def why_no_fp8_products() -> str | None:
     return None
 
 
+_GROUPED_MAJORS = (9, 10)
+
+
+def has_grouped_kernel(dtype: torch.dtype) -> bool:
+    """Return whether torch's grouped product of this dtype is one kernel on this process's CUDA device.
+
+    Elsewhere, as on compute capability 8.x and 12.x (`_grouped_mm_cuda` of torch 2.9 to 2.13), it is a product for each
+    group after a copy of the offsets to the host, which waits for them.
+    """
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device())[0] in _GROUPED_MAJORS
+
+
 # ---- A CUDA stream next to the current one, for work that needs few results of others and hides behind their messages.
 #
 # A tensor that one stream wrote and another reads needs two things, in forward and again, the other way round, in

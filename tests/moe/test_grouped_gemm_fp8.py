@@ -15,6 +15,7 @@ from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.grouped_gemm import TorchProduct
 from megatron_moe.parallel import groups
 from megatron_moe.platform import env_vars, hardware
+from megatron_moe.training.run import pretrain
 from tests.helpers import scaled_product_stub
 from tests.helpers.stepped_trainer import TINY
 from tests.numbers import reference_fp8 as reference
@@ -201,15 +202,19 @@ def test_the_flag_chooses_the_kernels_of_the_routed_experts(fp8_format):
 
 @pytest.mark.parametrize(
     ("capability", "cuda", "reason"),
-    [((9, 0), "12.9", None), ((8, 0), "13.0", "8.0"), ((10, 0), "13.0", "10.0"), ((9, 0), "12.8", "CUDA 12.8")],
+    [((9, 0), "12.9", None), ((8, 0), "13.0", "8.0"), ((12, 0), "13.0", "12.0"), ((9, 0), "12.8", "CUDA 12.8")],
 )
-def test_hopper_alone_has_the_scaled_product(capability, cuda, reason, monkeypatch):
+def test_hopper_alone_has_the_scaled_product_and_other_gpus_emulate_when_asked(capability, cuda, reason, monkeypatch):
     assert "no CUDA device" in str(platform.why_no_fp8_products()) and fp8.fp8_form() == "emulated"
-    for name, found in (("has_streams", True), ("device", torch.device("cpu"))):
-        monkeypatch.setattr(hardware, name, lambda found=found: found)
+    for name, found in (("has_streams", True), ("device", torch.device("cpu")), ("backend", "nccl")):
+        monkeypatch.setattr(hardware, name, lambda *_, found=found: found)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert fp8.fp8_form() == ("scaled" if reason is None else "emulated")
+    if reason is None:
+        assert fp8.fp8_form() == "scaled"
+    else:
+        with pytest.raises(ConfigError, match=f"--fp8-format: .*{reason}.*{env_vars.FP8}=emulated"):
+            pretrain(replace(Run(), **{**TINY, "bf16": True, "fp8_format": "e4m3"}))
     monkeypatch.setitem(env_vars.chosen, env_vars.FP8, "scaled")
     if reason is not None:
         with pytest.raises(ConfigError, match=reason):
