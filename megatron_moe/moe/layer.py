@@ -24,6 +24,7 @@ from megatron_moe.engine.layers import (
 )
 from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.moe.dispatch import ExpertInput, build_layer_dispatcher
+from megatron_moe.moe.dispatch_by_node import alltoall_dispatcher
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
 from megatron_moe.moe.flex import flex_dispatcher
 from megatron_moe.moe.grouped_gemm import DelayedWgrad, TransformerEngineProduct, gate_product, grouped_linear_loop
@@ -52,6 +53,7 @@ def _te_experts(config: EngineConfig, options: MoEOptions, groups: MoEGroups) ->
 EXPERT_BACKENDS.register("grouped_mm", _grouped_experts)
 EXPERT_BACKENDS.register("loop", partial(GroupedExperts, kernel=grouped_linear_loop, offsets_on_host=True))
 EXPERT_BACKENDS.register("te", _te_experts)
+DISPATCHERS.register("alltoall", alltoall_dispatcher)
 DISPATCHERS.register("flex", flex_dispatcher)
 
 
