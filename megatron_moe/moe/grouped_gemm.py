@@ -204,11 +204,10 @@ def add_grouped_product(total: Tensor, left: Tensor, right: Tensor, offsets: Ten
         offsets: [e] int32, the end of each expert's rows. The form in torch reads them on the host.
     """
     if cpu_products.takes_products(left.t(), right):
-        if is_watched():
-            total += grouped_product(left.t(), right, offsets)
-        else:
-            cpu_products.add_sums(total, left, right, offsets, rounds=False)
-        return
+        cpu_products.add_sums(total, left, right, offsets, rounds=False)
+        if not is_watched():
+            return
+        total = total.clone()  # torch's form is shown on a copy
     # Without values, as in a plan, all rows are the first expert's: the operations of a whole layer, at once.
     ends = [left.shape[0]] if offsets.is_meta else offsets.tolist()
     counts = [end - start for start, end in zip([0, *ends], ends)]
