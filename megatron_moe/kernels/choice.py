@@ -5,9 +5,9 @@ What is decorated is not differentiable by itself: autograd functions call it. T
 for all tensors, MEGATRON_MOE_KERNELS, and for a CPU's, MEGATRON_MOE_CPU_KERNELS (`platform/env_vars.py`).
 
 The kernels in C (`cpu.c`) are compiled with gcc at first use, kept in the user's cache, and called through ctypes. They
-compute the bits of torch's form (the source says how), in one pass instead of some twenty. Where they cannot be had,
-torch's form computes: on another processor than x86-64 with AVX2, without gcc, and where a rank of the run lacks them
-(`same_on_all_ranks`).
+compute the bits of torch's form (the source says how), in one pass instead of some twenty. Products of groups of rows
+(`cpu_products.py`) add in an order of their own. Where they cannot be had, torch's form computes: on another processor
+than x86-64 with AVX2, without gcc, and where a rank of the run lacks them (`same_on_all_ranks`).
 
 `launch` runs a Triton kernel: not for an empty grid, and not for tensors without memory.
 """
@@ -41,7 +41,7 @@ from megatron_moe.precision.packed_state import ADAM_FACTORS, AdamState, AdamSte
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-SOURCE = Path(__file__).with_name("cpu.c")
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu.c", "cpu_products.c")]
 _FLAGS = "-O3 -march=native -mprefer-vector-width=512 -fPIC -fopenmp".split()
 _FLAGS += "-ffp-contract=off -fno-math-errno -fno-trapping-math".split()
 _COMPILER_SECONDS = 600  # gcc takes 5 s; a machine may be busy with much else
@@ -122,14 +122,26 @@ def same_on_all_ranks() -> Iterator[None]:
 def takes_c(tensor: object) -> bool:
     """Return whether kernels in C compute with this tensor.
 
-    Not for a tensor that is not in a CPU's memory, and while something watches torch's operations (an audit, a
-    compiler, a tracer), which would not see what C does.
+    Not for a tensor that is not in a CPU's memory, nor while something watches (an audit, a compiler, a tracer).
     """
-    if type(tensor) is not Tensor or tensor.device.type != "cpu":
-        return False
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    return why_no_c() is None
+    return in_memory(tensor) and not is_watched() and why_no_c() is None
+
+
+def is_watched() -> bool:
+    """Return whether something watches torch's operations, which would not see what C does."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def in_memory(tensor: object) -> bool:
+    """Return whether this is a plain tensor with numbers in a CPU's memory."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def library() -> ctypes.CDLL:
+    """Return the kernels in C, where `why_no_c` returns None."""
+    found = _loaded()[0]
+    assert found is not None
+    return found
 
 
 # ---- The kernels in C.
@@ -230,9 +242,7 @@ def _adam_update(grad: Tensor, state: AdamState, step: AdamStep, rounding: Stoch
         seeds=(ctypes.c_uint * 2)(*((0, 0) if rounding is None else rounding.seeds)),
         **step.factors(),
     )
-    library = _loaded()[0]
-    assert library is not None
-    library.adam_update(ctypes.byref(task))
+    library().adam_update(ctypes.byref(task))
 
 
 @functools.cache
@@ -260,7 +270,7 @@ def _threads(numbers: int) -> int:
 
 
 def _call(name: str, operands: tuple[Tensor, ...], rows: int, width: int, threads: int, *more: Any) -> None:
-    function = getattr(_loaded()[0], f"{name}_{_NAMES[operands[0].dtype]}")
+    function = getattr(library(), f"{name}_{_NAMES[operands[0].dtype]}")
     pointers = [ctypes.c_void_p(one.data_ptr()) for one in operands]
     function(*pointers, ctypes.c_longlong(rows), ctypes.c_longlong(width), ctypes.c_int(threads), *more)
 
@@ -305,7 +315,8 @@ def _load() -> ctypes.CDLL:
         raise _Unavailable("there is no C compiler (gcc)")
     about = os.stat(compiler)
     described = (compiler, about.st_size, about.st_mtime_ns, _FLAGS, openmp.name, flags)
-    key = hashlib.sha256(SOURCE.read_bytes() + repr(described).encode()).hexdigest()[:24]
+    sources = b"".join(source.read_bytes() for source in SOURCES)
+    key = hashlib.sha256(sources + repr(described).encode()).hexdigest()[:24]
     kept = cache_folder() / f"cpu-{key}.so"
     with suppress(OSError):  # it is not there, or damaged: it is made again
         # Not one that another user could have written.
@@ -329,11 +340,11 @@ def cache_folder() -> Path:
 
 
 def _compile(compiler: str, openmp: Path, built: Path) -> None:
-    """Compile the source, and link it with torch's OpenMP library and nothing else."""
-    middle = built.with_suffix(".o")
+    """Compile the sources, and link them with torch's OpenMP library and nothing else."""
+    objects = {source: str(built.with_name(f"{source.stem}.o")) for source in SOURCES}
     for command in (
-        [compiler, *_FLAGS, "-c", str(SOURCE), "-o", str(middle)],
-        [compiler, "-shared", "-nostdlib", str(middle), str(openmp), "-o", str(built)],
+        *([compiler, *_FLAGS, "-c", str(source), "-o", made] for source, made in objects.items()),
+        [compiler, "-shared", "-nostdlib", *objects.values(), str(openmp), "-o", str(built)],
     ):
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILER_SECONDS, check=False)
         if done.returncode:
