@@ -431,43 +431,65 @@ Seen = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 _seeing: list[Seen] = []
 
 
-_compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
-"""What Triton compiled, with its constants in the kernel's order, by all that a kernel is specialised for."""
+class _Compiled(NamedTuple):
+    """A kernel that Triton has compiled and loaded.
+
+    run takes the grid, what `stream_of` returns for a device, `loaded`, the addresses and numbers, and `constants`.
+    """
+
+    run: Callable[..., None]
+    stream_of: Callable[[int], int]
+    loaded: tuple[Any, ...]
+    constants: list[Any]
 
 
-def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
+_compiled: dict[tuple[Any, ...], _Compiled] = {}
+"""By all that a kernel is specialised for."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Run a kernel on a grid. Nothing runs where the grid is empty, or on the meta device, where a run is planned.
 
-    Triton looks for what it has compiled at each launch, which takes several times as long as here. It is asked once
-    for each combination of dtypes, alignments, kinds of numbers and constants.
+    Triton looks for what it has compiled at each launch, reads the tensors' addresses again and asks the driver whose
+    they are, which takes several times as long as here. It is asked once for each combination of dtypes, alignments,
+    kinds of numbers and constants. Hooks of its profiler (Proton) see that launch alone.
 
     Args:
         kernel: decorated with `triton.jit`; its constants come behind the arguments.
         arguments: tensors, the first one among them, and numbers.
         constants: by name, with Triton's own (`num_warps`).
     """
-    if not min(grid):
+    if 0 in grid:
         return
     for see in _seeing:
         see(kernel, arguments, constants)
-    key: list[Any] = [id(kernel), arguments[0].get_device(), *constants.values()]
+    if arguments[0].is_meta:
+        return
+    device = arguments[0].get_device()
+    key = [id(kernel), device, *constants.values()]
+    passed = []
     for one in arguments:
-        if isinstance(one, Tensor):
-            if one.is_meta:
-                return
-            key += (one.dtype, one.data_ptr() % 16)
-        elif type(one) is int:  # what Triton may specialise for, and the type by which it is passed
+        kind = type(one)
+        if kind is int:  # what Triton may specialise for, and the type by which it is passed
             key.append((one % 16 == 0) + 2 * (one == 1) + 4 * (-(2**31) <= one < 2**31))
+        elif kind is float:
+            key.append(kind)
         else:
-            key.append(type(one))
+            key.append(one.dtype)
+            one = one.data_ptr()
+            key.append(one % 16 == 0)
+        passed.append(one)
     known = _compiled.get(tuple(key))
     if known is not None:
-        known[0][(*grid, 1, 1)[:3]](*arguments, *known[1])
+        known.run(*(*grid, 1, 1)[:3], known.stream_of(device), *known.loaded, *passed, *known.constants)
         return
-    found = kernel[tuple(grid)](*arguments, **constants)
+    found = kernel[grid](*arguments, **constants)
     if found is not None:  # the interpreter compiles nothing
-        named = kernel.arg_names[len(arguments) :]
-        _compiled[tuple(key)] = found, [constants[name] for name in named]
+        from triton.runtime import driver
+
+        loaded = (found.function, found.packed_metadata, None, None, None)  # no hooks, and nothing for them
+        named = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+        _compiled[tuple(key)] = _Compiled(found.run, driver.active.get_current_stream, loaded, named)
 
 
 def blocks_of(total: int, size: int) -> int:

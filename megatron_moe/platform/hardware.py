@@ -79,7 +79,7 @@ def has_streams() -> bool:
 
 def on_cpu(tensor: Tensor) -> bool:
     """Return whether a CPU works on this tensor: it is there, or on the meta device without a CUDA device."""
-    return tensor.device.type == "cpu" or (tensor.is_meta and not has_cuda())
+    return tensor.is_cpu or (tensor.is_meta and not has_cuda())
 
 
 def local_rank() -> int:
