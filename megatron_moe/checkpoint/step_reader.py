@@ -103,14 +103,12 @@ def by_itself(value: torch.Tensor) -> torch.Tensor:
 
 
 class _Layout(NamedTuple):
-    """Where a part's storage begins in its file, its bytes, and the tensor's layout in it."""
+    """Where a part's storage begins in its file, and the tensor's layout in it."""
 
     first_byte: int
-    num_bytes: int
     dtype: torch.dtype
     stride: tuple[int, ...]
     storage_offset: int
-    is_contiguous: bool
 
 
 class StepReader:
@@ -149,7 +147,8 @@ class StepReader:
         whole = self.index.tensors[key]
         start = (0,) * len(whole.shape) if start is None else start
         shape = whole.shape if shape is None else shape
-        result, filled = torch.empty(shape, dtype=self.dtype(key)), 0
+        result: Tensor | None = None
+        filled = 0
         for part in whole.parts:
             low = [max(a, b) for a, b in zip(start, part.start)]
             high = [min(a + m, b + n) for a, m, b, n in zip(start, shape, part.start, part.shape)]
@@ -160,27 +159,24 @@ class StepReader:
                 if part.place not in self._layouts:
                     self._layouts[part.place] = self._layout(key, part)
                 layout = self._layouts[part.place]
-                if not layout.is_contiguous:
-                    flat = self._bytes(part.place, layout.first_byte, layout.num_bytes).view(layout.dtype)
-                    content = flat.as_strided(part.shape, layout.stride, layout.storage_offset)[box].clone()
-                else:  # rows of the part outside of the box are not read
-                    outer, *inner = box or [slice(0, 1)]  # a scalar is one row
-                    row = math.prod(part.shape[1:])
-                    first = layout.first_byte + (layout.storage_offset + outer.start * row) * layout.dtype.itemsize
-                    count = (outer.stop - outer.start) * row * layout.dtype.itemsize
-                    rows = self._bytes(part.place, first, count).view(layout.dtype).view(-1, *part.shape[1:])
-                    inside = (slice(None), *inner)
-                    content = rows[inside]
+                # What lies between the box's first and its last element is read, and no more.
+                first = layout.storage_offset + sum(a.start * n for a, n in zip(box, layout.stride))
+                extent = [along.stop - along.start for along in box]
+                count = 1 + sum((length - 1) * n for length, n in zip(extent, layout.stride))
+                size = layout.dtype.itemsize
+                span = self._bytes(part.place, layout.first_byte + first * size, count * size).view(layout.dtype)
+                content = span.as_strided(extent, layout.stride)
             except (UntrustedError, OSError) as error:
                 raise ConfigError(f"{self.step}: refused: {error}") from error
             filled += content.numel()
-            if content.shape == result.shape:
+            if tuple(content.shape) == tuple(shape):
                 result = content
             else:
+                result = torch.empty(shape, dtype=self.dtype(key)) if result is None else result
                 result[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start))] = content
         if filled != math.prod(shape):
             raise ConfigError(f"{self.step}: {key} holds {filled} of the {math.prod(shape)} elements from {start} on")
-        return result
+        return torch.empty(shape, dtype=self.dtype(key)) if result is None else result
 
     def _layout(self, key: str, part: TensorPart) -> _Layout:
         """Return the layout of a part from its archive's small records; the elements are not read."""
@@ -201,11 +197,9 @@ class StepReader:
         # Not the tensor: it has memory for its elements, although they were not read.
         return _Layout(
             place.offset + first,
-            storage.nbytes(),
             value.dtype,
             tuple(value.stride()),
             int(value.storage_offset()),
-            value.is_contiguous(),
         )
 
     def _bytes(self, place: StoredBytes, first: int, count: int) -> Tensor:

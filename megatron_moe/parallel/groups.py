@@ -148,6 +148,7 @@ def fake_world(run: Run, rank: int, world_size: int) -> ProcessGroups:
 
 def _build(run: Run) -> ProcessGroups:
     layout, timeout = run.parallel, collective_timeout(run, dist.get_backend())
+    _make_host_group(timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
@@ -161,6 +162,31 @@ def _build(run: Run) -> ProcessGroups:
         create_gloo_process_groups=False,
     )
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+_host_groups: list[dist.ProcessGroup] = []
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """Return the group of all ranks for what is in host memory: gloo's, where the ranks' own group is NCCL's."""
+    return _host_groups[0] if _host_groups else dist.group.WORLD
+
+
+def _make_host_group(timeout: timedelta) -> None:
+    """Make the group of `host_group`. Collective.
+
+    Raises:
+        MachineError: the ranks cannot reach one another by the network interface that gloo chose.
+    """
+    if dist.get_backend() != "nccl" or _host_groups:
+        return
+    try:
+        _host_groups.append(dist.new_group(backend="gloo", timeout=timeout))
+    except RuntimeError as error:
+        raise MachineError(
+            f"gloo, by which the ranks exchange what is in host memory, does not connect them: {error}; set "
+            "GLOO_SOCKET_IFNAME to the network interface that all nodes share"
+        ) from error
 
 
 def _ranks_with_tables(run: Run, ranks: Sequence[int], *_: Any) -> list[int]:
@@ -260,6 +286,7 @@ def destroy(abort: bool = False) -> None:
     """
     numerics.restore()
     _parts.clear()
+    _host_groups.clear()
     if not dist.is_initialized():
         return
     parallel_state.destroy_model_parallel()
