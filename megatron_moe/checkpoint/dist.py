@@ -20,8 +20,8 @@ from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.parallel.groups import host_group
 
-PIECE_BYTES = 64 * 2**20
-"""What is read at once, or exchanged at once by all ranks of a group together."""
+PIECE_BYTES = 32 * 2**20
+"""What a rank reads or sends at once."""
 
 
 def opened(step: Path) -> StepReader:
@@ -125,7 +125,7 @@ def read(reader: StepReader, shards: Sequence[Shard], sources: Mapping[str, str]
     sizes = [0]
     for (group, dtype), of_group in shared.items():
         numel = sum(shard.values.numel() for shard in of_group)
-        sizes.append(exchanged_numel(numel, group.size(), dtype.itemsize) * (group.size() + 1) * dtype.itemsize)
+        sizes.append(2 * exchanged_numel(numel, group.size(), dtype.itemsize) * dtype.itemsize)
     memory = torch.empty(-(-max(sizes) // 8), dtype=torch.int64, device=platform.device())
     for (group, dtype), of_group in shared.items():
         failure = reading.exchange(of_group, group, memory.view(dtype), failure)
@@ -173,14 +173,14 @@ class _Reading:
         numel, ranks = sum(shard.values.numel() for shard in shards), group.size()
         shares = [share(numel, ranks, rank) for rank in range(ranks)]
         length = exchanged_numel(numel, ranks, memory.itemsize)
-        sent, received = memory[:length], memory[length : (ranks + 1) * length]
+        sent, received = memory[:length], memory[length : 2 * length]
 
-        def pieces(rank: int, first: int, memory: Tensor) -> Iterator[tuple[Shard, Tensor]]:
+        def pieces(rank: int, first: int, values: Tensor) -> Iterator[tuple[Shard, Tensor]]:
             begin, end = shares[rank]
             done = 0
             for piece in elements(shards, begin + first, min(begin + first + length, end)):
                 count = piece.values.numel()
-                yield piece, memory[done : done + count].view(piece.values.shape)
+                yield piece, values[done : done + count].view(piece.values.shape)
                 done += count
 
         for first in range(0, -(-numel // ranks), length):
@@ -189,9 +189,14 @@ class _Reading:
                     place.copy_(self._read(piece))
             except (ConfigError, OSError) as error:
                 failure = error
-            torch.distributed.all_gather_into_tensor(received, sent, group=group)
-            for rank, memory in enumerate(received.chunk(ranks)):
-                for piece, place in pieces(rank, first, memory):
+            # Not gathered: gloo would take the memory of all pieces once more.
+            for rank, (begin, end) in enumerate(shares):
+                count = min(length, end - begin - first)
+                if count <= 0:
+                    continue
+                values = sent if rank == group.rank() else received
+                torch.distributed.broadcast(values[:count], torch.distributed.get_global_rank(group, rank), group=group)
+                for piece, place in pieces(rank, first, values):
                     self._put(piece, place)
         return failure
 
@@ -220,7 +225,7 @@ class _Reading:
 
 def exchanged_numel(numel: int, ranks: int, width: int) -> int:
     """Return how many of its share of `numel` elements, of so many bytes each, a rank sends at once."""
-    return max(min(PIECE_BYTES // (width * ranks), -(-numel // ranks)), 1)
+    return max(min(PIECE_BYTES // width, -(-numel // ranks)), 1)
 
 
 def _agreed(found: set[str]) -> list[str]:

@@ -245,8 +245,7 @@ def _loading(run: Run, trace: RankTrace, device: bool, host: bool) -> int:
     most = host * min(alone, dist.PIECE_BYTES)
     for (ranks, width), numel in exchanged.items():
         piece = dist.exchanged_numel(numel, ranks, width) * width
-        sent_and_received = (ranks + 1) * piece
-        most = max(most, device * sent_and_received + host * piece)
+        most = max(most, (2 * device + host) * piece)  # what is sent, what is received, and what is read
     return most + device * _unpacked_bytes(run, trace)
 
 

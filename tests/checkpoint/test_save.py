@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,6 +198,43 @@ def test_a_rank_may_write_for_longer_than_a_collective_may_take(gloo, tmp_path):
     flags = {"save": str(tmp_path), "train_iters": 1}
     for checkpoint, progress in gloo.run(2, waited, flags=flags):
         assert checkpoint == str(tmp_path / "iter_0000001") and progress >= 2
+
+
+def beside_nccl(flags: dict[str, Any]) -> list[bool]:
+    """Of each exchange of objects in a run's save: whether it goes through a group beside the ranks' own.
+
+    gloo stands for NCCL, whose exchanges would go through the memory of GPUs.
+    """
+    from megatron_moe.parallel import groups
+    from megatron_moe.training.callbacks import checkpointing
+
+    beside: list[bool] = []
+    names = ("all_gather_object", "gather_object", "broadcast_object_list")
+    exchanges = {name: getattr(torch.distributed, name) for name in names}
+    require_unchanged = checkpointing.require_unchanged_data
+
+    def noting(name: str) -> Callable[..., Any]:
+        def exchange(*args: Any, group: Any = None, **more: Any) -> Any:
+            beside.append(group not in (None, torch.distributed.group.WORLD))
+            return exchanges[name](*args, group=group, **more)
+
+        return exchange
+
+    def first_of_a_save(*args: Any) -> None:
+        for name in names:
+            saving.enter_context(mock.patch.object(torch.distributed, name, noting(name)))
+        require_unchanged(*args)
+
+    with ExitStack() as saving:
+        saving.enter_context(mock.patch.object(groups.dist, "get_backend", lambda *_: "nccl"))
+        saving.enter_context(mock.patch.object(checkpointing, "require_unchanged_data", first_of_a_save))
+        trained(flags)
+    return beside
+
+
+def test_objects_of_a_save_do_not_go_through_gpus(gloo, tmp_path):
+    for beside in gloo.run(2, beside_nccl, flags={"save": str(tmp_path), "train_iters": 1}):
+        assert len(beside) > 5 and all(beside)
 
 
 def test_the_last_step_is_never_lost_without_an_error(gloo, tmp_path):
